@@ -1,0 +1,27 @@
+"""Tell glibc's allocator to keep the memory that training frees and takes again in each step."""
+
+import ctypes
+import sys
+
+# Parameter numbers of mallopt(3), from glibc's malloc.h, with the values measured to help.
+_SETTINGS = (
+    (-4, 0),  # M_MMAP_MAX: large blocks come from the heap, not from a mapping of their own
+    (-1, 2**31 - 1),  # M_TRIM_THRESHOLD: keep the heap's top
+    (-2, 64 * 2**20),  # M_TOP_PAD: grow the heap in large steps
+)
+
+
+def keep_freed_memory() -> bool:
+    """Stop the allocator from returning freed memory; return whether that took effect.
+
+    By default each activation of a training step is mapped, faulted in page by page, zeroed by
+    the kernel and unmapped again, step after step. ``benchmarks/allocator.py`` counts it. Lasts
+    for the life of the process. Elsewhere than under glibc nothing is done.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "gnu_get_libc_version"):  # musl has no mallopt
+        return False
+    accepted = [libc.mallopt(name, value) == 1 for name, value in _SETTINGS]
+    return all(accepted)

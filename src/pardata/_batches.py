@@ -1,0 +1,83 @@
+"""What is done to a whole batch, whatever `collate_fn` made it of."""
+
+from collections.abc import Callable, Mapping, MutableMapping
+from copy import copy
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """Return `batch` with its tensors on `device`, asynchronously where they are pinned.
+
+    An object of another kind is moved by its own ``to``, if it has one.
+    """
+    if device.type == "cpu":
+        return batch
+    return _mapped(
+        batch,
+        lambda tensor: tensor.to(device, non_blocking=True),
+        lambda other: other.to(device) if hasattr(other, "to") else other,
+    )
+
+
+def emptied(batch: Any) -> Any:
+    """Return `batch` with no rows: every tensor cut to ``[:0]``, every list of strings to ``[]``.
+
+    Raises:
+        TypeError: for a batch that holds something else, of which nobody knows the rows.
+    """
+    return _mapped(batch, _without_rows, _empty_other)
+
+
+def _mapped(
+    batch: Any, on_tensor: Callable[[Tensor], Tensor], on_other: Callable[[Any], Any]
+) -> Any:
+    if isinstance(batch, Tensor):
+        return on_tensor(batch)
+    if isinstance(batch, Mapping):
+        items = {key: _mapped(value, on_tensor, on_other) for key, value in batch.items()}
+        if type(batch) is dict or not isinstance(batch, MutableMapping):
+            return items
+        other = copy(batch)  # as default_collate: a defaultdict keeps its factory
+        other.update(items)
+        return other
+    if isinstance(batch, list | tuple) and not _is_whole(batch):
+        values = [_mapped(value, on_tensor, on_other) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    return on_other(batch)
+
+
+def _is_whole(batch: Any) -> bool:
+    """Whether this is no collection of parts, but text or a tensor in disguise."""
+    return isinstance(batch, PackedSequence) or _is_text(batch)
+
+
+def _is_text(batch: Any) -> bool:
+    """Whether this is what the default `collate_fn` makes of strings: one for each row."""
+    return (
+        isinstance(batch, list | tuple)
+        and not hasattr(batch, "_fields")
+        and len(batch) > 0
+        and all(isinstance(item, str | bytes) for item in batch)
+    )
+
+
+def _without_rows(tensor: Tensor) -> Tensor:
+    return tensor[:0] if tensor.ndim else _refuse(tensor)
+
+
+def _empty_other(item: Any) -> Any:
+    return item[:0] if _is_text(item) else _refuse(item)
+
+
+def _refuse(item: Any) -> NoReturn:
+    what = f"{type(item).__name__}{' without dimensions' if isinstance(item, Tensor) else ''}"
+    msg = (
+        f"a batch must be made of tensors, dicts, lists and tuples for a rank to get none of its "
+        f"rows, but `collate_fn` returned a {what}: use drop_last=True, or a batch "
+        f"size that leaves every rank a sample"
+    )
+    raise TypeError(msg)

@@ -1,0 +1,281 @@
+"""Which launcher started this process? A pure function of the environment variables.
+
+Nothing here touches a process group, a socket or a device, so every rule is tested with a plain
+dictionary. Precedence: a complete torchrun set, Open MPI, a SLURM step, MPICH, a single process.
+Open MPI goes before SLURM because the SLURM variables under ``mpirun`` are those of its daemon.
+"""
+
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+
+LAUNCHERS = ("auto", "torchrun", "slurm", "mpi", "none")
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# The rendezvous address alone says nothing: users export it for MPI and SLURM too.
+_TORCHRUN_OWN = _TORCHRUN[:4]
+_OPEN_MPI = tuple(
+    f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+)
+_MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_SLURM = (
+    "SLURM_PROCID",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_LOCALID",
+    "SLURM_NODEID",
+    "SLURM_STEP_ID",
+    "SLURM_STEP_NODELIST",
+    "SLURM_STEP_TASKS_PER_NODE",
+    "SLURM_JOB_ID",
+)
+_OPT_OUT = "set PARDATA_LAUNCHER=none to run as a single process"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher told this process. ``None``: the launcher does not say."""
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node_rank: int | None
+    num_nodes: int | None
+    master_addr: str
+    master_port: int
+
+    @property
+    def identity(self) -> str:
+        """Tell this process of this run from every other: a subprocess inherits it unchanged."""
+        address = f"{self.master_addr}:{self.master_port}"
+        return f"{self.launcher}:{self.rank}/{self.size}@{address}"
+
+
+SINGLE = Launch("single", 0, 1, 0, 1, 0, 1, "", 0)
+
+
+def detect(env: Mapping[str, str]) -> Launch:
+    """Read the launcher's variables, or return ``SINGLE`` where none started this process.
+
+    Raises:
+        ValueError: for a set that is partial, contradictory or not numeric, and for an unknown
+            ``PARDATA_LAUNCHER``; the message names the variable.
+    """
+    choice = env.get("PARDATA_LAUNCHER", "auto")
+    if choice not in LAUNCHERS:
+        msg = f"`PARDATA_LAUNCHER` must be one of {', '.join(LAUNCHERS)}, but is {choice!r}"
+        raise ValueError(msg)
+    if choice == "none":
+        return SINGLE
+    if choice == "torchrun" or (choice == "auto" and all(env.get(name) for name in _TORCHRUN)):
+        return _checked(_torchrun(env))
+    if choice == "mpi":
+        return _checked(_open_mpi(env) if _OPEN_MPI[0] in env else _mpich(env))
+    if choice == "slurm":
+        return _checked(_slurm(env))
+    return _without_torchrun(env)
+
+
+def _without_torchrun(env: Mapping[str, str]) -> Launch:
+    if any(name in env for name in _OPEN_MPI):
+        return _consistent(_checked(_open_mpi(env)), env)
+    if _is_slurm_step(env):
+        return _consistent(_checked(_slurm(env)), env)
+    # srun --mpi=pmi2 sets PMI_* in a step of one task: that is SLURM's, and a single process.
+    if any(name in env for name in _MPICH) and "SLURM_STEP_ID" not in env:
+        return _consistent(_checked(_mpich(env)), env)
+    if any(name in env for name in _TORCHRUN_OWN):
+        return _torchrun(env)  # raises: the complete set was ruled out before
+    return SINGLE
+
+
+def _is_slurm_step(env: Mapping[str, str]) -> bool:
+    # sbatch sets SLURM_PROCID and SLURM_NTASKS for a plain `python` too. Only srun starts a step.
+    if not env.get("SLURM_STEP_ID", "").isdecimal():
+        return False
+    return whole_number(env, "SLURM_STEP_NUM_TASKS") > 1
+
+
+def _torchrun(env: Mapping[str, str]) -> Launch:
+    _require(env, _TORCHRUN, "torchrun")
+    size, local_size = whole_number(env, "WORLD_SIZE"), whole_number(env, "LOCAL_WORLD_SIZE")
+    return Launch(
+        "torchrun",
+        whole_number(env, "RANK"),
+        size,
+        whole_number(env, "LOCAL_RANK"),
+        local_size,
+        whole_number(env, "GROUP_RANK") if "GROUP_RANK" in env else None,
+        whole_number(env, "GROUP_WORLD_SIZE") if "GROUP_WORLD_SIZE" in env else None,
+        env["MASTER_ADDR"],
+        _port(env),
+    )
+
+
+def _open_mpi(env: Mapping[str, str]) -> Launch:
+    _require(env, _OPEN_MPI, "Open MPI")
+    rank, size, local_rank, local_size = (whole_number(env, name) for name in _OPEN_MPI)
+    address = _mpi_address(env, size, local_size, "-x MASTER_ADDR=<host of rank 0>")
+    # The name space is new for each mpirun, so two runs on one host get two ports.
+    port = _port(env, default=15000 + zlib.crc32(env.get("PMIX_NAMESPACE", "").encode()) % 10000)
+    return Launch("mpi", rank, size, local_rank, local_size, None, None, address, port)
+
+
+def _mpich(env: Mapping[str, str]) -> Launch:
+    _require(env, _MPICH, "MPICH")
+    rank, size, local_rank, local_size = (whole_number(env, name) for name in _MPICH)
+    address = _mpi_address(env, size, local_size, "-genv MASTER_ADDR <host of rank 0>")
+    port = _port(env, default=29500)
+    return Launch("mpi", rank, size, local_rank, local_size, None, None, address, port)
+
+
+def _mpi_address(env: Mapping[str, str], size: int, local_size: int, cure: str) -> str:
+    if local_size == size:
+        return env.get("MASTER_ADDR", "127.0.0.1")
+    if "MASTER_ADDR" not in env:
+        msg = (
+            f"`MASTER_ADDR` must be set when MPI spans several hosts ({local_size} of {size} "
+            f"ranks are on this one), but is not: add `{cure}` to the command"
+        )
+        raise ValueError(msg)
+    return env["MASTER_ADDR"]
+
+
+def _slurm(env: Mapping[str, str]) -> Launch:
+    _require(env, _SLURM, "a SLURM step")
+    node = whole_number(env, "SLURM_NODEID")
+    per_node = list(_tasks_per_node(env["SLURM_STEP_TASKS_PER_NODE"]))
+    if node >= len(per_node):
+        msg = (
+            f"`SLURM_NODEID` must be less than the {len(per_node)} nodes of "
+            f"`SLURM_STEP_TASKS_PER_NODE` ({env['SLURM_STEP_TASKS_PER_NODE']!r}), but is {node}"
+        )
+        raise ValueError(msg)
+    step = whole_number(env, "SLURM_STEP_ID")
+    # The same rule as Lightning and Ignite, plus the step, so that two steps of a job differ.
+    port = 15000 + (whole_number(env, "SLURM_JOB_ID") % 10000 + step) % (65536 - 15000)
+    return Launch(
+        "slurm",
+        whole_number(env, "SLURM_PROCID"),
+        whole_number(env, "SLURM_STEP_NUM_TASKS"),
+        whole_number(env, "SLURM_LOCALID"),
+        per_node[node],
+        node,
+        len(per_node),
+        env.get("MASTER_ADDR") or next(expand_nodelist(env["SLURM_STEP_NODELIST"])),
+        _port(env, default=port),
+    )
+
+
+def _tasks_per_node(text: str) -> Iterator[int]:
+    """Expand ``"2(x3),1"`` to 2, 2, 2, 1."""
+    for item in text.split(","):
+        match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", item)
+        if match is None:
+            msg = f"`SLURM_STEP_TASKS_PER_NODE` must look like '2(x3),1', but is {text!r}"
+            raise ValueError(msg)
+        yield from [int(match[1])] * int(match[2] or 1)
+
+
+def expand_nodelist(text: str) -> Iterator[str]:
+    """Yield the host names of a SLURM node list such as ``"a[1-3,7],b2"``, in order.
+
+    Zero padding is kept (``n[01-04]``) and several brackets multiply, as with
+    ``scontrol show hostnames``.
+
+    Raises:
+        ValueError: where the text is not a node list, before anything is yielded.
+    """
+    entry = r"(?:[^\[\],\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
+    if not re.fullmatch(rf"{entry}(?:,{entry})*", text):
+        msg = f"a SLURM node list must look like 'a[1-3,7],b2', but is {text!r}"
+        raise ValueError(msg)
+    return (
+        "".join(parts)
+        for item in re.findall(entry, text)
+        for parts in product(*map(_alternatives, re.findall(r"\[[^\]]*\]|[^\[]+", item)))
+    )
+
+
+def _alternatives(piece: str) -> list[str]:
+    if not piece.startswith("["):
+        return [piece]
+    numbers = []
+    for item in piece[1:-1].split(","):
+        first, _, last = item.partition("-")
+        last = last or first
+        if not 0 <= int(last) - int(first) < 1_000_000:
+            msg = f"a SLURM node range must rise, by less than a million, but is {item!r}"
+            raise ValueError(msg)
+        numbers += [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)]
+    return numbers
+
+
+def _require(env: Mapping[str, str], names: tuple[str, ...], launcher: str) -> None:
+    missing = [name for name in names if not env.get(name)]
+    if missing:
+        there = [name for name in names if env.get(name)]
+        msg = (
+            f"the variables of {launcher} must be set together, but "
+            f"{', '.join(f'`{name}`' for name in missing)} must still be set beside "
+            f"{', '.join(f'`{name}`' for name in there) or 'none of them'}: start the script with "
+            f"the launcher itself, or {_OPT_OUT}"
+        )
+        raise ValueError(msg)
+
+
+def whole_number(env: Mapping[str, str], name: str) -> int:
+    """Return the variable `name` as a number, or raise a `ValueError` that shows it."""
+    text = env.get(name, "")
+    # isascii: int() takes the digits of every script. 18 digits: more cannot be a count.
+    if not (text.isascii() and text.isdecimal() and len(text) <= 18):
+        msg = f"`{name}` must be a whole number, but is {text!r}: correct it, or {_OPT_OUT}"
+        raise ValueError(msg)
+    return int(text)
+
+
+def _port(env: Mapping[str, str], default: int | None = None) -> int:
+    if default is not None and not env.get("MASTER_PORT"):
+        return default
+    port = whole_number(env, "MASTER_PORT")
+    if not 0 < port < 65536:
+        msg = f"`MASTER_PORT` must be between 1 and 65535, but is {port}"
+        raise ValueError(msg)
+    return port
+
+
+def _checked(launch: Launch) -> Launch:
+    for value, bound, name, of in (
+        (launch.rank, launch.size, "rank", "world size"),
+        (launch.local_rank, launch.local_size, "local rank", "local world size"),
+        (launch.local_size, launch.size + 1, "local world size", "world size plus one"),
+    ):
+        if value >= bound:
+            msg = (
+                f"the {name} must be less than the {of} ({bound}), but {launcher_text(launch)} "
+                f"set it to {value}: the variables contradict each other, or are left over from "
+                f"another run; {_OPT_OUT}"
+            )
+            raise ValueError(msg)
+    return launch
+
+
+def _consistent(launch: Launch, env: Mapping[str, str]) -> Launch:
+    """Refuse torch variables, exported by hand, that contradict the launcher found."""
+    found = (launch.rank, launch.size, launch.local_rank, launch.local_size)
+    for name, value in zip(_TORCHRUN_OWN, found, strict=True):
+        if name in env and whole_number(env, name) != value:
+            msg = (
+                f"`{name}` must be {value}, as {launcher_text(launch)} says, but is {env[name]}: "
+                f"unset it, or choose one launcher with PARDATA_LAUNCHER"
+            )
+            raise ValueError(msg)
+    return launch
+
+
+def launcher_text(launch: Launch) -> str:
+    """Name a launcher as a person would."""
+    return {"slurm": "SLURM", "mpi": "MPI"}.get(launch.launcher, launch.launcher)

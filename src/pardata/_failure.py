@@ -1,0 +1,71 @@
+"""An exception that travels to other processes: as text, and whole only where that is safe."""
+
+import base64
+import json
+import pickle
+import traceback
+from dataclasses import asdict, dataclass
+from typing import NoReturn
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What one rank raised."""
+
+    rank: int
+    place: str
+    type: str
+    text: str
+    traceback: str
+    pickled: str | None
+
+    @classmethod
+    def of(cls, error: BaseException, *, rank: int, place: str) -> "Failure":
+        """Describe `error`, raised on `rank` inside `place` (the name of a call)."""
+        lines = traceback.format_exception(type(error), error, error.__traceback__)
+        pickled = _pickled(error)
+        return cls(rank, place, type(error).__qualname__, _text(error), "".join(lines), pickled)
+
+    def to_json(self) -> str:
+        """Return text for `from_json`."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Failure":
+        """Rebuild what `to_json` wrote."""
+        return cls(**json.loads(text))
+
+    def summary(self) -> str:
+        """Say in one line what went wrong, and where."""
+        return f"rank {self.rank} failed in `{self.place}`: {self.type}: {self.text}"
+
+    def reraise(self) -> NoReturn:
+        """Raise this failure here, with its origin as the cause.
+
+        Raises:
+            BaseException: the same exception where it can be pickled, else a `RuntimeError`
+                with its type and text.
+        """
+        origin = RuntimeError(f"raised on rank {self.rank} in `{self.place}`:\n\n{self.traceback}")
+        if self.pickled is None:
+            raise RuntimeError(self.summary()) from origin
+        raise pickle.loads(base64.b64decode(self.pickled)) from origin  # noqa: S301  # a rank's
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001  # user code, as below; the words are those of `traceback`
+        return "<exception str() failed>"
+
+
+def _pickled(error: BaseException) -> str | None:
+    # Many exceptions pickle and cannot be unpickled (an __init__ of several arguments), and some
+    # come back as another type or without their text.
+    try:
+        data = pickle.dumps(error)
+        back = pickle.loads(data)  # noqa: S301  # our own bytes
+        same = type(back) is type(error) and str(back) == str(error)
+    except Exception:  # noqa: BLE001  # user code runs here: whatever it raises means "text only"
+        return None
+    return base64.b64encode(data).decode() if same else None

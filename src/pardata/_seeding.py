@@ -1,0 +1,81 @@
+"""One seed for all generators."""
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from pardata._sampling import mix
+from pardata._world import require_world
+
+
+def seed_everything(seed: int, *, per_rank: bool = False, deterministic: bool = False) -> int:
+    """Seed Python's, NumPy's (if installed) and PyTorch's generators, on all devices.
+
+    Returns the seed that was used. Not collective. The loader needs none of this: its order
+    comes from its own seed, and its workers are seeded from that.
+
+    Args:
+        seed: 0 to 2**63 - 1. Equal on all ranks, so that they build equal models.
+        per_rank: mix the rank in, for noise that must differ between ranks (dropout, say). In a
+            single process that is rank 0.
+        deterministic: also ask PyTorch for deterministic algorithms (an operation that has none
+            then raises) and switch cuDNN's autotuning off. Slower on a GPU.
+
+    Raises:
+        TypeError, ValueError: for a seed that is no integer or out of range.
+
+    >>> seed_everything(0)
+    0
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        msg = f"`seed` must be an integer, but is {seed!r}"
+        raise TypeError(msg)
+    if not 0 <= seed < 2**63:
+        msg = f"`seed` must be between 0 and 2**63 - 1, but is {seed}"
+        raise ValueError(msg)
+    if per_rank:
+        seed = mix(seed, require_world("seed_everything(per_rank=True)").rank)
+    random.seed(seed)
+    _seed_numpy(seed)
+    torch.manual_seed(seed)
+    if deterministic:
+        # cuBLAS reads it when it starts; see torch.use_deterministic_algorithms.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    return seed
+
+
+@contextmanager
+def forked_seed(seed: int) -> Iterator[None]:
+    """Seed the default CPU generators for a block, and put them back after it."""
+    numpy = _numpy()
+    states = random.getstate(), torch.get_rng_state(), numpy and numpy.random.get_state()
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    _seed_numpy(seed)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        torch.set_rng_state(states[1])
+        if numpy is not None:
+            numpy.random.set_state(states[2])
+
+
+def _seed_numpy(seed: int) -> None:
+    if (numpy := _numpy()) is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def _numpy() -> Any:
+    """Return NumPy if it is installed: pardata does not require it."""
+    try:
+        import numpy as np  # noqa: PLC0415
+    except ImportError:
+        return None
+    return np

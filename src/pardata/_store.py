@@ -1,0 +1,187 @@
+"""Small messages between ranks over the process group's own key-value store.
+
+Nothing here is a collective of the backend: a wait has a timeout of its own, a rank that does not
+come is named, and the group is usable afterwards.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+import torch.distributed as dist
+
+from pardata._failure import Failure
+
+
+class Peer(Protocol):
+    """What this module needs to know of a `World`."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Channel:
+    """A store, and how long to wait on it by default."""
+
+    store: dist.Store
+    timeout: timedelta
+
+
+@contextmanager
+def _connected() -> Iterator[None]:
+    """Say what it means that the store does not answer."""
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        msg = (
+            "the process that serves the group's store (rank 0, or torchrun's agent) must be there "
+            "as long as any rank, but has ended: look at its output for an earlier error"
+        )
+        raise RuntimeError(msg) from error
+
+
+@_connected()
+def exchange(channel: Channel, peer: Peer, place: str, value: str, timeout: timedelta) -> list[str]:
+    """Return the `value` of every rank, in rank order. Collective.
+
+    All exchanges of a group share one sequence, so that ranks in different calls (`place`) find
+    out instead of waiting for each other.
+
+    Raises:
+        TimeoutError: names the ranks that did not come.
+        RuntimeError: where ranks are in different calls (says which rank is in which), and where
+            the store is gone.
+    """
+    turn = next_turn(channel, "exchange", peer.rank)
+    keys = [f"exchange/{turn}/{rank}" for rank in range(peer.size)]
+    channel.store.set(keys[peer.rank], json.dumps([place, value]))
+    try:
+        _wait(channel.store, keys, place, timeout)
+    except TimeoutError:
+        # Take it back: this rank's next exchange meets the first one of those who did not come.
+        channel.store.set(f"exchange/gave-up/{peer.rank}", str(time.time()))
+        channel.store.delete_key(keys[peer.rank])
+        channel.store.add(f"exchange/turn/{peer.rank}", -1)
+        raise
+    there = [json.loads(channel.store.get(key)) for key in keys]
+    if turn > 1:
+        # Everyone is here, so everyone has read the turn before: two keys a rank is all we keep.
+        channel.store.delete_key(f"exchange/{turn - 1}/{peer.rank}")
+    places = [name for name, _ in there]
+    if len(set(places)) > 1:
+        table = "\n".join(f"  rank {rank}: {name}" for rank, name in enumerate(places))
+        msg = f"every rank must make the same calls in the same order, but here:\n{table}"
+        raise RuntimeError(msg)
+    return [text for _, text in there]
+
+
+def _wait(store: dist.Store, keys: list[str], place: str, timeout: timedelta) -> None:
+    began = time.time()
+    if _came(store, keys, timeout):
+        return
+    missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+    if not missing:
+        return  # the last one came between the timeout and the look
+    # A rank that came in this time and gave up before this one is not to blame.
+    guilty = [rank for rank in missing if _gave_up(store, rank) < began] or missing
+    raise TimeoutError(missing_text(guilty, len(keys), place, timeout))
+
+
+def _gave_up(store: dist.Store, rank: int) -> float:
+    key = f"exchange/gave-up/{rank}"
+    return float(store.get(key)) if store.check([key]) else 0.0
+
+
+def _came(store: dist.Store, keys: list[str], timeout: timedelta) -> bool:
+    """Wait for all keys; return whether they came in time."""
+    try:
+        store.wait(keys, timeout)
+    except dist.DistNetworkError:
+        raise
+    except RuntimeError:
+        return False
+    return True
+
+
+def missing_text(missing: list[int], size: int, place: str, timeout: timedelta) -> str:
+    """Say which ranks did not come, and where to look."""
+    return (
+        f"`{place}` must be reached by every rank, but {ranks_text(missing)} of {size} did not "
+        f"come within {timeout}: look at the output of {ranks_text(missing)} for an earlier "
+        f"error, or for a branch that skips this call"
+    )
+
+
+@_connected()
+def next_turn(channel: Channel, scope: str, rank: int) -> int:
+    """Count the calls in `scope` on this rank; kept in the store, beside what is counted."""
+    return int(channel.store.add(f"{scope}/turn/{rank}", 1))
+
+
+@_connected()
+def publish(channel: Channel, key: str, text: str) -> None:
+    """Leave `text` under `key` for the ranks that `collect` it."""
+    channel.store.set(key, text)
+
+
+@_connected()
+def collect(channel: Channel, key: str, readers: int, place: str, timeout: timedelta) -> str:
+    """Wait for what another rank will `publish` and return it; the last reader removes it.
+
+    Raises:
+        TimeoutError: where nothing came in time.
+    """
+    if not _came(channel.store, [key], timeout):
+        msg = (
+            f"rank 0 must finish its `{place}` within {timeout}, but has not: give `timeout=` a "
+            f"larger value if the work takes that long, else look at rank 0's output"
+        )
+        raise TimeoutError(msg)
+    text = str(channel.store.get(key).decode())
+    if channel.store.add(f"{key}/read", 1) == readers:
+        channel.store.delete_key(key)
+        channel.store.delete_key(f"{key}/read")
+    return text
+
+
+def ranks_text(ranks: list[int]) -> str:
+    """Write ``[1]`` as "rank 1" and ``[1, 2]`` as "ranks 1, 2"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def raise_on_all(failures: list[Failure | None], rank: int, own: BaseException | None) -> None:
+    """Raise where any rank failed: `own` on the rank that did, its account on the others."""
+    if own is not None:
+        raise own
+    failed = [failure for failure in failures if failure is not None]
+    if failed:
+        others = "".join(f"\n{failure.summary()}" for failure in failed[1:])
+        msg = f"{failed[0].summary()}{others}\n(seen on rank {rank}, which did nothing wrong)"
+        raise RuntimeError(msg)
+
+
+def require_same(place: str, told: list[dict[str, object]], cure: str) -> None:
+    """Raise a `RuntimeError` with a table of the facts in which ranks differ, if they do."""
+    names = [name for name in told[0] if len({repr(facts[name]) for facts in told}) > 1]
+    if names:
+        msg = (
+            f"every rank must pass the same to `{place}`, but "
+            f"{', '.join(f'`{name}`' for name in names)} differ:\n{_table(names, told)}\n{cure}"
+        )
+        raise RuntimeError(msg)
+
+
+def _table(names: list[str], told: list[dict[str, object]]) -> str:
+    """One line for each set of ranks that say the same; the odd one out is then easy to see."""
+    holders: dict[str, list[str]] = {}
+    for rank, facts in enumerate(told):
+        line = ", ".join(f"{name}={facts[name]!r}" for name in names)
+        holders.setdefault(line, []).append(str(rank))
+    return "\n".join(f"  rank {', '.join(ranks)}: {line}" for line, ranks in holders.items())

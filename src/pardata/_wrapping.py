@@ -1,0 +1,258 @@
+"""One argument chooses how replicas are kept equal: the strategies, side by side."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
+
+from pardata._agreement import agree
+from pardata._data_parallel import ReadThroughDP
+from pardata._distributed import ReadThroughDDP
+from pardata._logging import get_logger
+from pardata._model_checks import check_module, check_options, check_same_models, signature
+from pardata._unwrapping import unwrap
+from pardata._world import World, require_world
+
+_log = get_logger(__name__)
+
+# Kinds of options that can be compared between ranks.
+_PLAIN = (bool, int, float, str)
+
+
+def wrap_model(
+    model: nn.Module,
+    strategy: str = "auto",
+    *,
+    device: torch.device | str | None = None,
+    sync_batchnorm: bool = False,
+    **options: Any,
+) -> nn.Module:
+    """Move `model` to its device and wrap it, so that training keeps all replicas equal.
+
+    ========== =====================================================================
+    ``"auto"`` ``"ddp"`` in a world larger than one, else ``"none"``
+    ``"none"`` the module itself, moved and not wrapped: no cost at all
+    ``"dp"``   `torch.nn.DataParallel`: one process, several GPUs
+    ``"ddp"``  `torch.nn.parallel.DistributedDataParallel`: one process per device
+    ``"fsdp"`` ``torch.distributed.fsdp.fully_shard``: parameters sharded, in place
+    ========== =====================================================================
+
+    Under ``"ddp"`` and ``"dp"`` the result is a subclass of PyTorch's class. Attributes are read
+    and written through, and ``state_dict()`` has the names of ``unwrap(model)``. All replicas start
+    from rank 0's weights. Under ``"ddp"`` buffers (batch norm's statistics) are equal after every
+    training step, and a forward without gradients never communicates; under ``"fsdp"`` rank 0's
+    buffers are broadcast after each training forward, every forward is collective, and a model of
+    many blocks is sharded block by block if you call ``fully_shard`` on those first (from equal
+    weights). Collective under ``"ddp"`` and ``"fsdp"``,
+    which at one process need `init`, as everywhere.
+
+    Args:
+        model: any module, not yet wrapped. One that is spread over several devices stays where
+            it is.
+        strategy: see the table.
+        device: the world's device if not given; under ``"dp"`` the first of ``device_ids``.
+        sync_batchnorm: batch norm over the global batch, by PyTorch's ``SyncBatchNorm``, which
+            needs GPUs. Nothing to do in a single process.
+        options: for the wrapped class. ``"ddp"``: ``find_unused_parameters``, ``bucket_cap_mb``,
+            ``static_graph`` and so on (``gradient_as_bucket_view`` is True unless told
+            otherwise). ``"dp"``: ``device_ids``, ``output_device``, ``dim``. ``"fsdp"``:
+            ``mesh``, ``mp_policy`` and so on. Ignored by ``"none"``, so that one call serves
+            every size.
+
+    Raises:
+        TypeError: for what is not a module, or an unknown option.
+        ValueError: for an unknown strategy, and a model that is already wrapped, has nothing to
+            train or is not initialised.
+        RuntimeError: where the ranks hold different models (names the first parameter that
+            differs), or there is no process group.
+
+    >>> net = wrap_model(nn.Linear(2, 2))
+    >>> type(net).__name__  # a single process
+    'Linear'
+    """
+    here = require_world("wrap_model")
+    if strategy == "auto":
+        strategy = "ddp" if here.size > 1 else "none"
+
+    def checked() -> dict[str, object]:
+        check_module(model, strategy)
+        _check_strategy(strategy)
+        check_options(strategy, options)
+        plain = {name: value for name, value in options.items() if isinstance(value, _PLAIN)}
+        plain.pop("output_device", None)  # each rank's own
+        return signature(model, strategy, {**plain, "sync_batchnorm": sync_batchnorm})
+
+    if strategy in ("none", "dp"):
+        checked()
+    else:  # an unknown one too: the other ranks may have it right, and wait
+        check_same_models(agree(here, "wrap_model", checked))
+    return _STRATEGIES[strategy](model, here, device, sync_batchnorm, options)
+
+
+def _none(
+    model: nn.Module,
+    here: World,
+    device: torch.device | str | None,
+    _sync_batchnorm: bool,
+    _options: dict[str, Any],
+) -> nn.Module:
+    if here.size > 1:
+        _log.warning(
+            "strategy 'none' in a world of %d: each rank trains a model of its own",
+            here.size,
+            ranks=[0],
+            once=True,
+        )
+    return _moved(model, here.device if device is None else device)
+
+
+def _dp(
+    model: nn.Module,
+    here: World,
+    device: torch.device | str | None,
+    sync_batchnorm: bool,
+    options: dict[str, Any],
+) -> nn.Module:
+    if here.size > 1 or sync_batchnorm:
+        what = f"{here.size} processes" if here.size > 1 else "sync_batchnorm=True"
+        msg = (
+            f"strategy 'dp' must run in one process, without SyncBatchNorm, but has {what}: use "
+            f"'ddp', with one process per GPU"
+        )
+        raise ValueError(msg)
+    ids = options.get("device_ids")
+    if device is None:
+        # Without a GPU DataParallel ignores device_ids, and runs all the same.
+        first = ids[0] if ids and torch.cuda.is_available() else here.device
+        device = torch.device("cuda", first) if isinstance(first, int) else first
+    wrapped = ReadThroughDP(_moved(model, device), **options)
+    if len(wrapped.device_ids) < 2:
+        _log.info(
+            "strategy 'dp' did not scatter: it has %d GPU(s), and splits a batch over two or more",
+            len(wrapped.device_ids),
+            once=True,
+        )
+    return wrapped
+
+
+def _ddp(
+    model: nn.Module,
+    here: World,
+    device: torch.device | str | None,
+    sync_batchnorm: bool,
+    options: dict[str, Any],
+) -> nn.Module:
+    _check_group(here, "ddp")
+    model = _prepared(model, here, device, sync_batchnorm)
+    options = {"gradient_as_bucket_view": True, **options}
+    # PyTorch's flag, by its new and its old name: ours replaces the broadcast before the forward.
+    asked = [options.pop(name, None) for name in ("forward_sync_buffers", "broadcast_buffers")]
+    options[_sync_flag()] = False
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) == 1 and (only := devices.pop()).type != "cpu":
+        options.setdefault("device_ids", [only])
+    return ReadThroughDDP(model, sync_buffers=False not in asked, **options)
+
+
+def _fsdp(
+    model: nn.Module,
+    here: World,
+    device: torch.device | str | None,
+    sync_batchnorm: bool,
+    options: dict[str, Any],
+) -> nn.Module:
+    _check_group(here, "fsdp")
+    # Here and not above: it costs half a second.
+    from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
+
+    model = _prepared(model, here, device, sync_batchnorm)
+    kind = next(model.parameters()).device.type
+    if kind == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):  # torch 2.6
+        msg = (
+            f"strategy 'fsdp' on a CPU needs a newer torch, but this is {torch.__version__}, whose "
+            f"fully_shard needs a GPU: install a newer one, or use 'ddp'"
+        )
+        raise RuntimeError(msg)
+    # fully_shard shards what each rank has; unlike DDP it does not begin from rank 0's weights.
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if not hasattr(tensor, "full_tensor"):  # sharded before: there is no copy to equalise
+                dist.broadcast(tensor.data, 0)
+    options = {"mesh": init_device_mesh(kind, (here.size,)), **options}
+    # Inside torch.compile, as PyTorch advises: names and hooks are then those of the module.
+    fully_shard(unwrap(model), **options)
+    if here.size > 1:
+        unwrap(model).register_forward_hook(_broadcast_buffers)
+    return model
+
+
+_Wrap = Callable[[nn.Module, World, torch.device | str | None, bool, dict[str, Any]], nn.Module]
+_STRATEGIES: dict[str, _Wrap] = {"none": _none, "dp": _dp, "ddp": _ddp, "fsdp": _fsdp}
+
+
+def _broadcast_buffers(module: nn.Module, _args: object, _output: object) -> None:
+    """Make the buffers equal after a training forward, as under 'ddp'."""
+    if module.training and torch.is_grad_enabled():
+        buffers = [buffer.data for buffer in module.buffers()]
+        if buffers:  # as DDP does it: in one message, which torch has no public name for
+            dist._broadcast_coalesced(  # noqa: SLF001
+                distributed_c10d._get_default_group(),  # noqa: SLF001
+                buffers,
+                250 * 2**20,
+                0,
+            )
+
+
+def _prepared(
+    model: nn.Module, here: World, device: torch.device | str | None, sync_batchnorm: bool
+) -> nn.Module:
+    model = _moved(model, here.device if device is None else device)
+    return _with_sync_batchnorm(model) if sync_batchnorm and here.size > 1 else model
+
+
+def _check_strategy(strategy: str) -> None:
+    if strategy not in _STRATEGIES:
+        names = ", ".join(repr(name) for name in ["auto", *_STRATEGIES])
+        msg = f"`strategy` must be one of {names}, but is {strategy!r}"
+        raise ValueError(msg)
+
+
+def _check_group(here: World, strategy: str) -> None:
+    if here.backend is None:
+        msg = (
+            f"strategy {strategy!r} needs a process group, but this process is in none: call "
+            f"`pardata.init()` first, or use strategy='auto'"
+        )
+        raise RuntimeError(msg)
+
+
+def _moved(model: nn.Module, device: torch.device | str) -> nn.Module:
+    devices = {parameter.device for parameter in model.parameters()}
+    # Somebody placed its parts by hand.
+    return model if len(devices) > 1 else model.to(device)
+
+
+def _with_sync_batchnorm(model: nn.Module) -> nn.Module:
+    if any(parameter.device.type == "cpu" for parameter in model.parameters()):
+        msg = (
+            "`sync_batchnorm` must be False on a CPU, but is True: PyTorch's SyncBatchNorm works "
+            "on GPUs only; use a larger batch per rank, or a norm without batch statistics"
+        )
+        raise ValueError(msg)
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return converted
+
+
+def _sync_flag() -> str:
+    new = "forward_sync_buffers"  # from torch 2.13 on, where the old name warns
+    return (
+        new
+        if new in inspect.signature(DistributedDataParallel.__init__).parameters
+        else "broadcast_buffers"
+    )

@@ -1,0 +1,41 @@
+"""What every test finds: a clean environment, and no generator changed for the next."""
+
+import os
+import random
+import tempfile
+
+import pytest
+import torch
+from hypothesis import settings
+
+from pardata import __version__
+from pardata._environment import _MPICH, _OPEN_MPI, _SLURM, _TORCHRUN
+
+# No test depends on how fast a machine is, and none leaves files behind.
+settings.register_profile("pardata", deadline=None, database=None)
+settings.load_profile("pardata")
+
+
+def pytest_report_header():
+    return f"pardata {__version__}, torch {torch.__version__}, {os.cpu_count()} cores"
+
+
+@pytest.fixture
+def short_tmp():
+    """A folder for TMPDIR with a short name.
+
+    A unix socket's path ends at 107 characters: below a longer TMPDIR a DataLoader's worker cannot
+    hand its batch over, and PyTorch waits for it for ever.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        yield directory
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch):
+    for name in (*_TORCHRUN, *_OPEN_MPI, *_MPICH, *_SLURM, "PARDATA_LAUNCHER", "PARDATA_JOINED"):
+        monkeypatch.delenv(name, raising=False)
+    python_state, torch_state = random.getstate(), torch.get_rng_state()
+    yield
+    random.setstate(python_state)
+    torch.set_rng_state(torch_state)

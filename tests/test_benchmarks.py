@@ -1,0 +1,197 @@
+"""The benchmarks' real files, at their smallest. How long anything takes is not looked at."""
+
+import json
+import os
+import platform
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+from _measure import Reach, Row, alternate, positive, print_table, require  # noqa: E402  # path first
+
+
+def output_of(name, *arguments, cwd, env=()):
+    command = [sys.executable, str(BENCHMARKS / name), *map(str, arguments)]
+    environment = {**os.environ, **dict(env)}
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, cwd=cwd, env=environment, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def table_rows(text):
+    """Return the cells of every row of the Markdown tables in `text`, headers left out."""
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    cells = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
+    return [row for row in cells if len(row) == 7 and "to reach" not in row]
+
+
+def contenders(text):
+    return [row[0] for row in table_rows(text)]
+
+
+def verdicts(text):
+    """Return the contenders that have a number to reach, each with that number."""
+    judged = [row for row in table_rows(text) if row[5]]
+    assert all(re.match("reached|NOT REACHED", row[6]) for row in judged)
+    return {(row[0], row[2], row[5]) for row in judged}
+
+
+def saved(directory, name):
+    return json.loads((directory / f"{name}.json").read_text())
+
+
+def test_step_overhead_compares_with_both_ddps_and_ends_with_equal_parameters(tmp_path):
+    text = output_of(
+        "step_overhead.py", "--rounds", 2, "--steps", 2, "--save", tmp_path, cwd=tmp_path
+    )
+    ours, ddp = 'wrap_model(..., "ddp")', "DistributedDataParallel"
+    assert verdicts(text) == {
+        (ours, ddp, "<= 1.02"),
+        (ours, "DDP, gradient_as_bucket_view", "<= 1.02"),
+        ('wrap_model(..., "none")', "bare module", "<= 1.02"),
+        ('wrap_model(..., "auto")', "bare module", "<= 1.02"),
+    }
+    assert contenders(text).count("DDP again") == 2
+    # Two nets at two sizes.
+    assert text.count("parameters of all contenders: equal to the bit, on every rank") == 4
+    tables = saved(tmp_path, "step_overhead")["tables"]
+    assert [len(row["values"]) for rows in tables.values() for row in rows] == [2] * 26
+    assert "cores: " in text.splitlines()[0]
+
+
+def test_metrics_compares_with_the_least_and_with_one_call_each_and_checks_every_mean(tmp_path):
+    text = output_of("metrics.py", "--rounds", 3, "--save", tmp_path, cwd=tmp_path)
+    bare, each = "one bare all_reduce of ten floats", "one all_reduce for each metric"
+    floats, tensors = "all_reduce_mean of ten floats", "all_reduce_mean of ten tensors"
+    assert verdicts(text) == {
+        (floats, bare, "<= 1.5"),
+        (tensors, bare, "<= 1.5"),
+        (each, floats, ">= 4"),
+        (each, tensors, ">= 4"),
+    }
+    assert "means of all contenders: equal to the bit, on both ranks" in text
+    together, alone = saved(tmp_path, "metrics")["tables"].values()
+    assert [row["name"] for row in together] == [bare, floats, tensors, each, each]
+    assert [row["name"] for row in alone] == [floats, tensors]
+
+
+def test_import_time_says_what_is_loaded_and_where_the_time_goes(tmp_path):
+    text = output_of(
+        "import_time.py", "--rounds", 1, "--breakdown", "--save", tmp_path, cwd=tmp_path
+    )
+    assert verdicts(text) == {("torch, then pardata", "", "<= 30")}
+    assert re.search(r"modules loaded after torch: \d+ of pardata, \d+ others; none of torch", text)
+    assert re.search(r"\| [\d,]+ \| [\d,]+ \| pardata \|", text)
+    (rows,) = saved(tmp_path, "import_time")["tables"].values()
+    assert [len(row["values"]) for row in rows] == [2, 1, 1]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
+def test_allocator_counts_faults_at_both_sizes_and_ends_with_equal_losses(tmp_path):
+    text = output_of(
+        "allocator.py", "--rounds", 1, "--steps", 1, "--save", tmp_path,
+        cwd=tmp_path,
+        env={"PARDATA_TUNE_CPU": "0"},  # what is compared is the benchmark's own
+    )  # fmt: skip
+    assert "losses of all runs at size 1: equal to the bit" in text
+    assert "losses of all runs at size 2: equal to the bit" in text
+    assert {reach for *_, reach in verdicts(text)} == {"<= 0.75", "<= 0.05", "<= 1.15"}
+    for rows in saved(tmp_path, "allocator")["tables"].values():
+        faults = {row["name"]: row["values"][0] for row in rows}
+        # A count and not a time: without the setting each step takes its memory anew, where that
+        # is more than the 32 MiB up to which glibc learns to keep it; hence the full batch.
+        default = faults["page faults a step, tune_cpu=False"]
+        assert faults["page faults a step, tune_cpu=True"] < default / 2
+    assert [path.name for path in tmp_path.iterdir()] == ["allocator.json"]
+
+
+def run_here(monkeypatch, name, *arguments):
+    """Run a benchmark that stops before it starts processes: this one has torch already."""
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(BENCHMARKS / name), run_name="__main__")
+    return stopped.value.code
+
+
+@pytest.mark.parametrize(
+    "name", ["step_overhead.py", "metrics.py", "import_time.py", "allocator.py"]
+)
+def test_help_and_the_readme_say_the_command(name, monkeypatch, capsys):
+    assert run_here(monkeypatch, name, "--help") == 0
+    text = capsys.readouterr().out
+    assert f"    python benchmarks/{name}\n" in text
+    assert "--rounds" in text
+    assert "--save" in text
+    assert f"`python benchmarks/{name}`" in (BENCHMARKS / "README.md").read_text()
+
+
+def test_every_benchmark_is_in_the_readme():
+    readme = (BENCHMARKS / "README.md").read_text()
+    scripts = [path.name for path in BENCHMARKS.glob("[!_]*.py")]
+    assert scripts
+    assert [name for name in scripts if f"[{name}]({name})" not in readme] == []
+
+
+@pytest.mark.parametrize("rounds", ["0", "-1"])
+def test_no_rounds_is_refused(rounds, monkeypatch, capsys):
+    assert run_here(monkeypatch, "metrics.py", "--rounds", rounds) == 2
+    assert f"must be 1 or more, but is {rounds}" in capsys.readouterr().err
+
+
+def test_positive_takes_one():
+    assert positive("1") == 1
+
+
+def test_contenders_take_turns_in_an_order_that_changes():
+    called = []
+    measured = alternate({name: lambda n=name: called.append(n) or n for name in "abc"}, rounds=6)
+    assert measured == {name: [name] * 6 for name in "abc"}
+    rounds = ["".join(called[start : start + 3]) for start in range(0, 18, 3)]
+    assert rounds == ["abc", "cba", "bca", "acb", "cab", "bac"]
+
+
+def test_the_ratio_is_the_median_of_the_ratios_within_a_round(capsys):
+    # The second round was slow for both: the ratio of the medians would be 2.
+    row = Row.compare({"ours": [1, 20, 3], "theirs": [1, 10, 1]}, "ours", "theirs", Reach(2))
+    print_table("A title", "us", [row])
+    title, header, rule, cells = filter(None, capsys.readouterr().out.splitlines())
+    assert title == "A title"
+    assert re.sub(" +", " ", header) == "| | us | over | ratio | +- | to reach | |"
+    assert set(rule) == set("|-:")
+    expected = "| ours | 3 | theirs | 2.000 | 0.91 | <= 2 | reached, within the noise |"
+    assert re.sub(" +", " ", cells) == expected
+
+
+@pytest.mark.parametrize(
+    ("reach", "value", "text"),
+    [
+        (Reach(1.02), 1.01, "reached"),
+        (Reach(1.02), 1.02, "reached, within the noise"),
+        (Reach(1.02), 1.0201, "NOT REACHED"),
+        (Reach(4, at_least=True), 4.1, "reached"),
+        (Reach(4, at_least=True), 3.9, "NOT REACHED"),
+    ],
+)
+def test_a_verdict_knows_on_which_side_good_is(reach, value, text):
+    assert reach.verdict(value, noise=0) == text
+
+
+def test_counts_of_nothing_have_a_ratio():
+    values = {"none": [0], "some": [3]}
+    assert Row.compare(values, "none", "none").ratios == [1]
+    assert Row.compare(values, "some", "none").ratios == [float("inf")]
+
+
+def test_other_work_stops_the_benchmark():
+    require(holds=True, what="never read")
+    with pytest.raises(RuntimeError, match="must do the same work, but their losses differ"):
+        require(holds=False, what="their losses differ")

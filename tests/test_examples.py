@@ -1,0 +1,205 @@
+"""The examples' real files, run and read as a person would."""
+
+import contextlib
+import io
+import json
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torchvision
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from pardata.testing import run
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+# fully_shard on a CPU needs streams that torch 2.6 does not have there.
+SHARDS = hasattr(torch.cpu.Stream, "record_event")
+needs_shards = pytest.mark.skipif(not SHARDS, reason="fully_shard on a CPU needs torch > 2.6")
+
+
+def run_example(name, *arguments):
+    """Run an example in this process, which has a group already, and return what it printed."""
+    printed = io.StringIO()
+    sys.argv = [name, *map(str, arguments)]
+    sys.path.insert(0, str(EXAMPLES))
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        try:
+            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        except SystemExit as error:
+            # What was printed is the result here too.
+            error.code = f"{error.code} {printed.getvalue()}"
+            raise
+    return printed.getvalue()
+
+
+def run_offline(name, *arguments):
+    """Run an example whose downloads fail."""
+
+    def refuse(*_args, **_options):
+        msg = "Error downloading train-images-idx3-ubyte.gz"
+        raise RuntimeError(msg)
+
+    torchvision.datasets.MNIST = torchvision.datasets.CIFAR10 = refuse
+    try:
+        return run_example(name, *arguments)
+    except SystemExit as error:
+        return error.code
+
+
+def metrics(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run_dir):
+    return [row["train/loss"] for row in metrics(run_dir) if "train/loss" in row]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size"),
+    [
+        ("none", 1),
+        ("dp", 1),
+        ("ddp", 1),
+        pytest.param("fsdp", 1, marks=needs_shards),
+        ("ddp", 2),
+        pytest.param("fsdp", 2, marks=needs_shards),
+        ("auto", 3),
+    ],
+)
+def test_mnist_trains_under_every_strategy(strategy, size, tmp_path):
+    first, *others = run(
+        run_example, "mnist.py", "--data", "digits", "--epochs", 1, "--strategy", strategy,
+        "--run-dir", tmp_path, world_size=size,
+    )  # fmt: skip
+    assert f"{size} process" in first
+    assert "learning rate 0.002" in first
+    assert re.search(r"step 20  loss \d\.\d+", first)
+    assert re.search(r"epoch time .* s: .* s waiting for data, .* s computing", first)
+    accuracy = re.search(r"test loss .*accuracy ([\d.]+) % \((\d+)/360 images\)", first)
+    assert float(accuracy[1]) > 75
+    assert len(re.findall(r"\d: [\d.]+ %", first)) == 10
+    assert "total training time" in first
+    assert "epoch 1: 22/22" in first
+    assert all("step" not in text for text in others)
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert list(tmp_path.glob("events.out.tfevents.*"))
+    assert metrics(tmp_path)[-1]["step"] == 22
+
+
+def test_mnist_without_dropout_has_the_same_losses_at_every_size(tmp_path):
+    by_size = {}
+    for size in (1, 2, 3, 4):
+        run(
+            run_example, "mnist.py", "--data", "digits", "--epochs", 1, "--no-dropout",
+            "--double", "--log-interval", 1, "--run-dir", tmp_path / str(size), world_size=size,
+        )  # fmt: skip
+        by_size[size] = losses(tmp_path / str(size))
+    assert len(by_size[1]) == 22
+    for size in (2, 3, 4):
+        assert by_size[size] == pytest.approx(by_size[1], rel=1e-6)  # 1e-4 is promised
+
+
+def test_mnist_shows_the_shapes_inside_and_outside_the_model(tmp_path):
+    (printed,) = run(
+        run_example, "mnist.py", "--data", "digits", "--epochs", 1, "--strategy", "dp", "--augment",
+        "--show-shapes", "--run-dir", tmp_path, world_size=1,
+    )  # fmt: skip
+    assert printed.count("inside the model: (64, 1, 28, 28) -> (64, 10)") == 1
+    assert printed.count("outside the model: (64, 1, 28, 28) -> (64, 10)") == 1
+
+
+@pytest.mark.parametrize("name", ["mnist.py", "cifar10.py"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_unreachable_download_ends_every_rank_and_names_the_digits(name, size, tmp_path):
+    first, *others = run(run_offline, name, "--run-dir", tmp_path, world_size=size)
+    assert first.startswith("1 ")  # the exit code
+    assert "the data could not be downloaded (Error downloading train-images" in first
+    assert "try --data digits, which need none" in first
+    assert all(text.strip() == "1" for text in others)
+
+
+@pytest.mark.parametrize("name", ["mnist.py", "cifar10.py"])
+def test_strategies_of_one_process_are_refused_in_two(name):
+    with pytest.raises(SystemExit, match="--strategy dp runs in one process, not in 2: use ddp"):
+        run(run_example, name, "--data", "digits", "--strategy", "dp", world_size=2)
+
+
+@pytest.mark.parametrize("name", ["mnist.py", "cifar10.py"])
+def test_help_explains_every_flag(name):
+    shown = subprocess.run(
+        [sys.executable, EXAMPLES / name, "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    assert "torchrun --standalone --nproc-per-node=2" in shown
+    options = shown.split("options:")[1]
+    for entry in re.split(r"\n  (?=-)", options)[1:]:
+        assert len(re.sub(r"--[\w-]+ ?(\{.*?\}|[A-Z_]+)?", "", entry).split()) >= 2, entry
+
+
+def test_cifar10_checkpoint_of_two_processes_goes_on_in_one(tmp_path):
+    common = ("--data", "digits", "--model", "resnet18", "--batch-size", 256, "--run-dir", tmp_path)
+    first = run(run_example, "cifar10.py", *common, "--epochs", 1, world_size=2)[0]
+    assert "epoch 1/1  256 images a step, 128 on this rank" in first
+    assert re.search(r"accuracy [\d.]+ % \(\d+/360 images\)", first)
+    checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    bare = torchvision.models.resnet18(num_classes=10)
+    bare.load_state_dict(checkpoint["model"], strict=True)
+    assert checkpoint["epoch"] == 1
+    assert not list(tmp_path.glob("*.unfinished"))
+    (second,) = run(
+        run_example, "cifar10.py", *common, "--epochs", 2,
+        "--checkpoint", tmp_path / "checkpoint.pt", world_size=1,
+    )  # fmt: skip
+    assert "going on after 1 epochs" in second
+    assert "epoch 2/2" in second
+    assert "epoch 1/2" not in second
+    assert re.search(r"step 10  loss [\d.]+  data [\d.]+ s  training [\d.]+ s", second)
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["epoch"] == 2
+
+
+@needs_shards
+def test_cifar10_checkpoint_of_sharded_parameters_loads_into_the_bare_model(tmp_path):
+    common = ("--data", "digits", "--model", "resnet18", "--batch-size", 512, "--run-dir", tmp_path)
+    run(run_example, "cifar10.py", *common, "--epochs", 1, "--strategy", "fsdp", world_size=2)
+    checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    torchvision.models.resnet18(num_classes=10).load_state_dict(checkpoint["model"], strict=True)
+
+
+def test_cifar10_reads_a_folder_of_images(tmp_path):
+    digits = load_digits()
+    for index in range(100):
+        part = "train" if index < 80 else "test"
+        folder = tmp_path / part / str(digits.target[index])
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = (digits.images[index] * 15.9).astype("uint8")
+        image = Image.fromarray(pixels).resize((32, 32)).convert("RGB")
+        image.save(folder / f"{index}.png")
+    printed = run(
+        run_example, "cifar10.py", "--data", "folder", "--data-dir", tmp_path,
+        "--model", "resnet18", "--batch-size", 32, "--epochs", 1, "--run-dir", tmp_path / "run",
+        world_size=2,
+    )[0]  # fmt: skip
+    assert "/20 images)" in printed
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_torchrun_starts_mnist(size, tmp_path, short_tmp, monkeypatch):
+    monkeypatch.setenv("TMPDIR", short_tmp)
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone",
+            f"--nproc-per-node={size}", EXAMPLES / "mnist.py", "--data", "digits", "--epochs", "1",
+            "--run-dir", tmp_path / "run",
+        ],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert f"[0/{size}] {size} process" in done.stdout
+    assert "launched by torchrun" in done.stdout
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,265 @@
+"""What is public, what importing it does (nothing), and which file knows which."""
+
+import ast
+import os
+import subprocess
+import sys
+import textwrap
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pardata
+
+SOURCE = Path(pardata.__file__).parent
+
+PUBLIC = [
+    "Loader",
+    "MetricWriter",
+    "World",
+    "all_gather",
+    "all_reduce_mean",
+    "all_reduce_sum",
+    "barrier",
+    "check_in_sync",
+    "fingerprint",
+    "get_logger",
+    "init",
+    "load_weights",
+    "make_loader",
+    "progress",
+    "rank_zero_call",
+    "rank_zero_first",
+    "seed_everything",
+    "unwrap",
+    "world",
+    "wrap_model",
+]
+
+
+def python(code, *arguments, **env):
+    """Run code in a fresh interpreter and return what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", *arguments, "-c", textwrap.dedent(code)],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_the_public_names_are_these():
+    assert pardata.__all__ == PUBLIC
+
+
+def test_every_public_name_is_there_and_has_a_docstring():
+    for name in PUBLIC:
+        assert getattr(pardata, name).__doc__, name
+
+
+def test_nothing_else_is_public():
+    modules = {path.stem for path in SOURCE.glob("*.py")}
+    public = {name for name in vars(pardata) if not name.startswith("_")} - modules
+    assert public == set(PUBLIC)
+    assert {name for name in modules if not name.startswith("_")} == {"testing"}
+
+
+def test_the_package_says_that_it_is_typed():
+    assert (SOURCE / "py.typed").exists()
+
+
+def test_importing_pardata_starts_nothing_and_changes_nothing():
+    code = """
+        import logging, os, random, signal, socket, sys, threading, warnings
+        import torch, torch.distributed as dist, torch.utils.data
+        try:
+            import numpy
+        except ImportError:
+            numpy = None
+
+        def state():
+            manager = logging.root.manager
+            signals = [signal.getsignal(number) for number in signal.valid_signals()]
+            return {
+                "environment": dict(os.environ),
+                "root logger": (logging.root.level, list(logging.root.handlers)),
+                "logging": (manager.disable, logging.raiseExceptions, logging.lastResort),
+                "other loggers": {
+                    name: (logger.level, list(logger.handlers), logger.propagate)
+                    for name, logger in manager.loggerDict.items()
+                    if isinstance(logger, logging.Logger) and not name.startswith("pardata")
+                },
+                "python": random.getstate(),
+                "torch": torch.get_rng_state().tolist(),
+                "numpy": repr(numpy and numpy.random.get_state()),
+                "threads": threading.enumerate(),
+                "torch threads": torch.get_num_threads(),
+                "operating system's threads": len(os.listdir("/proc/self/task"))
+                    if os.path.isdir("/proc/self/task") else None,
+                "group": dist.is_initialized(),
+                "warnings": list(warnings.filters),
+                "signals": signals,
+                "hooks": (sys.excepthook, sys.displayhook, threading.excepthook),
+                "path": list(sys.path),
+                "directory": os.getcwd(),
+                "default dtype": torch.get_default_dtype(),
+                "deterministic": torch.are_deterministic_algorithms_enabled(),
+                "grad": torch.is_grad_enabled(),
+                "cuda": torch.cuda.is_initialized(),
+            }
+
+        before = state()
+        import pardata
+        after = state()
+        for name in before:
+            assert before[name] == after[name], (name, before[name], after[name])
+        for name, logger in logging.root.manager.loggerDict.items():
+            if name.startswith("pardata") and isinstance(logger, logging.Logger):
+                assert (logger.level, logger.handlers, logger.propagate) == (0, [], True), name
+        print("same")
+    """
+    assert python(code) == "same\n"
+
+
+def test_importing_pardata_imports_nothing_that_torch_does_not_need():
+    code = """
+        import sys
+        import torch, torch.distributed, torch.utils.data
+        before = set(sys.modules)
+        import pardata
+        heavy = {"torch.distributed.fsdp", "torch._dynamo", "tqdm", "tensorboard", "torchvision",
+                 "matplotlib", "sklearn", "torch.utils.tensorboard", "multiprocessing.forkserver"}
+        new = set(sys.modules) - before  # torch itself imports tqdm where that is installed
+        assert not heavy & new, heavy & new
+        new = {name.split(".")[0] for name in new}
+        new -= set(sys.stdlib_module_names)
+        assert new <= {"pardata", "torch", "typing_extensions"}, new
+        print("numpy" in before, "numpy" in sys.modules)
+    """
+    before, after = python(code).split()
+    assert before == after
+
+
+# --- which file knows which
+
+
+def imports_of(path):
+    """Return what a source file imports: anywhere in it, and at its top level."""
+    tree = ast.parse(path.read_text())
+    top = {id(node) for node in tree.body}
+    found, at_top = set(), set()
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name} imports relatively"
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        found |= set(names)
+        if id(node) in top:
+            at_top |= set(names)
+    return found, at_top
+
+
+FILES = {path.stem: imports_of(path) for path in sorted(SOURCE.glob("*.py"))}
+KNOWS = {
+    name: {other for other in FILES if f"pardata.{other}" in found}
+    for name, (found, _) in FILES.items()
+}
+
+
+def test_the_files_know_each_other_one_way_only():
+    # Also the imports inside functions: none of them may hide a circle.
+    order = list(TopologicalSorter(KNOWS).static_order())
+    assert set(order) == set(FILES)
+
+
+def test_the_environment_knows_no_other_file_and_not_torch():
+    assert KNOWS["_environment"] == set()
+    assert not any(name.startswith("torch") for name in FILES["_environment"][0])
+
+
+def test_the_sampling_arithmetic_knows_no_other_file_and_nothing_distributed():
+    assert KNOWS["_sampling"] == set()
+    assert not any("distributed" in name for name in FILES["_sampling"][0])
+
+
+def test_no_file_imports_what_the_package_exports():
+    # From the file that defines it instead, else the package imports itself.
+    exported = {f"pardata.{name}" for name in PUBLIC}
+    for name, (found, _) in FILES.items():
+        assert name == "__init__" or not exported & found, name
+
+
+def test_nothing_in_the_library_needs_the_tests_helper():
+    assert [name for name, known in KNOWS.items() if "testing" in known] == []
+
+
+def test_at_the_top_of_a_file_only_the_required_packages_are_imported():
+    allowed = {"pardata", "torch", "typing_extensions", *sys.stdlib_module_names}
+    for name, (_, at_top) in FILES.items():
+        assert {module.split(".")[0] for module in at_top} <= allowed, name
+
+
+# --- without NumPy
+
+WITHOUT_NUMPY = """
+import sys, warnings
+sys.modules["numpy"] = None  # makes `import numpy` fail, as where it is not installed
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from pardata import (
+    all_gather, all_reduce_mean, check_in_sync, init, make_loader, rank_zero_call, seed_everything,
+    wrap_model,
+)
+
+class Squares(TensorDataset):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+with init() as here:
+    seed_everything(0)
+    assert all_reduce_mean({"rank": here.rank, "one": 1.0}) == {"rank": 0.5, "one": 1.0}
+    model = wrap_model(nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)), "ddp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.arange(12.0)[:, None]
+    seen = []
+    for fast in (True, False):
+        data = TensorDataset(x, x * x) if fast else Squares(x, x * x)
+        for inputs, targets in make_loader(data, 4, shuffle=True, num_workers=0 if fast else 1):
+            optimizer.zero_grad()
+            (model(inputs) - targets).square().mean().backward()
+            optimizer.step()
+            seen.append(inputs)
+    check_in_sync(model)
+    assert torch.cat(all_gather(torch.cat(seen))).sum() == 2 * 66
+    assert rank_zero_call(max, 1, 2) == 2
+    assert sys.modules["numpy"] is None
+    print(f"rank {here.rank} needs no NumPy", flush=True)
+"""
+
+
+def test_two_ranks_train_where_numpy_is_not_installed(tmp_path):
+    (tmp_path / "script.py").write_text(WITHOUT_NUMPY)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node=2", str(tmp_path / "script.py")),
+        ],
+        env={**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split("\n")) == [
+        "",
+        "rank 0 needs no NumPy",
+        "rank 1 needs no NumPy",
+    ]

@@ -1,0 +1,221 @@
+"""Messages over a store: everybody's value, one rank's news, and who did not come."""
+
+import os
+import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from launched import launched, slurm_variables
+from ranks import caught, run_caught
+
+import pardata
+from pardata._failure import Failure
+from pardata._store import Channel, collect, exchange, publish, raise_on_all, ranks_text
+from pardata._world import channel
+
+SOON = timedelta(seconds=0.2)
+LONG = timedelta(seconds=30)
+
+
+@dataclass
+class Seat:
+    """All that `exchange` needs to know of a rank."""
+
+    rank: int
+    size: int
+
+
+def together(fn, size):
+    """Call ``fn(rank)`` for all ranks at once, on threads, and return results or `Raised`."""
+    start = threading.Barrier(size)
+
+    def started(rank):
+        start.wait()
+        return caught(fn, rank)
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(started, range(size)))
+
+
+@pytest.fixture
+def line():
+    return Channel(dist.HashStore(), LONG)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_an_exchange_gives_every_rank_the_values_of_all_in_rank_order(line, size):
+    def three_times(rank):
+        seat = Seat(rank, size)
+        return [exchange(line, seat, "here", f"{turn}-{rank}", LONG) for turn in range(3)]
+
+    expected = [[f"{turn}-{rank}" for rank in range(size)] for turn in range(3)]
+    assert together(three_times, size) == [expected] * size
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_thousand_exchanges_leave_no_more_in_the_store_than_two(line, size):
+    def many(rank, times):
+        for _ in range(times):
+            exchange(line, Seat(rank, size), "here", "x" * 100, LONG)
+
+    together(lambda rank: many(rank, 2), size)
+    after_two = line.store.num_keys()
+    together(lambda rank: many(rank, 100), size)
+    assert line.store.num_keys() == after_two <= 2 * size
+
+
+def test_any_text_survives_an_exchange(line):
+    text = 'a "quoted"\nline \u2713 \U0001f600 \x00 \ud800'
+    assert exchange(line, Seat(0, 1), "here", text, LONG) == [text]
+
+
+def test_ranks_in_different_calls_are_told_who_is_where_and_go_on(line):
+    places = ["barrier('a')", "barrier('b')", "barrier('a')"]
+
+    def diverge(rank):
+        return exchange(line, Seat(rank, 3), places[rank], "", LONG)
+
+    for raised in together(diverge, 3):
+        assert raised.type == "RuntimeError"
+        assert "every rank must make the same calls in the same order, but here:" in raised.text
+        for rank, place in enumerate(places):
+            assert f"\n  rank {rank}: {place}" in raised.text
+    assert (
+        together(lambda rank: exchange(line, Seat(rank, 3), "c", str(rank), LONG), 3)
+        == [["0", "1", "2"]] * 3
+    )
+
+
+@pytest.mark.parametrize(("coming", "names"), [([0, 1, 3], "rank 2"), ([2], "ranks 0, 1, 3")])
+def test_ranks_that_do_not_come_are_named(line, coming, names):
+    def meet(rank):
+        if rank in coming:
+            exchange(line, Seat(rank, 4), "barrier('epoch')", "", SOON)
+
+    outcomes = together(meet, 4)
+    for rank in coming:
+        assert outcomes[rank].type == "TimeoutError"
+        assert outcomes[rank].text == (
+            f"`barrier('epoch')` must be reached by every rank, but {names} of 4 did not come "
+            f"within 0:00:00.200000: look at the output of {names} for an earlier error, or for a "
+            f"branch that skips this call"
+        )
+
+
+def test_after_a_rank_came_too_late_the_next_exchange_meets_the_same_one(line):
+    assert caught(exchange, line, Seat(0, 2), "a", "", SOON).type == "TimeoutError"
+    both = together(lambda rank: exchange(line, Seat(rank, 2), "b", str(rank), LONG), 2)
+    assert both == [["0", "1"]] * 2
+
+
+def test_a_rank_that_came_and_gave_up_first_is_not_named_by_the_next(line):
+    def meet(rank):
+        if rank != 2:
+            exchange(line, Seat(rank, 3), "b", "", SOON * (1 + rank))
+
+    for raised in together(meet, 3)[:2]:
+        assert "but rank 2 of 3 did not come" in raised.text
+
+
+def test_a_rank_that_gave_up_before_and_now_does_not_come_is_named(line):
+    assert caught(exchange, line, Seat(0, 2), "a", "", SOON).type == "TimeoutError"
+    raised = caught(exchange, line, Seat(1, 2), "b", "", SOON)
+    assert "but rank 0 of 2 did not come" in raised.text
+
+
+def test_what_one_rank_publishes_each_reader_collects_and_the_last_removes(line):
+    publish(line, "news", "first text")
+    before = line.store.num_keys()
+    assert collect(line, "news", 2, "f", LONG) == "first text"
+    assert line.store.check(["news"])
+    assert collect(line, "news", 2, "f", LONG) == "first text"
+    assert not line.store.check(["news"])
+    assert line.store.num_keys() == before - 1
+
+
+def test_news_that_do_not_come_in_time_are_a_timeout_that_says_what_to_do(line):
+    fragment = "rank 0 must finish its `rank_zero_call` within 0:00:00.200000, but has not"
+    with pytest.raises(TimeoutError, match=re.escape(fragment)) as raised:
+        collect(line, "news", 1, "rank_zero_call", SOON)
+    assert "give `timeout=` a larger value" in str(raised.value)
+    assert "look at rank 0's output" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"), [([1], "rank 1"), ([0, 2], "ranks 0, 2"), ([1, 2, 3], "ranks 1, 2, 3")]
+)
+def test_ranks_are_written_as_a_person_would(ranks, text):
+    assert ranks_text(ranks) == text
+
+
+def test_nobody_raises_where_nobody_failed():
+    raise_on_all([None, None], 0, None)
+
+
+def test_the_rank_that_failed_raises_its_own_and_the_others_read_all_failures():
+    failures = [
+        None,
+        Failure.of(ValueError("no GPU left"), rank=1, place="init"),
+        Failure.of(KeyError("x"), rank=2, place="init"),
+    ]
+    own = ValueError("no GPU left")
+    assert caught(raise_on_all, failures, 1, own).text == "no GPU left"
+    raised = caught(raise_on_all, failures, 0, None)
+    assert raised.type == "RuntimeError"
+    assert raised.text == (
+        "rank 1 failed in `init`: ValueError: no GPU left\n"
+        "rank 2 failed in `init`: KeyError: 'x'\n"
+        "(seen on rank 0, which did nothing wrong)"
+    )
+
+
+def exchange_many(times):
+    line, here = channel(), pardata.world()
+    for turn in range(times):
+        values = exchange(line, here, "f", f"{turn} {here.rank}", LONG)
+        assert values == [f"{turn} {rank}" for rank in range(here.size)]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_store_of_a_real_group_carries_a_hundred_exchanges(size):
+    assert run_caught(exchange_many, 100, world_size=size) == [None] * size
+
+
+def lose_rank_0(call, directory):
+    # The store lives in rank 0's process, as under SLURM and MPI.
+    pardata.init(timeout=LONG)
+    pardata.barrier()
+    if pardata.world().rank == 0:
+        time.sleep(0.2)  # the other is waiting by now
+        os._exit(3)
+    raised = caught(CALLS[call])
+    (Path(directory) / "outcome").write_text(f"{raised.type} {raised.seconds:.1f} {raised.text}")
+
+
+def nothing():
+    """Run on rank 0."""
+
+
+CALLS = {
+    "barrier": pardata.barrier,
+    "rank_zero_call": lambda: pardata.rank_zero_call(nothing),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_rank_that_dies_with_the_store_is_an_error_at_once_and_no_timeout(call, tmp_path):
+    with pytest.raises(RuntimeError, match="exit code 3"):
+        launched(lose_rank_0, call, str(tmp_path), size=2, variables=slurm_variables)
+    kind, seconds, text = (tmp_path / "outcome").read_text().split(" ", 2)
+    assert kind == "RuntimeError"
+    assert float(seconds) < 5
+    assert text == (
+        "the process that serves the group's store (rank 0, or torchrun's agent) must be there as "
+        "long as any rank, but has ended: look at its output for an earlier error"
+    )

@@ -1,0 +1,186 @@
+"""The public types, as a user's checker sees them: never run, read by mypy and pyright.
+
+`assert_type` fails in both directions: a type that became wider fails as one that became narrower.
+"""
+
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, RandomSampler, TensorDataset
+from typing_extensions import assert_type
+
+import pardata
+from pardata import (
+    Loader,
+    MetricWriter,
+    World,
+    all_gather,
+    all_reduce_mean,
+    all_reduce_sum,
+    barrier,
+    check_in_sync,
+    fingerprint,
+    get_logger,
+    init,
+    load_weights,
+    make_loader,
+    progress,
+    rank_zero_call,
+    rank_zero_first,
+    seed_everything,
+    unwrap,
+    world,
+    wrap_model,
+)
+from pardata.testing import run
+
+
+def download(url: str, tries: int) -> Path:
+    """Take two arguments and return a third type."""
+    raise NotImplementedError
+
+
+class Net(nn.Module):
+    """Some model."""
+
+
+class Words(Dataset[str]):
+    """A data set of no tensors."""
+
+
+def the_world() -> None:
+    assert_type(pardata.__version__, str)
+    assert_type(init(), World)
+    assert_type(
+        init(backend="gloo", timeout=timedelta(minutes=1), device="cpu", tune_cpu=False), World
+    )
+    with init(device=torch.device("cpu")) as entered:
+        assert_type(entered, World)
+    here = world()
+    assert_type(here, World)
+    assert_type(here.rank, int)
+    assert_type(here.size, int)
+    assert_type(here.local_rank, int)
+    assert_type(here.local_size, int)
+    assert_type(here.node_rank, int)
+    assert_type(here.num_nodes, int)
+    assert_type(here.device, torch.device)
+    assert_type(here.backend, str | None)
+    assert_type(here.launcher, str)
+    assert_type(here.is_main, bool)
+    assert_type(here.is_local_main, bool)
+    here.rank = 1  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]  # frozen
+    init("gloo")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]  # by name only
+
+    barrier()
+    barrier("saved", timeout=timedelta(seconds=1))
+
+    with rank_zero_first(local=True, timeout=timedelta(hours=1)) as nothing:
+        assert_type(nothing, None)
+
+    assert_type(rank_zero_call(download, "https://example.org", 3), Path)
+    assert_type(rank_zero_call(download, "https://example.org", 3, timeout=timedelta(1)), Path)
+    rank_zero_call(download, "https://example.org")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # one is missing
+
+
+def the_model() -> None:
+    net = Net()
+    assert_type(wrap_model(net), nn.Module)
+    assert_type(
+        wrap_model(net, "ddp", device="cpu", sync_batchnorm=True, find_unused_parameters=True),
+        nn.Module,
+    )
+    wrap_model(net, strategy="dp", device_ids=[0, 1], device=torch.device("cuda"))
+    assert_type(unwrap(wrap_model(net)), nn.Module)
+
+    loaded = load_weights(net, {"weight": torch.ones(1)}, strict=False, assign=True)
+    assert_type(loaded.missing_keys, list[str])
+    assert_type(loaded.unexpected_keys, list[str])
+    load_weights(net, "weights.pt")
+    load_weights(net, Path("weights.pt"))
+    assert_type(fingerprint(net), str)
+    check_in_sync(net)
+
+
+def the_data() -> None:
+    loader = make_loader(Words(), 32)
+    assert_type(loader, Loader)
+    make_loader(
+        TensorDataset(torch.arange(4)),
+        batch_size=2,
+        distributed="auto",
+        shuffle=True,
+        drop_last=None,
+        num_workers="auto",
+        seed=None,
+        device="auto",
+        collate_fn=list,
+        pin_memory=None,
+        timeout=1.5,
+        worker_init_fn=print,
+        multiprocessing_context="spawn",
+        prefetch_factor=2,
+        persistent_workers=False,
+    )
+    make_loader(Words(), 2, distributed=False, sampler=RandomSampler([1, 2]), device=None)
+    make_loader(Words(), 2, distributed="always")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # no such
+    assert_type(len(loader), int)
+    assert_type(loader.batch_size, int)
+    assert_type(loader.epoch, int)
+    assert_type(loader.dataset, Dataset[Any])
+    assert_type(loader.stats(), dict[str, float])
+    assert_type(iter(loader), Iterator[Any])
+    loader.set_epoch(3)
+
+    assert_type(seed_everything(0, per_rank=True, deterministic=True), int)
+
+
+def across_ranks() -> None:
+    loss = torch.tensor(0.5)
+    metrics: dict[str, Tensor] = {"loss": loss}
+    assert_type(all_reduce_mean(loss), Tensor)
+    assert_type(all_reduce_mean(0.5, weight=8), float)
+    assert_type(all_reduce_mean(3), float)
+    assert_type(all_reduce_mean(metrics, weight=torch.tensor(8)), dict[str, Tensor])
+    assert_type(all_reduce_mean((loss, 0.5), 0.0), tuple[Tensor, float])
+    assert_type(all_reduce_sum(3), int)
+    assert_type(all_reduce_sum(metrics), dict[str, Tensor])
+    assert_type(all_reduce_sum([loss, loss]), list[Tensor])
+    assert_type(all_gather(loss), list[Tensor])
+    assert_type(all_gather((loss, 0.5)), list[tuple[Tensor, float]])
+
+
+def what_a_run_leaves_behind(loader: Loader, loss: Tensor) -> None:
+    log = get_logger("train")
+    log.info("epoch %d", 1, ranks="all", once=True)
+    log.warning("epoch %d", 1, ranks=[0, 2], stacklevel=2)
+
+    bar = progress(["a", "b"], "reading", total=2, batch_size=1)
+    bar.show(loss=loss, name="a")
+    for item in bar:
+        assert_type(item, str)
+    for batch in progress(loader):
+        assert_type(batch, Any)
+    assert_type(list(progress(range(3))), list[int])
+
+    with MetricWriter("runs") as writer:
+        assert_type(writer, MetricWriter)
+        writer.write(1, {"loss": loss})
+        writer.write(1, {"loss": 0.5})
+        writer.write(1, {"loss": loss, "accuracy": 0.5})
+        writer.close()
+    MetricWriter(Path("runs"))
+
+
+def for_tests() -> None:
+    assert_type(run(download, "https://example.org", 3), list[Path])
+    assert_type(
+        run(download, "https://example.org", 3, world_size=3, timeout=10.0, env={"A": "1"}),
+        list[Path],
+    )
+    assert_type(run(world), list[World])
+    run(download, "https://example.org", "3")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # an int

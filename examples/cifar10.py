@@ -1,0 +1,222 @@
+"""Train a ResNet on CIFAR-10 or a folder of images, in one process or in many.
+
+    python examples/cifar10.py --data digits                                     # one process
+    torchrun --standalone --nproc-per-node=2 examples/cifar10.py --data digits   # two (DDP)
+    srun --ntasks=8 python examples/cifar10.py                                   # a SLURM job
+    python examples/cifar10.py --data folder --data-dir images     # train/<class>/*.jpg
+
+The run directory receives checkpoint.pt after each epoch, metrics.jsonl, TensorBoard events and
+curves.png. ``--checkpoint runs/…/checkpoint.pt`` goes on from there, with any number of processes.
+"""
+
+import argparse
+import logging
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import curves
+import torch
+import torch.nn.functional as F
+import torchvision
+from example_data import Digits, downloaded
+from torch import nn, optim
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.utils.data import Dataset
+from torchvision import datasets, transforms
+
+import pardata
+from pardata import all_reduce_mean, all_reduce_sum, make_loader, progress, unwrap, wrap_model
+
+log = pardata.get_logger("cifar10")
+
+
+def load_data(args: argparse.Namespace) -> tuple[Dataset[Any], Dataset[Any]]:
+    """Return the training and the test set."""
+    plain = [
+        transforms.ToTensor(),
+        transforms.Normalize((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    ]
+    # A mirrored digit is another sign; everything else on the pictures has two sides.
+    flip = [] if args.data == "digits" else [transforms.RandomHorizontalFlip()]
+    train = transforms.Compose([transforms.RandomCrop(32, padding=4), *flip, *plain])
+    test = transforms.Compose(plain)
+    if args.data == "digits":
+        digits = partial(Digits, size=32, mode="RGB")
+        return digits(train=True, transform=train), digits(train=False, transform=test)
+    if args.data == "folder":
+        folder = Path(args.data_dir)
+        return (
+            datasets.ImageFolder(str(folder / "train"), transform=train),
+            datasets.ImageFolder(str(folder / "test"), transform=test),
+        )
+    cifar = partial(datasets.CIFAR10, args.data_dir, download=True)
+    return downloaded(
+        lambda: (cifar(train=True, transform=train), cifar(train=False, transform=test))
+    )
+
+
+def train_epoch(
+    model: nn.Module,
+    loader: pardata.Loader,
+    optimizer: optim.Optimizer,
+    writer: pardata.MetricWriter,
+) -> None:
+    """Train for one epoch, logging the loss and where the time went every ten steps."""
+    model.train()
+    size = pardata.world().size
+    bar = progress(loader, f"epoch {loader.epoch + 1}")
+    before = {"seconds": 0.0, "wait_seconds": 0.0}
+    for step, (images, labels) in enumerate(bar, start=loader.epoch * len(loader) + 1):
+        optimizer.zero_grad()
+        # DDP takes the mean over ranks. Summed and scaled like this, that is the mean over the
+        # global batch, also where shares differ by one sample.
+        loss = F.cross_entropy(model(images), labels, reduction="sum") * size / loader.batch_size
+        loss.backward()
+        optimizer.step()
+        if step % 10 == 0:
+            mean = all_reduce_mean(loss)
+            now = loader.stats()
+            waited = now["wait_seconds"] - before["wait_seconds"]
+            trained = now["seconds"] - before["seconds"] - waited
+            before = now
+            bar.show(loss=mean)
+            writer.write(step, {"train/loss": mean, "time/data": waited, "time/train": trained})
+            log.info(
+                "step %d  loss %.4f  data %.2f s  training %.2f s", step, mean, waited, trained
+            )
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, loader: pardata.Loader) -> tuple[float, int, int]:
+    """Return the loss, and how many of how many images are right, each counted once."""
+    model.eval()
+    totals = {"loss": torch.zeros((), device=pardata.world().device), "right": 0, "images": 0}
+    for images, labels in loader:
+        # A rank with no images runs the forward all the same: under fsdp it is collective.
+        output = model(images)
+        totals["loss"] += F.cross_entropy(output, labels, reduction="sum")
+        totals["right"] += (output.argmax(dim=1) == labels).sum()
+        totals["images"] += len(labels)
+    totals = all_reduce_sum(totals)
+    return float(totals["loss"]) / totals["images"], int(totals["right"]), totals["images"]
+
+
+def save(path: Path, model: nn.Module, optimizer: optim.Optimizer, epoch: int) -> None:
+    """Write a checkpoint by rank 0: whole, with the bare model's names, or not at all."""
+    # Collective under fsdp, where each rank has a part of everything.
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, moments = get_state_dict(unwrap(model), optimizer, options=options)
+    # An error on rank 0, as a full disk, is then one on every rank.
+    pardata.rank_zero_call(write, path, {"model": weights, "optimizer": moments, "epoch": epoch})
+
+
+def write(path: Path, checkpoint: dict[str, Any]) -> None:
+    """Write a file that is there as a whole or not at all: a run killed here leaves the old one."""
+    unfinished = path.with_suffix(".unfinished")
+    torch.save(checkpoint, unfinished)
+    unfinished.replace(path)
+
+
+def restore(path: str, model: nn.Module, optimizer: optim.Optimizer) -> int:
+    """Load a checkpoint, of any strategy and number of processes; return the epochs it has done."""
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    set_state_dict(
+        unwrap(model),
+        optimizer,
+        model_state_dict=checkpoint["model"],
+        optim_state_dict=checkpoint["optimizer"],
+        options=StateDictOptions(full_state_dict=True),
+    )
+    return checkpoint["epoch"]
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", choices=["resnet18", "resnet50"], default="resnet50", help="of torchvision")
+    add(
+        "--strategy",
+        choices=["auto", "none", "dp", "ddp", "fsdp"],
+        default="auto",
+        help="how replicas are kept equal; auto: ddp in several processes, none in one",
+    )
+    add(
+        "--data",
+        choices=["cifar10", "folder", "digits"],
+        default="cifar10",
+        help="cifar10 (downloaded); folder: train/<class>/ and test/<class>/ images of 32 x 32; "
+        "digits: scikit-learn's, which need no network",
+    )
+    add("--data-dir", default="data", help="where the images are, or are downloaded to")
+    add("--epochs", type=int, default=2, help="times through the training set")
+    add("--batch-size", type=int, default=128, help="images of one step, over all processes")
+    add("--lr", type=float, default=0.01, help="learning rate of SGD with momentum")
+    add("--num-workers", type=int, help="loader workers of each process (default: by the cores)")
+    add("--seed", type=int, default=0, help="of the weights, the order and the noise")
+    add("--checkpoint", help="go on from this file")
+    add("--run-dir", help="where results go (default: runs/cifar10-<time>)")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    with pardata.init() as world:
+        if args.strategy in ("none", "dp") and world.size > 1:
+            sys.exit(
+                f"--strategy {args.strategy} runs in one process, not in {world.size}: use ddp"
+            )
+        default_dir = pardata.rank_zero_call(time.strftime, "runs/cifar10-%Y%m%d-%H%M%S")
+        run_dir = Path(args.run_dir or default_dir)
+        pardata.seed_everything(args.seed)
+        train_set, test_set = load_data(args)
+        workers = "auto" if args.num_workers is None else args.num_workers
+        train_loader = make_loader(
+            train_set, args.batch_size, shuffle=True, num_workers=workers, seed=args.seed
+        )
+        test_loader = make_loader(test_set, 500, num_workers=workers, seed=args.seed)
+        network = getattr(torchvision.models, args.model)(num_classes=10)
+        model = wrap_model(network, args.strategy)
+        pardata.seed_everything(args.seed, per_rank=True)
+        optimizer = optim.SGD(model.parameters(), args.lr, momentum=0.9, weight_decay=5e-4)
+        if args.checkpoint:
+            train_loader.set_epoch(restore(args.checkpoint, model, optimizer))
+            log.info("going on after %d epochs of %s", train_loader.epoch, args.checkpoint)
+        begin = time.perf_counter()
+        with pardata.MetricWriter(run_dir) as writer:
+            for epoch in range(train_loader.epoch, args.epochs):
+                log.info(
+                    "epoch %d/%d  %d images a step, %d on this rank",
+                    epoch + 1,
+                    args.epochs,
+                    args.batch_size,
+                    -(-args.batch_size // world.size),
+                )
+                train_epoch(model, train_loader, optimizer, writer)
+                loss, right, images = evaluate(model, test_loader)
+                log.info(
+                    "test loss %.4f  accuracy %.2f %% (%d/%d images)",
+                    loss,
+                    100 * right / images,
+                    right,
+                    images,
+                )
+                writer.write(
+                    train_loader.epoch * len(train_loader),
+                    {"test/loss": loss, "test/accuracy": 100 * right / images},
+                )
+                save(run_dir / "checkpoint.pt", model, optimizer, epoch + 1)
+        log.info("total training time %.1f s", time.perf_counter() - begin)
+        if world.is_main:
+            log.info(
+                "checkpoint in %s, curves in %s", run_dir / "checkpoint.pt", curves.draw(run_dir)
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""Train a small convolutional net on handwritten digits, in one process or in many.
+
+    python examples/mnist.py --data digits                                       # one process
+    torchrun --standalone --nproc-per-node=2 examples/mnist.py --data digits     # two (DDP)
+    srun --ntasks=8 python examples/mnist.py --data mnist                        # a SLURM job
+    python examples/mnist.py --data mnist --strategy dp --device-ids 0 1         # DataParallel
+
+The run directory receives metrics.jsonl, TensorBoard events and curves.png.
+"""
+
+import argparse
+import logging
+import sys
+import time
+from functools import partial
+from typing import Any
+
+import curves
+import torch
+import torch.nn.functional as F
+from example_data import Digits, downloaded
+from torch import nn, optim
+from torch.utils.data import Dataset
+from torchvision import datasets, transforms
+
+import pardata
+from pardata import all_reduce_mean, all_reduce_sum, make_loader, progress, wrap_model
+
+log = pardata.get_logger("mnist")
+
+
+class ConvNet(nn.Module):
+    """Two convolutions and two linear layers."""
+
+    def __init__(self, *, dropout: bool = True) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(1, 32, 3),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 3),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Dropout(0.25 if dropout else 0.0),
+        )
+        self.classifier = nn.Sequential(
+            nn.Linear(9216, 128),
+            nn.ReLU(),
+            nn.Dropout(0.5 if dropout else 0.0),
+            nn.Linear(128, 10),
+        )
+        self.show_shapes = False
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Return log probabilities, images x 10, of grey images of 28 x 28."""
+        output = F.log_softmax(self.classifier(self.features(images).flatten(1)), dim=1)
+        if self.show_shapes:
+            print(f"inside the model: {tuple(images.shape)} -> {tuple(output.shape)}", flush=True)
+        return output
+
+
+def load_data(args: argparse.Namespace) -> tuple[Dataset[Any], Dataset[Any]]:
+    """Return the training and the test set."""
+    plain = [transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))]
+    if args.double:
+        plain.append(transforms.ConvertImageDtype(torch.float64))
+    affine = transforms.RandomAffine(degrees=10, translate=(0.1, 0.1), scale=(0.9, 1.1))
+    train = transforms.Compose([affine, *plain] if args.augment else plain)
+    test = transforms.Compose(plain)
+    if args.data == "digits":
+        digits = partial(Digits, size=28, mode="L")
+        return digits(train=True, transform=train), digits(train=False, transform=test)
+    mnist = partial(datasets.MNIST, args.data_dir, download=True)
+    return downloaded(
+        lambda: (mnist(train=True, transform=train), mnist(train=False, transform=test))
+    )
+
+
+def train_epoch(
+    model: nn.Module,
+    loader: pardata.Loader,
+    optimizer: optim.Optimizer,
+    writer: pardata.MetricWriter,
+    args: argparse.Namespace,
+) -> None:
+    """Train for one epoch, logging every `args.log_interval` steps."""
+    model.train()
+    size = pardata.world().size
+    first_step = loader.epoch * len(loader)
+    bar = progress(loader, f"epoch {loader.epoch + 1}")
+    for step, (images, labels) in enumerate(bar, start=first_step + 1):
+        optimizer.zero_grad()
+        output = model(images)
+        # DDP takes the mean over ranks. Summed and scaled like this, that is the mean over the
+        # global batch, also where shares differ by one sample.
+        loss = F.nll_loss(output, labels, reduction="sum") * size / loader.batch_size
+        loss.backward()
+        optimizer.step()
+        if args.show_shapes and step == first_step + 1:
+            print(f"outside the model: {tuple(images.shape)} -> {tuple(output.shape)}", flush=True)
+            model.show_shapes = False  # reaches the module, whatever wraps it
+        if step % args.log_interval == 0:
+            mean = all_reduce_mean(loss)
+            bar.show(loss=mean)
+            writer.write(step, {"train/loss": mean})
+            log.info("step %d  loss %.4f", step, mean)
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, loader: pardata.Loader) -> dict[str, Any]:
+    """Return loss and accuracies over the whole test set, each image counted once."""
+    model.eval()
+    device = pardata.world().device
+    loss = torch.zeros((), device=device)
+    correct = torch.zeros(10, dtype=torch.int64, device=device)
+    count = torch.zeros(10, dtype=torch.int64, device=device)
+    for images, labels in loader:
+        # A rank with no images runs the forward all the same: under fsdp it is collective.
+        output = model(images)
+        loss += F.nll_loss(output, labels, reduction="sum")
+        right = labels[output.argmax(dim=1) == labels]
+        correct += torch.bincount(right, minlength=10)
+        count += torch.bincount(labels, minlength=10)
+    totals = all_reduce_sum({"loss": loss, "correct": correct, "count": count})
+    images = int(totals["count"].sum())
+    return {
+        "loss": float(totals["loss"]) / images,
+        "correct": int(totals["correct"].sum()),
+        "images": images,
+        "of class": (100 * totals["correct"] / totals["count"].clamp(min=1)).tolist(),
+    }
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add(
+        "--strategy",
+        choices=["auto", "none", "dp", "ddp", "fsdp"],
+        default="auto",
+        help="how replicas are kept equal; auto: ddp in several processes, none in one",
+    )
+    add(
+        "--data",
+        choices=["mnist", "digits"],
+        default="mnist",
+        help="mnist (downloaded), or scikit-learn's digits, which need no network",
+    )
+    add("--data-dir", default="data", help="where MNIST is, or is downloaded to")
+    add("--epochs", type=int, default=5, help="times through the training set")
+    add("--batch-size", type=int, help="images of one step, over all processes (512; digits: 64)")
+    add("--lr", type=float, default=0.002, help="Adam's learning rate at the start")
+    add("--lr-decay-step", type=int, default=1, help="epochs between two decays of the rate")
+    add("--lr-decay-factor", type=float, default=0.5, help="what the rate is multiplied by then")
+    add("--device-ids", type=int, nargs="+", help="GPUs of --strategy dp (default: all)")
+    add("--num-workers", type=int, help="loader workers of each process (default: by the cores)")
+    add("--augment", action="store_true", help="random rotations, shifts and scales")
+    add("--no-dropout", action="store_true", help="train without dropout, to compare world sizes")
+    add(
+        "--double",
+        action="store_true",
+        help="train in float64: slower, and nearly without rounding",
+    )
+    add("--seed", type=int, default=0, help="of the weights, the order and the noise")
+    add("--log-interval", type=int, default=10, help="steps between two losses in the log")
+    add("--run-dir", help="where results go (default: runs/mnist-<time>)")
+    add("--show-shapes", action="store_true", help="print what the model sees of the first batch")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    with pardata.init() as world:
+        if args.strategy in ("none", "dp") and world.size > 1:
+            sys.exit(
+                f"--strategy {args.strategy} runs in one process, not in {world.size}: use ddp"
+            )
+        run_dir = args.run_dir or pardata.rank_zero_call(time.strftime, "runs/mnist-%Y%m%d-%H%M%S")
+        pardata.seed_everything(args.seed)
+        train_set, test_set = load_data(args)
+        workers = "auto" if args.num_workers is None else args.num_workers
+        batch_size = args.batch_size or {"mnist": 512, "digits": 64}[args.data]
+        train_loader = make_loader(
+            train_set, batch_size, shuffle=True, num_workers=workers, seed=args.seed
+        )
+        test_loader = make_loader(test_set, 1000, num_workers=workers, seed=args.seed)
+        options = {"device_ids": args.device_ids} if args.strategy == "dp" else {}
+        network = ConvNet(dropout=not args.no_dropout)
+        if args.double:
+            network.double()
+        model = wrap_model(network, args.strategy, **options)
+        model.show_shapes = args.show_shapes
+        # The weights are equal on all ranks; the noise of dropout must not be.
+        pardata.seed_everything(args.seed, per_rank=True)
+        optimizer = optim.Adam(model.parameters(), lr=args.lr)
+        scheduler = optim.lr_scheduler.StepLR(optimizer, args.lr_decay_step, args.lr_decay_factor)
+        begin = time.perf_counter()
+        with pardata.MetricWriter(run_dir) as writer:
+            for epoch in range(train_loader.epoch, args.epochs):
+                log.info(
+                    "epoch %d/%d  learning rate %g",
+                    epoch + 1,
+                    args.epochs,
+                    scheduler.get_last_lr()[0],
+                )
+                train_epoch(model, train_loader, optimizer, writer, args)
+                report(evaluate(model, test_loader), train_loader, writer)
+                scheduler.step()
+        log.info("total training time %.1f s", time.perf_counter() - begin)
+        log.info("fingerprint of the weights %s", pardata.fingerprint(model)[:16])
+        if world.is_main:
+            log.info("curves in %s", curves.draw(run_dir))
+
+
+def report(
+    result: dict[str, Any], train_loader: pardata.Loader, writer: pardata.MetricWriter
+) -> None:
+    """Log one epoch's times and results."""
+    spent = train_loader.stats()
+    seconds, waited = spent["seconds"], spent["wait_seconds"]
+    accuracy = 100 * result["correct"] / result["images"]
+    log.info(
+        "epoch time %.2f s: %.2f s waiting for data, %.2f s computing",
+        seconds,
+        waited,
+        seconds - waited,
+    )
+    log.info(
+        "test loss %.4f  accuracy %.2f %% (%d/%d images)",
+        result["loss"],
+        accuracy,
+        result["correct"],
+        result["images"],
+    )
+    log.info(
+        "accuracy of class  %s",
+        "  ".join(f"{digit}: {value:.1f} %" for digit, value in enumerate(result["of class"])),
+    )
+    steps = train_loader.epoch * len(train_loader)
+    writer.write(
+        steps,
+        {
+            "test/loss": result["loss"],
+            "test/accuracy": accuracy,
+            "time/epoch": seconds,
+            "time/waiting": waited,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -23,9 +23,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from pardata import Loader, make_loader, world
-from pardata._cores import usable_cores
-from pardata._loading import _workers
+from pardata import Loader, make_loader
 from pardata.testing import run
 
 
@@ -510,34 +508,6 @@ def test_batches_are_placed_on_the_device():
 def test_an_unknown_device_is_refused():
     with pytest.raises(RuntimeError, match="gpu"):
         make_loader(range(4), 2, device="gpu")
-
-
-@pytest.mark.parametrize(
-    ("cores", "dataset", "workers"),
-    [
-        (4, range(4), 3),
-        (9, range(4), 8),
-        (100, range(4), 8),
-        (1, range(4), 0),
-        (4, TensorDataset(torch.ones(4)), 0),
-    ],
-)
-def test_auto_is_the_cores_less_one_and_none_for_whole_batches(
-    monkeypatch, cores, dataset, workers
-):
-    # Asked below make_loader, as DataLoader warns of more workers than there are cores.
-    monkeypatch.setattr("pardata._loading.usable_cores", lambda here: cores)
-    assert _workers(dataset, world()) == workers
-
-
-def _auto_workers():
-    return make_loader(range(4), 2)._loader.num_workers, usable_cores(world())
-
-
-def test_ranks_of_one_node_share_its_cores():
-    for workers, cores in run(_auto_workers, world_size=2):
-        assert workers == min(8, cores - 1)
-        assert cores <= max(1, len(os.sched_getaffinity(0)) // 2)
 
 
 def _worker_seeds():

@@ -244,14 +244,14 @@ with init() as here:
 """
 
 
-def test_two_ranks_train_where_numpy_is_not_installed(tmp_path):
+def test_two_ranks_train_where_numpy_is_not_installed(tmp_path, short_tmp):
     (tmp_path / "script.py").write_text(WITHOUT_NUMPY)
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *("--nproc-per-node=2", str(tmp_path / "script.py")),
         ],
-        env={**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "TMPDIR": short_tmp, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=120,

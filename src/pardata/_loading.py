@@ -9,12 +9,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from pardata._agreement import agree
-from pardata._cores import usable_cores
 from pardata._loader import Loader, Order, ShareSampler
 from pardata._logging import get_logger
-from pardata._reading import Reader, is_vectorised
+from pardata._reading import Reader
 from pardata._sampling import Plan
 from pardata._store import require_same
+from pardata._workers import choose_workers
 from pardata._world import World, require_world, world
 
 _log = get_logger(__name__)
@@ -92,7 +92,8 @@ def make_loader(
         _check_dataset(dataset, sampler, shuffle=shuffle)
         length = len(dataset if sampler is None else sampler)  # type: ignore[arg-type]  # checked
         _check_sizes(batch_size, length, here.size, training=training, drop_last=drop_last)
-        _check_seed_and_workers(seed, num_workers)
+        _check_seed(seed)
+        choose_workers(num_workers, dataset, here)
         return {
             "the length": length,
             "batch_size": batch_size,
@@ -116,7 +117,7 @@ def make_loader(
             ranks=[0],
             once=True,
         )
-    workers = _workers(dataset, here) if num_workers == "auto" else num_workers
+    workers = choose_workers(num_workers, dataset, here)
     if num_workers == "auto" and workers == 0:
         # DataLoader refuses these without workers, and "auto" may find none on some ranks only.
         multiprocessing_context = prefetch_factor = persistent_workers = None
@@ -140,10 +141,6 @@ def make_loader(
         persistent_workers=workers > 0 if persistent_workers is None else persistent_workers,
     )
     return Loader(loader, shares, dataset, target)
-
-
-def _workers(dataset: Dataset[Any], here: World) -> int:
-    return 0 if is_vectorised(dataset) else min(8, usable_cores(here) - 1)
 
 
 def _world_for(distributed: object) -> World:
@@ -229,12 +226,7 @@ def _check_sizes(
         raise ValueError(msg)
 
 
-def _check_seed_and_workers(seed: object, num_workers: object) -> None:
+def _check_seed(seed: object) -> None:
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         msg = f"`seed` must be an integer or None, but is {seed!r}"
         raise TypeError(msg)
-    if num_workers != "auto" and (
-        isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 0
-    ):
-        msg = f"`num_workers` must be 'auto' or an integer from 0 up, but is {num_workers!r}"
-        raise ValueError(msg)

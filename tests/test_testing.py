@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -264,3 +266,17 @@ def test_a_run_inside_a_rank_works():
     first, second = run(run_inside)
     assert first == [(0, 1, "existing", "gloo", ())]
     assert second is None
+
+
+def test_a_script_from_standard_input_is_told_to_become_a_file():
+    script = "from pardata.testing import run; run(max, 1, 2)"
+    done = subprocess.run(
+        [sys.executable],
+        input=script,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "`run` must be called from a file or a notebook" in done.stderr
+    assert "the script is '<stdin>': save it as a file first" in done.stderr

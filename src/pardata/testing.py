@@ -64,6 +64,7 @@ def run(
     Raises:
         ValueError: for a `world_size` below 1.
         TypeError: for a function that cannot be pickled.
+        RuntimeError: in a script that was read from standard input.
         TimeoutError: names the ranks that did not finish, and where each of them was.
         BaseException: what the first rank to fail raised, with that rank's traceback as its
             cause; a `RuntimeError` naming the rank where it cannot be pickled, or where a process
@@ -80,6 +81,7 @@ def run(
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         msg = f"`fn` and its arguments must be importable and picklable, but are not: {error}"
         raise TypeError(msg) from error
+    _require_a_script_that_children_find()
     with tempfile.TemporaryDirectory(prefix="pardata-run-") as directory:
         meeting = _Meeting(
             directory,
@@ -94,6 +96,16 @@ def run(
         finally:
             for member in team:
                 member.end()
+
+
+def _require_a_script_that_children_find() -> None:
+    script = getattr(sys.modules["__main__"], "__file__", None)  # a notebook has none
+    if script is not None and not Path(script).exists():
+        msg = (
+            f"`run` must be called from a file or a notebook, for each process imports the script "
+            f"anew, but the script is {script!r}: save it as a file first"
+        )
+        raise RuntimeError(msg)
 
 
 @dataclass(frozen=True)

@@ -355,3 +355,20 @@ def test_a_result_that_cannot_be_unpickled_fails_on_rank_0_too():
     for raised in run_caught(return_something_that_does_not_unpickle, world_size=2):
         assert raised.type == "TypeError"
         assert "missing 1 required positional argument" in raised.text
+
+
+def skip_a_call_on_rank_0():
+    if world().rank:
+        rank_zero_call(max, 1, 2)
+    return rank_zero_call(min, 1, 2)
+
+
+def test_a_call_that_meets_that_of_another_function_is_told_instead_of_its_result():
+    first, *others = run_caught(skip_a_call_on_rank_0, world_size=3)
+    assert first == 1
+    for rank, other in enumerate(others, start=1):
+        assert other.type == "RuntimeError"
+        assert (
+            f"but rank 0 is in `rank_zero_call` of min and rank {rank} in that of max: look for a "
+            f"branch that skips one" in other.text
+        )

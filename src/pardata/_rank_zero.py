@@ -91,6 +91,7 @@ def rank_zero_call(
 
     Raises:
         TimeoutError: on the waiting ranks.
+        RuntimeError: on a rank that calls it with another function than rank 0.
 
     >>> rank_zero_call(sorted, [2, 1])
     [1, 2]
@@ -98,7 +99,8 @@ def rank_zero_call(
     here = require_world("rank_zero_call")
     if here.size == 1:
         return fn(*args)
-    section = _Section(here, "rank_zero_call", local=False)
+    name = getattr(fn, "__qualname__", type(fn).__qualname__)
+    section = _Section(here, "rank_zero_call", local=False, what=name)
     if not section.leads:
         collected: _T = section.collect_result(timeout)
         return collected
@@ -113,9 +115,10 @@ def rank_zero_call(
 class _Section:
     """One rank runs, the others wait for its outcome. The n-th section of a kind meets the n-th."""
 
-    def __init__(self, here: World, place: str, *, local: bool) -> None:
+    def __init__(self, here: World, place: str, *, local: bool, what: str = "") -> None:
         self._here = here
         self._place = place
+        self._what = what
         self.leads = here.is_local_main if local else here.is_main
         self._readers = (here.local_size if local else here.size) - 1
         if here.size > 1:
@@ -142,12 +145,19 @@ class _Section:
 
     def _publish(self, outcome: dict[str, str | None]) -> None:
         if self._readers:
-            _store.publish(self._line, self._key, json.dumps(outcome))
+            _store.publish(self._line, self._key, json.dumps({**outcome, "what": self._what}))
 
     def collect_result(self, timeout: timedelta) -> Any:
         """Wait for the leading rank; return its result or raise its exception."""
         text = _store.collect(self._line, self._key, self._readers, self._place, timeout)
         outcome = json.loads(text)
+        if outcome["what"] != self._what:
+            msg = (
+                f"every rank must make the same calls in the same order, but rank 0 is in "
+                f"`{self._place}` of {outcome['what']} and rank {self._here.rank} in that of "
+                f"{self._what}: look for a branch that skips one"
+            )
+            raise RuntimeError(msg)
         if "failure" in outcome:
             Failure.from_json(outcome["failure"]).reraise()
         if outcome["result"] is None:

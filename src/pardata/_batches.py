@@ -1,6 +1,6 @@
 """What is done to a whole batch, whatever `collate_fn` made it of."""
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from copy import copy
 from typing import Any, NoReturn
 
@@ -23,6 +23,16 @@ def moved(batch: Any, device: torch.device) -> Any:
     )
 
 
+def rows_of(tensor: Tensor, indices: Tensor) -> Tensor:
+    """Return ``tensor[indices]``, which takes ten times as long as picking rows from the front."""
+    if indices.ndim == 1:
+        try:
+            return tensor.index_select(0, indices)
+        except IndexError:  # negative, or indeed out of range
+            pass
+    return tensor[indices]
+
+
 def emptied(batch: Any) -> Any:
     """Return `batch` with no rows: every tensor cut to ``[:0]``, every list of strings to ``[]``.
 
@@ -30,6 +40,32 @@ def emptied(batch: Any) -> Any:
         TypeError: for a batch that holds something else, of which nobody knows the rows.
     """
     return _mapped(batch, _without_rows, _empty_other)
+
+
+def assembled(parts: Sequence[Any], places: Tensor) -> Any:
+    """Return one batch of the rows of `parts`, in their order put at `places`."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        rows = torch.cat(list(parts))
+        return torch.empty_like(rows).index_copy_(0, places, rows)
+    if isinstance(first, Mapping):
+        return {key: assembled([part[key] for part in parts], places) for key in first}
+    columns = [assembled(column, places) for column in zip(*parts, strict=True)]
+    return type(first)(*columns) if hasattr(first, "_fields") else columns
+
+
+def tensors_of(batch: Any) -> Iterator[Tensor]:
+    """Yield every tensor in `batch`, however it is nested, and among an object's attributes."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from tensors_of(value)
+    elif isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
+        for item in batch:
+            yield from tensors_of(item)
+    elif hasattr(batch, "__dict__"):
+        yield from (value for value in vars(batch).values() if isinstance(value, Tensor))
 
 
 def _mapped(

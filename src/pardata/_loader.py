@@ -1,91 +1,58 @@
-"""The loader: epochs that advance by themselves, over PyTorch's DataLoader."""
+"""The loader: epochs that advance by themselves and can be left and resumed at any step."""
 
-import hashlib
 import inspect
 import time
 import weakref
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
-from pardata._agreement import agree
-from pardata._batches import emptied, moved
-from pardata._sampling import Plan, mix, shuffled
-from pardata._seeding import forked_seed
-from pardata._store import require_same
+from pardata._batches import emptied
+from pardata._clock import Clock
+from pardata._collectives import all_gather
+from pardata._logging import get_logger
+from pardata._microbatches import Microbatches
+from pardata._order import Order
+from pardata._placing import Placement
+from pardata._reading import Fetched
+from pardata._resuming import Identity, Position
+from pardata._sampling import mix
+from pardata._stopping_together import together
+from pardata._streaming import alike
 from pardata._world import World
+
+_log = get_logger(__name__)
+
+_LONG_SHARE = 0.3  # of an epoch
+_LONG = 1.0  # seconds: below, nobody waits
+
+
+class Source(Protocol):
+    """What the `DataLoader` inside draws from, and where that is told where to begin."""
+
+    def start_at(self, epoch: int, step: int) -> None: ...
 
 
 @dataclass(frozen=True)
-class Order:
-    """In which order an epoch goes through the data set."""
+class Setting:
+    """What `make_loader` decided, for a `Loader` to follow."""
 
     here: World
-    length: int
-    seed: int
-    shuffle: bool
-    sampler: Sampler[Any] | None
-
-    def __call__(self, epoch: int) -> Sequence[Any]:
-        """Return the index of the sample at each position of this epoch.
-
-        With a sampler this is collective: it may be of the user's making, so the ranks compare.
-        """
-        if self.sampler is not None:
-            return self._drawn(self.sampler, epoch)
-        return shuffled(self.length, self.seed, epoch) if self.shuffle else range(self.length)
-
-    def _drawn(self, sampler: Sampler[Any], epoch: int) -> Sequence[Any]:
-        def draw() -> dict[str, object]:
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)
-            with forked_seed(mix(self.seed, epoch)):
-                indices.extend(sampler)
-            if len(indices) != self.length:
-                msg = (
-                    f"`sampler` must yield as many indices as its length, {self.length}, but "
-                    f"yielded {len(indices)}"
-                )
-                raise ValueError(msg)
-            return {"the order": hashlib.sha256(repr(indices).encode()).hexdigest()[:16]}
-
-        indices: list[Any] = []
-        told = agree(self.here, "iter(loader) with a sampler", draw)
-        cure = "Give the sampler no generator of its own, or one seeded alike on every rank."
-        require_same("make_loader(sampler=…)", told, cure)
-        return indices
-
-
-class ShareSampler(Sampler[list[Any]]):
-    """Yields, for each step of the epoch, the indices that this rank reads."""
-
-    def __init__(self, plan: Plan, order: Order) -> None:
-        self.plan = plan
-        self.order = order
-        self.epoch = 0
-
-    def __len__(self) -> int:
-        return len(self.plan)
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        # The order is drawn here, for the epoch of now, and not at the first step.
-        order = self.order(self.epoch)
-        return (self._part_of(order, step) for step in range(len(self.plan)))
-
-    def _part_of(self, order: Sequence[Any], step: int) -> list[Any]:
-        # A rank without samples reads the step's first, whose shape its empty batch takes.
-        own = self.plan.share(step) or self.plan.step(step)[:1]
-        return list(order[own.start : own.stop])
+    identity: Identity
+    source: Source
+    steps: int | None  # of an epoch; None where only its end tells
+    order: Order | None  # None for a stream
+    sharded: bool
+    placement: Placement
 
 
 class Loader:
     """This rank's batches, epoch after epoch; made by `make_loader`.
 
     Each ``iter()`` runs the next epoch, also after a ``break`` or an error. Only one epoch runs at
-    a time: beginning the next ends the one before.
+    a time: beginning the next ends the one before. Saves and resumes as PyTorch's ``Stateful``.
 
     Attributes:
         dataset: as given.
@@ -93,65 +60,145 @@ class Loader:
     """
 
     def __init__(
-        self,
-        loader: DataLoader[Any],
-        shares: ShareSampler,
-        dataset: Dataset[Any],
-        device: torch.device | None,
+        self, loader: DataLoader[Fetched], dataset: Dataset[Any], setting: Setting
     ) -> None:
         self.dataset = dataset
-        self.batch_size: int = shares.plan.batch_size
+        self.batch_size: int = setting.identity.batch_size
         self._loader = loader
-        self._shares = shares
-        self._device = device
-        self._next_epoch = 0
+        self._setting = setting
+        self._next = Position(0, 0)  # where the next iter() begins
+        self._now = Position(0, 0)  # what has been delivered
+        self._state = self._now
         self._run: weakref.ref[Generator[Any, None, None]] | None = None
-        self._clock = _Clock()
+        self._clock = Clock()
+        self._has_spoken = False
 
     def __len__(self) -> int:
-        """Return the number of steps of an epoch, the same on every rank."""
-        return len(self._shares)
+        """Return the number of steps of a whole epoch, the same on every rank."""
+        if self._setting.steps is None:
+            msg = (
+                f"the length of a loader must be that of its data set, but "
+                f"{type(self.dataset).__name__} has none: give it a __len__, or count the batches"
+            )
+            raise TypeError(msg)
+        return self._setting.steps
 
     @property
     def epoch(self) -> int:
         """The epoch in progress, else the one that the next ``iter()`` will run."""
-        return self._shares.epoch if self._is_running() else self._next_epoch
+        return self._now.epoch if self._is_running() else self._next.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next ``iter()`` run this epoch. Not needed: epochs advance by themselves."""
+        """Let the next ``iter()`` run this epoch. Not needed: epochs advance by themselves.
+
+        The rest of the epoch that was loaded stays its rest.
+        """
         if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
             msg = f"`epoch` must be an integer that is not negative, but is {epoch!r}"
             raise ValueError(msg)
-        self._next_epoch = epoch
+        if epoch != self._next.epoch:
+            self._next = Position(epoch, 0)
+        if not self._is_running():
+            self._state = self._next
 
-    def stats(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the loader is, as a few numbers that are the same on every rank.
+
+        A batch counts as delivered once the loop has it: in the body of step k that step counts,
+        and so it does after a ``break`` there. What was read ahead does not. Not collective.
+        """
+        return self._setting.identity.state(self._state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next ``iter()`` go on where `state` was taken, at any world size and at once.
+
+        It yields the rest of that epoch: the samples not yet delivered, in the same global
+        batches. ``len()`` stays that of a whole epoch. Not collective. An ``IterableDataset`` is
+        read again up to there.
+
+        Raises:
+            ValueError: for the state of another data set, seed, batch size or order, naming it,
+                and for what is no state of a loader.
+        """
+        is_stream = self._setting.order is None
+        self._next = self._setting.identity.position(state, is_stream=is_stream)
+        self._now = self._state = self._next
+        if is_stream and self._next.delivered:
+            _log.info("reads %d samples again, to go on after them", self._next.delivered)
+
+    def stats(self, *, reduce: bool = False) -> dict[str, float]:
         """Return how this rank's time was spent since the epoch in progress, or the last, began.
 
         ``seconds`` in all; ``wait_seconds`` and ``wait_share`` of it waiting for data; ``samples``
         delivered over all ranks, and ``samples_per_second``. The rest of the time is the loop's.
+
+        Args:
+            reduce: return the stats of the rank that waited longest; collective then.
         """
-        return self._clock.stats()
+        own = self._clock.stats()
+        if not reduce:
+            return own
+        return max(all_gather(own), key=lambda stats: stats["wait_seconds"])
+
+    def fingerprint(self) -> str:
+        """Return a hash of the samples delivered in the epoch in progress, or the last.
+
+        Of their indices, in the order of the epoch: the same on every rank, at every world size,
+        and after resuming. Not collective, save with a `sampler`; takes 0.3 seconds for a million
+        samples.
+
+        Raises:
+            TypeError: for an ``IterableDataset``, whose samples have no indices.
+        """
+        if self._setting.order is None:
+            msg = (
+                f"the samples must have indices to be told apart, but those of "
+                f"{type(self.dataset).__name__}, an IterableDataset, have none: hash what you get"
+            )
+            raise TypeError(msg)
+        return self._setting.order.fingerprint(self._now.epoch, self._now.delivered)
 
     def __iter__(self) -> Iterator[Any]:
-        """Run the next epoch. Collective only where a `sampler` was given."""
-        epoch = self._next_epoch
-        self._shares.epoch = epoch
-        self._next_epoch = epoch + 1
+        """Run the next epoch, or the rest of the one that was loaded.
+
+        Collective only where a `sampler` was given, or an ``IterableDataset``.
+        """
+        start, setting = self._next, self._setting
+        self._now = self._state = start
+        self._next = Position(start.epoch + 1, 0)
         self._run = None
-        self._clock = clock = _Clock()
-        order = self._shares.order
+        self._clock = clock = Clock()
+        step = -(-start.delivered // self.batch_size)
+        # Of streams that differ only reading again tells which worker delivered how much of its.
+        again = step if setting.sharded else 0
+        setting.source.start_at(start.epoch, step - again)
         # DataLoader draws the seed of its workers from here, and so leaves the user's generator be.
-        self._loader.generator.manual_seed(mix(order.seed, epoch, order.here.rank))
-        batches = iter(self._loader)
+        seed = mix(setting.identity.seed, start.epoch, setting.here.rank)
+        self._loader.generator.manual_seed(seed)
+        fetched = self._in_step(iter(self._loader), step)
         clock.add(clock.seconds(), 0)  # for the order, and workers that start
-        run = self._batches(batches, clock)
+        run = self._batches(self._placed(fetched, again), clock, start)
         self._run = weakref.ref(run)
         return run
 
-    def _batches(self, batches: Iterator[Any], clock: "_Clock") -> Generator[Any, None, None]:
-        plan = self._shares.plan
+    def _in_step(self, fetched: Iterator[Fetched], first: int) -> Iterator[Fetched | None]:
+        setting = self._setting
+        if setting.order is not None:
+            return fetched
+        if not setting.sharded:
+            fetched = alike(fetched, first)
+        if setting.here.size == 1:
+            return fetched
+        return together(
+            fetched, setting.here, sharded=setting.sharded, drop_last=setting.identity.drop_last
+        )
+
+    def _batches(
+        self, placed: Iterator[tuple[int, Any]], clock: Clock, now: Position
+    ) -> Generator[Any, None, None]:
+        steps = self._setting.placement.ahead(placed)
         try:
-            for step in range(len(plan)):
+            while True:
                 if clock is not self._clock:
                     msg = (
                         "a loader must run one epoch at a time, but a newer iter() has begun: "
@@ -159,52 +206,70 @@ class Loader:
                     )
                     raise RuntimeError(msg)
                 asked = time.perf_counter()
-                batch = self._placed(next(batches), step)
-                clock.add(time.perf_counter() - asked, len(plan.step(step)))
+                count, batch = next(steps, (0, None))
+                clock.add(time.perf_counter() - asked, count)
+                if not count:
+                    break
+                self._now = self._state = now = now.after(count)
                 yield batch
+            self._state = self._next
+            self._speak_of_waiting(clock)
         finally:
             clock.stop()
 
-    def _placed(self, batch: Any, step: int) -> Any:
-        plan = self._shares.plan
-        if plan.leaves_some_empty(step):
+    def _placed(self, fetched: Iterator[Fetched | None], again: int) -> Iterator[tuple[int, Any]]:
+        """Yield each step's batch, on its device, and how many samples the step has.
+
+        The first `again` steps have been delivered, and are only read.
+        """
+        last: Fetched | None = None
+        for count, own in enumerate(fetched):
+            # Where only others have samples left, this rank's batch takes the shape of its last.
+            last = own if own is not None else last and last._replace(rows=0)
+            assert last is not None  # noqa: S101  # `together` sees to it
+            if count < again:
+                continue
+            batches = [
+                self._setting.placement.place(part, last.epoch, last.step, number)
+                for number, part in enumerate(last.parts, last.first)
+            ]
+            yield self._samples_of(last), self._shaped(batches, last)
+
+    def _samples_of(self, step: Fetched) -> int:
+        # A rank that reads a stream of its own knows only what the steps should have.
+        return self.batch_size if self._setting.sharded else sum(step.counts)
+
+    def _shaped(self, batches: list[Any], step: Fetched) -> Any:
+        """Return what the loop gets: microbatches, or one batch, empty if it has no rows."""
+        if self._setting.identity.microbatch_size is not None:
+            return Microbatches(
+                batches, epoch=step.epoch, step=step.step, first=step.first, counts=step.counts
+            )
+        (batch,) = batches
+        if self._samples_of(step) < self._setting.here.size or step.rows == 0:
             # On every rank, so that a batch that cannot be emptied is an error on all of them.
             empty = emptied(batch)
-            batch = batch if plan.share(step) else empty
-        return batch if self._device is None else moved(batch, self._device)
+            return batch if step.rows else empty
+        return batch
+
+    def _speak_of_waiting(self, clock: Clock) -> None:
+        stats = clock.stats()
+        if self._has_spoken or not stats["samples"]:
+            return  # of none: nothing was left of the epoch that was loaded
+        self._has_spoken = True
+        if stats["wait_seconds"] < _LONG or stats["wait_share"] < _LONG_SHARE:
+            return
+        _log.warning(
+            "the first epoch spent %.0f %% of its %.1f s waiting for data: more num_workers (now "
+            "%d) read in parallel, cache_dataset decodes once, and batch_transform does a whole "
+            "batch at a time",
+            100 * stats["wait_share"],
+            stats["seconds"],
+            self._loader.num_workers,
+            ranks=[0],
+        )
 
     def _is_running(self) -> bool:
         # The reference dies with a loop that was left, the frame with one that came to its end.
         run = None if self._run is None else self._run()
         return run is not None and inspect.getgeneratorstate(run) != inspect.GEN_CLOSED
-
-
-class _Clock:
-    """Two readings of the clock a batch: how long the loop waited, of how long it ran."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-        self._end: float | None = None
-        self._waited = 0.0
-        self._samples = 0
-
-    def add(self, seconds: float, samples: int) -> None:
-        self._waited += seconds
-        self._samples += samples
-
-    def stop(self) -> None:
-        self._end = time.perf_counter()
-
-    def seconds(self) -> float:
-        end = time.perf_counter() if self._end is None else self._end
-        return end - self._start
-
-    def stats(self) -> dict[str, float]:
-        seconds = max(self.seconds(), 1e-9)
-        return {
-            "seconds": seconds,
-            "wait_seconds": self._waited,
-            "wait_share": self._waited / seconds,
-            "samples": self._samples,
-            "samples_per_second": self._samples / seconds,
-        }

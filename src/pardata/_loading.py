@@ -6,14 +6,25 @@ from multiprocessing.context import BaseContext
 from typing import Any, Literal
 
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from pardata._agreement import agree
-from pardata._loader import Loader, Order, ShareSampler
+from pardata._loader import Loader, Setting
+from pardata._loading_checks import (
+    check_dataset,
+    check_numbers,
+    check_sizes,
+    check_streaming,
+    check_training_shares,
+)
 from pardata._logging import get_logger
-from pardata._reading import Reader
+from pardata._order import Order, Requests
+from pardata._placing import Placement
+from pardata._reading import Fetched, Reader, Seeds
+from pardata._resuming import Identity
 from pardata._sampling import Plan
 from pardata._store import require_same
+from pardata._streaming import Cut, Stream
 from pardata._workers import choose_workers
 from pardata._world import World, require_world, world
 
@@ -27,10 +38,15 @@ def make_loader(
     distributed: bool | Literal["auto"] = "auto",
     shuffle: bool = False,
     drop_last: bool | None = None,
+    microbatch_size: int | None = None,
     sampler: Sampler[Any] | None = None,
+    sharded: bool = False,
     num_workers: int | Literal["auto"] = "auto",
     seed: int | None = None,
+    reproducible: bool = True,
     device: torch.device | str | None = "auto",
+    batch_transform: Callable[[Any], Any] | None = None,
+    prefetch: int = 1,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     pin_memory: bool | None = None,
     timeout: float = 0,
@@ -44,26 +60,47 @@ def make_loader(
     Step k of an epoch holds the same samples at every world size; each rank gets a run of them,
     counts differing by at most one, collated as ``DataLoader`` would and moved to the device. All
     ranks yield the same number of batches. No sample is repeated, and in an ordered loader none is
-    left out, so that an evaluation counts each exactly once. Epochs advance by themselves.
+    left out, so that an evaluation counts each exactly once. Epochs advance by themselves, and
+    ``state_dict()`` resumes at any step and any world size.
+
+    A ``TensorDataset``, what `cache_dataset` returns, and a ``Subset`` or ``ConcatDataset`` of
+    such are read by whole batches, and so is what has ``__getitems__``: the list of samples that
+    it returns is collated, a batch in the form of a tensor, tuple or dict is taken as it is.
 
     Collective in a world larger than one (unless ``distributed=False``), as is nothing the loader
-    does later, save that a `sampler` is compared at the start of an epoch. In a single process it
-    is a ``DataLoader`` with epochs.
+    does later, save that a `sampler` is compared at the start of an epoch and the ends of an
+    ``IterableDataset`` are. In a single process it is a ``DataLoader`` with epochs.
 
     Args:
-        dataset: map-style: with ``__getitem__`` and ``__len__``.
+        dataset: map-style, with ``__getitem__`` and ``__len__``, or an ``IterableDataset``, which
+            every rank and worker reads whole to keep its own part (but see `sharded`).
         batch_size: samples of one optimizer step, over all ranks.
         distributed: ``"auto"`` shares out in a world larger than one; ``True`` insists on a
             launcher; ``False`` gives this process everything.
-        shuffle: a new order each epoch, from `seed` and the epoch alone.
+        shuffle: a new order each epoch, from `seed` and the epoch alone, in constant memory.
         drop_last: of an incomplete last global batch. ``None`` drops it where `shuffle` or a
             `sampler` says that this is training, and keeps it otherwise.
+        microbatch_size: cut each step into consecutive pieces of so many samples, whatever the
+            world size, and give each rank a run of whole ones: it yields `Microbatches`.
         sampler: yields the order of the whole epoch, the same on every rank, in place of `shuffle`;
             drawn under a seed of its own, with ``set_epoch`` called where it has one.
+        sharded: the ``IterableDataset`` yields, on each rank and worker, samples that no other
+            yields: batched as they come, until no rank has any (with `drop_last`: until one has
+            no whole share). A worker is told its number by ``get_worker_info()``; the rank must
+            be taken from `world` when the data set is made.
         num_workers: per rank. ``"auto"``: 0 for a data set that is indexed by whole batches, else
             the cores this rank may use, less one, at most 8.
-        seed: of the order and the workers; ``None`` is rank 0's ``torch.initial_seed()``.
+        seed: of the order, the samples and the workers; ``None`` is rank 0's
+            ``torch.initial_seed()``.
+        reproducible: seed the default generators of Python, NumPy and PyTorch before each sample
+            is read, from `seed`, the epoch and the sample, and put them back after each batch: an
+            augmentation depends neither on the workers nor on the world size. `collate_fn`,
+            `batch_transform` and ``__getitems__`` are seeded for each microbatch; without
+            microbatches they may not draw.
         device: where the batches go; ``"auto"`` is the world's, ``None`` leaves them on the CPU.
+        batch_transform: applied to each batch, or microbatch, on the device.
+        prefetch: on a GPU, how many batches are copied and transformed ahead of the loop, on a
+            stream of their own; 0 for none.
         collate_fn: as in ``DataLoader``.
         pin_memory: as in ``DataLoader``; ``None`` pins where batches go to a GPU.
         timeout: as in ``DataLoader``.
@@ -89,16 +126,22 @@ def make_loader(
     drop_last = training if drop_last is None else drop_last
 
     def facts() -> dict[str, object]:
-        _check_dataset(dataset, sampler, shuffle=shuffle)
-        length = len(dataset if sampler is None else sampler)  # type: ignore[arg-type]  # checked
-        _check_sizes(batch_size, length, here.size, training=training, drop_last=drop_last)
-        _check_seed(seed)
+        check_dataset(dataset, sampler, shuffle=shuffle, sharded=sharded)
+        length = _length(dataset, sampler)
+        check_sizes(batch_size, microbatch_size, length, here.size, drop_last=drop_last)
+        if training and not drop_last and microbatch_size is None and length is not None:
+            check_training_shares(batch_size, length, here.size)
+        check_streaming(sharded=sharded, microbatch_size=microbatch_size)
+        check_numbers(seed, prefetch)
         choose_workers(num_workers, dataset, here)
         return {
-            "the length": length,
+            "the length": None if sharded else length,
             "batch_size": batch_size,
+            "microbatch_size": microbatch_size,
             "shuffle": shuffle,
             "drop_last": drop_last,
+            "sharded": sharded,
+            "reproducible": reproducible,
             "seed": seed,
         }
 
@@ -106,17 +149,7 @@ def make_loader(
     require_same("make_loader", told, "Pass the same data set and arguments on every rank.")
     if seed is None:
         seed = _seed_of_rank_zero(here)
-    if training and batch_size % here.size:
-        _log.warning(
-            "`batch_size` %d leaves %d ranks shares that differ by one sample, while DDP takes the "
-            "plain mean of their gradients: scale the loss to the global batch, or choose a "
-            "multiple of %d",
-            batch_size,
-            here.size,
-            here.size,
-            ranks=[0],
-            once=True,
-        )
+    _warn_of_uneven_shares(batch_size, microbatch_size, here.size, training=training)
     workers = choose_workers(num_workers, dataset, here)
     if num_workers == "auto" and workers == 0:
         # DataLoader refuses these without workers, and "auto" may find none on some ranks only.
@@ -124,14 +157,27 @@ def make_loader(
     target = here.device if device == "auto" else None if device is None else torch.device(device)
     if pin_memory is None:
         pin_memory = target is not None and target.type == "cuda"
-    length = len(dataset if sampler is None else sampler)  # type: ignore[arg-type]  # checked
-    order = Order(here, length, seed, shuffle, sampler)
-    shares = ShareSampler(Plan(length, batch_size, drop_last, here.rank, here.size), order)
-    loader: DataLoader[Any] = DataLoader(
-        Reader(dataset, world().rank),  # that of the process, also where nothing is shared out
-        batch_sampler=shares,
+    seeds = Seeds(seed, reproducible, microbatch_size is not None)
+    length = _length(dataset, sampler)
+    order: Order | None = None
+    source: Requests | Stream
+    read: Reader | Stream
+    if isinstance(dataset, IterableDataset):
+        cut = Cut(batch_size, drop_last, microbatch_size, here.rank, here.size, sharded)
+        source = read = Stream(dataset, collate_fn, seeds, cut)
+    else:
+        assert length is not None  # noqa: S101  # checked above
+        order = Order(here, length, seed, shuffle, sampler)
+        plan = Plan(length, batch_size, drop_last, microbatch_size, here.rank, here.size)
+        source = Requests(plan, order, to_workers=workers > 0)
+        # The rank is that of the process, also where nothing is shared out.
+        read = Reader(dataset, collate_fn, seeds, world().rank)
+    loader: DataLoader[Fetched] = DataLoader(
+        read,
+        batch_size=None,  # what is read of a step is a batch already
+        sampler=source if isinstance(source, Requests) else None,
         num_workers=workers,
-        collate_fn=collate_fn,
+        collate_fn=_as_it_is,
         pin_memory=pin_memory,
         timeout=timeout,
         worker_init_fn=worker_init_fn,
@@ -140,7 +186,57 @@ def make_loader(
         prefetch_factor=prefetch_factor,
         persistent_workers=workers > 0 if persistent_workers is None else persistent_workers,
     )
-    return Loader(loader, shares, dataset, target)
+    steps = None if length is None else len(Plan(length, batch_size, drop_last))
+    identity = Identity(
+        length,
+        batch_size,
+        microbatch_size,
+        shuffle,
+        drop_last,
+        seed,
+        None if sampler is None else type(sampler).__name__,
+        f"{here.size} ranks with {workers} workers" if sharded else None,
+    )
+    placement = Placement(target, batch_transform, seeds, prefetch)
+    return Loader(
+        loader, dataset, Setting(here, identity, source, steps, order, sharded, placement)
+    )
+
+
+def _as_it_is(fetched: Any) -> Any:
+    return fetched
+
+
+def _length(dataset: Any, sampler: Any) -> int | None:
+    measured = dataset if sampler is None else sampler
+    try:
+        return len(measured)
+    except TypeError:  # an IterableDataset may have none
+        return None
+
+
+def _warn_of_uneven_shares(
+    batch_size: int, microbatch_size: int | None, size: int, *, training: bool
+) -> None:
+    if microbatch_size is not None:
+        pieces = -(-batch_size // microbatch_size)
+        if pieces < size:
+            _log.warning(
+                "a `batch_size` of %d in microbatches of %d is %d, fewer than the %d ranks: ranks "
+                "%d to %d idle; make `microbatch_size` smaller",
+                *(batch_size, microbatch_size, pieces, size, pieces, size - 1),
+                ranks=[0],
+                once=True,
+            )
+    elif training and batch_size % size:
+        _log.warning(
+            "`batch_size` %d leaves %d ranks shares that differ by one sample, while DDP takes the "
+            "plain mean of their gradients: scale the loss to the global batch, or choose a "
+            "multiple of %d",
+            *(batch_size, size, size),
+            ranks=[0],
+            once=True,
+        )
 
 
 def _world_for(distributed: object) -> World:
@@ -164,69 +260,3 @@ def _seed_of_rank_zero(here: World) -> int:
     seed = told[0]["seed"]
     assert isinstance(seed, int)  # noqa: S101  # for the type checker: it went through JSON
     return seed
-
-
-def _check_dataset(dataset: object, sampler: object, *, shuffle: bool) -> None:
-    if isinstance(dataset, IterableDataset) and (shuffle or sampler is not None):
-        msg = (
-            f"`shuffle` and `sampler` must be left out for an IterableDataset, whose order is its "
-            f"own, but are given for {type(dataset).__name__}: shuffle inside the data set"
-        )
-        raise ValueError(msg)
-    if isinstance(dataset, IterableDataset) or not (
-        hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    ):
-        msg = (
-            f"`dataset` must have __getitem__ and __len__, but {type(dataset).__name__} has not: "
-            f"write a map-style data set, whose samples have numbers that can be shared out"
-        )
-        raise TypeError(msg)
-    if isinstance(sampler, DistributedSampler):
-        msg = (
-            "`sampler` must yield the order of the whole data set, but is a DistributedSampler, "
-            "which yields one rank's part: leave it out and pass shuffle=True"
-        )
-        raise ValueError(msg)
-    if sampler is not None and not hasattr(sampler, "__len__"):
-        msg = (
-            f"`sampler` must have a length, but {type(sampler).__name__} has none: give it __len__"
-        )
-        raise TypeError(msg)
-    if sampler is not None and shuffle:
-        msg = (
-            "`shuffle` must be False with a `sampler`, which is the order, but is True: choose one"
-        )
-        raise ValueError(msg)
-
-
-def _check_sizes(
-    batch_size: object, length: int, size: int, *, training: bool, drop_last: bool
-) -> None:
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int):
-        msg = f"`batch_size` must be an integer, but is {batch_size!r}"
-        raise TypeError(msg)
-    if batch_size < max(1, size):
-        cure = "it counts the samples of all ranks together" if size > 1 else "pass 1 or more"
-        msg = (
-            f"`batch_size` must be at least {max(1, size)}, one a rank, but is {batch_size}: {cure}"
-        )
-        raise ValueError(msg)
-    if drop_last and batch_size > length:
-        msg = (
-            f"`batch_size` must be at most the {length} samples of the data set, as drop_last "
-            f"would leave no batch, but is {batch_size}: make it smaller, or pass drop_last=False"
-        )
-        raise ValueError(msg)
-    if training and not drop_last and 0 < length % batch_size < size:
-        msg = (
-            f"the last batch must have a sample for each of the {size} ranks, but has "
-            f"{length % batch_size} of {length}: a rank without one would leave the others "
-            f"waiting for its gradient; pass drop_last=True or another batch_size"
-        )
-        raise ValueError(msg)
-
-
-def _check_seed(seed: object) -> None:
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        msg = f"`seed` must be an integer or None, but is {seed!r}"
-        raise TypeError(msg)

@@ -31,7 +31,8 @@ def progress(
     Args:
         iterable: what to iterate over, a loader for example.
         description: stands before the bar.
-        total: number of items; ``len(iterable)`` if it has one.
+        total: number of items; ``len(iterable)`` if it has one, which the loader of a stream may
+            not.
         batch_size: samples in an item, over all ranks, for the samples per second; the loader's
             own for a loader.
 
@@ -39,8 +40,8 @@ def progress(
     >>> for number in bar:
     ...     bar.show(number=number)
     """
-    if total is None and isinstance(iterable, Sized):
-        total = len(iterable)
+    if total is None:
+        total = _length(iterable)
     if batch_size is None:
         batch_size = getattr(iterable, "batch_size", None)
     display = _display(description, total) if require_world("progress").is_main else None
@@ -148,6 +149,13 @@ def _display(description: str, total: int | None) -> _Bar | _Lines:
         else:
             return _Bar(tqdm(desc=description or None, total=total))
     return _Lines(description, total)
+
+
+def _length(iterable: Iterable[Any]) -> int | None:
+    try:
+        return len(iterable) if isinstance(iterable, Sized) else None
+    except TypeError:  # it has a __len__, as every loader, and yet no length
+        return None
 
 
 def _short(value: Any) -> str:

@@ -4,10 +4,7 @@ N samples, global batch B, world size W. Epoch e has an order of the N samples. 
 positions kB … min((k+1)B, N)-1 of that order, whatever W is; each rank gets a run of them.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
 
 
 def mix(*numbers: int) -> int:
@@ -25,13 +22,6 @@ def mix(*numbers: int) -> int:
     return state >> 1
 
 
-def shuffled(length: int, seed: int, epoch: int) -> Sequence[int]:
-    """Return the numbers 0 … `length` - 1 in the random order of this seed and epoch."""
-    generator = torch.Generator().manual_seed(mix(seed, epoch))
-    order: list[int] = torch.randperm(length, generator=generator).tolist()
-    return order
-
-
 def share(count: int, rank: int, size: int) -> range:
     """Return this rank's run of `count` things: shares differ by at most one, the first get more.
 
@@ -45,11 +35,16 @@ def share(count: int, rank: int, size: int) -> range:
 
 @dataclass(frozen=True)
 class Plan:
-    """How the positions of an epoch become steps, and a step the shares of the ranks."""
+    """How the positions of an epoch become steps, and a step the shares of the ranks.
+
+    With a `microbatch_size` a step is cut into microbatches, of which the last may be short, and a
+    share is a run of whole ones; without, it is one run of samples.
+    """
 
     length: int
     batch_size: int
     drop_last: bool
+    microbatch_size: int | None = None
     rank: int = 0
     size: int = 1
 
@@ -57,17 +52,44 @@ class Plan:
         whole, rest = divmod(self.length, self.batch_size)
         return whole + (rest > 0 and not self.drop_last)
 
+    @property
+    def delivers(self) -> int:
+        """How many samples an epoch has, those of a dropped last batch not counted."""
+        return min(len(self) * self.batch_size, self.length)
+
     def step(self, index: int) -> range:
         """Return the positions of the global batch of step `index`."""
         start = index * self.batch_size
         return range(start, min(start + self.batch_size, self.length))
 
-    def share(self, index: int) -> range:
-        """Return this rank's positions in step `index`; none where there are too few."""
+    def parts(self, index: int) -> list[range]:
+        """Return this rank's positions in step `index`, one run a microbatch.
+
+        Without microbatches that is one run, which is empty where there are too few samples.
+        """
         positions = self.step(index)
-        own = share(len(positions), self.rank, self.size)
-        return positions[own.start : own.stop]
+        if self.microbatch_size is None:
+            own = share(len(positions), self.rank, self.size)
+            return [positions[own.start : own.stop]]
+        return [self._microbatch(positions, number) for number in self.microbatches(index)]
+
+    def microbatches(self, index: int) -> range:
+        """Return the numbers, within step `index`, of this rank's microbatches; of a share, 0."""
+        if self.microbatch_size is None:
+            return range(1)
+        return share(len(self.counts(index)), self.rank, self.size)
+
+    def counts(self, index: int) -> tuple[int, ...]:
+        """Return how many samples each microbatch of step `index` has, over all ranks."""
+        positions = self.step(index)
+        size = self.microbatch_size or self.batch_size
+        whole, rest = divmod(len(positions), size)
+        return (size,) * whole + ((rest,) if rest else ())
 
     def leaves_some_empty(self, index: int) -> bool:
-        """Whether step `index` has fewer samples than there are ranks."""
-        return len(self.step(index)) < self.size
+        """Whether some rank has no samples in step `index`, where there are no microbatches."""
+        return self.microbatch_size is None and len(self.step(index)) < self.size
+
+    def _microbatch(self, positions: range, number: int) -> range:
+        size = self.microbatch_size or self.batch_size
+        return positions[number * size : (number + 1) * size]

@@ -2,12 +2,10 @@
 
 import os
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import torch
 
+from pardata._generators import numpy_or_none
 from pardata._sampling import mix
 from pardata._world import require_world
 
@@ -40,7 +38,8 @@ def seed_everything(seed: int, *, per_rank: bool = False, deterministic: bool = 
     if per_rank:
         seed = mix(seed, require_world("seed_everything(per_rank=True)").rank)
     random.seed(seed)
-    _seed_numpy(seed)
+    if (numpy := numpy_or_none()) is not None:
+        numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     if deterministic:
         # cuBLAS reads it when it starts; see torch.use_deterministic_algorithms.
@@ -48,34 +47,3 @@ def seed_everything(seed: int, *, per_rank: bool = False, deterministic: bool = 
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
     return seed
-
-
-@contextmanager
-def forked_seed(seed: int) -> Iterator[None]:
-    """Seed the default CPU generators for a block, and put them back after it."""
-    numpy = _numpy()
-    states = random.getstate(), torch.get_rng_state(), numpy and numpy.random.get_state()
-    random.seed(seed)
-    torch.default_generator.manual_seed(seed)
-    _seed_numpy(seed)
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        torch.set_rng_state(states[1])
-        if numpy is not None:
-            numpy.random.set_state(states[2])
-
-
-def _seed_numpy(seed: int) -> None:
-    if (numpy := _numpy()) is not None:
-        numpy.random.seed(seed % 2**32)
-
-
-def _numpy() -> Any:
-    """Return NumPy if it is installed: pardata does not require it."""
-    try:
-        import numpy as np  # noqa: PLC0415
-    except ImportError:
-        return None
-    return np

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from pardata._cores import usable_cores
-from pardata._reading import is_vectorised
+from pardata._whole_batches import is_read_whole
 from pardata._world import World
 
 _LONGEST_SOCKET = 107  # characters: `sun_path` of Linux's unix(7), without its last zero
@@ -20,7 +20,7 @@ def choose_workers(num_workers: object, dataset: Any, here: World) -> int:
         ValueError: for a number that is none, and where workers could not hand over a tensor.
     """
     if num_workers == "auto":
-        num_workers = 0 if is_vectorised(dataset) else min(8, usable_cores(here) - 1)
+        num_workers = 0 if is_read_whole(dataset) else min(8, usable_cores(here) - 1)
     if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 0:
         msg = f"`num_workers` must be 'auto' or an integer from 0 up, but is {num_workers!r}"
         raise ValueError(msg)

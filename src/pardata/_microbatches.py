@@ -1,0 +1,47 @@
+"""A rank's share of a step, as pieces whose size does not depend on the number of ranks."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar, overload
+
+_T = TypeVar("_T")
+
+
+class Microbatches(Sequence[_T]):
+    """This rank's microbatches of one step: what a loader with a `microbatch_size` yields.
+
+    A sequence of what ``collate_fn`` returns for each, and empty on a rank that has none.
+
+    Attributes:
+        epoch: in which the step is.
+        step: its number within the epoch.
+        first: the number, within the step, of the first microbatch here.
+        counts: how many samples each microbatch of the whole step has, over all ranks.
+    """
+
+    def __init__(
+        self, batches: Iterable[_T], *, epoch: int, step: int, first: int, counts: Sequence[int]
+    ) -> None:
+        self._batches = tuple(batches)
+        self.epoch = epoch
+        self.step = step
+        self.first = first
+        self.counts = tuple(counts)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    @overload
+    def __getitem__(self, index: int) -> _T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[_T]: ...
+    def __getitem__(self, index: Any) -> Any:
+        return self._batches[index]
+
+    def __repr__(self) -> str:
+        last = self.first + len(self)
+        return (
+            f"Microbatches(epoch={self.epoch}, step={self.step}, "
+            f"{self.first} … {last - 1} of {len(self.counts)})"
+            if len(self)
+            else f"Microbatches(epoch={self.epoch}, step={self.step}, none of {len(self.counts)})"
+        )

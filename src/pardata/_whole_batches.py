@@ -1,0 +1,80 @@
+"""Reading a whole batch in one operation, from data sets that allow it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
+
+from pardata._batches import assembled, rows_of
+
+Indices: TypeAlias = "Tensor | Sequence[int]"
+Read: TypeAlias = Callable[[Tensor], Any]
+
+
+def whole_batch_reader(dataset: Any) -> Read | None:
+    """Return a function from the indices of samples to their batch, or None if there is none.
+
+    The batch is what ``default_collate`` would make of the samples. Only for data sets whose own
+    way of reading is known: a subclass that has its own is left alone.
+    """
+    if hasattr(dataset, "read_batch"):  # what cache_dataset returns
+        read: Read = dataset.read_batch
+        return read
+    if _reads_as(dataset, TensorDataset):
+        return lambda indices: [rows_of(tensor, indices) for tensor in dataset.tensors]
+    if _reads_as(dataset, Subset):
+        return _of_subset(dataset)
+    if _reads_as(dataset, ConcatDataset):
+        return _of_several(dataset)
+    return None
+
+
+def _reads_as(dataset: object, kind: type) -> bool:
+    own = type(dataset)
+    return isinstance(dataset, kind) and all(
+        getattr(own, name, None) is getattr(kind, name, None)
+        for name in ("__getitem__", "__getitems__")
+    )
+
+
+def _of_subset(dataset: Subset[Any]) -> Read | None:
+    inner = whole_batch_reader(dataset.dataset)
+    if inner is None:
+        return None
+    chosen = torch.as_tensor(dataset.indices, dtype=torch.int64)
+    return lambda indices: inner(chosen[indices])
+
+
+def _of_several(dataset: ConcatDataset[Any]) -> Read | None:
+    readers = [whole_batch_reader(part) for part in dataset.datasets]
+    if None in readers:
+        return None
+    ends = dataset.cumulative_sizes
+
+    def read(indices: Tensor) -> Any:
+        outside = (indices < -ends[-1]) | (indices >= ends[-1])
+        if outside.any():
+            msg = f"index {indices[outside][0]} is out of range for {ends[-1]} samples"
+            raise IndexError(msg)
+        indices = indices % ends[-1]  # the negative ones count from the end
+        parts, places = [], []
+        owners = torch.bucketize(indices, torch.tensor(ends), right=True)
+        for number in owners.unique().tolist():
+            rows = (owners == number).nonzero()[:, 0]
+            start = ends[number - 1] if number else 0
+            parts.append(readers[number](indices[rows] - start))
+            places.append(rows)
+        return parts[0] if len(parts) == 1 else assembled(parts, torch.cat(places))
+
+    return read
+
+
+def is_read_whole(dataset: object) -> bool:
+    """Whether a batch of `dataset` is one operation and not a loop over samples."""
+    if whole_batch_reader(dataset) is not None:
+        return True
+    if isinstance(dataset, Subset):  # has __getitems__ whatever it is a subset of
+        return is_read_whole(dataset.dataset)
+    return hasattr(dataset, "__getitems__")

@@ -1,5 +1,6 @@
 """Parallel-training utilities for PyTorch: the same script in one process and in many."""
 
+from pardata._caching import cache_dataset as cache_dataset
 from pardata._collectives import all_gather as all_gather
 from pardata._collectives import all_reduce_mean as all_reduce_mean
 from pardata._collectives import all_reduce_sum as all_reduce_sum
@@ -8,6 +9,7 @@ from pardata._loader import Loader as Loader
 from pardata._loading import make_loader as make_loader
 from pardata._logging import get_logger as get_logger
 from pardata._metrics import MetricWriter as MetricWriter
+from pardata._microbatches import Microbatches as Microbatches
 from pardata._progress import progress as progress
 from pardata._rank_zero import barrier as barrier
 from pardata._rank_zero import rank_zero_call as rank_zero_call
@@ -24,11 +26,13 @@ from pardata._wrapping import wrap_model as wrap_model
 __all__ = [
     "Loader",
     "MetricWriter",
+    "Microbatches",
     "World",
     "all_gather",
     "all_reduce_mean",
     "all_reduce_sum",
     "barrier",
+    "cache_dataset",
     "check_in_sync",
     "fingerprint",
     "get_logger",

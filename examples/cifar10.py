@@ -4,6 +4,7 @@
     torchrun --standalone --nproc-per-node=2 examples/cifar10.py --data digits   # two (DDP)
     srun --ntasks=8 python examples/cifar10.py                                   # a SLURM job
     python examples/cifar10.py --data folder --data-dir images     # train/<class>/*.jpg
+    python examples/cifar10.py --cache                             # no waiting
 
 The run directory receives checkpoint.pt after each epoch, metrics.jsonl, TensorBoard events and
 curves.png. ``--checkpoint runs/…/checkpoint.pt`` goes on from there, with any number of processes.
@@ -21,40 +22,83 @@ import curves
 import torch
 import torch.nn.functional as F
 import torchvision
-from example_data import Digits, downloaded
+from batch_transforms import normalise, random_crop, random_flip
+from example_data import Digits, downloaded, microbatch_size, whole_share
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.utils.data import Dataset
 from torchvision import datasets, transforms
 
 import pardata
-from pardata import all_reduce_mean, all_reduce_sum, make_loader, progress, unwrap, wrap_model
+from pardata import (
+    all_reduce_mean,
+    all_reduce_sum,
+    cache_dataset,
+    make_loader,
+    progress,
+    unwrap,
+    wrap_model,
+)
 
 log = pardata.get_logger("cifar10")
+
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
 def load_data(args: argparse.Namespace) -> tuple[Dataset[Any], Dataset[Any]]:
     """Return the training and the test set."""
-    plain = [
-        transforms.ToTensor(),
-        transforms.Normalize((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    ]
-    # A mirrored digit is another sign; everything else on the pictures has two sides.
-    flip = [] if args.data == "digits" else [transforms.RandomHorizontalFlip()]
+    plain = [transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
+    flip = [transforms.RandomHorizontalFlip()] if may_flip(args) else []
     train = transforms.Compose([transforms.RandomCrop(32, padding=4), *flip, *plain])
     test = transforms.Compose(plain)
+    if args.cache:
+        train = test = None  # `transform_batch` does it
     if args.data == "digits":
         digits = partial(Digits, size=32, mode="RGB")
-        return digits(train=True, transform=train), digits(train=False, transform=test)
-    if args.data == "folder":
+        sets = digits(train=True, transform=train), digits(train=False, transform=test)
+    elif args.data == "folder":
         folder = Path(args.data_dir)
-        return (
+        sets = (
             datasets.ImageFolder(str(folder / "train"), transform=train),
             datasets.ImageFolder(str(folder / "test"), transform=test),
         )
-    cifar = partial(datasets.CIFAR10, args.data_dir, download=True)
-    return downloaded(
-        lambda: (cifar(train=True, transform=train), cifar(train=False, transform=test))
+    else:
+        cifar = partial(datasets.CIFAR10, args.data_dir, download=True)
+        sets = downloaded(
+            lambda: (cifar(train=True, transform=train), cifar(train=False, transform=test))
+        )
+    return tuple(map(cache_dataset, sets)) if args.cache else sets
+
+
+def may_flip(args: argparse.Namespace) -> bool:
+    """Say whether a mirrored picture is still of its class: a digit becomes another sign."""
+    return args.data != "digits"
+
+
+def transform_batch(batch: Any, *, augment: bool, flip: bool) -> Any:
+    """Do to a whole batch of cached images what `load_data` else has done to each."""
+    images, labels = batch
+    if augment:
+        images = random_crop(images, padding=4)
+        images = random_flip(images) if flip else images
+    return normalise(images, MEAN, STD), labels
+
+
+def make_loaders(args: argparse.Namespace) -> tuple[pardata.Loader, pardata.Loader]:
+    """Return the loaders of the training and the test set."""
+    train_set, test_set = load_data(args)
+    options = {"seed": args.seed}
+    if args.num_workers is not None:
+        options["num_workers"] = args.num_workers
+    train_options, test_options = {}, {}
+    if args.cache:
+        transform = partial(transform_batch, flip=may_flip(args))
+        train_options["batch_transform"] = partial(transform, augment=True)
+        train_options["microbatch_size"] = microbatch_size(args.batch_size)
+        test_options["batch_transform"] = partial(transform, augment=False)
+    return (
+        make_loader(train_set, args.batch_size, shuffle=True, **options, **train_options),
+        make_loader(test_set, 500, **options, **test_options),
     )
 
 
@@ -69,7 +113,8 @@ def train_epoch(
     size = pardata.world().size
     bar = progress(loader, f"epoch {loader.epoch + 1}")
     before = {"seconds": 0.0, "wait_seconds": 0.0}
-    for step, (images, labels) in enumerate(bar, start=loader.epoch * len(loader) + 1):
+    for step, batch in enumerate(bar, start=loader.epoch * len(loader) + 1):
+        images, labels = whole_share(batch)
         optimizer.zero_grad()
         # DDP takes the mean over ranks. Summed and scaled like this, that is the mean over the
         # global batch, also where shares differ by one sample.
@@ -156,6 +201,12 @@ def parse() -> argparse.Namespace:
     add("--epochs", type=int, default=2, help="times through the training set")
     add("--batch-size", type=int, default=128, help="images of one step, over all processes")
     add("--lr", type=float, default=0.01, help="learning rate of SGD with momentum")
+    add(
+        "--cache",
+        action="store_true",
+        help="decode the images once, into $PARDATA_CACHE or else the user's cache directory, and "
+        "transform whole batches",
+    )
     add("--num-workers", type=int, help="loader workers of each process (default: by the cores)")
     add("--seed", type=int, default=0, help="of the weights, the order and the noise")
     add("--checkpoint", help="go on from this file")
@@ -174,12 +225,7 @@ def main() -> None:
         default_dir = pardata.rank_zero_call(time.strftime, "runs/cifar10-%Y%m%d-%H%M%S")
         run_dir = Path(args.run_dir or default_dir)
         pardata.seed_everything(args.seed)
-        train_set, test_set = load_data(args)
-        workers = "auto" if args.num_workers is None else args.num_workers
-        train_loader = make_loader(
-            train_set, args.batch_size, shuffle=True, num_workers=workers, seed=args.seed
-        )
-        test_loader = make_loader(test_set, 500, num_workers=workers, seed=args.seed)
+        train_loader, test_loader = make_loaders(args)
         network = getattr(torchvision.models, args.model)(num_classes=10)
         model = wrap_model(network, args.strategy)
         pardata.seed_everything(args.seed, per_rank=True)

@@ -1,14 +1,15 @@
-"""The images of the examples: digits that need no download, and downloads that explain."""
+"""The images of the examples: digits without a download, downloads that explain, whole shares."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch.utils.data import Dataset
 
-from pardata import rank_zero_first, world
+from pardata import Microbatches, rank_zero_first, world
 
 _D = TypeVar("_D")
 
@@ -17,7 +18,7 @@ class Digits(Dataset[Any]):
     """scikit-learn's 1,797 handwritten digits, 8 x 8 pixels, brought to another size."""
 
     def __init__(
-        self, *, train: bool, size: int, mode: str, transform: Callable[[Any], Any]
+        self, *, train: bool, size: int, mode: str, transform: Callable[[Any], Any] | None
     ) -> None:
         digits = load_digits()
         split = train_test_split(
@@ -35,7 +36,8 @@ class Digits(Dataset[Any]):
         return len(self._labels)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        return self._transform(self._images[index]), self._labels[index]
+        image = self._images[index]
+        return image if self._transform is None else self._transform(image), self._labels[index]
 
 
 def downloaded(make: Callable[[], _D]) -> _D:
@@ -50,3 +52,16 @@ def downloaded(make: Callable[[], _D]) -> _D:
                 f"the data could not be downloaded ({reason}): try --data digits, which need none"
             )
         raise SystemExit(1) from None
+
+
+def microbatch_size(batch_size: int) -> int:
+    """Return the size of the pieces that are augmented under one seed each.
+
+    Sixteen a batch: the same at every world size up to that.
+    """
+    return max(1, batch_size // max(16, world().size))
+
+
+def whole_share(batch: Any) -> Any:
+    """Return what this rank has of a step as one batch, also where it comes in microbatches."""
+    return map(torch.cat, zip(*batch, strict=True)) if isinstance(batch, Microbatches) else batch

@@ -2,6 +2,7 @@
 
     python examples/mnist.py --data digits                                       # one process
     torchrun --standalone --nproc-per-node=2 examples/mnist.py --data digits     # two (DDP)
+    python examples/mnist.py --data mnist --cache --augment                      # no waiting
     srun --ntasks=8 python examples/mnist.py --data mnist                        # a SLURM job
     python examples/mnist.py --data mnist --strategy dp --device-ids 0 1         # DataParallel
 
@@ -18,15 +19,26 @@ from typing import Any
 import curves
 import torch
 import torch.nn.functional as F
-from example_data import Digits, downloaded
+from batch_transforms import normalise, random_affine
+from example_data import Digits, downloaded, microbatch_size, whole_share
 from torch import nn, optim
 from torch.utils.data import Dataset
 from torchvision import datasets, transforms
 
 import pardata
-from pardata import all_reduce_mean, all_reduce_sum, make_loader, progress, wrap_model
+from pardata import (
+    all_reduce_mean,
+    all_reduce_sum,
+    cache_dataset,
+    make_loader,
+    progress,
+    wrap_model,
+)
 
 log = pardata.get_logger("mnist")
+
+MEAN, STD = (0.1307,), (0.3081,)
+AFFINE = {"degrees": 10, "translate": (0.1, 0.1), "scale": (0.9, 1.1)}
 
 
 class ConvNet(nn.Module):
@@ -60,18 +72,48 @@ class ConvNet(nn.Module):
 
 def load_data(args: argparse.Namespace) -> tuple[Dataset[Any], Dataset[Any]]:
     """Return the training and the test set."""
-    plain = [transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))]
+    plain = [transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
     if args.double:
         plain.append(transforms.ConvertImageDtype(torch.float64))
-    affine = transforms.RandomAffine(degrees=10, translate=(0.1, 0.1), scale=(0.9, 1.1))
-    train = transforms.Compose([affine, *plain] if args.augment else plain)
-    test = transforms.Compose(plain)
+    affine = [transforms.RandomAffine(**AFFINE)] if args.augment else []
+    train, test = transforms.Compose([*affine, *plain]), transforms.Compose(plain)
+    if args.cache:
+        train = test = None  # `transform_batch` does it
     if args.data == "digits":
         digits = partial(Digits, size=28, mode="L")
-        return digits(train=True, transform=train), digits(train=False, transform=test)
-    mnist = partial(datasets.MNIST, args.data_dir, download=True)
-    return downloaded(
-        lambda: (mnist(train=True, transform=train), mnist(train=False, transform=test))
+        sets = digits(train=True, transform=train), digits(train=False, transform=test)
+    else:
+        mnist = partial(datasets.MNIST, args.data_dir, download=True)
+        sets = downloaded(
+            lambda: (mnist(train=True, transform=train), mnist(train=False, transform=test))
+        )
+    return tuple(map(cache_dataset, sets)) if args.cache else sets
+
+
+def transform_batch(batch: Any, *, augment: bool, double: bool) -> Any:
+    """Do to a whole batch of cached images what `load_data` else has done to each."""
+    images, labels = batch
+    images = normalise(random_affine(images, **AFFINE) if augment else images, MEAN, STD)
+    return images.double() if double else images, labels
+
+
+def make_loaders(args: argparse.Namespace) -> tuple[pardata.Loader, pardata.Loader]:
+    """Return the loaders of the training and the test set."""
+    train_set, test_set = load_data(args)
+    batch_size = args.batch_size or {"mnist": 512, "digits": 64}[args.data]
+    options = {"seed": args.seed}
+    if args.num_workers is not None:
+        options["num_workers"] = args.num_workers
+    train_options, test_options = {}, {}
+    if args.cache:
+        transform = partial(transform_batch, double=args.double)
+        train_options["batch_transform"] = partial(transform, augment=args.augment)
+        test_options["batch_transform"] = partial(transform, augment=False)
+        if args.augment:
+            train_options["microbatch_size"] = microbatch_size(batch_size)
+    return (
+        make_loader(train_set, batch_size, shuffle=True, **options, **train_options),
+        make_loader(test_set, 1000, **options, **test_options),
     )
 
 
@@ -87,7 +129,8 @@ def train_epoch(
     size = pardata.world().size
     first_step = loader.epoch * len(loader)
     bar = progress(loader, f"epoch {loader.epoch + 1}")
-    for step, (images, labels) in enumerate(bar, start=first_step + 1):
+    for step, batch in enumerate(bar, start=first_step + 1):
+        images, labels = whole_share(batch)
         optimizer.zero_grad()
         output = model(images)
         # DDP takes the mean over ranks. Summed and scaled like this, that is the mean over the
@@ -156,6 +199,12 @@ def parse() -> argparse.Namespace:
     add("--device-ids", type=int, nargs="+", help="GPUs of --strategy dp (default: all)")
     add("--num-workers", type=int, help="loader workers of each process (default: by the cores)")
     add("--augment", action="store_true", help="random rotations, shifts and scales")
+    add(
+        "--cache",
+        action="store_true",
+        help="decode the images once, into $PARDATA_CACHE or else the user's cache directory, and "
+        "transform whole batches",
+    )
     add("--no-dropout", action="store_true", help="train without dropout, to compare world sizes")
     add(
         "--double",
@@ -179,13 +228,7 @@ def main() -> None:
             )
         run_dir = args.run_dir or pardata.rank_zero_call(time.strftime, "runs/mnist-%Y%m%d-%H%M%S")
         pardata.seed_everything(args.seed)
-        train_set, test_set = load_data(args)
-        workers = "auto" if args.num_workers is None else args.num_workers
-        batch_size = args.batch_size or {"mnist": 512, "digits": 64}[args.data]
-        train_loader = make_loader(
-            train_set, batch_size, shuffle=True, num_workers=workers, seed=args.seed
-        )
-        test_loader = make_loader(test_set, 1000, num_workers=workers, seed=args.seed)
+        train_loader, test_loader = make_loaders(args)
         options = {"device_ids": args.device_ids} if args.strategy == "dp" else {}
         network = ConvNet(dropout=not args.no_dropout)
         if args.double:

@@ -105,6 +105,35 @@ def sampler_and_shuffle():
     make_loader(TEN, 4, sampler=RandomSampler(TEN), shuffle=True)
 
 
+def microbatch_size_zero():
+    make_loader(TEN, 4, microbatch_size=0)
+
+
+def microbatch_larger_than_batch():
+    make_loader(TEN, 4, microbatch_size=differs(5, 2))
+
+
+def sharded_data_set_with_indices():
+    make_loader(TEN, 4, sharded=True)
+
+
+def negative_prefetch():
+    make_loader(TEN, 4, prefetch=-1)
+
+
+def microbatch_sizes_differ():
+    make_loader(TEN, 4, microbatch_size=differs(1, 2))
+
+
+def state_of_another_loader():
+    state = make_loader(TEN, 4, seed=1).state_dict()
+    make_loader(TEN, 4, seed=2).load_state_dict(state)
+
+
+def draws_from_a_share():
+    return list(make_loader(TEN, 4, collate_fn=lambda samples: torch.rand(len(samples))))
+
+
 def lengths_differ():
     make_loader(TensorDataset(torch.arange(differs(10, 9))), 4)
 
@@ -206,9 +235,16 @@ CASES = [
     Case(batch_smaller_than_world, "ValueError", ["at least 2, one a rank, but is 1"], (2,)),
     Case(batch_larger_than_data, "ValueError", ["at most the 10 samples", "drop_last=False"]),
     Case(tail_smaller_than_world, "ValueError", ["a sample for each of the 2 ranks"], (2,)),
-    Case(no_data_set, "TypeError", ["`dataset` must have __getitem__ and __len__"]),
+    Case(no_data_set, "TypeError", ["__getitem__ and __len__, or be an IterableDataset"]),
     Case(shuffled_iterable, "ValueError", ["must be left out for an IterableDataset"]),
     Case(sampler_and_shuffle, "ValueError", ["`shuffle` must be False with a `sampler`"]),
+    Case(sharded_data_set_with_indices, "ValueError", ["`sharded` must be False", "leave it out"]),
+    Case(microbatch_size_zero, "ValueError", ["`microbatch_size` must be at least 1", "is 0"]),
+    Case(microbatch_larger_than_batch, "", ["at most the `batch_size` of 4", "but is 5"]),
+    Case(negative_prefetch, "ValueError", ["`prefetch` must be an integer from 0 up", "is -1"]),
+    Case(microbatch_sizes_differ, "RuntimeError", ["`microbatch_size` differ", "rank 1:"], (2,)),
+    Case(state_of_another_loader, "ValueError", ["seed was 1 and is 2"]),
+    Case(draws_from_a_share, "RuntimeError", ["`collate_fn` must draw no", "microbatch_size"]),
     Case(lengths_differ, "RuntimeError", ["`the length` differ", "rank 1: the length=9"], (2,)),
     Case(seeds_differ, "RuntimeError", ["`seed` differ", "rank 1: seed=2"], (2,)),
     Case(batch_sizes_differ, "RuntimeError", ["`batch_size` differ", "rank 1:"], (2,)),

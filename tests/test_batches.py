@@ -130,6 +130,6 @@ def test_what_has_no_rows_is_refused_with_a_cure(batch, kind):
         emptied(batch)
     assert str(caught.value) == (
         f"a batch must be made of tensors, dicts, lists and tuples for a rank to get none of its "
-        f"rows, but `collate_fn` returned a {kind}: use drop_last=True, or a batch size that "
+        f"rows, but this one holds a {kind}: use drop_last=True, or a batch size that "
         f"leaves every rank a sample"
     )

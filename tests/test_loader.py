@@ -314,9 +314,18 @@ def test_iterating_leaves_the_generators_of_the_training_process_alone(workers):
     assert states() == before
 
 
-def test_without_workers_only_the_data_set_s_own_draws_move_them():
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_data_set_that_draws_does_not_move_them_either(workers):
+    loader = make_loader(Drawing(6), 2, num_workers=workers)
+    before = states()
+    found = [value for _ in range(2) for batch in loader for value in batch.tolist()]
+    assert states() == before
+    assert len(set(found)) == 12
+
+
+def test_without_reproducible_and_workers_its_own_draws_alone_move_them():
     state = torch.get_rng_state()
-    loader = make_loader(Drawing(4), 2, num_workers=0)
+    loader = make_loader(Drawing(4), 2, num_workers=0, reproducible=False)
     found = [value for batch in loader for value in batch.tolist()]
     after = torch.get_rng_state()
     torch.set_rng_state(state)
@@ -368,7 +377,7 @@ def test_a_batch_that_cannot_be_emptied_raises_on_every_rank(kind, name):
         assert first == name  # as long as everybody has a sample it is anybody's batch
         assert isinstance(raised, Raised)
         assert raised.type == "TypeError"
-        assert f"but `collate_fn` returned a {name}: use drop_last=True, or" in raised.text
+        assert f"but this one holds a {name}: use drop_last=True, or" in raised.text
 
 
 def test_alone_any_batch_will_do():
@@ -394,11 +403,21 @@ def _reading_fails(workers):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_error_in_the_data_set_names_the_sample_the_rank_and_what_it_was(workers):
+def test_an_error_in_the_data_set_names_the_sample_the_rank_the_worker_and_what_it_was(workers):
     (found,) = run(_reading_fails, workers, world_size=1)
     for raised, (_, text) in zip(found, ERRORS, strict=True):
         assert raised.type == "RuntimeError"
-        assert f"sample 4 could not be read on rank 0: {text}" in raised.text
+        where = "rank 0, worker 0" if workers else "rank 0"
+        assert f"sample 4 could not be read on {where}: {text}" in raised.text
+
+
+def _second_worker_fails():
+    return caught(steps, make_loader(Failing(ValueError("torn")), 3, num_workers=2))
+
+
+def test_an_error_names_the_worker_among_several():
+    (raised,) = run(_second_worker_fails, world_size=1)
+    assert "sample 4 could not be read on rank 0, worker 1: ValueError: torn" in raised.text
 
 
 def _rank_that_fails(distributed):
@@ -411,9 +430,10 @@ def _rank_that_fails(distributed):
 def test_the_rank_is_that_of_the_process_shared_or_not():
     shared = run(_rank_that_fails, "auto", world_size=2)
     assert shared[0] == [[0, 1, 2]]
-    assert "sample 4 could not be read on rank 1: ValueError: torn" in shared[1].text
-    for rank, raised in enumerate(run(_rank_that_fails, False, world_size=2)):
-        assert f"sample 4 could not be read on rank {rank}: ValueError: torn" in raised.text
+    assert "sample 4 could not be read on rank 1, worker 0: ValueError: torn" in shared[1].text
+    one, other = run(_rank_that_fails, False, world_size=2)
+    assert "sample 4 could not be read on rank 0: ValueError: torn" in one.text
+    assert "sample 4 could not be read on rank 1, worker 0: ValueError: torn" in other.text
 
 
 # --- stats ---
@@ -441,14 +461,16 @@ class Slow(Samples):
 @pytest.fixture
 def clock(monkeypatch):
     clock = FakeTime()
-    monkeypatch.setattr("pardata._loader.time", clock)
+    for module in ("_loader", "_clock"):
+        monkeypatch.setattr(f"pardata.{module}.time", clock)
     return clock
 
 
 def slow_loader(clock):
     data = Slow(5)
     data.clock = clock
-    return make_loader(data, 2, num_workers=0)
+    # A reproducible one takes longer once, to read a sample twice and compare.
+    return make_loader(data, 2, num_workers=0, reproducible=False)
 
 
 def test_stats_tell_waiting_from_computing(clock):

@@ -1,5 +1,6 @@
 """make_loader: its arguments, and what a bad one gets, on every rank."""
 
+import logging
 import multiprocessing
 import os
 import re
@@ -104,6 +105,14 @@ def test_a_tensor_dataset_and_a_subset_of_it_give_tensors():
     assert x.tolist() == [3, 1]
 
 
+@pytest.mark.parametrize(("dataset", "length"), [(Stream(), None), (SizedStream(), 3)])
+def test_a_stream_is_a_data_set_too_and_counts_its_steps_if_it_has_a_length(dataset, length):
+    loader = make_loader(dataset, 4, num_workers=0)
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert loader.dataset is dataset
+    assert length is None or len(loader) == length
+
+
 def test_an_empty_data_set_has_no_step():
     loader = make_loader([], 2, num_workers=0)
     assert len(loader) == 0
@@ -133,15 +142,6 @@ def test_training_drops_the_incomplete_batch_and_evaluation_keeps_it(options, st
 # --- bad arguments, alone and on every rank ---
 
 CASES = {
-    "stream": (
-        (Stream(), 2, {}),
-        "TypeError",
-        (
-            "`dataset` must have __getitem__ and __len__, but Stream has not: write a map-style "
-            "data set, whose samples have numbers that can be shared out"
-        ),
-    ),
-    "sized stream": ((SizedStream(), 2, {}), "TypeError", "but SizedStream has not: write"),
     "shuffled stream": (
         (Stream(), 2, {"shuffle": True}),
         "ValueError",
@@ -158,9 +158,22 @@ CASES = {
     "no length": (
         (Lengthless(), 2, {}),
         "TypeError",
-        "`dataset` must have __getitem__ and __len__",
+        (
+            "`dataset` must have __getitem__ and __len__, or be an IterableDataset, but Lengthless "
+            "is neither: write a map-style data set, whose samples have numbers that can be shared "
+            "out"
+        ),
     ),
-    "no items": (({1, 2}, 2, {}), "TypeError", "but set has not"),
+    "no items": (({1, 2}, 2, {}), "TypeError", "but set is neither: write"),
+    "an iterator": ((iter([1, 2]), 2, {}), "TypeError", "but list_iterator is neither: write"),
+    "sharded items": (
+        (range(10), 4, {"sharded": True}),
+        "ValueError",
+        (
+            "`sharded` must be False for a data set that has indices, which are shared out here, "
+            "but is True for range: leave it out"
+        ),
+    ),
     "broken length": ((Broken(), 2, {}), "OSError", "the index file is missing"),
     "DistributedSampler": (
         (range(10), 4, {"sampler": DistributedSampler(range(10), num_replicas=2, rank=0)}),
@@ -188,6 +201,49 @@ CASES = {
     "batch size of a float": ((range(10), 4.0, {}), "TypeError", "but is 4.0"),
     "batch size of a bool": ((range(10), True, {}), "TypeError", "but is True"),
     "no batch size": ((range(10), None, {}), "TypeError", "but is None"),
+    "batch size larger than a stream that drops its tail": (
+        (SizedStream(), 11, {"drop_last": True}),
+        "ValueError",
+        "`batch_size` must be at most the 10 samples of the data set",
+    ),
+    "microbatch size of text": (
+        (range(10), 4, {"microbatch_size": "2"}),
+        "TypeError",
+        "`microbatch_size` must be an integer, but is '2'",
+    ),
+    "microbatch size of a bool": (
+        (range(10), 4, {"microbatch_size": True}),
+        "TypeError",
+        "`microbatch_size` must be an integer, but is True",
+    ),
+    "microbatches of nothing": (
+        (range(10), 4, {"microbatch_size": 0}),
+        "ValueError",
+        "`microbatch_size` must be at least 1",
+    ),
+    "microbatches larger than the batch": (
+        (range(10), 4, {"microbatch_size": 5}),
+        "ValueError",
+        (
+            "`microbatch_size` must be at most the `batch_size` of 4, of which it is a piece, but "
+            "is 5: make it smaller"
+        ),
+    ),
+    "microbatches of sharded streams": (
+        (Stream(), 4, {"sharded": True, "microbatch_size": 2}),
+        "ValueError",
+        (
+            "`microbatch_size` must be left out with `sharded`, as the steps of such streams "
+            "depend on the number of ranks, but is 2: choose one"
+        ),
+    ),
+    "prefetch of text": (
+        (range(10), 4, {"prefetch": "1"}),
+        "ValueError",
+        "`prefetch` must be an integer from 0 up, but is '1'",
+    ),
+    "prefetch below 0": ((range(10), 4, {"prefetch": -1}), "ValueError", "up, but is -1"),
+    "prefetch of a bool": ((range(10), 4, {"prefetch": True}), "ValueError", "up, but is True"),
     "batch size larger than the data": (
         (range(10), 11, {"shuffle": True}),
         "ValueError",
@@ -254,6 +310,10 @@ def _too_small(batch_size):
     return make_loader(range(10), batch_size)
 
 
+def _too_small_for_microbatches(batch_size):
+    return make_loader(range(10), batch_size, microbatch_size=1)
+
+
 @pytest.mark.parametrize(
     ("size", "batch_size", "least", "cure"),
     [
@@ -264,9 +324,37 @@ def _too_small(batch_size):
     ],
 )
 def test_a_batch_size_below_one_a_rank_is_refused(size, batch_size, least, cure):
-    text = f"`batch_size` must be at least {least}, one a rank, but is {batch_size}: {cure}"
+    one_each = ", one a rank" if least > 1 else ""
+    text = f"`batch_size` must be at least {least}{one_each}, but is {batch_size}: {cure}"
     for raised in run_caught(_too_small, batch_size, world_size=size):
         assert (raised.type, raised.text) == ("ValueError", text)
+
+
+def test_in_microbatches_a_batch_may_be_smaller_than_the_world_and_not_of_nothing():
+    for raised in run_caught(_too_small_for_microbatches, 0, world_size=3):
+        assert raised.type == "ValueError"
+        assert "`batch_size` must be at least 1" in raised.text
+        assert raised.text.endswith("but is 0: pass 1 or more")
+
+
+def _microbatches_at_the_edge():
+    found = []
+    # One of one, as many as the batch, and a shuffled tail smaller than the world.
+    for batch_size, microbatch_size in [(1, 1), (4, 4), (4, 1)]:
+        options = {"microbatch_size": microbatch_size, "shuffle": True, "drop_last": False}
+        loader = make_loader(range(9), batch_size, num_workers=0, seed=0, **options)
+        found.append([flat(batch.tolist() for batch in step) for step in loader])
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_sizes_of_microbatches_from_one_to_the_whole_batch_are_accepted(size):
+    team = run(_microbatches_at_the_edge, world_size=size)
+    alone = _microbatches_at_the_edge()
+    for number, whole in enumerate(alone):
+        steps = zip(*(found[number] for found in team), strict=True)
+        assert [flat(shares) for shares in steps] == whole
+        assert sorted(flat(whole)) == list(range(9))
 
 
 def _sizes_at_the_edge():
@@ -295,7 +383,7 @@ def test_a_shuffled_tail_smaller_than_the_world_is_refused_and_no_other():
             assert shuffled[tail].text == (
                 f"the last batch must have a sample for each of the 3 ranks, but has {tail} of "
                 f"{16 + tail}: a rank without one would leave the others waiting for its "
-                f"gradient; pass drop_last=True or another batch_size"
+                f"gradient; pass drop_last=True, `microbatch_size` or another batch_size"
             )
 
 
@@ -313,6 +401,24 @@ DIFFERENT = {
         "shuffle=True",
     ),
     "drop_last": ({"drop_last": True}, "`drop_last` differ", "drop_last=False", "drop_last=True"),
+    "microbatches": (
+        {"microbatch_size": 2},
+        "`microbatch_size` differ",
+        "microbatch_size=None",
+        "microbatch_size=2",
+    ),
+    "reproducible": (
+        {"reproducible": False},
+        "`reproducible` differ",
+        "reproducible=True",
+        "reproducible=False",
+    ),
+    "streams": (
+        {"dataset": Stream(), "sharded": True},
+        "`the length`, `sharded` differ",
+        "the length=10, sharded=False",
+        "the length=None, sharded=True",
+    ),
 }
 
 
@@ -424,6 +530,56 @@ def test_any_integer_is_a_seed(seed):
     assert sorted(flat(batches(range(8), 4, shuffle=True, seed=seed, num_workers=0))) == [*range(8)]
 
 
+# --- shares that differ ---
+
+
+class Keeper(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def _warnings_of(arguments):
+    keeper = Keeper()
+    logging.getLogger("pardata._loading").addHandler(keeper)
+    for batch_size, options in arguments:
+        for _ in range(2):
+            make_loader(range(24), batch_size, num_workers=0, **options)
+    return keeper.lines
+
+
+def test_shares_that_differ_in_training_are_warned_about_once_on_rank_0():
+    arguments = [
+        (8, {"shuffle": True}),
+        (8, {"sampler": SequentialSampler(range(24))}),
+        (8, {}),
+        (9, {"shuffle": True}),
+        (8, {"shuffle": True, "microbatch_size": 2}),
+    ]
+    text = (
+        "[0/3] `batch_size` 8 leaves 3 ranks shares that differ by one sample, while DDP takes the "
+        "plain mean of their gradients: scale the loss to the global batch, or choose a multiple "
+        "of 3"
+    )
+    assert run(_warnings_of, arguments, world_size=3) == [[text], [], []]
+    assert run(_warnings_of, arguments, world_size=1) == [[]]
+
+
+def test_ranks_that_will_idle_are_named_once_on_rank_0():
+    arguments = [(8, {"microbatch_size": 4}), (8, {"microbatch_size": 7}), (9, {})]
+    text = (
+        "[0/3] a `batch_size` of 8 in microbatches of {} is 2, fewer than the 3 ranks: ranks 2 to "
+        "2 idle; make `microbatch_size` smaller"
+    )
+    found = run(_warnings_of, arguments, world_size=3)
+    assert found == [[text.format(4), text.format(7)], [], []]
+    enough = [(8, {"microbatch_size": 3}), (9, {"microbatch_size": 3})]
+    assert run(_warnings_of, enough, world_size=3) == [[], [], []]
+
+
 # --- what is DataLoader's own ---
 
 
@@ -431,16 +587,31 @@ def _note_worker(worker):
     get_worker_info().dataset.dataset[0] = 100 + worker
 
 
+def _note_worker_in_a_tensor(worker):
+    get_worker_info().dataset.tensors = (torch.tensor([100 + worker, 1, 2, 3]),)
+
+
 def test_worker_init_fn_runs_in_each_worker_and_reaches_the_data_set():
     data = [0, 1, 2, 3]
     found = batches(data, 1, num_workers=2, worker_init_fn=_note_worker)
     assert found == [[100], [1], [2], [3]]
     assert data == [0, 1, 2, 3]
+    # Also where it is read by whole batches.
+    whole = TensorDataset(torch.arange(4))
+    loader = make_loader(whole, 1, num_workers=1, worker_init_fn=_note_worker_in_a_tensor)
+    assert [numbers.tolist() for (numbers,) in loader] == [[100], [1], [2], [3]]
 
 
 def test_collate_fn_makes_the_batch():
     loader = make_loader(range(5), 2, num_workers=0, collate_fn=sum)
     assert list(loader) == [1, 5, 4]
+    with_workers = make_loader(range(5), 2, num_workers=1, collate_fn=sum)
+    assert list(with_workers) == [1, 5, 4]
+
+
+def test_a_collate_fn_is_given_one_microbatch_at_a_time():
+    loader = make_loader(range(7), 5, num_workers=0, collate_fn=sum, microbatch_size=2)
+    assert [list(step) for step in loader] == [[1, 5, 4], [11]]
 
 
 def test_workers_may_be_spawned():
@@ -459,14 +630,12 @@ def test_arguments_are_handed_on():
         multiprocessing_context=context,
         persistent_workers=False,
         worker_init_fn=_note_worker,
-        collate_fn=sum,
     )
     inside = loader._loader
     assert (inside.num_workers, inside.timeout, inside.prefetch_factor) == (1, 7.5, 3)
     assert inside.multiprocessing_context is context
     assert inside.persistent_workers is False
     assert inside.worker_init_fn is _note_worker
-    assert inside.collate_fn is sum
     assert inside.pin_memory is False
 
 

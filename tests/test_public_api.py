@@ -15,11 +15,13 @@ SOURCE = Path(pardata.__file__).parent
 PUBLIC = [
     "Loader",
     "MetricWriter",
+    "Microbatches",
     "World",
     "all_gather",
     "all_reduce_mean",
     "all_reduce_sum",
     "barrier",
+    "cache_dataset",
     "check_in_sync",
     "fingerprint",
     "get_logger",
@@ -185,6 +187,11 @@ def test_the_environment_knows_no_other_file_and_not_torch():
 def test_the_sampling_arithmetic_knows_no_other_file_and_nothing_distributed():
     assert KNOWS["_sampling"] == set()
     assert not any("distributed" in name for name in FILES["_sampling"][0])
+
+
+def test_the_order_is_arithmetic_that_knows_nothing_distributed():
+    assert KNOWS["_shuffling"] == {"_sampling"}
+    assert not any("distributed" in name for name in FILES["_shuffling"][0])
 
 
 def test_no_file_imports_what_the_package_exports():

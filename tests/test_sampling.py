@@ -2,21 +2,25 @@
 
 import math
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pardata._sampling import Plan, mix, share, shuffled
+from pardata._sampling import Plan, mix, share
 
-seeds = st.integers(-(2**70), 2**70)
-epochs = st.integers(0, 10_000)
 lengths = st.integers(0, 300)
 batch_sizes = st.integers(1, 64)
 sizes = st.integers(1, 17)
 
 
-def plans(length, batch_size, size, *, drop_last=False):
-    return [Plan(length, batch_size, drop_last, rank, size) for rank in range(size)]
+def plans(length, batch_size, size, *, drop_last=False, microbatch_size=None):
+    return [
+        Plan(length, batch_size, drop_last, microbatch_size, rank, size) for rank in range(size)
+    ]
+
+
+def own(plan, step):
+    """Return this rank's positions in a step."""
+    return [position for part in plan.parts(step) for position in part]
 
 
 @given(st.integers(0, 10_000), sizes)
@@ -38,14 +42,29 @@ def test_a_step_is_the_same_samples_at_every_world_size(length, batch_size, size
     team = plans(length, batch_size, size, drop_last=drop_last)
     assert {len(plan) for plan in team} == {len(alone)}
     for step in range(len(alone)):
-        together = [position for plan in team for position in plan.share(step)]
-        assert together == list(alone.share(step)) == list(alone.step(step))
+        together = [position for plan in team for position in own(plan, step)]
+        assert together == own(alone, step) == list(alone.step(step))
+
+
+@given(lengths, batch_sizes, sizes)
+def test_without_microbatches_each_rank_has_one_run_of_about_the_same_length(
+    length, batch_size, size
+):
+    team = plans(length, batch_size, size)
+    for step in range(len(team[0])):
+        shares = [plan.parts(step) for plan in team]
+        assert {len(share) for share in shares} == {1}
+        counts = [len(run) for (run,) in shares]
+        assert counts == sorted(counts, reverse=True)
+        assert counts[0] - counts[-1] <= 1
+        assert {plan.microbatches(step) for plan in team} == {range(1)}
+        assert {plan.counts(step) for plan in team} == {(sum(counts),)}
 
 
 @given(lengths, batch_sizes, sizes)
 def test_an_evaluation_is_a_partition_of_the_data_set(length, batch_size, size):
     team = plans(length, batch_size, size)
-    seen = [p for step in range(len(team[0])) for plan in team for p in plan.share(step)]
+    seen = [p for step in range(len(team[0])) for plan in team for p in own(plan, step)]
     assert seen == list(range(length))
 
 
@@ -61,52 +80,77 @@ def test_all_steps_but_an_incomplete_last_one_are_whole(length, batch_size):
     assert all(len(plan.step(step)) == batch_size for step in range(len(plan)))
 
 
-@given(lengths.filter(bool), batch_sizes, sizes)
-def test_a_step_leaves_a_rank_empty_exactly_if_a_share_is_empty(length, batch_size, size):
-    team = plans(length, batch_size, size)
+# --- microbatches ---
+
+
+@st.composite
+def cut_plans(draw):
+    """Draw the plans of all ranks, with microbatches."""
+    length, batch_size, size = draw(lengths), draw(batch_sizes), draw(sizes)
+    microbatch_size, drop_last = draw(st.integers(1, batch_size)), draw(st.booleans())
+    return plans(length, batch_size, size, drop_last=drop_last, microbatch_size=microbatch_size)
+
+
+@given(cut_plans())
+def test_microbatches_are_the_same_pieces_of_the_step_at_every_world_size(team):
+    alone = plans(
+        team[0].length,
+        team[0].batch_size,
+        1,
+        drop_last=team[0].drop_last,
+        microbatch_size=team[0].microbatch_size,
+    )[0]
+    for step in range(len(alone)):
+        together = [part for plan in team for part in plan.parts(step)]
+        assert together == alone.parts(step)
+        assert [position for part in together for position in part] == list(alone.step(step))
+
+
+@given(cut_plans())
+def test_all_microbatches_are_whole_but_the_last_of_a_step_which_has_the_rest(team):
+    size = team[0].microbatch_size
     for step in range(len(team[0])):
-        some_empty = any(len(plan.share(step)) == 0 for plan in team)
-        assert {plan.leaves_some_empty(step) for plan in team} == {some_empty}
+        (counts,) = {plan.counts(step) for plan in team}
+        assert counts == tuple(len(part) for plan in team for part in plan.parts(step))
+        assert set(counts[:-1]) <= {size}
+        assert 1 <= counts[-1] <= size
+        assert len(counts) == math.ceil(len(team[0].step(step)) / size)
 
 
-@pytest.mark.parametrize(("count", "empty"), [(2, True), (3, False), (4, False)])
-def test_as_many_samples_as_ranks_leave_nobody_empty(count, empty):
-    assert Plan(count, 8, drop_last=False, size=3).leaves_some_empty(0) is empty
+@given(cut_plans())
+def test_a_rank_has_a_run_of_whole_microbatches_about_as_many_as_any_other(team):
+    for step in range(len(team[0])):
+        numbers = [plan.microbatches(step) for plan in team]
+        assert [n for own_numbers in numbers for n in own_numbers] == list(
+            range(len(team[0].counts(step)))
+        )
+        held = [len(own_numbers) for own_numbers in numbers]
+        assert held == sorted(held, reverse=True)
+        assert held[0] - held[-1] <= 1
+        assert held == [len(plan.parts(step)) for plan in team]
 
 
-@given(st.integers(0, 2000), seeds, epochs)
-def test_a_shuffle_is_a_bijection(length, seed, epoch):
-    assert sorted(shuffled(length, seed, epoch)) == list(range(length))
+@given(cut_plans())
+def test_with_microbatches_a_rank_without_any_has_no_part_and_no_share_is_empty(team):
+    for plan in team:
+        for step in range(len(plan)):
+            assert all(len(part) > 0 for part in plan.parts(step))
 
 
-@given(seeds, epochs)
-def test_a_shuffle_differs_by_epoch_and_by_seed_and_not_by_call(seed, epoch):
-    order = shuffled(50, seed, epoch)
-    assert order == shuffled(50, seed, epoch)
-    assert order != shuffled(50, seed, epoch + 1)
-    assert order != shuffled(50, seed + 1, epoch)
+def test_an_example_of_microbatches():
+    # 11 samples, global batches of 8, microbatches of 3, on two ranks.
+    one, other = plans(11, 8, 2, microbatch_size=3)
+    assert one.counts(0) == other.counts(0) == (3, 3, 2)
+    assert one.parts(0) == [range(3), range(3, 6)]
+    assert other.parts(0) == [range(6, 8)]
+    assert (one.microbatches(0), other.microbatches(0)) == (range(2), range(2, 3))
+    assert one.counts(1) == (3,)
+    assert one.parts(1) == [range(8, 11)]
+    assert other.parts(1) == []
+    assert (one.microbatches(1), other.microbatches(1)) == (range(1), range(1, 1))
 
 
-def test_the_next_seed_is_not_the_next_epoch():
-    orders = [tuple(shuffled(50, seed, epoch)) for seed in range(20) for epoch in range(20)]
-    assert len(set(orders)) == 400
-
-
-def test_a_shuffle_is_fair():
-    # Where each of 8 samples stands, over 4000 epochs: chi-squared with 49 degrees of freedom is
-    # above 85.35 once in a thousand, and the seed is fixed.
-    counts = [[0] * 8 for _ in range(8)]
-    for epoch in range(4000):
-        for position, sample in enumerate(shuffled(8, 7, epoch)):
-            counts[position][sample] += 1
-    assert sum((n - 500) ** 2 / 500 for row in counts for n in row) < 85.35
-
-
-def test_golden_values_of_the_order():
-    # A run that goes on under a newer release must go on in the same order.
-    assert shuffled(10, seed=0, epoch=0) == [2, 1, 7, 8, 6, 0, 3, 5, 9, 4]
-    assert shuffled(10, seed=0, epoch=1) == [6, 8, 2, 4, 1, 7, 5, 3, 9, 0]
-    assert shuffled(10, seed=1, epoch=0) == [5, 4, 6, 2, 0, 8, 3, 7, 9, 1]
+# --- the hash ---
 
 
 def test_golden_values_of_the_hash():

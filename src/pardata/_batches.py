@@ -55,17 +55,22 @@ def assembled(parts: Sequence[Any], places: Tensor) -> Any:
 
 
 def tensors_of(batch: Any) -> Iterator[Tensor]:
-    """Yield every tensor in `batch`, however it is nested, and among an object's attributes."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from tensors_of(value)
-    elif isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
-        for item in batch:
-            yield from tensors_of(item)
-    elif hasattr(batch, "__dict__"):
-        yield from (value for value in vars(batch).values() if isinstance(value, Tensor))
+    """Yield every tensor in `batch`, however it is nested, and in the attributes of its objects."""
+    ahead, seen = [batch], set[int]()
+    while ahead:
+        item = ahead.pop()
+        if isinstance(item, Tensor):
+            yield item
+            continue
+        if id(item) in seen or isinstance(item, str | bytes):
+            continue
+        seen.add(id(item))
+        if isinstance(item, Mapping):
+            ahead.extend(reversed(list(item.values())))
+        elif isinstance(item, Sequence):
+            ahead.extend(reversed(item))
+        elif hasattr(item, "__dict__"):
+            ahead.extend(reversed(list(vars(item).values())))
 
 
 def _mapped(
@@ -113,7 +118,7 @@ def _refuse(item: Any) -> NoReturn:
     what = f"{type(item).__name__}{' without dimensions' if isinstance(item, Tensor) else ''}"
     msg = (
         f"a batch must be made of tensors, dicts, lists and tuples for a rank to get none of its "
-        f"rows, but `collate_fn` returned a {what}: use drop_last=True, or a batch "
+        f"rows, but this one holds a {what}: use drop_last=True, or a batch "
         f"size that leaves every rank a sample"
     )
     raise TypeError(msg)

@@ -37,6 +37,7 @@ from pardata._logging import get_logger
 from pardata._progress import progress
 from pardata._rank_zero import rank_zero_first
 from pardata._store import require_same
+from pardata._whole_batches import ReadsBatches
 from pardata._workers import choose_workers
 from pardata._world import World, require_world
 
@@ -105,7 +106,7 @@ def cache_dataset(
             return CachedDataset(dataset, place, source, first)
 
 
-class CachedDataset(Dataset[Any]):
+class CachedDataset(ReadsBatches):
     """The samples of a data set, read from files; made by `cache_dataset`.
 
     Attributes:

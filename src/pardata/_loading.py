@@ -127,7 +127,7 @@ def make_loader(
 
     def facts() -> dict[str, object]:
         check_dataset(dataset, sampler, shuffle=shuffle, sharded=sharded)
-        length = _length(dataset, sampler)
+        length = _length(dataset, sampler, sharded=sharded)
         check_sizes(batch_size, microbatch_size, length, here.size, drop_last=drop_last)
         if training and not drop_last and microbatch_size is None and length is not None:
             check_training_shares(batch_size, length, here.size)
@@ -135,7 +135,7 @@ def make_loader(
         check_numbers(seed, prefetch)
         choose_workers(num_workers, dataset, here)
         return {
-            "the length": None if sharded else length,
+            "the length": length,
             "batch_size": batch_size,
             "microbatch_size": microbatch_size,
             "shuffle": shuffle,
@@ -158,7 +158,7 @@ def make_loader(
     if pin_memory is None:
         pin_memory = target is not None and target.type == "cuda"
     seeds = Seeds(seed, reproducible, microbatch_size is not None)
-    length = _length(dataset, sampler)
+    length = _length(dataset, sampler, sharded=sharded)
     order: Order | None = None
     source: Requests | Stream
     read: Reader | Stream
@@ -207,7 +207,9 @@ def _as_it_is(fetched: Any) -> Any:
     return fetched
 
 
-def _length(dataset: Any, sampler: Any) -> int | None:
+def _length(dataset: Any, sampler: Any, *, sharded: bool) -> int | None:
+    if sharded:
+        return None  # what a rank's part says of itself is not the length of the whole
     measured = dataset if sampler is None else sampler
     try:
         return len(measured)

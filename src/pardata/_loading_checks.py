@@ -72,8 +72,10 @@ def _check_size(name: str, value: object, least: int) -> None:
         msg = f"`{name}` must be an integer, but is {value!r}"
         raise TypeError(msg)
     if value < least:
-        cure = "it counts the samples of all ranks together" if least > 1 else "pass 1 or more"
-        msg = f"`{name}` must be at least {least}, one a rank, but is {value}: {cure}"
+        one_each, cure = "", "pass 1 or more"
+        if least > 1:
+            one_each, cure = ", one a rank", "it counts the samples of all ranks together"
+        msg = f"`{name}` must be at least {least}{one_each}, but is {value}: {cure}"
         raise ValueError(msg)
 
 

@@ -25,6 +25,8 @@ from pardata._whole_batches import Indices, is_read_whole, whole_batch_reader
 
 _log = get_logger(__name__)
 
+_THOROUGH_EACH = 16  # steps: looking at every generator takes as long as a small batch
+
 
 class User(Enum):
     """Who may draw random numbers for a microbatch: each draws others."""
@@ -79,7 +81,7 @@ class Seeds:
             return nullcontext()
         if self.microbatches:
             return forked_seed(mix(self.seed, epoch, step, number, *user.value.encode()), device)
-        return no_draws(user.value, device, thorough=step == 0)
+        return no_draws(user.value, device, thorough=step % _THOROUGH_EACH == 0)
 
 
 class ReadThrough:

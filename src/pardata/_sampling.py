@@ -52,11 +52,6 @@ class Plan:
         whole, rest = divmod(self.length, self.batch_size)
         return whole + (rest > 0 and not self.drop_last)
 
-    @property
-    def delivers(self) -> int:
-        """How many samples an epoch has, those of a dropped last batch not counted."""
-        return min(len(self) * self.batch_size, self.length)
-
     def step(self, index: int) -> range:
         """Return the positions of the global batch of step `index`."""
         start = index * self.batch_size
@@ -85,10 +80,6 @@ class Plan:
         size = self.microbatch_size or self.batch_size
         whole, rest = divmod(len(positions), size)
         return (size,) * whole + ((rest,) if rest else ())
-
-    def leaves_some_empty(self, index: int) -> bool:
-        """Whether some rank has no samples in step `index`, where there are no microbatches."""
-        return self.microbatch_size is None and len(self.step(index)) < self.size
 
     def _microbatch(self, positions: range, number: int) -> range:
         size = self.microbatch_size or self.batch_size

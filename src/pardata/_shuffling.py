@@ -47,10 +47,9 @@ class Shuffle:
 
     def _draw(self) -> Tensor:
         """Return the whole order: sorted by 62 random bits each, hardly any two of them equal."""
-        numbers = torch.arange(self._length)
-        high = _scrambled(_scrambled(numbers, self._keys[0]), self._keys[1])
-        low = _scrambled(_scrambled(numbers, self._keys[2]), self._keys[3])
-        return (high * 2**31 + low).argsort(stable=True)
+        keys = torch.tensor(self._keys[:4]).view(2, 2, 1)
+        words = _scrambled(_scrambled(torch.arange(self._length), keys[:, 0]), keys[:, 1])
+        return (words[0] * 2**31 + words[1]).argsort(stable=True)
 
     def _permuted(self, cells: Tensor) -> Tensor:
         """Return a permutation of the grid's cells, at `cells`."""
@@ -64,7 +63,7 @@ class Shuffle:
         return sides[0] * self._columns + sides[1]
 
 
-def _scrambled(words: Tensor, key: int) -> Tensor:
+def _scrambled(words: Tensor, key: Tensor | int) -> Tensor:
     """Return 31 bits for each of `words`, that look random: the finaliser of a hash, twice mixed.
 
     Multiply and shift as in Wellons' "Prospecting for hash functions", 2018, here modulo 2**31.

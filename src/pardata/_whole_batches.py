@@ -1,16 +1,25 @@
 """Reading a whole batch in one operation, from data sets that allow it."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from pardata._batches import assembled, rows_of
 
 Indices: TypeAlias = "Tensor | Sequence[int]"
 Read: TypeAlias = Callable[[Tensor], Any]
+
+
+class ReadsBatches(Dataset[Any]):
+    """What can read a whole batch itself: the data sets of `cache_dataset`."""
+
+    @abstractmethod
+    def read_batch(self, indices: Tensor) -> Any:
+        """Return the batch that ``default_collate`` would make of the samples at `indices`."""
 
 
 def whole_batch_reader(dataset: Any) -> Read | None:
@@ -19,9 +28,8 @@ def whole_batch_reader(dataset: Any) -> Read | None:
     The batch is what ``default_collate`` would make of the samples. Only for data sets whose own
     way of reading is known: a subclass that has its own is left alone.
     """
-    if hasattr(dataset, "read_batch"):  # what cache_dataset returns
-        read: Read = dataset.read_batch
-        return read
+    if isinstance(dataset, ReadsBatches):
+        return dataset.read_batch
     if _reads_as(dataset, TensorDataset):
         return lambda indices: [rows_of(tensor, indices) for tensor in dataset.tensors]
     if _reads_as(dataset, Subset):

@@ -3,25 +3,27 @@
 `assert_type` fails in both directions: a type that became wider fails as one that became narrower.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, RandomSampler, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, RandomSampler, TensorDataset
 from typing_extensions import assert_type
 
 import pardata
 from pardata import (
     Loader,
     MetricWriter,
+    Microbatches,
     World,
     all_gather,
     all_reduce_mean,
     all_reduce_sum,
     barrier,
+    cache_dataset,
     check_in_sync,
     fingerprint,
     get_logger,
@@ -50,6 +52,19 @@ class Net(nn.Module):
 
 class Words(Dataset[str]):
     """A data set of no tensors."""
+
+
+class Lines(IterableDataset[str]):
+    """A stream."""
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield what there is."""
+        raise NotImplementedError
+
+
+def normalised(batch: Tensor) -> Tensor:
+    """Stand for what is done to a batch on its device."""
+    raise NotImplementedError
 
 
 def the_world() -> None:
@@ -115,9 +130,14 @@ def the_data() -> None:
         distributed="auto",
         shuffle=True,
         drop_last=None,
+        microbatch_size=1,
+        sharded=False,
         num_workers="auto",
         seed=None,
+        reproducible=True,
         device="auto",
+        batch_transform=normalised,
+        prefetch=1,
         collate_fn=list,
         pin_memory=None,
         timeout=1.5,
@@ -127,16 +147,43 @@ def the_data() -> None:
         persistent_workers=False,
     )
     make_loader(Words(), 2, distributed=False, sampler=RandomSampler([1, 2]), device=None)
+    make_loader(Lines(), 2, microbatch_size=None, sharded=True, batch_transform=None)
+    make_loader(Words(), 2, prefetch=None)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # 0 is none
+    make_loader(Words(), 2, microbatch_size="auto")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # no such
     make_loader(Words(), 2, distributed="always")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # no such
+    make_loader(cache_dataset(Words()), 2)
+    make_loader(cache_dataset(Words(), Path("cache"), num_workers="auto"), 2)
+    make_loader(cache_dataset(Words(), directory="cache", num_workers=2), 2)
     assert_type(len(loader), int)
     assert_type(loader.batch_size, int)
     assert_type(loader.epoch, int)
     assert_type(loader.dataset, Dataset[Any])
     assert_type(loader.stats(), dict[str, float])
+    assert_type(loader.stats(reduce=True), dict[str, float])
+    loader.stats(True)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]  # by name only
+    assert_type(loader.fingerprint(), str)
+    state = loader.state_dict()
+    assert_type(state, dict[str, Any])
+    loader.load_state_dict(state)
+    frozen: Mapping[str, Any] = state
+    loader.load_state_dict(frozen)
     assert_type(iter(loader), Iterator[Any])
     loader.set_epoch(3)
 
     assert_type(seed_everything(0, per_rank=True, deterministic=True), int)
+
+
+def a_step(step: Microbatches[Tensor]) -> None:
+    for batch in step:
+        assert_type(batch, Tensor)
+    assert_type(step[0], Tensor)
+    assert_type(step[:2], Sequence[Tensor])
+    assert_type(len(step), int)
+    assert_type(step.epoch, int)
+    assert_type(step.step, int)
+    assert_type(step.first, int)
+    assert_type(step.counts, tuple[int, ...])
+    step[0] = torch.ones(1)  # type: ignore[index]  # pyright: ignore[reportIndexIssue]  # only to be read
 
 
 def across_ranks() -> None:

@@ -1,0 +1,285 @@
+"""Batches that are copied and transformed ahead on a GPU: nothing is read early or written over.
+
+Nothing here can be shown on a CPU. Run with ``pytest -m gpu`` on a machine with a GPU. Streams are
+kept busy by a kernel that spins, so that what happens in the wrong order is seen every time; and
+the tests say of themselves that they see it, by taking the waiting out.
+"""
+
+import os
+import random
+
+import pytest
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+from pardata import make_loader
+
+IN_ORDER = ["CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING"]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+    pytest.mark.skipif(
+        any(os.environ.get(name, "0") != "0" for name in IN_ORDER),
+        reason=f"{' or '.join(IN_ORDER)} is set, under which nothing happens in the wrong order",
+    ),
+]
+
+DEVICE = torch.device("cuda", 0)
+SPIN = 100_000_000  # cycles: some 50 ms, against some 0.1 ms for all else that a step does
+STEPS, ROWS, WIDTH = 8, 4, 72_000  # 1.15 MB a batch, of which the allocator puts 17 in a block
+
+
+def numbered(start):
+    """Return data of which every number in step k is `start` + k."""
+    values = torch.arange(STEPS, dtype=torch.float32).repeat_interleave(ROWS) + start
+    return TensorDataset(values[:, None].expand(-1, WIDTH).contiguous())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _warm():
+    """Take all the memory and load all the kernels that are needed.
+
+    Either may wait for the whole device, and so put in order by chance what a test wants to see
+    out of order.
+    """
+    torch.cuda.set_device(DEVICE)
+    pinned = [torch.empty(ROWS, WIDTH, pin_memory=True) for _ in range(2 * STEPS)]
+    del pinned
+    for stream in [torch.cuda.Stream(DEVICE) for _ in range(32)]:  # as many as there are
+        with torch.cuda.stream(stream):
+            batches = [torch.empty(ROWS, WIDTH, device=DEVICE) for _ in range(2 * STEPS)]
+            del batches
+    extremes(loader_of(0, 0, batch_transform=slowly), spin=True)
+    torch.full((), 0.0, device=DEVICE).fill_(1.0) + torch.ones(ROWS, WIDTH, device=DEVICE)
+    torch.cuda.synchronize()
+
+
+def loader_of(start, prefetch, **options):
+    return make_loader(
+        numbered(start), ROWS, device=DEVICE, prefetch=prefetch, num_workers=0, seed=1, **options
+    )
+
+
+def tensor_in(batch):
+    """Return the one tensor of a batch, however deep in it."""
+    while not isinstance(batch, torch.Tensor):
+        batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
+    return batch
+
+
+def extremes(loader, spin):
+    """Return, for each batch, the least and the greatest number that the loop found in it.
+
+    The loop's stream does nothing for a while before it reads, and meanwhile the batch is let go.
+    """
+    found = []
+    for batch in loader:
+        if spin:
+            torch.cuda._sleep(SPIN)
+        tensor = tensor_in(batch)
+        assert tensor.device == DEVICE
+        found.append(torch.stack([tensor.min(), tensor.max()]))
+        del batch, tensor
+    return [tuple(pair.tolist()) for pair in found]
+
+
+def expected(start):
+    return [(float(start + step),) * 2 for step in range(STEPS)]
+
+
+def slowly(batch):
+    """Return a copy of the batch that is finished late, and NaN until then."""
+    inputs = tensor_in(batch)
+    result = torch.full_like(inputs, float("nan"))
+    torch.cuda._sleep(SPIN)
+    return result.copy_(inputs)
+
+
+# --- a batch is finished before the loop reads it ---
+
+
+def holding_up(batch):
+    """Return the batch as it is, and let the copy of the next one wait for a while."""
+    torch.cuda._sleep(SPIN)
+    return batch
+
+
+SLOW = {"transform": slowly, "copy": holding_up}
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("slow", SLOW)
+def test_the_loop_reads_a_batch_only_once_it_is_there(slow, prefetch):
+    loader = loader_of(100, prefetch, batch_transform=SLOW[slow])
+    assert extremes(loader, spin=False) == expected(100)
+
+
+def test_so_does_a_loop_on_a_stream_of_its_own():
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        found = extremes(loader_of(200, 1, batch_transform=slowly), spin=False)
+    assert found == expected(200)
+
+
+@pytest.mark.parametrize("slow", SLOW)
+def test_without_waiting_it_would_read_too_early(slow, monkeypatch):
+    monkeypatch.setattr(torch.cuda.Stream, "wait_event", lambda *_: None)
+    loader = loader_of(300, 1, batch_transform=SLOW[slow])
+    assert extremes(loader, spin=False) != expected(300)
+
+
+# --- what a transform uses is finished before it does ---
+
+
+def after_a_while(value):
+    """Return a number that is written late on the stream of now, and NaN until then."""
+    late = torch.full((), float("nan"), device=DEVICE)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(SPIN)
+    return late.fill_(value)
+
+
+def shifted_from_the_start(start):
+    loader, late = loader_of(start, 1, batch_transform=lambda batch: batch[0] + late), None
+    late = after_a_while(5.0)
+    return extremes(loader, spin=False)
+
+
+def test_a_transform_uses_what_was_in_the_making_when_the_epoch_began():
+    assert shifted_from_the_start(400) == expected(405)
+
+
+def test_without_waiting_it_would_use_it_too_early(monkeypatch):
+    monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda *_: None)
+    assert shifted_from_the_start(500) != expected(505)
+
+
+# --- a batch is not written over before the loop has read it ---
+
+NESTED = {
+    "list": {},
+    "tensor": {"batch_transform": tensor_in},
+    "dict": {"batch_transform": lambda batch: {"x": [(batch[0], "text")]}},
+    "microbatches": {"microbatch_size": ROWS},
+}
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("kind", NESTED)
+def test_the_memory_of_a_batch_is_not_used_again_before_the_loop_has_read_it(kind, prefetch):
+    loader = loader_of(600, prefetch, **NESTED[kind])
+    assert extremes(loader, spin=True) == expected(600)
+
+
+@pytest.mark.parametrize("kind", NESTED)
+def test_without_keeping_it_it_would_be(kind, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    assert extremes(loader_of(700, 1, **NESTED[kind]), spin=True) != expected(700)
+
+
+def test_epoch_after_epoch_and_after_a_break():
+    loader = loader_of(800, 2)
+    for _ in range(2):
+        for batch in loader:
+            torch.cuda._sleep(SPIN)
+            first = batch[0].max()
+            del batch
+            break
+        assert extremes(loader, spin=True) == expected(800)
+        assert first.item() == 800.0
+
+
+# --- the same as without ---
+
+
+class Drawing(Dataset):
+    def __len__(self):
+        return 23
+
+    def __getitem__(self, index):
+        return torch.rand(3) + index, {"y": index + random.random(), "name": f"n{index}"}
+
+
+def noisy(batch):
+    x, rest = batch
+    return {"x": x + torch.rand(x.shape, device=x.device), "on cpu": torch.rand(2), **rest}
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_it_changes_nothing_in_what_the_loop_gets(workers):
+    found = []
+    for prefetch in (0, 1, 4):
+        loader = make_loader(
+            Drawing(),
+            5,
+            shuffle=True,
+            drop_last=False,
+            microbatch_size=2,
+            batch_transform=noisy,
+            prefetch=prefetch,
+            num_workers=workers,
+            seed=2,
+            device=DEVICE,
+        )
+        parts = [part for _ in range(2) for batch in loader for part in batch]
+        assert {part["x"].device for part in parts} == {DEVICE}
+        assert {part["on cpu"].device.type for part in parts} == {"cpu"}
+        found.append([(p["x"].tolist(), p["on cpu"].tolist(), p["y"].tolist()) for p in parts])
+        assert len(found[-1]) == 2 * 14
+    assert found[0] == found[1] == found[2]
+
+
+def test_the_generator_of_the_gpu_is_left_to_the_model():
+    torch.cuda.manual_seed(7)
+    alone = [torch.rand(2, device=DEVICE).tolist() for _ in range(5)]
+    torch.cuda.manual_seed(7)
+    loader = make_loader(
+        Drawing(), 5, microbatch_size=2, batch_transform=noisy, num_workers=0, device=DEVICE
+    )
+    assert [torch.rand(2, device=DEVICE).tolist() for _ in loader] == alone
+
+
+def test_a_transform_that_draws_on_the_gpu_for_a_share_raises():
+    def draws(batch):
+        return batch[0] + torch.rand(1, device=DEVICE)
+
+    with pytest.raises(RuntimeError, match="`batch_transform` must draw no random numbers from a"):
+        next(iter(loader_of(0, 1, batch_transform=draws)))
+
+
+def test_what_was_copied_ahead_is_not_delivered():
+    loader = loader_of(0, 3)
+    batches = iter(loader)
+    next(batches)
+    assert loader.state_dict()["delivered"] == ROWS
+    assert loader.stats()["samples"] == ROWS
+    later = loader_of(0, 3)
+    later.load_state_dict(loader.state_dict())
+    assert extremes(later, spin=False) == expected(0)[1:]
+
+
+def test_batches_are_pinned_for_the_copy_unless_told_not_to():
+    seen = []
+
+    class Batch:
+        """Takes down where it is when it is moved."""
+
+        def __init__(self, samples):
+            self.tensor = torch.tensor(samples)
+
+        def pin_memory(self):
+            self.tensor = self.tensor.pin_memory()
+            return self
+
+        def to(self, device):
+            seen.append(self.tensor.is_pinned())
+            self.tensor = self.tensor.to(device, non_blocking=True)
+            return self
+
+    for pin_memory in (None, False):
+        loader = make_loader(
+            range(4), 2, collate_fn=Batch, pin_memory=pin_memory, num_workers=0, device=DEVICE
+        )
+        assert [batch.tensor.tolist() for batch in loader] == [[0, 1], [2, 3]]
+    assert seen == [True, True, False, False]

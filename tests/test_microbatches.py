@@ -1,0 +1,76 @@
+"""What a loader with a `microbatch_size` yields."""
+
+import pickle
+import re
+from collections.abc import Sequence
+
+import pytest
+
+from pardata import Microbatches
+
+
+def microbatches(batches="abc", first=2, counts=(4, 4, 4, 4, 4, 1)):
+    return Microbatches(batches, epoch=3, step=7, first=first, counts=counts)
+
+
+def test_it_is_a_sequence_of_batches():
+    found = microbatches()
+    assert isinstance(found, Sequence)
+    assert list(found) == ["a", "b", "c"]
+    assert len(found) == 3
+    assert found
+    assert (found[0], found[-1]) == ("a", "c")
+    assert list(found[1:]) == ["b", "c"]
+    assert list(reversed(found)) == ["c", "b", "a"]
+    assert "b" in found
+    assert found.index("c") == 2
+    with pytest.raises(IndexError):
+        found[3]
+
+
+def test_it_may_be_empty():
+    found = microbatches([])
+    assert list(found) == []
+    assert not found
+    with pytest.raises(IndexError):
+        found[0]
+
+
+def test_it_knows_where_it_is():
+    found = microbatches()
+    assert (found.epoch, found.step, found.first) == (3, 7, 2)
+    assert found.counts == (4, 4, 4, 4, 4, 1)
+
+
+def test_the_batches_and_counts_are_kept_whatever_becomes_of_those_given():
+    batches, counts = ["a"], [4, 4]
+    found = microbatches(batches, 0, counts)
+    batches.append("b")
+    counts.append(4)
+    assert list(found) == ["a"]
+    assert found.counts == (4, 4)
+    assert list(microbatches(iter("ab"))) == ["a", "b"]
+
+
+def test_it_cannot_be_changed_by_accident():
+    with pytest.raises(TypeError, match=re.escape("does not support item assignment")):
+        microbatches()[0] = "d"
+
+
+@pytest.mark.parametrize(
+    ("batches", "first", "text"),
+    [
+        ("abc", 2, "Microbatches(epoch=3, step=7, 2 … 4 of 6)"),
+        ("a", 0, "Microbatches(epoch=3, step=7, 0 … 0 of 6)"),
+        ("", 6, "Microbatches(epoch=3, step=7, none of 6)"),
+    ],
+)
+def test_it_says_in_short_what_it_is(batches, first, text):
+    assert repr(microbatches(batches, first)) == text
+
+
+def test_it_pickles():
+    found = pickle.loads(pickle.dumps(microbatches()))
+    assert list(found) == ["a", "b", "c"]
+    assert repr(found) == repr(microbatches())
+    assert found.counts == microbatches().counts

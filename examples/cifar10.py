@@ -237,11 +237,11 @@ def main() -> None:
         with pardata.MetricWriter(run_dir) as writer:
             for epoch in range(train_loader.epoch, args.epochs):
                 log.info(
-                    "epoch %d/%d  %d images a step, %d on this rank",
+                    "epoch %d/%d  %d images a step, about %d on each rank",
                     epoch + 1,
                     args.epochs,
                     args.batch_size,
-                    -(-args.batch_size // world.size),
+                    round(args.batch_size / world.size),
                 )
                 train_epoch(model, train_loader, optimizer, writer)
                 loss, right, images = evaluate(model, test_loader)

@@ -106,6 +106,32 @@ def test_mnist_without_dropout_has_the_same_losses_at_every_size(tmp_path):
         assert by_size[size] == pytest.approx(by_size[1], rel=1e-6)  # 1e-4 is promised
 
 
+@pytest.mark.parametrize("augment", [(), ("--augment",)])
+def test_mnist_from_a_cache_has_the_same_losses_at_every_size_augmented_or_not(augment, tmp_path):
+    by_size = {}
+    for size in (1, 3):
+        first, *_ = run(
+            run_example, "mnist.py", "--data", "digits", "--epochs", 1, "--no-dropout", "--double",
+            "--cache", *augment, "--log-interval", 1, "--run-dir", tmp_path / str(size),
+            world_size=size, env={"PARDATA_CACHE": str(tmp_path / "cache")},
+        )  # fmt: skip
+        assert ("caching Digits: " in first) is (size == 1)  # the next run finds the files
+        assert "/360 images)" in first
+        by_size[size] = losses(tmp_path / str(size))
+    assert len(by_size[1]) == 22
+    assert by_size[3] == pytest.approx(by_size[1], rel=1e-6)
+
+
+def test_cifar10_trains_from_a_cache(tmp_path):
+    printed, _ = run(
+        run_example, "cifar10.py", "--data", "digits", "--model", "resnet18", "--epochs", 1,
+        "--cache", "--run-dir", tmp_path / "run",
+        world_size=2, env={"PARDATA_CACHE": str(tmp_path / "cache")},
+    )  # fmt: skip
+    assert "step 10  loss" in printed
+    assert "/360 images)" in printed
+
+
 def test_mnist_shows_the_shapes_inside_and_outside_the_model(tmp_path):
     (printed,) = run(
         run_example, "mnist.py", "--data", "digits", "--epochs", 1, "--strategy", "dp", "--augment",
@@ -145,7 +171,7 @@ def test_help_explains_every_flag(name):
 def test_cifar10_checkpoint_of_two_processes_goes_on_in_one(tmp_path):
     common = ("--data", "digits", "--model", "resnet18", "--batch-size", 256, "--run-dir", tmp_path)
     first = run(run_example, "cifar10.py", *common, "--epochs", 1, world_size=2)[0]
-    assert "epoch 1/1  256 images a step, 128 on this rank" in first
+    assert "epoch 1/1  256 images a step, about 128 on each rank" in first
     assert re.search(r"accuracy [\d.]+ % \(\d+/360 images\)", first)
     checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     bare = torchvision.models.resnet18(num_classes=10)

@@ -10,9 +10,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+DATA = Path(__file__).parents[2] / "shared" / "data"
 sys.path.insert(0, str(BENCHMARKS))
+
+needs_mnist = pytest.mark.skipif(
+    not (DATA / "MNIST" / "raw").is_dir(), reason=f"MNIST is not in {DATA}"
+)
+needs_proc = pytest.mark.skipif(
+    not Path("/proc/self/smaps_rollup").exists(), reason="memory is read from Linux's /proc"
+)
 
 from _measure import Reach, Row, alternate, positive, print_table, require  # noqa: E402  # path first
 
@@ -114,6 +123,144 @@ def test_allocator_counts_faults_at_both_sizes_and_ends_with_equal_losses(tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["allocator.json"]
 
 
+@needs_proc
+def test_shuffle_measures_both_at_each_length_that_they_can_have_and_draws_it(tmp_path):
+    text = output_of(
+        "shuffle.py", "--rounds", 1, "--powers", 3, 5, 9, "--sampler-up-to", 5, "--batches", 8,
+        "--save", tmp_path, cwd=tmp_path,
+    )  # fmt: skip
+    ours = [f"make_loader, N = 10^{power}" for power in (3, 5, 9)]
+    theirs = [f"DistributedSampler, N = 10^{power}" for power in (3, 5)]
+    assert contenders(text) == (ours + theirs) * 3
+    assert verdicts(text) == {(name, "", f"<= {reach}") for name in ours for reach in (100, 50, 2)}
+    _, memory, _ = saved(tmp_path, "shuffle")["tables"].values()
+    megabytes = {row["name"]: row["values"][0] for row in memory}
+    # Sizes and not times: 8 bytes a sample would be 8,000 of them.
+    assert megabytes[ours[2]] < 2 * megabytes[ours[0]]
+    assert is_picture(tmp_path / "shuffle.png")
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def left_in(directory):
+    # PyTorch's compiler makes a folder of its own when it is imported.
+    names = [path.name for path in Path(directory).iterdir()]
+    return [name for name in names if not name.startswith("torchinductor_")]
+
+
+def is_picture(path):
+    return path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
+
+
+PER_SAMPLE = [
+    (f"pardata, {workers} workers{option}", f"DataLoader, {workers} workers", ">= 0.97")
+    for workers in (0, 2)
+    for option in ("", ", reproducible=False")
+]
+
+
+def cached_verdicts(over_data_loader, over_limit):
+    name = "pardata, cached, batch_transform"
+    return [
+        (name, "DataLoader, 0 workers", f">= {over_data_loader}"),
+        (name, "limit: index_select and arithmetic", f">= {over_limit}"),
+    ]
+
+
+@needs_mnist
+def test_loading_compares_with_data_loader_and_the_limit_whatever_else_is_installed(
+    tmp_path, short_tmp
+):
+    text = output_of(
+        "loading.py", "--rounds", 1, "--batches", 1, "--more", 1, "--samples", 256,
+        "--tables", "mnist", "affine", "--data-dir", DATA, "--save", tmp_path,
+        cwd=tmp_path,
+        env={"TMPDIR": short_tmp},
+    )  # fmt: skip
+    plain, affine = 100, 15
+    assert verdicts(text) == {
+        *PER_SAMPLE,
+        *cached_verdicts(plain, 0.5),
+        *cached_verdicts(affine, 0.9),
+    }
+    for library in ("StatefulDataLoader", "Accelerate", "Fabric"):
+        takes_part = f"{library}, 0 workers" in contenders(text)
+        assert takes_part != (f"{library} takes no part: " in text)
+    assert text.count("batches of all loaders: of the same form; cached images: the same") == 2
+    assert len(saved(tmp_path, "loading")["tables"]) == 2
+
+
+def test_loading_reads_a_folder_of_images(tmp_path, short_tmp):
+    for name in ("cat", "dog"):
+        (tmp_path / "train" / name).mkdir(parents=True)
+        for index in range(128):
+            shade = Image.new("RGB", (32, 32), (index, 2 * index, 255 - index))
+            shade.save(tmp_path / "train" / name / f"{index}.jpg")
+    text = output_of(
+        "loading.py", "--rounds", 1, "--batches", 1, "--more", 1, "--tables", "cifar",
+        "--cifar-dir", tmp_path,
+        cwd=tmp_path,
+        env={"TMPDIR": short_tmp},
+    )  # fmt: skip
+    assert verdicts(text) == {*PER_SAMPLE, *cached_verdicts(25, 0.9)}
+    assert "cached images: the same" in text
+    assert left_in(short_tmp) == []
+
+
+def test_loading_leaves_out_what_is_not_there_and_says_so(tmp_path):
+    text = output_of(
+        "loading.py", "--data-dir", tmp_path, "--cifar-dir", tmp_path, "--save", tmp_path,
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert f"MNIST: left out, as there is no {tmp_path / 'MNIST' / 'raw'}; see --data-dir" in text
+    assert f"left out, as there is no {tmp_path / 'train'}; see --cifar-dir" in text
+    assert table_rows(text) == []
+    assert not any(tmp_path.iterdir())
+
+
+@needs_mnist
+def test_epoch_compares_with_the_tutorial_and_with_batches_that_are_ready(tmp_path, short_tmp):
+    text = output_of(
+        "epoch.py", "--rounds", 1, "--sizes", 2, "--samples", 64, "--batch-size", 32,
+        "--workers-table", 0, "--epochs", 1, "--test-samples", 32, "--data-dir", DATA,
+        "--save", tmp_path,
+        cwd=tmp_path,
+        env={"TMPDIR": short_tmp, "PARDATA_TUNE_CPU": "0"},  # what is compared is its own
+    )  # fmt: skip
+    cached, limit, tutorial = "pardata, cached", "limit: all ready", "the tutorial"
+    assert verdicts(text) == {
+        (f"{cached}, tune_cpu=True", tutorial, "<= 0.65"),
+        (f"{cached}, tune_cpu=True", f"{limit}, tune_cpu=True", "<= 1.05"),
+        (f"{cached}, tune_cpu=False", f"{limit}, tune_cpu=False", "<= 1.05"),
+    }
+    assert "losses of the cached loader and its limit at size 2: equal to the bit" in text
+    _, by_workers = text.split("| | load time, s a step | update time, s a step | total, s |")
+    assert re.findall(r"^\| (\S.*?) \|", by_workers, re.MULTILINE)[1:] == [
+        "DataLoader, 0 workers",
+        "pardata, 0 workers",
+        f"{cached}, tune_cpu=False",
+        f"{cached}, tune_cpu=True",
+    ]
+    assert len(saved(tmp_path, "epoch")["tables"]) == 2
+    assert is_picture(tmp_path / "epoch.png")
+
+
+@needs_proc
+def test_memory_counts_what_ranks_and_workers_have_and_all_read_the_same(tmp_path, short_tmp):
+    text = output_of(
+        "memory.py", "--rounds", 1, "--megabytes", 40, "--ranks", 2, "--workers", 1,
+        "--directory", short_tmp, "--save", tmp_path,
+        cwd=tmp_path,
+        env={"TMPDIR": short_tmp},
+    )  # fmt: skip
+    assert verdicts(text) == {("cache_dataset", "", "<= 1.1")}
+    assert "pixels read by all ranks together: the same" in text
+    _, copies = saved(tmp_path, "memory")["tables"].values()
+    (cached,), (tensors,) = (row["values"] for row in copies)
+    # Sizes and not times: of the tensors each of the two ranks has a copy.
+    assert tensors - cached > 0.5
+    assert left_in(short_tmp) == []
+
+
 def run_here(monkeypatch, name, *arguments):
     """Run a benchmark that stops before it starts processes: this one has torch already."""
     monkeypatch.setattr(sys, "argv", [name, *arguments])
@@ -122,9 +269,7 @@ def run_here(monkeypatch, name, *arguments):
     return stopped.value.code
 
 
-@pytest.mark.parametrize(
-    "name", ["step_overhead.py", "metrics.py", "import_time.py", "allocator.py"]
-)
+@pytest.mark.parametrize("name", [path.name for path in BENCHMARKS.glob("[!_]*.py")])
 def test_help_and_the_readme_say_the_command(name, monkeypatch, capsys):
     assert run_here(monkeypatch, name, "--help") == 0
     text = capsys.readouterr().out
@@ -139,6 +284,25 @@ def test_every_benchmark_is_in_the_readme():
     scripts = [path.name for path in BENCHMARKS.glob("[!_]*.py")]
     assert scripts
     assert [name for name in scripts if f"[{name}]({name})" not in readme] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "text"),
+    [
+        ("loading.py", ["--samples", "255"], "--samples must be 256 or more, for one batch"),
+        ("shuffle.py", ["--powers", "2"], "--powers must be 3 or more, for a batch of 256"),
+        ("epoch.py", ["--workers-table", "-1"], "must be 0 or more, but is -1"),
+        ("memory.py", ["--workers", "0"], "must be 1 or more, but is 0"),
+    ],
+)
+def test_too_little_is_refused(name, arguments, text, monkeypatch, capsys):
+    assert run_here(monkeypatch, name, *arguments) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_epoch_says_where_it_looked_for_mnist(tmp_path, monkeypatch):
+    said = run_here(monkeypatch, "epoch.py", "--data-dir", str(tmp_path))
+    assert said == f"MNIST must be in {tmp_path}/MNIST/raw, but is not: see --data-dir"
 
 
 @pytest.mark.parametrize("rounds", ["0", "-1"])

@@ -283,3 +283,17 @@ def test_the_first_and_the_last_index_are_in_range():
     several = ConcatDataset([tensors(3), tensors(2, 10)])
     numbers, *_ = whole_batch_reader(several)(torch.tensor([-5, 0, 4, -1]))
     assert numbers.tolist() == [0, 0, 11, 11]
+
+
+def _spawned():
+    whole = TensorDataset(torch.arange(6))
+    sets = [whole, Subset(whole, [5, 1, 2, 0]), ConcatDataset([whole, Subset(whole, [3])])]
+    options = {"num_workers": 1, "multiprocessing_context": "spawn"}
+    return [
+        [batch.tolist() for (batch,) in make_loader(dataset, len(dataset), **options)]
+        for dataset in sets
+    ]
+
+
+def test_a_worker_that_is_spawned_reads_whole_batches_too():
+    assert _spawned() == [[[0, 1, 2, 3, 4, 5]], [[5, 1, 2, 0]], [[0, 1, 2, 3, 4, 5, 3]]]

@@ -87,10 +87,10 @@ def identity(dataset: Any) -> dict[str, Any]:
             is_lawless = is_lawless or not same(parts, read_sample(dataset, index).parts)
         for path, tensor in sorted(parts.items()):
             contents.update(f"{path} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            contents.update(_bytes(tensor))
+            _add(contents, tensor)
     for layer in _layers(dataset):
         if isinstance(layer, Subset):
-            contents.update(_bytes(torch.as_tensor(layer.indices)))
+            _add(contents, torch.as_tensor(layer.indices))
     if is_random:
         _log.warning(
             "the samples of %s differ from one reading to the next, and the cache holds one "
@@ -150,6 +150,8 @@ def _transform_text(dataset: Any) -> str:
     return re.sub(r" at 0x[0-9a-fA-F]+", "", " ".join(texts))
 
 
-def _bytes(tensor: Tensor) -> bytes:
-    plain = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
-    return ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.numel() else b""
+def _add(contents: Any, tensor: Tensor) -> None:
+    """Add the bytes of `tensor` to a hash; NumPy, which could give them, may be missing."""
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    if plain.numel():
+        contents.update((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()))

@@ -21,6 +21,7 @@ from pardata._resuming import Identity, Position
 from pardata._sampling import mix
 from pardata._stopping_together import together
 from pardata._streaming import alike
+from pardata._whole_batches import is_read_whole
 from pardata._world import World
 
 _log = get_logger(__name__)
@@ -259,13 +260,16 @@ class Loader:
         self._has_spoken = True
         if stats["wait_seconds"] < _LONG or stats["wait_share"] < _LONG_SHARE:
             return
+        cures = f"more num_workers (now {self._loader.num_workers}) read in parallel"
+        if not is_read_whole(self.dataset):
+            cures += (
+                ", cache_dataset decodes once, and batch_transform does a whole batch at a time"
+            )
         _log.warning(
-            "the first epoch spent %.0f %% of its %.1f s waiting for data: more num_workers (now "
-            "%d) read in parallel, cache_dataset decodes once, and batch_transform does a whole "
-            "batch at a time",
+            "the first epoch spent %.0f %% of its %.1f s waiting for data: %s",
             100 * stats["wait_share"],
             stats["seconds"],
-            self._loader.num_workers,
+            cures,
             ranks=[0],
         )
 

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -31,11 +32,15 @@ def whole_batch_reader(dataset: Any) -> Read | None:
     if isinstance(dataset, ReadsBatches):
         return dataset.read_batch
     if _reads_as(dataset, TensorDataset):
-        return lambda indices: [rows_of(tensor, indices) for tensor in dataset.tensors]
+        return _Columns(dataset.tensors)
     if _reads_as(dataset, Subset):
-        return _of_subset(dataset)
+        if (inner := whole_batch_reader(dataset.dataset)) is None:
+            return None
+        return _Chosen(inner, torch.as_tensor(dataset.indices, dtype=torch.int64))
     if _reads_as(dataset, ConcatDataset):
-        return _of_several(dataset)
+        readers = [reader for part in dataset.datasets if (reader := whole_batch_reader(part))]
+        whole = len(readers) == len(dataset.datasets)
+        return _Joined(readers, dataset.cumulative_sizes) if whole else None
     return None
 
 
@@ -47,36 +52,46 @@ def _reads_as(dataset: object, kind: type) -> bool:
     )
 
 
-def _of_subset(dataset: Subset[Any]) -> Read | None:
-    inner = whole_batch_reader(dataset.dataset)
-    if inner is None:
-        return None
-    chosen = torch.as_tensor(dataset.indices, dtype=torch.int64)
-    return lambda indices: inner(chosen[indices])
+# Classes and not closures: a worker that is spawned gets them pickled.
 
 
-def _of_several(dataset: ConcatDataset[Any]) -> Read | None:
-    readers = [whole_batch_reader(part) for part in dataset.datasets]
-    if None in readers:
-        return None
-    ends = dataset.cumulative_sizes
+@dataclass(frozen=True)
+class _Columns:
+    tensors: tuple[Tensor, ...]
 
-    def read(indices: Tensor) -> Any:
-        outside = (indices < -ends[-1]) | (indices >= ends[-1])
+    def __call__(self, indices: Tensor) -> Any:
+        return [rows_of(tensor, indices) for tensor in self.tensors]
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    inner: Read
+    chosen: Tensor
+
+    def __call__(self, indices: Tensor) -> Any:
+        return self.inner(self.chosen[indices])
+
+
+@dataclass(frozen=True)
+class _Joined:
+    readers: list[Read]
+    ends: list[int]
+
+    def __call__(self, indices: Tensor) -> Any:
+        length = self.ends[-1]
+        outside = (indices < -length) | (indices >= length)
         if outside.any():
-            msg = f"index {indices[outside][0]} is out of range for {ends[-1]} samples"
+            msg = f"index {indices[outside][0]} is out of range for {length} samples"
             raise IndexError(msg)
-        indices = indices % ends[-1]  # the negative ones count from the end
+        indices = indices % length  # the negative ones count from the end
         parts, places = [], []
-        owners = torch.bucketize(indices, torch.tensor(ends), right=True)
+        owners = torch.bucketize(indices, torch.tensor(self.ends), right=True)
         for number in owners.unique().tolist():
             rows = (owners == number).nonzero()[:, 0]
-            start = ends[number - 1] if number else 0
-            parts.append(readers[number](indices[rows] - start))
+            start = self.ends[number - 1] if number else 0
+            parts.append(self.readers[number](indices[rows] - start))
             places.append(rows)
         return parts[0] if len(parts) == 1 else assembled(parts, torch.cat(places))
-
-    return read
 
 
 def is_read_whole(dataset: object) -> bool:

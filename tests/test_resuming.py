@@ -560,14 +560,14 @@ def _saved(directory, workers):
     steps(loader)
     for step, _ in enumerate(loader):
         if step == 1:
-            dcp.save({"loader": loader}, checkpoint_id=directory, no_dist=not dist.is_initialized())
+            dcp.save({"loader": loader}, checkpoint_id=directory)
             break
     return loader.state_dict()
 
 
 def _loaded(directory, workers):
     loader = loader_of(shuffle=True, num_workers=workers)
-    dcp.load({"loader": loader}, checkpoint_id=directory, no_dist=not dist.is_initialized())
+    dcp.load({"loader": loader}, checkpoint_id=directory)
     return loader.state_dict(), [*steps(loader), *steps(loader)]
 
 

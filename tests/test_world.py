@@ -249,6 +249,7 @@ NEED_A_GROUP = {
     "wrap_model(strategy='fsdp')": lambda: pardata.wrap_model(NET, "fsdp"),
     "check_in_sync": lambda: pardata.check_in_sync(NET),
     "seed_everything(per_rank=True)": lambda: pardata.seed_everything(1, per_rank=True),
+    "cache_dataset": lambda: pardata.cache_dataset(DATA, "nowhere"),
     "MetricWriter": lambda: pardata.MetricWriter("nowhere").close(),
     "progress": lambda: pardata.progress([1]),
 }
@@ -262,6 +263,7 @@ NEED_NONE = {
     "init": None,
     "World": None,
     "Loader": None,  # made by make_loader
+    "Microbatches": None,  # made by it too
 }
 
 

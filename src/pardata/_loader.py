@@ -213,6 +213,7 @@ class Loader:
                     break
                 self._now = self._state = now = now.after(count)
                 yield batch
+                del batch  # its memory may serve for the next one, and is still in the cache
             self._state = self._next
             self._speak_of_waiting(clock)
         finally:
@@ -226,22 +227,23 @@ class Loader:
         last: Fetched | None = None
         for count, own in enumerate(fetched):
             # Where only others have samples left, this rank's batch takes the shape of its last.
-            last = own if own is not None else last and last._replace(rows=0)
-            assert last is not None  # noqa: S101  # `together` sees to it
-            if count < again:
-                continue
-            batches = [
-                self._setting.placement.place(part, last.epoch, last.step, number)
-                for number, part in enumerate(last.parts, last.first)
-            ]
-            yield self._samples_of(last), self._shaped(batches, last)
+            step = own if own is not None else last and last._replace(rows=0)
+            assert step is not None  # noqa: S101  # `together` sees to it
+            last = step if self._setting.sharded else None
+            if count >= again:
+                yield self._samples_of(step), self._shaped(step)
+            del own, step  # nothing is kept that the next batch might take the place of
 
     def _samples_of(self, step: Fetched) -> int:
         # A rank that reads a stream of its own knows only what the steps should have.
         return self.batch_size if self._setting.sharded else sum(step.counts)
 
-    def _shaped(self, batches: list[Any], step: Fetched) -> Any:
+    def _shaped(self, step: Fetched) -> Any:
         """Return what the loop gets: microbatches, or one batch, empty if it has no rows."""
+        batches = [
+            self._setting.placement.place(part, step.epoch, step.step, number)
+            for number, part in enumerate(step.parts, step.first)
+        ]
         if self._setting.identity.microbatch_size is not None:
             return Microbatches(
                 batches, epoch=step.epoch, step=step.step, first=step.first, counts=step.counts

@@ -32,7 +32,7 @@ def whole_batch_reader(dataset: Any) -> Read | None:
     if isinstance(dataset, ReadsBatches):
         return dataset.read_batch
     if _reads_as(dataset, TensorDataset):
-        return _Columns(dataset.tensors)
+        return _Columns(dataset)
     if _reads_as(dataset, Subset):
         if (inner := whole_batch_reader(dataset.dataset)) is None:
             return None
@@ -57,10 +57,10 @@ def _reads_as(dataset: object, kind: type) -> bool:
 
 @dataclass(frozen=True)
 class _Columns:
-    tensors: tuple[Tensor, ...]
+    dataset: TensorDataset  # and not its tensors: a worker_init_fn may put others there
 
     def __call__(self, indices: Tensor) -> Any:
-        return [rows_of(tensor, indices) for tensor in self.tensors]
+        return [rows_of(tensor, indices) for tensor in self.dataset.tensors]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from pardata._reading import Fetched, Reader, ReadThrough, Request, Seeds
+from pardata._reading import Fetched, Reader, Request, Seeds, StandsForDataset
 
 
 class Whole(Dataset):
@@ -193,7 +193,7 @@ def test_an_interrupt_is_no_error_of_the_sample():
 def test_the_attributes_of_the_data_set_are_seen_and_set_through_the_reader():
     data = Whole()
     through = reader(data)
-    assert isinstance(through, ReadThrough)
+    assert isinstance(through, StandsForDataset)
     assert through.name == "squares"
     assert len(through.dataset) == 10
     with pytest.raises(AttributeError, match="colour"):

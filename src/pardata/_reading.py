@@ -84,7 +84,7 @@ class Seeds:
         return no_draws(user.value, device, thorough=step % _THOROUGH_EACH == 0)
 
 
-class ReadThrough:
+class StandsForDataset:
     """Stands for its `dataset` where a ``worker_init_fn`` finds it: at ``get_worker_info()``.
 
     Set `dataset` last: from then on other attributes are read from it, and new ones set there.
@@ -102,7 +102,7 @@ class ReadThrough:
             super().__setattr__(name, value)
 
 
-class Reader(ReadThrough, Dataset[Any]):
+class Reader(StandsForDataset, Dataset[Any]):
     """A data set as the loader's workers see it: asked for a `Request`, it returns batches."""
 
     def __init__(

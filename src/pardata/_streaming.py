@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from pardata._generators import kept_generators, seed_generators
-from pardata._reading import Fetched, ReadThrough, Seeds, User, unreadable
+from pardata._reading import Fetched, Seeds, StandsForDataset, User, unreadable
 from pardata._sampling import Plan, mix, share
 from pardata._world import world
 
@@ -34,7 +34,7 @@ class Cut:
         return Plan(count, self.batch_size, False, self.microbatch_size, self.rank, self.size)
 
 
-class Stream(ReadThrough, IterableDataset[Fetched]):
+class Stream(StandsForDataset, IterableDataset[Fetched]):
     """An iterable data set as the loader's workers see it: it yields whole steps.
 
     Unless the data set is `sharded`, every rank and every worker goes through all of it and keeps

@@ -358,3 +358,68 @@ def test_without_a_device_no_gpu_is_touched(gpus):
             draw_from(gpus[0])
     assert not torch.equal(gpus[0].get_state(), states[0])  # as drawn from, and never put back
     assert torch.equal(gpus[1].get_state(), states[1])
+
+
+# --- NumPy's state, which is read and written in memory where that can be done ---
+
+
+def assert_same_state(one, other):
+    assert one[0] == other[0]
+    assert one[1].tobytes() == other[1].tobytes()
+    assert one[2:] == other[2:]
+
+
+@given(
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 700),
+    st.integers(0, 700),
+    st.sampled_from([np.random.randn, np.random.rand, lambda: np.random.seed(1), lambda: None]),
+)
+def test_numpys_state_is_put_back_to_the_last_word(seed, before, inside, draw_once):
+    numpy_generator = default_generators()[1]
+    np.random.seed(seed)
+    for _ in range(before):
+        np.random.randn()
+    expected = np.random.get_state()
+    state = numpy_generator.state()
+    assert not numpy_generator.moved_since(state)
+    for _ in range(inside):
+        draw_once()
+    found = np.random.get_state()
+    moved = found[1].tobytes() != expected[1].tobytes() or found[2:] != expected[2:]
+    assert numpy_generator.moved_since(state) == moved
+    numpy_generator.restore(state)
+    assert_same_state(np.random.get_state(), expected)
+    assert not numpy_generator.moved_since(state)
+
+
+def test_a_bit_generator_that_the_user_chose_is_kept_as_well():
+    numpy_generator, mine = default_generators()[1], np.random.get_bit_generator()
+    try:
+        for other in (np.random.MT19937(5), np.random.MT19937(6)):
+            np.random.set_bit_generator(other)
+            expected = np.random.get_state()
+            state = numpy_generator.state()
+            first = np.random.rand()
+            assert numpy_generator.moved_since(state)
+            numpy_generator.restore(state)
+            assert_same_state(np.random.get_state(), expected)
+            assert np.random.rand() == first
+    finally:
+        np.random.set_bit_generator(mine)
+
+
+def test_a_numpy_that_keeps_its_words_elsewhere_is_asked_for_its_state(monkeypatch):
+    # As one before 1.24 would be, or one to come whose memory looks otherwise.
+    from pardata import _generators
+
+    numpy_generator = _generators._NumPy(np)
+    monkeypatch.setattr(_generators.ctypes, "string_at", lambda _address, size: b"?" * size)
+    np.random.seed(4)
+    state = numpy_generator.state()
+    assert state.words == b""
+    first = np.random.rand()
+    assert numpy_generator.moved_since(state)
+    numpy_generator.restore(state)
+    assert not numpy_generator.moved_since(state)
+    assert np.random.rand() == first

@@ -1,10 +1,12 @@
 """The default generators of Python, NumPy and PyTorch: seeded, put back, caught in use."""
 
+import ctypes
 import random
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -32,22 +34,70 @@ class _Python:
         return bool(random.getstate() != state)
 
 
+class _NumPyState(NamedTuple):
+    """NumPy's state, and its words as they lie in memory, if nothing else belongs to it."""
+
+    whole: tuple[Any, ...]
+    words: bytes
+    address: int
+
+
 class _NumPy:
+    """NumPy's, which takes 35 microseconds to hand out its state, and 40 to take one.
+
+    So where the words in memory are seen to be those that it hands out, they are read and written
+    there.
+    """
+
     def __init__(self, numpy: Any) -> None:
         self._random = numpy.random
+        self._last: _NumPyState | None = None
 
     def seed(self, number: int) -> None:
         self._random.seed(number % 2**32)
 
-    def state(self) -> Any:
-        return self._random.get_state()
+    def state(self) -> _NumPyState:
+        if self._last is None or not self._has_words_of(self._last):
+            self._last = self._read()
+        return self._last
 
-    def restore(self, state: Any) -> None:
-        self._random.set_state(state)
+    def restore(self, state: _NumPyState) -> None:
+        if not state.words or self._address() != state.address:
+            self._random.set_state(state.whole)
+            return
+        self._random.seed(0)  # forgets the second of two normal numbers, which is not in the words
+        with self._random.get_bit_generator().lock:
+            ctypes.memmove(state.address, state.words, len(state.words))
 
-    def moved_since(self, state: Any) -> bool:
+    def moved_since(self, state: _NumPyState) -> bool:
+        if state.words and self._address() == state.address:
+            return not self._has_words_of(state)
         _, words, *rest = self._random.get_state()
-        return bool(rest != list(state[2:]) or words.tobytes() != state[1].tobytes())
+        return bool(rest != list(state.whole[2:]) or words.tobytes() != state.whole[1].tobytes())
+
+    def _read(self) -> _NumPyState:
+        whole = self._random.get_state()
+        kind, words, position, has_normal, _ = whole
+        raw = words.tobytes() + position.to_bytes(4, sys.byteorder)
+        address = self._address()
+        plain = kind == "MT19937" and not has_normal and address != 0
+        if not plain or ctypes.string_at(address, len(raw)) != raw:
+            raw = b""
+        return _NumPyState(whole, raw, address)
+
+    def _has_words_of(self, state: _NumPyState) -> bool:
+        size = len(state.words)
+        return (
+            size > 0
+            and self._address() == state.address
+            and ctypes.string_at(state.address, size) == state.words
+        )
+
+    def _address(self) -> int:
+        if not hasattr(self._random, "get_bit_generator"):  # NumPy before 1.24
+            return 0
+        address: int = self._random.get_bit_generator().ctypes.state_address
+        return address
 
 
 class _Torch:
@@ -107,7 +157,7 @@ def forked_seed(number: int, device: torch.device | None = None) -> Iterator[Non
 def no_draws(what: str, device: torch.device | None = None, *, thorough: bool) -> Iterator[None]:
     """Raise, after the block, where it drew from a default generator.
 
-    PyTorch's are always looked at; the others, which takes 80 microseconds, if `thorough`.
+    PyTorch's are always looked at; the others, which takes longer, if `thorough`.
 
     Raises:
         RuntimeError: says that `what` drew, and how to let it.

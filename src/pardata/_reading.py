@@ -68,10 +68,13 @@ class Seeds:
     reproducible: bool
     microbatches: bool
 
-    def of_sample(self, epoch: int, index: Any) -> int:
+    def of_samples(self, epoch: int) -> Callable[[Any], int]:
+        """Return what gives the seed of each sample from its index."""
+        key = mix(self.seed, epoch)
         # A sampler may yield indices of any kind.
-        number = index if isinstance(index, int) else mix(*repr(index).encode())
-        return mix(self.seed, epoch, number)
+        return lambda index: mix(
+            key, *([index] if isinstance(index, int) else repr(index).encode())
+        )
 
     def around_part(
         self, user: "User", epoch: int, step: int, number: int, device: torch.device | None = None
@@ -157,19 +160,20 @@ class Reader(StandsForDataset, Dataset[Any]):
         Those that the data set has never drawn from are left alone, which saves most of the time;
         where it has now drawn from one of them, all is read again.
         """
+        seed_of = self._seeds.of_samples(epoch)
         left_alone = default_generators() if self._seeds.reproducible else ()
         while True:
             left_alone = tuple(own for own in left_alone if own not in self._drawn_from)
             states = [(own, own.state()) for own in left_alone]
-            samples = [self._sample(epoch, index) for index in indices]
+            samples = [self._sample(index, seed_of) for index in indices]
             drawn = [own for own, state in states if own.moved_since(state)]
             if not drawn:
                 return samples
             self._drawn_from += drawn
 
-    def _sample(self, epoch: int, index: Any) -> Any:
+    def _sample(self, index: Any, seed_of: Callable[[Any], int]) -> Any:
         if self._drawn_from:
-            seed_generators(self._seeds.of_sample(epoch, index), among=self._drawn_from)
+            seed_generators(seed_of(index), among=self._drawn_from)
         return self._said(self.dataset.__getitem__, index)
 
     def _around(self, user: User, request: Request, number: int) -> AbstractContextManager[None]:

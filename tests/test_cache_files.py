@@ -23,7 +23,7 @@ from pardata._cache_files import (
     publish,
     read_manifest,
 )
-from pardata.testing import _context
+from pardata._running import _context
 
 DTYPES = [
     *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),

@@ -36,7 +36,8 @@ from torch.utils.data import (
 )
 
 from pardata import _caching, cache_dataset, make_loader
-from pardata.testing import _context, run
+from pardata._running import _context
+from pardata.testing import run
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 NOT_LOOKED_AT = 4  # of 10 samples: not among the 8 by which a change is noticed

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from launched import slurm_variables, torchrun_variables
 
 import pardata
-from pardata import testing
+from pardata import _running
 from pardata.testing import run
 
 SIZES = [1, 2, 3, 4]
@@ -175,7 +175,7 @@ def leave_one_stuck():
 
 
 def test_a_rank_that_is_stuck_because_another_failed_does_not_hide_why(monkeypatch):
-    monkeypatch.setattr(testing, "_GRACE", 0.5)
+    monkeypatch.setattr(_running, "_GRACE", 0.5)
     started = time.monotonic()
     with pytest.raises(ValueError, match="the reason"):
         run(leave_one_stuck)
@@ -255,7 +255,7 @@ def test_the_test_process_itself_joins_nothing():
 
 def test_without_a_forkserver_processes_are_spawned(monkeypatch):
     monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: ["spawn"])
-    assert testing._context().get_start_method() == "spawn"
+    assert _running._context().get_start_method() == "spawn"
 
 
 def run_inside():

@@ -1,5 +1,6 @@
 """Parallel-training utilities for PyTorch: the same script in one process and in many."""
 
+from pardata._backward import backward as backward
 from pardata._caching import cache_dataset as cache_dataset
 from pardata._collectives import all_gather as all_gather
 from pardata._collectives import all_reduce_mean as all_reduce_mean
@@ -31,6 +32,7 @@ __all__ = [
     "all_gather",
     "all_reduce_mean",
     "all_reduce_sum",
+    "backward",
     "barrier",
     "cache_dataset",
     "check_in_sync",

@@ -56,6 +56,17 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
             self._broadcast_buffers()
         return output
 
+    @contextmanager
+    def _buffers_once(self) -> Iterator[None]:
+        """Equalise the buffers after the block and not within it. Collective."""
+        syncs, self._syncs_buffers = self._syncs_buffers, False
+        try:
+            yield
+        finally:
+            self._syncs_buffers = syncs
+        if syncs and unwrap(self).training:
+            self._broadcast_buffers()
+
     @property
     def _joins(self) -> bool:
         """Whether this is inside ``join()``, PyTorch's protocol for uneven inputs."""

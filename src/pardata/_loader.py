@@ -258,7 +258,14 @@ class Loader:
         ]
         if self._setting.identity.microbatch_size is not None:
             return Microbatches(
-                batches, epoch=step.epoch, step=step.step, first=step.first, counts=step.counts
+                batches if step.rows else (),
+                epoch=step.epoch,
+                step=step.step,
+                first=step.first,
+                counts=step.counts,
+                seed=self._setting.identity.seed,
+                size=self._setting.here.size,
+                stand_in=batches[0],
             )
         (batch,) = batches
         if self._samples_of(step) < self._setting.here.size or step.rows == 0:

@@ -16,16 +16,32 @@ class Microbatches(Sequence[_T]):
         step: its number within the epoch.
         first: the number, within the step, of the first microbatch here.
         counts: how many samples each microbatch of the whole step has, over all ranks.
+        seed: of the loader.
+        size: how many ranks share the step.
+        stand_in: a microbatch of the step: one of these, or, on a rank that has none, one that is
+            not its own, to run where all ranks must run one and not to be counted.
     """
 
     def __init__(
-        self, batches: Iterable[_T], *, epoch: int, step: int, first: int, counts: Sequence[int]
+        self,
+        batches: Iterable[_T],
+        *,
+        epoch: int,
+        step: int,
+        first: int,
+        counts: Sequence[int],
+        seed: int = 0,
+        size: int = 1,
+        stand_in: _T | None = None,
     ) -> None:
         self._batches = tuple(batches)
         self.epoch = epoch
         self.step = step
         self.first = first
         self.counts = tuple(counts)
+        self.seed = seed
+        self.size = size
+        self.stand_in = self._batches[0] if self._batches else stand_in
 
     def __len__(self) -> int:
         return len(self._batches)

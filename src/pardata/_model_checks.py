@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from pardata._exact import ExactModel
 from pardata._unwrapping import is_parallel
 
 
@@ -44,7 +45,8 @@ def _check_trainable(model: nn.Module, strategy: str) -> None:
 def check_options(strategy: str, options: dict[str, Any]) -> None:
     """Refuse options that the wrapped class does not have."""
     # "none" takes what "ddp" would, for "auto" becomes either.
-    target = DataParallel if strategy == "dp" else DistributedDataParallel
+    classes: dict[str, type[nn.Module]] = {"dp": DataParallel, "exact": ExactModel}
+    target = classes.get(strategy, DistributedDataParallel)
     if strategy == "fsdp":
         from torch.distributed.fsdp import fully_shard  # noqa: PLC0415  # half a second
 

@@ -111,21 +111,20 @@ class Requests(Sampler[Request]):
         for start in range(first_step, len(self.plan), together):
             steps = range(start, min(start + together, len(self.plan)))
             parts = [self.plan.parts(step) for step in steps]
-            read = [self._read(step, runs) for step, runs in zip(steps, parts, strict=True)]
+            read = [
+                runs if any(runs) else [self.plan.stand_in(step)]
+                for step, runs in zip(steps, parts, strict=True)
+            ]
             found = iter(at([run for runs in read for run in runs]))
-            for step, runs in zip(steps, parts, strict=True):
+            for step, own, runs in zip(steps, parts, read, strict=True):
                 yield Request(
                     epoch,
                     step,
                     self.plan.microbatches(step).start,
                     [self._sendable(next(found)) for _ in runs],
                     self.plan.counts(step),
-                    sum(map(len, runs)),
+                    sum(map(len, own)),
                 )
-
-    def _read(self, step: int, runs: list[range]) -> list[range]:
-        # A rank without samples reads the step's first, whose shape its empty batch takes.
-        return [run or self.plan.step(step)[:1] for run in runs]
 
     def _sendable(self, indices: Indices) -> Indices:
         # A tensor would cross to a worker as shared memory: a file and a system call each.

@@ -56,7 +56,7 @@ class Fetched(NamedTuple):
     first: int
     parts: list[Any]
     counts: tuple[int, ...]  # samples of each microbatch of the whole step, over all ranks
-    rows: int  # samples of this rank; of none, `parts` holds one for its shape
+    rows: int  # samples of this rank; of none, `parts` holds what stands in for them
     read: str = ""  # of a stream: a hash of what its reader read first
 
 

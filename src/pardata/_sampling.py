@@ -68,6 +68,14 @@ class Plan:
             return [positions[own.start : own.stop]]
         return [self._microbatch(positions, number) for number in self.microbatches(index)]
 
+    def stand_in(self, index: int) -> range:
+        """Return what a rank reads that has no samples in step `index`.
+
+        The first microbatch of the step, to be run where all ranks must run one; or the first
+        sample, whose shape an empty batch takes.
+        """
+        return self.step(index)[: self.microbatch_size or 1]
+
     def microbatches(self, index: int) -> range:
         """Return the numbers, within step `index`, of this rank's microbatches; of a share, 0."""
         if self.microbatch_size is None:

@@ -95,13 +95,14 @@ class Stream(StandsForDataset, IterableDataset[Fetched]):
             step += workers
 
     def _fetched(self, epoch: int, step: int, plan: Plan, read: list[Any]) -> Fetched:
-        runs, first = plan.parts(0), plan.microbatches(0).start
+        own, first = plan.parts(0), plan.microbatches(0).start
+        runs = own if any(own) else [plan.stand_in(0)]
         with kept_generators() if self._seeds.reproducible else nullcontext():
             parts = [
-                self._collated(epoch, step, number, [read[i] for i in run or range(1)])
+                self._collated(epoch, step, number, [read[i] for i in run])
                 for number, run in enumerate(runs, first)
             ]
-        return Fetched(epoch, step, first, parts, plan.counts(0), sum(map(len, runs)))
+        return Fetched(epoch, step, first, parts, plan.counts(0), sum(map(len, own)))
 
     def _collated(self, epoch: int, step: int, number: int, samples: list[Any]) -> Any:
         if self._collate is None:

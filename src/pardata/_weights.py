@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pardata._agreement import agree
 from pardata._store import require_same
-from pardata._unwrapping import is_sharded, unwrap
+from pardata._unwrapping import Wrapper, is_sharded, layers, unwrap
 from pardata._world import require_world
 
 # What wrappers put into the names of parameters.
@@ -62,7 +62,11 @@ def load_weights(
         raise ValueError(NO_ASSIGN)
     if isinstance(state_or_path, str | os.PathLike):
         state_or_path = torch.load(state_or_path, map_location="cpu", weights_only=True)
-    state = _renamed(_checked_state(state_or_path), plain)
+    state = _checked_state(state_or_path)
+    for layer in layers(model):
+        if isinstance(layer, Wrapper):
+            layer.check_state(state)
+    state = _renamed(state, plain)
     if is_sharded(plain):
         return _load_sharded(plain, state, strict=strict)
     return LoadedKeys(*plain.load_state_dict(state, strict=strict, assign=assign))
@@ -79,7 +83,7 @@ def fingerprint(model: nn.Module) -> str:
     'e3b0c442'
     """
     digest = hashlib.sha256()
-    for name, tensor in _tensors(model):
+    for name, tensor in named_tensors(model):
         digest.update(f"{name} {tensor.dtype}".encode())
         _update(digest, tensor)
     return digest.hexdigest()
@@ -216,7 +220,8 @@ def _load_sharded(plain: nn.Module, state: dict[str, Any], *, strict: bool) -> L
     return keys
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and buffers, whole and by name; collective where they are sharded."""
     for name, value in unwrap(model).state_dict().items():
         if isinstance(value, Tensor):  # not what get_extra_state() returns
             yield name, value if _is_whole(value) else value.full_tensor()  # type: ignore[attr-defined]

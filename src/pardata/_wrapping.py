@@ -7,14 +7,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from pardata._agreement import agree
+from pardata._buffers import EqualBuffers
 from pardata._data_parallel import ReadThroughDP
 from pardata._distributed import ReadThroughDDP
+from pardata._exact import ExactModel, check_kernels, kernels
 from pardata._logging import get_logger
 from pardata._model_checks import check_module, check_options, check_same_models, signature
+from pardata._store import require_same
+from pardata._sync_batch_norm import check_batch_norms, synchronise_batch_norms
 from pardata._unwrapping import unwrap
 from pardata._world import World, require_world
 
@@ -34,7 +37,7 @@ def wrap_model(
 ) -> nn.Module:
     """Move `model` to its device and wrap it, so that training keeps all replicas equal.
 
-    ========== =====================================================================
+    =========== ====================================================================
     ``"auto"`` ``"ddp"`` in a world larger than one, else ``"none"``
     ``"none"`` the module itself, moved and not wrapped: no cost at all
     ``"dp"``   `torch.nn.DataParallel`: one process, several GPUs
@@ -56,8 +59,9 @@ def wrap_model(
             it is.
         strategy: see the table.
         device: the world's device if not given; under ``"dp"`` the first of ``device_ids``.
-        sync_batchnorm: batch norm over the global batch, by PyTorch's ``SyncBatchNorm``, which
-            needs GPUs. Nothing to do in a single process.
+        sync_batchnorm: batch norm over the samples of all ranks: by PyTorch's ``SyncBatchNorm`` on
+            GPUs, by our own on CPUs, where that does not run. Every forward of a batch norm in
+            training mode is then collective. Nothing to do in a single process.
         options: for the wrapped class. ``"ddp"``: ``find_unused_parameters``, ``bucket_cap_mb``,
             ``static_graph`` and so on (``gradient_as_bucket_view`` is True unless told
             otherwise). ``"dp"``: ``device_ids``, ``output_device``, ``dim``. ``"fsdp"``:
@@ -180,33 +184,63 @@ def _fsdp(
         )
         raise RuntimeError(msg)
     # fully_shard shards what each rank has; unlike DDP it does not begin from rank 0's weights.
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            if not hasattr(tensor, "full_tensor"):  # sharded before: there is no copy to equalise
-                dist.broadcast(tensor.data, 0)
+    _broadcast_weights(model)
     options = {"mesh": init_device_mesh(kind, (here.size,)), **options}
     # Inside torch.compile, as PyTorch advises: names and hooks are then those of the module.
     fully_shard(unwrap(model), **options)
     if here.size > 1:
-        unwrap(model).register_forward_hook(_broadcast_buffers)
+        unwrap(model).register_forward_hook(EqualBuffers())
     return model
 
 
+def _exact(
+    model: nn.Module,
+    here: World,
+    device: torch.device | str | None,
+    sync_batchnorm: bool,
+    options: dict[str, Any],
+) -> nn.Module:
+    if sync_batchnorm:
+        msg = (
+            "`sync_batchnorm` must be False under strategy 'exact', but is True: there batch norm "
+            "takes the statistics of each microbatch, which are the same at every world size"
+        )
+        raise ValueError(msg)
+    model = _moved(model, here.device if device is None else device)
+    wrapped = ExactModel(model, **options)
+
+    def checked() -> dict[str, object]:
+        check_kernels(model)
+        return kernels(wrapped)
+
+    told = agree(here, "wrap_model(strategy='exact')", checked)
+    cure = "Start on machines and with versions that are alike, or use strategy 'ddp'."
+    require_same("wrap_model(strategy='exact')", told, cure)
+    if here.size > 1:
+        _broadcast_weights(model)
+    _log.info(
+        "strategy 'exact' computes with %d thread(s) on each rank, whatever their number",
+        torch.get_num_threads(),
+        once=True,
+    )
+    return wrapped
+
+
 _Wrap = Callable[[nn.Module, World, torch.device | str | None, bool, dict[str, Any]], nn.Module]
-_STRATEGIES: dict[str, _Wrap] = {"none": _none, "dp": _dp, "ddp": _ddp, "fsdp": _fsdp}
+_STRATEGIES: dict[str, _Wrap] = {
+    "none": _none,
+    "dp": _dp,
+    "ddp": _ddp,
+    "fsdp": _fsdp,
+    "exact": _exact,
+}
 
 
-def _broadcast_buffers(module: nn.Module, _args: object, _output: object) -> None:
-    """Make the buffers equal after a training forward, as under 'ddp'."""
-    if module.training and torch.is_grad_enabled():
-        buffers = [buffer.data for buffer in module.buffers()]
-        if buffers:  # as DDP does it: in one message, which torch has no public name for
-            dist._broadcast_coalesced(  # noqa: SLF001
-                distributed_c10d._get_default_group(),  # noqa: SLF001
-                buffers,
-                250 * 2**20,
-                0,
-            )
+def _broadcast_weights(model: nn.Module) -> None:
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if not hasattr(tensor, "full_tensor"):  # sharded before: there is no copy to equalise
+                dist.broadcast(tensor.data, 0)
 
 
 def _prepared(
@@ -239,12 +273,10 @@ def _moved(model: nn.Module, device: torch.device | str) -> nn.Module:
 
 
 def _with_sync_batchnorm(model: nn.Module) -> nn.Module:
+    check_batch_norms(model)
     if any(parameter.device.type == "cpu" for parameter in model.parameters()):
-        msg = (
-            "`sync_batchnorm` must be False on a CPU, but is True: PyTorch's SyncBatchNorm works "
-            "on GPUs only; use a larger batch per rank, or a norm without batch statistics"
-        )
-        raise ValueError(msg)
+        synchronise_batch_norms(model)  # by ours: PyTorch's refuses CPU tensors
+        return model
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return converted
 

@@ -1,0 +1,145 @@
+"""What each microbatch of a step counts, and all of them together, over all ranks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pardata._batches import tensors_of
+from pardata._microbatches import Microbatches
+
+Count = Callable[[Any], int]
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Who runs the microbatches of a step together.
+
+    Attributes:
+        size: how many ranks.
+        group: their process group; None for that of the world.
+        device: where the group reduces.
+        at_least: how many microbatches a rank must run, of its own number and the largest.
+    """
+
+    size: int
+    group: Any
+    device: torch.device
+    at_least: Callable[[int, int], int]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One microbatch that this rank runs; a stand-in counts 0 and has no number in the step."""
+
+    microbatch: Any
+    count: int
+    number: int | None = None
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The microbatches that this rank runs in a step.
+
+    Attributes:
+        own: what is run, in this order.
+        total: returns what the microbatches of all ranks count; raises, on every rank, where one
+            of them could not be counted, or all count 0.
+    """
+
+    own: list[Piece]
+    total: Callable[[], int]
+
+    @classmethod
+    def of(cls, batch: Any, count: Count | None, sharing: Sharing) -> "Pieces":
+        """Return what `batch` is made of. Communicates only where no plan says what counts."""
+        if not isinstance(batch, Microbatches):
+            counts, total = _counted([batch], _rows if count is None else count, sharing)
+            return cls([Piece(batch, counts[0], 0)], total)
+        if count is None:
+            counts, total = _planned(batch, sharing)
+        else:
+            counts, total = _counted(list(batch), count, sharing)
+        numbers = range(batch.first, batch.first + len(batch))
+        own = [Piece(*facts) for facts in zip(batch, counts, numbers, strict=True)]
+        most = -(-len(batch.counts) // sharing.size)
+        missing = sharing.at_least(len(own), most) - len(own)
+        # First, so that what synchronises is a microbatch of this rank's own, if it has one.
+        return cls([Piece(batch.stand_in, 0)] * missing + own, total)
+
+
+def _planned(batch: Microbatches[Any], sharing: Sharing) -> tuple[list[int], Callable[[], int]]:
+    counts = list(batch.counts[batch.first : batch.first + len(batch)])
+    if sharing.size == 1:
+        return counts, lambda: _positive(sum(counts))
+    if batch.size != sharing.size:
+        msg = (
+            f"the ranks that train the model, {sharing.size}, must be those that share `batch`, "
+            f"but it is shared by {batch.size}: pass distributed='auto' to make_loader"
+        )
+        raise ValueError(msg)
+    return counts, lambda: _positive(sum(batch.counts))
+
+
+def _counted(
+    microbatches: list[Any], count: Count, sharing: Sharing
+) -> tuple[list[int], Callable[[], int]]:
+    """Count the microbatches here, and begin to add up those of all ranks."""
+    error: Exception | None = None
+    counts = [0] * len(microbatches)
+    try:
+        counts = [_checked(count(microbatch)) for microbatch in microbatches]
+    except Exception as raised:  # noqa: BLE001  # raised again once all ranks know
+        error = raised
+    told = torch.tensor([sum(counts), error is not None], device=sharing.device)
+    work: Any = None
+    if sharing.size > 1:
+        work = dist.all_reduce(told, group=sharing.group, async_op=True)
+
+    def total() -> int:
+        if work is not None:
+            work.wait()
+        everything, failed = told.tolist()
+        if error is not None:
+            raise error
+        if failed:
+            msg = (
+                f"every microbatch must be counted, but that failed on {failed} other rank(s): "
+                f"see the error there"
+            )
+            raise RuntimeError(msg)
+        return _positive(everything)
+
+    return counts, total
+
+
+def _checked(number: Any) -> int:
+    if isinstance(number, torch.Tensor) and number.numel() == 1 and not number.is_floating_point():
+        number = int(number)
+    if isinstance(number, bool) or not isinstance(number, int):
+        msg = f"`count` must return an integer, but returned {number!r} ({type(number).__name__})"
+        raise TypeError(msg)
+    if number < 0:
+        msg = f"`count` must return an integer from 0 up, but returned {number}"
+        raise ValueError(msg)
+    return number
+
+
+def _positive(total: int) -> int:
+    if total == 0:
+        msg = "a step must count something, but all its microbatches count 0: skip it"
+        raise ValueError(msg)
+    return total
+
+
+def _rows(batch: Any) -> int:
+    first = next(tensors_of(batch), None)
+    if first is None or first.ndim == 0:
+        msg = (
+            f"`batch` must hold a tensor whose rows are its samples, but a {type(batch).__name__} "
+            f"has none: pass `count`"
+        )
+        raise TypeError(msg)
+    return len(first)

@@ -1,0 +1,195 @@
+"""Batch norm over the samples of all ranks, on CPUs, where PyTorch has none."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+class SyncBatchNormCPU(_BatchNorm):
+    """`torch.nn.SyncBatchNorm` for CPU tensors: one collective forward, and one backward.
+
+    Statistics are those of the samples of all ranks together, each counted once however unevenly
+    they are shared, of none included. In evaluation, and where there is one process, it is the
+    batch norm that it was made from.
+
+    Sergey Ioffe and Christian Szegedy, "Batch Normalization", ICML 2015; the statistics of the
+    ranks are put together as in Chan, Golub and LeVeque, "Updating formulae and a pairwise
+    algorithm for computing sample variances", 1979.
+    """
+
+    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002  # PyTorch's name
+        if input.dim() < 2:
+            msg = f"`input` must have 2 dimensions or more, but has {input.dim()}: add a batch's"
+            raise ValueError(msg)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # PyTorch's name
+        """Normalise each channel, the second dimension; collective in training."""
+        if not (self.training and dist.is_initialized() and dist.get_world_size() > 1):
+            return super().forward(input)
+        self._check_input_dim(input)
+        self._check_numbers(input)
+        mean, variance, count = _statistics(input.detach())
+        if self.track_running_stats:
+            self._track(mean, variance * (count / (count - 1)))
+        weight = torch.ones_like(mean) if self.weight is None else self.weight
+        bias = torch.zeros_like(mean) if self.bias is None else self.bias
+        inverse = (variance + self.eps).rsqrt()
+        normalised: Tensor = _Normalise.apply(input, weight, bias, (mean, inverse, count))
+        return normalised
+
+    def _check_numbers(self, rows: Tensor) -> None:
+        # What PyTorch's kernel would refuse, and arithmetic would broadcast or round.
+        if rows.shape[1] != self.num_features:
+            msg = (
+                f"`input` must have {self.num_features} channels, its second dimension, but has "
+                f"{rows.shape[1]}: fit `num_features` to it"
+            )
+            raise ValueError(msg)
+        if not rows.is_floating_point():
+            msg = f"`input` must hold floating-point numbers, but is {rows.dtype}: convert it"
+            raise TypeError(msg)
+
+    def _track(self, mean: Tensor, variance: Tensor) -> None:
+        momentum = self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if momentum is None:  # a mean over all batches so far
+                momentum = 1.0 / float(self.num_batches_tracked)
+        for running, new in ((self.running_mean, mean), (self.running_var, variance)):
+            if running is not None and momentum is not None:
+                running.lerp_(new.to(running), momentum)
+
+
+# Still of their old classes: users find batch norms by `isinstance`, to freeze them say.
+
+
+class SyncBatchNorm1d(SyncBatchNormCPU, nn.BatchNorm1d):
+    """`torch.nn.BatchNorm1d` over all ranks."""
+
+    _check_input_dim = nn.BatchNorm1d._check_input_dim  # noqa: SLF001
+
+
+class SyncBatchNorm2d(SyncBatchNormCPU, nn.BatchNorm2d):
+    """`torch.nn.BatchNorm2d` over all ranks."""
+
+    _check_input_dim = nn.BatchNorm2d._check_input_dim  # noqa: SLF001
+
+
+class SyncBatchNorm3d(SyncBatchNormCPU, nn.BatchNorm3d):
+    """`torch.nn.BatchNorm3d` over all ranks."""
+
+    _check_input_dim = nn.BatchNorm3d._check_input_dim  # noqa: SLF001
+
+
+# By the shapes that they take, which a class of the user's may have changed.
+_SYNCHRONISED: dict[Any, type[SyncBatchNormCPU]] = {
+    kind._check_input_dim: kind  # noqa: SLF001
+    for kind in (SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d)
+}
+
+
+def synchronise_batch_norms(model: nn.Module) -> None:
+    """Make each batch norm in `model` one over all ranks, in place."""
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and not is_synchronised(module):
+            # The class alone: parameters, hooks, the mode and whoever holds the module stay.
+            takes = type(module)._check_input_dim  # noqa: SLF001
+            module.__class__ = _SYNCHRONISED.get(takes, SyncBatchNormCPU)
+
+
+def is_synchronised(module: nn.Module) -> bool:
+    """Whether it is a batch norm over all ranks, PyTorch's or ours."""
+    return isinstance(module, SyncBatchNormCPU | nn.SyncBatchNorm)
+
+
+def check_batch_norms(model: nn.Module) -> None:
+    """Refuse batch norms that do more than PyTorch's: being replaced they would lose it.
+
+    Raises:
+        ValueError: names the first such module.
+    """
+    for name, module in model.named_modules():
+        if not isinstance(module, _BatchNorm) or is_synchronised(module):
+            continue
+        if getattr(module.forward, "__func__", None) is not _BatchNorm.forward:
+            msg = (
+                f"`sync_batchnorm` must find batch norms with PyTorch's own forward, to replace "
+                f"it, but `{name or 'model'}` ({type(module).__name__}) has another: put what it "
+                f"adds into a module beside an nn.BatchNorm1d, 2d or 3d"
+            )
+            raise ValueError(msg)
+
+
+def _statistics(rows: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Return mean and biased variance of each channel over all ranks, and of how many numbers."""
+    channels = rows.shape[1]
+    here = torch.zeros(3, channels, dtype=torch.float64)
+    here[0] = own = rows.numel() // channels
+    if own:
+        wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        variance, here[1] = torch.var_mean(wide, _all_but_channels(rows), correction=0)
+        here[2] = variance.double() * own
+    there = [torch.empty_like(here) for _ in range(dist.get_world_size())]
+    dist.all_gather(there, here)
+    counts, means, squares = torch.stack(there).unbind(dim=1)
+    count = int(counts[:, 0].sum())
+    if count < 2:
+        msg = (
+            f"batch norm must have more than one number per channel in training, but all ranks "
+            f"together have {count}: use a larger batch"
+        )
+        raise ValueError(msg)
+    mean = (counts * means).sum(dim=0) / count
+    spread = squares.sum(dim=0) + (counts * (means - mean).square()).sum(dim=0)
+    return mean, spread / count, count
+
+
+class _Normalise(torch.autograd.Function):
+    """``(input - mean) * inverse * weight + bias``, where mean and inverse hang on all inputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor, statistics: tuple[Tensor, Tensor, int]
+    ) -> Tensor:
+        mean, inverse, ctx.count = statistics
+        ctx.save_for_backward(rows, weight, mean, inverse)
+        normal = _normal(rows, mean, inverse)
+        return normal.mul_(_along(weight, rows)).add_(_along(bias, rows)).to(rows.dtype)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]  # autograd does not see the collective
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, mean, inverse = ctx.saved_tensors
+        normal = _normal(rows, mean, inverse)
+        wide = gradient.to(normal.dtype)
+        axes = _all_but_channels(rows)
+        own = torch.stack([wide.sum(axes), (wide * normal).sum(axes)])
+        on_rows: Tensor | None = None
+        if ctx.needs_input_grad[0]:  # not of a first layer, on any rank
+            everywhere = own.to(torch.float64, copy=True)
+            dist.all_reduce(everywhere)
+            mean_gradient, mean_product = everywhere / ctx.count
+            on_rows = wide - _along(mean_gradient, rows) - normal.mul_(_along(mean_product, rows))
+            on_rows = on_rows.mul_(_along(inverse * weight, rows)).to(rows.dtype)
+        # This rank's part, as of any parameter: DDP adds them up.
+        return on_rows, own[1].to(weight.dtype), own[0].to(weight.dtype), None
+
+
+def _all_but_channels(rows: Tensor) -> list[int]:
+    return [axis for axis in range(rows.dim()) if axis != 1]
+
+
+def _normal(rows: Tensor, mean: Tensor, inverse: Tensor) -> Tensor:
+    """Return the rows, shifted and scaled, in float32 or wider."""
+    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    return (wide - _along(mean, wide)).mul_(_along(inverse, wide))
+
+
+def _along(channels: Tensor, rows: Tensor) -> Tensor:
+    """Return one number per channel, shaped to meet `rows`."""
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    return channels.to(dtype).view(1, -1, *[1] * (rows.dim() - 2))

@@ -31,8 +31,8 @@ from torchvision import datasets, transforms
 
 import pardata
 from pardata import (
-    all_reduce_mean,
     all_reduce_sum,
+    backward,
     cache_dataset,
     make_loader,
     progress,
@@ -94,8 +94,9 @@ def make_loaders(args: argparse.Namespace) -> tuple[pardata.Loader, pardata.Load
     if args.cache:
         transform = partial(transform_batch, flip=may_flip(args))
         train_options["batch_transform"] = partial(transform, augment=True)
-        train_options["microbatch_size"] = microbatch_size(args.batch_size)
         test_options["batch_transform"] = partial(transform, augment=False)
+    if args.cache or args.strategy == "exact":
+        train_options["microbatch_size"] = microbatch_size(args.batch_size)
     return (
         make_loader(train_set, args.batch_size, shuffle=True, **options, **train_options),
         make_loader(test_set, 500, **options, **test_options),
@@ -107,31 +108,35 @@ def train_epoch(
     loader: pardata.Loader,
     optimizer: optim.Optimizer,
     writer: pardata.MetricWriter,
+    *,
+    exact: bool,
 ) -> None:
     """Train for one epoch, logging the loss and where the time went every ten steps."""
     model.train()
-    size = pardata.world().size
     bar = progress(loader, f"epoch {loader.epoch + 1}")
     before = {"seconds": 0.0, "wait_seconds": 0.0}
     for step, batch in enumerate(bar, start=loader.epoch * len(loader) + 1):
-        images, labels = whole_share(batch)
         optimizer.zero_grad()
-        # DDP takes the mean over ranks. Summed and scaled like this, that is the mean over the
-        # global batch, also where shares differ by one sample.
-        loss = F.cross_entropy(model(images), labels, reduction="sum") * size / loader.batch_size
-        loss.backward()
+        # The gradient of the mean over the global batch, however it is shared. Microbatches are
+        # what makes a run exact; otherwise a share is faster as a whole.
+        loss = backward(model, mean_loss, batch if exact else whole_share(batch))
         optimizer.step()
         if step % 10 == 0:
-            mean = all_reduce_mean(loss)
             now = loader.stats()
             waited = now["wait_seconds"] - before["wait_seconds"]
             trained = now["seconds"] - before["seconds"] - waited
             before = now
-            bar.show(loss=mean)
-            writer.write(step, {"train/loss": mean, "time/data": waited, "time/train": trained})
+            bar.show(loss=loss)
+            writer.write(step, {"train/loss": loss, "time/data": waited, "time/train": trained})
             log.info(
-                "step %d  loss %.4f  data %.2f s  training %.2f s", step, mean, waited, trained
+                "step %d  loss %.4f  data %.2f s  training %.2f s", step, loss, waited, trained
             )
+
+
+def mean_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Return the mean loss over the images of `batch`."""
+    images, labels = batch
+    return F.cross_entropy(model(images), labels)
 
 
 @torch.no_grad()
@@ -186,9 +191,10 @@ def parse() -> argparse.Namespace:
     add("--model", choices=["resnet18", "resnet50"], default="resnet50", help="of torchvision")
     add(
         "--strategy",
-        choices=["auto", "none", "dp", "ddp", "fsdp"],
+        choices=["auto", "none", "dp", "ddp", "fsdp", "exact"],
         default="auto",
-        help="how replicas are kept equal; auto: ddp in several processes, none in one",
+        help="how replicas are kept equal; auto: ddp in several processes, none in one; exact: the "
+        "same to the last bit at every number",
     )
     add(
         "--data",
@@ -243,7 +249,7 @@ def main() -> None:
                     args.batch_size,
                     round(args.batch_size / world.size),
                 )
-                train_epoch(model, train_loader, optimizer, writer)
+                train_epoch(model, train_loader, optimizer, writer, exact=args.strategy == "exact")
                 loss, right, images = evaluate(model, test_loader)
                 log.info(
                     "test loss %.4f  accuracy %.2f %% (%d/%d images)",

@@ -2,15 +2,18 @@
 
     python examples/mnist.py --data digits                                       # one process
     torchrun --standalone --nproc-per-node=2 examples/mnist.py --data digits     # two (DDP)
+    python examples/mnist.py --data digits --exact-check 3         # to the last bit the same at 3?
     python examples/mnist.py --data mnist --cache --augment                      # no waiting
     srun --ntasks=8 python examples/mnist.py --data mnist                        # a SLURM job
     python examples/mnist.py --data mnist --strategy dp --device-ids 0 1         # DataParallel
 
-The run directory receives metrics.jsonl, TensorBoard events and curves.png.
+The run directory receives metrics.jsonl, TensorBoard events and curves.png. The last line is a
+fingerprint of the trained weights: with --strategy exact it is the same on any number of processes.
 """
 
 import argparse
 import logging
+import subprocess
 import sys
 import time
 from functools import partial
@@ -27,8 +30,8 @@ from torchvision import datasets, transforms
 
 import pardata
 from pardata import (
-    all_reduce_mean,
     all_reduce_sum,
+    backward,
     cache_dataset,
     make_loader,
     progress,
@@ -109,8 +112,8 @@ def make_loaders(args: argparse.Namespace) -> tuple[pardata.Loader, pardata.Load
         transform = partial(transform_batch, double=args.double)
         train_options["batch_transform"] = partial(transform, augment=args.augment)
         test_options["batch_transform"] = partial(transform, augment=False)
-        if args.augment:
-            train_options["microbatch_size"] = microbatch_size(batch_size)
+    if args.strategy == "exact" or (args.cache and args.augment):
+        train_options["microbatch_size"] = args.microbatch_size or microbatch_size(batch_size)
     return (
         make_loader(train_set, batch_size, shuffle=True, **options, **train_options),
         make_loader(test_set, 1000, **options, **test_options),
@@ -126,26 +129,28 @@ def train_epoch(
 ) -> None:
     """Train for one epoch, logging every `args.log_interval` steps."""
     model.train()
-    size = pardata.world().size
-    first_step = loader.epoch * len(loader)
     bar = progress(loader, f"epoch {loader.epoch + 1}")
-    for step, batch in enumerate(bar, start=first_step + 1):
-        images, labels = whole_share(batch)
+    for step, batch in enumerate(bar, start=loader.epoch * len(loader) + 1):
         optimizer.zero_grad()
-        output = model(images)
-        # DDP takes the mean over ranks. Summed and scaled like this, that is the mean over the
-        # global batch, also where shares differ by one sample.
-        loss = F.nll_loss(output, labels, reduction="sum") * size / loader.batch_size
-        loss.backward()
+        # The gradient of the mean over the global batch, however it is shared. Microbatches are
+        # what makes a run exact; otherwise a share is faster as a whole.
+        pieces = batch if args.strategy == "exact" else whole_share(batch)
+        loss = backward(model, mean_loss, pieces)
         optimizer.step()
-        if args.show_shapes and step == first_step + 1:
-            print(f"outside the model: {tuple(images.shape)} -> {tuple(output.shape)}", flush=True)
-            model.show_shapes = False  # reaches the module, whatever wraps it
         if step % args.log_interval == 0:
-            mean = all_reduce_mean(loss)
-            bar.show(loss=mean)
-            writer.write(step, {"train/loss": mean})
-            log.info("step %d  loss %.4f", step, mean)
+            bar.show(loss=loss)
+            writer.write(step, {"train/loss": loss})
+            log.info("step %d  loss %.4f", step, loss)
+
+
+def mean_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Return the mean loss over the images of `batch`."""
+    images, labels = batch
+    output = model(images)
+    if model.show_shapes:
+        print(f"outside the model: {tuple(images.shape)} -> {tuple(output.shape)}", flush=True)
+        model.show_shapes = False  # reaches the module, whatever wraps it
+    return F.nll_loss(output, labels)
 
 
 @torch.no_grad()
@@ -180,9 +185,16 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add(
         "--strategy",
-        choices=["auto", "none", "dp", "ddp", "fsdp"],
+        choices=["auto", "none", "dp", "ddp", "fsdp", "exact"],
         default="auto",
-        help="how replicas are kept equal; auto: ddp in several processes, none in one",
+        help="how replicas are kept equal; auto: ddp in several processes, none in one; exact: the "
+        "same to the last bit at every number",
+    )
+    add(
+        "--exact-check",
+        type=int,
+        metavar="N",
+        help="train with --strategy exact in one process, then in N, and compare the fingerprints",
     )
     add(
         "--data",
@@ -193,6 +205,11 @@ def parse() -> argparse.Namespace:
     add("--data-dir", default="data", help="where MNIST is, or is downloaded to")
     add("--epochs", type=int, default=5, help="times through the training set")
     add("--batch-size", type=int, help="images of one step, over all processes (512; digits: 64)")
+    add(
+        "--microbatch-size",
+        type=int,
+        help="images that are run at once, for --strategy exact (a sixteenth of the batch size)",
+    )
     add("--lr", type=float, default=0.002, help="Adam's learning rate at the start")
     add("--lr-decay-step", type=int, default=1, help="epochs between two decays of the rate")
     add("--lr-decay-factor", type=float, default=0.5, help="what the rate is multiplied by then")
@@ -220,6 +237,8 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
+    if args.exact_check:
+        sys.exit(exact_check(args.exact_check))
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     with pardata.init() as world:
         if args.strategy in ("none", "dp") and world.size > 1:
@@ -252,9 +271,9 @@ def main() -> None:
                 report(evaluate(model, test_loader), train_loader, writer)
                 scheduler.step()
         log.info("total training time %.1f s", time.perf_counter() - begin)
-        log.info("fingerprint of the weights %s", pardata.fingerprint(model)[:16])
         if world.is_main:
             log.info("curves in %s", curves.draw(run_dir))
+        log.info("fingerprint of the weights %s", pardata.fingerprint(model)[:16])
 
 
 def report(
@@ -291,6 +310,33 @@ def report(
             "time/waiting": waited,
         },
     )
+
+
+def exact_check(size: int) -> str | None:
+    """Run this script in one process and in `size`; return what is wrong, if they differ."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--exact-check")
+    _, others = parser.parse_known_args()
+    last_lines = []
+    for processes in (1, size):
+        launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        command = [sys.executable, "-m", *launcher, __file__, *others]
+        command += ["--strategy", "exact"]
+        print(f"in {processes} process(es): {' '.join(command[1:])}", flush=True)
+        lines = []
+        with subprocess.Popen(  # noqa: S603  # this very script
+            command, stdout=subprocess.PIPE, text=True
+        ) as job:
+            for line in job.stdout or ():
+                print(f"    {line}", end="", flush=True)
+                lines.append(line.rstrip())
+        if job.returncode:
+            return f"the run in {processes} process(es) failed"
+        last_lines.append(lines[-1])
+    if last_lines[0] != last_lines[1]:
+        return f"1 and {size} processes differ: {last_lines[0]}, {last_lines[1]}"
+    print(f"1 and {size} processes agree to the last bit: {last_lines[0]}")
+    return None
 
 
 if __name__ == "__main__":

@@ -1,0 +1,119 @@
+"""Runs that are killed and go on at another size end with the weights of an undisturbed one."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+ELASTIC = EXAMPLES / "elastic.py"
+
+needs_proc = pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds its workers in /proc")
+
+
+def python(*arguments):
+    """Run Python to its end; return what it printed."""
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@contextmanager
+def torchrun(log, *arguments):
+    """Start torchrun, printing to `log`; make sure that it and its workers are gone at the end."""
+    with log.open("w") as file:
+        command = [sys.executable, "-m", "torch.distributed.run", *map(str, arguments)]
+        job = subprocess.Popen(command, stdout=file, stderr=subprocess.DEVNULL)
+    try:
+        yield job
+    finally:
+        kill(job)
+        job.wait()
+
+
+def kill(job):
+    """Kill a torchrun and its workers, as when their machine goes."""
+    for pid in [*children(job.pid), job.pid]:
+        if job.poll() is None:
+            os.kill(pid, signal.SIGKILL)
+
+
+def children(pid):
+    file = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(child) for child in file.read_text().split()] if file.exists() else []
+
+
+def fingerprint(printed):
+    return re.search(r"fingerprint ([0-9a-f]{64})", printed)[1]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The fingerprint of a run in one process that is left alone."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    return fingerprint(python(ELASTIC, "--run-dir", directory, "--epochs", 2))
+
+
+def test_mnist_compares_a_run_in_one_process_with_one_in_several(tmp_path):
+    printed = python(
+        EXAMPLES / "mnist.py", "--data", "digits", "--epochs", 1, "--exact-check", 2,
+        "--microbatch-size", 16, "--run-dir", tmp_path,
+    )  # fmt: skip
+    assert "1 and 2 processes agree to the last bit: fingerprint of the weights" in printed
+    assert len(set(re.findall(r"    fingerprint of the weights (\w+)", printed))) == 1
+
+
+def test_a_run_that_is_killed_and_changes_its_size_ends_as_if_nothing_had_been():
+    printed = python(ELASTIC, "--sizes", 2, 1, 3, "--epochs", 2)
+    assert printed.count("killed in step") == 2
+    assert (
+        re.search(r"goes on in 3 process\(es\) from .*'delivered'", printed) or "goes on" in printed
+    )
+    assert "the same to the last bit on 1 and on 2, 1, 3" in printed
+
+
+def test_torchrun_may_restart_the_workers(undisturbed, tmp_path):
+    log, moment = tmp_path / "log.txt", random.randint(6, 20)
+    options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", ELASTIC, "--epochs", 2]
+    with torchrun(log, *options, "--run-dir", tmp_path, "--die-at", moment) as job:
+        assert job.wait(timeout=120) == 0
+    printed = log.read_text()
+    assert "goes on in 2 process(es)" in printed
+    assert fingerprint(printed) == undisturbed
+
+
+@needs_proc
+def test_torchrun_may_lose_a_node_and_go_on_with_the_other(undisturbed, tmp_path):
+    timeouts = "keep_alive_interval=1,keep_alive_max_attempt=2,last_call_timeout=1,store_type=file"
+    options = [
+        "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={tmp_path / 'rendezvous'}", f"--rdzv-conf={timeouts}",
+        ELASTIC, "--run-dir", tmp_path, "--epochs", 2,
+    ]  # fmt: skip
+    logs = [tmp_path / "one.txt", tmp_path / "other.txt"]
+    moment, lost = random.randint(6, 20), random.randrange(2)
+    with torchrun(logs[0], *options) as one, torchrun(logs[1], *options) as other:
+        nodes = [one, other]
+        deadline = time.monotonic() + 120
+        # Rank 0 alone prints, and may be on either node.
+        while not any(f"step {moment} " in log.read_text() for log in logs):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        kill(nodes[lost])
+        assert nodes[1 - lost].wait(timeout=120) == 0
+    printed = logs[1 - lost].read_text()
+    assert "goes on in 1 process(es)" in printed
+    assert fingerprint(printed) == undisturbed

@@ -333,7 +333,7 @@ def test_no_page_names_a_path_of_somebodys_machine():
 # --------------------------------------------------------------------------- reference
 
 PUBLIC = {name: getattr(pardata, name) for name in pardata.__all__}
-PUBLIC["testing.run"] = pardata.testing.run
+PUBLIC |= {f"testing.{name}": getattr(pardata.testing, name) for name in pardata.testing.__all__}
 CLASSES = [
     *(value for value in PUBLIC.values() if isinstance(value, type)),
     _progress.Progress,

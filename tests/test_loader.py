@@ -385,6 +385,77 @@ def test_alone_any_batch_will_do():
     assert [batch.samples for batch in loader] == [[0, 1, 2, 3], [4]]
 
 
+# --- microbatches, and what stands in for them ---
+
+
+class Spoken(Samples):
+    """Augments, and tells how many it read."""
+
+    read = 0
+
+    def __getitem__(self, index):
+        self.read += 1
+        return torch.tensor([index, torch.rand(()).item()])
+
+
+def _plain(microbatches):
+    return [part[:, 0].int().tolist() for part in microbatches]
+
+
+def _microbatched(workers, length=11, batch_size=8, **options):
+    data = Spoken(length)
+    loader = make_loader(
+        data, batch_size, microbatch_size=3, seed=5, num_workers=workers, **options
+    )
+    found = [
+        (m.epoch, m.step, m.first, m.counts, m.seed, m.size, _plain(m), m.stand_in.tolist())
+        for m in loader
+    ]
+    return found, loader.stats()["samples"], loader.state_dict(), loader.fingerprint()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_rank_without_microbatches_gets_none_and_the_first_of_the_step_to_stand_in(workers):
+    (alone,) = on_every_rank(_microbatched, 1, workers)
+    for size in (2, 3, 4):
+        ranks = run(_microbatched, workers, world_size=size)
+        for steps, *told in ranks:
+            assert told == list(alone[1:])  # what stands in is not counted as delivered
+            assert [step[:2] + step[3:5] for step in steps] == [s[:2] + s[3:5] for s in alone[0]]
+            assert {step[5] for step in steps} == {size}
+        for k, whole in enumerate(alone[0]):
+            assert [part for steps, *_ in ranks for part in steps[k][6]] == whole[6]
+            for steps, *_ in ranks:
+                first, own, stand_in = steps[k][2], *steps[k][6:]
+                rows = [int(row[0]) for row in stand_in]
+                assert rows == (own or whole[6])[0]
+                if not own:  # the very samples that the first rank has, augmentation included
+                    assert first == len(whole[3])
+                    assert stand_in == whole[7]
+
+
+def test_alone_the_first_microbatch_stands_in():
+    loader = make_loader(Samples(7), 4, microbatch_size=3, num_workers=0)
+    assert [step.stand_in.tolist() for step in loader] == [[0, 1, 2], [4, 5, 6]]
+
+
+def _transformed_stand_in():
+    seen = []
+
+    def transform(part):
+        seen.append(part.tolist())
+        return part * 10
+
+    loader = make_loader(Samples(9), 8, microbatch_size=4, num_workers=0, batch_transform=transform)
+    return [(len(step), step.stand_in.tolist()) for step in loader], seen
+
+
+def test_what_stands_in_is_collated_and_transformed_as_any_other():
+    first, second = run(_transformed_stand_in, world_size=2)
+    assert first == ([(1, [0, 10, 20, 30]), (1, [80])], [[0, 1, 2, 3], [8]])
+    assert second == ([(1, [40, 50, 60, 70]), (0, [80])], [[4, 5, 6, 7], [8]])
+
+
 # --- errors in the data set ---
 
 

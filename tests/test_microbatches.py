@@ -9,8 +9,8 @@ import pytest
 from pardata import Microbatches
 
 
-def microbatches(batches="abc", first=2, counts=(4, 4, 4, 4, 4, 1)):
-    return Microbatches(batches, epoch=3, step=7, first=first, counts=counts)
+def microbatches(batches="abc", first=2, counts=(4, 4, 4, 4, 4, 1), **more):
+    return Microbatches(batches, epoch=3, step=7, first=first, counts=counts, **more)
 
 
 def test_it_is_a_sequence_of_batches():
@@ -40,6 +40,26 @@ def test_it_knows_where_it_is():
     found = microbatches()
     assert (found.epoch, found.step, found.first) == (3, 7, 2)
     assert found.counts == (4, 4, 4, 4, 4, 1)
+
+
+def test_it_knows_the_seed_and_how_many_ranks_share_the_step():
+    assert (microbatches().seed, microbatches().size) == (0, 1)
+    found = microbatches(seed=5, size=3)
+    assert (found.seed, found.size) == (5, 3)
+
+
+def test_its_first_stands_in_or_else_what_it_was_given():
+    assert microbatches().stand_in == "a"
+    assert microbatches(stand_in="z").stand_in == "a"
+    assert microbatches([], stand_in="z").stand_in == "z"
+    assert microbatches([]).stand_in is None
+
+
+def test_what_stands_in_is_none_of_its_own():
+    found = microbatches([], 6, stand_in="z")
+    assert list(found) == []
+    assert "z" not in found
+    assert not found
 
 
 def test_the_batches_and_counts_are_kept_whatever_becomes_of_those_given():
@@ -74,3 +94,5 @@ def test_it_pickles():
     assert list(found) == ["a", "b", "c"]
     assert repr(found) == repr(microbatches())
     assert found.counts == microbatches().counts
+    empty = pickle.loads(pickle.dumps(microbatches([], stand_in="z", size=3, seed=5)))
+    assert (list(empty), empty.stand_in, empty.size, empty.seed) == ([], "z", 3, 5)

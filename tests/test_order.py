@@ -106,6 +106,8 @@ def test_each_part_is_a_microbatch_or_else_the_share(team, kind):
         for request in requests(plan, Rotated(plan.length) if kind == "sampler" else kind):
             if plan.microbatch_size is None:
                 assert [len(part) for part in request.parts] == [max(request.rows, 1)]
+            elif not request.rows:  # the step's first, to stand in where all ranks must run one
+                assert [len(part) for part in request.parts] == [request.counts[0]]
             else:
                 last = request.first + len(request.parts)
                 counts = tuple(len(part) for part in request.parts)
@@ -121,9 +123,23 @@ def test_a_rank_without_samples_reads_the_first_of_the_step(to_workers):
         assert [plain(part) for part in last.parts] == [[whole[11] if rank == 1 else whole[10]]]
 
 
-def test_a_rank_without_microbatches_reads_nothing():
-    ranks = [requests(Plan(12, 5, False, 2, rank, 3))[-1] for rank in range(3)]
-    assert [(found.rows, len(found.parts)) for found in ranks] == [(2, 1), (0, 0), (0, 0)]
+@given(plans(), KINDS)
+def test_a_rank_without_microbatches_reads_the_first_of_the_step(team, kind):
+    kind = Rotated(team[0].length) if kind == "sampler" else kind
+    whole = indices(team[0].length, kind, 0)
+    for plan in team:
+        for request in requests(plan, kind):
+            if plan.microbatch_size is not None and not request.rows:
+                first = plan.step(request.step)[: plan.microbatch_size]
+                assert request.first == len(request.counts)
+                assert [plain(part) for part in request.parts] == [[whole[i] for i in first]]
+
+
+def test_an_example_of_ranks_without_microbatches():
+    # 12 samples, global batches of 5: the last step has 2, one microbatch, which all three read.
+    ranks = [requests(Plan(12, 5, False, 2, rank, 3), "ordered")[-1] for rank in range(3)]
+    assert [(found.rows, found.first) for found in ranks] == [(2, 0), (0, 1), (0, 1)]
+    assert [[plain(part) for part in found.parts] for found in ranks] == [[[10, 11]]] * 3
 
 
 @pytest.mark.parametrize("kind", ["shuffle", "ordered", Rotated(9)])

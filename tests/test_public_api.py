@@ -20,6 +20,7 @@ PUBLIC = [
     "all_gather",
     "all_reduce_mean",
     "all_reduce_sum",
+    "backward",
     "barrier",
     "cache_dataset",
     "check_in_sync",

@@ -137,6 +137,20 @@ def test_with_microbatches_a_rank_without_any_has_no_part_and_no_share_is_empty(
             assert all(len(part) > 0 for part in plan.parts(step))
 
 
+@given(cut_plans())
+def test_what_stands_in_is_the_first_microbatch_of_the_step_on_every_rank(team):
+    for step in range(len(team[0])):
+        assert {plan.stand_in(step) for plan in team} == {team[0].parts(step)[0]}
+
+
+@given(lengths, batch_sizes, sizes)
+def test_without_microbatches_the_first_sample_stands_in_on_every_rank(length, batch_size, size):
+    team = plans(length, batch_size, size)
+    for step in range(len(team[0])):
+        first = team[0].step(step)[0]
+        assert {plan.stand_in(step) for plan in team} == {range(first, first + 1)}
+
+
 def test_an_example_of_microbatches():
     # 11 samples, global batches of 8, microbatches of 3, on two ranks.
     one, other = plans(11, 8, 2, microbatch_size=3)

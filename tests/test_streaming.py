@@ -315,6 +315,27 @@ def _microbatches():
     ]
 
 
+def _stand_ins(workers):
+    loader = loader_of(Count(23), 8, microbatch_size=3, num_workers=workers)
+    found = [(step.size, step.seed, step.stand_in.tolist(), rows(step)) for step in loader]
+    return found, loader.stats()["samples"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_without_microbatches_of_a_stream_has_the_first_of_the_step_to_run(size, workers):
+    ranks = run(_stand_ins, workers, world_size=size)
+    for steps, delivered in ranks:
+        assert delivered == 23
+        for (_, _, _, first), (shared_by, seed, stand_in, own) in zip(
+            ranks[0][0], steps, strict=True
+        ):
+            assert (shared_by, seed) == (size, 1)
+            assert stand_in == (own or first)[0]
+    idle = [not own for steps, _ in ranks for *_, own in steps]
+    assert any(idle) == (size == 4)  # three microbatches a step
+
+
 def test_microbatches_of_a_stream_know_their_place():
     first, second = run(_microbatches, world_size=2)
     assert first == [

@@ -341,9 +341,8 @@ REFUSED = [
     (
         "unknown strategy",
         "ValueError",
-        "must be one of 'auto', 'none', 'dp', 'ddp', 'fsdp', but is 'DDP'",
+        "must be one of 'auto', 'none', 'dp', 'ddp', 'fsdp', 'exact', but is 'DDP'",
     ),
-    ("sync_batchnorm", "ValueError", "`sync_batchnorm` must be False on a CPU, but is True: PyT"),
 ]
 
 

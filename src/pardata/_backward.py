@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from pardata._batches import tensors_of
+from pardata._buffers import kept_buffers
 from pardata._counting import Count, Pieces
 from pardata._exact import ExactModel
 from pardata._exact_step import ExactStep
@@ -17,7 +19,7 @@ from pardata._logging import get_logger
 from pardata._microbatches import Microbatches
 from pardata._sync_batch_norm import is_synchronised
 from pardata._synchronising import ReplicatedStep, ShardedStep, Step
-from pardata._unwrapping import layers, unwrap
+from pardata._unwrapping import is_parallel, layers, unwrap
 from pardata._world import World, require_world
 
 _log = get_logger(__name__)
@@ -68,7 +70,7 @@ def backward(
     step = _step_of(model, batch, here)
     _check_equally_many(model, batch, step.sharing.size)
     if here.size > 1 and step.sharing.size == 1:
-        _warn_of_a_model_alone(model, here)
+        _check_alone(model, here)
     pieces = Pieces.of(batch, count, step.sharing)
     with _gradients_aside(model), step.whole(pieces):
         for left, piece in zip(reversed(range(len(pieces.own))), pieces.own, strict=True):
@@ -111,16 +113,55 @@ def _check_equally_many(model: nn.Module, batch: Any, size: int) -> None:
 def _take_part(model: nn.Module, loss_fn: LossFn, microbatch: Any, pieces: Pieces) -> None:
     """Run forward and backward for the other ranks' sake, and leave nothing behind but zeros."""
     whole = unwrap(model)
-    before = {name: buffer.clone() for name, buffer in whole.named_buffers()}
-    with kept_generators(next(whole.parameters()).device), _outputs_of(model) as outputs:
-        loss_fn(model, microbatch)
-    pieces.total()
-    # From the outputs and never from the loss: that may be NaN, and 0 times NaN is.
+    # The backward too: parts that are checkpointed run again in it.
+    with kept_buffers(whole), kept_generators(next(whole.parameters()).device):
+        with _outputs_of(model) as outputs:
+            loss = loss_fn(model, microbatch)
+        pieces.total()
+        _add_zeros(outputs, loss)
+
+
+def _add_zeros(outputs: list[Tensor], loss: Any) -> None:
+    """Run a backward from 0 times `outputs`, which adds zeros where that of `loss` would add."""
     trained = [output for output in outputs if output.requires_grad]
-    torch.autograd.backward(trained, [torch.zeros_like(output) for output in trained])
-    for name, buffer in whole.named_buffers():
-        if name in before:
-            buffer.data.copy_(before[name])
+    # Not from the loss, which may be NaN, or no function of the outputs where nothing counts; but
+    # from what it is made of, as FSDP needs gradients of the same parameters on all ranks.
+    made_of = _edges([loss] if isinstance(loss, Tensor) and loss.requires_grad else [])
+    used = [output for output in trained if _edges_at([output])[0] in made_of]
+    starts = used or trained or [loss]
+    # 0 times what is NaN inside the model is NaN as well, a loss that it computes itself say.
+    ends = {node for node, _ in _edges(starts) if hasattr(node, "variable")}
+    hooks = [node.register_prehook(_zeros) for node in ends]
+    try:
+        torch.autograd.backward(starts, [torch.zeros_like(start) for start in starts])
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+# The result of a node of autograd's graph, and which of its results it is.
+_Edge = tuple[Node, int]
+
+
+def _edges(tensors: list[Tensor]) -> set[_Edge]:
+    """Return all that `tensors` are made of, down to the leaves, in autograd's graph."""
+    found = set[_Edge]()
+    ahead = _edges_at(tensors)
+    while ahead:
+        edge = ahead.pop()
+        if edge not in found:
+            found.add(edge)
+            ahead.extend((node, number) for node, number in edge[0].next_functions if node)
+    return found
+
+
+def _edges_at(tensors: list[Tensor]) -> list[_Edge]:
+    edges = map(get_gradient_edge, tensors)
+    return [(edge.node, edge.output_nr) for edge in edges]
+
+
+def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(None if g is None else torch.zeros_like(g) for g in gradients)
 
 
 @contextmanager
@@ -180,11 +221,19 @@ def _checked(loss: Any) -> Tensor:
     return loss.reshape(())
 
 
-def _warn_of_a_model_alone(model: nn.Module, here: World) -> None:
+def _check_alone(model: nn.Module, here: World) -> None:
+    """Say that nobody synchronises the model, or refuse it where a part of it is synchronised."""
+    name = type(model).__name__
+    if is_parallel(unwrap(model)):
+        msg = (
+            f"`model` must be what wrap_model returned, but this {name} only holds a wrapped "
+            f"module, and nobody would synchronise the rest: wrap once, at the outside"
+        )
+        raise ValueError(msg)
     _log.warning(
         "no strategy keeps the replicas of %s equal: each of the %d ranks trains its own; pass "
         "what wrap_model returned",
-        type(model).__name__,
+        name,
         here.size,
         ranks=[0],
         once=True,

@@ -18,14 +18,7 @@ class EqualBuffers:
     def __call__(self, module: nn.Module, _args: object, _output: object) -> None:
         """Broadcast the buffers."""
         if module.training and torch.is_grad_enabled() and not self._waits:
-            buffers = [buffer.data for buffer in module.buffers()]
-            if buffers:  # as DDP does it: in one message, which torch has no public name for
-                dist._broadcast_coalesced(  # noqa: SLF001
-                    distributed_c10d._get_default_group(),  # noqa: SLF001
-                    buffers,
-                    250 * 2**20,
-                    0,
-                )
+            _broadcast(_parts_of(module))
 
     @classmethod
     def of(cls, module: nn.Module) -> "EqualBuffers | None":
@@ -47,25 +40,49 @@ class EqualBuffers:
         finally:
             self._waits = False
         if module.training:
-            average([buffer.data for buffer in module.buffers()], share())
+            average(_parts_of(module), share())
 
 
 def average(buffers: list[Tensor], share: float) -> None:
     """Set buffers to their mean, weighted by each rank's `share`; whole numbers to rank 0's.
 
-    Collective, in one message.
+    Collective, in one message of each of the two kinds.
     """
-    if not buffers:
+    floating = [buffer for buffer in buffers if buffer.is_floating_point()]
+    _broadcast([buffer for buffer in buffers if not buffer.is_floating_point()])
+    if not floating:
         return
-    weights = [share if b.is_floating_point() else float(dist.get_rank() == 0) for b in buffers]
-    # 0 times NaN is NaN: what has no share is left out. Whole numbers are exact below 2**53.
-    parts = [
-        buffer.double().reshape(-1) * weight
-        if weight
-        else buffer.new_zeros(buffer.numel(), dtype=torch.float64)
-        for buffer, weight in zip(buffers, weights, strict=True)
-    ]
-    flat = torch.cat(parts)
+    # 0 times NaN is NaN: what has no share is left out.
+    flat = torch.cat([buffer.double().reshape(-1) for buffer in floating])
+    flat = flat * share if share else torch.zeros_like(flat)
     dist.all_reduce(flat)
-    for buffer, mean in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+    for buffer, mean in zip(floating, flat.split([b.numel() for b in floating]), strict=True):
         buffer.copy_(mean.view(buffer.shape))
+
+
+@contextmanager
+def kept_buffers(module: nn.Module) -> Iterator[None]:
+    """Put the buffers back, after the block, to what they were: the same tensors, their values."""
+    held = [(part, dict(part._buffers)) for part in module.modules()]  # noqa: SLF001  # as above
+    values = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        for part, buffers in held:
+            part._buffers.clear()  # noqa: SLF001
+            part._buffers.update(buffers)  # noqa: SLF001
+        for buffer, value in values:
+            buffer.data.copy_(value)
+
+
+def _parts_of(module: nn.Module) -> list[Tensor]:
+    """Return the memory of the buffers; of a complex number, which no backend takes, two."""
+    parts = [buffer.data for buffer in module.buffers()]
+    return [torch.view_as_real(part) if part.is_complex() else part for part in parts]
+
+
+def _broadcast(buffers: list[Tensor]) -> None:
+    """Send rank 0's, as DDP does it: in one message, which torch has no public name for."""
+    if buffers:
+        group = distributed_c10d._get_default_group()  # noqa: SLF001
+        dist._broadcast_coalesced(group, buffers, 250 * 2**20, 0)  # noqa: SLF001

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from operator import index
 from typing import Any
 
 import torch
@@ -58,6 +60,7 @@ class Pieces:
         if not isinstance(batch, Microbatches):
             counts, total = _counted([batch], _rows if count is None else count, sharing)
             return cls([Piece(batch, counts[0], 0)], total)
+        _check_shared_alike(batch, sharing)
         if count is None:
             counts, total = _planned(batch, sharing)
         else:
@@ -65,22 +68,30 @@ class Pieces:
         numbers = range(batch.first, batch.first + len(batch))
         own = [Piece(*facts) for facts in zip(batch, counts, numbers, strict=True)]
         most = -(-len(batch.counts) // sharing.size)
-        missing = sharing.at_least(len(own), most) - len(own)
+        missing = max(0, sharing.at_least(len(own), most) - len(own))
+        if missing and batch.stand_in is None:
+            msg = (
+                f"a rank must have a microbatch to run where the others run one, but {batch!r} "
+                f"has none: give it a stand_in, any microbatch of the step"
+            )
+            raise ValueError(msg)
         # First, so that what synchronises is a microbatch of this rank's own, if it has one.
         return cls([Piece(batch.stand_in, 0)] * missing + own, total)
 
 
-def _planned(batch: Microbatches[Any], sharing: Sharing) -> tuple[list[int], Callable[[], int]]:
-    counts = list(batch.counts[batch.first : batch.first + len(batch)])
-    if sharing.size == 1:
-        return counts, lambda: _positive(sum(counts))
-    if batch.size != sharing.size:
+def _check_shared_alike(batch: Microbatches[Any], sharing: Sharing) -> None:
+    if sharing.size not in (1, batch.size):
         msg = (
             f"the ranks that train the model, {sharing.size}, must be those that share `batch`, "
             f"but it is shared by {batch.size}: pass distributed='auto' to make_loader"
         )
         raise ValueError(msg)
-    return counts, lambda: _positive(sum(batch.counts))
+
+
+def _planned(batch: Microbatches[Any], sharing: Sharing) -> tuple[list[int], Callable[[], int]]:
+    counts = list(batch.counts[batch.first : batch.first + len(batch)])
+    total = sum(counts if sharing.size == 1 else batch.counts)
+    return counts, lambda: _positive(total)
 
 
 def _counted(
@@ -98,6 +109,7 @@ def _counted(
     if sharing.size > 1:
         work = dist.all_reduce(told, group=sharing.group, async_op=True)
 
+    @cache  # asked for with each microbatch, and a GPU would be waited for each time
     def total() -> int:
         if work is not None:
             work.wait()
@@ -116,15 +128,17 @@ def _counted(
 
 
 def _checked(number: Any) -> int:
-    if isinstance(number, torch.Tensor) and number.numel() == 1 and not number.is_floating_point():
-        number = int(number)
-    if isinstance(number, bool) or not isinstance(number, int):
+    try:
+        if isinstance(number, bool):
+            raise TypeError
+        whole = index(number)  # of NumPy, or a tensor, too
+    except TypeError:
         msg = f"`count` must return an integer, but returned {number!r} ({type(number).__name__})"
-        raise TypeError(msg)
-    if number < 0:
-        msg = f"`count` must return an integer from 0 up, but returned {number}"
+        raise TypeError(msg) from None
+    if whole < 0:
+        msg = f"`count` must return an integer from 0 up, but returned {whole}"
         raise ValueError(msg)
-    return number
+    return whole
 
 
 def _positive(total: int) -> int:

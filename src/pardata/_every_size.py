@@ -8,16 +8,23 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import TypeVarTuple, Unpack
 
 from pardata._running import run
 from pardata._weights import named_tensors
 
-Trained: TypeAlias = nn.Module | Mapping[str, Tensor]
+_Args = TypeVarTuple("_Args")
+
+# What training has come to after a step.
+Trained: TypeAlias = nn.Module | Mapping[str, Tensor | float]
+
+# How many tensors an error lists.
+_LISTED = 8
 
 
 def assert_same_at_every_size(
-    train: Callable[..., Iterable[Trained]],
-    *args: Any,
+    train: Callable[[Unpack[_Args]], Iterable[Trained]],
+    *args: Unpack[_Args],
     sizes: Iterable[int] = (1, 2, 3),
     rtol: float = 0.0,
     atol: float = 0.0,
@@ -25,43 +32,47 @@ def assert_same_at_every_size(
 ) -> None:
     """Raise where training is not the same at each world size: after which step, where, how much.
 
-    ``train(*args)`` is a generator function that yields its model, or a dict of tensors, after each
-    step. It runs at each of the sizes, on processes of its own as with `run`; each rank's tensors
-    are compared with those of rank 0 at the first size, which are kept in a temporary directory.
+    ``train(*args)`` is your training function, with ``yield model`` after ``optimizer.step()``: a
+    generator function. It runs at each of the sizes, on processes of its own as with `run`, to its
+    end: let it take a few steps. What each rank yields is compared, step by step, with what rank 0
+    yielded at the first size. Of a model these are its parameters and buffers, under every
+    strategy; for anything else, gradients or losses say, yield a dict of tensors or numbers.
 
     Args:
         train: importable by name, as for `run`.
         args: handed to it.
-        sizes: numbers of processes; the first is what the others are compared with.
-        rtol: by how much a number may differ, relative to what it is compared with. With 0 and
-            an `atol` of 0 every bit must be the same, but for NaN and the sign of 0.
+        sizes: numbers of processes; the first is what the others are compared with. Where that is
+            not 1, it is run a second time, so that its own ranks are compared too.
+        rtol: by how much a floating-point number may differ, relative to what it is compared with.
+            With 0 and an `atol` of 0 every bit must be the same, but for NaN and the sign of 0.
+            Whole numbers must always be equal.
         atol: by how much beyond that.
         timeout: seconds for each size.
 
     Raises:
-        AssertionError: names the size, the rank, the step, and the tensor that differs most.
-        ValueError: for fewer than two sizes.
+        AssertionError: names the first step after which there is a difference, at which size and
+            on which rank, and the tensors that differ, by how much, those that differ most first.
+        TypeError: where `train` yields neither a module nor a dict of tensors or numbers.
+        ValueError: for fewer than two sizes, and where `train` yields nothing.
         BaseException: what `train` raises, as from `run`.
 
-    >>> assert_same_at_every_size(zip, sizes=(1, 2))  # trains nothing, and so the same
+    >>> assert_same_at_every_size(iter, [{"weight": torch.ones(2)}], sizes=(1, 2))
     """
-    reference, *others = sizes
-    if not others:
-        msg = f"`sizes` must be two or more, to be compared, but is {[reference]}: add another"
+    sizes = list(sizes)
+    if len(sizes) < 2:
+        msg = f"`sizes` must be two or more, to be compared, but is {sizes}: add another"
         raise ValueError(msg)
+    reference, *others = sizes
     with tempfile.TemporaryDirectory(prefix="pardata-sizes-") as directory:
         steps = run(_record, train, args, directory, world_size=reference, timeout=timeout)[0]
-        for size in others:
-            tolerance = Tolerance(rtol, atol)
-            job = train, args, directory, steps, tolerance
-            found = run(_compare, *job, world_size=size, timeout=timeout)
-            for rank, difference in enumerate(found):
-                if difference is not None:
-                    msg = (
-                        f"training must be the same at every world size, but rank {rank} of {size} "
-                        f"is not as rank 0 of {reference}: {difference}"
-                    )
-                    raise AssertionError(msg)
+        near = Tolerance(rtol, atol)
+        for size in others if reference == 1 else sizes:
+            found = run(
+                _compare, train, args, directory, steps, near, world_size=size, timeout=timeout
+            )
+            partings = {rank: parting for rank, parting in enumerate(found) if parting is not None}
+            if partings:
+                raise AssertionError(_message(partings, size, reference))
 
 
 @dataclass(frozen=True)
@@ -71,68 +82,142 @@ class Tolerance:
     rtol: float
     atol: float
 
-    def difference(self, ours: Tensor, theirs: Tensor) -> str | None:
+    def difference(self, ours: Tensor, theirs: Tensor) -> "Difference | None":
         """Say how far apart two tensors are, if that is too far."""
         if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
-            return (
-                f"{tuple(ours.shape)} of {ours.dtype}, not {tuple(theirs.shape)} of {theirs.dtype}"
-            )
-        near = torch.isclose(ours, theirs, self.rtol, self.atol, equal_nan=True)
+            what = [f"{tuple(t.shape)} of {t.dtype}" for t in (ours, theirs)]
+            return Difference(float("inf"), f"is {what[0]}, not {what[1]}")
+        wide = torch.complex128 if ours.is_complex() else torch.float64
+        a, b = ours.to(wide), theirs.to(wide)
+        if ours.is_floating_point() or ours.is_complex():
+            near = torch.isclose(a, b, self.rtol, self.atol, equal_nan=True)
+        else:  # not as float64, whose numbers from 2**53 on are coarser
+            near = ours == theirs
         if near.all():
             return None
-        wide = torch.promote_types(ours.dtype, torch.float64)  # complex stays complex
-        apart = (ours.to(wide) - theirs.to(wide)).abs()[~near]
-        relative = apart / theirs.to(wide).abs()[~near]
-        return (
+        apart = (a - b).abs()[~near]
+        relative = apart / b.abs()[~near]
+        return Difference(
+            float("inf") if apart.isnan().any() else apart.max().item(),
             f"{len(apart)} of {near.numel()} numbers differ, by up to {apart.max():.3g} (relative: "
-            f"{relative.max():.3g})"
+            f"{relative.max():.3g})",
         )
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far apart two tensors are, as a number to sort by, and in words."""
+
+    apart: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Parting:
+    """After which step one rank's training is no more what it is compared with, and how."""
+
+    step: int
+    text: str
+
+
+def _message(partings: dict[int, Parting], size: int, reference: int) -> str:
+    rank, first = min(partings.items(), key=lambda item: item[1].step)
+    ranks = f"rank {rank}"
+    if len(partings) > 1:
+        ranks = f"ranks {', '.join(map(str, partings))}, first on rank {rank}"
+    return (
+        f"training must be the same at every world size, but with {size} processes it is not as "
+        f"with {reference}, on {ranks}, from step {first.step} on: {first.text}"
+    )
 
 
 def _record(train: Any, args: Any, directory: str) -> int:
     """Write what is yielded after each step, on rank 0; return how many steps there were."""
     steps = 0
-    for steps, trained in enumerate(train(*args), start=1):
+    for steps, trained in enumerate(_yielded(train, args), start=1):
         tensors = _tensors(trained)
         if torch.distributed.get_rank() == 0:
             torch.save(tensors, _file(directory, steps))
+    if steps == 0:
+        msg = "`train` must yield after each step, but yielded nothing: let it take some steps"
+        raise ValueError(msg)
     return steps
 
 
-def _compare(train: Any, args: Any, directory: str, steps: int, tolerance: Tolerance) -> str | None:
+def _compare(
+    train: Any, args: Any, directory: str, steps: int, tolerance: Tolerance
+) -> Parting | None:
     """Return the first difference to what was written, and train to the end, as the others do."""
-    first: str | None = None
+    first: Parting | None = None
     done = 0
-    for done, trained in enumerate(train(*args), start=1):
-        ours = _tensors(trained)
+    for done, trained in enumerate(_yielded(train, args), start=1):
+        ours = _tensors(trained)  # collective where they are sharded
         if first is None and done <= steps:
-            first = _difference(done, ours, torch.load(_file(directory, done)), tolerance)
+            text = _difference(ours, torch.load(_file(directory, done)), tolerance)
+            first = None if text is None else Parting(done, text)
     if first is None and done != steps:
-        first = f"it ended after {done} steps, not after {steps}"
+        first = Parting(min(done, steps), f"it took {done} steps in all, not {steps}")
     return first
 
 
+def _yielded(train: Any, args: Any) -> Iterable[Any]:
+    steps = train(*args)
+    if not isinstance(steps, Iterable) or isinstance(steps, nn.Module | Mapping | Tensor):
+        msg = (
+            f"`train` must be a generator function, but returned a {type(steps).__name__}: write "
+            f"`yield model` after each step"
+        )
+        raise TypeError(msg)
+    return steps
+
+
 def _difference(
-    step: int, ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: Tolerance
+    ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: Tolerance
 ) -> str | None:
     if list(ours) != list(theirs):
         names = sorted(ours.keys() ^ theirs.keys()) or "their order"
-        return f"after step {step} the names of the tensors differ in {names}"
+        return f"the names of the tensors differ in {names}"
     found = {name: tolerance.difference(ours[name], theirs[name]) for name in ours}
-    differing = {name: text for name, text in found.items() if text is not None}
+    differing = {name: parting for name, parting in found.items() if parting is not None}
     if not differing:
         return None
-    name, text = next(iter(differing.items()))
+    most = sorted(differing.items(), key=lambda item: -item[1].apart)
+    lines = [f"  `{name}`: {parting.text}" for name, parting in most[:_LISTED]]
+    more = [f"  and {len(most) - _LISTED} more"] if len(most) > _LISTED else []
     return (
-        f"they first differ after step {step}, in `{name}`: {text}; in all in {len(differing)} of "
-        f"{len(ours)} tensors ({', '.join(list(differing)[:8])})"
+        f"{len(most)} of {len(ours)} tensors differ:\n" + "\n".join([*lines, *more]) + "\n"
+        "Relative differences of 1e-7 in float32 (1e-16 in float64) are sums in another order: "
+        "pass `rtol` and `atol`, or train with strategy='exact'. Larger ones are shares that are "
+        "weighted wrongly, statistics of one share, or random numbers that depend on the rank."
     )
 
 
-def _tensors(trained: Trained) -> dict[str, Tensor]:
-    named = named_tensors(trained) if isinstance(trained, nn.Module) else trained.items()
+def _tensors(trained: Any) -> dict[str, Tensor]:
+    if isinstance(trained, nn.Module):
+        named = dict(named_tensors(trained))
+    elif isinstance(trained, Mapping):
+        named = {str(name): _tensor(value, name) for name, value in trained.items()}
+    else:
+        msg = (
+            f"`train` must yield its model, or a dict of tensors or numbers, after each step, but "
+            f"yielded a {type(trained).__name__}: write `yield model`"
+        )
+        raise TypeError(msg)
     # Copies: the next step changes them.
-    return {name: tensor.detach().cpu().clone() for name, tensor in named}
+    return {name: tensor.detach().cpu().clone() for name, tensor in named.items()}
+
+
+def _tensor(value: Any, name: Any) -> Tensor:
+    if isinstance(value, int | float):
+        return torch.tensor(value, dtype=None if isinstance(value, int) else torch.float64)
+    if not isinstance(value, Tensor):
+        msg = (
+            f"`train` must yield its model, or a dict of tensors or numbers, after each step, but "
+            f"{name!r} in its dict is a {type(value).__name__}: leave it out"
+        )
+        raise TypeError(msg)
+    whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return whole.to_dense() if whole.layout != torch.strided else whole
 
 
 def _file(directory: str, step: int) -> Path:

@@ -161,7 +161,7 @@ class _Normalise(torch.autograd.Function):
         return normal.mul_(_along(weight, rows)).add_(_along(bias, rows)).to(rows.dtype)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]  # autograd does not see the collective
+    @once_differentiable  # autograd does not see the collective
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, mean, inverse = ctx.saved_tensors
         normal = _normal(rows, mean, inverse)

@@ -28,7 +28,7 @@ class Step:
         self._model = model
         first = next(unwrap(model).parameters(), torch.empty(0))
         self.sharing = Sharing(size, group, first.device, self._at_least)
-        self._dtype = torch.promote_types(first.dtype, torch.float32)
+        self._dtype = torch.promote_types(first.dtype, torch.float32).to_real()
         self._loss = torch.zeros((), dtype=torch.float64, device=first.device)
 
     def _at_least(self, own: int, most: int) -> int:  # noqa: ARG002  # for the other strategies
@@ -63,7 +63,13 @@ class ReplicatedStep(Step):
         super().__init__(model, group, dist.get_world_size(group))
         self._wrapper = wrapper
 
-    def _at_least(self, own: int, most: int) -> int:  # noqa: ARG002
+    def _at_least(self, own: int, most: int) -> int:
+        if most > 1 and self._wrapper.static_graph:
+            msg = (
+                f"`static_graph` must be False where a rank has more than one microbatch, here "
+                f"{most}, for PyTorch cannot accumulate with it: leave it out of wrap_model"
+            )
+            raise ValueError(msg)
         return max(own, 1)
 
     def whole(self, pieces: Pieces) -> AbstractContextManager[None]:  # noqa: ARG002
@@ -71,17 +77,36 @@ class ReplicatedStep(Step):
             return self._wrapper._buffers_once()  # noqa: SLF001  # our own class
         return nullcontext()
 
-    def around(self, piece: Piece, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
-        deferred: AbstractContextManager[None] = self._wrapper.no_sync()
-        return nullcontext() if last else deferred
+    @contextmanager
+    def around(self, piece: Piece, *, last: bool) -> Iterator[None]:  # noqa: ARG002
+        if not last:
+            with self._wrapper.no_sync():
+                yield
+            return
+        yield
+        try:  # now: the next collective would meet what other ranks still reduce
+            self._wrapper._check_reducer_finalized()  # noqa: SLF001  # torch has no public name
+        except RuntimeError as error:
+            if isinstance(self._wrapper, ReadThroughDDP):
+                self._wrapper._name_unused(error)  # noqa: SLF001  # our own class
+            raise
 
 
 class ShardedStep(Step):
     """Strategy "fsdp": every forward and backward is collective, so all ranks run equally many."""
 
     def __init__(self, model: nn.Module, sharded: Any) -> None:
-        super().__init__(model, None, dist.get_world_size())
+        size = dist.get_world_size()
+        super().__init__(model, None, size)
         self._sharded = sharded
+        for parameter in sharded.parameters():
+            mesh = getattr(parameter, "device_mesh", None)
+            if mesh is not None and mesh.size() != size:
+                msg = (
+                    f"the model must be sharded over all {size} ranks, but is so over "
+                    f"{mesh.size()}: give fully_shard a mesh of all ranks"
+                )
+                raise ValueError(msg)
 
     def _at_least(self, own: int, most: int) -> int:  # noqa: ARG002
         return most

@@ -37,13 +37,14 @@ def wrap_model(
 ) -> nn.Module:
     """Move `model` to its device and wrap it, so that training keeps all replicas equal.
 
-    =========== ====================================================================
-    ``"auto"`` ``"ddp"`` in a world larger than one, else ``"none"``
-    ``"none"`` the module itself, moved and not wrapped: no cost at all
-    ``"dp"``   `torch.nn.DataParallel`: one process, several GPUs
-    ``"ddp"``  `torch.nn.parallel.DistributedDataParallel`: one process per device
-    ``"fsdp"`` ``torch.distributed.fsdp.fully_shard``: parameters sharded, in place
-    ========== =====================================================================
+    =========== ========================================================================
+    ``"auto"``  ``"ddp"`` in a world larger than one, else ``"none"``
+    ``"none"``  the module itself, moved and not wrapped: no cost at all
+    ``"dp"``    `torch.nn.DataParallel`: one process, several GPUs
+    ``"ddp"``   `torch.nn.parallel.DistributedDataParallel`: one process per device
+    ``"fsdp"``  ``torch.distributed.fsdp.fully_shard``: parameters sharded, in place
+    ``"exact"`` gradients that only `backward` makes: the same to the last bit at every size
+    =========== ========================================================================
 
     Under ``"ddp"`` and ``"dp"`` the result is a subclass of PyTorch's class. Attributes are read
     and written through, and ``state_dict()`` has the names of ``unwrap(model)``. All replicas start
@@ -51,8 +52,10 @@ def wrap_model(
     training step, and a forward without gradients never communicates; under ``"fsdp"`` rank 0's
     buffers are broadcast after each training forward, every forward is collective, and a model of
     many blocks is sharded block by block if you call ``fully_shard`` on those first (from equal
-    weights). Collective under ``"ddp"`` and ``"fsdp"``,
-    which at one process need `init`, as everywhere.
+    weights). ``"exact"`` sums the gradients of microbatches in fixed point, each computed from the
+    step's buffers under a seed of its own, with a fixed number of threads: it sets that of the
+    process. Collective under ``"ddp"`` and ``"fsdp"``, which at one process need `init`, as
+    everywhere, and under ``"exact"``.
 
     Args:
         model: any module, not yet wrapped. One that is spread over several devices stays where
@@ -65,8 +68,9 @@ def wrap_model(
         options: for the wrapped class. ``"ddp"``: ``find_unused_parameters``, ``bucket_cap_mb``,
             ``static_graph`` and so on (``gradient_as_bucket_view`` is True unless told
             otherwise). ``"dp"``: ``device_ids``, ``output_device``, ``dim``. ``"fsdp"``:
-            ``mesh``, ``mp_policy`` and so on. Ignored by ``"none"``, so that one call serves
-            every size.
+            ``mesh``, ``mp_policy`` and so on. ``"exact"``: ``threads`` (1), the same at every
+            size, and ``on_overflow`` (``"raise"``, or ``"skip"`` such steps with a warning).
+            Ignored by ``"none"``, so that one call serves every size.
 
     Raises:
         TypeError: for what is not a module, or an unknown option.
@@ -240,7 +244,10 @@ def _broadcast_weights(model: nn.Module) -> None:
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             if not hasattr(tensor, "full_tensor"):  # sharded before: there is no copy to equalise
-                dist.broadcast(tensor.data, 0)
+                # As bytes: gloo of older torch knows no bool.
+                whole = tensor.data.contiguous()
+                dist.broadcast(whole.reshape(-1).view(torch.uint8), 0)
+                tensor.data.copy_(whole)
 
 
 def _prepared(

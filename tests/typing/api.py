@@ -22,6 +22,7 @@ from pardata import (
     all_gather,
     all_reduce_mean,
     all_reduce_sum,
+    backward,
     barrier,
     cache_dataset,
     check_in_sync,
@@ -38,7 +39,7 @@ from pardata import (
     world,
     wrap_model,
 )
-from pardata.testing import run
+from pardata.testing import assert_same_at_every_size, run
 
 
 def download(url: str, tries: int) -> Path:
@@ -186,6 +187,17 @@ def a_step(step: Microbatches[Tensor]) -> None:
     step[0] = torch.ones(1)  # type: ignore[index]  # pyright: ignore[reportIndexIssue]  # only to be read
 
 
+def mean_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    """Stand for a user's loss."""
+    raise NotImplementedError
+
+
+def the_gradient(step: Microbatches[Tensor]) -> None:
+    assert_type(backward(Net(), mean_loss, step), Tensor)
+    assert_type(backward(Net(), mean_loss, torch.ones(1), count=len), Tensor)
+    backward(Net(), mean_loss, step, len)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]  # by name only
+
+
 def across_ranks() -> None:
     loss = torch.tensor(0.5)
     metrics: dict[str, Tensor] = {"loss": loss}
@@ -223,6 +235,16 @@ def what_a_run_leaves_behind(loader: Loader, loss: Tensor) -> None:
     MetricWriter(Path("runs"))
 
 
+def train(steps: int) -> Iterator[nn.Module]:
+    """Stand for a training function."""
+    raise NotImplementedError
+
+
+def losses() -> Iterator[dict[str, float | Tensor]]:
+    """Yield something else than a model."""
+    raise NotImplementedError
+
+
 def for_tests() -> None:
     assert_type(run(download, "https://example.org", 3), list[Path])
     assert_type(
@@ -231,3 +253,7 @@ def for_tests() -> None:
     )
     assert_type(run(world), list[World])
     run(download, "https://example.org", "3")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # an int
+    assert_same_at_every_size(train, 3)
+    assert_same_at_every_size(train, 3, sizes=[1, 4], rtol=1e-5, atol=0, timeout=10)
+    assert_same_at_every_size(losses)
+    assert_same_at_every_size(train, "3")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # an int

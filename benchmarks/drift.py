@@ -122,12 +122,12 @@ def draw(path: Path, found: dict[str, list[dict[str, Any]]]) -> None:
     for column, (strategy, reports) in enumerate(found.items()):
         above, below = panels[:, column]
         first = reports[0]
-        for report in reports:
+        for index, report in enumerate(reports):
             label = f"{report['size']} process" + ("es" if report["size"] > 1 else "")
-            above.plot(_smooth(report["losses"]), label=label, lw=1.5)
+            above.plot(_smooth(report["losses"]), label=label, lw=1.5, color=f"C{index}")
             apart = [abs(a - b) for a, b in zip(report["losses"], first["losses"], strict=True)]
             if report is not first:
-                below.plot(apart, label=label, lw=1)
+                below.plot(apart, label=label, lw=1, color=f"C{index}")
         above.set(title=titles[strategy], yscale="log", ylim=(0.02, 3))
         below.set(yscale="symlog", ylim=(-1e-9, 3), xlabel="step")
         below.set_yscale("symlog", linthresh=1e-8)

@@ -259,7 +259,7 @@ def trained(strategy, kind, options):
     loader = make_loader(data, 6, num_workers=0, **options)
     model = wrap_model(network(), strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for _ in range(8):
+    for _ in range(5):
         for batch in loader:
             optimizer.zero_grad()
             backward(model, squared_error, batch)
@@ -282,7 +282,7 @@ def test_steps_with_and_without_stand_ins_alternate_for_long(size):
     net = network()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     inputs, targets = rows_of(10)
-    for _ in range(8):
+    for _ in range(5):
         for step in (slice(6), slice(6, 10)):
             optimizer.zero_grad()
             squared_error(net, (inputs[step], targets[step])).backward()

@@ -128,6 +128,12 @@ def test_options_are_checked(options, kind, text):
         wrap_model(seeded(), "exact", **options)
 
 
+def test_a_model_whose_batch_norm_is_already_over_all_ranks_is_refused():
+    net = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    with pytest.raises(ValueError, match="but is True or was before: make the model anew"):
+        wrap_model(net, "exact")
+
+
 def test_threads_are_set_to_what_is_asked_for():
     wrap_model(seeded(), "exact", threads=2)
     assert torch.get_num_threads() == 2

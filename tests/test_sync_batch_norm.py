@@ -231,18 +231,9 @@ def same(ours, theirs, what):
     assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-12 * scale), what
 
 
-# What one rank's stand-in puts back, rank 0's, is broadcast: see `_take_part` in `_backward`.
-LOST = pytest.mark.xfail(reason="rank 0 without rows keeps its statistics, in pardata.backward")
-
-
-def case(how, kind, name, size):
-    lost = size > 1 and (how, kind) == ("pardata.backward", "none on the first")
-    return pytest.param(how, kind, name, size, marks=LOST if lost else ())
-
-
 @pytest.mark.parametrize(
     ("how", "kind", "name", "size"),
-    [case(*row, size) for size in SIZES for row in CASES if size > 1 or row[1] == "uneven"],
+    [(*row, size) for size in SIZES for row in CASES if size > 1 or row[1] == "uneven"],
 )
 def test_every_number_of_training_is_that_of_one_process(how, kind, name, size):
     steps, evaluated = alone(name)

@@ -113,16 +113,21 @@ def _check_equally_many(model: nn.Module, batch: Any, size: int) -> None:
 def _take_part(model: nn.Module, loss_fn: LossFn, microbatch: Any, pieces: Pieces) -> None:
     """Run forward and backward for the other ranks' sake, and leave nothing behind but zeros."""
     whole = unwrap(model)
+    # Statistics over all ranks are made of what counts nothing too, and have a gradient by it.
+    shared = [module for module in whole.modules() if is_synchronised(module) and module.training]
     # The backward too: parts that are checkpointed run again in it.
-    with kept_buffers(whole), kept_generators(next(whole.parameters()).device):
+    with kept_buffers(whole, but_of=shared), kept_generators(next(whole.parameters()).device):
         with _outputs_of(model) as outputs:
             loss = loss_fn(model, microbatch)
         pieces.total()
-        _add_zeros(outputs, loss)
+        _add_zeros(outputs, loss, everywhere=not shared)
 
 
-def _add_zeros(outputs: list[Tensor], loss: Any) -> None:
-    """Run a backward from 0 times `outputs`, which adds zeros where that of `loss` would add."""
+def _add_zeros(outputs: list[Tensor], loss: Any, *, everywhere: bool) -> None:
+    """Run a backward from 0 times `outputs`, which adds zeros where that of `loss` would add.
+
+    Zeros `everywhere`, or what the backward makes of them.
+    """
     trained = [output for output in outputs if output.requires_grad]
     # Not from the loss, which may be NaN, or no function of the outputs where nothing counts; but
     # from what it is made of, as FSDP needs gradients of the same parameters on all ranks.
@@ -131,7 +136,7 @@ def _add_zeros(outputs: list[Tensor], loss: Any) -> None:
     starts = used or trained or [loss]
     # 0 times what is NaN inside the model is NaN as well, a loss that it computes itself say.
     ends = {node for node, _ in _edges(starts) if hasattr(node, "variable")}
-    hooks = [node.register_prehook(_zeros) for node in ends]
+    hooks = [node.register_prehook(_zeros) for node in ends if everywhere]
     try:
         torch.autograd.backward(starts, [torch.zeros_like(start) for start in starts])
     finally:

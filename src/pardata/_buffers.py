@@ -1,6 +1,6 @@
 """Buffers, as batch norm's statistics, made equal on all ranks under "fsdp"."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -61,10 +61,14 @@ def average(buffers: list[Tensor], share: float) -> None:
 
 
 @contextmanager
-def kept_buffers(module: nn.Module) -> Iterator[None]:
-    """Put the buffers back, after the block, to what they were: the same tensors, their values."""
-    held = [(part, dict(part._buffers)) for part in module.modules()]  # noqa: SLF001  # as above
-    values = [(buffer, buffer.clone()) for buffer in module.buffers()]
+def kept_buffers(module: nn.Module, but_of: Collection[nn.Module] = ()) -> Iterator[None]:
+    """Put the buffers back, after the block, to what they were: the same tensors, their values.
+
+    All but those of the parts `but_of`.
+    """
+    parts = [part for part in module.modules() if part not in but_of]
+    held = [(part, dict(part._buffers)) for part in parts]  # noqa: SLF001  # as above
+    values = [(buffer, buffer.clone()) for part in parts for buffer in part.buffers(recurse=False)]
     try:
         yield
     finally:

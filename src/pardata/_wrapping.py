@@ -17,7 +17,7 @@ from pardata._exact import ExactModel, check_kernels, kernels
 from pardata._logging import get_logger
 from pardata._model_checks import check_module, check_options, check_same_models, signature
 from pardata._store import require_same
-from pardata._sync_batch_norm import check_batch_norms, synchronise_batch_norms
+from pardata._sync_batch_norm import check_batch_norms, is_synchronised, synchronise_batch_norms
 from pardata._unwrapping import unwrap
 from pardata._world import World, require_world
 
@@ -204,10 +204,11 @@ def _exact(
     sync_batchnorm: bool,
     options: dict[str, Any],
 ) -> nn.Module:
-    if sync_batchnorm:
+    if sync_batchnorm or any(map(is_synchronised, model.modules())):
         msg = (
-            "`sync_batchnorm` must be False under strategy 'exact', but is True: there batch norm "
-            "takes the statistics of each microbatch, which are the same at every world size"
+            "`sync_batchnorm` must be False under strategy 'exact', but is True or was before: "
+            "make the model anew without it, for there batch norm takes the statistics of each "
+            "microbatch, which are the same at every world size"
         )
         raise ValueError(msg)
     model = _moved(model, here.device if device is None else device)

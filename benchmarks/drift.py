@@ -7,7 +7,8 @@ A small net with batch norm and dropout learns scikit-learn's digits: the same g
 same order, the same seed, Adam. Under "ddp" as one writes it by hand, DistributedDataParallel with
 each rank's part of the batch and the mean of their losses; under "exact" by pardata.backward with
 microbatches. Prints by how much the loss of a step, and a weight, differ at most from those of
-the first size. With --save also draws drift.png, if matplotlib is there. Nothing is timed.
+the first size, as medians over seeds. With --save also draws drift.png, of the first seed, if
+matplotlib is there. Nothing is timed.
 """
 
 import argparse
@@ -54,15 +55,15 @@ def mean_loss(model: nn.Module, batch: Any) -> Tensor:
     return cross_entropy(model(images), labels)
 
 
-def train(strategy: str, epochs: int) -> dict[str, Any]:
+def train(strategy: str, epochs: int, seed: int) -> dict[str, Any]:
     """Train as one of the ranks; return the losses of all steps and what was learnt."""
     here = pardata.world()
-    pardata.seed_everything(0)
+    pardata.seed_everything(seed)
     model = pardata.wrap_model(small_net(), strategy)
-    pardata.seed_everything(0, per_rank=True)  # for dropout, as one does by hand
+    pardata.seed_everything(seed, per_rank=True)  # for dropout, as one does by hand
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     pieces = {"microbatch_size": 8} if strategy == "exact" else {}
-    loader = pardata.make_loader(digits(), 64, shuffle=True, seed=0, **pieces)
+    loader = pardata.make_loader(digits(), 64, shuffle=True, seed=seed, **pieces)
     losses = []
     for _ in range(epochs):
         for batch in loader:
@@ -81,11 +82,11 @@ def train(strategy: str, epochs: int) -> dict[str, Any]:
     return {"losses": losses, "weights": weights, "fingerprint": fingerprint, "size": here.size}
 
 
-def compare(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+def compare(args: argparse.Namespace, seed: int) -> dict[str, list[dict[str, Any]]]:
     """Train under each strategy at each size; return what rank 0 found."""
     found = {
         strategy: [
-            run(train, strategy, args.epochs, world_size=size, timeout=1800)[0]
+            run(train, strategy, args.epochs, seed, world_size=size, timeout=1800)[0]
             for size in args.sizes
         ]
         for strategy in STRATEGIES
@@ -95,17 +96,20 @@ def compare(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def rows(reports: Sequence[dict[str, Any]]) -> list[Row]:
-    """Return what differs from the first size, and at the end."""
-    first = reports[0]
+def rows(rounds: Sequence[Sequence[dict[str, Any]]]) -> list[Row]:
+    """Return by how much each size differs from the first, of the reports of each round."""
     made = []
-    for report in reports:
-        apart = max(abs(a - b) for a, b in zip(report["losses"], first["losses"], strict=True))
-        weights = (report["weights"] - first["weights"]).abs().max().item()
+    for index, report in enumerate(rounds[0]):
+        pairs = [(reports[index], reports[0]) for reports in rounds]
+        losses = [
+            max(abs(a - b) for a, b in zip(one["losses"], first["losses"], strict=True))
+            for one, first in pairs
+        ]
+        weights = [(one["weights"] - first["weights"]).abs().max().item() for one, first in pairs]
         name = f"{report['size']} process(es), {report['fingerprint'][:8]}"
         made += [
-            Row(f"{name}: loss of a step, at most", [apart]),
-            Row(f"{name}: a weight, at most", [weights]),
+            Row(f"{name}: loss of a step, at most", losses),
+            Row(f"{name}: a weight, at most", weights),
         ]
     return made
 
@@ -149,7 +153,7 @@ def _smooth(losses: Sequence[float]) -> list[float]:
 
 def main() -> None:
     """Train, print the tables and draw."""
-    arguments = parser(__doc__, 1, "has no effect: nothing is timed")
+    arguments = parser(__doc__, 1, "seeds")
     arguments.add_argument(
         "--epochs", type=positive, default=10, help="of 28 steps each (default: 10)"
     )
@@ -158,19 +162,19 @@ def main() -> None:
     )
     args = arguments.parse_args()
     about = print_environment()
-    found = compare(args)
+    rounds = [compare(args, seed) for seed in range(args.rounds)]
     tables = {
-        f"{strategy}, {args.epochs} epochs: differs from {args.sizes[0]} process(es) by": rows(
-            reports
+        f"{strategy}, {args.epochs} epochs, differs from {args.sizes[0]} process(es) by": rows(
+            [found[strategy] for found in rounds]
         )
-        for strategy, reports in found.items()
+        for strategy in STRATEGIES
     }
     for title, lines in tables.items():
         print_table(title, "", lines)
     if args.save:
         save(args.save, __file__, about, tables)
         try:
-            draw(args.save / "drift.png", found)
+            draw(args.save / "drift.png", rounds[0])
         except ImportError:
             print("not drawn: matplotlib is not installed")
 

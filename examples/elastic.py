@@ -107,7 +107,7 @@ def die(within: float) -> None:
 
 
 def run(size: int, run_dir: str, args: argparse.Namespace, die_at: int | None = None) -> str:
-    """Train in so many processes, to the end or until they die; return the last line."""
+    """Train in so many processes, to the end or until they die; return the last word."""
     print(f"{size} process(es)" + (f", killed in step {die_at + 1}" if die_at else ""), flush=True)
     launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
     options = [f"--run-dir={run_dir}", f"--epochs={args.epochs}", f"--seed={args.seed}"]
@@ -126,7 +126,7 @@ def run(size: int, run_dir: str, args: argparse.Namespace, die_at: int | None = 
     print(f"    {last}", flush=True)
     if bool(job.returncode) != bool(die_at):
         sys.exit(f"the run ended with {job.returncode}")
-    return last
+    return last.split()[-1]
 
 
 def main() -> None:

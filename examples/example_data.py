@@ -64,4 +64,6 @@ def microbatch_size(batch_size: int) -> int:
 
 def whole_share(batch: Any) -> Any:
     """Return what this rank has of a step as one batch, also where it comes in microbatches."""
-    return map(torch.cat, zip(*batch, strict=True)) if isinstance(batch, Microbatches) else batch
+    if not isinstance(batch, Microbatches):
+        return batch
+    return [torch.cat(column) for column in zip(*batch, strict=True)]

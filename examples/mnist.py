@@ -317,7 +317,7 @@ def exact_check(size: int) -> str | None:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--exact-check")
     _, others = parser.parse_known_args()
-    last_lines = []
+    fingerprints = []
     for processes in (1, size):
         launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
         command = [sys.executable, "-m", *launcher, __file__, *others]
@@ -332,10 +332,10 @@ def exact_check(size: int) -> str | None:
                 lines.append(line.rstrip())
         if job.returncode:
             return f"the run in {processes} process(es) failed"
-        last_lines.append(lines[-1])
-    if last_lines[0] != last_lines[1]:
-        return f"1 and {size} processes differ: {last_lines[0]}, {last_lines[1]}"
-    print(f"1 and {size} processes agree to the last bit: {last_lines[0]}")
+        fingerprints.append(lines[-1].split()[-1])
+    if fingerprints[0] != fingerprints[1]:
+        return f"1 and {size} processes differ: {fingerprints[0]} and {fingerprints[1]}"
+    print(f"1 and {size} processes agree to the last bit: {fingerprints[0]}")
     return None
 
 

@@ -261,6 +261,32 @@ def test_memory_counts_what_ranks_and_workers_have_and_all_read_the_same(tmp_pat
     assert left_in(short_tmp) == []
 
 
+def test_exact_compares_time_and_memory_with_ddp_and_is_the_same_in_all_rounds(tmp_path):
+    text = output_of(
+        "exact.py", "--rounds", 2, "--steps", 1, "--nets", "convnet", "--save", tmp_path,
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert verdicts(text) == {("s a step, exact", "ddp", "<= 1.3")}
+    assert contenders(text) == [
+        f"{quantity}, {strategy}"
+        for quantity in ("s a step", "MB at most")
+        for strategy in ("ddp", "exact")
+    ]
+    ((ddp, *_),) = saved(tmp_path, "exact")["tables"].values()
+    assert len(ddp["values"]) == 2
+
+
+def test_drift_finds_ddp_apart_and_exact_the_same(tmp_path):
+    text = output_of(
+        "drift.py", "--sizes", 1, 3, "--epochs", 1, "--save", tmp_path, cwd=tmp_path
+    )  # fmt: skip
+    ddp, exact = saved(tmp_path, "drift")["tables"].values()
+    assert [row["values"][0] == 0 for row in ddp] == [True, True, False, False]
+    assert all(row["values"] == [0] for row in exact)
+    assert "3 process(es)" in text
+    assert is_picture(tmp_path / "drift.png")
+
+
 def run_here(monkeypatch, name, *arguments):
     """Run a benchmark that stops before it starts processes: this one has torch already."""
     monkeypatch.setattr(sys, "argv", [name, *arguments])

@@ -216,3 +216,36 @@ def test_nan_and_infinity_are_the_largest_of_all(dtype, count, place):
     assert largest(tensor) == math.inf
     tensor[place // 2] = math.nan
     assert largest(tensor).isnan()
+
+
+# --- the fast way to round ---
+
+
+@given(
+    st.lists(st.floats(-(2.0**33), 2.0**33, allow_subnormal=True), min_size=1, max_size=20),
+    st.floats(2.0**-10, 1),
+    st.integers(-60, 0),
+)
+def test_the_fast_way_to_round_gives_the_words_of_the_plain_one(numbers, weight, exponent):
+    values = torch.tensor(numbers, dtype=torch.float64) * 2.0**exponent
+    fast, plain = _fixed_point.zeros(len(values), CPU), _fixed_point.zeros(len(values), CPU)
+    _fixed_point.add(fast, values, weight)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_fixed_point, "_fit_beside_the_shift", lambda _numbers: False)
+        _fixed_point.add(plain, values, weight)
+    assert torch.equal(fast, plain)
+
+
+@pytest.mark.parametrize("number", [0.5, 1.5, 2.5, -0.5, -1.5, 2.0**30 + 0.5])
+def test_halves_are_rounded_to_even_either_way(number):
+    word = torch.zeros(1, dtype=torch.int64)
+    rounded = _fixed_point._add_rounded(word, torch.tensor([number], dtype=torch.float64))
+    assert rounded.item() == word.item() == round(number)
+
+
+@pytest.mark.parametrize(
+    ("number", "fits"), [(2.0**50, True), (2.0**51, False), (torch.nan, False)]
+)
+def test_only_numbers_that_fit_beside_the_shift_take_the_fast_way(number, fits):
+    numbers = torch.tensor([1.0, number, -number], dtype=torch.float64)
+    assert _fixed_point._fit_beside_the_shift(numbers) == fits

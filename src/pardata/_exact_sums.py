@@ -134,7 +134,8 @@ class Sums:
     def gradient(self, name: str) -> Tensor:
         """Return the sum for this parameter, in its shape and dtype."""
         parameter = self.parameters[name]
-        numbers = _fixed_point.value(self._bucket_of[name].words_of(name))
+        words = self._bucket_of[name].words_of(name)
+        numbers = _fixed_point.value(words, parameter.dtype.to_real())
         if parameter.is_complex():
             numbers = torch.view_as_complex(numbers.view(-1, 2))
         # In the parameter's own layout, as PyTorch's gradients: fused optimizers insist on it.

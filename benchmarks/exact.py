@@ -57,7 +57,7 @@ class Contest:
 
 NETS = {
     "convnet": Contest(conv_net, (1, 28, 28), 512, 64),
-    "resnet18": Contest(partial(resnet18, num_classes=10), (3, 32, 32), 128, 32),
+    "resnet18": Contest(partial(resnet18, num_classes=10), (3, 32, 32), 512, 64),
 }
 
 
@@ -135,7 +135,7 @@ def main() -> None:
     """Measure each net and print the tables."""
     arguments = parser(__doc__, 5, "fresh runs of each strategy")
     arguments.add_argument(
-        "--steps", type=positive, default=6, help=f"of a run, after {WARM_UP} more (default: 6)"
+        "--steps", type=positive, default=4, help=f"of a run, after {WARM_UP} more (default: 4)"
     )
     arguments.add_argument(
         "--nets", nargs="+", choices=NETS, default=list(NETS), help="which (default: all)"

@@ -242,6 +242,7 @@ NEED_A_GROUP = {
     "rank_zero_call": lambda: pardata.rank_zero_call(max, 1, 2),
     "all_reduce_mean": lambda: pardata.all_reduce_mean(1.0),
     "all_reduce_sum": lambda: pardata.all_reduce_sum({"a": 1}),
+    "backward": lambda: pardata.backward(NET, lambda model, x: model(x).sum(), torch.ones(1, 2)),
     "all_gather": lambda: pardata.all_gather(torch.ones(1)),
     "make_loader": lambda: pardata.make_loader(DATA, 4),
     "wrap_model": lambda: pardata.wrap_model(NET),

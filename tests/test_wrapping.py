@@ -365,7 +365,7 @@ ALONE = [
     ("list", "none", TypeError, "but is a list"),
     ("wrapped", "dp", ValueError, "must not be wrapped yet, but is or holds a wrapped module"),
     ("holds wrapped", "dp", ValueError, "pass unwrap(model), or wrap once, at the outside"),
-    ("unknown strategy", "none", ValueError, "'fsdp', but is 'DDP'"),
+    ("unknown strategy", "none", ValueError, "'exact', but is 'DDP'"),
     ("lazy", "dp", ValueError, "run one forward pass first"),
     ("frozen", "dp", ValueError, "parameter to train under strategy 'dp'"),
     ("frozen", "ddp", ValueError, "parameter to train under strategy 'ddp'"),
@@ -501,7 +501,7 @@ def test_a_rank_with_fewer_parameters_is_said_to_have_no_further_one(extra_on):
     ("what", "kind", "text"),
     [
         ("not a module", "TypeError", "`model` must be a torch.nn.Module, but is a NoneType"),
-        ("unknown strategy", "ValueError", "'fsdp', but is 'dpp'"),
+        ("unknown strategy", "ValueError", "'exact', but is 'dpp'"),
     ],
 )
 def test_a_bad_argument_on_one_rank_is_told_to_all(what, kind, text):

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from pardata._batches import emptied, moved
+from pardata import Microbatches
+from pardata._batches import emptied, moved, tensors_of
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
 
@@ -133,3 +134,21 @@ def test_what_has_no_rows_is_refused_with_a_cure(batch, kind):
         f"rows, but this one holds a {kind}: use drop_last=True, or a batch size that "
         f"leaves every rank a sample"
     )
+
+
+def found_in(batch):
+    return [int(tensor) for tensor in tensors_of(batch)]
+
+
+def test_tensors_are_found_in_order_and_once_each_however_they_are_nested():
+    one, two, three = (torch.tensor(number) for number in (1, 2, 3))
+    assert found_in({"a": one, "b": [two, (three,)]}) == [1, 2, 3]
+    assert found_in([one, "text", one, Pair(two, [three])]) == [1, 2, 3]
+
+
+def test_a_stand_in_is_found_too_for_it_is_run_like_the_others():
+    # On a GPU its memory must not be taken by the stream that runs ahead.
+    where = {"epoch": 0, "step": 0, "first": 1, "counts": (2,)}
+    assert found_in(Microbatches([], **where, stand_in=[torch.tensor(7)])) == [7]
+    own = Microbatches([torch.tensor(1), torch.tensor(2)], **where)
+    assert found_in(own) == [1, 2]

@@ -56,21 +56,23 @@ def assembled(parts: Sequence[Any], places: Tensor) -> Any:
 
 def tensors_of(batch: Any) -> Iterator[Tensor]:
     """Yield every tensor in `batch`, however it is nested, and in the attributes of its objects."""
-    ahead, seen = [batch], set[int]()
+    ahead = [batch]
+    seen: dict[int, Any] = {}  # what it holds lives on: another might get its number
     while ahead:
         item = ahead.pop()
+        if id(item) in seen or isinstance(item, str | bytes):
+            continue
+        seen[id(item)] = item
         if isinstance(item, Tensor):
             yield item
             continue
-        if id(item) in seen or isinstance(item, str | bytes):
-            continue
-        seen.add(id(item))
+        # Of a collection too: Microbatches hold a stand-in beside what they are made of.
+        if hasattr(item, "__dict__"):
+            ahead.extend(reversed(list(vars(item).values())))
         if isinstance(item, Mapping):
             ahead.extend(reversed(list(item.values())))
         elif isinstance(item, Sequence):
             ahead.extend(reversed(item))
-        elif hasattr(item, "__dict__"):
-            ahead.extend(reversed(list(vars(item).values())))
 
 
 def _mapped(

@@ -96,7 +96,7 @@ def test_what_never_changes_keeps_its_bits(dtype):
 
 
 @pytest.mark.parametrize(
-    ("start", "left"), [(0.0, math.nan), (0.0, math.inf), (math.inf, 0.0), (0.0, -1e13)]
+    ("start", "left"), [(0.0, math.nan), (0.0, math.inf), (math.inf, 0.0), (0.0, -1e14)]
 )
 def test_what_cannot_be_added_is_seen(start, left):
     module = Holder(mean=torch.tensor([start, 0.0]))
@@ -106,7 +106,7 @@ def test_what_cannot_be_added_is_seen(start, left):
 
 def test_a_module_without_buffers_costs_nothing():
     buffers, _ = step(nn.Linear(2, 2), (1.0, {}))
-    assert buffers.sums.shape == (2, 0)
+    assert [len(words) for words in buffers.sums] == [0, 0]
     assert buffers.others.shape == (0,)
 
 

@@ -57,11 +57,13 @@ def test_all_ranks_hear_what_any_says(size):
         },
     }
     for (report,) in run(reports, [case], world_size=size):
-        assert report == Report({}, {"a", "c"}, {"b"}, [False, True], first=3, failed=True)
+        assert report == Report({}, set(), {"a", "c"}, {"b"}, [False, True], first=3, failed=True)
 
 
 def test_where_nothing_happened_nothing_is_said():
-    assert reported({}) == Report({}, set(), set(), [False, False], first=2**53, failed=False)
+    assert reported({}) == Report(
+        {}, set(), set(), set(), [False, False], first=2**53, failed=False
+    )
 
 
 @pytest.mark.parametrize("size", SIZES)

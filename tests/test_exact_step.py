@@ -604,7 +604,7 @@ def test_overflow_is_named_with_its_value_and_leaves_all_as_it_was():
     outcomes = told("overflowing")
     for factor, shown in (("inf", "inf"), ("nan", "nan"), ("1000000000000000.0", "1e+15")):
         text, same, gradients, next_step = outcomes[factor]
-        assert text.startswith("OverflowError: numbers must be finite and at most 2**42")
+        assert text.startswith("OverflowError: numbers must be finite and at most 2**46")
         assert f"the largest of the gradient of `wild` is {shown} (1 such)" in text
         assert "on_overflow='skip'" in text
         assert same

@@ -8,11 +8,12 @@ from torch import nn
 
 from pardata import _exact_sums, _fixed_point, world
 from pardata._exact_report import Largest
-from pardata._exact_sums import Sums
+from pardata._exact_sums import Sums, emptied
 from pardata.testing import run
 
 CPU = torch.device("cpu")
 SIZES = [1, 2, 3, 4]
+LARGE = {"p", "p0", "p1"}  # parameters that have, or may have, a large gradient
 
 
 def parameters(*shapes, dtype=torch.float32):
@@ -20,7 +21,7 @@ def parameters(*shapes, dtype=torch.float32):
 
 
 def sums_of(named, size=1, may_send=lambda: True):
-    return Sums(named, CPU, size, Largest(list(named), CPU), may_send)
+    return Sums(named, size, Largest(list(named), CPU), may_send, emptied([], named, CPU))
 
 
 def give(sums, name, gradient):
@@ -32,7 +33,7 @@ def give(sums, name, gradient):
 
 def finish(sums):
     sums.send_rest()
-    sums.receive(sums.late())
+    sums.receive(sums.late(), LARGE)
 
 
 def test_gradients_are_weighted_and_added():
@@ -149,7 +150,7 @@ def test_too_many_gradients_are_refused(monkeypatch):
 def test_buckets_go_from_the_last_parameter_to_the_first_and_hold_whole_ones(monkeypatch):
     monkeypatch.setattr(_exact_sums, "_BUCKET", 10)
     sums = sums_of(parameters(4, 6, 3, 50, 1, 2, 0))
-    assert [list(bucket.places) for bucket in sums._buckets] == [
+    assert [list(bucket.places) for bucket in sums.buckets] == [
         ["p6", "p5", "p4"],
         ["p3"],
         ["p2", "p1"],
@@ -160,15 +161,15 @@ def test_buckets_go_from_the_last_parameter_to_the_first_and_hold_whole_ones(mon
 def test_a_complex_number_takes_two_places(monkeypatch):
     monkeypatch.setattr(_exact_sums, "_BUCKET", 7)
     sums = sums_of(parameters(2, 2, dtype=torch.complex64))
-    assert [list(bucket.places) for bucket in sums._buckets] == [["p1"], ["p0"]]
+    assert [list(bucket.places) for bucket in sums.buckets] == [["p1"], ["p0"]]
 
 
 def test_nothing_to_train_is_no_bucket_to_wait_for():
     finish(sums_of({}))
 
 
-def in_buckets(orders, lates):
-    """Give gradients in this rank's order, some of them late, in buckets of one parameter."""
+def in_buckets(orders, lates, size_of_late=0.25):
+    """Give gradients in this rank's order, some of them late, in buckets of 4 numbers."""
     _exact_sums._BUCKET = 4
     here = world()
     named = parameters(3, 4, 2, 1)
@@ -177,27 +178,27 @@ def in_buckets(orders, lates):
     send = torch.distributed.all_reduce
 
     def noting(words, *args, **options):
-        sent.append(words.shape[1])
+        sent.append(len(words))
         return send(words, *args, **options)
 
     torch.distributed.all_reduce = noting
     try:
         sums.begin(last=False)
         sums.weight = 0.5
-        give(sums, "p0", torch.ones(3) * (here.rank + 1))
+        give(sums, "p0", torch.ones(3) / 4 ** (here.rank + 1))
         early = list(sent)
         sums.begin(last=True)
         sums.weight = 0.5
         for name in orders[here.rank % len(orders)]:
-            give(sums, name, torch.ones_like(named[name]))
+            give(sums, name, torch.full_like(named[name], 0.25))
         if here.rank in lates:
-            give(sums, "p3", torch.ones(1) * 8)
+            give(sums, "p3", torch.full((1,), size_of_late))
         while_it_ran = list(sent)
         sums.send_rest()
         late = torch.tensor(sums.late())
         if here.size > 1:
             send(late, torch.distributed.ReduceOp.MAX)
-        sums.receive(late.tolist())
+        sums.receive(late.tolist(), {"p3"} if size_of_late > 1 else set())
     finally:
         torch.distributed.all_reduce = send
     return early, while_it_ran, sent, [sums.gradient(name).tolist() for name in named]
@@ -207,9 +208,10 @@ def in_buckets(orders, lates):
 def test_buckets_are_sent_in_one_order_whatever_is_complete_first_and_late_ones_again(size):
     orders = [["p3", "p2", "p1", "p0"], ["p0", "p1", "p2", "p3"], ["p2"], []]
     told = run(in_buckets, orders, [size - 1], world_size=size)
-    ones = {name: sum(name in order for order in orders[:size]) / 2 for name in orders[0]}
-    expected = [[ones["p0"] + size * (size + 1) / 4] * 3, [ones["p1"]] * 4, [ones["p2"]] * 2]
-    late = 4.0
+    ones = {name: sum(name in order for order in orders[:size]) / 8 for name in orders[0]}
+    first = sum(0.5 / 4 ** (rank + 1) for rank in range(size))
+    expected = [[ones["p0"] + first] * 3, [ones["p1"]] * 4, [ones["p2"]] * 2]
+    late = 0.125
     for rank, (early, while_it_ran, sent, gradients) in enumerate(told):
         assert early == []  # before the last microbatch nothing is complete
         assert gradients == [*expected, [ones["p3"] + late]]
@@ -219,6 +221,38 @@ def test_buckets_are_sent_in_one_order_whatever_is_complete_first_and_late_ones_
             assert while_it_ran == {0: [3, 4, 3], 1: [3, 4, 3], 2: [3] * (size == 3)}.get(rank, [])
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_high_words_of_a_bucket_are_sent_at_the_end_where_any_rank_has_some(size):
+    order = ["p3", "p2", "p1", "p0"]
+    for lates in ([0], range(size)):  # so that it comes late, and only some ranks have high words
+        told = run(in_buckets, [order], lates, 1e9 + 0.25, world_size=size)
+        for _, while_it_ran, sent, gradients in told:
+            assert gradients[3] == [pytest.approx(size / 8 + len(lates) * (5e8 + 0.125), rel=1e-7)]
+            assert gradients[2] == [size / 8] * 2
+            if size > 1:
+                assert sent[3:] == [3, 3]  # the late low words, and the high ones
+                assert while_it_ran == [3, 4, 3]
+
+
+def test_the_words_of_a_step_lie_where_those_of_the_step_before_lay():
+    named = parameters(3, 4)
+    first = sums_of(named)
+    first.begin(last=True)
+    first.weight = 1.0
+    give(first, "p0", torch.full((3,), 5.0))
+    give(first, "p0", torch.full((3,), 0.5))
+    finish(first)
+    again = emptied(first.buckets, named, CPU)
+    assert again is first.buckets
+    assert not again[0].is_late
+    second = Sums(named, 1, Largest(list(named), CPU), lambda: True, again)
+    finish(second)
+    assert second.gradient("p0").tolist() == [0.0, 0.0, 0.0]
+    for others in (parameters(3), parameters(4, 3), parameters(3, 4, 1)):
+        assert emptied(again, others, CPU)[0] is not again[0]
+    assert emptied(again, named, torch.device("meta"))[0] is not again[0]
+
+
 def disagreeing():
     named = parameters(3)
     sums = sums_of(named, world().size, may_send=lambda: False)
@@ -226,7 +260,7 @@ def disagreeing():
     sums.weight = 1.0
     give(sums, "p0", torch.ones(3))
     sums.send_rest()
-    return [bucket.sent for bucket in sums._buckets]
+    return [bucket.is_sent for bucket in sums.buckets]
 
 
 def test_nothing_is_sent_where_the_ranks_do_not_agree():

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pardata._exact_sums import Bucket
 from pardata._read_through import ReadThrough
 from pardata._unwrapping import Wrapper, layers, unwrap
 
@@ -28,7 +29,7 @@ class ExactModel(ReadThrough, Wrapper):
         module: to train.
         threads: of PyTorch's kernels on the CPU, whose sums depend on their number. It is set for
             the whole process.
-        on_overflow: what a gradient that is infinite, NaN or beyond 2**42 leads to: ``"raise"`` an
+        on_overflow: what a gradient that is infinite, NaN or beyond 2**46 leads to: ``"raise"`` an
             error, or ``"skip"``: a warning, and a step that leaves gradients and buffers alone.
     """
 
@@ -38,6 +39,7 @@ class ExactModel(ReadThrough, Wrapper):
         self._threads = threads
         self._on_overflow = on_overflow
         self._take: Take | None = None
+        self._buckets: list[Bucket] = []  # the words of the step before
         self._watched: dict[nn.Parameter, Any] = {}
         torch.set_num_threads(threads)
         self._watch()
@@ -111,7 +113,7 @@ class ExactModel(ReadThrough, Wrapper):
 
     def __getstate__(self) -> dict[str, Any]:
         # Neither copies nor pickles have hooks: they are made anew.
-        return {**super().__getstate__(), "_watched": {}, "_take": None}  # type: ignore[no-untyped-call]
+        return {**super().__getstate__(), "_watched": {}, "_take": None, "_buckets": []}  # type: ignore[no-untyped-call]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -14,7 +14,7 @@ class Buffers:
     others, which count, become what the first microbatch leaves that has a weight.
 
     Attributes:
-        sums: in fixed point, of the changes of the floating-point ones.
+        sums: low and high words, of the changes of the floating-point ones.
         names: of all of them, with their shapes.
         others: as the first microbatch here that has a weight has left them; 0 before.
     """
@@ -32,7 +32,7 @@ class Buffers:
         self.floating = floating
         self._counting = [name for name in self._start if name not in floating]
         self._before = self._flat(self._start, floating, torch.float64)
-        self.sums = _fixed_point.zeros(len(self._before), device)
+        self.sums = [_fixed_point.zeros(len(self._before), device) for _ in range(2)]
         self.others = torch.zeros_like(self._flat(self._start, self._counting, torch.int64))
 
     def restore(self) -> None:
@@ -52,16 +52,17 @@ class Buffers:
             change = (after - self._before).masked_fill_(same, 0.0)
             for name, part in zip(self.floating, self._split(change), strict=True):
                 largest.see(name, part)
-            _fixed_point.add(self.sums, change, weight)
+            _fixed_point.add(change, weight, *self.sums)
         if is_first:
             self.others = self._flat(now, self._counting, torch.int64)
 
     def apply(self) -> None:
         """Set the buffers, from sums and others that are those of all ranks."""
         now = self._now()
-        changed = (self.sums != 0).any(dim=0)
+        low, high = self.sums
+        changed = (low != 0) | (high != 0)
         # Where nothing was added, not even 0.0, for -0.0 would become that.
-        means = torch.where(changed, self._before + _fixed_point.value(self.sums), self._before)
+        means = torch.where(changed, self._before + _fixed_point.value(low, high), self._before)
         for name, mean in zip(self.floating, self._split(means), strict=True):
             _real(now[name].data).copy_(mean.view(_real(now[name]).shape))
         sizes = [self._start[name].numel() for name in self._counting]

@@ -43,10 +43,12 @@ class Largest:
         self._now = torch.zeros(len(self.names), dtype=torch.float64, device=device)
         self.most = torch.zeros_like(self._now)
 
-    def see(self, name: str, numbers: Tensor) -> None:
-        """Look at numbers that are added, together with others seen in this microbatch."""
+    def see(self, name: str, numbers: Tensor) -> Tensor:
+        """Return the largest of numbers that are added and others seen in this microbatch."""
         # Their sum is no larger than the sum of what is largest in each.
-        self._now[self._index[name]] += _fixed_point.largest(numbers)
+        now = self._now[self._index[name]]
+        now += _fixed_point.largest(numbers)
+        return now
 
     def end(self) -> None:
         """End a microbatch."""
@@ -60,6 +62,7 @@ class Report:
 
     Attributes:
         overflow: what could not be added, and the largest of it, by name.
+        large: what needs high words.
         used: which parameters have had a gradient.
         sparse: which had a sparse one.
         late: of each bucket, whether something was left when it had been sent.
@@ -68,6 +71,7 @@ class Report:
     """
 
     overflow: dict[str, float]
+    large: set[str]
     used: set[str]
     sparse: set[str]
     late: list[bool]
@@ -112,6 +116,7 @@ class Report:
                 for name, value in worst.items()
                 if name in is_nan or value > _fixed_point.LARGEST
             },
+            {name for name, value in worst.items() if value > _fixed_point.SMALL},
             all_used,
             all_sparse,
             [bool(flag) for flag in all_late],

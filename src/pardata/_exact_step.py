@@ -14,7 +14,7 @@ from pardata._counting import Piece, Pieces
 from pardata._exact import ExactModel, check_kernels
 from pardata._exact_buffers import Buffers
 from pardata._exact_report import Largest, Report, Sameness
-from pardata._exact_sums import Sums
+from pardata._exact_sums import Sums, emptied
 from pardata._generators import forked_seed
 from pardata._logging import get_logger
 from pardata._microbatches import Microbatches
@@ -31,8 +31,9 @@ _NONE = 2**53  # the number of a microbatch that there is not
 class ExactStep(Step):
     """The gradient of each microbatch, weighted and rounded to fixed point, is added as integers.
 
-    In memory that takes 16 bytes a parameter, beside the gradient itself. What is complete is sent
-    while the last microbatch's backward still runs.
+    In memory that takes 8 bytes a parameter beside the gradient itself, kept from step to step, and
+    16 during a step where gradients are beyond 1, and on a GPU. What is complete is sent while the
+    last microbatch's backward still runs.
     """
 
     def __init__(self, model: nn.Module, wrapper: ExactModel, batch: Any, size: int) -> None:
@@ -51,9 +52,11 @@ class ExactStep(Step):
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._buffers = Buffers(module, device)
         self._largest = Largest([_LOSS, *trained, *self._buffers.floating], device)
-        self._sums = Sums(trained, device, size, self._largest, self._is_same)
+        # Given back by a step that ends well: what a failed one left may still be sent.
+        buckets, wrapper._buckets = emptied(wrapper._buckets, trained, device), []  # noqa: SLF001  # our own class
+        self._sums = Sums(trained, size, self._largest, self._is_same, buckets)
         self._first = _NONE
-        self._words = _fixed_point.zeros(1, device)  # of the loss
+        self._words = [_fixed_point.zeros(1, device) for _ in range(2)]  # of the loss
         self._device = device
 
     def whole(self, pieces: Pieces) -> AbstractContextManager[None]:  # noqa: ARG002
@@ -80,7 +83,7 @@ class ExactStep(Step):
         """Run the backward of a microbatch, which is `part` of the global batch."""
         self._sums.weight = part
         self._largest.see(_LOSS, loss)
-        _fixed_point.add(self._words, loss.to(self._device), part)
+        _fixed_point.add(loss.to(self._device), part, *self._words)
         loss.backward()
 
     def loss(self) -> Tensor:
@@ -101,7 +104,7 @@ class ExactStep(Step):
         except Exception:
             self._buffers.restore()
             raise
-        self._loss = _fixed_point.value(self._words)[0]
+        self._loss = _fixed_point.value(*self._words)[0]
         if report.overflow:
             self._skip(report)
             return
@@ -109,6 +112,7 @@ class ExactStep(Step):
         for name, parameter in self._sums.parameters.items():
             if name in report.used:
                 parameter.grad = self._sums.gradient(name)
+        self._wrapper._buckets = self._sums.buckets  # noqa: SLF001  # our own class
 
     def _together(self, failed: Exception | None) -> Report:
         """Add up what all ranks have, or raise. Collective."""
@@ -122,7 +126,7 @@ class ExactStep(Step):
             raise failed or RuntimeError(msg)
         self._sums.send_rest()
         report = self._exchanged(failed)
-        self._sums.receive(report.late)
+        self._sums.receive(report.late, report.large)
         self._check(report, failed)
         return report
 
@@ -133,7 +137,7 @@ class ExactStep(Step):
         """Return a number that is the same on all ranks which send the same at the same step."""
         batch = self._batch
         sizes = [(name, p.numel()) for name, p in self._sums.parameters.items()]
-        sent = repr([sizes, self._buffers.names, self._buffers.sums.shape])
+        sent = repr([sizes, self._buffers.names, len(self._buffers.sums[0])])
         return mix(batch.seed, batch.epoch, batch.step, *batch.counts, zlib.crc32(sent.encode()))
 
     def _exchanged(self, failed: Exception | None) -> Report:
@@ -151,7 +155,7 @@ class ExactStep(Step):
         if report.first != self._first:
             buffers.others.zero_()
         if size > 1:
-            parts = [self._words, buffers.sums, buffers.others]
+            parts = [*self._words, *buffers.sums, buffers.others]
             flat = torch.cat([part.reshape(-1) for part in parts])
             dist.all_reduce(flat)
             sums = flat.split([part.numel() for part in parts])
@@ -188,7 +192,7 @@ class ExactStep(Step):
         elif name in self._sums.parameters:
             what = f"the gradient of `{name}`"
         return (
-            f"numbers must be finite and at most 2**42 under strategy 'exact', but the largest of "
+            f"numbers must be finite and at most 2**46 under strategy 'exact', but the largest of "
             f"{what} is {number:g} ({len(report.overflow)} such): lower the learning rate, clip "
             f"inside the model, or pass wrap_model(..., on_overflow='skip') to leave such steps out"
         )

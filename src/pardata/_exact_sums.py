@@ -10,35 +10,50 @@ from torch import Tensor, nn
 from pardata import _fixed_point
 from pardata._exact_report import Largest
 
-_BUCKET = 2**20  # numbers that are sent together: 16 MiB
+_BUCKET = 2**20  # numbers that are sent together: 8 MiB
 
 
-class _Bucket:
-    """Parameters whose sums are sent together."""
+class Bucket:
+    """Parameters whose sums are sent together: low words as soon as all of them are complete."""
 
     def __init__(self, places: dict[str, slice], device: torch.device) -> None:
         self.places = places
         self._length = max((place.stop for place in places.values()), default=0)
         self._device = device
-        self.words = _fixed_point.zeros(self._length, device)
-        self.late: Tensor | None = None  # what came when the words had been sent
-        self.waits_for = set(places)
-        self.sent = False
+        self.low = torch.empty(self._length, dtype=torch.int64, device=device)
+        self.empty()
+
+    def empty(self) -> None:
+        """Begin a step: there is nothing in any sum, and nothing is sent."""
+        self.low.zero_()
+        self._late: Tensor | None = None  # low words of what came when those had been sent
+        self._high: Tensor | None = None  # sent at the end, and only where there are any
+        self.waits_for = set(self.places)
+        self.is_sent = False
         self.work: Any = None  # what is waited for, where there are other ranks
 
-    def words_of(self, name: str) -> Tensor:
-        return self.words[:, self.places[name]]
+    @property
+    def is_late(self) -> bool:
+        return self._late is not None
 
-    def open_words_of(self, name: str) -> Tensor:
-        """Return where more can be added for this parameter."""
-        if not self.sent:
-            return self.words_of(name)
-        return self.late_words()[:, self.places[name]]
+    @property
+    def high(self) -> Tensor:
+        if self._high is None:
+            self._high = self._zeros()
+        return self._high
 
-    def late_words(self) -> Tensor:
-        if self.late is None:
-            self.late = _fixed_point.zeros(self._length, self._device)
-        return self.late
+    @property
+    def late(self) -> Tensor:
+        if self._late is None:
+            self._late = self._zeros()
+        return self._late
+
+    def open(self) -> Tensor:
+        """Return the low words to which more can be added."""
+        return self.late if self.is_sent else self.low
+
+    def _zeros(self) -> Tensor:
+        return _fixed_point.zeros(self._length, self._device)
 
 
 class Sums:
@@ -46,12 +61,13 @@ class Sums:
 
     Args:
         parameters: those that are trained, by name.
-        device: where the sums are.
         size: how many ranks there are.
         largest: is shown every gradient.
         may_send: whether the ranks have the same to send; asked before anything is.
+        buckets: of these parameters.
 
     Attributes:
+        buckets: with the sums.
         weight: of the microbatch that is run.
         used: which parameters have had a gradient, be it of weight 0.
         sparse: of which it was sparse.
@@ -60,10 +76,10 @@ class Sums:
     def __init__(
         self,
         parameters: dict[str, nn.Parameter],
-        device: torch.device,
         size: int,
         largest: Largest,
         may_send: Callable[[], bool],
+        buckets: list[Bucket],
     ) -> None:
         self.parameters = parameters
         # By the parameter itself: it may have got another name since it was hooked.
@@ -71,11 +87,12 @@ class Sums:
         self._may_send = may_send
         self._size = size
         self._largest = largest
-        self._buckets = list(_filled(parameters, device))
-        self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.places}
+        self.buckets = buckets
+        self._bucket_of = {name: bucket for bucket in buckets for name in bucket.places}
         self._sent = 0
         self._is_last = False
         self._taken = dict.fromkeys(parameters, 0)
+        self._large: set[str] = set()
         self.weight = 0.0
         self.used: set[str] = set()
         self.sparse: set[str] = set()
@@ -84,7 +101,7 @@ class Sums:
         """Begin a microbatch, of no weight until it is given one."""
         self.weight, self._is_last = 0.0, last
         if last:
-            for bucket in self._buckets:
+            for bucket in self.buckets:
                 bucket.waits_for = set(bucket.places)
 
     def take(self, parameter: nn.Parameter) -> None:
@@ -106,8 +123,7 @@ class Sums:
         elif self.weight:
             self._count(name)
             numbers = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-            self._largest.see(name, numbers)
-            _fixed_point.add(bucket.open_words_of(name), numbers, self.weight)
+            self._add(name, numbers)
         bucket.waits_for.discard(name)
         if self._is_last:
             self._send(only_complete=True)
@@ -118,29 +134,50 @@ class Sums:
 
     def late(self) -> list[bool]:
         """Return for each bucket whether something came after it had been sent."""
-        return [bucket.late is not None for bucket in self._buckets]
+        return [bucket.is_late for bucket in self.buckets]
 
-    def receive(self, late: list[bool]) -> None:
-        """Wait until the sums are those of all ranks; `late` is what they all say of theirs."""
-        for bucket, is_late in zip(self._buckets, late, strict=True):
+    def receive(self, late: list[bool], large: set[str]) -> None:
+        """Wait until the sums are those of all ranks.
+
+        Args:
+            late: what all ranks say of theirs.
+            large: the parameters of which any has a gradient that needs high words.
+        """
+        self._large = large
+        for bucket, is_late in zip(self.buckets, late, strict=True):
             if bucket.work is not None:
                 bucket.work.wait()
             if is_late:
-                words = bucket.late_words()
-                if self._size > 1:
-                    dist.all_reduce(words)
-                bucket.words += words
+                self._all_reduce(bucket.late)
+                bucket.low += bucket.late
+            if large.intersection(bucket.places):
+                self._all_reduce(bucket.high)
 
     def gradient(self, name: str) -> Tensor:
         """Return the sum for this parameter, in its shape and dtype."""
-        parameter = self.parameters[name]
-        words = self._bucket_of[name].words_of(name)
-        numbers = _fixed_point.value(words, parameter.dtype.to_real())
-        if parameter.is_complex():
-            numbers = torch.view_as_complex(numbers.view(-1, 2))
         # In the parameter's own layout, as PyTorch's gradients: fused optimizers insist on it.
-        gradient = torch.empty_like(parameter, requires_grad=False)
-        return gradient.copy_(numbers.view(parameter.shape))
+        gradient = torch.empty_like(self.parameters[name], requires_grad=False)
+        numbers = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+        bucket = self._bucket_of[name]
+        place = bucket.places[name]
+        high = bucket.high[place] if name in self._large else None
+        if numbers.is_contiguous():
+            _fixed_point.value(bucket.low[place], high, numbers.view(-1))
+        else:
+            numbers.copy_(_fixed_point.value(bucket.low[place], high).view(numbers.shape))
+        return gradient
+
+    def _add(self, name: str, numbers: Tensor) -> None:
+        bucket = self._bucket_of[name]
+        place = bucket.places[name]
+        is_large = self._largest.see(name, numbers) > _fixed_point.SMALL
+        # A GPU is not waited for: it may write high words, of zero, that nobody asks for.
+        high = bucket.high[place] if is_large.is_cuda or is_large else None
+        _fixed_point.add(numbers, self.weight, bucket.open()[place], high, is_large)
+
+    def _all_reduce(self, words: Tensor) -> None:
+        if self._size > 1:
+            dist.all_reduce(words)
 
     def _count(self, name: str) -> None:
         self._taken[name] += 1
@@ -155,25 +192,40 @@ class Sums:
 
     def _send(self, *, only_complete: bool) -> None:
         # In the same order on every rank, whichever is complete first.
-        while self._sent < len(self._buckets):
-            bucket = self._buckets[self._sent]
+        while self._sent < len(self.buckets):
+            bucket = self.buckets[self._sent]
             if (only_complete and bucket.waits_for) or not self._may_send():
                 return
             self._sent += 1
-            bucket.sent = True
+            bucket.is_sent = True
             if self._size > 1:
-                bucket.work = dist.all_reduce(bucket.words, async_op=True)
+                bucket.work = dist.all_reduce(bucket.low, async_op=True)
 
 
-def _filled(parameters: dict[str, nn.Parameter], device: torch.device) -> Iterator[_Bucket]:
-    """Yield buckets of the parameters, from the last to the first, as their gradients come."""
+def emptied(
+    buckets: list[Bucket], parameters: dict[str, nn.Parameter], device: torch.device
+) -> list[Bucket]:
+    """Return empty buckets for these parameters on a device: the given ones, where they fit.
+
+    So the memory of a step's words is that of the step before, as with DDP's buckets.
+    """
+    wanted = list(_filled(parameters))
+    if [bucket.places for bucket in buckets] != wanted or buckets[0].low.device != device:
+        return [Bucket(places, device) for places in wanted]
+    for bucket in buckets:
+        bucket.empty()
+    return buckets
+
+
+def _filled(parameters: dict[str, nn.Parameter]) -> Iterator[dict[str, slice]]:
+    """Yield the places in each bucket, from the last parameter to the first, as gradients come."""
     places: dict[str, slice] = {}
     length = 0
     for name, parameter in reversed(parameters.items()):
         count = parameter.numel() * (2 if parameter.is_complex() else 1)
         if places and length + count > _BUCKET:
-            yield _Bucket(places, device)
+            yield places
             places, length = {}, 0
         places[name] = slice(length, length + count)
         length += count
-    yield _Bucket(places, device)
+    yield places

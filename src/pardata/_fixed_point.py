@@ -2,10 +2,10 @@
 
 Each number is rounded once, to a fixed point, and then only integers are added, which are
 associative: Demmel and Nguyen, "Parallel Reproducible Summation", IEEE Transactions on Computers
-64(7), 2015, discuss this and other ways. Two words of 64 bits hold a number: its multiple of
-2**-20, and of the rest that of 2**-68. So a sum reaches to 2**42, and each number is off by 2**-69
-at most: one of 1e-9 by 2e-12 of itself. No scale depends on the numbers: it would be one more thing
-that differs between runs.
+64(7), 2015, discuss this and other ways. A word of 64 bits holds its multiple of 2**-62: enough for
+numbers up to 1, which gradients are nearly always, each off by 2**-63 at most, one of 1e-9 by 1e-10
+of itself. What is larger takes a second word, the multiple of 2**-16, and leaves the rest to the
+first. No scale depends on the numbers: it would be one more thing that differs between runs.
 """
 
 from collections.abc import Iterator
@@ -13,41 +13,55 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-LARGEST = 2.0**42
-"""Of weighted numbers whose weights sum to one, none beyond this: then no sum can wrap."""
+SMALL = 1.0
+"""Of weighted numbers whose weights sum to one, none beyond this needs the high word."""
+
+LARGEST = 2.0**46
+"""Likewise, none may be beyond this: then no sum can wrap."""
 
 MOST = 2**15
-"""Numbers in a sum: each adds up to 2**47 to the lower word."""
+"""Numbers in a sum: of each that is large, up to 2**45 is left to the low word."""
 
-_SCALES = 2.0**20, 2.0**68  # of the two words
+_LOW, _HIGH = 2.0**62, 2.0**16
 _BLOCK = 2**15  # numbers at a time: their float64 stay in a core's cache
-
-# Beside this a float64 has no place for a fraction, and its last bits are those of an integer.
-_SHIFT = 1.5 * 2.0**52
-_SHIFT_BITS = int(torch.tensor(_SHIFT, dtype=torch.float64).view(torch.int64))
 
 
 def zeros(count: int, device: torch.device) -> Tensor:
-    """Return the words of `count` sums of nothing: int64, of shape (2, count)."""
-    return torch.zeros(2, count, dtype=torch.int64, device=device)
+    """Return the low or the high words of `count` sums of nothing: int64, of shape (count,)."""
+    return torch.zeros(count, dtype=torch.int64, device=device)
 
 
-def add(words: Tensor, numbers: Tensor, weight: float) -> None:
-    """Add ``weight * numbers``, rounded once in float64 and once to the fixed point, to `words`.
+def add(
+    numbers: Tensor,
+    weight: float,
+    low: Tensor,
+    high: Tensor | None = None,
+    is_large: Tensor | None = None,
+) -> None:
+    """Add ``weight * numbers``, rounded once in float64 and once to the fixed point, to words.
 
     Args:
-        words: of shape (2, n).
         numbers: of n elements and any shape and floating dtype. What is not finite, or beyond
             `LARGEST`, makes words of no meaning: look at `largest` first, or after.
         weight: of all of them.
+        low: of shape (n,).
+        high: likewise; may be missing where none of the numbers is beyond `SMALL`.
+        is_large: without dimensions; where it is false, `high` is left alone. So that the same
+            words are made where a look at the numbers would wait for a GPU.
     """
     flat = numbers.detach().reshape(-1)
     for block in _blocks(flat):
-        # A copy, also of float64: what is added is left as it is.
-        rest = flat[block].to(torch.float64, copy=True).mul_(weight)
-        for word, scale in zip(words, _SCALES, strict=True):
-            whole = _add_rounded(word[block], rest * scale)
-            rest.sub_(whole, alpha=1 / scale)  # exact: both have few bits, the difference fewer
+        # A copy, also of float64: what is added is left as it is. To scale by a power of two is
+        # exact, so the only rounding is that of the weighted number.
+        rest = flat[block].to(torch.float64, copy=True).mul_(weight * _LOW)
+        if high is not None:
+            whole = (rest * (_HIGH / _LOW)).round_()
+            if is_large is not None:
+                whole.mul_(is_large)
+            high[block] += whole.long()
+            # Exact: both have few bits, the difference fewer.
+            rest.sub_(whole, alpha=_LOW / _HIGH)
+        low[block] += rest.round_().long()
 
 
 def largest(numbers: Tensor) -> Tensor:
@@ -58,31 +72,21 @@ def largest(numbers: Tensor) -> Tensor:
     return torch.maximum(-least, greatest).double()
 
 
-def value(words: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return the sums, computed in float64, in a floating `dtype`."""
-    sums = torch.empty(words.shape[1], dtype=dtype, device=words.device)
+def value(low: Tensor, high: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Return the sums, computed in float64.
+
+    Args:
+        low: of shape (n,).
+        high: likewise; where it is missing, nothing was added to it.
+        out: filled and returned, of shape (n,) and any floating dtype; a new one is float64.
+    """
+    sums = torch.empty_like(low, dtype=torch.float64) if out is None else out
     for block in _blocks(sums):
-        high, low = words[:, block].double()
-        sums[block] = high.mul_(1 / _SCALES[0]).add_(low, alpha=1 / _SCALES[1])
+        numbers = low[block].double().mul_(1 / _LOW)
+        if high is not None:
+            numbers.add_(high[block].double(), alpha=1 / _HIGH)
+        sums[block] = numbers
     return sums
-
-
-def _add_rounded(word: Tensor, numbers: Tensor) -> Tensor:
-    """Add `numbers`, rounded to whole ones, to `word`, in place of both; return them."""
-    if not _fit_beside_the_shift(numbers):
-        word += numbers.round_().long()
-        return numbers
-    # The same in a third of the time: a processor may have no such conversion of many at once.
-    word += numbers.add_(_SHIFT).view(torch.int64)
-    word -= _SHIFT_BITS
-    return numbers.sub_(_SHIFT)
-
-
-def _fit_beside_the_shift(numbers: Tensor) -> bool:
-    if numbers.is_cuda:  # a look at them would wait for the GPU
-        return False
-    least, greatest = numbers.aminmax()
-    return bool(least > -(2.0**51) and greatest < 2.0**51)  # not where one is NaN
 
 
 def _blocks(flat: Tensor) -> Iterator[slice]:

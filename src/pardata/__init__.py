@@ -2,6 +2,7 @@
 
 from pardata._backward import backward as backward
 from pardata._caching import cache_dataset as cache_dataset
+from pardata._checkpoint import Checkpointer as Checkpointer
 from pardata._collectives import all_gather as all_gather
 from pardata._collectives import all_reduce_mean as all_reduce_mean
 from pardata._collectives import all_reduce_sum as all_reduce_sum
@@ -16,6 +17,7 @@ from pardata._rank_zero import barrier as barrier
 from pardata._rank_zero import rank_zero_call as rank_zero_call
 from pardata._rank_zero import rank_zero_first as rank_zero_first
 from pardata._seeding import seed_everything as seed_everything
+from pardata._stop_signal import StopSignal as StopSignal
 from pardata._unwrapping import unwrap as unwrap
 from pardata._weights import check_in_sync as check_in_sync
 from pardata._weights import fingerprint as fingerprint
@@ -25,9 +27,11 @@ from pardata._world import world as world
 from pardata._wrapping import wrap_model as wrap_model
 
 __all__ = [
+    "Checkpointer",
     "Loader",
     "MetricWriter",
     "Microbatches",
+    "StopSignal",
     "World",
     "all_gather",
     "all_reduce_mean",

@@ -153,6 +153,33 @@ def forked_seed(number: int, device: torch.device | None = None) -> Iterator[Non
         yield
 
 
+def generator_states(device: torch.device) -> dict[str, Any]:
+    """Return where the default generators of this process are, that of a GPU `device` included.
+
+    Of integers, strings and lists alone, for `restore_generators` of any process to come.
+    """
+    version, words, normal = random.getstate()
+    found: dict[str, Any] = {"python": [version, list(words), normal]}
+    if (numpy := numpy_or_none()) is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        found["numpy"] = [kind, keys.tolist(), *rest]
+    found["torch"] = torch.get_rng_state().tolist()
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(device).tolist()
+    return found
+
+
+def restore_generators(states: dict[str, Any], device: torch.device) -> None:
+    """Put the default generators to where `generator_states` found them."""
+    version, words, normal = states["python"]
+    random.setstate((version, tuple(words), normal))
+    if "numpy" in states and (numpy := numpy_or_none()) is not None:
+        numpy.random.set_state(tuple(states["numpy"]))
+    torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(torch.tensor(states["cuda"], dtype=torch.uint8), device)
+
+
 @contextmanager
 def no_draws(what: str, device: torch.device | None = None, *, thorough: bool) -> Iterator[None]:
     """Raise, after the block, where it drew from a default generator.

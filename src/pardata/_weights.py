@@ -7,12 +7,12 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from pardata._agreement import agree
 from pardata._store import require_same
 from pardata._unwrapping import Wrapper, is_sharded, layers, unwrap
+from pardata._weight_files import read_weights
 from pardata._world import require_world
 
 # What wrappers put into the names of parameters.
@@ -42,8 +42,8 @@ def load_weights(
 
     Args:
         model: what `wrap_model` returned, or any module.
-        state_or_path: a state dict, or a file that holds one; files are read on the CPU with
-            ``weights_only=True``.
+        state_or_path: a state dict, or a file that holds one: safetensors by its name, else what
+            ``torch.save`` wrote, read on the CPU with ``weights_only=True``.
         strict: raise where names are missing or unexpected.
         assign: as in ``nn.Module.load_state_dict``; refused for a wrapped model, whose
             parameters must stay the objects that the wrapper and the optimizer know.
@@ -61,7 +61,7 @@ def load_weights(
     if assign and (plain is not model or is_sharded(plain)):
         raise ValueError(NO_ASSIGN)
     if isinstance(state_or_path, str | os.PathLike):
-        state_or_path = torch.load(state_or_path, map_location="cpu", weights_only=True)
+        state_or_path = read_weights(state_or_path)
     state = _checked_state(state_or_path)
     for layer in layers(model):
         if isinstance(layer, Wrapper):

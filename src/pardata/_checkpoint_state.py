@@ -1,0 +1,258 @@
+"""What a checkpoint holds of the things that are saved: taken from them, and given back.
+
+A state is a tree of dicts, lists and tuples, as ``state_dict()`` returns it, that
+``torch.load(weights_only=True)`` can read. Sharded tensors are in a dict of their own, by their
+path in the tree, where a mark stands for each.
+"""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from pardata._unwrapping import Wrapper, layers, unwrap
+from pardata._weights import load_weights
+
+Tree: TypeAlias = Any
+
+_MARK = "pardata: a sharded tensor"
+
+
+def state_of(name: str, thing: object) -> Tree:
+    """Return the state of a thing with ``state_dict``, or a plain value as it is.
+
+    Raises:
+        TypeError: where it holds what no checkpoint may: names it.
+    """
+    tree = _state_dict(thing) if is_stateful(thing) else thing
+    tree = _mapped(tree, lambda _, leaf: _plain_tensor(leaf) if _is_tensor(leaf) else leaf, name)
+    _require_loadable(name, tree)
+    return tree
+
+
+def is_stateful(thing: object) -> bool:
+    """Whether a thing has a state of its own; the others are values."""
+    return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+
+
+def without_tensors(tree: Tree) -> Tree:
+    """Return the tree with None in place of tensors."""
+    return _mapped(tree, lambda _, leaf: None if isinstance(leaf, Tensor) else leaf, "")
+
+
+def copied(tree: Tree) -> Tree:
+    """Return a tree with tensors of its own, on the CPU; those that are one stay one."""
+    known: dict[tuple[object, ...], Tensor] = {}
+
+    def copy_of(_: str, leaf: Any) -> Any:
+        if not _is_tensor(leaf):
+            return leaf
+        place = leaf.untyped_storage().data_ptr(), leaf.storage_offset(), leaf.shape, leaf.stride()
+        key = (*place, leaf.dtype, leaf.device)
+        if key not in known:
+            known[key] = _on_cpu(leaf)
+        return known[key]
+
+    copies = _mapped(tree, copy_of, "")
+    if any(tensor.is_pinned() for tensor in known.values()):
+        torch.cuda.synchronize()
+    return copies
+
+
+def split(tree: Tree) -> tuple[Tree, dict[str, Tensor]]:
+    """Return the tree with marks for its sharded tensors, and those, by their paths."""
+    sharded: dict[str, Tensor] = {}
+
+    def take(path: str, leaf: Any) -> Any:
+        if not is_distributed(leaf):
+            return leaf
+        sharded[path] = leaf
+        return {_MARK: path}
+
+    return _mapped(tree, take, ""), sharded
+
+
+def marks(tree: Tree) -> list[str]:
+    """Return the paths that `split` has marked."""
+    found: list[str] = []
+    _fill(tree, found.append)
+    return found
+
+
+def joined(tree: Tree, sharded: Mapping[str, Tensor]) -> Tree:
+    """Return what `split` took apart."""
+    return _fill(tree, sharded.__getitem__)
+
+
+def sharded_like(name: str, thing: object, path: str) -> Tensor | None:
+    """Return a tensor that is sharded as this rank has what is at `path` in the state of `thing`.
+
+    Whatever its values are; None where this rank has it whole.
+    """
+    like: object = None
+    if isinstance(thing, nn.Module):
+        like = unwrap(thing).state_dict().get(path.removeprefix(f"{name}."))
+    elif isinstance(thing, torch.optim.Optimizer):
+        # optimizer.state.<number of the parameter>.<what>
+        number = path.removeprefix(f"{name}.state.").partition(".")[0]
+        like = dict(enumerate(_parameters(thing))).get(int(number) if number.isdigit() else -1)
+    return _distributed_or_none(like)
+
+
+def load(thing: Any, tree: Tree) -> None:
+    """Give a thing the state that `state_of` took, of whatever strategy. Collective if sharded."""
+    if isinstance(thing, nn.Module):
+        load_weights(thing, tree)
+        return
+    if isinstance(thing, torch.optim.Optimizer):
+        tree = _sharded_like_parameters(thing, tree)
+    thing.load_state_dict(tree)
+
+
+def is_distributed(value: object) -> bool:
+    """Whether a value is a DTensor."""
+    # By what it can do: importing its class costs half a second.
+    return isinstance(value, Tensor) and hasattr(value, "device_mesh")
+
+
+def strategy_of(thing: object) -> str | None:
+    """Return the strategy of a model, or None for anything else."""
+    if not isinstance(thing, nn.Module):
+        return None
+    for layer in layers(thing):
+        if isinstance(layer, Wrapper):
+            return "exact"
+        if isinstance(layer, nn.parallel.DistributedDataParallel):
+            return "ddp"
+        if isinstance(layer, nn.DataParallel):
+            return "dp"
+    is_sharded = any(map(is_distributed, unwrap(thing).parameters()))
+    return "fsdp" if is_sharded else "none"
+
+
+def _state_dict(thing: Any) -> Any:
+    if not isinstance(thing, nn.Module):
+        return thing.state_dict()
+    # Exact's own records in it by which kernels it was trained; the names are plain either way.
+    own = (layer for layer in layers(thing) if isinstance(layer, Wrapper))
+    return next(own, unwrap(thing)).state_dict()
+
+
+def _mapped(tree: Tree, change: Callable[[str, Any], Any], path: str) -> Tree:
+    """Return a tree with every leaf changed; `change` is told its path."""
+    if isinstance(tree, Mapping):
+        new = copy.copy(tree) if isinstance(tree, dict) else dict(tree)
+        # A shallow copy has the type, and what else a state dict carries (`_metadata`).
+        for key, value in tree.items():
+            new[key] = _mapped(value, change, f"{path}.{key}" if path else str(key))
+        return new
+    if isinstance(tree, list | tuple) and type(tree) in (list, tuple):
+        items = [_mapped(item, change, f"{path}.{index}") for index, item in enumerate(tree)]
+        return type(tree)(items)
+    return change(path, tree)
+
+
+def _fill(tree: Tree, value: Callable[[str], Any]) -> Tree:
+    """Return a tree with `value` of its path in place of every mark."""
+    if isinstance(tree, Mapping):
+        if set(tree) == {_MARK}:
+            return value(tree[_MARK])
+        new: Any = copy.copy(tree)
+        for key, item in tree.items():
+            new[key] = _fill(item, value)
+        return new
+    if isinstance(tree, list | tuple) and type(tree) in (list, tuple):
+        return type(tree)([_fill(item, value) for item in tree])
+    return tree
+
+
+def _is_tensor(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and not is_distributed(leaf)
+
+
+def _plain_tensor(tensor: Tensor) -> Tensor:
+    """Return a tensor without history, and without the memory around it, which would be saved."""
+    plain = tensor.detach()
+    is_part = plain.layout == torch.strided and (
+        plain.untyped_storage().nbytes() > plain.numel() * plain.element_size()
+    )
+    return plain.clone() if is_part else plain
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda or tensor.layout != torch.strided:
+        return tensor.to("cpu", copy=True)
+    # Into pinned memory, several times as fast; whoever asks for it waits for all at once.
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def _require_loadable(name: str, tree: Tree) -> None:
+    """Raise for what could be written and not be read again."""
+    # Asking PyTorch itself, which knows what the user has allowed beside its own.
+    skeleton = without_tensors(tree)
+    if _is_loadable(skeleton):
+        return
+    path, leaf = _culprit(name, skeleton)
+    msg = (
+        f"what is saved must be tensors, numbers, strings, and dicts, lists and tuples of them, "
+        f"but `{path}` is {leaf!r} ({type(leaf).__module__}.{type(leaf).__qualname__}): convert "
+        f"it, or leave it out; it would have to run code when it is loaded"
+    )
+    raise TypeError(msg)
+
+
+def _culprit(path: str, tree: Tree) -> tuple[str, Any]:
+    """Return what is not loadable in a tree that is not, and its path."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            if not _is_loadable(value):
+                return _culprit(f"{path}[{key!r}]", value)
+    elif isinstance(tree, list | tuple):
+        for index, item in enumerate(tree):
+            if not _is_loadable(item):
+                return _culprit(f"{path}[{index}]", item)
+    return path, tree
+
+
+def _is_loadable(tree: Tree) -> bool:
+    file = io.BytesIO()
+    try:
+        torch.save(tree, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except (pickle.PickleError, AttributeError, TypeError, RuntimeError):
+        return False  # in all these ways what cannot be pickled, or not safely, says so
+    return True
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    # In the order by which state_dict() numbers them.
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _distributed_or_none(value: object) -> Tensor | None:
+    return value if isinstance(value, Tensor) and is_distributed(value) else None
+
+
+def _sharded_like_parameters(optimizer: torch.optim.Optimizer, tree: Tree) -> Tree:
+    """Shard the whole tensors in an optimizer's state whose parameters are sharded."""
+    parameters = dict(enumerate(_parameters(optimizer)))
+    state = {
+        number: {key: _sharded_like(parameters.get(number), value) for key, value in own.items()}
+        for number, own in tree["state"].items()
+    }
+    return {**tree, "state": state}
+
+
+def _sharded_like(parameter: Tensor | None, value: Any) -> Any:
+    like: Any = _distributed_or_none(parameter)
+    whole = isinstance(value, Tensor) and not is_distributed(value)
+    if like is None or not whole or value.shape != like.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415  # half a second
+
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)

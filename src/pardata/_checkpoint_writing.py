@@ -1,0 +1,161 @@
+"""Writing checkpoints: what rank 0 does, what all do, now or in the background."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pardata import _checkpoint_shards as shards
+from pardata import _checkpoint_state as states
+from pardata._background import Background
+from pardata._checkpoint_files import Attempt, Name
+from pardata._logging import get_logger
+from pardata._rank_zero import rank_zero_call
+from pardata._world import World
+
+_log = get_logger(__name__)
+
+STATE = "state.pt"
+
+
+class Writer:
+    """Writes the checkpoints of one directory. Every rank has one and calls everything."""
+
+    def __init__(self, files: "Files", *, asynchronous: bool) -> None:
+        self._files = files
+        self._asynchronous = asynchronous
+        self._background: Background | None = None
+        self._group: Any = None  # for messages in the background
+
+    def write(
+        self,
+        here: World,
+        step: int,
+        contents: states.Tree,
+        sharded: dict[str, Tensor],
+        facts: Mapping[str, Any],
+    ) -> None:
+        """Write a checkpoint, or begin to. Collective.
+
+        Args:
+            here: the world.
+            step: of the run.
+            contents: what rank 0 writes.
+            sharded: tensors of which each rank writes its part, by name.
+            facts: of the manifest.
+        """
+        if self._asynchronous:
+            self._start_writing(here, step, contents, sharded, facts)
+        elif sharded:
+            folder = rank_zero_call(self._files.begin, step) / shards.FOLDER
+            try:
+                shards.write(folder, sharded)
+            except OSError:
+                self._files.abandon()
+                raise
+            rank_zero_call(self._files.finish, step, contents, facts)
+        else:
+            rank_zero_call(self._files.write, step, contents, facts)
+
+    def wait(self) -> None:
+        """Wait for what is written in the background, and raise its error. Collective."""
+        if self._background is None:
+            return
+        background, self._background = self._background, None
+        rank_zero_call(background.join)
+        background.join()  # this rank's own
+
+    def _start_writing(
+        self,
+        here: World,
+        step: int,
+        contents: states.Tree,
+        sharded: dict[str, Tensor],
+        facts: Mapping[str, Any],
+    ) -> None:
+        own = states.copied(contents) if here.is_main else None
+        write: Callable[[], None]
+        if not sharded:
+
+            def write() -> None:
+                if here.is_main:
+                    self._files.write(step, own, facts)
+        else:
+            folder = rank_zero_call(self._files.begin, step) / shards.FOLDER
+            self._group = self._group or dist.new_group(backend="gloo")
+            parts = shards.start_writing(folder, sharded, self._group)
+
+            def write() -> None:
+                with shards.failures_as_errors():
+                    parts.result()
+                if here.is_main:
+                    self._files.finish(step, own, facts)
+
+        self._background = Background(write, f"the checkpoint of step {step}")
+
+
+class Files:
+    """What rank 0 does in the directory."""
+
+    def __init__(self, directory: Path, *, keep: int, keep_every: int | None) -> None:
+        self._directory = directory
+        self._keep = keep
+        self._keep_every = keep_every
+        self._attempt: Attempt | None = None
+        self._name: Name | None = None
+        self._began = 0.0
+
+    def write(self, step: int, contents: states.Tree, facts: Mapping[str, Any]) -> None:
+        """Write a checkpoint that rank 0 has all of."""
+        self.begin(step)
+        self.finish(step, contents, facts)
+
+    def begin(self, step: int) -> Path:
+        """Return the folder where a checkpoint is to be written before it has its name."""
+        self._began = time.perf_counter()
+        with self._saying_which(step):
+            if self._attempt is None or (self._name is not None and step <= self._name.step):
+                # A step that comes again is newer than the first one all the same.
+                self._attempt = Attempt(self._directory)
+            self._name = Name(self._attempt.number, step)
+            return self._attempt.begin(self._name)
+
+    def finish(self, step: int, contents: states.Tree, facts: Mapping[str, Any]) -> None:
+        """Write rank 0's part, and make it a checkpoint."""
+        attempt, name = self._attempt, self._name
+        assert attempt is not None  # noqa: S101  # `begin` was called
+        assert name is not None  # noqa: S101  # likewise
+        with self._saying_which(step):
+            torch.save(contents, attempt.unfinished(name) / STATE)
+            size = attempt.commit(name, facts)
+            attempt.prune(self._keep, self._keep_every)
+        seconds = time.perf_counter() - self._began
+        _log.info(
+            "saved step %d to %s, %.1f MB in %.2f s", step, self._directory, size / 1e6, seconds
+        )
+
+    def abandon(self) -> None:
+        """Remove what was begun, where this is rank 0."""
+        if self._attempt is not None and self._name is not None:
+            self._attempt.abandon(self._name)
+
+    @contextmanager
+    def _saying_which(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self.abandon()
+            if isinstance(error, FileNotFoundError) and self._attempt is not None:
+                self._attempt.check()  # it may know why
+            if not isinstance(error, OSError) or error.errno is None:
+                raise
+            msg = (
+                f"{error.strerror}, while saving step {step}: the checkpoints before it stand in "
+                f"{self._directory}"
+            )
+            raise OSError(error.errno, msg, error.filename) from error

@@ -1,0 +1,70 @@
+"""Files of bare weights: PyTorch's own, and safetensors where they are installed."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def read_weights(path: str | os.PathLike[str]) -> Any:
+    """Return what is in a file of weights, on the CPU, without running code."""
+    if Path(path).suffix == ".safetensors":
+        return _safetensors(path).load_file(path)
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def write_weights(path: Path, state: Mapping[str, Any]) -> None:
+    """Write a state dict to a file that is there as a whole or not at all.
+
+    Raises:
+        TypeError: for what is no state dict.
+        ImportError: for safetensors that are not installed.
+    """
+    _check(state)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".unfinished-{path.name}")
+    try:
+        if path.suffix == ".safetensors":
+            # Of tied weights each has its own, as the format wants.
+            own = {name: tensor.clone().contiguous() for name, tensor in state.items()}
+            _safetensors(path).save_file(own, unfinished)
+        else:
+            torch.save(state, unfinished)
+        sync(unfinished)
+        unfinished.replace(path)
+        sync(path.parent)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on the disk."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def _check(state: object) -> None:
+    if isinstance(state, Mapping):
+        others = [name for name, value in state.items() if not isinstance(value, Tensor)]
+        if not others:
+            return
+        what = f"has {others[0]!r}, which is none"
+    else:
+        what = f"is a {type(state).__name__}"
+    msg = f"what is exported must be the weights of a module, all of them tensors, but it {what}"
+    raise TypeError(msg)
+
+
+def _safetensors(path: str | os.PathLike[str]) -> Any:
+    try:
+        import safetensors.torch  # noqa: PLC0415  # pardata does not require it
+    except ImportError as error:
+        msg = f"{path} needs safetensors, which are not installed: pip install safetensors"
+        raise ImportError(msg) from error
+    return safetensors.torch

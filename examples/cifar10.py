@@ -6,14 +6,18 @@
     python examples/cifar10.py --data folder --data-dir images     # train/<class>/*.jpg
     python examples/cifar10.py --cache                             # no waiting
 
-The run directory receives checkpoint.pt after each epoch, metrics.jsonl, TensorBoard events and
-curves.png. ``--checkpoint runs/…/checkpoint.pt`` goes on from there, with any number of processes.
+The run directory receives metrics.jsonl, TensorBoard events, curves.png, checkpoints, and at last
+weights.pt, for others. A run that is stopped (SIGTERM, or SIGUSR2 as SLURM's --signal sends it)
+saves and ends; started again with the same --run-dir it goes on, on any number of processes, as it
+does after it was killed.
 """
 
 import argparse
+import itertools
 import logging
 import sys
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +29,6 @@ import torchvision
 from batch_transforms import normalise, random_crop, random_flip
 from example_data import Digits, downloaded, microbatch_size, whole_share
 from torch import nn, optim
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.utils.data import Dataset
 from torchvision import datasets, transforms
 
@@ -36,7 +39,6 @@ from pardata import (
     cache_dataset,
     make_loader,
     progress,
-    unwrap,
     wrap_model,
 )
 
@@ -108,14 +110,18 @@ def train_epoch(
     loader: pardata.Loader,
     optimizer: optim.Optimizer,
     writer: pardata.MetricWriter,
+    steps: Iterator[int],
     *,
     exact: bool,
-) -> None:
-    """Train for one epoch, logging the loss and where the time went every ten steps."""
+) -> Iterator[int]:
+    """Train to the end of the epoch; yield each step.
+
+    Every ten, log the loss and where the time went.
+    """
     model.train()
     bar = progress(loader, f"epoch {loader.epoch + 1}")
     before = {"seconds": 0.0, "wait_seconds": 0.0}
-    for step, batch in enumerate(bar, start=loader.epoch * len(loader) + 1):
+    for batch, step in zip(bar, steps, strict=False):
         optimizer.zero_grad()
         # The gradient of the mean over the global batch, however it is shared. Microbatches are
         # what makes a run exact; otherwise a share is faster as a whole.
@@ -131,6 +137,7 @@ def train_epoch(
             log.info(
                 "step %d  loss %.4f  data %.2f s  training %.2f s", step, loss, waited, trained
             )
+        yield step
 
 
 def mean_loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -152,35 +159,6 @@ def evaluate(model: nn.Module, loader: pardata.Loader) -> tuple[float, int, int]
         totals["images"] += len(labels)
     totals = all_reduce_sum(totals)
     return float(totals["loss"]) / totals["images"], int(totals["right"]), totals["images"]
-
-
-def save(path: Path, model: nn.Module, optimizer: optim.Optimizer, epoch: int) -> None:
-    """Write a checkpoint by rank 0: whole, with the bare model's names, or not at all."""
-    # Collective under fsdp, where each rank has a part of everything.
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights, moments = get_state_dict(unwrap(model), optimizer, options=options)
-    # An error on rank 0, as a full disk, is then one on every rank.
-    pardata.rank_zero_call(write, path, {"model": weights, "optimizer": moments, "epoch": epoch})
-
-
-def write(path: Path, checkpoint: dict[str, Any]) -> None:
-    """Write a file that is there as a whole or not at all: a run killed here leaves the old one."""
-    unfinished = path.with_suffix(".unfinished")
-    torch.save(checkpoint, unfinished)
-    unfinished.replace(path)
-
-
-def restore(path: str, model: nn.Module, optimizer: optim.Optimizer) -> int:
-    """Load a checkpoint, of any strategy and number of processes; return the epochs it has done."""
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    set_state_dict(
-        unwrap(model),
-        optimizer,
-        model_state_dict=checkpoint["model"],
-        optim_state_dict=checkpoint["optimizer"],
-        options=StateDictOptions(full_state_dict=True),
-    )
-    return checkpoint["epoch"]
 
 
 def parse() -> argparse.Namespace:
@@ -216,18 +194,18 @@ def parse() -> argparse.Namespace:
     add("--num-workers", type=int, help="loader workers of each process (default: by the cores)")
     add("--seed", type=int, default=0, help="of the weights, the order and the noise")
     add("--checkpoint", help="go on from this file")
-    add("--run-dir", help="where results go (default: runs/cifar10-<time>)")
+    add("--run-dir", help="where results go, and whence to go on (default: runs/cifar10-<time>)")
+    add("--save-every", type=int, metavar="STEPS", help="also save within epochs, every so often")
+    add("--requeue", type=int, default=0, metavar="CODE", help="exit status when stopped (0)")
     return parser.parse_args()
 
 
-def main() -> None:
+def main() -> int | str | None:
     args = parse()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     with pardata.init() as world:
         if args.strategy in ("none", "dp") and world.size > 1:
-            sys.exit(
-                f"--strategy {args.strategy} runs in one process, not in {world.size}: use ddp"
-            )
+            return f"--strategy {args.strategy} runs in one process, not in {world.size}: use ddp"
         default_dir = pardata.rank_zero_call(time.strftime, "runs/cifar10-%Y%m%d-%H%M%S")
         run_dir = Path(args.run_dir or default_dir)
         pardata.seed_everything(args.seed)
@@ -236,11 +214,12 @@ def main() -> None:
         model = wrap_model(network, args.strategy)
         pardata.seed_everything(args.seed, per_rank=True)
         optimizer = optim.SGD(model.parameters(), args.lr, momentum=0.9, weight_decay=5e-4)
-        if args.checkpoint:
-            train_loader.set_epoch(restore(args.checkpoint, model, optimizer))
-            log.info("going on after %d epochs of %s", train_loader.epoch, args.checkpoint)
+        run = {"model": model, "optimizer": optimizer, "loader": train_loader}
+        checkpointer = pardata.Checkpointer(run_dir / "checkpoints", asynchronous=True)
+        step = (checkpointer.restore(**run) or {"step": 0})["step"]
+        steps = itertools.count(step + 1)
         begin = time.perf_counter()
-        with pardata.MetricWriter(run_dir) as writer:
+        with pardata.MetricWriter(run_dir) as writer, pardata.StopSignal() as stop, checkpointer:
             for epoch in range(train_loader.epoch, args.epochs):
                 log.info(
                     "epoch %d/%d  %d images a step, about %d on each rank",
@@ -249,26 +228,27 @@ def main() -> None:
                     args.batch_size,
                     round(args.batch_size / world.size),
                 )
-                train_epoch(model, train_loader, optimizer, writer, exact=args.strategy == "exact")
+                exact = args.strategy == "exact"
+                for step in train_epoch(model, train_loader, optimizer, writer, steps, exact=exact):
+                    if stop.agreed():
+                        checkpointer.save(step, **run)
+                        log.info("stopped; --run-dir %s goes on after step %d", run_dir, step)
+                        return args.requeue
+                    if args.save_every and step % args.save_every == 0:
+                        checkpointer.save(step, **run)
                 loss, right, images = evaluate(model, test_loader)
+                accuracy = 100 * right / images
                 log.info(
-                    "test loss %.4f  accuracy %.2f %% (%d/%d images)",
-                    loss,
-                    100 * right / images,
-                    right,
-                    images,
+                    "test loss %.4f  accuracy %.2f %% (%d/%d images)", loss, accuracy, right, images
                 )
-                writer.write(
-                    train_loader.epoch * len(train_loader),
-                    {"test/loss": loss, "test/accuracy": 100 * right / images},
-                )
-                save(run_dir / "checkpoint.pt", model, optimizer, epoch + 1)
+                writer.write(step, {"test/loss": loss, "test/accuracy": accuracy})
+                checkpointer.save(step, **run)
         log.info("total training time %.1f s", time.perf_counter() - begin)
+        checkpointer.export(run_dir / "weights.pt")
         if world.is_main:
-            log.info(
-                "checkpoint in %s, curves in %s", run_dir / "checkpoint.pt", curves.draw(run_dir)
-            )
+            log.info("weights in %s, curves in %s", run_dir / "weights.pt", curves.draw(run_dir))
+    return None
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

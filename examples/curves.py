@@ -13,7 +13,7 @@ from matplotlib.axes import Axes  # likewise
 
 def draw(run_dir: str | Path) -> Path:
     """Draw ``metrics.jsonl`` of `run_dir` into ``curves.png`` beside it and return its path."""
-    rows = _last_run(Path(run_dir) / "metrics.jsonl")
+    rows = _rows(Path(run_dir) / "metrics.jsonl")
     figure, (loss, accuracy) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     _line(loss, rows, "train/loss", "training, global batch", color="tab:blue", alpha=0.6)
     _line(loss, rows, "test/loss", "test set", color="tab:orange", marker="o")
@@ -29,13 +29,16 @@ def draw(run_dir: str | Path) -> Path:
     return path
 
 
-def _last_run(path: Path) -> list[dict[str, float]]:
-    """Read the lines of the newest run: a directory may hold several, one after the other."""
+def _rows(path: Path) -> list[dict[str, float]]:
+    """Read the lines of a run, of steps that were done again the last ones.
+
+    A run that was killed goes on from its last checkpoint, and one from the beginning replaces all.
+    """
     rows: list[dict[str, float]] = []
     for line in path.read_text().splitlines():
         row = json.loads(line)
-        if rows and row["step"] < rows[-1]["step"]:
-            rows = []
+        while rows and row["step"] < rows[-1]["step"]:
+            rows.pop()
         rows.append(row)
     return rows
 

@@ -5,11 +5,11 @@
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 examples/elastic.py --run-dir runs/e
 
 A small convolutional net with batch norm and dropout learns scikit-learn's handwritten digits under
-strategy "exact". All it needs to go on is in one file, written every few steps: the weights, the
-optimizer's state, and the few numbers of ``loader.state_dict()``. Started by torchrun, or with
---run-dir in one process, it trains, from that file if it is there. Otherwise it starts such runs,
-of which all but the last are killed at a random moment (--die-at, SIGKILL), and compares the
-weights with those of a run in one process that nobody disturbed.
+strategy "exact", and saves a checkpoint every few steps: the weights, the optimizer's state, and
+the few numbers of ``loader.state_dict()``. Started by torchrun, or in one process with --run-dir, it
+goes on from the newest one. Otherwise it starts such runs, of which all but the last are killed at
+a random moment (--die-at, SIGKILL), and compares the weights with those of a run in one process
+that nobody disturbed.
 """
 
 import argparse
@@ -58,8 +58,7 @@ def mean_loss(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def train(args: argparse.Namespace) -> None:
-    """Train from where the checkpoint is, to the end."""
-    file = Path(args.run_dir) / "checkpoint.pt"
+    """Train from where the newest checkpoint is, to the end."""
     with pardata.init() as world:
         pardata.seed_everything(args.seed)
         model = wrap_model(BatchNormNet(), "exact")
@@ -69,35 +68,28 @@ def train(args: argparse.Namespace) -> None:
         augmented = transforms.Compose([shifts, transforms.ToTensor()])
         images = Digits(train=True, size=8, mode="L", transform=augmented)
         loader = make_loader(images, 64, microbatch_size=8, shuffle=True, seed=args.seed)
-        if file.exists():
-            checkpoint = torch.load(file, weights_only=True)
-            model.load_state_dict(checkpoint["model"])
-            optimizer.load_state_dict(checkpoint["optimizer"])
-            loader.load_state_dict(checkpoint["loader"])
-            log.info("goes on in %d process(es) from %s", world.size, loader.state_dict())
+        run = {"model": model, "optimizer": optimizer, "loader": loader}
+        checkpointer = pardata.Checkpointer(Path(args.run_dir) / "checkpoints")
         step = 0
+        if restored := checkpointer.restore(**run):
+            step = restored["step"]
+            log.info("goes on in %d process(es) after step %d", world.size, step)
+        begin = step
         for _ in range(loader.epoch, args.epochs):
             for batch in loader:
                 optimizer.zero_grad()
                 loss = backward(model, mean_loss, batch)
                 optimizer.step()
                 step += 1
-                log.info("epoch %d, step %d since the start, loss %.4f", loader.epoch, step, loss)
-                if step == args.die_at and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+                log.info("epoch %d, step %d, loss %.4f", loader.epoch, step, loss)
+                if (
+                    step - begin == args.die_at
+                    and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+                ):
                     die(within=0.02)
                 if step % args.save_every == 0:
-                    parts = {"model": model, "optimizer": optimizer, "loader": loader}
-                    state = {name: part.state_dict() for name, part in parts.items()}
-                    pardata.rank_zero_call(write, file, state)
+                    checkpointer.save(step, **run)
         log.info("fingerprint %s", pardata.fingerprint(model))
-
-
-def write(file: Path, checkpoint: dict[str, Any]) -> None:
-    """Write a file that is there as a whole or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_suffix(".unfinished")
-    torch.save(checkpoint, unfinished)
-    unfinished.replace(file)
 
 
 def die(within: float) -> None:
@@ -156,7 +148,7 @@ def parse() -> argparse.Namespace:
     add("--epochs", type=int, default=3, help="times through the training set, of 22 steps each")
     add("--save-every", type=int, default=5, help="steps between two checkpoints")
     add("--die-at", type=int, metavar="STEP", help="kill each process after so many steps")
-    add("--run-dir", help="train, with the checkpoint there (default: the whole story)")
+    add("--run-dir", help="train, with checkpoints there (default: the whole story)")
     add("--seed", type=int, default=0, help="of the weights, the order and the noise")
     return parser.parse_args()
 

@@ -7,16 +7,21 @@
     srun --ntasks=8 python examples/mnist.py --data mnist                        # a SLURM job
     python examples/mnist.py --data mnist --strategy dp --device-ids 0 1         # DataParallel
 
-The run directory receives metrics.jsonl, TensorBoard events and curves.png. The last line is a
-fingerprint of the trained weights: with --strategy exact it is the same on any number of processes.
+The run directory receives metrics.jsonl, TensorBoard events, curves.png and checkpoints. A run that
+is stopped (SIGTERM, or SIGUSR2 as SLURM's --signal sends it) saves and ends; started again with the
+same --run-dir it goes on, on any number of processes, as it does after it was killed. The last line
+is a fingerprint of the trained weights: with --strategy exact it is the same on any number.
 """
 
 import argparse
+import itertools
 import logging
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import curves
@@ -125,12 +130,14 @@ def train_epoch(
     loader: pardata.Loader,
     optimizer: optim.Optimizer,
     writer: pardata.MetricWriter,
+    steps: Iterator[int],
+    *,
     args: argparse.Namespace,
-) -> None:
-    """Train for one epoch, logging every `args.log_interval` steps."""
+) -> Iterator[int]:
+    """Train to the end of the epoch, logging every `args.log_interval` steps; yield each step."""
     model.train()
     bar = progress(loader, f"epoch {loader.epoch + 1}")
-    for step, batch in enumerate(bar, start=loader.epoch * len(loader) + 1):
+    for batch, step in zip(bar, steps, strict=False):
         optimizer.zero_grad()
         # The gradient of the mean over the global batch, however it is shared. Microbatches are
         # what makes a run exact; otherwise a share is faster as a whole.
@@ -141,6 +148,7 @@ def train_epoch(
             bar.show(loss=loss)
             writer.write(step, {"train/loss": loss})
             log.info("step %d  loss %.4f", step, loss)
+        yield step
 
 
 def mean_loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -230,21 +238,21 @@ def parse() -> argparse.Namespace:
     )
     add("--seed", type=int, default=0, help="of the weights, the order and the noise")
     add("--log-interval", type=int, default=10, help="steps between two losses in the log")
-    add("--run-dir", help="where results go (default: runs/mnist-<time>)")
+    add("--run-dir", help="where results go, and whence to go on (default: runs/mnist-<time>)")
+    add("--save-every", type=int, metavar="STEPS", help="also save within epochs, every so often")
+    add("--requeue", type=int, default=0, metavar="CODE", help="exit status when stopped (0)")
     add("--show-shapes", action="store_true", help="print what the model sees of the first batch")
     return parser.parse_args()
 
 
-def main() -> None:
+def main() -> int | str | None:
     args = parse()
     if args.exact_check:
-        sys.exit(exact_check(args.exact_check))
+        return exact_check(args.exact_check)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     with pardata.init() as world:
         if args.strategy in ("none", "dp") and world.size > 1:
-            sys.exit(
-                f"--strategy {args.strategy} runs in one process, not in {world.size}: use ddp"
-            )
+            return f"--strategy {args.strategy} runs in one process, not in {world.size}: use ddp"
         run_dir = args.run_dir or pardata.rank_zero_call(time.strftime, "runs/mnist-%Y%m%d-%H%M%S")
         pardata.seed_everything(args.seed)
         train_loader, test_loader = make_loaders(args)
@@ -258,29 +266,37 @@ def main() -> None:
         pardata.seed_everything(args.seed, per_rank=True)
         optimizer = optim.Adam(model.parameters(), lr=args.lr)
         scheduler = optim.lr_scheduler.StepLR(optimizer, args.lr_decay_step, args.lr_decay_factor)
+        run = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+        run["loader"] = train_loader
+        checkpointer = pardata.Checkpointer(Path(run_dir) / "checkpoints", asynchronous=True)
+        step = (checkpointer.restore(**run) or {"step": 0})["step"]
+        steps = itertools.count(step + 1)
         begin = time.perf_counter()
-        with pardata.MetricWriter(run_dir) as writer:
+        with pardata.MetricWriter(run_dir) as writer, pardata.StopSignal() as stop, checkpointer:
             for epoch in range(train_loader.epoch, args.epochs):
-                log.info(
-                    "epoch %d/%d  learning rate %g",
-                    epoch + 1,
-                    args.epochs,
-                    scheduler.get_last_lr()[0],
-                )
-                train_epoch(model, train_loader, optimizer, writer, args)
-                report(evaluate(model, test_loader), train_loader, writer)
+                rate = scheduler.get_last_lr()[0]
+                log.info("epoch %d/%d  learning rate %g", epoch + 1, args.epochs, rate)
+                for step in train_epoch(model, train_loader, optimizer, writer, steps, args=args):
+                    if stop.agreed():
+                        checkpointer.save(step, **run)
+                        log.info("stopped; --run-dir %s goes on after step %d", run_dir, step)
+                        return args.requeue
+                    if args.save_every and step % args.save_every == 0:
+                        checkpointer.save(step, **run)
+                report(evaluate(model, test_loader), step, train_loader.stats(), writer)
                 scheduler.step()
+                checkpointer.save(step, **run)
         log.info("total training time %.1f s", time.perf_counter() - begin)
         if world.is_main:
             log.info("curves in %s", curves.draw(run_dir))
         log.info("fingerprint of the weights %s", pardata.fingerprint(model)[:16])
+    return None
 
 
 def report(
-    result: dict[str, Any], train_loader: pardata.Loader, writer: pardata.MetricWriter
+    result: dict[str, Any], step: int, spent: dict[str, float], writer: pardata.MetricWriter
 ) -> None:
     """Log one epoch's times and results."""
-    spent = train_loader.stats()
     seconds, waited = spent["seconds"], spent["wait_seconds"]
     accuracy = 100 * result["correct"] / result["images"]
     log.info(
@@ -300,9 +316,8 @@ def report(
         "accuracy of class  %s",
         "  ".join(f"{digit}: {value:.1f} %" for digit, value in enumerate(result["of class"])),
     )
-    steps = train_loader.epoch * len(train_loader)
     writer.write(
-        steps,
+        step,
         {
             "test/loss": result["loss"],
             "test/accuracy": accuracy,
@@ -340,4 +355,4 @@ def exact_check(size: int) -> str | None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,9 +6,9 @@
 
 A small convolutional net with batch norm and dropout learns scikit-learn's handwritten digits under
 strategy "exact", and saves a checkpoint every few steps: the weights, the optimizer's state, and
-the few numbers of ``loader.state_dict()``. Started by torchrun, or in one process with --run-dir, it
-goes on from the newest one. Otherwise it starts such runs, of which all but the last are killed at
-a random moment (--die-at, SIGKILL), and compares the weights with those of a run in one process
+the few numbers of ``loader.state_dict()``. Started by torchrun, or in one process with --run-dir,
+it goes on from the newest one. Otherwise it starts such runs, of which all but the last are killed
+at a random moment (--die-at, SIGKILL), and compares the weights with those of a run in one process
 that nobody disturbed.
 """
 

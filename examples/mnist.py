@@ -18,6 +18,7 @@ import itertools
 import logging
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -332,26 +333,29 @@ def exact_check(size: int) -> str | None:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--exact-check")
     _, others = parser.parse_known_args()
-    fingerprints = []
-    for processes in (1, size):
-        launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        command = [sys.executable, "-m", *launcher, __file__, *others]
-        command += ["--strategy", "exact"]
-        print(f"in {processes} process(es): {' '.join(command[1:])}", flush=True)
-        lines = []
-        with subprocess.Popen(  # noqa: S603  # this very script
-            command, stdout=subprocess.PIPE, text=True
-        ) as job:
-            for line in job.stdout or ():
-                print(f"    {line}", end="", flush=True)
-                lines.append(line.rstrip())
-        if job.returncode:
-            return f"the run in {processes} process(es) failed"
-        fingerprints.append(lines[-1].split()[-1])
-    if fingerprints[0] != fingerprints[1]:
-        return f"1 and {size} processes differ: {fingerprints[0]} and {fingerprints[1]}"
-    print(f"1 and {size} processes agree to the last bit: {fingerprints[0]}")
+    with tempfile.TemporaryDirectory() as directory:  # each its own: neither goes on from a run
+        found = [trained(n, [*others, "--run-dir", f"{directory}/{n}"]) for n in (1, size)]
+    if None in found:
+        return "a run failed"
+    if found[0] != found[1]:
+        return f"1 and {size} processes differ: {found[0]} and {found[1]}"
+    print(f"1 and {size} processes agree to the last bit: {found[0]}")
     return None
+
+
+def trained(processes: int, options: list[str]) -> str | None:
+    """Run this script; return the fingerprint of the weights, or None where it failed."""
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = [sys.executable, "-m", *launcher, __file__, *options, "--strategy", "exact"]
+    print(f"in {processes} process(es): {' '.join(command[1:])}", flush=True)
+    last = ""
+    with subprocess.Popen(  # noqa: S603  # this very script
+        command, stdout=subprocess.PIPE, text=True
+    ) as job:
+        for line in job.stdout or ():
+            print(f"    {line}", end="", flush=True)
+            last = line.rstrip()
+    return last.split()[-1] if job.returncode == 0 else None
 
 
 if __name__ == "__main__":

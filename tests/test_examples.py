@@ -168,33 +168,29 @@ def test_help_explains_every_flag(name):
         assert len(re.sub(r"--[\w-]+ ?(\{.*?\}|[A-Z_]+)?", "", entry).split()) >= 2, entry
 
 
-def test_cifar10_checkpoint_of_two_processes_goes_on_in_one(tmp_path):
+def test_cifar10_goes_on_in_one_process_where_two_had_ended(tmp_path):
     common = ("--data", "digits", "--model", "resnet18", "--batch-size", 256, "--run-dir", tmp_path)
     first = run(run_example, "cifar10.py", *common, "--epochs", 1, world_size=2)[0]
     assert "epoch 1/1  256 images a step, about 128 on each rank" in first
     assert re.search(r"accuracy [\d.]+ % \(\d+/360 images\)", first)
-    checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     bare = torchvision.models.resnet18(num_classes=10)
-    bare.load_state_dict(checkpoint["model"], strict=True)
-    assert checkpoint["epoch"] == 1
-    assert not list(tmp_path.glob("*.unfinished"))
-    (second,) = run(
-        run_example, "cifar10.py", *common, "--epochs", 2,
-        "--checkpoint", tmp_path / "checkpoint.pt", world_size=1,
-    )  # fmt: skip
-    assert "going on after 1 epochs" in second
+    bare.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True), strict=True)
+    (second,) = run(run_example, "cifar10.py", *common, "--epochs", 2, world_size=1)
+    assert "restored step 6" in second
+    assert "saved by 2 process(es), model under 'ddp'" in second
     assert "epoch 2/2" in second
     assert "epoch 1/2" not in second
     assert re.search(r"step 10  loss [\d.]+  data [\d.]+ s  training [\d.]+ s", second)
-    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["epoch"] == 2
+    steps = [name.name[-2:] for name in (tmp_path / "checkpoints").glob("attempt-*-step-*")]
+    assert sorted(steps) == ["06", "12"]
 
 
 @needs_shards
-def test_cifar10_checkpoint_of_sharded_parameters_loads_into_the_bare_model(tmp_path):
+def test_cifar10_weights_of_sharded_parameters_load_into_the_bare_model(tmp_path):
     common = ("--data", "digits", "--model", "resnet18", "--batch-size", 512, "--run-dir", tmp_path)
     run(run_example, "cifar10.py", *common, "--epochs", 1, "--strategy", "fsdp", world_size=2)
-    checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    torchvision.models.resnet18(num_classes=10).load_state_dict(checkpoint["model"], strict=True)
+    weights = torch.load(tmp_path / "weights.pt", weights_only=True)
+    torchvision.models.resnet18(num_classes=10).load_state_dict(weights, strict=True)
 
 
 def test_cifar10_reads_a_folder_of_images(tmp_path):

@@ -1,0 +1,90 @@
+"""An exact training that saves often, to be killed: by torchrun on any number of processes.
+
+Ends after --steps, or with the epoch in which a file "enough" appears in the run directory.
+The last line says at which step, with which weights, and how often each sample was seen.
+"""
+
+import argparse
+import logging
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import pardata
+
+SAMPLES = 96
+
+
+class Squares(torch.utils.data.Dataset):
+    """Points, to be told whether they are in the unit circle."""
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        time.sleep(0.002)  # so that a cache takes a moment to build
+        point = torch.randn(2, generator=torch.Generator().manual_seed(index))
+        return point, int(point.norm() < 1), index
+
+
+def mean_loss(model, batch):
+    points, labels, _ = batch
+    return cross_entropy(model(points), labels)
+
+
+def counted(batch):
+    """Return how often each sample is in the global batch."""
+    counts = torch.zeros(SAMPLES, dtype=torch.int64)
+    for _, _, indices in batch:
+        counts[indices] += 1
+    return pardata.all_reduce_sum(counts)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run-dir", type=Path)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--save-every", type=int, default=2)
+    parser.add_argument("--asynchronous", action="store_true")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    with pardata.init(timeout=timedelta(seconds=60)):
+        data = pardata.cache_dataset(Squares(), args.run_dir / "cache", num_workers=0)
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(2, 64), nn.BatchNorm1d(64), nn.Dropout(0.2), nn.Linear(64, 2))
+        model = pardata.wrap_model(net, "exact")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        loader = pardata.make_loader(data, 16, microbatch_size=4, shuffle=True, seed=1)
+        run = {"model": model, "optimizer": optimizer, "loader": loader}
+        seen, step = torch.zeros(SAMPLES, dtype=torch.int64), 0
+        saver = pardata.Checkpointer(args.run_dir / "checkpoints", asynchronous=args.asynchronous)
+        if restored := saver.restore(**run):
+            seen, step = restored["seen"], restored["step"]
+        with saver:
+            while step % len(loader) or not is_enough(args, step):
+                for batch in loader:
+                    optimizer.zero_grad()
+                    pardata.backward(model, mean_loss, batch)
+                    optimizer.step()
+                    seen += counted(batch)
+                    step += 1
+                    if step % args.save_every == 0:
+                        saver.save(step, seen=seen, **run)
+        pardata.get_logger("faults").info(
+            "ended %d %s %d %d", step, pardata.fingerprint(model), seen.min(), seen.max()
+        )
+
+
+def is_enough(args, step):
+    if args.steps is not None:
+        return step >= args.steps
+    return pardata.rank_zero_call((args.run_dir / "enough").exists)
+
+
+if __name__ == "__main__":
+    main()

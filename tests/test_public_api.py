@@ -13,9 +13,11 @@ import pardata
 SOURCE = Path(pardata.__file__).parent
 
 PUBLIC = [
+    "Checkpointer",
     "Loader",
     "MetricWriter",
     "Microbatches",
+    "StopSignal",
     "World",
     "all_gather",
     "all_reduce_mean",

@@ -253,6 +253,10 @@ NEED_A_GROUP = {
     "cache_dataset": lambda: pardata.cache_dataset(DATA, "nowhere"),
     "MetricWriter": lambda: pardata.MetricWriter("nowhere").close(),
     "progress": lambda: pardata.progress([1]),
+    "Checkpointer.save": lambda: pardata.Checkpointer("nowhere").save(1, best=0.5),
+    "Checkpointer.restore": lambda: pardata.Checkpointer("nowhere").restore(model=NET),
+    "Checkpointer.export": lambda: pardata.Checkpointer("nowhere").export("nowhere.pt"),
+    "StopSignal.agreed": lambda: pardata.StopSignal().agreed(),
 }
 NEED_NONE = {
     "world": pardata.world,

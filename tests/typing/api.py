@@ -3,6 +3,7 @@
 `assert_type` fails in both directions: a type that became wider fails as one that became narrower.
 """
 
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -15,9 +16,11 @@ from typing_extensions import assert_type
 
 import pardata
 from pardata import (
+    Checkpointer,
     Loader,
     MetricWriter,
     Microbatches,
+    StopSignal,
     World,
     all_gather,
     all_reduce_mean,
@@ -233,6 +236,18 @@ def what_a_run_leaves_behind(loader: Loader, loss: Tensor) -> None:
         writer.write(1, {"loss": loss, "accuracy": 0.5})
         writer.close()
     MetricWriter(Path("runs"))
+
+    with Checkpointer(Path("runs"), keep=2, keep_every=100, asynchronous=True) as checkpointer:
+        assert_type(checkpointer, Checkpointer)
+        checkpointer.save(1, model=nn.Linear(2, 2), loader=loader, best=0.5, history=[1.0])
+        assert_type(checkpointer.restore(model=nn.Linear(2, 2)), dict[str, Any] | None)
+        checkpointer.export("weights.safetensors", name="model")
+        checkpointer.wait()
+    with StopSignal() as stop:
+        assert_type(stop, StopSignal)
+        assert_type(stop.agreed(), bool)
+        assert_type(stop.requested, bool)
+    StopSignal(signal.SIGTERM, 12)
 
 
 def train(steps: int) -> Iterator[nn.Module]:

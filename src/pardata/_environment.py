@@ -9,7 +9,6 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import product
 
 LAUNCHERS = ("auto", "torchrun", "slurm", "mpi", "none")
 
@@ -30,7 +29,14 @@ _SLURM = (
     "SLURM_STEP_TASKS_PER_NODE",
     "SLURM_JOB_ID",
 )
+_WHO = {
+    "torchrun": "RANK, WORLD_SIZE, LOCAL_* and GROUP_*",
+    "slurm": "SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID and SLURM_STEP_*",
+    "mpi": "OMPI_COMM_WORLD_*, or PMI_* and MPI_LOCAL*",
+}
 _OPT_OUT = "set PARDATA_LAUNCHER=none to run as a single process"
+_BRACKETS = 8  # in one entry of a node list; real ones have one or two
+_NODES_CURE = f"correct `SLURM_STEP_NODELIST`, or {_OPT_OUT}"
 
 
 @dataclass(frozen=True)
@@ -133,27 +139,20 @@ def _mpich(env: Mapping[str, str]) -> Launch:
 
 
 def _mpi_address(env: Mapping[str, str], size: int, local_size: int, cure: str) -> str:
-    if local_size == size:
-        return env.get("MASTER_ADDR", "127.0.0.1")
-    if "MASTER_ADDR" not in env:
+    address = env.get("MASTER_ADDR") or ("127.0.0.1" if local_size == size else "")
+    if not address:
         msg = (
             f"`MASTER_ADDR` must be set when MPI spans several hosts ({local_size} of {size} "
             f"ranks are on this one), but is not: add `{cure}` to the command"
         )
         raise ValueError(msg)
-    return env["MASTER_ADDR"]
+    return address
 
 
 def _slurm(env: Mapping[str, str]) -> Launch:
     _require(env, _SLURM, "a SLURM step")
     node = whole_number(env, "SLURM_NODEID")
-    per_node = list(_tasks_per_node(env["SLURM_STEP_TASKS_PER_NODE"]))
-    if node >= len(per_node):
-        msg = (
-            f"`SLURM_NODEID` must be less than the {len(per_node)} nodes of "
-            f"`SLURM_STEP_TASKS_PER_NODE` ({env['SLURM_STEP_TASKS_PER_NODE']!r}), but is {node}"
-        )
-        raise ValueError(msg)
+    tasks, nodes = _tasks_at(node, env["SLURM_STEP_TASKS_PER_NODE"])
     step = whole_number(env, "SLURM_STEP_ID")
     # The same rule as Lightning and Ignite, plus the step, so that two steps of a job differ.
     port = 15000 + (whole_number(env, "SLURM_JOB_ID") % 10000 + step) % (65536 - 15000)
@@ -162,22 +161,33 @@ def _slurm(env: Mapping[str, str]) -> Launch:
         whole_number(env, "SLURM_PROCID"),
         whole_number(env, "SLURM_STEP_NUM_TASKS"),
         whole_number(env, "SLURM_LOCALID"),
-        per_node[node],
+        tasks,
         node,
-        len(per_node),
+        nodes,
         env.get("MASTER_ADDR") or next(expand_nodelist(env["SLURM_STEP_NODELIST"])),
         _port(env, default=port),
     )
 
 
-def _tasks_per_node(text: str) -> Iterator[int]:
-    """Expand ``"2(x3),1"`` to 2, 2, 2, 1."""
+def _tasks_at(node: int, text: str) -> tuple[int, int]:
+    """Return how many tasks a node has, and how many nodes there are: ``"2(x3),1"`` has 4."""
+    nodes = 0
+    found: int | None = None
     for item in text.split(","):
-        match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", item)
+        match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", item)
         if match is None:
             msg = f"`SLURM_STEP_TASKS_PER_NODE` must look like '2(x3),1', but is {text!r}"
             raise ValueError(msg)
-        yield from [int(match[1])] * int(match[2] or 1)
+        nodes += int(match[2] or 1)
+        if found is None and node < nodes:
+            found = int(match[1])
+    if found is None:
+        msg = (
+            f"`SLURM_NODEID` must be less than the {nodes} nodes of "
+            f"`SLURM_STEP_TASKS_PER_NODE` ({text!r}), but is {node}"
+        )
+        raise ValueError(msg)
+    return found, nodes
 
 
 def expand_nodelist(text: str) -> Iterator[str]:
@@ -189,29 +199,36 @@ def expand_nodelist(text: str) -> Iterator[str]:
     Raises:
         ValueError: where the text is not a node list, before anything is yielded.
     """
-    entry = r"(?:[^\[\],\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
-    if not re.fullmatch(rf"{entry}(?:,{entry})*", text):
-        msg = f"a SLURM node list must look like 'a[1-3,7],b2', but is {text!r}"
+    number = "[0-9]{1,18}"  # int() would take the digits of every script
+    item = f"{number}(?:-{number})?"
+    entry = rf"(?:[^\[\],\s]|\[{item}(?:,{item})*\])+"
+    hosts = re.findall(entry, text)
+    looks_right = re.fullmatch(rf"{entry}(?:,{entry})*", text)
+    if not looks_right or max(host.count("[") for host in hosts) > _BRACKETS:
+        msg = f"a SLURM node list must look like 'a[1-3,7],b2', but is {text!r}: {_NODES_CURE}"
         raise ValueError(msg)
-    return (
-        "".join(parts)
-        for item in re.findall(entry, text)
-        for parts in product(*map(_alternatives, re.findall(r"\[[^\]]*\]|[^\[]+", item)))
-    )
-
-
-def _alternatives(piece: str) -> list[str]:
-    if not piece.startswith("["):
-        return [piece]
-    numbers = []
-    for item in piece[1:-1].split(","):
-        first, _, last = item.partition("-")
-        last = last or first
-        if not 0 <= int(last) - int(first) < 1_000_000:
-            msg = f"a SLURM node range must rise, by less than a million, but is {item!r}"
+    for low, high in re.findall(f"({number})-({number})", "".join(re.findall(r"\[.*?\]", text))):
+        if not 0 <= int(high) - int(low) < 1_000_000:
+            msg = (
+                f"a SLURM node range must rise, by less than a million, but is '{low}-{high}': "
+                f"{_NODES_CURE}"
+            )
             raise ValueError(msg)
-        numbers += [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)]
-    return numbers
+    return (name for host in hosts for name in _names(host))
+
+
+def _names(host: str) -> Iterator[str]:
+    """Yield the names of one entry of a node list, one at a time: there may be very many."""
+    before, bracket, rest = host.partition("[")
+    if not bracket:
+        yield host
+        return
+    numbers, _, after = rest.partition("]")
+    for item in numbers.split(","):
+        low, _, high = item.partition("-")
+        for number in range(int(low), int(high or low) + 1):
+            for tail in _names(after):
+                yield f"{before}{number:0{len(low)}d}{tail}"
 
 
 def _require(env: Mapping[str, str], names: tuple[str, ...], launcher: str) -> None:
@@ -252,12 +269,13 @@ def _checked(launch: Launch) -> Launch:
         (launch.rank, launch.size, "rank", "world size"),
         (launch.local_rank, launch.local_size, "local rank", "local world size"),
         (launch.local_size, launch.size + 1, "local world size", "world size plus one"),
+        (launch.node_rank, launch.num_nodes, "rank of the node", "number of nodes"),
     ):
-        if value >= bound:
+        if value is not None and bound is not None and value >= bound:
             msg = (
                 f"the {name} must be less than the {of} ({bound}), but {launcher_text(launch)} "
-                f"set it to {value}: the variables contradict each other, or are left over from "
-                f"another run; {_OPT_OUT}"
+                f"set it to {value}: the variables ({_WHO[launch.launcher]}) contradict each "
+                f"other, or are left over from another run; {_OPT_OUT}"
             )
             raise ValueError(msg)
     return launch

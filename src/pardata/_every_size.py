@@ -1,5 +1,6 @@
 """Does a training function do the same at every world size, and if not, where do they part?"""
 
+import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -53,11 +54,21 @@ def assert_same_at_every_size(
         AssertionError: names the first step after which there is a difference, at which size and
             on which rank, and the tensors that differ, by how much, those that differ most first.
         TypeError: where `train` yields neither a module nor a dict of tensors or numbers.
-        ValueError: for fewer than two sizes, and where `train` yields nothing.
+        ValueError: for fewer than two sizes, a tolerance that is none, and where `train` yields
+            nothing.
         BaseException: what `train` raises, as from `run`.
 
     >>> assert_same_at_every_size(iter, [{"weight": torch.ones(2)}], sizes=(1, 2))
     """
+    if not isinstance(sizes, Iterable):
+        msg = (
+            f"`sizes` must be two or more numbers of processes, but is {sizes!r}: pass (1, {sizes})"
+        )
+        raise TypeError(msg)
+    for name, tolerance in {"rtol": rtol, "atol": atol}.items():
+        if not isinstance(tolerance, int | float) or not 0 <= tolerance < math.inf:
+            msg = f"`{name}` must be a finite number from 0 up, but is {tolerance!r}"
+            raise ValueError(msg)
     sizes = list(sizes)
     if len(sizes) < 2:
         msg = f"`sizes` must be two or more, to be compared, but is {sizes}: add another"

@@ -9,13 +9,16 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from pardata._agreement import agree
+from pardata._argument_checks import check_flag, checked_device
 from pardata._loader import Loader, Setting
 from pardata._loading_checks import (
+    check_callables,
     check_dataset,
     check_numbers,
     check_sizes,
     check_streaming,
     check_training_shares,
+    length_of,
 )
 from pardata._logging import get_logger
 from pardata._order import Order, Requests
@@ -126,23 +129,42 @@ def make_loader(
     drop_last = training if drop_last is None else drop_last
 
     def facts() -> dict[str, object]:
+        flags = {"shuffle": shuffle, "drop_last": drop_last, "sharded": sharded}
+        for name, flag in {**flags, "reproducible": reproducible}.items():
+            check_flag(name, flag)
         check_dataset(dataset, sampler, shuffle=shuffle, sharded=sharded)
-        length = _length(dataset, sampler, sharded=sharded)
+        length = length_of(dataset, sampler, sharded=sharded)
         check_sizes(batch_size, microbatch_size, length, here.size, drop_last=drop_last)
         if training and not drop_last and microbatch_size is None and length is not None:
             check_training_shares(batch_size, length, here.size)
         check_streaming(sharded=sharded, microbatch_size=microbatch_size)
         check_numbers(seed, prefetch)
-        choose_workers(num_workers, dataset, here)
+        check_callables(
+            collate_fn=collate_fn, batch_transform=batch_transform, worker_init_fn=worker_init_fn
+        )
+        _target(device, here)
+        DataLoader(dataset, **reading())  # refuses what it does while the other ranks listen
         return {
             "the length": length,
             "batch_size": batch_size,
             "microbatch_size": microbatch_size,
-            "shuffle": shuffle,
-            "drop_last": drop_last,
-            "sharded": sharded,
+            **flags,
             "reproducible": reproducible,
             "seed": seed,
+        }
+
+    def reading() -> dict[str, Any]:
+        workers = choose_workers(num_workers, dataset, here)
+        # DataLoader refuses these without workers, and "auto" may find none on some ranks only.
+        there = num_workers != "auto" or workers > 0
+        persist = workers > 0 if persistent_workers is None else persistent_workers
+        return {
+            "num_workers": workers,
+            "timeout": timeout,
+            "worker_init_fn": worker_init_fn,
+            "multiprocessing_context": multiprocessing_context if there else None,
+            "prefetch_factor": prefetch_factor if there else None,
+            "persistent_workers": persist and there,
         }
 
     told = agree(here, "make_loader", facts)
@@ -150,15 +172,13 @@ def make_loader(
     if seed is None:
         seed = _seed_of_rank_zero(here)
     _warn_of_uneven_shares(batch_size, microbatch_size, here.size, training=training)
-    workers = choose_workers(num_workers, dataset, here)
-    if num_workers == "auto" and workers == 0:
-        # DataLoader refuses these without workers, and "auto" may find none on some ranks only.
-        multiprocessing_context = prefetch_factor = persistent_workers = None
-    target = here.device if device == "auto" else None if device is None else torch.device(device)
+    options = reading()
+    workers: int = options["num_workers"]
+    target = _target(device, here)
     if pin_memory is None:
         pin_memory = target is not None and target.type == "cuda"
     seeds = Seeds(seed, reproducible, microbatch_size is not None)
-    length = _length(dataset, sampler, sharded=sharded)
+    length = length_of(dataset, sampler, sharded=sharded)
     order: Order | None = None
     source: Requests | Stream
     read: Reader | Stream
@@ -176,15 +196,10 @@ def make_loader(
         read,
         batch_size=None,  # what is read of a step is a batch already
         sampler=source if isinstance(source, Requests) else None,
-        num_workers=workers,
         collate_fn=_as_it_is,
         pin_memory=pin_memory,
-        timeout=timeout,
-        worker_init_fn=worker_init_fn,
-        multiprocessing_context=multiprocessing_context,
         generator=torch.Generator(),
-        prefetch_factor=prefetch_factor,
-        persistent_workers=workers > 0 if persistent_workers is None else persistent_workers,
+        **options,
     )
     steps = None if length is None else len(Plan(length, batch_size, drop_last))
     identity = Identity(
@@ -207,14 +222,10 @@ def _as_it_is(fetched: Any) -> Any:
     return fetched
 
 
-def _length(dataset: Any, sampler: Any, *, sharded: bool) -> int | None:
-    if sharded:
-        return None  # what a rank's part says of itself is not the length of the whole
-    measured = dataset if sampler is None else sampler
-    try:
-        return len(measured)
-    except TypeError:  # an IterableDataset may have none
-        return None
+def _target(device: torch.device | str | None, here: World) -> torch.device | None:
+    if device == "auto":
+        return here.device
+    return None if device is None else checked_device(device)
 
 
 def _warn_of_uneven_shares(

@@ -1,5 +1,7 @@
 """What make_loader refuses, and what it says."""
 
+from typing import Any
+
 from torch.utils.data import DistributedSampler, IterableDataset
 
 
@@ -19,6 +21,12 @@ def check_dataset(dataset: object, sampler: object, *, shuffle: bool, sharded: b
             f"but is True for {type(dataset).__name__}: leave it out"
         )
         raise ValueError(msg)
+    if isinstance(dataset, type):
+        msg = (
+            f"`dataset` must be a data set, but is the class {dataset.__name__}: pass an object "
+            f"of it"
+        )
+        raise TypeError(msg)
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         msg = (
             f"`dataset` must have __getitem__ and __len__, or be an IterableDataset, but "
@@ -42,6 +50,36 @@ def check_dataset(dataset: object, sampler: object, *, shuffle: bool, sharded: b
             "`shuffle` must be False with a `sampler`, which is the order, but is True: choose one"
         )
         raise ValueError(msg)
+
+
+def length_of(dataset: Any, sampler: Any, *, sharded: bool) -> int | None:
+    """Return the number of samples of an epoch; None where only its end tells.
+
+    Raises:
+        TypeError: for a data set or sampler that has indices and does not know how many.
+    """
+    if sharded:
+        return None  # what a rank's part says of itself is not the length of the whole
+    measured = dataset if sampler is None else sampler
+    try:
+        return len(measured)
+    except (TypeError, NotImplementedError) as error:
+        if isinstance(error, TypeError) and isinstance(dataset, IterableDataset):
+            return None  # it may have none
+        name = "dataset" if sampler is None else "sampler"
+        msg = (
+            f"`{name}` must know its length, but len() of {type(measured).__name__} failed: "
+            f"{error}: let its __len__ return a whole number"
+        )
+        raise TypeError(msg) from error
+
+
+def check_callables(**functions: object) -> None:
+    """Raise for the first of `functions` that is neither None nor can be called."""
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            msg = f"`{name}` must be a function, but is {function!r}"
+            raise TypeError(msg)
 
 
 def check_sizes(

@@ -37,7 +37,8 @@ class RankLogger(_Adapter):
         if not _chosen(rank, level, ranks):
             return
         if once:
-            key = (self.logger.name, level, str(msg) % args if args else str(msg))
+            # Not formatted: what does not go together is logging's to report, and ends no run.
+            key = (self.logger.name, level, f"{msg} {args!r}")
             if key in _said:
                 return
             _said.add(key)
@@ -73,11 +74,11 @@ def get_logger(name: str) -> RankLogger:
 def _chosen(rank: int, level: int, ranks: str | Iterable[int] | None) -> bool:
     if ranks is None:
         return rank == 0 or level >= logging.WARNING
-    if isinstance(ranks, str):
-        if ranks != "all":
-            msg = f"`ranks` must be 'all' or a list of ranks, but is {ranks!r}"
-            raise ValueError(msg)
+    if isinstance(ranks, str) and ranks == "all":
         return True
+    if isinstance(ranks, str) or not isinstance(ranks, Iterable):
+        msg = f"`ranks` must be 'all' or a list of ranks, but is {ranks!r}"
+        raise ValueError(msg)
     return rank in ranks
 
 

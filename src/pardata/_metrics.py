@@ -16,6 +16,8 @@ from pardata._world import require_world
 
 _log = get_logger(__name__)
 
+_BITS = 1023  # of a whole number that a float can hold
+
 
 class MetricWriter:
     """Writes scalars on rank 0 to ``metrics.jsonl``, and for TensorBoard where it is installed.
@@ -50,14 +52,21 @@ class MetricWriter:
         """Write the `values` of one step. A NaN or infinity is written as text, as ``"nan"``.
 
         Raises:
-            TypeError: on rank 0, for a value that is not one number; names it.
-            ValueError: on rank 0, for a value named ``"step"``, and after `close`.
+            TypeError: for a step that is no integer and values without names; on rank 0, for a
+                value that is not one number, naming it.
+            ValueError: for a value named ``"step"``; on rank 0, after `close`.
         """
-        if self._file is None:
-            return
+        if isinstance(step, bool) or not isinstance(step, int):
+            msg = f"`step` must be an integer, but is {step!r} ({type(step).__name__})"
+            raise TypeError(msg)
+        if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
+            msg = f"`values` must map names to numbers, but is {values!r}: pass {{'loss': loss}}"
+            raise TypeError(msg)
         if "step" in values:
             msg = '`values` must not have a "step", which each line has already: rename it'
             raise ValueError(msg)
+        if self._file is None:
+            return
         numbers = {name: _number(name, value) for name, value in values.items()}
         line = {"step": step} | {
             name: number if math.isfinite(number) else str(number)
@@ -95,6 +104,8 @@ def _number(name: str, value: object) -> float:
         number = value.item() if value.numel() == 1 else None
     elif getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         number = value.item()  # a NumPy scalar
+    if isinstance(number, int) and number.bit_length() > _BITS:
+        number = None  # what reads it back would make infinity of it
     if not isinstance(number, int | float):
         msg = f"`values[{name!r}]` must be one number, but is {value!r} ({type(value).__name__})"
         raise TypeError(msg)

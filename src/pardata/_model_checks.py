@@ -31,8 +31,15 @@ def check_module(model: object, strategy: str) -> None:
 
 
 def _check_trainable(model: nn.Module, strategy: str) -> None:
-    if any(is_lazy(tensor) for tensor in [*model.parameters(), *model.buffers()]):
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(is_lazy(tensor) for tensor in tensors):
         msg = "`model` must be initialised, but has lazy parameters: run one forward pass first"
+        raise ValueError(msg)
+    if any(tensor.is_meta for tensor in tensors):
+        msg = (
+            "`model` must have its weights on every rank, but has parameters or buffers on the "
+            "meta device: build it on a real one, or call to_empty() and initialise them first"
+        )
         raise ValueError(msg)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         msg = (

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sized
+from numbers import Real
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -36,14 +37,25 @@ def progress(
         batch_size: samples in an item, over all ranks, for the samples per second; the loader's
             own for a loader.
 
+    Raises:
+        TypeError: for what cannot be iterated over, and numbers that are none; on every rank.
+
     >>> bar = progress([1, 2], "adding")
     >>> for number in bar:
     ...     bar.show(number=number)
     """
+    if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
+        msg = f"`iterable` must be something to iterate over, but is {iterable!r}"
+        raise TypeError(msg)
+    for name, number in {"total": total, "batch_size": batch_size}.items():
+        if number is not None and not _is_number(number):
+            msg = f"`{name}` must be a number from 0 up, but is {number!r}"
+            raise TypeError(msg)
     if total is None:
         total = _length(iterable)
     if batch_size is None:
-        batch_size = getattr(iterable, "batch_size", None)
+        own = getattr(iterable, "batch_size", None)
+        batch_size = own if _is_number(own) else None
     display = _display(description, total) if require_world("progress").is_main else None
     return Progress(iterable, display, batch_size)
 
@@ -63,13 +75,15 @@ class Progress(Generic[_T]):
         """Show these values (numbers, tensors of one number, text) with the next drawing.
 
         Raises:
-            TypeError: for a tensor of more than one number; names it.
+            TypeError: for a tensor or array of more than one number; names it.
         """
         for name, value in list(values.items()):
-            if isinstance(value, Tensor) and value.numel() != 1:
+            count = value.numel() if isinstance(value, Tensor) else getattr(value, "size", 1)
+            if hasattr(value, "item") and count != 1:
+                kind = "a tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"
                 msg = (
-                    f"`{name}` must be one number to be shown, but is a tensor of "
-                    f"{value.numel()}: take its mean, say"
+                    f"`{name}` must be one number to be shown, but is {kind} of {count}: take its "
+                    f"mean, say"
                 )
                 raise TypeError(msg)
             if isinstance(value, Tensor):
@@ -149,6 +163,10 @@ def _display(description: str, total: int | None) -> _Bar | _Lines:
         else:
             return _Bar(tqdm(desc=description or None, total=total))
     return _Lines(description, total)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and float(value) >= 0
 
 
 def _length(iterable: Iterable[Any]) -> int | None:

@@ -44,21 +44,22 @@ class Identity:
             ValueError: where it was not taken from a loader like this one.
         """
         own = self.state(Position(0, 0))
-        version = state.get("version") if isinstance(state, Mapping) else None
-        if version is not None and version != _VERSION:
+        is_mapping = isinstance(state, Mapping)
+        version = state.get("version", _VERSION) if is_mapping else _VERSION
+        if version != _VERSION:
             msg = (
-                f"`state` must be of version {_VERSION}, but is of version {version!r}: load it "
-                f"with the release of pardata that saved it"
+                f"`state` must be of version {_VERSION}, but is of version "
+                f"{reprlib.repr(version)}: load it with the release of pardata that saved it"
             )
             raise ValueError(msg)
-        if version is None or state.keys() != own.keys():
+        if not is_mapping or state.keys() != own.keys():
             msg = (
                 f"`state` must be what the state_dict() of a loader returned, but is "
                 f"{reprlib.repr(state)}: look at what was saved"
             )
             raise ValueError(msg)
         differ = [
-            f"{name} was {state[name]!r} and is {own[name]!r}"
+            f"{name} was {reprlib.repr(state[name])} and is {own[name]!r}"
             for name in own
             if name not in ("epoch", "delivered") and state[name] != own[name]
         ]
@@ -73,7 +74,7 @@ class Identity:
         if not counts or not self._ends_a_batch(delivered, is_stream=is_stream):
             msg = (
                 f"`state` must be at the end of a batch of {self.batch_size}, but is at sample "
-                f"{delivered!r} of epoch {epoch!r}: look at what was saved"
+                f"{reprlib.repr(delivered)} of epoch {reprlib.repr(epoch)}: look at what was saved"
             )
             raise ValueError(msg)
         return Position(epoch, delivered)
@@ -88,4 +89,5 @@ class Identity:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    # Below 2**63: streams keep it in a tensor, and an order takes no more of it into account.
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63

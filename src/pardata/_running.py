@@ -58,7 +58,8 @@ def run(
         env: environment variables to add on every rank.
 
     Raises:
-        ValueError: for a `world_size` below 1.
+        ValueError: for a `world_size` below 1, a `timeout` that is no number above 0, and an `env`
+            that holds anything but text.
         TypeError: for a function that cannot be pickled.
         RuntimeError: in a script that was read from standard input.
         TimeoutError: names the ranks that did not finish, and where each of them was.
@@ -72,6 +73,7 @@ def run(
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         msg = f"`world_size` must be a positive integer, but is {world_size!r}"
         raise ValueError(msg)
+    _check_timeout_and_env(timeout, env)
     try:
         job = pickle.dumps((fn, args))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -92,6 +94,20 @@ def run(
         finally:
             for member in team:
                 member.end()
+
+
+def _check_timeout_and_env(timeout: object, env: Mapping[str, str] | None) -> None:
+    # Up to three years: what waits takes no more.
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < 1e8:
+        msg = f"`timeout` must be a positive number of seconds, but is {timeout!r}"
+        raise ValueError(msg)
+    for name, value in (env or {}).items():
+        if not (isinstance(name, str) and isinstance(value, str)) or "\0" in name + value:
+            msg = f"`env` must map names to text, but maps {name!r} to {value!r}: use str()"
+            raise ValueError(msg)
+        if not name or "=" in name:
+            msg = f"`env` must have names without '=', but has {name!r}"
+            raise ValueError(msg)
 
 
 def _require_a_script_that_children_find() -> None:

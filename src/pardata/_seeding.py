@@ -5,6 +5,7 @@ import random
 
 import torch
 
+from pardata._argument_checks import check_flag
 from pardata._generators import numpy_or_none
 from pardata._sampling import mix
 from pardata._world import require_world
@@ -24,7 +25,8 @@ def seed_everything(seed: int, *, per_rank: bool = False, deterministic: bool = 
             then raises) and switch cuDNN's autotuning off. Slower on a GPU.
 
     Raises:
-        TypeError, ValueError: for a seed that is no integer or out of range.
+        TypeError, ValueError: for a seed that is no integer or out of range, and flags that are no
+            bools.
 
     >>> seed_everything(0)
     0
@@ -35,6 +37,8 @@ def seed_everything(seed: int, *, per_rank: bool = False, deterministic: bool = 
     if not 0 <= seed < 2**63:
         msg = f"`seed` must be between 0 and 2**63 - 1, but is {seed}"
         raise ValueError(msg)
+    check_flag("per_rank", per_rank)
+    check_flag("deterministic", deterministic)
     if per_rank:
         seed = mix(seed, require_world("seed_everything(per_rank=True)").rank)
     random.seed(seed)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pardata._agreement import agree
+from pardata._argument_checks import check_flag, checked_device
 from pardata._buffers import EqualBuffers
 from pardata._data_parallel import ReadThroughDP
 from pardata._distributed import ReadThroughDDP
@@ -91,9 +92,13 @@ def wrap_model(
         check_module(model, strategy)
         _check_strategy(strategy)
         check_options(strategy, options)
+        check_flag("sync_batchnorm", sync_batchnorm)
         plain = {name: value for name, value in options.items() if isinstance(value, _PLAIN)}
         plain.pop("output_device", None)  # each rank's own
-        return signature(model, strategy, {**plain, "sync_batchnorm": sync_batchnorm})
+        facts = signature(model, strategy, {**plain, "sync_batchnorm": sync_batchnorm})
+        if strategy != "dp":  # here, where the others hear of it if a device is full or not there
+            _move(model, here.device if device is None else checked_device(device))
+        return facts
 
     if strategy in ("none", "dp"):
         checked()
@@ -105,7 +110,7 @@ def wrap_model(
 def _none(
     model: nn.Module,
     here: World,
-    device: torch.device | str | None,
+    _device: torch.device | str | None,
     _sync_batchnorm: bool,
     _options: dict[str, Any],
 ) -> nn.Module:
@@ -116,7 +121,7 @@ def _none(
             ranks=[0],
             once=True,
         )
-    return _moved(model, here.device if device is None else device)
+    return model
 
 
 def _dp(
@@ -138,7 +143,8 @@ def _dp(
         # Without a GPU DataParallel ignores device_ids, and runs all the same.
         first = ids[0] if ids and torch.cuda.is_available() else here.device
         device = torch.device("cuda", first) if isinstance(first, int) else first
-    wrapped = ReadThroughDP(_moved(model, device), **options)
+    _move(model, checked_device(device))
+    wrapped = ReadThroughDP(model, **options)
     if len(wrapped.device_ids) < 2:
         _log.info(
             "strategy 'dp' did not scatter: it has %d GPU(s), and splits a batch over two or more",
@@ -151,12 +157,12 @@ def _dp(
 def _ddp(
     model: nn.Module,
     here: World,
-    device: torch.device | str | None,
+    _device: torch.device | str | None,
     sync_batchnorm: bool,
     options: dict[str, Any],
 ) -> nn.Module:
     _check_group(here, "ddp")
-    model = _prepared(model, here, device, sync_batchnorm)
+    model = _with_sync_batchnorm(model) if sync_batchnorm and here.size > 1 else model
     options = {"gradient_as_bucket_view": True, **options}
     # PyTorch's flag, by its new and its old name: ours replaces the broadcast before the forward.
     asked = [options.pop(name, None) for name in ("forward_sync_buffers", "broadcast_buffers")]
@@ -170,7 +176,7 @@ def _ddp(
 def _fsdp(
     model: nn.Module,
     here: World,
-    device: torch.device | str | None,
+    _device: torch.device | str | None,
     sync_batchnorm: bool,
     options: dict[str, Any],
 ) -> nn.Module:
@@ -179,7 +185,7 @@ def _fsdp(
     from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
     from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
 
-    model = _prepared(model, here, device, sync_batchnorm)
+    model = _with_sync_batchnorm(model) if sync_batchnorm and here.size > 1 else model
     kind = next(model.parameters()).device.type
     if kind == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):  # torch 2.6
         msg = (
@@ -200,7 +206,7 @@ def _fsdp(
 def _exact(
     model: nn.Module,
     here: World,
-    device: torch.device | str | None,
+    _device: torch.device | str | None,
     sync_batchnorm: bool,
     options: dict[str, Any],
 ) -> nn.Module:
@@ -211,7 +217,6 @@ def _exact(
             "microbatch, which are the same at every world size"
         )
         raise ValueError(msg)
-    model = _moved(model, here.device if device is None else device)
     wrapped = ExactModel(model, **options)
 
     def checked() -> dict[str, object]:
@@ -251,15 +256,8 @@ def _broadcast_weights(model: nn.Module) -> None:
                 tensor.data.copy_(whole)
 
 
-def _prepared(
-    model: nn.Module, here: World, device: torch.device | str | None, sync_batchnorm: bool
-) -> nn.Module:
-    model = _moved(model, here.device if device is None else device)
-    return _with_sync_batchnorm(model) if sync_batchnorm and here.size > 1 else model
-
-
 def _check_strategy(strategy: str) -> None:
-    if strategy not in _STRATEGIES:
+    if not isinstance(strategy, str) or strategy not in _STRATEGIES:
         names = ", ".join(repr(name) for name in ["auto", *_STRATEGIES])
         msg = f"`strategy` must be one of {names}, but is {strategy!r}"
         raise ValueError(msg)
@@ -274,10 +272,10 @@ def _check_group(here: World, strategy: str) -> None:
         raise RuntimeError(msg)
 
 
-def _moved(model: nn.Module, device: torch.device | str) -> nn.Module:
+def _move(model: nn.Module, device: torch.device | str) -> None:
     devices = {parameter.device for parameter in model.parameters()}
-    # Somebody placed its parts by hand.
-    return model if len(devices) > 1 else model.to(device)
+    if len(devices) < 2:  # else somebody placed its parts by hand
+        model.to(device)
 
 
 def _with_sync_batchnorm(model: nn.Module) -> nn.Module:

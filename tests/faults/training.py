@@ -50,10 +50,11 @@ def main():
     parser.add_argument("--run-dir", type=Path)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--save-every", type=int, default=2)
+    parser.add_argument("--timeout", type=float, default=60)
     parser.add_argument("--asynchronous", action="store_true")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-    with pardata.init(timeout=timedelta(seconds=60)):
+    with pardata.init(timeout=timedelta(seconds=args.timeout)):
         data = pardata.cache_dataset(Squares(), args.run_dir / "cache", num_workers=0)
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(2, 64), nn.BatchNorm1d(64), nn.Dropout(0.2), nn.Linear(64, 2))

@@ -1,5 +1,6 @@
 """The default generators of Python, NumPy and PyTorch: seeded, put back, caught in use."""
 
+import json
 import random
 import sys
 
@@ -12,9 +13,11 @@ from hypothesis import strategies as st
 from pardata._generators import (
     default_generators,
     forked_seed,
+    generator_states,
     kept_generators,
     no_draws,
     numpy_or_none,
+    restore_generators,
     seed_generators,
 )
 
@@ -423,3 +426,48 @@ def test_a_numpy_that_keeps_its_words_elsewhere_is_asked_for_its_state(monkeypat
     numpy_generator.restore(state)
     assert not numpy_generator.moved_since(state)
     assert np.random.rand() == first
+
+
+# --- written down, and put back in another process
+
+
+@given(st.integers(0, 2**32), st.booleans())
+def test_what_was_written_as_text_puts_every_generator_back(seed, half):
+    seed_generators(seed)
+    if half:  # two normal numbers are made at a time, and the second kept
+        random.gauss(0, 1), np.random.randn(), torch.randn(1)
+    text = json.dumps(generator_states(CPU))
+    expected = draw(), random.gauss(0, 1), np.random.randn()
+    seed_generators(seed + 1)
+    restore_generators(json.loads(text), CPU)
+    assert (draw(), random.gauss(0, 1), np.random.randn()) == expected
+
+
+@pytest.mark.usefixtures("_without_numpy")
+def test_what_was_written_with_numpy_can_be_read_without():
+    assert "numpy" not in generator_states(CPU)
+    restore_generators({**generator_states(CPU), "numpy": ["MT19937", [1] * 624, 3, 0, 0.0]}, CPU)
+
+
+WRONG = {
+    "nothing": {},
+    "no list": {"python": 3},
+    "an old version": {"python": [1, [1], None]},
+    "few words": {"python": [3, [1, 2], None]},
+    "a place beyond them": {"python": [3, [1] * 624 + [10**6], None]},
+    "NumPy's few words": {"numpy": ["MT19937", [1], 3, 0, 0.0]},
+    "NumPy's place beyond them": {"numpy": ["MT19937", [1] * 624, 10**9, 0, 0.0]},
+    "NumPy's place before them": {"numpy": ["MT19937", [1] * 624, -1, 0, 0.0]},
+    "NumPy's other kind": {"numpy": ["PCG64", [1] * 624, 3, 0, 0.0]},
+    "PyTorch's few": {"torch": [1]},
+    "PyTorch's too large": {"torch": [256]},
+    "PyTorch's text": {"torch": "x"},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_was_never_written_is_refused(name):
+    wrong = WRONG[name] and {**generator_states(CPU), **WRONG[name]}
+    with pytest.raises(RuntimeError, match="must be put back to where they once were, but what"):
+        restore_generators(wrong, CPU)
+    assert 0 <= np.random.rand() < 1

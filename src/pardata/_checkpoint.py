@@ -1,7 +1,5 @@
 """The state of a run: saved so that it survives, restored into any strategy and world size."""
 
-import hashlib
-import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,14 +12,15 @@ from typing_extensions import Self
 import pardata
 from pardata import _checkpoint_state as states
 from pardata._agreement import agree
+from pardata._argument_checks import check_flag
+from pardata._checkpoint_agreement import agree_on_options, agree_on_states
 from pardata._checkpoint_reading import Found, newest
 from pardata._checkpoint_writing import Files, Writer
-from pardata._generators import generator_states, restore_generators
+from pardata._generators import restore_generators
 from pardata._logging import get_logger
 from pardata._rank_zero import rank_zero_call
-from pardata._store import collect, publish, require_same
 from pardata._weight_files import write_weights
-from pardata._world import World, channel, require_world
+from pardata._world import World, require_world
 
 _log = get_logger(__name__)
 
@@ -46,6 +45,7 @@ class Checkpointer:
 
     Raises:
         ValueError: for a `keep` or `keep_every` that is no positive integer.
+        TypeError: for an `asynchronous` that is no bool.
 
     >>> import tempfile
     >>> model = torch.nn.Linear(2, 2)
@@ -67,6 +67,14 @@ class Checkpointer:
         if keep_every is not None:
             _check_count("keep_every", keep_every)
         self._directory = Path(directory)
+        check_flag("asynchronous", asynchronous)
+        # What must be the same on all ranks, else they would write to different places.
+        self._options = {
+            "directory": str(self._directory),
+            "keep": keep,
+            "keep_every": keep_every,
+            "asynchronous": asynchronous,
+        }
         files = Files(self._directory, keep=keep, keep_every=keep_every)
         self._writer = Writer(files, asynchronous=asynchronous)
 
@@ -94,14 +102,12 @@ class Checkpointer:
         def take() -> dict[str, object]:
             _check_step(step)
             tree.update({name: states.state_of(name, thing) for name, thing in objects.items()})
-            _tell_generators(here)
-            return {"step": step, **{name: _text(state) for name, state in tree.items()}}
+            return {"step": step, "objects": list(objects), **self._options}
 
-        told = agree(here, "Checkpointer.save", take)
-        cure = "Save what is the same on all ranks; `all_gather` what is not."
-        require_same("Checkpointer.save", told, cure)
+        agree_on_options(here, "Checkpointer.save", take)
+        generators = agree_on_states(here, "Checkpointer.save", tree)
         whole, sharded = states.split(tree)
-        contents = {"objects": whole, "generators": _told_generators(here)}
+        contents = {"objects": whole, "generators": generators}
         self._writer.write(here, step, contents, sharded, _facts(here, objects))
 
     def restore(self, **objects: Any) -> dict[str, Any] | None:
@@ -121,26 +127,31 @@ class Checkpointer:
         Raises:
             ValueError: for a name that was not saved.
             TypeError: for a value: those are returned.
-            RuntimeError: where there are checkpoints and none is whole, and where a state does not
-                fit its object.
+            RuntimeError: where there are checkpoints and none is whole, where a state does not fit
+                its object, and where ranks differ.
         """
         here = require_world("Checkpointer.restore")
         self.wait()
-        agree(here, "Checkpointer.restore", lambda: _check_stateful(objects))
+
+        def check() -> dict[str, object]:
+            _check_stateful(objects)
+            return {"objects": list(objects), **self._options}
+
+        agree_on_options(here, "Checkpointer.restore", check)
         found = newest(here, self._directory)
         if found is None:
             return None
-        agree(here, "Checkpointer.restore (names)", lambda: _check_names(objects, found))
+        _check_names(objects, found)
         tree = found.states_of(objects)
 
         def load() -> dict[str, object]:
             for name, thing in objects.items():
                 states.load(thing, tree[name])
+            _restore_generators(found.contents["generators"], here)
             return {}
 
         agree(here, "Checkpointer.restore (loading)", load)
         saved = found.manifest["identity"]
-        _restore_generators(found.contents["generators"], here)
         _log.info(
             "restored step %d of %s, saved by %d process(es)%s with torch %s",
             found.name.step,
@@ -212,29 +223,6 @@ def _facts(here: World, objects: Mapping[str, object]) -> dict[str, Any]:
     }
 
 
-def _text(state: states.Tree) -> str:
-    """Return what must be the same on all ranks, in few words."""
-    text = repr(states.without_tensors(state))
-    return text if len(text) < 100 else hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _tell_generators(here: World) -> None:
-    if here.size > 1:
-        text = json.dumps(generator_states(here.device))
-        publish(channel(), f"generators/{here.rank}", text)
-
-
-def _told_generators(here: World) -> list[dict[str, Any]]:
-    """Return what all ranks have told, on rank 0: before `agree` has ended on any."""
-    if here.size == 1:
-        return [generator_states(here.device)]
-    if not here.is_main:
-        return []
-    line = channel()
-    keys = [f"generators/{rank}" for rank in range(here.size)]
-    return [json.loads(collect(line, key, 1, "Checkpointer.save", line.timeout)) for key in keys]
-
-
 def _restore_generators(saved: list[dict[str, Any]], here: World) -> None:
     if len(saved) == here.size:
         restore_generators(saved[here.rank], here.device)
@@ -256,7 +244,7 @@ def _check_count(name: str, count: object) -> None:
         raise ValueError(msg)
 
 
-def _check_stateful(objects: Mapping[str, object]) -> dict[str, object]:
+def _check_stateful(objects: Mapping[str, object]) -> None:
     for name, thing in objects.items():
         if not states.is_stateful(thing):
             msg = (
@@ -264,16 +252,15 @@ def _check_stateful(objects: Mapping[str, object]) -> dict[str, object]:
                 f"is a {type(thing).__name__}: values are in what it returns"
             )
             raise TypeError(msg)
-    return {}
 
 
-def _check_names(wanted: Iterable[str], found: Found) -> dict[str, object]:
+def _check_names(wanted: Iterable[str], found: Found) -> None:
     saved = [name for name in found.contents["objects"] if name not in found.manifest["values"]]
     missing = [name for name in wanted if name not in saved]
     if missing:
         msg = (
-            f"what is restored must have been saved, but {', '.join(map(repr, missing))} not; the "
-            f"checkpoint {found.path} has {', '.join(map(repr, saved))}"
+            f"what is asked for must have been saved as something with a state, but "
+            f"{', '.join(map(repr, missing))} not; the checkpoint {found.path} has "
+            f"{', '.join(map(repr, saved)) or 'none'}"
         )
         raise ValueError(msg)
-    return {}

@@ -1,18 +1,19 @@
 """Reading checkpoints: the newest that is whole, and what of it this rank needs."""
 
 import json
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pardata import _checkpoint_shards as shards
 from pardata import _checkpoint_state as states
 from pardata._agreement import agree
-from pardata._checkpoint_files import Name, UnusableError, names, verified
+from pardata._checkpoint_files import Name, names
+from pardata._checkpoint_manifest import UnusableError, verified
 from pardata._checkpoint_writing import STATE
 from pardata._logging import get_logger
 from pardata._rank_zero import rank_zero_call
@@ -43,12 +44,9 @@ class Found:
         What is no thing, but None, is read whole.
         """
         found = {name: self.contents["objects"][name] for name in things}
-        names_of = {name: states.marks(state) for name, state in found.items()}
-        targets = {
-            path: states.sharded_like(name, things[name], path)
-            for name, paths in names_of.items()
-            for path in paths
-        }
+        targets: dict[str, Tensor | None] = {}
+        for name, state in found.items():
+            targets |= states.sharded_like(name, things[name], states.marks(state))
         tensors = shards.read(self.path / shards.FOLDER, targets) if targets else {}
         return {name: states.joined(state, tensors) for name, state in found.items()}
 
@@ -76,6 +74,7 @@ def newest(here: World, directory: Path) -> Found | None:
 
     def read() -> dict[str, object]:
         if not kept:
+            _check_seen(directory / str(name) / STATE)
             kept.append(_read(directory / str(name), name, json.loads(manifest)))
         return {}
 
@@ -106,21 +105,42 @@ def _newest(directory: Path) -> Found | None:
     raise RuntimeError(msg)
 
 
-def _read(path: Path, name: Name, manifest: dict[str, Any]) -> Found:
-    file = path / STATE
+def _check_seen(file: Path) -> None:
     if not file.is_file():
         msg = (
             f"every rank must see the checkpoints, but {file} is not there for this one: save to a "
             f"disk that all nodes share"
         )
         raise FileNotFoundError(msg)
+
+
+def _read(path: Path, name: Name, manifest: dict[str, Any]) -> Found:
+    if manifest["step"] != name.step:
+        msg = f"it is that of step {manifest['step']}"
+        raise UnusableError(msg)
+    if STATE not in manifest["files"]:
+        msg = f"{STATE} is missing"
+        raise UnusableError(msg)
     try:
-        contents = torch.load(file, map_location="cpu", weights_only=True)
-        known = {"objects", "generators"} <= set(contents)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, TypeError, EOFError) as error:
+        contents = torch.load(path / STATE, map_location="cpu", weights_only=True)
+        known = _is_known(contents, manifest)
+    except Exception as error:  # whatever PyTorch makes of bytes that somebody has made up
         msg = f"{STATE} cannot be read without running code, or at all ({error})"
         raise UnusableError(msg) from error
     if not known:
         msg = f"{STATE} is not a checkpoint's"
         raise UnusableError(msg)
+    marked = states.marks(contents["objects"])
+    if marked:
+        shards.check(path / shards.FOLDER, marked, manifest["files"])
     return Found(path, name, manifest, contents)
+
+
+def _is_known(contents: Any, manifest: dict[str, Any]) -> bool:
+    return (
+        isinstance(contents, dict)
+        and isinstance(contents["objects"], dict)
+        and isinstance(contents["generators"], list)
+        and set(manifest["values"]) <= set(contents["objects"])
+        and all(isinstance(path, str) for path in states.marks(contents["objects"]))
+    )

@@ -4,10 +4,12 @@ Its imports cost half a second, so they are made where they are needed: whoever 
 has paid for most of them.
 """
 
+import dataclasses
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -15,7 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pardata._checkpoint_manifest import UnusableError
+
 FOLDER = "sharded"
+
+_METADATA = ".metadata"
 
 _CLASSES_FROM = (
     "torch.distributed.checkpoint.metadata",
@@ -44,17 +50,16 @@ def start_writing(
     import torch.distributed.checkpoint as dcp  # noqa: PLC0415
 
     writer = dcp.FileSystemWriter(folder)
-    started: Any = dcp.async_save(tensors, storage_writer=writer, process_group=group)
+    # Older PyTorch copies from GPUs only, and would write what training has made of the others.
+    own = {name: t.detach().clone() if t.device.type == "cpu" else t for name, t in tensors.items()}
+    started: Any = dcp.async_save(own, storage_writer=writer, process_group=group)
     return started  # type: ignore[no-any-return]  # with other arguments it returns another
 
 
 def read(folder: Path, targets: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """Return tensors by name, each sharded like its target, or whole where that is None.
 
-    Collective.
-
-    Raises:
-        ValueError: where the folder has something else than such tensors.
+    Of a folder that was checked. Collective.
     """
     import torch.distributed.checkpoint as dcp  # noqa: PLC0415
 
@@ -64,14 +69,30 @@ def read(folder: Path, targets: Mapping[str, Tensor | None]) -> dict[str, Tensor
 
     metadata = _read_metadata(folder)
     stored = metadata.state_dict_metadata
-    missing = [name for name in targets if name not in stored]
-    if missing:
-        msg = f"{folder} must have all sharded tensors, but {missing} are missing"
-        raise ValueError(msg)
     tensors = {name: _empty(stored[name], target) for name, target in targets.items()}
     with failures_as_errors():
         dcp.load(tensors, storage_reader=Reader(folder))
     return tensors
+
+
+def check(folder: Path, tensors: Iterable[str], files: Container[str]) -> None:
+    """Check that these tensors can be read without running code, from these files alone.
+
+    Raises:
+        UnusableError: where not; says why.
+    """
+    if f"{FOLDER}/{_METADATA}" not in files:
+        msg = f"{FOLDER}/{_METADATA} is missing"
+        raise UnusableError(msg)
+    metadata = _read_metadata(folder)
+    missing = [name for name in tensors if name not in metadata.state_dict_metadata]
+    if missing:
+        msg = f"{FOLDER} must have all sharded tensors, but {missing} are missing"
+        raise UnusableError(msg)
+    for place in metadata.storage_data.values():
+        if f"{FOLDER}/{place.relative_path}" not in files:
+            msg = f"{FOLDER} needs {str(place.relative_path)!r}, which is no file in it"
+            raise UnusableError(msg)
 
 
 @contextmanager
@@ -95,13 +116,13 @@ def _empty(stored: Any, target: Tensor | None) -> Tensor:
 
 def _read_metadata(folder: Path) -> Any:
     """Return what PyTorch has written there as a pickle, without running what it may say."""
-    with (folder / ".metadata").open("rb") as file:
-        try:
+    try:
+        with (folder / _METADATA).open("rb") as file:
             metadata = _Unpickler(file).load()
-            _check_metadata(metadata)
-        except (pickle.UnpicklingError, AttributeError, EOFError, ValueError) as error:
-            msg = f"{folder} must hold sharded tensors and nothing else, but {error}"
-            raise ValueError(msg) from error
+        _check_metadata(metadata)
+    except Exception as error:  # whatever comes of a pickle that somebody has made up
+        msg = f"{FOLDER} must hold tensors and nothing else, but {error}"
+        raise UnusableError(msg) from error
     return metadata
 
 
@@ -110,10 +131,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name) if _may_be_asked_for(module) else None
-        is_class = isinstance(found, type) and found.__module__ in _CLASSES_FROM
-        is_path = isinstance(found, type) and issubclass(found, PurePath)
-        known = isinstance(found, torch.dtype) or found in (torch.Size, _get_layout())
-        if not (is_class or is_path or known):
+        if not (_is_plain_class(found) or isinstance(found, torch.dtype) or found in _others()):
             msg = f"it asks for {module}.{name}, which might run code"
             raise pickle.UnpicklingError(msg)
         return found
@@ -126,8 +144,17 @@ def _may_be_asked_for(module: str) -> bool:
     )
 
 
-def _get_layout() -> object:
-    return torch.serialization._get_layout  # noqa: SLF001  # what a layout is pickled as
+def _is_plain_class(found: object) -> bool:
+    """Whether this is a class that is made of data only, and making it does nothing."""
+    if not isinstance(found, type):
+        return False
+    plain = dataclasses.is_dataclass(found) or issubclass(found, Enum)
+    return issubclass(found, PurePath) or (plain and found.__module__ in _CLASSES_FROM)
+
+
+def _others() -> tuple[object, ...]:
+    # The last is what a layout is pickled as.
+    return torch.Size, torch.serialization._get_layout  # noqa: SLF001
 
 
 def _check_metadata(metadata: Any) -> None:
@@ -138,13 +165,13 @@ def _check_metadata(metadata: Any) -> None:
 
     if not isinstance(metadata, Metadata):
         msg = f"it holds a {type(metadata).__name__}"
-        raise ValueError(msg)
+        raise TypeError(msg)
     stored: Mapping[str, Any] = metadata.state_dict_metadata
     for name, kind in stored.items():
         if not isinstance(kind, TensorStorageMetadata):
             msg = f"{name!r} is a {type(kind).__name__}, which might run code"
-            raise ValueError(msg)
-    for place in (metadata.storage_data or {}).values():
-        if str(PurePath(place.relative_path).name) != str(place.relative_path):
-            msg = f"{place.relative_path!r} is no file in it"
+            raise TypeError(msg)
+    for place in metadata.storage_data.values():
+        if PurePath(place.relative_path).name != place.relative_path:
+            msg = f"{place.relative_path!r} is no name of a file"
             raise ValueError(msg)

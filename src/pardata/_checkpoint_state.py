@@ -7,7 +7,7 @@ path in the tree, where a mark stands for each.
 
 import copy
 import io
-import pickle
+import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -39,9 +39,22 @@ def is_stateful(thing: object) -> bool:
     return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
 
 
-def without_tensors(tree: Tree) -> Tree:
-    """Return the tree with None in place of tensors."""
-    return _mapped(tree, lambda _, leaf: None if isinstance(leaf, Tensor) else leaf, "")
+def leaves(tree: Tree) -> dict[str, str]:
+    """Return what must be the same on every rank as text, by its path; of tensors only their kind.
+
+    The same for the same in every process: the order of a set is not.
+    """
+    found: dict[str, str] = {}
+
+    def take(path: str, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            found[path] = f"a {type(leaf).__name__}"
+        else:
+            found[path] = repr(sorted(map(repr, leaf)) if isinstance(leaf, set) else leaf)
+        return leaf
+
+    _mapped(tree, take, "")
+    return found
 
 
 def copied(tree: Tree) -> Tree:
@@ -50,7 +63,9 @@ def copied(tree: Tree) -> Tree:
 
     def copy_of(_: str, leaf: Any) -> Any:
         if not _is_tensor(leaf):
-            return leaf
+            return leaf if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
+        if leaf.layout != torch.strided:
+            return _on_cpu(leaf)
         place = leaf.untyped_storage().data_ptr(), leaf.storage_offset(), leaf.shape, leaf.stride()
         key = (*place, leaf.dtype, leaf.device)
         if key not in known:
@@ -70,6 +85,8 @@ def split(tree: Tree) -> tuple[Tree, dict[str, Tensor]]:
     def take(path: str, leaf: Any) -> Any:
         if not is_distributed(leaf):
             return leaf
+        while path in sharded:  # {"a.b": …} and {"a": {"b": …}}
+            path += "'"
         sharded[path] = leaf
         return {_MARK: path}
 
@@ -88,19 +105,19 @@ def joined(tree: Tree, sharded: Mapping[str, Tensor]) -> Tree:
     return _fill(tree, sharded.__getitem__)
 
 
-def sharded_like(name: str, thing: object, path: str) -> Tensor | None:
-    """Return a tensor that is sharded as this rank has what is at `path` in the state of `thing`.
+def sharded_like(name: str, thing: object, paths: list[str]) -> dict[str, Tensor | None]:
+    """Return, by path, tensors that are sharded as this rank has what is there in `thing`.
 
-    Whatever its values are; None where this rank has it whole.
+    Whatever their values are; None where this rank has it whole.
     """
-    like: object = None
-    if isinstance(thing, nn.Module):
-        like = unwrap(thing).state_dict().get(path.removeprefix(f"{name}."))
+    likes: dict[str, Any] = {}
+    if isinstance(thing, nn.Module) and paths:
+        likes = {f"{name}.{own}": value for own, value in unwrap(thing).state_dict().items()}
     elif isinstance(thing, torch.optim.Optimizer):
         # optimizer.state.<number of the parameter>.<what>
-        number = path.removeprefix(f"{name}.state.").partition(".")[0]
-        like = dict(enumerate(_parameters(thing))).get(int(number) if number.isdigit() else -1)
-    return _distributed_or_none(like)
+        prefixes = {f"{name}.state.{n}": like for n, like in enumerate(_parameters(thing))}
+        likes = {path: prefixes.get(path.rpartition(".")[0]) for path in paths}
+    return {path: _distributed_or_none(likes.get(path)) for path in paths}
 
 
 def load(thing: Any, tree: Tree) -> None:
@@ -193,40 +210,48 @@ def _on_cpu(tensor: Tensor) -> Tensor:
 def _require_loadable(name: str, tree: Tree) -> None:
     """Raise for what could be written and not be read again."""
     # Asking PyTorch itself, which knows what the user has allowed beside its own.
-    skeleton = without_tensors(tree)
-    if _is_loadable(skeleton):
+    # Of tensors only those of classes that need not be known to it.
+    skeleton = _mapped(tree, lambda _, leaf: None if _is_known_to_load(leaf) else leaf, name)
+    why = _refusal(skeleton)
+    if why is None:
         return
     path, leaf = _culprit(name, skeleton)
+    text = textwrap.shorten(repr(leaf), 100)
     msg = (
         f"what is saved must be tensors, numbers, strings, and dicts, lists and tuples of them, "
-        f"but `{path}` is {leaf!r} ({type(leaf).__module__}.{type(leaf).__qualname__}): convert "
-        f"it, or leave it out; it would have to run code when it is loaded"
+        f"but `{path}` is {text} ({type(leaf).__module__}.{type(leaf).__qualname__}): convert it, "
+        f"or leave it out; it would have to run code when it is loaded"
     )
-    raise TypeError(msg)
+    raise TypeError(msg) from why
+
+
+def _is_known_to_load(leaf: object) -> bool:
+    return type(leaf) is Tensor or is_distributed(leaf)
 
 
 def _culprit(path: str, tree: Tree) -> tuple[str, Any]:
     """Return what is not loadable in a tree that is not, and its path."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
-            if not _is_loadable(value):
+            if _refusal(value) is not None:
                 return _culprit(f"{path}[{key!r}]", value)
     elif isinstance(tree, list | tuple):
         for index, item in enumerate(tree):
-            if not _is_loadable(item):
+            if _refusal(item) is not None:
                 return _culprit(f"{path}[{index}]", item)
     return path, tree
 
 
-def _is_loadable(tree: Tree) -> bool:
+def _refusal(tree: Tree) -> Exception | None:
+    """Return why a tree cannot be written, or read again without running code, if so."""
     file = io.BytesIO()
     try:
         torch.save(tree, file)
         file.seek(0)
         torch.load(file, weights_only=True)
-    except (pickle.PickleError, AttributeError, TypeError, RuntimeError):
-        return False  # in all these ways what cannot be pickled, or not safely, says so
-    return True
+    except Exception as error:  # noqa: BLE001  # whatever the user's own pickling raises
+        return error
+    return None
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -2,21 +2,22 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pardata import _checkpoint_shards as shards
 from pardata import _checkpoint_state as states
+from pardata._agreement import agree
 from pardata._background import Background
 from pardata._checkpoint_files import Attempt, Name
 from pardata._logging import get_logger
 from pardata._rank_zero import rank_zero_call
-from pardata._world import World
+from pardata._weight_files import save
+from pardata._world import World, world
 
 _log = get_logger(__name__)
 
@@ -55,8 +56,8 @@ class Writer:
             folder = rank_zero_call(self._files.begin, step) / shards.FOLDER
             try:
                 shards.write(folder, sharded)
-            except OSError:
-                self._files.abandon()
+            except OSError:  # on all ranks
+                rank_zero_call(self._files.fail)
                 raise
             rank_zero_call(self._files.finish, step, contents, facts)
         else:
@@ -67,8 +68,18 @@ class Writer:
         if self._background is None:
             return
         background, self._background = self._background, None
-        rank_zero_call(background.join)
-        background.join()  # this rank's own
+        try:
+            rank_zero_call(background.join)  # however long it takes
+        except BaseException:
+            with suppress(Exception):  # this rank's own, which says no more
+                background.join()
+            raise
+
+        def join() -> dict[str, object]:
+            background.join()
+            return {}
+
+        agree(world(), "Checkpointer.wait", join)
 
     def _start_writing(
         self,
@@ -78,23 +89,29 @@ class Writer:
         sharded: dict[str, Tensor],
         facts: Mapping[str, Any],
     ) -> None:
-        own = states.copied(contents) if here.is_main else None
+        own: list[states.Tree] = []
+        rank_zero_call(lambda: own.append(states.copied(contents)))  # or all fail
         write: Callable[[], None]
         if not sharded:
 
             def write() -> None:
                 if here.is_main:
-                    self._files.write(step, own, facts)
+                    self._files.write(step, own[0], facts)
         else:
             folder = rank_zero_call(self._files.begin, step) / shards.FOLDER
             self._group = self._group or dist.new_group(backend="gloo")
             parts = shards.start_writing(folder, sharded, self._group)
 
             def write() -> None:
-                with shards.failures_as_errors():
-                    parts.result()
+                try:
+                    with shards.failures_as_errors():
+                        parts.result()
+                except OSError:
+                    if here.is_main:
+                        self._files.fail()
+                    raise
                 if here.is_main:
-                    self._files.finish(step, own, facts)
+                    self._files.finish(step, own[0], facts)
 
         self._background = Background(write, f"the checkpoint of step {step}")
 
@@ -121,7 +138,7 @@ class Files:
         with self._saying_which(step):
             if self._attempt is None or (self._name is not None and step <= self._name.step):
                 # A step that comes again is newer than the first one all the same.
-                self._attempt = Attempt(self._directory)
+                self._attempt = Attempt(self._directory, after=self._attempt)
             self._name = Name(self._attempt.number, step)
             return self._attempt.begin(self._name)
 
@@ -131,7 +148,7 @@ class Files:
         assert attempt is not None  # noqa: S101  # `begin` was called
         assert name is not None  # noqa: S101  # likewise
         with self._saying_which(step):
-            torch.save(contents, attempt.unfinished(name) / STATE)
+            save(contents, attempt.unfinished(name) / STATE)
             size = attempt.commit(name, facts)
             attempt.prune(self._keep, self._keep_every)
         seconds = time.perf_counter() - self._began
@@ -139,8 +156,13 @@ class Files:
             "saved step %d to %s, %.1f MB in %.2f s", step, self._directory, size / 1e6, seconds
         )
 
-    def abandon(self) -> None:
-        """Remove what was begun, where this is rank 0."""
+    def fail(self) -> None:
+        """Remove what was begun, and raise where another run has taken over or all is gone."""
+        self._abandon()
+        if self._attempt is not None:
+            self._attempt.check()
+
+    def _abandon(self) -> None:
         if self._attempt is not None and self._name is not None:
             self._attempt.abandon(self._name)
 
@@ -149,9 +171,9 @@ class Files:
         try:
             yield
         except BaseException as error:
-            self.abandon()
-            if isinstance(error, FileNotFoundError) and self._attempt is not None:
-                self._attempt.check()  # it may know why
+            if isinstance(error, FileNotFoundError):
+                self.fail()  # it may know why
+            self._abandon()
             if not isinstance(error, OSError) or error.errno is None:
                 raise
             msg = (

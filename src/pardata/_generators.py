@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+_NUMPY_WORDS = 624  # of the Mersenne Twister
+
 
 class Default(Protocol):
     """One default generator of this process."""
@@ -163,21 +165,37 @@ def generator_states(device: torch.device) -> dict[str, Any]:
     if (numpy := numpy_or_none()) is not None:
         kind, keys, *rest = numpy.random.get_state()
         found["numpy"] = [kind, keys.tolist(), *rest]
-    found["torch"] = torch.get_rng_state().tolist()
+    found["torch"] = _hex(torch.get_rng_state())
     if device.type == "cuda":
-        found["cuda"] = torch.cuda.get_rng_state(device).tolist()
+        found["cuda"] = _hex(torch.cuda.get_rng_state(device))
     return found
 
 
 def restore_generators(states: dict[str, Any], device: torch.device) -> None:
-    """Put the default generators to where `generator_states` found them."""
-    version, words, normal = states["python"]
-    random.setstate((version, tuple(words), normal))
-    if "numpy" in states and (numpy := numpy_or_none()) is not None:
-        numpy.random.set_state(tuple(states["numpy"]))
-    torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
-    if "cuda" in states and device.type == "cuda":
-        torch.cuda.set_rng_state(torch.tensor(states["cuda"], dtype=torch.uint8), device)
+    """Put the default generators to where `generator_states` found them.
+
+    Raises:
+        RuntimeError: for what it did not return.
+    """
+    try:
+        version, words, normal = states["python"]
+        random.setstate((version, tuple(words), normal))
+        if "numpy" in states and (numpy := numpy_or_none()) is not None:
+            kind, keys, position, *normal = states["numpy"]
+            # NumPy would read beyond its words.
+            if not 0 <= position <= _NUMPY_WORDS:
+                msg = f"NumPy's is at {position} of {_NUMPY_WORDS}"
+                raise ValueError(msg)
+            numpy.random.set_state((kind, keys, position, *normal))
+        torch.set_rng_state(_from_hex(states["torch"]))
+        if "cuda" in states and device.type == "cuda":
+            torch.cuda.set_rng_state(_from_hex(states["cuda"]), device)
+    except (TypeError, ValueError, LookupError, RuntimeError, OverflowError) as error:
+        msg = (
+            f"the default generators must be put back to where they once were, but what was saved "
+            f"of them is nothing of theirs ({type(error).__name__}: {error})"
+        )
+        raise RuntimeError(msg) from error
 
 
 @contextmanager
@@ -209,6 +227,14 @@ def numpy_or_none() -> Any:
     except ImportError:
         return None
     return np
+
+
+def _hex(state: torch.Tensor) -> str:
+    return bytes(state.tolist()).hex()
+
+
+def _from_hex(text: str) -> torch.Tensor:
+    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
 
 
 def _of(device: torch.device | None) -> tuple[Default, ...]:

@@ -32,12 +32,26 @@ def write_weights(path: Path, state: Mapping[str, Any]) -> None:
             own = {name: tensor.clone().contiguous() for name, tensor in state.items()}
             _safetensors(path).save_file(own, unfinished)
         else:
-            torch.save(state, unfinished)
+            save(state, unfinished)
         sync(unfinished)
         unfinished.replace(path)
         sync(path.parent)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def save(thing: Any, path: Path) -> None:
+    """Write as ``torch.save`` does, and raise an `OSError` where the disk is full.
+
+    PyTorch raises a `RuntimeError` then, about positions in the file.
+    """
+    with path.open("wb") as file:
+        try:
+            torch.save(thing, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 def sync(path: Path) -> None:

@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pardata._failure import Failure
+from pardata._failure import (
+    Failure,
+    as_consequence,
+    chain,
+    is_consequence,
+    one_line,
+    short_text,
+)
 
 
 class NeedsTwo(Exception):  # noqa: N818  # named for what it does
@@ -155,6 +162,54 @@ def test_what_caused_the_exception_is_in_its_origin_too():
         failure = Failure.of(error, rank=0, place="f")
     assert "the network is down" in failure.traceback
     assert "no data" in failure.traceback
+
+
+def follow(how):
+    """Raise an error while another, which is a consequence, is handled."""
+    try:
+        raise as_consequence(RuntimeError("lost"), "barrier() at train.py:3")
+    except RuntimeError as error:
+        if how == "while":
+            raise ValueError  # noqa: B904  # that is what is tested
+        raise ValueError from (error if how == "from" else None)
+
+
+@pytest.mark.parametrize(("how", "follows"), [("from", True), ("while", True), ("instead", False)])
+def test_a_consequence_is_known_by_its_mark_in_all_that_comes_of_it(how, follows):
+    with pytest.raises(ValueError, match=r"^$") as caught:
+        follow(how)
+    assert is_consequence(caught.value) == follows
+    assert short_text(caught.value) == ""
+    lost = caught.value.__context__
+    assert is_consequence(lost)
+    assert short_text(lost) == "barrier() at train.py:3"
+    assert not is_consequence(RuntimeError("lost"))
+
+
+def test_a_chain_of_errors_that_bites_its_tail_ends():
+    first, second = ValueError(), KeyError()
+    first.__cause__, second.__cause__ = second, first
+    assert list(chain(first)) == [first, second]
+
+
+def test_what_another_rank_raised_is_marked_as_a_consequence_here():
+    for error in (ValueError("text"), NeedsTwo(1, "text")):
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            raised(error).reraise()
+        assert is_consequence(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError("boom"), "ValueError: boom"),
+        (ValueError("a table:\n  row"), "ValueError: a table:"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (Speechless(), "Speechless: <exception str() failed>"),
+    ],
+)
+def test_any_error_fits_on_one_line(error, text):
+    assert one_line(error) == text
 
 
 @given(st.text(), st.integers(0, 10**6), st.text(max_size=5))

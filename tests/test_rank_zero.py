@@ -11,6 +11,7 @@ import torch
 from ranks import caught, run_caught
 
 from pardata import all_reduce_sum, barrier, rank_zero_call, rank_zero_first, world
+from pardata._rank_zero import call_off
 from pardata._world import channel
 
 SIZES = [1, 2, 4]
@@ -252,10 +253,46 @@ def test_who_waits_too_long_for_rank_0_is_told_what_to_do(call):
     first, second = run_caught(keep_them_waiting, call, world_size=2)
     assert first is None
     assert second.type == "TimeoutError"
-    assert second.text == (
+    assert second.text.startswith(
         f"rank 0 must finish its `rank_zero_{call}` within 0:00:00.300000, but has not: give "
-        f"`timeout=` a larger value if the work takes that long, else look at rank 0's output"
+        f"`timeout=` a larger value if the work takes that long, else look at rank 0's output; "
+        f"this rank waits at "
     )
+    assert re.search(r"test_rank_zero\.py:\d+$", second.text)
+
+
+def call_off_the_next():
+    here = world()
+    os.environ.update(LOCAL_RANK=str(here.rank), LOCAL_WORLD_SIZE=str(here.size))
+    rank_zero_call(str, 1)
+    if here.is_main:
+        call_off(channel(), here, "rank 0 of 3 failed first: ValueError: boom")
+        return None
+    return [caught(section) for section in (in_call, in_first, in_local_first)]
+
+
+def in_call():
+    rank_zero_call(str, 1)
+
+
+def in_first():
+    with rank_zero_first():
+        pass
+
+
+def in_local_first():
+    with rank_zero_first(local=True):
+        pass
+
+
+def test_who_waits_for_a_leader_that_called_off_reads_why_at_once():
+    for outcomes in run_caught(call_off_the_next, world_size=3)[1:]:
+        for raised, place in zip(outcomes, ["call", "first", "first"], strict=True):
+            assert (raised.type, raised.seconds < 5) == ("RuntimeError", True)
+            assert raised.text.startswith(
+                f"rank 0 must finish its `rank_zero_{place}`, but rank 0 of 3 failed first: "
+                f"ValueError: boom; this rank waits at "
+            )
 
 
 # --- rank_zero_call

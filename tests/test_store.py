@@ -16,7 +16,16 @@ from ranks import caught, run_caught
 
 import pardata
 from pardata._failure import Failure
-from pardata._store import Channel, collect, exchange, publish, raise_on_all, ranks_text
+from pardata._store import (
+    Channel,
+    bounded,
+    call_off,
+    collect,
+    exchange,
+    publish,
+    raise_on_all,
+    ranks_text,
+)
 from pardata._world import channel
 
 SOON = timedelta(seconds=0.2)
@@ -101,10 +110,14 @@ def test_ranks_that_do_not_come_are_named(line, coming, names):
     outcomes = together(meet, 4)
     for rank in coming:
         assert outcomes[rank].type == "TimeoutError"
-        assert outcomes[rank].text == (
-            f"`barrier('epoch')` must be reached by every rank, but {names} of 4 did not come "
-            f"within 0:00:00.200000: look at the output of {names} for an earlier error, or for a "
-            f"branch that skips this call"
+        assert re.fullmatch(
+            re.escape(
+                f"`barrier('epoch')` must be reached by every rank, but {names} of 4 did not come "
+                f"within 0:00:00.200000: look at the output of {names} for an earlier error, or "
+                f"for a branch that skips this call; this rank waits at "
+            )
+            + r"\S*test_store\.py:\d+",
+            outcomes[rank].text,
         )
 
 
@@ -129,6 +142,45 @@ def test_a_rank_that_gave_up_before_and_now_does_not_come_is_named(line):
     assert "but rank 0 of 2 did not come" in raised.text
 
 
+@pytest.mark.parametrize("others", [[0], [0, 2]])
+def test_who_waits_for_a_rank_that_called_off_reads_why_at_once(line, others):
+    # The rank that is late keeps nobody waiting either.
+    def meet(rank):
+        exchange(line, Seat(rank, 4), "first", "", LONG)
+        if rank == 1:
+            call_off(line, Seat(1, 4), "rank 1 of 4 failed first: ValueError: boom")
+        if rank in others:
+            exchange(line, Seat(rank, 4), "second", "", LONG)
+
+    def come_late(rank):
+        exchange(line, Seat(rank, 4), "second", "", LONG)
+
+    outcomes = together(meet, 4)
+    late = [caught(come_late, rank) for rank in (2, 3) if rank not in others]
+    for raised in [*(outcomes[rank] for rank in others), *late]:
+        assert raised.type == "RuntimeError"
+        assert raised.seconds < 5
+        assert raised.text.startswith(
+            "`second` must be reached by every rank, but rank 1 of 4 failed first: ValueError: "
+            "boom; this rank waits at "
+        )
+
+
+def test_of_two_that_call_off_the_first_is_read(line):
+    for rank in (1, 2):
+        call_off(line, Seat(rank, 3), f"rank {rank} failed")
+    assert "rank 1 failed" in caught(exchange, line, Seat(0, 3), "f", "", LONG).text
+
+
+def test_what_hangs_or_fails_in_the_store_does_not_hold_its_caller():
+    done = threading.Event()
+    start = time.monotonic()
+    bounded(0.1, lambda: done.wait(30))
+    assert time.monotonic() - start < 10
+    done.set()
+    bounded(30, lambda: dist.HashStore().wait(["never"], SOON))
+
+
 def test_what_one_rank_publishes_each_reader_collects_and_the_last_removes(line):
     publish(line, "news", "first text")
     before = line.store.num_keys()
@@ -145,6 +197,7 @@ def test_news_that_do_not_come_in_time_are_a_timeout_that_says_what_to_do(line):
         collect(line, "news", 1, "rank_zero_call", SOON)
     assert "give `timeout=` a larger value" in str(raised.value)
     assert "look at rank 0's output" in str(raised.value)
+    assert re.search(r"; this rank waits at \S*test_store\.py:\d+$", str(raised.value))
 
 
 @pytest.mark.parametrize(
@@ -215,7 +268,7 @@ def test_a_rank_that_dies_with_the_store_is_an_error_at_once_and_no_timeout(call
     kind, seconds, text = (tmp_path / "outcome").read_text().split(" ", 2)
     assert kind == "RuntimeError"
     assert float(seconds) < 5
-    assert text == (
+    assert text.startswith(
         "the process that serves the group's store (rank 0, or torchrun's agent) must be there as "
-        "long as any rank, but has ended: look at its output for an earlier error"
+        "long as any rank, but has ended: look at its output for an earlier error; this rank is at "
     )

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
+from pardata._argument_checks import check_module
 from pardata._batches import tensors_of
 from pardata._buffers import kept_buffers
 from pardata._counting import Count, Pieces
@@ -19,6 +20,7 @@ from pardata._logging import get_logger
 from pardata._microbatches import Microbatches
 from pardata._sync_batch_norm import is_synchronised
 from pardata._synchronising import ReplicatedStep, ShardedStep, Step
+from pardata._trouble import explained
 from pardata._unwrapping import is_parallel, layers, unwrap
 from pardata._world import World, require_world
 
@@ -57,8 +59,8 @@ def backward(
         rank.
 
     Raises:
-        TypeError, ValueError: for a `count` that is no integer from 0 up, and counts that are all
-            0; for a loss that is no tensor of one element.
+        TypeError, ValueError: for what is no model; for a `count` that is no integer from 0 up, and
+            counts that are all 0; for a loss that is no tensor of one element.
         RuntimeError: where `loss_fn` did not run `model`.
 
     >>> net, x = nn.Linear(1, 1), torch.arange(6.0).view(6, 1)
@@ -67,12 +69,13 @@ def backward(
     True
     """
     here = require_world("backward")
+    check_module(model)
     step = _step_of(model, batch, here)
     _check_equally_many(model, batch, step.sharing.size)
     if here.size > 1 and step.sharing.size == 1:
         _check_alone(model, here)
     pieces = Pieces.of(batch, count, step.sharing)
-    with _gradients_aside(model), step.whole(pieces):
+    with explained("backward", batch), _gradients_aside(model), step.whole(pieces):
         for left, piece in zip(reversed(range(len(pieces.own))), pieces.own, strict=True):
             with step.around(piece, last=left == 0):
                 if piece.count:
@@ -82,7 +85,8 @@ def backward(
                 else:
                     _take_part(model, loss_fn, piece.microbatch, pieces)
         pieces.total()  # where nothing was run, an error is raised here
-    return step.loss()
+    with explained("backward", batch):
+        return step.loss()
 
 
 def _step_of(model: nn.Module, batch: Any, here: World) -> Step:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pardata._matching import Matching, Values
 from pardata._structure import Leaf, rebuild
+from pardata._trouble import explained
 from pardata._world import World, require_world
 
 _T = TypeVar("_T")
@@ -56,7 +57,8 @@ def all_reduce_mean(value: Any, weight: float | Tensor = 1) -> Any:
     number = matching.guarded(lambda: _checked_weight(weight), 0.0)
     if here.size == 1:
         number = float(number > 0)  # alone, the mean is the value, to the last bit
-    sums, total = matching.all_reduce(_packed(matching, number), number)
+    with explained("all_reduce_mean"):
+        sums, total = matching.all_reduce(_packed(matching, number), number)
     if total == 0:
         msg = "`weight` must be positive on at least one rank, but is 0 on all: nothing was counted"
         raise ValueError(msg)
@@ -83,7 +85,8 @@ def all_reduce_sum(value: _T) -> _T:
     here = require_world("all_reduce_sum")
     matching = Matching(here, "all_reduce_sum", value, _reduced_text)
     matching.guarded(lambda: _require_exact(matching.leaves), None)
-    sums, _ = matching.all_reduce(_packed(matching, 1.0), 1.0)
+    with explained("all_reduce_sum"):
+        sums, _ = matching.all_reduce(_packed(matching, 1.0), 1.0)
     result: _T = rebuild(value, _unpack(matching.leaves, sums, _sum_like))
     return result
 
@@ -107,6 +110,11 @@ def all_gather(value: _T) -> list[_T]:
     """
     here = require_world("all_gather")
     matching = Matching(here, "all_gather", value, _gathered_text)
+    with explained("all_gather"):
+        return _gathered(here, value, matching)
+
+
+def _gathered(here: World, value: _T, matching: Matching) -> list[_T]:
     matching.all_reduce([], 0.0)
     device = matching.device
     parts = [_as_tensor(leaf) for leaf in matching.leaves]

@@ -4,8 +4,13 @@ import base64
 import json
 import pickle
 import traceback
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import NoReturn
+from typing import NoReturn, TypeVar
+
+_E = TypeVar("_E", bound=BaseException)
+
+_MARK = "_pardata_consequence"
 
 
 @dataclass(frozen=True)
@@ -48,8 +53,45 @@ class Failure:
         """
         origin = RuntimeError(f"raised on rank {self.rank} in `{self.place}`:\n\n{self.traceback}")
         if self.pickled is None:
-            raise RuntimeError(self.summary()) from origin
-        raise pickle.loads(base64.b64decode(self.pickled)) from origin  # noqa: S301  # a rank's
+            raise as_consequence(RuntimeError(self.summary())) from origin
+        error: BaseException = pickle.loads(base64.b64decode(self.pickled))  # noqa: S301  # a rank's
+        raise as_consequence(error) from origin
+
+
+def as_consequence(error: _E, short: str = "") -> _E:
+    """Mark `error` as coming of what another rank did or did not do, and return it.
+
+    `short` says where it came up, for a line that says what the other rank did.
+    """
+    vars(error)[_MARK] = short
+    return error
+
+
+def short_text(error: BaseException) -> str:
+    """Return what `as_consequence` was told, if anything."""
+    return str(vars(error).get(_MARK, ""))
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Return whether `error`, or what it came of, is marked so."""
+    return any(_MARK in vars(link) for link in chain(error))
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield `error` and what it came of, as a traceback shows them."""
+    link: BaseException | None = error
+    seen = set[int]()
+    while link is not None and id(link) not in seen:
+        yield link
+        seen.add(id(link))
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
+def one_line(error: BaseException) -> str:
+    """Return type and text of `error`, in one line."""
+    first = _text(error).strip().split("\n", 1)[0]
+    name = type(error).__qualname__
+    return f"{name}: {first}" if first else name
 
 
 def _text(error: BaseException) -> str:

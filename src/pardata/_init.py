@@ -12,6 +12,7 @@ from pardata._allocator import keep_freed_memory
 from pardata._environment import Launch, detect
 from pardata._joining import join
 from pardata._logging import get_logger
+from pardata._uncaught import report_uncaught
 from pardata._world import (
     Joined,
     World,
@@ -44,6 +45,10 @@ def init(
     Idempotent. Collective: every rank calls it. Usable as ``with init() as world:``, which leaves
     the group at the end; without that it is left when the process exits normally. DataLoader
     workers and forked children get the single-process world and never touch the group.
+
+    Among several processes it also makes an exception that nobody catches one line of the log on
+    each rank, which says who failed first, and lets those who wait for this rank know; then
+    ``sys.excepthook`` goes on as before. That ends with the group.
 
     Args:
         backend: of ``torch.distributed``; ``cuda:nccl,cpu:gloo`` on a GPU and ``gloo`` on a CPU
@@ -78,6 +83,8 @@ def init(
         found = _adopt(chosen, timeout)
     else:
         found = _join(backend, timeout, chosen)
+    if found.world.size > 1:
+        found = replace(found, on_leaving=report_uncaught())
     remember(found)
     _log.info("%s", _found_text(found.world))
     if found.world.device.type == "cpu" and tune_cpu and os.environ.get("PARDATA_TUNE_CPU") != "0":

@@ -12,6 +12,7 @@ from typing_extensions import TypeVarTuple, Unpack
 
 from pardata import _store
 from pardata._failure import Failure
+from pardata._store import Channel
 from pardata._world import World, channel, require_world
 
 _T = TypeVar("_T")
@@ -123,7 +124,7 @@ class _Section:
         self._readers = (here.local_size if local else here.size) - 1
         if here.size > 1:
             self._line = channel()
-            scope = f"{place}/node{here.node_rank}" if local else place
+            scope = _local(place, here) if local else place
             # The counter lives in the store: no state of our own to get out of step.
             turn = _store.next_turn(self._line, scope, here.rank)
             self._key = f"{scope}/{turn}"
@@ -151,6 +152,9 @@ class _Section:
         """Wait for the leading rank; return its result or raise its exception."""
         text = _store.collect(self._line, self._key, self._readers, self._place, timeout)
         outcome = json.loads(text)
+        if "called off" in outcome:
+            must = f"rank 0 must finish its `{self._place}`"
+            raise _store.called_off(self._place, must, outcome["called off"])
         if outcome["what"] != self._what:
             msg = (
                 f"every rank must make the same calls in the same order, but rank 0 is in "
@@ -163,3 +167,17 @@ class _Section:
         if outcome["result"] is None:
             return None
         return pickle.loads(base64.b64decode(outcome["result"]))  # noqa: S301  # rank 0's bytes
+
+
+def call_off(line: Channel, here: World, news: str) -> None:
+    """Let all who wait, now or later, for this rank to lead a section read `news` instead."""
+    scopes = ["rank_zero_first", "rank_zero_call"] if here.is_main else []
+    if here.is_local_main:
+        scopes.append(_local("rank_zero_first", here))
+    for scope in scopes:
+        turn = line.store.add(f"{scope}/turn/{here.rank}", 0) + 1
+        _store.publish(line, f"{scope}/{turn}", json.dumps({"called off": news}))
+
+
+def _local(place: str, here: World) -> str:
+    return f"{place}/node{here.node_rank}"

@@ -5,16 +5,18 @@ come is named, and the group is usable afterwards.
 """
 
 import json
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
 import torch.distributed as dist
 
-from pardata._failure import Failure
+from pardata._call_site import call_site
+from pardata._failure import Failure, as_consequence
 
 
 class Peer(Protocol):
@@ -42,9 +44,10 @@ def _connected() -> Iterator[None]:
     except dist.DistNetworkError as error:
         msg = (
             "the process that serves the group's store (rank 0, or torchrun's agent) must be there "
-            "as long as any rank, but has ended: look at its output for an earlier error"
+            "as long as any rank, but has ended: look at its output for an earlier error; this "
+            f"rank is at {call_site()}"
         )
-        raise RuntimeError(msg) from error
+        raise as_consequence(RuntimeError(msg)) from error
 
 
 @_connected()
@@ -56,8 +59,8 @@ def exchange(channel: Channel, peer: Peer, place: str, value: str, timeout: time
 
     Raises:
         TimeoutError: names the ranks that did not come.
-        RuntimeError: where ranks are in different calls (says which rank is in which), and where
-            the store is gone.
+        RuntimeError: where ranks are in different calls (says which rank is in which), where one
+            has failed (see `call_off`), and where the store is gone.
     """
     turn = next_turn(channel, "exchange", peer.rank)
     keys = [f"exchange/{turn}/{rank}" for rank in range(peer.size)]
@@ -71,10 +74,14 @@ def exchange(channel: Channel, peer: Peer, place: str, value: str, timeout: time
         channel.store.add(f"exchange/turn/{peer.rank}", -1)
         raise
     there = [json.loads(channel.store.get(key)) for key in keys]
+    places = [name for name, _ in there]
+    if None in places:
+        raise called_off(
+            place, f"`{place}` must be reached by every rank", there[places.index(None)][1]
+        )
     if turn > 1:
         # Everyone is here, so everyone has read the turn before: two keys a rank is all we keep.
         channel.store.delete_key(f"exchange/{turn - 1}/{peer.rank}")
-    places = [name for name, _ in there]
     if len(set(places)) > 1:
         table = "\n".join(f"  rank {rank}: {name}" for rank, name in enumerate(places))
         msg = f"every rank must make the same calls in the same order, but here:\n{table}"
@@ -91,7 +98,10 @@ def _wait(store: dist.Store, keys: list[str], place: str, timeout: timedelta) ->
         return  # the last one came between the timeout and the look
     # A rank that came in this time and gave up before this one is not to blame.
     guilty = [rank for rank in missing if _gave_up(store, rank) < began] or missing
-    raise TimeoutError(missing_text(guilty, len(keys), place, timeout))
+    where = call_site()
+    text = missing_text(guilty, len(keys), place, timeout)
+    error = TimeoutError(f"{text}; this rank waits at {where}")
+    raise as_consequence(error, f"{place} at {where}, timed out")
 
 
 def _gave_up(store: dist.Store, rank: int) -> float:
@@ -114,9 +124,47 @@ def missing_text(missing: list[int], size: int, place: str, timeout: timedelta) 
     """Say which ranks did not come, and where to look."""
     return (
         f"`{place}` must be reached by every rank, but {ranks_text(missing)} of {size} did not "
-        f"come within {timeout}: look at the output of {ranks_text(missing)} for an earlier "
-        f"error, or for a branch that skips this call"
+        f"come within {timeout}: {missing_cure(missing)}"
     )
+
+
+def missing_cure(missing: list[int]) -> str:
+    """Say where to look when these ranks did not come."""
+    return (
+        f"look at the output of {ranks_text(missing)} for an earlier error, or for a branch that "
+        f"skips this call"
+    )
+
+
+def called_off(place: str, must: str, news: str) -> RuntimeError:
+    """Return the error of a rank that waits for one that will not come."""
+    where = call_site()
+    error = RuntimeError(f"{must}, but {news}; this rank waits at {where}")
+    return as_consequence(error, f"{place} at {where}")
+
+
+def call_off(channel: Channel, peer: Peer, news: str) -> None:
+    """Let all who wait, now or later, for this rank to come to an exchange read `news` instead."""
+    turn = channel.store.add(f"exchange/turn/{peer.rank}", 0) + 1
+    keys = [f"exchange/{turn}/{rank}" for rank in range(peer.size)]
+    # In the name of every rank: who waits is woken only when nobody is missing.
+    if not channel.store.check(keys):
+        for key in keys:
+            if not channel.store.check([key]):
+                channel.store.set(key, json.dumps([None, news]))
+
+
+def bounded(seconds: float, work: Callable[[], None]) -> None:
+    """Run `work` on the store for so long: it may hang, with the process that serves it."""
+
+    def quietly() -> None:
+        with suppress(RuntimeError):  # of the store: it is gone
+            work()
+
+    # A thread can be left behind, and does not keep the process from ending.
+    thread = threading.Thread(target=quietly, daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 @_connected()
@@ -141,9 +189,10 @@ def collect(channel: Channel, key: str, readers: int, place: str, timeout: timed
     if not _came(channel.store, [key], timeout):
         msg = (
             f"rank 0 must finish its `{place}` within {timeout}, but has not: give `timeout=` a "
-            f"larger value if the work takes that long, else look at rank 0's output"
+            f"larger value if the work takes that long, else look at rank 0's output; this rank "
+            f"waits at {call_site()}"
         )
-        raise TimeoutError(msg)
+        raise as_consequence(TimeoutError(msg), f"{place} at {call_site()}, timed out")
     text = str(channel.store.get(key).decode())
     if channel.store.add(f"{key}/read", 1) == readers:
         channel.store.delete_key(key)
@@ -164,7 +213,7 @@ def raise_on_all(failures: list[Failure | None], rank: int, own: BaseException |
     if failed:
         others = "".join(f"\n{failure.summary()}" for failure in failed[1:])
         msg = f"{failed[0].summary()}{others}\n(seen on rank {rank}, which did nothing wrong)"
-        raise RuntimeError(msg)
+        raise as_consequence(RuntimeError(msg))
 
 
 def require_same(place: str, told: list[dict[str, object]], cure: str) -> None:

@@ -7,6 +7,7 @@ so a group that somebody else destroys, or a fork, cannot leave a stale answer.
 import atexit
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -87,7 +88,7 @@ class World:
 
 @dataclass(frozen=True)
 class Joined:
-    """What `init` keeps: the world it found, and for which group and process that holds."""
+    """What `init` keeps: the world it found, for which group and process, and what to take back."""
 
     world: World
     group: object
@@ -95,6 +96,7 @@ class Joined:
     channel: Channel
     hosts_store: bool
     made_here: bool
+    on_leaving: Callable[[], None] = lambda: None
 
 
 _joined: Joined | None = None
@@ -221,6 +223,7 @@ def _leave() -> None:
     if left.group is not default_group():
         return  # the user has destroyed it already
     os.environ.pop("PARDATA_JOINED", None)
+    left.on_leaving()
     hosts = left.hosts_store
     if not check_out(left.channel.store, left.world.size, hosts_store=hosts):
         # Their own error says why; this process has finished.

@@ -2,9 +2,13 @@
 
 import os
 import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +19,7 @@ from launched import launched, slurm_variables
 from ranks import caught, run_caught
 
 import pardata
+from pardata import _store
 from pardata._failure import Failure
 from pardata._store import (
     Channel,
@@ -22,6 +27,7 @@ from pardata._store import (
     call_off,
     collect,
     exchange,
+    next_turn,
     publish,
     raise_on_all,
     ranks_text,
@@ -272,3 +278,44 @@ def test_a_rank_that_dies_with_the_store_is_an_error_at_once_and_no_timeout(call
         "the process that serves the group's store (rank 0, or torchrun's agent) must be there as "
         "long as any rank, but has ended: look at its output for an earlier error; this rank is at "
     )
+
+
+FROZEN = """
+import sys, time
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def frozen_store():
+    """Yield a store whose process is stopped as soon as it has answered once."""
+    with subprocess.Popen(
+        [sys.executable, "-c", FROZEN], stdout=subprocess.PIPE, text=True
+    ) as server:
+        try:
+            store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False)
+            store.set("there", "yes")
+            server.send_signal(signal.SIGSTOP)
+            yield Channel(store, timedelta(seconds=0.5))
+        finally:
+            server.kill()
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="stops a process by SIGSTOP")
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda line: exchange(line, Seat(0, 2), "somewhere", "x", line.timeout),
+        lambda line: next_turn(line, "somewhere", 0),
+        lambda line: collect(line, "key", 1, "somewhere", line.timeout),
+    ],
+    ids=["exchange", "next_turn", "collect"],
+)
+def test_a_store_that_does_not_answer_is_an_error_and_no_hang(call, monkeypatch):
+    monkeypatch.setattr(_store, "_MARGIN", 0.5)
+    text = r"the process that serves the group's store .* must answer, but has not for 0:00:00\.5.*"
+    with frozen_store() as line, pytest.raises(TimeoutError, match=text + r"test_store\.py:\d+"):
+        call(line)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from typing_extensions import TypeVarTuple, Unpack
 
 from pardata import _store
+from pardata._call_site import call_site
 from pardata._failure import Failure
 from pardata._store import Channel
 from pardata._world import World, channel, require_world
@@ -154,7 +155,7 @@ class _Section:
         outcome = json.loads(text)
         if "called off" in outcome:
             must = f"rank 0 must finish its `{self._place}`"
-            raise _store.called_off(self._place, must, outcome["called off"])
+            raise _store.called_off(self._place, must, outcome["called off"], call_site())
         if outcome["what"] != self._what:
             msg = (
                 f"every rank must make the same calls in the same order, but rank 0 is in "

@@ -7,16 +7,21 @@ come is named, and the group is usable afterwards.
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 
 from pardata._call_site import call_site
 from pardata._failure import Failure, as_consequence
+
+_T = TypeVar("_T")
+
+_SERVER = "the process that serves the group's store (rank 0, or torchrun's agent)"
+_MARGIN = 5.0  # seconds beyond its timeout that a store may take to say that it is over
 
 
 class Peer(Protocol):
@@ -36,21 +41,6 @@ class Channel:
     timeout: timedelta
 
 
-@contextmanager
-def _connected() -> Iterator[None]:
-    """Say what it means that the store does not answer."""
-    try:
-        yield
-    except dist.DistNetworkError as error:
-        msg = (
-            "the process that serves the group's store (rank 0, or torchrun's agent) must be there "
-            "as long as any rank, but has ended: look at its output for an earlier error; this "
-            f"rank is at {call_site()}"
-        )
-        raise as_consequence(RuntimeError(msg)) from error
-
-
-@_connected()
 def exchange(channel: Channel, peer: Peer, place: str, value: str, timeout: timedelta) -> list[str]:
     """Return the `value` of every rank, in rank order. Collective.
 
@@ -58,15 +48,23 @@ def exchange(channel: Channel, peer: Peer, place: str, value: str, timeout: time
     out instead of waiting for each other.
 
     Raises:
-        TimeoutError: names the ranks that did not come.
+        TimeoutError: names the ranks that did not come, or says that the store does not answer.
         RuntimeError: where ranks are in different calls (says which rank is in which), where one
             has failed (see `call_off`), and where the store is gone.
     """
-    turn = next_turn(channel, "exchange", peer.rank)
+    where = call_site()
+    return _answered(timeout, lambda: _exchange(channel, peer, (place, where), value, timeout))
+
+
+def _exchange(
+    channel: Channel, peer: Peer, at: tuple[str, str], value: str, timeout: timedelta
+) -> list[str]:
+    place, where = at
+    turn = channel.store.add(f"exchange/turn/{peer.rank}", 1)
     keys = [f"exchange/{turn}/{rank}" for rank in range(peer.size)]
     channel.store.set(keys[peer.rank], json.dumps([place, value]))
     try:
-        _wait(channel.store, keys, place, timeout)
+        _wait(channel.store, keys, at, timeout)
     except TimeoutError:
         # Take it back: this rank's next exchange meets the first one of those who did not come.
         channel.store.set(f"exchange/gave-up/{peer.rank}", str(time.time()))
@@ -76,9 +74,8 @@ def exchange(channel: Channel, peer: Peer, place: str, value: str, timeout: time
     there = [json.loads(channel.store.get(key)) for key in keys]
     places = [name for name, _ in there]
     if None in places:
-        raise called_off(
-            place, f"`{place}` must be reached by every rank", there[places.index(None)][1]
-        )
+        must = f"`{place}` must be reached by every rank"
+        raise called_off(place, must, there[places.index(None)][1], where)
     if turn > 1:
         # Everyone is here, so everyone has read the turn before: two keys a rank is all we keep.
         channel.store.delete_key(f"exchange/{turn - 1}/{peer.rank}")
@@ -89,7 +86,7 @@ def exchange(channel: Channel, peer: Peer, place: str, value: str, timeout: time
     return [text for _, text in there]
 
 
-def _wait(store: dist.Store, keys: list[str], place: str, timeout: timedelta) -> None:
+def _wait(store: dist.Store, keys: list[str], at: tuple[str, str], timeout: timedelta) -> None:
     began = time.time()
     if _came(store, keys, timeout):
         return
@@ -98,7 +95,7 @@ def _wait(store: dist.Store, keys: list[str], place: str, timeout: timedelta) ->
         return  # the last one came between the timeout and the look
     # A rank that came in this time and gave up before this one is not to blame.
     guilty = [rank for rank in missing if _gave_up(store, rank) < began] or missing
-    where = call_site()
+    place, where = at
     text = missing_text(guilty, len(keys), place, timeout)
     error = TimeoutError(f"{text}; this rank waits at {where}")
     raise as_consequence(error, f"{place} at {where}, timed out")
@@ -136,9 +133,8 @@ def missing_cure(missing: list[int]) -> str:
     )
 
 
-def called_off(place: str, must: str, news: str) -> RuntimeError:
-    """Return the error of a rank that waits for one that will not come."""
-    where = call_site()
+def called_off(place: str, must: str, news: str, where: str) -> RuntimeError:
+    """Return the error of a rank that waits, somewhere, for one that will not come."""
     error = RuntimeError(f"{must}, but {news}; this rank waits at {where}")
     return as_consequence(error, f"{place} at {where}")
 
@@ -167,37 +163,79 @@ def bounded(seconds: float, work: Callable[[], None]) -> None:
     thread.join(seconds)
 
 
-@_connected()
 def next_turn(channel: Channel, scope: str, rank: int) -> int:
     """Count the calls in `scope` on this rank; kept in the store, beside what is counted."""
-    return int(channel.store.add(f"{scope}/turn/{rank}", 1))
+    key = f"{scope}/turn/{rank}"
+    return _answered(channel.timeout, lambda: int(channel.store.add(key, 1)))
 
 
-@_connected()
 def publish(channel: Channel, key: str, text: str) -> None:
     """Leave `text` under `key` for the ranks that `collect` it."""
-    channel.store.set(key, text)
+    _answered(channel.timeout, lambda: channel.store.set(key, text))
 
 
-@_connected()
 def collect(channel: Channel, key: str, readers: int, place: str, timeout: timedelta) -> str:
     """Wait for what another rank will `publish` and return it; the last reader removes it.
 
     Raises:
         TimeoutError: where nothing came in time.
     """
+    where = call_site()
+    return _answered(timeout, lambda: _collect(channel, key, readers, (place, where), timeout))
+
+
+def _collect(
+    channel: Channel, key: str, readers: int, at: tuple[str, str], timeout: timedelta
+) -> str:
+    place, where = at
     if not _came(channel.store, [key], timeout):
         msg = (
             f"rank 0 must finish its `{place}` within {timeout}, but has not: give `timeout=` a "
             f"larger value if the work takes that long, else look at rank 0's output; this rank "
-            f"waits at {call_site()}"
+            f"waits at {where}"
         )
-        raise as_consequence(TimeoutError(msg), f"{place} at {call_site()}, timed out")
+        raise as_consequence(TimeoutError(msg), f"{place} at {where}, timed out")
     text = str(channel.store.get(key).decode())
     if channel.store.add(f"{key}/read", 1) == readers:
         channel.store.delete_key(key)
         channel.store.delete_key(f"{key}/read")
     return text
+
+
+def _answered(timeout: timedelta, work: Callable[[], _T]) -> _T:
+    """Return what `work` finds in the store, or raise where the store does not answer.
+
+    In a thread, for torch waits without an end for a store whose process is stopped, or is behind a
+    link that was cut.
+    """
+    outcome: list[_T | BaseException] = []
+
+    def ask() -> None:
+        try:
+            outcome.append(work())
+        except BaseException as error:  # noqa: BLE001  # raised below
+            outcome.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(timeout.total_seconds() + _MARGIN)
+    if not outcome:
+        where = call_site()
+        msg = (
+            f"{_SERVER} must answer, but has not for {timeout}: is it stopped, or is the network "
+            f"down? This rank is at {where}"
+        )
+        raise as_consequence(TimeoutError(msg), f"{where}, timed out")
+    (found,) = outcome
+    if isinstance(found, dist.DistNetworkError):
+        msg = (
+            f"{_SERVER} must be there as long as any rank, but has ended: look at its output for "
+            f"an earlier error; this rank is at {call_site()}"
+        )
+        raise as_consequence(RuntimeError(msg)) from found
+    if isinstance(found, BaseException):
+        raise found
+    return found
 
 
 def ranks_text(ranks: list[int]) -> str:

@@ -8,6 +8,7 @@ after the one before. ``docs/errors.md`` is made of what they said.
 import functools
 import importlib
 import re
+import socket
 import sys
 import threading
 from dataclasses import dataclass
@@ -175,6 +176,7 @@ def stable(text):
     """Leave out what is of one machine, one moment or one release of torch."""
     text = re.sub(r"/[\w./-]*/(?=[\w.-]+)", "…/", text)
     text = re.sub(r"(?<=127\.0\.0\.1:)\d+", "…", text)
+    text = re.sub(rf"\b{re.escape(socket.gethostname())}\b", "…", text)
     text = re.sub(r"; there are .*", "; there are …", text)
     return text if len(text) <= _LONGEST else text[:_LONGEST].rsplit(" ", 1)[0] + " …"
 

@@ -11,6 +11,7 @@ import test_misuse_across_ranks
 import test_misuse_data
 import test_misuse_launch
 import test_misuse_models
+import test_misuse_runs
 from misuse import check, in_markdown, row, section, stable
 from ranks import Raised
 
@@ -24,6 +25,7 @@ MODULES = [
     test_misuse_models,
     test_misuse_data,
     test_misuse_across_ranks,
+    test_misuse_runs,
 ]
 
 HEAD = """\
@@ -36,15 +38,17 @@ line on real processes: `python tests/test_bad_inputs.py --write docs/errors.md`
 In the first column, `rank` is the number of the rank: `4 if rank == 0 else 0` is a mistake on some
 ranks only. `TEN` is a data set of ten samples, `net()` a small model, `wrapped()` what `wrap_model`
 makes of it, `epoch_of(…)` a loader that is read through; `load(…)` loads a loader's state of which
-some keys were changed, `cache(…)` is `cache_dataset` with a directory of its own.
+some keys were changed, `cache(…)` is `cache_dataset` with a directory of its own. `save(…)`,
+`restore(…)` and `export(…)` are those of a `Checkpointer`, which has saved a `model` and the value
+`best` before it restores; `save_at(…)` saves in another directory.
 
 The last column says which ranks got the error, at which numbers of processes; a rank that did
 nothing wrong is told which one did. "…" stands for what depends on the machine or on the release of
 torch.
 """
 
-# Classes that the library makes, what takes any module, and what has tests of faults of its own.
-WITHOUT = {"World", "Microbatches", "unwrap", "fingerprint", "Checkpointer", "StopSignal"}
+# What only the library makes.
+WITHOUT = {"World"}
 
 
 def page():

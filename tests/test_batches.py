@@ -9,7 +9,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from pardata import Microbatches
-from pardata._batches import emptied, moved, tensors_of
+from pardata._batches import emptied, moved, rows_of, tensors_of
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
 
@@ -148,7 +148,22 @@ def test_tensors_are_found_in_order_and_once_each_however_they_are_nested():
 
 def test_a_stand_in_is_found_too_for_it_is_run_like_the_others():
     # On a GPU its memory must not be taken by the stream that runs ahead.
-    where = {"epoch": 0, "step": 0, "first": 1, "counts": (2,)}
+    where = {"epoch": 0, "step": 0, "first": 1, "counts": (2, 2, 2)}
     assert found_in(Microbatches([], **where, stand_in=[torch.tensor(7)])) == [7]
     own = Microbatches([torch.tensor(1), torch.tensor(2)], **where)
     assert found_in(own) == [1, 2]
+
+
+# --- rows ---
+
+
+@pytest.mark.parametrize("index", [5, -6])
+def test_an_index_out_of_range_is_told_before_it_reaches_another_device(index):
+    # There it would be no error but the end of the process: "meta" stands for a GPU.
+    with pytest.raises(IndexError, match=f"index {index} is out of range for 5 samples"):
+        rows_of(torch.empty(5, 2, device="meta"), torch.tensor([1, index]))
+
+
+def test_rows_may_be_on_another_device_than_their_indices():
+    rows = rows_of(torch.empty(5, 2, device="meta"), torch.tensor([1, -5]))
+    assert (rows.device.type, rows.shape) == ("meta", (2, 2))

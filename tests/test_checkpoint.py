@@ -490,3 +490,12 @@ def test_what_was_exported_is_loaded_under_every_strategy_and_by_plain_pytorch(t
         plain.load_state_dict(torch.load(exported(tmp_path, strategy)[0], weights_only=True))
         assert fingerprint(plain) == expected
     assert {path.suffix for path in (tmp_path / "weights").iterdir()} <= {".pt", ".safetensors"}
+
+
+def test_the_state_of_another_kind_of_thing_is_refused_by_name(tmp_path):
+    model = nn.Linear(2, 2)
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, model=model)
+    text = r"the state of `model` is not that of a SGD \(KeyError: 'state'\)"
+    with pytest.raises(RuntimeError, match=text):
+        checkpointer.restore(model=torch.optim.SGD(model.parameters(), lr=0.1))

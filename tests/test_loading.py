@@ -645,12 +645,24 @@ def test_workers_persist_where_there_are_any(workers, persistent):
     assert loader._loader.persistent_workers is persistent
 
 
+@pytest.mark.filterwarnings("ignore:'pin_memory'")  # newer PyTorch warns where there is no GPU
+def test_what_is_for_workers_goes_with_auto_where_that_finds_none():
+    data = TensorDataset(torch.arange(4))
+    loader = make_loader(data, 2, timeout=30, prefetch_factor=3, pin_memory=True)
+    assert loader._loader.num_workers == 0
+    assert [batch.tolist() for (batch,) in loader] == [[0, 1], [2, 3]]
+    assert make_loader(range(4), 2, num_workers=1, timeout=30)._loader.timeout == 30
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
         ({"num_workers": 0, "prefetch_factor": 2}, "prefetch_factor option could only be"),
         ({"num_workers": 0, "persistent_workers": True}, "persistent_workers option needs"),
-        ({"timeout": -1}, "timeout option should be non-negative"),
+        ({"timeout": -1}, "`timeout` must be a number of seconds from 0 up, but is -1"),
+        ({"timeout": "5"}, "`timeout` must be a number of seconds from 0 up, but is '5'"),
+        ({"timeout": True}, "`timeout` must be a number of seconds from 0 up, but is True"),
+        ({"num_workers": 0, "timeout": 5}, "`timeout` must be 0 without workers, .*, but is 5"),
     ],
 )
 def test_what_dataloader_refuses_is_refused(options, text):
@@ -751,14 +763,13 @@ def test_a_sampler_gives_the_same_order_at_every_world_size():
 def test_a_sampler_is_told_the_epoch():
     sampler = Epochs()
     assert _with_sampler(sampler, 3) == [[[0, 1, 2, 3]], [[1, 2, 3, 0]], [[2, 3, 0, 1]]]
-    assert sampler.told == [0, 1, 2]
+    assert sampler.told == [0, 0, 1, 2]  # of the first epoch it is asked twice
 
 
 def _sampler_errors():
     rank = dist.get_rank()
-    own = torch.Generator().manual_seed(rank)
     found = [
-        caught(_with_sampler, RandomSampler(range(12), generator=own)),
+        caught(_with_sampler, [rank] * 12),
         caught(_with_sampler, Short() if rank == 1 else Epochs()),
     ]
     return found, _with_sampler(SequentialSampler(range(12)), 1)
@@ -772,18 +783,25 @@ def test_a_sampler_that_differs_between_ranks_raises_on_every_rank(size):
             "must pass the same to `make_loader(sampler=…)`, but `the order` differ" in differs.text
         )
         assert "\n  rank 1: the order=" in differs.text
-        assert differs.text.endswith(
-            "Give the sampler no generator of its own, or one seeded alike on every rank."
-        )
+        assert differs.text.endswith("Make the sampler of the same arguments on every rank.")
         assert short.type == ("ValueError" if rank == 1 else "RuntimeError")
         assert "`sampler` must yield as many indices as its length, 4, but yielded 3" in short.text
         assert len(after[0]) == 3
 
 
-def test_alone_a_sampler_may_have_a_generator_and_its_length_is_checked():
-    own = torch.Generator().manual_seed(0)
-    first, second = _with_sampler(RandomSampler(range(12), generator=own))
-    assert first != second
+def _with_a_generator_on_one_rank():
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    own = None if rank else torch.Generator().manual_seed(0)
+    return _with_sampler(RandomSampler(range(12), generator=own))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_sampler_with_a_generator_of_its_own_is_refused_on_every_rank(size):
+    for raised in run_caught(_with_a_generator_on_one_rank, world_size=size):
+        assert "but RandomSampler yielded another for epoch 0 when asked again" in raised.text
+
+
+def test_alone_the_length_of_a_sampler_is_checked_too():
     with pytest.raises(ValueError, match="as its length, 4, but yielded 3"):
         _with_sampler(Short())
 

@@ -29,7 +29,7 @@ def test_it_is_a_sequence_of_batches():
 
 
 def test_it_may_be_empty():
-    found = microbatches([])
+    found = microbatches([], 6)
     assert list(found) == []
     assert not found
     with pytest.raises(IndexError):
@@ -53,6 +53,18 @@ def test_its_first_stands_in_or_else_what_it_was_given():
     assert microbatches(stand_in="z").stand_in == "a"
     assert microbatches([], stand_in="z").stand_in == "z"
     assert microbatches([]).stand_in is None
+
+
+@pytest.mark.parametrize(
+    ("batches", "first", "counts"), [("abc", 0, (4, 4)), ("a", 2, (4, 4)), ("a", -1, (4, 4))]
+)
+def test_counts_that_do_not_cover_its_microbatches_are_refused(batches, first, counts):
+    text = (
+        f"`counts` must have a number for each microbatch of the step, over all ranks, but has 2, "
+        f"and here are {len(batches)} from number {first} on"
+    )
+    with pytest.raises(ValueError, match=re.escape(text)):
+        microbatches(batches, first, counts)
 
 
 def test_what_stands_in_is_none_of_its_own():

@@ -1,13 +1,14 @@
 """Bad inputs to what reads data: each an error on every rank, with cause and cure."""
 
 import functools
+import itertools
 import sys
 import tempfile
 
 import pytest
 import torch
 from misuse import MANY, case, check, in_one_group, parameters, tried
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, RandomSampler, TensorDataset
 
 from pardata import cache_dataset, make_loader
 
@@ -56,6 +57,24 @@ class Longer:
 
     def __iter__(self):
         return iter(range(9))
+
+
+class Endless(Longer):
+    """A sampler that never ends."""
+
+    def __iter__(self):
+        return itertools.repeat(0)
+
+
+def go_on(**changes):
+    """Let a loader of a stream of ten go on from its state, with some keys changed."""
+    loader = make_loader(Stream(), 5, seed=1, num_workers=0)
+    loader.load_state_dict({**loader.state_dict(), **changes})
+    list(loader)
+
+
+def own_generator():
+    return RandomSampler(TEN, generator=torch.Generator().manual_seed(0))
 
 
 def load(**changes):
@@ -110,10 +129,12 @@ CASES = {
         case("make_loader(OfItself(10 - rank), 4)", "RuntimeError",
              "every rank must pass the same to `make_loader`, but `the length` differ",
              "rank 1: the length=9", sizes=MANY, label="a data set that is shorter on one rank"),
-        case("epoch_of(Broken(), 10)", "RuntimeError", "sample 7 could not be read on rank 0",
-             "the file is truncated", sizes=(1,), label="an error in `__getitem__`"),
-        case("epoch_of(Broken(), 10)", "RuntimeError", "sample 7 could not be read on rank 1",
-             "the file is truncated", sizes=(2,), ranks=(1,), label="an error in `__getitem__`"),
+        case("epoch_of(Broken(), 10, num_workers=0)", "RuntimeError",
+             "sample 7 could not be read on rank 0", "the file is truncated", sizes=(1,),
+             label="an error in `__getitem__`"),
+        case("epoch_of(Broken(), 10, num_workers=0)", "RuntimeError",
+             "sample 7 could not be read on rank 1", "the file is truncated", sizes=(2,),
+             ranks=(1,), label="an error in `__getitem__`"),
         case("make_loader(Stream(), 4, shuffle=True)", "ValueError",
              "`shuffle` and `sampler` must be left out for an IterableDataset", "Stream"),
         case("make_loader(Stream(), 4, sampler=RandomSampler(TEN))", "ValueError",
@@ -126,6 +147,12 @@ CASES = {
         case("epoch_of(TEN, 4, sampler=Longer())", "ValueError",
              "`sampler` must yield as many indices as its length",
              label="a sampler that yields more than its length"),
+        case("epoch_of(TEN, 4, sampler=Endless())", "ValueError", "`sampler` must yield as many "
+             "indices as its length, 5, but yielded more", label="a sampler that never ends"),
+        case("epoch_of(TEN, 4, sampler=own_generator())", "ValueError",
+             "`sampler` must yield the same order whenever it is asked", "RandomSampler yielded "
+             "another for epoch 0", "(generator=None)",
+             label="a sampler with a generator of its own"),
         case("epoch_of(TEN, 3, sampler=[0, 1, 99])", "RuntimeError", "99] could not be read",
              "IndexError", sizes=(1,), ours=False),
         case("epoch_of(TEN, 4, sampler=[rank] * 10)", "RuntimeError", "every rank must pass the "
@@ -162,9 +189,11 @@ CASES = {
         case("make_loader(TEN, 4, num_workers=0, prefetch_factor=2)", "ValueError",
              "prefetch_factor option could only be specified in multiprocessing", ours=False),
         case("make_loader(TEN, 4, timeout=-1)", "ValueError",
-             "timeout option should be non-negative", ours=False),
+             "`timeout` must be a number of seconds from 0 up, but is -1"),
         case("make_loader(TEN, 4, timeout=-1 if rank == 0 else 0)", "ValueError",
-             "timeout option should be non-negative", sizes=MANY, ours=False),
+             "`timeout` must be a number of seconds from 0 up, but is -1", sizes=MANY),
+        case("make_loader(TEN, 4, num_workers=0, timeout=30)", "ValueError",
+             "`timeout` must be 0 without workers", "leave it out, or pass `num_workers`"),
         case("make_loader(TEN, 4, num_workers=1, multiprocessing_context='thread')", "ValueError",
              "multiprocessing_context option should specify a valid start method", ours=False),
         case("make_loader(TEN, 4, prefetch=-1)", "ValueError",
@@ -210,12 +239,19 @@ CASES = {
         case("load(delivered=5)", "ValueError", "`state` must be at the end of a batch of 4, but "
              "is at sample 5 of epoch 0"),
         case("load(delivered=12)", "ValueError", "is at sample 12 of epoch 0"),
+        case("go_on(delivered=7)", "ValueError", "`state` must have been taken of this stream, but "
+             "its `delivered` is 7 samples, and it goes on there, in the middle of a batch of 5",
+             label="a stream that goes on where the state says that it ended"),
+        case("go_on(delivered=100)", "ValueError", "`delivered` is 100 samples, and it ended after "
+             "10", label="a stream that is shorter than what the state says was delivered"),
         case("load(epoch=-1)", "ValueError", "is at sample 0 of epoch -1"),
         case("load(epoch=2**63)", "ValueError", "of epoch 9223372036854775808"),
     ],
     "cache_dataset": [
         case("cache(Stream())", "TypeError", "`dataset` must have __getitem__ and __len__ to be "
              "cached, but Stream has not", "map-style"),
+        case("cache_dataset(TensorDataset)", "TypeError", "`dataset` must be a data set, but is "
+             "the class TensorDataset: pass an object"),
         case("cache([])", "ValueError", "`dataset` must have at least one sample to be cached"),
         case("cache(['text'])", "TypeError", "sample 0 cannot be stored"),
         case("cache([torch.zeros(2), torch.zeros(3)])", "ValueError", "sample 1 cannot be stored"),

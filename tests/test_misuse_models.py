@@ -10,7 +10,7 @@ import torch
 from misuse import MANY, case, check, in_one_group, parameters, tried
 from torch import nn
 
-from pardata import Microbatches, load_weights, world, wrap_model
+from pardata import Microbatches, all_reduce_sum, backward, load_weights, world, wrap_model
 
 THIS = sys.modules[__name__]
 outcomes = functools.partial(in_one_group, __name__)
@@ -36,6 +36,14 @@ def loss(model, batch):
 
 def backward_by_hand(model):
     loss(model, X).backward()
+
+
+def backward_or_reduce(is_backward):
+    model = wrapped()
+    if is_backward:
+        backward(model, loss, X)
+    else:
+        all_reduce_sum(1)
 
 
 def filled(value):
@@ -166,6 +174,8 @@ CASES = {
              "no_grad", label="a method that trains past the wrapper: `wrapped.generate(x)`"),
     ],
     "backward": [
+        case("backward(5, loss, X)", "TypeError",
+             "`model` must be a torch.nn.Module, but is a int"),
         case("backward(wrapped(), lambda model, x: len(model(x)), X)", "TypeError",
              "`loss_fn` must return a tensor of one element, but returned", "take the mean"),
         case("backward(wrapped(), lambda model, x: model(x), X.expand(3, 2))", "ValueError",
@@ -194,18 +204,42 @@ CASES = {
         case("backward_by_hand(wrapped('exact'))", "RuntimeError",
              "under strategy 'exact' only `pardata.backward` must run a backward",
              "in place of loss.backward()", label='`loss.backward()` under `"exact"`'),
+        case("backward_or_reduce(rank == 0)", "RuntimeError", "every rank must pass the same",
+             "`call`", "rank 0: call='backward'", "call='all_reduce_sum'", sizes=MANY,
+             label="`backward` on one rank, `all_reduce_sum` on the others"),
         case("backward(nn.Sequential(wrapped()), loss, X)", "ValueError",
              "`model` must be what wrap_model returned", "at the outside", sizes=MANY),
         case("backward(wrapped(), loss, pieces(size=7))", "ValueError",
              "must be those that share `batch`, but it is shared by 7", sizes=MANY),
     ],
+    "unwrap": [
+        case("unwrap(5)", "TypeError", "`model` must be a torch.nn.Module, but is a int"),
+        case("unwrap(nn.Linear)", "TypeError", "a torch.nn.Module, but is the class Linear"),
+    ],
+    "fingerprint": [
+        case("fingerprint(net().state_dict())", "TypeError",
+             "`model` must be a torch.nn.Module, but is a OrderedDict"),
+    ],
+    "Microbatches": [
+        case("pieces(counts=[1])", "ValueError", "`counts` must have a number for each microbatch "
+             "of the step, over all ranks, but has 1", "count those of the other ranks too",
+             ours=False, label="`Microbatches([x, y], counts=[1], …)`"),
+        case("pieces(first=-1)", "ValueError", "and here are 2 from number -1 on", ours=False,
+             label="`Microbatches([x, y], first=-1, …)`"),
+    ],
     "check_in_sync": [
+        case("check_in_sync(5)", "TypeError", "`model` must be a torch.nn.Module, but is a int"),
+        case("check_in_sync(net() if rank else None)", "TypeError",
+             "`model` must be a torch.nn.Module, but is a NoneType", sizes=MANY),
         case("check_in_sync(filled(rank))", "RuntimeError",
              "every rank must hold the same weights, but `", "differs between ranks",
              sizes=MANY, label="weights changed on one rank"),
     ],
 }  # fmt: skip
 CASES["load_weights"] = [
+    case("load_weights(5, {})", "TypeError", "`model` must be a torch.nn.Module, but is a int"),
+    case("load_weights(net(), {**net().state_dict(), 3: X})", "TypeError",
+         "`state_or_path` must map names to tensors, but has the key 3 (int)"),
     case("load_weights(net(), 5)", "TypeError",
          "`state_or_path` must be a state dict or a path, but is a int"),
     case("load_weights(net(), {'model': net().state_dict()})", "TypeError",

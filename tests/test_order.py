@@ -50,7 +50,7 @@ def indices(length, kind, epoch):
 
 def requests(plan, kind="shuffle", epoch=0, step=0, *, to_workers=False):
     found = Requests(plan, order_of(plan.length, kind), to_workers=to_workers)
-    found.start_at(epoch, step)
+    found.start_at(epoch, step * plan.batch_size)
     return list(found)
 
 
@@ -168,7 +168,7 @@ def test_an_iterator_keeps_the_epoch_it_began_with():
     sampler = Rotated(4)
     for kind in ("shuffle", sampler):
         source = Requests(Plan(4, 2, False), order_of(4, kind), to_workers=True)
-        source.start_at(2, 1)
+        source.start_at(2, 2)
         old = iter(source)
         source.start_at(7, 0)
         new = iter(source)
@@ -179,7 +179,7 @@ def test_an_iterator_keeps_the_epoch_it_began_with():
             (7, 0, [indices(4, kind, 7)[:2]]),
             (7, 1, [indices(4, kind, 7)[2:]]),
         ]
-    assert sampler.drawn == 2
+    assert sampler.drawn == 3  # twice for the first epoch
 
 
 def test_before_it_is_told_anything_it_begins_at_the_beginning():
@@ -200,7 +200,7 @@ def test_of_a_billion_samples_only_those_to_come_are_looked_up(monkeypatch, epoc
     monkeypatch.setattr(Shuffle, "at", at)
     plan = Plan(10**9, 100, True, None, 1, 2)
     source = Requests(plan, order_of(10**9), to_workers=False)
-    source.start_at(epoch, 7_000_000)
+    source.start_at(epoch, 700_000_000)
     first, second = (request for request, _ in zip(source, range(2), strict=False))
     assert looked_up == [2**14 // 50 * 50]
     assert (first.step, second.step) == (7_000_000, 7_000_001)
@@ -214,6 +214,77 @@ def test_steps_larger_than_a_window_are_looked_up_one_by_one(batch_size):
     assert [len(request.parts[0]) for request in found] == [batch_size] * 2
     together = torch.cat([request.parts[0] for request in found])
     assert together.tolist() == indices(2 * batch_size, "shuffle", 0)
+
+
+# --- samplers ---
+
+
+class Endless(Sampler):
+    def __init__(self):
+        self.yielded = 0
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        while True:
+            self.yielded += 1
+            assert self.yielded < 100
+            yield 0
+
+
+def test_of_an_endless_sampler_no_more_is_drawn_than_shows_that_it_is():
+    sampler = Endless()
+    with pytest.raises(
+        ValueError, match="as its length, 4, but yielded more: let its __iter__ end"
+    ):
+        order_of(4, sampler)(0)
+    assert sampler.yielded == 5
+
+
+class CountsItself(Sampler):
+    """Takes each time that it is asked for another epoch."""
+
+    def __init__(self, is_told):
+        self.epoch = -1
+        if is_told:
+            self.set_epoch = lambda epoch: setattr(self, "epoch", epoch - 1)
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        self.epoch += 1
+        return iter([(i + self.epoch) % 4 for i in range(4)])
+
+
+def of_its_own():
+    return RandomSampler(range(30), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("make", [of_its_own, lambda: CountsItself(is_told=False)])
+def test_a_sampler_that_would_yield_another_order_when_asked_again_is_refused(make):
+    sampler = make()
+    text = (
+        rf"^`sampler` must yield the same order whenever it is asked for that of an epoch, or no "
+        rf"run could go on where it was, but {type(sampler).__name__} yielded another for epoch 2 "
+        rf"when asked again: let it draw from the default generators, .*\(generator=None\)"
+    )
+    with pytest.raises(ValueError, match=text):
+        order_of(len(sampler), sampler)(2)
+    with pytest.raises(ValueError, match=text):
+        order_of(len(sampler), sampler).fingerprint(2, 1)
+
+
+def test_a_sampler_is_drawn_twice_in_its_first_epoch_only():
+    sampler = Rotated(4)
+    order = order_of(4, sampler)
+    drawn = []
+    for epoch in range(3):
+        order(epoch)
+        drawn.append(sampler.drawn)
+    assert drawn == [2, 3, 4]
+    assert order_of(4, CountsItself(is_told=True)).fingerprint(3, 4) == hash_of(4, [3, 0, 1, 2])
 
 
 # --- the fingerprint ---

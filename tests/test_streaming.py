@@ -468,13 +468,58 @@ def test_in_the_body_of_the_last_step_nothing_is_left_of_the_stream(size):
     assert run(_end, world_size=size) == [(11, 0, 1)] * size
 
 
+class Longer(Count):
+    """Has four samples more than it says."""
+
+    def __len__(self):
+        return self.length - 4
+
+
 def test_where_a_stream_ends_is_not_for_its_length_to_say():
-    loader = loader_of(Sized(23))
+    loader = loader_of(Longer(27))
     loader.load_state_dict({**loader.state_dict(), "delivered": 27})
     assert steps(loader) == []
     loader = loader_of(Sized(23), drop_last=True)
     with pytest.raises(ValueError, match="must be at the end of a batch of 5, but is at sample 27"):
         loader.load_state_dict({**loader.state_dict(), "delivered": 27})
+
+
+PLACES = {
+    (Count, 10, 7): "7 samples, and it goes on there, in the middle of a batch of 5",
+    (Count, 10, 100): "100 samples, and it ended after 10",
+    (Count, 10, 12): "12 samples, and it ended after 10",
+    (Count, 0, 5): "5 samples, and it ended after 0",
+    ("sharded", 2, 100): "100 samples, and on some rank it ended after",
+}
+
+
+def _no_such_place(workers):
+    found = []
+    for kind, length, delivered in PLACES:
+        own = kind == "sharded"
+        data = Count(length) if own else kind(length)
+        loader = loader_of(data, num_workers=workers, sharded=own)
+        loader.load_state_dict({**loader.state_dict(), "delivered": delivered})
+        found.append(caught(list, loader))
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_to_go_on_where_the_stream_has_no_such_place_is_an_error_on_every_rank(size, workers):
+    for outcomes in run(_no_such_place, workers, world_size=size):
+        for raised, text in zip(outcomes, PLACES.values(), strict=True):
+            assert raised.type == "ValueError"
+            assert "`state` must have been taken of this stream, but its `delivered` is" in (
+                raised.text
+            )
+            assert text in raised.text
+
+
+def test_where_each_rank_has_its_own_a_place_is_after_whole_steps():
+    loader = loader_of(Count(10), sharded=True)
+    with pytest.raises(ValueError, match="must be at the end of a batch of 5, but is at sample 7"):
+        loader.load_state_dict({**loader.state_dict(), "delivered": 7})
 
 
 def test_a_state_with_the_length_of_another_stream_is_refused():
@@ -632,8 +677,10 @@ def test_streams_that_end_differently_raise_on_every_rank(size):
         for number, (seen, raised) in zip(less, found, strict=True):
             assert len(seen) == (12 - number * (size - 1)) // 4
             assert raised.type == "RuntimeError"
+            # Of 12, 11 and 10 samples the third batch is short on two; else the second on the last.
+            first = "ranks 1, 2" if (size, number) == (3, 1) else f"rank {size - 1}"
             assert raised.text == (
-                f"every rank must read the same stream, but it ended on some of the {size} ranks "
+                f"every rank must read the same stream, but it ended on {first} of {size} "
                 f"before the others: let it yield the same samples everywhere, drawing from the "
                 f"default generators alone, or pass sharded=True if each rank has its own"
             )

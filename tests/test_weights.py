@@ -13,7 +13,7 @@ from ranks import run_caught
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pardata import check_in_sync, fingerprint, init, load_weights, unwrap, wrap_model
+from pardata import backward, check_in_sync, fingerprint, init, load_weights, unwrap, wrap_model
 from pardata.testing import run
 
 FSDP_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
@@ -234,6 +234,54 @@ def test_what_is_no_state_dict_is_refused(state):
     text = f"`state_or_path` must be a state dict or a path, but is a {kind}"
     with pytest.raises(TypeError, match=re.escape(text)):
         load_weights(seeded(0), state)
+
+
+def test_a_name_that_is_no_text_is_shown():
+    text = "`state_or_path` must map names to tensors, but has the key 3 (int)"
+    with pytest.raises(TypeError, match=re.escape(text)):
+        load_weights(seeded(0), {"weight": torch.ones(1), 3: torch.ones(1)})
+
+
+@pytest.mark.parametrize("model", [5, None, nn.Linear, [nn.Linear(1, 1)]])
+@pytest.mark.parametrize(
+    "call",
+    [
+        unwrap,
+        fingerprint,
+        check_in_sync,
+        lambda model: load_weights(model, {}),
+        lambda model: backward(model, lambda net, x: net(x).mean(), torch.ones(1)),
+    ],
+    ids=["unwrap", "fingerprint", "check_in_sync", "load_weights", "backward"],
+)
+def test_what_is_no_module_is_refused(call, model):
+    with pytest.raises(TypeError, match=r"`model` must be a torch\.nn\.Module, but is (a|the)"):
+        call(model)
+
+
+def _no_module_on_one_rank():
+    return check_in_sync(seeded(0) if dist.get_rank() else 5)
+
+
+def test_what_is_no_module_on_one_rank_is_told_to_all():
+    first, second = run_caught(_no_module_on_one_rank, world_size=2)
+    assert (first.type, second.type) == ("TypeError", "RuntimeError")
+    for raised in (first, second):
+        assert "`model` must be a torch.nn.Module, but is a int" in raised.text
+
+
+@needs_fsdp
+def test_weights_that_do_not_fit_into_shards_on_one_rank_are_told_to_all():
+    first, second = run_caught(_spoiled_on_one_rank, world_size=2)
+    assert (first.type, second.type) == ("TypeError", "RuntimeError")
+    for raised in (first, second):
+        assert "`state_or_path` must be a state dict or a path, but is a int" in raised.text
+        assert raised.seconds < 10
+
+
+def _spoiled_on_one_rank():
+    model = wrapped_as("fsdp", seeded(0))
+    load_weights(model, seeded(1).state_dict() if dist.get_rank() else 5)
 
 
 def test_a_file_that_holds_more_than_weights_is_not_run(tmp_path):

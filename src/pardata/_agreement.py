@@ -29,7 +29,12 @@ def agree(here: World, place: str, state: Callable[[], Facts]) -> list[dict[str,
         return [dict(facts)]
     failure = None if own is None else Failure.of(own, rank=here.rank, place=place).to_json()
     line = channel()
-    texts = exchange(line, here, place, json.dumps([failure, told_facts]), line.timeout)
+    try:
+        texts = exchange(line, here, place, json.dumps([failure, told_facts]), line.timeout)
+    except Exception as error:
+        if own is None:
+            raise
+        raise error from own  # which may be why the others did not come
     told = [json.loads(text) for text in texts]
     raise_on_all([f and Failure.from_json(f) for f, _ in told], here.rank, own)
     return [json.loads(facts) for _, facts in told]

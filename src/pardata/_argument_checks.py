@@ -1,8 +1,28 @@
-"""Checks of what many functions take: a flag, a device."""
+"""Checks of what many functions take: a module, a data set, a flag, a device."""
 
 from typing import Any
 
 import torch
+from torch import nn
+
+
+def check_module(model: object) -> None:
+    """Refuse what is no module."""
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else None
+        got = what or f"a {type(model).__name__}"
+        msg = f"`model` must be a torch.nn.Module, but is {got}"
+        raise TypeError(msg)
+
+
+def check_no_class(dataset: object) -> None:
+    """Refuse a class where an object of it is meant."""
+    if isinstance(dataset, type):
+        msg = (
+            f"`dataset` must be a data set, but is the class {dataset.__name__}: pass an object "
+            f"of it"
+        )
+        raise TypeError(msg)
 
 
 def check_flag(name: str, value: object) -> None:

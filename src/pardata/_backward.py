@@ -52,7 +52,7 @@ def backward(
             whose samples are the rows of its first tensor.
         count: returns what a microbatch counts for instead of its samples, its tokens say: an
             integer from 0 up. The loss of one that counts 0 is not looked at, be it NaN. Costs a
-            collective of two numbers, as does a `batch` that is no `Microbatches`.
+            small collective, as does a `batch` that is no `Microbatches`.
 
     Returns:
         The mean loss over the global batch, without dimensions and detached, the same on every

@@ -25,12 +25,23 @@ def moved(batch: Any, device: torch.device) -> Any:
 
 def rows_of(tensor: Tensor, indices: Tensor) -> Tensor:
     """Return ``tensor[indices]``, which takes ten times as long as picking rows from the front."""
+    if tensor.device != indices.device:
+        # A GPU does not say that an index is out of range: it stops, and the process with it.
+        indices = _from_the_front(indices, len(tensor)).to(tensor.device)
     if indices.ndim == 1:
         try:
             return tensor.index_select(0, indices)
         except IndexError:  # negative, or indeed out of range
             pass
     return tensor[indices]
+
+
+def _from_the_front(indices: Tensor, length: int) -> Tensor:
+    outside = (indices < -length) | (indices >= length)
+    if outside.any():
+        msg = f"index {indices[outside][0]} is out of range for {length} samples"
+        raise IndexError(msg)
+    return torch.where(indices < 0, indices + length, indices)
 
 
 def emptied(batch: Any) -> Any:
@@ -47,7 +58,7 @@ def assembled(parts: Sequence[Any], places: Tensor) -> Any:
     first = parts[0]
     if isinstance(first, Tensor):
         rows = torch.cat(list(parts))
-        return torch.empty_like(rows).index_copy_(0, places, rows)
+        return torch.empty_like(rows).index_copy_(0, places.to(rows.device), rows)
     if isinstance(first, Mapping):
         return {key: assembled([part[key] for part in parts], places) for key in first}
     columns = [assembled(column, places) for column in zip(*parts, strict=True)]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
+from pardata._argument_checks import check_no_class
 from pardata._cached_samples import parts_of
 from pardata._generators import seed_generators
 from pardata._logging import get_logger
@@ -35,6 +36,7 @@ class Sample:
 
 def check_source(dataset: Any) -> None:
     """Raise where `dataset` cannot be cached whatever its samples are."""
+    check_no_class(dataset)
     name = type(dataset).__name__
     if isinstance(dataset, IterableDataset) or not (
         hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")

@@ -1,7 +1,8 @@
 """The state of a run: saved so that it survives, restored into any strategy and world size."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -146,7 +147,8 @@ class Checkpointer:
 
         def load() -> dict[str, object]:
             for name, thing in objects.items():
-                states.load(thing, tree[name])
+                with _naming(name, thing):
+                    states.load(thing, tree[name])
             _restore_generators(found.contents["generators"], here)
             return {}
 
@@ -221,6 +223,19 @@ def _facts(here: World, objects: Mapping[str, object]) -> dict[str, Any]:
             "strategies": {name: kind for name, kind in strategies.items() if kind is not None},
         },
     }
+
+
+@contextmanager
+def _naming(name: str, thing: object) -> Iterator[None]:
+    """Say which state does not fit, where the thing itself only stumbles over it."""
+    try:
+        yield
+    except (LookupError, AttributeError, TypeError) as error:
+        msg = (
+            f"what is restored must be like what was saved, but the state of `{name}` is not that "
+            f"of a {type(thing).__name__} ({type(error).__name__}: {error})"
+        )
+        raise RuntimeError(msg) from error
 
 
 def _restore_generators(saved: list[dict[str, Any]], here: World) -> None:

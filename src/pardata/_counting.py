@@ -1,6 +1,6 @@
 """What each microbatch of a step counts, and all of them together, over all ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import index
@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 
 from pardata._batches import tensors_of
+from pardata._matching import Matching
 from pardata._microbatches import Microbatches
+from pardata._world import world
 
 Count = Callable[[Any], int]
 
@@ -104,16 +106,11 @@ def _counted(
         counts = [_checked(count(microbatch)) for microbatch in microbatches]
     except Exception as raised:  # noqa: BLE001  # raised again once all ranks know
         error = raised
-    told = torch.tensor([sum(counts), error is not None], device=sharing.device)
-    work: Any = None
-    if sharing.size > 1:
-        work = dist.all_reduce(told, group=sharing.group, async_op=True)
+    sums = _start_sum([sum(counts), error is not None], sharing)
 
     @cache  # asked for with each microbatch, and a GPU would be waited for each time
     def total() -> int:
-        if work is not None:
-            work.wait()
-        everything, failed = told.tolist()
+        everything, failed = map(int, sums())
         if error is not None:
             raise error
         if failed:
@@ -125,6 +122,27 @@ def _counted(
         return _positive(everything)
 
     return counts, total
+
+
+def _start_sum(own: list[int], sharing: Sharing) -> Callable[[], Sequence[float]]:
+    """Begin to add up a few numbers over the ranks, and return what waits for the sums."""
+    if sharing.size == 1:
+        return lambda: own
+    here = world()
+    if sharing.size == here.size:
+        # In the form of all other collectives of ours: a rank that is in another one is told.
+        return Matching(here, "backward", 0, lambda _: "counts").start_all_reduce(
+            [float(number) for number in own]
+        )
+    told = torch.tensor(own, device=sharing.device)
+    work: Any = dist.all_reduce(told, group=sharing.group, async_op=True)
+
+    def sums() -> list[float]:
+        work.wait()
+        found: list[float] = told.tolist()
+        return found
+
+    return sums
 
 
 def _checked(number: Any) -> int:

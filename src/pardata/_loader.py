@@ -20,7 +20,7 @@ from pardata._reading import Fetched
 from pardata._resuming import Identity, Position
 from pardata._sampling import mix
 from pardata._stopping_together import together
-from pardata._streaming import alike
+from pardata._streaming import alike, not_of_this_stream
 from pardata._whole_batches import is_read_whole
 from pardata._world import World
 
@@ -33,7 +33,7 @@ _LONG = 1.0  # seconds: below, nobody waits
 class Source(Protocol):
     """What the `DataLoader` inside draws from, and where that is told where to begin."""
 
-    def start_at(self, epoch: int, step: int) -> None: ...
+    def start_at(self, epoch: int, delivered: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Loader:
 
         It yields the rest of that epoch: the samples not yet delivered, in the same global
         batches. ``len()`` stays that of a whole epoch. Not collective. An ``IterableDataset`` is
-        read again up to there.
+        read again up to there, and where it ends before, that ``iter()`` raises a ValueError.
 
         Raises:
             ValueError: for the state of another data set, seed, batch size or order, naming it,
@@ -172,7 +172,7 @@ class Loader:
         step = -(-start.delivered // self.batch_size)
         # Of streams that differ only reading again tells which worker delivered how much of its.
         again = step if setting.sharded else 0
-        setting.source.start_at(start.epoch, step - again)
+        setting.source.start_at(start.epoch, 0 if again else start.delivered)
         fetched = self._in_step(self._fetched(start.epoch), step)
         clock.add(clock.seconds(), 0)  # for the order, and workers that start
         run = self._batches(self._placed(fetched, again), clock, start)
@@ -237,6 +237,7 @@ class Loader:
         The first `again` steps have been delivered, and are only read.
         """
         last: Fetched | None = None
+        count = -1
         for count, own in enumerate(fetched):
             # Where only others have samples left, this rank's batch takes the shape of its last.
             step = own if own is not None else last and last._replace(rows=0)
@@ -245,6 +246,9 @@ class Loader:
             if count >= again:
                 yield self._samples_of(step), self._shaped(step)
             del own, step  # nothing is kept that the next batch might take the place of
+        if count + 1 < again:  # on every rank: they end together
+            why = f"on some rank it ended after {count + 1} of {again} steps"
+            raise not_of_this_stream(again * self.batch_size, why)
 
     def _samples_of(self, step: Fetched) -> int:
         # A rank that reads a stream of its own knows only what the steps should have.

@@ -17,6 +17,7 @@ from pardata._loading_checks import (
     check_numbers,
     check_sizes,
     check_streaming,
+    check_timeout,
     check_training_shares,
     length_of,
 )
@@ -155,12 +156,13 @@ def make_loader(
 
     def reading() -> dict[str, Any]:
         workers = choose_workers(num_workers, dataset, here)
+        check_timeout(timeout, num_workers)
         # DataLoader refuses these without workers, and "auto" may find none on some ranks only.
         there = num_workers != "auto" or workers > 0
         persist = workers > 0 if persistent_workers is None else persistent_workers
         return {
             "num_workers": workers,
-            "timeout": timeout,
+            "timeout": timeout if there else 0,
             "worker_init_fn": worker_init_fn,
             "multiprocessing_context": multiprocessing_context if there else None,
             "prefetch_factor": prefetch_factor if there else None,

@@ -4,6 +4,8 @@ from typing import Any
 
 from torch.utils.data import DistributedSampler, IterableDataset
 
+from pardata._argument_checks import check_no_class
+
 
 def check_dataset(dataset: object, sampler: object, *, shuffle: bool, sharded: bool) -> None:
     """Raise where `dataset` cannot be read, or not in the order that is asked for."""
@@ -21,12 +23,7 @@ def check_dataset(dataset: object, sampler: object, *, shuffle: bool, sharded: b
             f"but is True for {type(dataset).__name__}: leave it out"
         )
         raise ValueError(msg)
-    if isinstance(dataset, type):
-        msg = (
-            f"`dataset` must be a data set, but is the class {dataset.__name__}: pass an object "
-            f"of it"
-        )
-        raise TypeError(msg)
+    check_no_class(dataset)
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         msg = (
             f"`dataset` must have __getitem__ and __len__, or be an IterableDataset, but "
@@ -135,6 +132,19 @@ def check_streaming(*, sharded: bool, microbatch_size: object) -> None:
         msg = (
             f"`microbatch_size` must be left out with `sharded`, as the steps of such streams "
             f"depend on the number of ranks, but is {microbatch_size!r}: choose one"
+        )
+        raise ValueError(msg)
+
+
+def check_timeout(timeout: object, num_workers: object) -> None:
+    """Raise where `timeout` is no number, or there is nobody to wait for."""
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
+        msg = f"`timeout` must be a number of seconds from 0 up, but is {timeout!r}"
+        raise ValueError(msg)
+    if timeout and num_workers == 0:
+        msg = (
+            f"`timeout` must be 0 without workers, for whose batches it waits, but is {timeout!r}: "
+            f"leave it out, or pass `num_workers`"
         )
         raise ValueError(msg)
 

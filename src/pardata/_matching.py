@@ -8,7 +8,7 @@ ranks agree is anything sent whose size depends on the value.
 import functools
 import hashlib
 from collections.abc import Callable
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -84,6 +84,33 @@ class Matching:
             dist.all_reduce(rest)
             sums = torch.cat([sums, rest])
         return sums, back[_WEIGHT]
+
+    def start_all_reduce(self, values: list[float]) -> Callable[[], list[float]]:
+        """Begin to sum a few numbers over all ranks, and return what waits for the sums.
+
+        That raises as `all_reduce` does. It must be called on every rank.
+        """
+        header = self._header(values, 0.0)
+        work: Any = dist.all_reduce(header, async_op=True)
+
+        @functools.cache  # what is explained is so once
+        def outcome() -> list[float] | RuntimeError:
+            work.wait()
+            back: list[float] = header.tolist()
+            try:
+                if not _all_equal(back[:_WEIGHT], self._here.size):
+                    self._explain()
+            except RuntimeError as error:
+                return error
+            return back[_FIRST_VALUE : _FIRST_VALUE + len(values)]
+
+        def sums() -> list[float]:
+            found = outcome()
+            if isinstance(found, RuntimeError):
+                raise found
+            return found
+
+        return sums
 
     def _header(self, values: Values, weight: float) -> Tensor:
         # A rank that refused takes part all the same, with a structure that nobody shares.

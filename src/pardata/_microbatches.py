@@ -20,6 +20,9 @@ class Microbatches(Sequence[_T]):
         size: how many ranks share the step.
         stand_in: a microbatch of the step: one of these, or, on a rank that has none, one that is
             not its own, to run where all ranks must run one and not to be counted.
+
+    Raises:
+        ValueError: for `counts` that do not cover the microbatches here.
     """
 
     def __init__(
@@ -39,6 +42,13 @@ class Microbatches(Sequence[_T]):
         self.step = step
         self.first = first
         self.counts = tuple(counts)
+        if not 0 <= first <= len(self.counts) - len(self._batches):
+            msg = (
+                f"`counts` must have a number for each microbatch of the step, over all ranks, but "
+                f"has {len(self.counts)}, and here are {len(self._batches)} from number {first} "
+                f"on: count those of the other ranks too"
+            )
+            raise ValueError(msg)
         self.seed = seed
         self.size = size
         self.stand_in = self._batches[0] if self._batches else stand_in

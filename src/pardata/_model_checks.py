@@ -11,16 +11,8 @@ from pardata._exact import ExactModel
 from pardata._unwrapping import is_parallel
 
 
-def check_module(model: object, strategy: str) -> None:
-    """Refuse what is no module, or is wrapped already."""
-    if not isinstance(model, nn.Module):
-        got = (
-            f"the class {model.__name__}"
-            if isinstance(model, type)
-            else f"a {type(model).__name__}"
-        )
-        msg = f"`model` must be a torch.nn.Module, but is {got}"
-        raise TypeError(msg)
+def check_not_wrapped(model: nn.Module, strategy: str) -> None:
+    """Refuse what is wrapped already."""
     # Parts that fully_shard has taken already are how one shards block by block.
     if is_parallel(model, but_for_sharded_parts=strategy == "fsdp"):
         msg = (

@@ -2,7 +2,8 @@
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, TypeAlias
 
 import torch
@@ -24,7 +25,7 @@ At: TypeAlias = Callable[[list[range]], list[Indices]]
 _AHEAD = 2**14  # positions that are looked up together: what costs is the call
 
 
-@dataclass(frozen=True)
+@dataclass
 class Order:
     """In which order an epoch goes through the data set."""
 
@@ -33,6 +34,7 @@ class Order:
     seed: int
     shuffle: bool
     sampler: Sampler[Any] | None
+    _has_drawn_twice: bool = field(default=False, init=False)
 
     def __call__(self, epoch: int) -> At:
         """Return what looks up positions of this epoch.
@@ -57,23 +59,44 @@ class Order:
 
     def _drawn(self, sampler: Sampler[Any], epoch: int) -> list[Any]:
         def draw() -> dict[str, object]:
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)
-            with forked_seed(mix(self.seed, epoch)):
-                indices.extend(sampler)
-            if len(indices) != self.length:
-                msg = (
-                    f"`sampler` must yield as many indices as its length, {self.length}, but "
-                    f"yielded {len(indices)}"
-                )
-                raise ValueError(msg)
-            return {"the order": hashlib.sha256(repr(indices).encode()).hexdigest()[:16]}
+            indices.extend(self._drawn_once(sampler, epoch))
+            digest = _digest(indices)
+            if not self._has_drawn_twice:
+                if _digest(self._drawn_once(sampler, epoch)) != digest:
+                    msg = (
+                        f"`sampler` must yield the same order whenever it is asked for that of an "
+                        f"epoch, or no run could go on where it was, but {type(sampler).__name__} "
+                        f"yielded another for epoch {epoch} when asked again: let it draw from "
+                        f"the default generators, which are seeded for it, and not from one of "
+                        f"its own (generator=None), and count no epochs but by set_epoch"
+                    )
+                    raise ValueError(msg)
+                self._has_drawn_twice = True
+            return {"the order": digest}
 
         indices: list[Any] = []
         told = agree(self.here, "iter(loader) with a sampler", draw)
-        cure = "Give the sampler no generator of its own, or one seeded alike on every rank."
+        cure = "Make the sampler of the same arguments on every rank."
         require_same("make_loader(sampler=…)", told, cure)
         return indices
+
+    def _drawn_once(self, sampler: Sampler[Any], epoch: int) -> list[Any]:
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        with forked_seed(mix(self.seed, epoch)):
+            indices = list(islice(sampler, self.length + 1))  # it may never end
+        if len(indices) != self.length:
+            yielded = len(indices) if len(indices) < self.length else "more"
+            msg = (
+                f"`sampler` must yield as many indices as its length, {self.length}, but yielded "
+                f"{yielded}: let its __iter__ end where its __len__ says"
+            )
+            raise ValueError(msg)
+        return indices
+
+
+def _digest(indices: list[Any]) -> str:
+    return hashlib.sha256(repr(indices).encode()).hexdigest()[:16]
 
 
 def _each(look_up: Callable[[Tensor], Tensor]) -> At:
@@ -98,9 +121,9 @@ class Requests(Sampler[Request]):
     def __len__(self) -> int:
         return len(self.plan)
 
-    def start_at(self, epoch: int, step: int) -> None:
-        """Let the next ``iter()`` begin there."""
-        self._epoch, self._step = epoch, step
+    def start_at(self, epoch: int, delivered: int) -> None:
+        """Let the next ``iter()`` begin after so many samples of this epoch."""
+        self._epoch, self._step = epoch, -(-delivered // self.plan.batch_size)
 
     def __iter__(self) -> Iterator[Request]:
         # The order is drawn here, for the epoch of now, and not at the first step.

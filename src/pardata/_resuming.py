@@ -81,8 +81,10 @@ class Identity:
 
     def _ends_a_batch(self, delivered: int, *, is_stream: bool) -> bool:
         if is_stream:
-            # It may end anywhere, whatever its __len__ says.
-            return delivered % self.batch_size == 0 or not self.drop_last
+            # It may end anywhere, whatever its __len__ says; of one of which every rank has its
+            # own, each step counts as a whole one.
+            ends_anywhere = not self.drop_last and self.shards is None
+            return delivered % self.batch_size == 0 or ends_anywhere
         length = self.length or 0
         last = length - length % self.batch_size if self.drop_last else length
         return delivered == last or (delivered < last and delivered % self.batch_size == 0)

@@ -146,7 +146,8 @@ def _checked(number: object) -> int:
         found = signal.Signals(number)  # type: ignore[arg-type]  # or else it raises
     except ValueError:
         found = None
-    if found is None or found.name in ("SIGKILL", "SIGSTOP"):
+    is_bool = isinstance(number, bool)  # True would be SIGHUP
+    if is_bool or found is None or found.name in ("SIGKILL", "SIGSTOP"):
         msg = f"`signals` must be ones that can be caught, as signal.SIGTERM, but are {number!r}"
         raise ValueError(msg)
     return int(found)

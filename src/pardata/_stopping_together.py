@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from pardata._agreement import agree
 from pardata._reading import Fetched
-from pardata._store import require_same
+from pardata._store import ranks_text, require_same
 from pardata._world import World
 
 
@@ -52,6 +52,13 @@ class _Drawn:
 
         agree(here, "the next step of an IterableDataset", failed)
 
+    def ranks_with_less(self, here: World) -> str:
+        """Say which ranks have fewer samples for this step than others. Collective."""
+        own = 0 if self.step is None else sum(self.step.counts)
+        told = agree(here, "the end of an IterableDataset", lambda: {"samples": own})
+        counts: list[Any] = [facts["samples"] for facts in told]
+        return ranks_text([rank for rank, count in enumerate(counts) if count < max(counts)])
+
     def compare_the_first(self, here: World) -> None:
         """Raise where ranks did not read the same. Collective."""
         own = "" if self.step is None else self.step.read
@@ -87,9 +94,10 @@ def together(
             return
         # Numbers are all equal exactly if their mean square is the square of their mean.
         if not sharded and here.size * squares != samples**2:
+            shorter = coming.ranks_with_less(here)
             msg = (
-                f"every rank must read the same stream, but it ended on some of the {here.size} "
-                f"ranks before the others: let it yield the same samples everywhere, drawing from "
+                f"every rank must read the same stream, but it ended on {shorter} of {here.size} "
+                f"before the others: let it yield the same samples everywhere, drawing from "
                 f"the default generators alone, or pass sharded=True if each rank has its own"
             )
             raise RuntimeError(msg)

@@ -1,7 +1,6 @@
 """Iterable data sets: each sample on one rank and one worker, in the same steps at every size."""
 
 import hashlib
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -50,26 +49,36 @@ class Stream(StandsForDataset, IterableDataset[Fetched]):
         self._seeds = seeds
         self._cut = cut
         self._rank = world().rank  # that of the process, also where nothing is shared out
-        # Where to begin, also for workers that live on: they have a copy of everything else.
+        # After which sample to begin, also for workers that live on: they have copies of all else.
         self._start = torch.zeros(2, dtype=torch.int64).share_memory_()
         self.dataset = dataset
 
-    def start_at(self, epoch: int, step: int) -> None:
-        """Let the next ``iter()`` begin there."""
-        self._start.copy_(torch.tensor([epoch, step]))
+    def start_at(self, epoch: int, delivered: int) -> None:
+        """Let the next ``iter()`` begin after so many samples of this epoch."""
+        self._start.copy_(torch.tensor([epoch, delivered]))
 
     def __iter__(self) -> Iterator[Fetched]:
-        epoch, first = self._start.tolist()
+        epoch, delivered = self._start.tolist()
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         if self._cut.sharded:
             return self._own_steps(epoch, number, workers)
-        return self._common_steps(epoch, first, number, workers)
+        return self._common_steps(epoch, delivered, number, workers)
 
-    def _common_steps(self, epoch: int, first: int, number: int, workers: int) -> Iterator[Fetched]:
+    def _common_steps(
+        self, epoch: int, delivered: int, number: int, workers: int
+    ) -> Iterator[Fetched]:
         cut = self._cut
         samples = _Seeded(self.dataset, self._seeds.seed, epoch, self._rank)
-        samples.skip(first * cut.batch_size)
+        skipped = samples.skip(delivered)
+        if skipped < delivered:
+            raise not_of_this_stream(delivered, f"it ended after {skipped}")
+        if delivered % cut.batch_size:  # an incomplete batch is the last one
+            if samples.take(1):
+                why = f"it goes on there, in the middle of a batch of {cut.batch_size}"
+                raise not_of_this_stream(delivered, why)
+            return
+        first = delivered // cut.batch_size
         step, seen = first, ""
         while read := samples.take(cut.batch_size):
             if len(read) < cut.batch_size and cut.drop_last:
@@ -126,10 +135,10 @@ class _Seeded:
                 what = "the stream"
                 raise unreadable(what, rank, error) from error
 
-    def skip(self, count: int) -> None:
-        """Read the next `count` samples, or as many as there are, and keep none."""
+    def skip(self, count: int) -> int:
+        """Read the next `count` samples, or as many as there are; keep none, return how many."""
         with kept_generators():
-            deque(islice(self._each(), count), maxlen=0)
+            return sum(1 for _ in islice(self._each(), count))
 
     def take(self, count: int) -> list[Any]:
         """Return the next `count` samples, or as many as there are."""
@@ -148,6 +157,14 @@ class _Seeded:
                 what = f"sample {self._drawn - 1} of the stream"
                 raise unreadable(what, self._rank, error) from error
             yield sample
+
+
+def not_of_this_stream(delivered: int, why: str) -> ValueError:
+    """Return the error of a loader that is to go on where this stream has no such place."""
+    return ValueError(
+        f"`state` must have been taken of this stream, but its `delivered` is {delivered} samples, "
+        f"and {why}: pass the stream that it was taken of, and look at what was saved"
+    )
 
 
 def alike(steps: Iterator[Fetched], first: int) -> Iterator[Fetched]:

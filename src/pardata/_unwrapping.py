@@ -6,6 +6,8 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from pardata._argument_checks import check_module
+
 
 class Wrapper(nn.Module):
     """A wrapper of pardata's own, which is none of PyTorch's classes."""
@@ -25,11 +27,15 @@ def unwrap(model: nn.Module) -> nn.Module:
     that is not wrapped, or that ``fully_shard`` changed in place (strategy ``"fsdp"``), comes back
     as it is. Not collective.
 
+    Raises:
+        TypeError: for what is no module.
+
     >>> import torch
     >>> net = torch.nn.Linear(2, 2)
     >>> unwrap(torch.nn.DataParallel(net)) is net
     True
     """
+    check_module(model)
     *_, innermost = layers(model)
     return innermost
 

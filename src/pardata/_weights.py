@@ -49,26 +49,25 @@ def load_weights(
             parameters must stay the objects that the wrapper and the optimizer know.
 
     Raises:
-        TypeError: where there is no mapping of names to tensors.
+        TypeError: where there is no mapping of names to tensors, or no module.
         ValueError: where two names stand for one parameter, or `assign` for a wrapped model.
         RuntimeError: as ``nn.Module.load_state_dict``, for names and shapes that do not match.
+            Under ``"fsdp"`` all are raised on every rank.
 
     >>> net = nn.Linear(1, 1)
     >>> load_weights(net, {"module.weight": torch.ones(1, 1), "module.bias": torch.zeros(1)})
     LoadedKeys(missing_keys=[], unexpected_keys=[])
     """
     plain = unwrap(model)
-    if assign and (plain is not model or is_sharded(plain)):
+    if is_sharded(plain):
+        return _load_sharded(plain, state_or_path, strict=strict, assign=assign)
+    if assign and plain is not model:
         raise ValueError(NO_ASSIGN)
-    if isinstance(state_or_path, str | os.PathLike):
-        state_or_path = read_weights(state_or_path)
-    state = _checked_state(state_or_path)
+    state = _read_state(state_or_path)
     for layer in layers(model):
         if isinstance(layer, Wrapper):
             layer.check_state(state)
     state = _renamed(state, plain)
-    if is_sharded(plain):
-        return _load_sharded(plain, state, strict=strict)
     return LoadedKeys(*plain.load_state_dict(state, strict=strict, assign=assign))
 
 
@@ -97,16 +96,22 @@ def check_in_sync(model: nn.Module) -> None:
     there is nothing to differ.
 
     Raises:
+        TypeError: for what is no module, on every rank.
         RuntimeError: names the first parameter that differs, how many do, and the ranks.
 
     >>> check_in_sync(nn.Linear(2, 2))
     """
     here = require_world("check_in_sync")
-    if here.size == 1:
-        return
-    whole = [(name, t) for name, t in unwrap(model).state_dict().items() if _is_whole(t)]
-    digests = {name: _digest(tensor) for name, tensor in whole}
-    told = agree(here, "check_in_sync", lambda: {"all": _combined(digests)})
+    digests: dict[str, str] = {}
+
+    def combined() -> dict[str, object]:
+        plain = unwrap(model)
+        if here.size > 1:
+            whole = [(name, t) for name, t in plain.state_dict().items() if _is_whole(t)]
+            digests.update((name, _digest(tensor)) for name, tensor in whole)
+        return {"all": _combined(digests)}
+
+    told = agree(here, "check_in_sync", combined)
     if len({str(facts["all"]) for facts in told}) == 1:
         return
     told = agree(here, "check_in_sync (in detail)", lambda: digests)
@@ -129,9 +134,18 @@ def check_in_sync(model: nn.Module) -> None:
     raise RuntimeError(msg)
 
 
-def _checked_state(state: object) -> Mapping[str, Any]:
+def _read_state(state: object) -> Mapping[str, Any]:
+    if isinstance(state, str | os.PathLike):
+        state = read_weights(state)
     if not isinstance(state, Mapping):
         msg = f"`state_or_path` must be a state dict or a path, but is a {type(state).__name__}"
+        raise TypeError(msg)
+    odd = [key for key in state if not isinstance(key, str)]
+    if odd:
+        msg = (
+            f"`state_or_path` must map names to tensors, but has the key {odd[0]!r} "
+            f"({type(odd[0]).__name__}): pass what a model's state_dict() returned"
+        )
         raise TypeError(msg)
     nested = [
         key
@@ -195,13 +209,34 @@ def _core(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _PREFIXES)
 
 
-def _load_sharded(plain: nn.Module, state: dict[str, Any], *, strict: bool) -> LoadedKeys:
+def _load_sharded(
+    plain: nn.Module, state_or_path: object, *, strict: bool, assign: bool
+) -> LoadedKeys:
     # Costs half a second, which whoever has a sharded model has paid already.
     from torch.distributed.checkpoint.state_dict import (  # noqa: PLC0415
         StateDictOptions,
         set_model_state_dict,
     )
 
+    found: list[tuple[dict[str, Any], LoadedKeys]] = []
+
+    def check() -> dict[str, object]:
+        if assign:
+            raise ValueError(NO_ASSIGN)
+        state = _renamed(_read_state(state_or_path), plain)
+        found.append((state, _keys_of(plain, state, strict=strict)))
+        return {}
+
+    # The ranks load together, so none begins where another cannot.
+    agree(require_world("load_weights"), "load_weights", check)
+    ((state, keys),) = found
+    whole = not any(hasattr(value, "full_tensor") for value in state.values())
+    options = StateDictOptions(full_state_dict=whole, strict=False)
+    set_model_state_dict(plain, state, options=options)
+    return keys
+
+
+def _keys_of(plain: nn.Module, state: dict[str, Any], *, strict: bool) -> LoadedKeys:
     # PyTorch passes over names that are missing, strict or not: look here.
     names = plain.state_dict().keys()
     keys = LoadedKeys(
@@ -214,9 +249,6 @@ def _load_sharded(plain: nn.Module, state: dict[str, Any], *, strict: bool) -> L
             f"model, or strict=False"
         )
         raise RuntimeError(msg)
-    whole = not any(hasattr(value, "full_tensor") for value in state.values())
-    options = StateDictOptions(full_state_dict=whole, strict=False)
-    set_model_state_dict(plain, state, options=options)
     return keys
 
 

@@ -10,13 +10,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pardata._agreement import agree
-from pardata._argument_checks import check_flag, checked_device
+from pardata._argument_checks import check_flag, check_module, checked_device
 from pardata._buffers import EqualBuffers
 from pardata._data_parallel import ReadThroughDP
 from pardata._distributed import ReadThroughDDP
 from pardata._exact import ExactModel, check_kernels, kernels
 from pardata._logging import get_logger
-from pardata._model_checks import check_module, check_options, check_same_models, signature
+from pardata._model_checks import check_not_wrapped, check_options, check_same_models, signature
 from pardata._store import require_same
 from pardata._sync_batch_norm import check_batch_norms, is_synchronised, synchronise_batch_norms
 from pardata._unwrapping import unwrap
@@ -89,7 +89,8 @@ def wrap_model(
         strategy = "ddp" if here.size > 1 else "none"
 
     def checked() -> dict[str, object]:
-        check_module(model, strategy)
+        check_module(model)
+        check_not_wrapped(model, strategy)
         _check_strategy(strategy)
         check_options(strategy, options)
         check_flag("sync_batchnorm", sync_batchnorm)

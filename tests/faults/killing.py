@@ -66,8 +66,9 @@ def killed(run_dir, kills, sizes, seed, *options):
         with torchrun(log, run_dir, chance.choice(sizes), *options) as agent:
             while sum(story.kills.values()) < kills and agent.poll() is None:
                 moment = chance.choice([*MOMENTS, "any time", "any time", "after progress"])
-                if wait_for(moment, run_dir, agent, chance):
-                    who = kill(agent, chance)
+                if not story.kills and not has_cache(run_dir):
+                    moment = "caching"  # there is no other time for it
+                if wait_for(moment, run_dir, agent, chance) and (who := kill(agent, chance)):
                     name = f"{who}, {moment}"
                     story.kills[name] = story.kills.get(name, 0) + 1
             if sum(story.kills.values()) >= kills:
@@ -80,15 +81,21 @@ def killed(run_dir, kills, sizes, seed, *options):
     return story
 
 
+def has_cache(run_dir):
+    return (run_dir / "cache" / "pardata-cache.json").exists()
+
+
 def wait_for(moment, run_dir, agent, chance):
     """Wait for a moment to kill; return whether it came."""
-    if moment == "caching" and (run_dir / "cache" / "pardata-cache.json").exists():
+    if moment == "caching" and has_cache(run_dir):
         return False  # once is enough for a cache
     deadline = time.monotonic() + 60
     before = set(run_dir.glob("checkpoints/attempt-*-step-*"))
     until = time.monotonic() + chance.uniform(0, 8)
     while time.monotonic() < deadline and agent.poll() is None:
         if children(agent.pid):
+            if moment == "caching" and has_cache(run_dir):
+                return False
             if moment in MOMENTS:
                 came = any(run_dir.glob(MOMENTS[moment]))
             elif moment == "after progress":
@@ -102,10 +109,10 @@ def wait_for(moment, run_dir, agent, chance):
 
 
 def kill(agent, chance):
-    """Kill one rank, some, all, or all with their launcher; return which."""
+    """Kill one rank, some, all, or all with their launcher; return which, if any were there."""
     ranks = children(agent.pid)
     if not ranks:
-        return "nobody"
+        return None  # they have ended just now
     who = chance.choice(["one rank", "one rank", "some ranks", "all ranks", "all and the launcher"])
     count = {"one rank": 1, "some ranks": chance.randint(1, len(ranks))}.get(who, len(ranks))
     victims = chance.sample(ranks, count)

@@ -65,6 +65,7 @@ class Run:
             raise TimeoutError  # as the others say
 
     def disk_is_full(self, _culprit):
+        self.background.wait()  # the limit is that of the process
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))

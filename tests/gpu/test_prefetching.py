@@ -283,3 +283,20 @@ def test_batches_are_pinned_for_the_copy_unless_told_not_to():
         )
         assert [batch.tensor.tolist() for batch in loader] == [[0, 1], [2, 3]]
     assert seen == [True, True, False, False]
+
+
+# --- data that is on the GPU already
+
+
+def test_rows_of_tensors_on_the_gpu_are_read_there():
+    data = TensorDataset(torch.arange(10, device=DEVICE), torch.arange(10))
+    for on_gpu, on_cpu in make_loader(data, 4, shuffle=True, seed=1):
+        assert on_gpu.device == DEVICE
+        assert torch.equal(on_gpu.cpu(), on_cpu.cpu())
+
+
+def test_an_index_out_of_range_leaves_the_gpu_usable():
+    data = TensorDataset(torch.arange(10, device=DEVICE))
+    with pytest.raises(RuntimeError, match="index 99 is out of range for 10 samples"):
+        list(make_loader(data, 2, sampler=[0, 99]))
+    assert torch.ones(1, device=DEVICE).item() == 1

@@ -236,6 +236,13 @@ def test_what_is_said_beside_a_group_is_believed(env, expected):
 # --- a launcher, and init not called
 
 NET, DATA = nn.Linear(2, 2), TensorDataset(torch.arange(8))
+
+
+def export_of_nothing():
+    with contextlib.suppress(FileNotFoundError):  # there is no checkpoint
+        pardata.Checkpointer("nowhere").export("nowhere.pt")
+
+
 NEED_A_GROUP = {
     "barrier": pardata.barrier,
     "rank_zero_first": lambda: pardata.rank_zero_first().__enter__(),
@@ -255,7 +262,7 @@ NEED_A_GROUP = {
     "progress": lambda: pardata.progress([1]),
     "Checkpointer.save": lambda: pardata.Checkpointer("nowhere").save(1, best=0.5),
     "Checkpointer.restore": lambda: pardata.Checkpointer("nowhere").restore(model=NET),
-    "Checkpointer.export": lambda: pardata.Checkpointer("nowhere").export("nowhere.pt"),
+    "Checkpointer.export": export_of_nothing,
     "StopSignal.agreed": lambda: pardata.StopSignal().agreed(),
 }
 NEED_NONE = {

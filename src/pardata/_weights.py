@@ -54,6 +54,7 @@ def load_weights(
         RuntimeError: as ``nn.Module.load_state_dict``, for names and shapes that do not match.
             Under ``"fsdp"`` all are raised on every rank.
 
+    >>> import torch
     >>> net = nn.Linear(1, 1)
     >>> load_weights(net, {"module.weight": torch.ones(1, 1), "module.bias": torch.zeros(1)})
     LoadedKeys(missing_keys=[], unexpected_keys=[])

@@ -247,7 +247,7 @@ def test_epoch_compares_with_the_tutorial_and_with_batches_that_are_ready(tmp_pa
 @needs_proc
 def test_memory_counts_what_ranks_and_workers_have_and_all_read_the_same(tmp_path, short_tmp):
     text = output_of(
-        "memory.py", "--rounds", 1, "--megabytes", 40, "--ranks", 2, "--workers", 1,
+        "memory.py", "--rounds", 1, "--megabytes", 160, "--ranks", 2, "--workers", 1,
         "--directory", short_tmp, "--save", tmp_path,
         cwd=tmp_path,
         env={"TMPDIR": short_tmp},

@@ -76,6 +76,8 @@ def main():
                     step += 1
                     if step % args.save_every == 0:
                         saver.save(step, seen=seen, **run)
+            # Also where it was killed right after its last save: what that left is for a save.
+            saver.save(step, seen=seen, **run)
         pardata.get_logger("faults").info(
             "ended %d %s %d %d", step, pardata.fingerprint(model), seen.min(), seen.max()
         )

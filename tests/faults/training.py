@@ -67,7 +67,7 @@ def main():
         if restored := saver.restore(**run):
             seen, step = restored["seen"], restored["step"]
         with saver:
-            while step % len(loader) or not is_enough(args, step):
+            while step % len(loader) or not step or not is_enough(args, step):
                 for batch in loader:
                     optimizer.zero_grad()
                     pardata.backward(model, mean_loss, batch)

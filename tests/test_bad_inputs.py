@@ -107,7 +107,7 @@ def test_a_rank_that_did_nothing_wrong_may_be_told_which_one_did():
 
 
 def test_what_depends_on_the_machine_is_left_out():
-    assert stable("in /tmp/a-1/b.py, at 127.0.0.1:29500") == "in …/b.py, at 127.0.0.1:…"
+    assert stable("in /some/a-1/b.py, at 127.0.0.1:29500") == "in …/b.py, at 127.0.0.1:…"
     assert stable("there is none; there are a, b") == "there is none; there are …"
     assert stable("word " * 200).endswith("word …")
 

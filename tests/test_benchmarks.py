@@ -257,8 +257,7 @@ def test_memory_counts_what_ranks_and_workers_have_and_all_read_the_same(tmp_pat
     _, copies = saved(tmp_path, "memory")["tables"].values()
     (cached,), (tensors,) = (row["values"] for row in copies)
     # Sizes and not times: of the tensors each of the two ranks has a copy.
-    # One copy is what is to be seen; a kernel that takes idle pages back hides a part of it.
-    assert tensors - cached > 0.2
+    assert tensors - cached > 0.5
     assert left_in(short_tmp) == []
 
 

@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ SCOPE = {
     "nn": nn,
     "sys": sys,
     "threading": threading,
+    "timedelta": timedelta,
     "Path": Path,
     "TensorDataset": TensorDataset,
     "RandomSampler": RandomSampler,

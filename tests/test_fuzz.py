@@ -272,7 +272,7 @@ def try_to_load(data):
         error = None
         try:
             load_weights(model, file)
-        except Exception as raised:  # noqa: BLE001  # PyTorch has many for a damaged file
+        except (RuntimeError, TypeError, ValueError) as raised:
             error = raised
         assert [path.name for path in Path(directory).iterdir()] == ["weights.pt"]
     return error, model, before
@@ -347,7 +347,7 @@ def test_a_file_that_carries_code_is_refused_and_the_code_is_not_run(call, place
             torch.save(content, file, _use_new_zipfile_serialization=form == "torch")
         else:
             file.write_bytes(pickle.dumps(content, protocol=int(form[-1])))
-        with pytest.raises(Exception, match=r"(?i)weights.only|unsupported|persistent|magic|proto"):
+        with pytest.raises(RuntimeError, match="must be a file of weights"):
             load_weights(net(), file)
         assert [path.name for path in Path(directory).iterdir()] == ["weights.pt"]
 

@@ -132,6 +132,8 @@ CASES = {
                 "PARDATA_JOINED": "1 torchrun:{rank}/2@127.0.0.1:{port}"}, "RuntimeError",
                "this process inherited the variables of rank", "which process 1 has already joined",
                "PARDATA_LAUNCHER=none"),
+        launch("`init(timeout=5)`", {}, "TypeError", "`timeout` must be a datetime.timedelta",
+               "but is 5", code="init(timeout=5)"),
         launch("`init(device='gpu')`", {}, "RuntimeError", "gpu", code="init(device='gpu')",
                ours=False),
         launch("two ranks on a machine with one GPU", TORCHRUN, "RuntimeError",

@@ -255,8 +255,11 @@ CASES["load_weights"] = [
     case("load_weights(wrapped(), net().state_dict(), assign=True)", "ValueError",
          "`assign` must be False for a wrapped model"),
     case("load_weights(net(), 'none.pt')", "FileNotFoundError", "none.pt", ours=False),
-    case("saved(Code())", "UnpicklingError", "Weights only load failed", ours=False,
+    case("saved(Code())", "RuntimeError", "weights.pt must be a file of weights",
+         "cannot be read as one (UnpicklingError: Weights only load failed)",
          label="a file that runs code when it is unpickled"),
+    case("saved(b'PK' + bytes(100))", "RuntimeError", "weights.pt must be a file of weights",
+         "is it complete", label="a damaged file"),
     case("saved([1, 2])", "TypeError", "`state_or_path` must be a state dict or a path",
          label="a file that holds something else"),
 ]  # fmt: skip

@@ -21,6 +21,7 @@ CALLS = {
     "collective": lambda: pardata.all_reduce_mean(1.0),
     "barrier": lambda: pardata.barrier("epoch 3"),
     "call": lambda: pardata.rank_zero_call(str, 1),
+    "stop": lambda: vote(),
     "late": lambda: (time.sleep(3), pardata.all_gather(1.0)),
     "own": lambda: torch.distributed.all_reduce(torch.ones(1)),
     "second": lambda: (after_the_second_note(), pardata.all_reduce_mean(1.0)),
@@ -31,6 +32,11 @@ def after_the_second_note():
     while pardata._world.channel().store.add("trouble/count", 0) < 2:
         time.sleep(0.02)
     time.sleep(0.8)
+
+def vote():
+    with pardata.StopSignal() as stop:
+        while not stop.agreed():
+            time.sleep(0.1)
 
 def until_told():
     while not Path("go").exists():
@@ -43,10 +49,13 @@ if here.rank == bad:
     if "flight" in sys.argv:  # as a vote on the next step is
         work = torch.distributed.all_reduce(torch.ones(1), async_op=True)
     time.sleep(1)
+    if "exit" in sys.argv:
+        with here:
+            sys.exit(3)
     raise ValueError("boom\\nand more")
 CALLS[calls[here.rank]]()
 """
-BOOM = "ValueError: boom (train.py:32)"
+BOOM, EXIT = "ValueError: boom (train.py:41)", "SystemExit: 3 (train.py:40)"
 
 
 def torchrun(script, size, short_tmp, arguments):
@@ -90,11 +99,12 @@ def ended(calls, bad, *more, variables=torchrun_variables):
             for rank in ranks:
                 rank.kill()
                 rank.wait()
-    assert [rank.returncode for rank in ranks] == [1, 1, 1], errors
+    codes = [3 if "exit" in more and rank == bad else 1 for rank in range(3)]
+    assert [rank.returncode for rank in ranks] == codes, errors
     said = [[line for line in text.splitlines() if "/3] " in line] for text in errors]
     assert all(len(lines) == 1 for lines in said), errors
-    assert f"[{bad}/3] failed: {BOOM}" == said[bad][0]
-    assert "ValueError: boom\n" in errors[bad]
+    assert f"[{bad}/3] failed: {EXIT if 'exit' in more else BOOM}" == said[bad][0]
+    assert ("ValueError: boom\n" in errors[bad]) == ("exit" not in more)
     return [(line, text) for (line,), text in zip(said, errors, strict=True)]
 
 
@@ -127,7 +137,7 @@ def test_who_waits_for_rank_0_or_is_in_a_collective_of_the_users_own_says_so_too
     start = f"[2/3] failed because rank 0 failed first: {BOOM}; here: RuntimeError: "
     assert own.startswith(start)
     assert "Connection" in own
-    assert own.endswith("(train.py:11)")
+    assert own.endswith("(train.py:12)")
     assert "Traceback" in text
 
 
@@ -215,3 +225,11 @@ def test_a_hook_that_came_later_stays(monkeypatch):
     sys.excepthook = ours
     remove()
     assert sys.excepthook is before
+
+
+def test_an_exit_that_is_no_success_is_told_as_an_exception_is(script):
+    for rank, (line, text) in enumerate(ended("stop,,barrier", 1, "exit")):
+        if rank != 1:
+            assert line.startswith(f"[{rank}/3] failed because rank 1 failed first: {EXIT}; here: ")
+            call = "StopSignal.agreed" if rank == 0 else "barrier('epoch 3')"
+            assert f"`{call}` must be reached by every rank, but rank 1 of 3 failed first" in text

@@ -1,5 +1,6 @@
 """Checks of what many functions take: a module, a data set, a flag, a device."""
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -30,6 +31,16 @@ def check_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
         msg = f"`{name}` must be True or False, but is {value!r}"
         raise TypeError(msg)
+
+
+def check_timeout(timeout: object) -> None:
+    """Refuse what is no time to wait."""
+    if not isinstance(timeout, timedelta):
+        msg = f"`timeout` must be a datetime.timedelta, as timedelta(minutes=5), but is {timeout!r}"
+        raise TypeError(msg)
+    if timeout <= timedelta(0):  # torch's stores take 0 for no end
+        msg = f"`timeout` must be more than 0, but is {timeout.total_seconds():g} s"
+        raise ValueError(msg)
 
 
 def checked_device(device: Any) -> torch.device:

@@ -9,10 +9,11 @@ from datetime import timedelta
 import torch
 
 from pardata._allocator import keep_freed_memory
+from pardata._argument_checks import check_timeout
 from pardata._environment import Launch, detect
 from pardata._joining import join
 from pardata._logging import get_logger
-from pardata._uncaught import report_uncaught
+from pardata._uncaught import report_exit, report_uncaught
 from pardata._world import (
     Joined,
     World,
@@ -71,6 +72,8 @@ def init(
         ...     world.rank, world.size
         (0, 1)
     """
+    if timeout is not None:
+        check_timeout(timeout)
     before = joined()
     opted_out = os.environ.get("PARDATA_LAUNCHER") == "none" and before is None
     if is_child() or (opted_out and default_group() is not None):
@@ -84,7 +87,7 @@ def init(
     else:
         found = _join(backend, timeout, chosen)
     if found.world.size > 1:
-        found = replace(found, on_leaving=report_uncaught())
+        found = replace(found, on_leaving=report_uncaught(), on_failed_exit=report_exit)
     remember(found)
     _log.info("%s", _found_text(found.world))
     if found.world.device.type == "cpu" and tune_cpu and os.environ.get("PARDATA_TUNE_CPU") != "0":

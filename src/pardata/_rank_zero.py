@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from typing_extensions import TypeVarTuple, Unpack
 
 from pardata import _store
+from pardata._argument_checks import check_timeout
 from pardata._call_site import call_site
 from pardata._failure import Failure
 from pardata._store import Channel
@@ -33,11 +34,15 @@ def barrier(name: str = "", timeout: timedelta | None = None) -> None:
         timeout: the group's own if not given.
 
     Raises:
+        TypeError: for a `timeout` that is no `timedelta`.
+        ValueError: for one that is not more than 0.
         TimeoutError: names the ranks that did not come.
         RuntimeError: where other ranks are in another call.
 
     >>> barrier("data is ready")
     """
+    if timeout is not None:
+        check_timeout(timeout)
     here = require_world("barrier")
     if here.size > 1:
         line = channel()
@@ -64,6 +69,7 @@ def rank_zero_first(*, local: bool = False, timeout: timedelta = _HOURS) -> Iter
     >>> with rank_zero_first(local=True):
     ...     pass  # download, unless the files are there
     """
+    check_timeout(timeout)
     here = require_world("rank_zero_first")
     section = _Section(here, "rank_zero_first", local=local)
     if here.size == 1:
@@ -98,6 +104,7 @@ def rank_zero_call(
     >>> rank_zero_call(sorted, [2, 1])
     [1, 2]
     """
+    check_timeout(timeout)
     here = require_world("rank_zero_call")
     if here.size == 1:
         return fn(*args)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from typing_extensions import Self
 
 from pardata._logging import get_logger
+from pardata._trouble import explained
 from pardata._world import World, require_world
 
 _log = get_logger(__name__)
@@ -77,7 +78,8 @@ class StopSignal:
         """Return what all ranks said at the call before."""
         if self._work is None or self._told is None:
             return False
-        self._work.wait()
+        with explained("StopSignal.agreed"):
+            self._work.wait()
         self._work = None
         asked, most, minus_least = self._told.tolist()
         if most != -minus_least:
@@ -122,7 +124,8 @@ class StopSignal:
     ) -> None:
         self._stop_listening()
         if kind is None and self._work is not None:
-            self._work.wait()  # all ranks have sent equally often
+            with explained("the end of StopSignal"):
+                self._work.wait()  # all ranks have sent equally often
             self._work = None
 
     def _stop_listening(self) -> None:

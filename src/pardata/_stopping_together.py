@@ -9,6 +9,7 @@ import torch.distributed as dist
 from pardata._agreement import agree
 from pardata._reading import Fetched
 from pardata._store import ranks_text, require_same
+from pardata._trouble import explained
 from pardata._world import World
 
 
@@ -25,7 +26,8 @@ class _Vote:
 
     def sums(self) -> list[int]:
         """Return how many failed, how many have one, and their samples and squares of those."""
-        self._work.wait()
+        with explained("the next step of an IterableDataset"):
+            self._work.wait()
         sums: list[int] = self._sums.tolist()
         return sums
 

@@ -45,14 +45,14 @@ class _UncaughtHook:
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         found = joined()
-        mine = found is not None and found.world.size > 1 and not is_child()
-        if mine and found is not None:
-            with suppress(Exception):  # the traceback is printed whatever happens here
-                _report(error, found)
+        if found is None or is_child():
+            (self._next or sys.__excepthook__)(kind, error, trace)
+            return
+        with suppress(Exception):  # the traceback is printed whatever happens here
+            _report(error, found)
         (self._next or sys.__excepthook__)(kind, error, trace)
-        if mine and found is not None:
-            with suppress(Exception):
-                _part(found)
+        with suppress(Exception):
+            _part(found)
 
 
 _hook = _UncaughtHook()
@@ -62,6 +62,15 @@ def report_uncaught() -> Callable[[], None]:
     """Log an uncaught exception and tell the other ranks of it; return what takes this back."""
     _hook.install()
     return _hook.remove
+
+
+def report_exit(error: BaseException) -> None:
+    """Log a SystemExit that is no success and tell the other ranks of it."""
+    found = joined()
+    if found is not None and not is_child():
+        with suppress(Exception):  # the process ends whatever happens here
+            _report(error, found)
+            _part(found)
 
 
 def _report(error: BaseException, found: Joined) -> None:

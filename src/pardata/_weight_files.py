@@ -10,10 +10,29 @@ from torch import Tensor
 
 
 def read_weights(path: str | os.PathLike[str]) -> Any:
-    """Return what is in a file of weights, on the CPU, without running code."""
-    if Path(path).suffix == ".safetensors":
-        return _safetensors(path).load_file(path)
-    return torch.load(path, map_location="cpu", weights_only=True)
+    """Return what is in a file of weights, on the CPU, without running code.
+
+    Raises:
+        OSError: for what cannot be opened.
+        RuntimeError: for a file that holds something else, or is damaged.
+    """
+    tensors = _safetensors(path) if Path(path).suffix == ".safetensors" else None
+    try:
+        if tensors is not None:
+            return tensors.load_file(path)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:
+        # Of a damaged file, torch and safetensors raise almost anything, and name no file.
+        # What torch says after its first sentence is how to run the code in it all the same.
+        why = f"{type(error).__name__}: {_first_sentence(error)}"
+        msg = (
+            f"{os.fspath(path)} must be a file of weights, written by torch.save or as "
+            f"safetensors, but cannot be read as one ({why}): is it complete, and does it hold "
+            f"nothing but tensors?"
+        )
+        raise RuntimeError(msg) from error
 
 
 def write_weights(path: Path, state: Mapping[str, Any]) -> None:
@@ -82,3 +101,7 @@ def _safetensors(path: str | os.PathLike[str]) -> Any:
         msg = f"{path} needs safetensors, which are not installed: pip install safetensors"
         raise ImportError(msg) from error
     return safetensors.torch
+
+
+def _first_sentence(error: Exception) -> str:
+    return str(error).partition("\n")[0].partition(". ")[0]

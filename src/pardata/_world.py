@@ -84,6 +84,9 @@ class World:
             _leave()
         elif self._leaves:
             atexit.unregister(_leave_at_exit)  # a SystemExit is forgotten by then
+            found = joined()
+            if isinstance(error, SystemExit) and error.code and found is not None:
+                found.on_failed_exit(error)
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,8 @@ class Joined:
     hosts_store: bool
     made_here: bool
     on_leaving: Callable[[], None] = lambda: None
+    # For a SystemExit that is no success: `sys.excepthook` never hears of it.
+    on_failed_exit: Callable[[BaseException], None] = lambda _: None
 
 
 _joined: Joined | None = None

@@ -65,6 +65,7 @@ class Said:
 
 
 FAILED_FIRST = r"rank <C> of 3 failed first: OSError: the disk is on fire \(\S*one_rank\.py:\d+\)"
+EXITED = r"rank <C> of 3 failed first: SystemExit: 3 \(\S*one_rank\.py:\d+\)"
 DID_NOT_COME = (
     r"`backward` must be reached by every rank, but ranks? (<O>, )?<C>(, <O>)? of 3 did not come"
 )
@@ -74,7 +75,7 @@ STORE_IS_GONE = r"the (process that serves the )?group's store"
 
 FAULTS = [
     Fault("raises", "raises an `OSError`", SOON, FAILED_FIRST),
-    Fault("exits", "calls `sys.exit(3)`", IN_TIME, DID_NOT_COME),
+    Fault("exits", "calls `sys.exit(3)`", SOON, EXITED),
     Fault("sleeps", "sleeps for ever", IN_TIME, DID_NOT_COME, ends=False),
     Fault("stopped", "gets SIGSTOP", IN_TIME, DID_NOT_COME, ends=False),
     Fault("killed", "gets SIGKILL", IN_TIME, DID_NOT_COME),
@@ -111,7 +112,7 @@ FAULTS = [
         Fault(name, f"{done}, and serves the store", IN_TIME, says, name != "stopped", True, (0,))
         for name, done, says in [
             ("raises", "raises an `OSError`", f"{FAILED_FIRST}|{STORE_IS_GONE}"),
-            ("exits", "calls `sys.exit(3)`", f"{DID_NOT_COME}|{STORE_IS_GONE}"),
+            ("exits", "calls `sys.exit(3)`", f"{EXITED}|{STORE_IS_GONE}"),
             ("stopped", "gets SIGSTOP", STORE_IS_GONE),
             ("killed", "gets SIGKILL", STORE_IS_GONE),
         ]

@@ -280,3 +280,15 @@ def test_a_script_from_standard_input_is_told_to_become_a_file():
     )
     assert "`run` must be called from a file or a notebook" in done.stderr
     assert "the script is '<stdin>': save it as a file first" in done.stderr
+
+
+def test_a_function_of_no_file_is_told_to_become_one_of_a_file():
+    # As in a notebook's cell, or at the prompt.
+    script = "from pardata.testing import run\ndef inside(): pass\nrun(inside)"
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (
+        "TypeError: `fn` must be importable by the processes that run it, but 'inside' is defined "
+        "in a notebook or an interactive session: write it to a file, in a notebook with "
+        "%%writefile, and import it"
+    ) in done.stderr

@@ -6,6 +6,7 @@ from pardata._checkpoint import Checkpointer as Checkpointer
 from pardata._collectives import all_gather as all_gather
 from pardata._collectives import all_reduce_mean as all_reduce_mean
 from pardata._collectives import all_reduce_sum as all_reduce_sum
+from pardata._distribution import require_alone as _require_alone
 from pardata._init import init as init
 from pardata._loader import Loader as Loader
 from pardata._loading import make_loader as make_loader
@@ -55,3 +56,5 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+_require_alone()

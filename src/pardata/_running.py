@@ -60,7 +60,7 @@ def run(
     Raises:
         ValueError: for a `world_size` below 1, a `timeout` that is no number above 0, and an `env`
             that holds anything but text.
-        TypeError: for a function that cannot be pickled.
+        TypeError: for a function that cannot be pickled, or is of a notebook's cell.
         RuntimeError: in a script that was read from standard input.
         TimeoutError: names the ranks that did not finish, and where each of them was.
         BaseException: what the first rank to fail raised, with that rank's traceback as its
@@ -79,7 +79,7 @@ def run(
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         msg = f"`fn` and its arguments must be importable and picklable, but are not: {error}"
         raise TypeError(msg) from error
-    _require_a_script_that_children_find()
+    _require_a_script_that_children_find(fn)
     with tempfile.TemporaryDirectory(prefix="pardata-run-") as directory:
         meeting = _Meeting(
             directory,
@@ -110,8 +110,16 @@ def _check_timeout_and_env(timeout: object, env: Mapping[str, str] | None) -> No
             raise ValueError(msg)
 
 
-def _require_a_script_that_children_find() -> None:
+def _require_a_script_that_children_find(fn: Callable[..., object]) -> None:
     script = getattr(sys.modules["__main__"], "__file__", None)  # a notebook has none
+    if script is None and getattr(fn, "__module__", None) == "__main__":
+        name = getattr(fn, "__qualname__", type(fn).__qualname__)
+        msg = (
+            f"`fn` must be importable by the processes that run it, but {name!r} is "
+            f"defined in a notebook or an interactive session: write it to a file, in a notebook "
+            f"with %%writefile, and import it"
+        )
+        raise TypeError(msg)
     if script is not None and not Path(script).exists():
         msg = (
             f"`run` must be called from a file or a notebook, for each process imports the script "

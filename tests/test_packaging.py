@@ -1,0 +1,276 @@
+"""What is built, what it holds and asks for, and what an installer makes of it.
+
+Builds without isolation, so that nothing is downloaded: needs `build` and `hatchling`.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import threading
+import zipfile
+from contextlib import contextmanager
+from email.parser import HeaderParser
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import pardata
+from pardata import _distribution
+
+ROOT = Path(__file__).parent.parent
+VERSION = pardata.__version__
+INFO = f"torch_pardata-{VERSION}.dist-info"
+
+pytestmark = pytest.mark.skipif(
+    not (find_spec("build") and find_spec("hatchling") and (ROOT / "src").is_dir()),
+    reason="builds the distribution: needs a checkout, and `pip install build hatchling`",
+)
+
+
+def command(*arguments, cwd=None, **env):
+    """Run a command that must succeed, with no settings for pip but those given."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    kept |= {"PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    done = subprocess.run(
+        [str(argument) for argument in arguments],
+        env={**kept, **env},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A folder with the sdist, and the wheel that was built from it."""
+    folder = tmp_path_factory.mktemp("dist")
+    command(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built):
+    return built / f"torch_pardata-{VERSION}-py3-none-any.whl"
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        return HeaderParser().parsestr(archive.read(f"{INFO}/METADATA").decode())
+
+
+# ------------------------------------------------------------------------ what is in them
+
+
+def test_the_wheel_holds_the_sources_the_licence_and_nothing_else(wheel):
+    source = ROOT / "src"
+    modules = {path.relative_to(source).as_posix() for path in source.glob("pardata/**/*.py")}
+    about = {f"{INFO}/{name}" for name in ("METADATA", "RECORD", "WHEEL", "licenses/LICENSE")}
+    with zipfile.ZipFile(wheel) as archive:
+        assert set(archive.namelist()) == {*modules, "pardata/py.typed", *about}
+    assert {"pardata/__init__.py", "pardata/testing.py"} <= modules
+
+
+def test_the_sdist_holds_what_building_testing_and_documenting_need(built):
+    with tarfile.open(built / f"torch_pardata-{VERSION}.tar.gz") as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {name.partition("/")[0] for name in names} == {
+        *(".ci", ".github", ".gitignore", "benchmarks", "docs", "examples", "src", "tests"),
+        *("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "README.md", "SECURITY.md"),
+        *("PKG-INFO", "pyproject.toml"),
+    }
+    ours = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/**/*.py")}
+    assert ours <= names
+    assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
+
+
+def test_the_distribution_asks_for_torch_and_typing_extensions_alone(metadata):
+    required = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
+    assert [re.split(r"[<>=~ ]", line)[0] for line in required] == ["torch", "typing-extensions"]
+
+
+def test_the_metadata_names_the_distribution_its_licence_and_its_pythons(metadata):
+    assert (metadata["Name"], metadata["Version"]) == ("torch-pardata", VERSION)
+    assert (metadata["License-Expression"], metadata["License-File"]) == ("BSD-3-Clause", "LICENSE")
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert "Typing :: Typed" in metadata.get_all("Classifier")
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert metadata.get_payload() == (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_version_is_the_same_wherever_it_is_written():
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert re.findall(r"^version: (.*)$", citation, flags=re.MULTILINE) == [VERSION]
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## (\S+) - ", changes, flags=re.MULTILINE)[0] == VERSION
+
+
+def test_the_oldest_of_everything_is_what_the_bounds_allow(metadata):
+    # The job "oldest" tests these: a bound that nobody tries is a guess.
+    lines = (ROOT / ".ci" / "oldest.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    tried = ("extra ==", "examples", "test")
+    bounds = {}
+    for line in metadata.get_all("Requires-Dist"):
+        requirement, _, extra = line.partition("; extra == ")
+        if (not extra or extra.strip("'\"") in tried) and ">=" in requirement:
+            name, _, bound = requirement.partition(">=")
+            bounds[name] = bound
+    assert pins == bounds
+
+
+# --------------------------------------------------------------------- what installing does
+
+
+@contextmanager
+def an_index(folder):
+    """Serve a folder on loopback; below it, one folder for each project is an index (PEP 503)."""
+    handler = partial(SimpleHTTPRequestHandler, directory=folder)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+class Environment:
+    """An empty virtual environment."""
+
+    def __init__(self, directory):
+        command(sys.executable, "-m", "venv", "--without-pip", directory)
+        self.directory = directory
+        self.python = directory / ("Scripts" if os.name == "nt" else "bin") / "python"
+        bases = {"base": str(directory), "platbase": str(directory)}
+        self.site = Path(sysconfig.get_path("purelib", vars=bases))
+
+    def pip(self, *arguments):
+        command(sys.executable, "-m", "pip", "--python", self.python, *arguments)
+
+    def lend_packages(self):
+        """Let it import what is installed here, torch above all, but for this distribution."""
+        lent = self.directory / "lent"
+        lent.mkdir()
+        for folder in map(Path, dict.fromkeys(sys.path)):
+            for path in folder.glob("*") if folder.name.endswith("-packages") else ():
+                if "pardata" not in path.name and not (lent / path.name).exists():
+                    (lent / path.name).symlink_to(path)
+        # Behind its own, and without reading the .pth files there: none of them is in force.
+        (self.site / "lent.pth").write_text(f"{lent}\n")
+
+    def run(self, code):
+        """Run code in a folder where there is nothing to import; return what it did."""
+        nowhere = self.directory / "nowhere"
+        nowhere.mkdir(exist_ok=True)
+        return subprocess.run(
+            [self.python, "-c", code],
+            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+            cwd=nowhere,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+
+@pytest.fixture
+def environment(tmp_path):
+    return Environment(tmp_path / "env")
+
+
+RANKS = """
+import pardata
+from pardata.testing import run
+
+if __name__ == "__main__":
+    print(pardata.__file__, run(max, 1, 2, world_size=2))
+"""
+
+
+def test_pip_installs_it_from_an_index_by_its_name_alone(wheel, environment, tmp_path):
+    (tmp_path / "index" / "torch-pardata").mkdir(parents=True)
+    (tmp_path / "index" / "torch-pardata" / wheel.name).symlink_to(wheel)
+    environment.lend_packages()
+    with an_index(tmp_path / "index") as url:
+        environment.pip("install", "--index-url", url, "torch-pardata")
+    done = environment.run(RANKS)
+    where = environment.site / "pardata" / "__init__.py"
+    assert (done.stdout, done.stderr) == (f"{where} [2, 2]\n", "")
+
+
+# --------------------------------------------- the unrelated `pardata` in the same environment
+
+# The files of its releases 0.3.0 and 0.4.0 that an import comes past, with what they import.
+THEIRS = {
+    "__init__.py": "from . import dataset, exceptions, loaders, schema\n"
+    "from ._high_level import init, load_dataset\n",
+    "dataset.py": "from ._dataset import Dataset\n",
+    "_dataset.py": "import pandas\n\nclass Dataset: ...\n",
+    "_high_level.py": "def init(): ...\ndef load_dataset(): ...\n",
+    **{f"{name}.py": "" for name in ("exceptions", "loaders/__init__", "schema")},
+}
+
+
+@pytest.fixture
+def theirs(tmp_path):
+    """A wheel of the other distribution, as far as it matters here."""
+    path = tmp_path / "pardata-0.4.0-py3-none-any.whl"
+    info = "pardata-0.4.0.dist-info"
+    files = {f"pardata/{name}": text for name, text in THEIRS.items()}
+    files[f"{info}/METADATA"] = "Metadata-Version: 2.1\nName: pardata\nVersion: 0.4.0\n"
+    files[f"{info}/WHEEL"] = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    record = "".join(f"{name},,\n" for name in (*files, f"{info}/RECORD"))
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in {**files, f"{info}/RECORD": record}.items():
+            archive.writestr(name, text)
+    return path
+
+
+def last_line(done):
+    assert done.returncode == 1, done.stdout
+    return done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_beside_the_other_pardata_the_first_import_says_so(ours_first, wheel, theirs, environment):
+    for path in (wheel, theirs) if ours_first else (theirs, wheel):
+        environment.pip("install", "--no-deps", "--no-index", path)
+    environment.lend_packages()
+    assert last_line(environment.run("from pardata import init")) == (
+        f"ImportError: `torch-pardata` must not share an environment with the distribution "
+        f"`pardata`, an unrelated data-set tool, but the files of both are in "
+        f"{environment.site / 'pardata'}, and whichever came last has overwritten the other's "
+        f"`__init__.py`: remove both with `python -m pip uninstall --yes pardata "
+        f"torch-pardata`, then run `python -m pip install torch-pardata`"
+    )
+    environment.pip("uninstall", "--yes", "pardata", "torch-pardata")
+    assert not (environment.site / "pardata").exists()
+
+
+def test_the_other_pardata_elsewhere_on_the_path_is_no_trouble(wheel, theirs, environment):
+    environment.pip("install", "--no-deps", "--no-index", wheel)
+    environment.pip(
+        "install", "--no-deps", "--no-index", "--target", environment.site / "x", theirs
+    )
+    environment.lend_packages()
+    with (environment.site / "lent.pth").open("a") as file:
+        file.write(f"{environment.site / 'x'}\n")
+    done = environment.run("import pardata, sys; print(pardata.__version__, sys.path[-1])")
+    assert (done.stdout, done.stderr) == (f"{VERSION} {environment.site / 'x'}\n", "")
+
+
+def test_no_file_of_ours_has_the_name_that_tells_the_other_pardata():
+    assert _distribution._THEIRS not in {path.name for path in ROOT.glob("src/pardata/**/*")}
+    _distribution.require_alone()

@@ -192,6 +192,7 @@ def parse() -> argparse.Namespace:
         "transform whole batches",
     )
     add("--num-workers", type=int, help="loader workers of each process (default: by the cores)")
+    add("--local-rank", help=argparse.SUPPRESS)  # the old torch.distributed.launch gives it
     add("--seed", type=int, default=0, help="of the weights, the order and the noise")
     add("--checkpoint", help="go on from this file")
     add("--run-dir", help="where results go, and whence to go on (default: runs/cifar10-<time>)")

@@ -237,6 +237,7 @@ def parse() -> argparse.Namespace:
         action="store_true",
         help="train in float64: slower, and nearly without rounding",
     )
+    add("--local-rank", help=argparse.SUPPRESS)  # the old torch.distributed.launch gives it
     add("--seed", type=int, default=0, help="of the weights, the order and the noise")
     add("--log-interval", type=int, default=10, help="steps between two losses in the log")
     add("--run-dir", help="where results go, and whence to go on (default: runs/mnist-<time>)")

@@ -1,0 +1,105 @@
+"""Kubernetes: the example is a valid PyTorchJob, and what its pods start trains as ever.
+
+There is no cluster here: the operator's part, a handful of variables, is played by `variables`.
+"""
+
+import copy
+import json
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from namespaces import hosts, require_namespaces
+from programs import EXAMPLES, MNIST, ended, fingerprint, joined, start
+from schema import complaints
+
+yaml = pytest.importorskip("yaml")
+
+pytestmark = pytest.mark.launchers
+
+JOB = yaml.safe_load((EXAMPLES / "kubernetes" / "pytorchjob.yaml").read_text())
+SCHEMA = json.loads((Path(__file__).parent / "pytorchjob.schema.json").read_text())
+
+
+def objections(job):
+    return list(complaints(job, SCHEMA, SCHEMA["definitions"]))
+
+
+def test_the_example_is_a_valid_job():
+    assert objections(JOB) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "objection"),
+    [
+        (["kind"], "PytorchJob", "it.kind must be one of ['PyTorchJob']"),
+        (["metadata", "name"], "MNIST_1", "it.metadata.name must match"),
+        (["spec", "nprocPerNode"], 2, "it.spec.nprocPerNode must be of type string, but is 2"),
+        (["spec", "nProcPerNode"], "2", "it.spec must not have nProcPerNode"),
+        (["spec", "pytorchReplicaSpecs", "Master", "replicas"], 2, "replicas must be one of [1]"),
+        (["spec", "pytorchReplicaSpecs", "Worker", "replicas"], 0, "replicas must be at least 1"),
+        (["spec", "pytorchReplicaSpecs", "Worker", "replicas"], True, "must be of type integer"),
+        (["spec", "pytorchReplicaSpecs", "Worker", "template"], {}, "template must have spec"),
+        (
+            ["spec", "pytorchReplicaSpecs", "Worker", "template"],
+            {"spec": {"containers": []}},
+            "template.spec.containers must hold something",
+        ),
+        (
+            ["spec", "pytorchReplicaSpecs", "Worker", "template"],
+            {"spec": {"containers": [{"name": "torch", "image": "x"}]}},
+            "template.spec.containers[0].name must be one of ['pytorch'], but is 'torch'",
+        ),
+    ],
+)
+def test_a_job_that_the_operator_would_refuse_is_found(path, value, objection):
+    job = copy.deepcopy(JOB)
+    place = job
+    for name in path[:-1]:
+        place = place[name]
+    place[path[-1]] = value
+    found = objections(job)
+    assert len(found) == 1
+    assert objection in found[0]
+
+
+def variables(job, rank, nodes):
+    """Return what the operator (training-operator 1.9) sets in the pod of that rank."""
+    address, port = f"{job['metadata']['name']}-master-0", "23456"
+    processes = int(job["spec"]["nprocPerNode"])
+    return {
+        "PYTHONUNBUFFERED": "1",
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+        "WORLD_SIZE": str(nodes * processes),
+        "RANK": str(rank),  # of the pod
+        "PET_MASTER_ADDR": address,
+        "PET_MASTER_PORT": port,
+        "PET_NODE_RANK": str(rank),
+        "PET_NNODES": str(nodes),
+        "PET_NPROC_PER_NODE": str(processes),
+    }
+
+
+def test_the_pods_train_as_one_process_does(alone, folder):
+    require_namespaces()
+    name, replicas = JOB["metadata"]["name"], JOB["spec"]["pytorchReplicaSpecs"]
+    pods = [f"{name}-{kind.lower()}-0" for kind in replicas]
+    with hosts(*pods) as both, ExitStack() as stack:
+        started = []
+        for rank, (host, replica) in enumerate(zip(both, replicas.values(), strict=True)):
+            (container,) = replica["template"]["spec"]["containers"]
+            program, *options, script = container["command"]
+            assert program == "torchrun"
+            command = [sys.executable, "-m", "torch.distributed.run", *options]
+            command += [EXAMPLES.parent / script, *container["args"]]
+            command += [*MNIST[1:], "--run-dir", folder / "run"]  # the last of two counts
+            with (folder / f"pod{rank}.txt").open("w") as log:
+                agent = start(*host.command(*command), stdout=log, **variables(JOB, rank, 2))
+            started.append(stack.enter_context(ended(agent)))
+        codes = [agent.wait(timeout=300) for agent in started]
+        printed = "".join(file.read_text() for file in sorted(folder.glob("pod*.txt")))
+    assert codes == [0, 0], printed
+    assert joined(printed) == "4 processes on 2 nodes, launched by torchrun"
+    assert fingerprint(printed) == alone

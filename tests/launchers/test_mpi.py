@@ -1,0 +1,94 @@
+"""MPI: what `mpirun` starts are ranks, with Open MPI and with MPICH, on one host and on two."""
+
+import re
+import sys
+
+import pytest
+from namespaces import hosts, require_namespaces
+from packages import require
+from programs import MNIST, WHO, fingerprint, joined, run
+
+pytestmark = pytest.mark.launchers
+
+PYTHON = sys.executable
+
+
+@pytest.fixture
+def open_mpi(monkeypatch):
+    require(["mpirun.openmpi"], ["openmpi-bin"])
+    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "1")
+    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
+    return ["mpirun.openmpi", "--oversubscribe"]
+
+
+@pytest.fixture
+def mpich():
+    require(["mpiexec.mpich"], ["mpich"])
+    return ["mpiexec.mpich"]
+
+
+@pytest.fixture
+def one_and_other(folder):
+    """Two hosts, and a program that starts a command line on one of them, as rsh and ssh do."""
+    require_namespaces()
+    with hosts("one", "other") as both:
+        agent = folder / "rsh"
+        cases = "\n".join(f"{host.name}) exec {_quoted(host)} ;;" for host in both)
+        agent.write_text(f'#!/bin/sh\nhost=$1; shift\nline="$*"\ncase $host in\n{cases}\nesac\n')
+        agent.chmod(0o755)
+        yield *both, agent
+
+
+def _quoted(host):
+    return " ".join([*(f"'{word}'" for word in host.command()), 'sh -c "$line"'])
+
+
+@pytest.mark.parametrize("launcher", ["open_mpi", "mpich"])
+def test_two_ranks_train_as_one_process_does(launcher, alone, folder, request):
+    mpirun = request.getfixturevalue(launcher)
+    printed = run(*mpirun, "-n", 2, PYTHON, *MNIST, "--run-dir", folder / "run")
+    assert joined(printed) == "2 processes on 1 node, launched by mpi"
+    assert fingerprint(printed) == alone
+
+
+def test_open_mpi_starts_ranks_on_two_hosts(open_mpi, one_and_other):
+    one, _, rsh = one_and_other
+    printed = run(
+        *one.command(
+            *open_mpi, "-H", "one,other", "-n", 2, "--mca", "plm_rsh_agent", rsh,
+            "--mca", "oob_tcp_if_include", "eth0", "-x", "PATH", "-x", "MASTER_ADDR",
+            "-x", "TMPDIR", PYTHON, WHO,
+        ),
+        MASTER_ADDR="one",
+    )  # fmt: skip
+    assert sorted(re.findall(r"rank .*", printed)) == [
+        "rank 0/2 local 0/1 node 0/2 mpi sum 3",
+        "rank 1/2 local 0/1 node 1/2 mpi sum 3",
+    ]
+
+
+def test_mpich_starts_ranks_on_two_hosts(mpich, one_and_other):
+    one, _, rsh = one_and_other
+    printed = run(
+        *one.command(
+            *mpich, "-launcher", "rsh", "-launcher-exec", rsh, "-iface", "eth0",
+            "-hosts", "one,other", "-ppn", 1, "-n", 2, PYTHON, WHO,
+        ),
+        MASTER_ADDR="one",
+    )  # fmt: skip
+    assert sorted(re.findall(r"rank .*", printed)) == [
+        "rank 0/2 local 0/1 node 0/2 mpi sum 3",
+        "rank 1/2 local 0/1 node 1/2 mpi sum 3",
+    ]
+
+
+def test_two_hosts_and_no_address_is_an_error_that_says_which_variable(mpich, one_and_other):
+    one, _, rsh = one_and_other
+    command = one.command(
+        *mpich, "-launcher", "rsh", "-launcher-exec", rsh, "-iface", "eth0",
+        "-hosts", "one,other", "-ppn", 1, "-n", 2, PYTHON, WHO,
+    )  # fmt: skip
+    with pytest.raises(AssertionError) as failed:
+        run(*command)
+    assert "`MASTER_ADDR` must be set when MPI spans several hosts (1 of 2" in str(failed.value)
+    assert "add `-genv MASTER_ADDR <host of rank 0>` to the command" in str(failed.value)

@@ -1,0 +1,117 @@
+"""SLURM: tasks are ranks, a batch script's own process is alone, a preempted run goes on."""
+
+import json
+import random
+import re
+import sys
+
+import pytest
+import torch
+from cluster import cluster
+from namespaces import require_namespaces
+from packages import require
+from PIL import Image
+from programs import EXAMPLES, MNIST, WHO, fingerprint, joined, wait_for
+
+pytestmark = pytest.mark.launchers
+
+PYTHON = sys.executable
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    require_namespaces()
+    require(["slurmctld", "slurmd", "srun", "munged"], ["slurm-wlm", "munge"])
+    with cluster(tmp_path_factory.mktemp("slurm")) as made:
+        yield made
+
+
+@pytest.fixture
+def few_images(tmp_path):
+    """What `cifar10.py` is to read: ten steps of noise, for ResNet is slow on a CPU."""
+    noise = random.Random(0)
+    for part, count in (("train", 160), ("test", 16)):
+        for index in range(count):
+            file = tmp_path / part / f"class{index % 2}" / f"{index}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.frombytes("RGB", (32, 32), noise.randbytes(32 * 32 * 3)).save(file)
+    return [
+        "--data", "folder", "--data-dir", tmp_path, "--batch-size", 16, "--model", "resnet18",
+        "--num-workers", 0,
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def submit(slurm, folder):
+    """Submit an example's batch script, in the checkout as its user does; return the job."""
+
+    def submit(script, *arguments, options=()):
+        sbatch = ["sbatch", "--parsable", f"--output={folder / 'out'}", *options]
+        root = EXAMPLES.parent
+        return slurm.run(
+            *sbatch, f"--chdir={root}", EXAMPLES / "slurm" / script, *arguments
+        ).strip()
+
+    return submit
+
+
+def test_two_tasks_train_as_one_process_does(slurm, alone, folder):
+    printed = slurm.run("srun", "-n", 2, PYTHON, *MNIST, "--run-dir", folder / "run")
+    assert joined(printed) == "2 processes on 1 node, launched by slurm"
+    assert fingerprint(printed) == alone
+
+
+def test_a_batch_script_with_four_tasks_on_two_nodes_trains_as_one_process_does(
+    submit, alone, folder
+):
+    submit("srun.sbatch", *MNIST[1:], "--run-dir", folder / "run", options=["--wait"])
+    printed = (folder / "out").read_text()
+    assert joined(printed) == "4 processes on 2 nodes, launched by slurm"
+    assert fingerprint(printed) == alone
+
+
+def test_a_batch_script_with_an_agent_on_each_node_trains_as_one_process_does(
+    submit, alone, folder
+):
+    submit("torchrun.sbatch", *MNIST[1:], "--run-dir", folder / "run", options=["--wait"])
+    printed = (folder / "out").read_text()
+    assert joined(printed) == "4 processes on 2 nodes, launched by torchrun"
+    assert fingerprint(printed) == alone
+
+
+def test_ranks_that_slurm_spreads_unevenly_know_their_place(slurm):
+    # Without --ntasks-per-node it fills the first node.
+    printed = slurm.run("srun", "-N", 2, "-n", 4, PYTHON, WHO)
+    assert sorted(re.findall(r"rank .*", printed)) == [
+        "rank 0/4 local 0/3 node 0/2 slurm sum 10",
+        "rank 1/4 local 1/3 node 0/2 slurm sum 10",
+        "rank 2/4 local 2/3 node 0/2 slurm sum 10",
+        "rank 3/4 local 0/1 node 1/2 slurm sum 10",
+    ]
+
+
+def test_a_plain_python_in_an_allocation_is_a_single_process(slurm, folder):
+    single = "rank 0/1 local 0/1 node 0/1 single sum 1\n"
+    assert single in slurm.run("salloc", "-n", 2, PYTHON, WHO)
+    script = ["--wait", f"--output={folder / 'out'}", "--wrap", f"{PYTHON} {WHO}"]
+    slurm.run("sbatch", "-N", 2, "-n", 4, *script)
+    assert single in (folder / "out").read_text()
+
+
+def test_a_preempted_job_goes_on_by_itself_and_no_step_is_lost(slurm, submit, few_images, folder):
+    out, run_dir = folder / "out", folder / "run"
+    job = submit("requeue.sbatch", *few_images, "--run-dir", run_dir, options=["--exclusive"])
+    wait_for(lambda: out.exists() and "step 10 " in out.read_text())
+    # It needs both nodes, and its partition goes before.
+    slurm.run("srun", "--partition=high", "--exclusive", "--nodes=2", "true")
+    wait_for(lambda: slurm.state(job) == "COMPLETED", 600, out.read_text)
+    printed = out.read_text()
+    assert "got SIGUSR2: the run stops at this step" in printed
+    after = re.search(r"stopped; --run-dir \S+ goes on after step (\d+)", printed)[1]
+    assert f"restored step {after} of " in printed
+    assert printed.count("2 processes on 2 nodes, launched by slurm") == 2
+    assert "Restarts=1" in slurm.run("scontrol", "show", "job", job)
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "train/loss" in line] == [10, 20]
+    assert [line["step"] for line in lines if "test/loss" in line] == [10, 20]
+    assert torch.load(run_dir / "weights.pt", weights_only=True)

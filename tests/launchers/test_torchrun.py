@@ -1,0 +1,131 @@
+"""torchrun: on one host, on two, and while a node dies and another joins."""
+
+import re
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from namespaces import hosts, require_namespaces
+from programs import MNIST, TORCHRUN, ended, fingerprint, joined, run, start, wait_for
+
+pytestmark = pytest.mark.launchers
+
+SIZES = Path(__file__).parent / "sizes.py"
+# Short times until a node counts as gone, and until a smaller world begins without it.
+ELASTIC = [
+    "--nnodes=1:2", "--max-restarts=3",
+    "--rdzv-conf=last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=3",
+]  # fmt: skip
+# Without it torch 2.15's agents cannot take in a node that comes later.
+REJOIN = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+@pytest.fixture
+def two():
+    """Two hosts with a link between them."""
+    require_namespaces()
+    with hosts("one", "other") as both:
+        yield both
+
+
+class Node:
+    """An agent on a host, and what it prints."""
+
+    def __init__(self, host, log, *command, **env):
+        meeting = ["--rdzv-id=1", "--rdzv-backend=c10d", "--rdzv-endpoint=one:29400"]
+        self.log = log
+        with log.open("a") as file:
+            self.agent = start(
+                *host.command(*TORCHRUN, "--nproc-per-node=1", *meeting, *command),
+                stdout=file, **env,
+            )  # fmt: skip
+
+    def printed(self):
+        return self.log.read_text()
+
+
+@pytest.fixture
+def nodes(two, folder):
+    """Start nodes by ``nodes(index, *command)``; at the end all are gone."""
+    with ExitStack() as stack:
+
+        def begin(index, *command, **env):
+            node = Node(two[index], folder / f"node{index}.txt", *command, **env)
+            stack.enter_context(ended(node.agent))
+            return node
+
+        yield begin
+
+
+def ended_well(*started):
+    """Wait for agents and return what they printed."""
+    codes = [node.agent.wait(timeout=300) for node in started]
+    printed = "".join(node.printed() for node in started)
+    assert codes == [0] * len(started), printed
+    return printed
+
+
+def test_two_workers_train_as_one_process_does(alone, folder):
+    printed = run(
+        *TORCHRUN, "--standalone", "--nproc-per-node=2", *MNIST, "--run-dir", folder / "run"
+    )
+    assert joined(printed) == "2 processes on 1 node, launched by torchrun"
+    assert fingerprint(printed) == alone
+
+
+@pytest.mark.parametrize("option", ["--local-rank", "--use-env"])
+def test_the_old_launcher_trains_as_one_process_does(two, alone, folder, option):
+    # It gives the script an argument, --local-rank, but for --use-env. On a host of its own, since
+    # it always takes the same port.
+    options = ["--use-env"] if option == "--use-env" else []
+    printed = run(
+        *two[0].command(
+            sys.executable, "-m", "torch.distributed.launch", *options, "--nproc-per-node=2",
+            *MNIST, "--run-dir", folder / "run",
+        )
+    )  # fmt: skip
+    assert joined(printed) == "2 processes on 1 node, launched by torchrun"
+    assert fingerprint(printed) == alone
+
+
+def test_two_hosts_train_as_one_process_does(nodes, alone, folder):
+    command = ["--nnodes=2", *MNIST, "--run-dir", folder / "run"]
+    printed = ended_well(nodes(0, *command), nodes(1, *command))
+    assert joined(printed) == "2 processes on 2 nodes, launched by torchrun"
+    assert fingerprint(printed) == alone
+
+
+def test_a_node_that_dies_costs_the_steps_since_the_last_checkpoint(two, nodes, alone, folder):
+    command = [*ELASTIC, *MNIST, "--run-dir", folder / "run", "--save-every", 1]
+    one, other = nodes(0, *command), nodes(1, *command)
+    wait_for(
+        lambda: "saved step 1 " in one.printed() + other.printed(),
+        what=lambda: one.printed() + other.printed(),
+    )
+    two[1].power_off()
+    printed = ended_well(one)
+    assert "2 processes on 2 nodes" in printed + other.printed()
+    assert "1 process on 1 node, launched by torchrun" in printed
+    assert fingerprint(printed) == alone
+
+
+def test_a_node_may_die_and_another_join_and_the_run_ends_as_if_nothing_had_been(
+    two, nodes, folder
+):
+    expected = fingerprint(run(sys.executable, SIZES, "--run-dir", folder / "undisturbed"))
+    command = [*ELASTIC, SIZES, "--run-dir", folder / "run", "--wait", "4:2", "8:1", "12:2"]
+    one, other = nodes(0, *command, **REJOIN), nodes(1, *command, **REJOIN)
+
+    def reached(text):
+        wait_for(lambda: text in one.printed() + other.printed(), what=one.printed)
+
+    reached("after step 8 a world of 2 waits for one of 1")
+    two[1].power_off()
+    reached("after step 12 a world of 1 waits for one of 2")
+    again = nodes(1, *command, **REJOIN)
+    printed = ended_well(one, again)
+    assert fingerprint(printed) == expected
+    steps = dict(re.findall(r"step (\d+) in a world of (\d)", printed))
+    assert [steps[str(step)] for step in range(9, 13)] == ["1"] * 4
+    assert [steps[str(step)] for step in (*range(5, 9), *range(13, 17))] == ["2"] * 8

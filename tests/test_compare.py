@@ -1,0 +1,271 @@
+"""examples/compare.py: the real file on real digits, what it runs and what it reads."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+import compare
+import compare_cells
+from compare_cells import Cell, CellError, kept, measured_in
+from compare_machine import machine
+
+EXAMPLES = Path(compare.__file__).parent
+NONE = Cell("mnist", ("--data", "digits"), 1, "none", 1, 0)
+
+
+def written_lines(folder, rows):
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def table_rows(text, header):
+    """Return the cells of the rows of the table whose header begins so."""
+    (table,) = [part for part in text.split("\n\n") if re.match(rf"\| {header}", part)]
+    return [[cell.strip() for cell in line[1:-1].split("|")] for line in table.splitlines()[2:]]
+
+
+# --- the real thing: microbatches of 1000 do not go into batches of 64, and only exact takes any
+
+
+ARGUMENTS = ["--strategies", "none", "ddp", "exact", "--processes", "2", "--workers", "0"]
+WRONG = ["--", "--microbatch-size", "1000"]
+ERROR = "ValueError: `microbatch_size` must be"
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """A comparison of which one cell fails: its folder, and the finished process."""
+    out = tmp_path_factory.mktemp("compare")
+    command = [sys.executable, str(EXAMPLES / "compare.py"), *ARGUMENTS, "--out", str(out), *WRONG]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=1200)
+    return out, done
+
+
+def folder_of(out, strategy):
+    (found,) = (out / "cells").glob(f"{strategy}-*")
+    return found
+
+
+def test_a_table_has_what_the_runs_have_written(compared):
+    out, done = compared
+    (none, ddp, _) = table_rows(done.stdout, "method  .* accuracy, % \\| time")
+    for row, strategy in ((none, "none"), (ddp, "ddp")):
+        last = json.loads((folder_of(out, strategy) / "metrics.jsonl").read_text().splitlines()[-1])
+        assert last["step"] == 22
+        assert row[1:3] == [f"{last['test/accuracy']:.2f}", f"{last['time/epoch']:.2f}"]
+    assert [none[0], ddp[0]] == ["none, 0 workers", "ddp, 2 processes, 0 workers"]
+    assert [row[2] for row in table_rows(done.stdout, "method .* speed-up")] == ["1", "2"]
+    assert f"{machine()}; 20" in done.stdout
+    assert done.stdout.strip() == (out / "tables.md").read_text().strip()
+
+
+def test_a_failed_cell_is_reported_with_the_last_line_of_its_error_and_in_the_exit_status(compared):
+    out, done = compared
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if "FAILED:" in line]
+    assert line.startswith(f"[3/3] exact, 2 processes, 0 workers: FAILED: {ERROR}")
+    assert str(folder_of(out, "exact")) in line
+    assert done.stderr.splitlines()[-1] == "1 of 3 cells FAILED, as said above"
+    assert ["exact, 2 processes, 0 workers", "failed", "", ""] in table_rows(
+        done.stdout, "method  .* accuracy, % \\| time"
+    )
+
+
+def test_progress_names_each_cell_and_its_time(compared):
+    _, done = compared
+    lines = done.stderr.splitlines()
+    assert re.match(r"\[1/3\] none, 0 workers: measured: [\d.]+ s, [\d.]+ s of them wai", lines[0])
+    assert re.match(r"\[2/3\] ddp, 2 processes, 0 workers: measured: ", lines[1])
+
+
+def test_it_draws_what_it_found_and_keeps_no_checkpoints(compared):
+    out, _ = compared
+    assert sorted(path.name for path in out.glob("*.png")) == ["methods.png", "processes.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in out.glob("*.png"))
+    assert not list(folder_of(out, "none").glob("checkpoints"))
+
+
+def test_finished_cells_are_not_run_again(compared, capsys):
+    out, first = compared
+    before = (folder_of(out, "none") / "metrics.jsonl").stat().st_mtime_ns
+    arguments = [word for word in ARGUMENTS if word != "exact"]
+    assert compare.main([*arguments, "--out", str(out), *WRONG]) == 0
+    printed = capsys.readouterr()
+    assert re.findall(r": (kept|measured|FAILED): ", printed.err) == ["kept", "kept"]
+    assert (folder_of(out, "none") / "metrics.jsonl").stat().st_mtime_ns == before
+    header = "method  .* accuracy, % \\| time"
+    assert table_rows(printed.out, header) == table_rows(first.stdout, header)[:2]
+
+
+def test_a_dry_run_lists_what_is_kept_and_what_is_to_run_and_runs_nothing(
+    compared, capsys, tmp_path
+):
+    out, _ = compared
+    assert compare.main(["--dry-run", *ARGUMENTS, "--out", str(out), *WRONG]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines[::2]] == ["kept", "kept", "to run"]
+    assert "torch.distributed.run --standalone --nproc-per-node=2" in lines[3]
+    assert lines[3].endswith("--strategy ddp --num-workers 0 --epochs 1 --data digits --microbatch"
+                             "-size 1000")  # fmt: skip
+    assert compare.main(["--dry-run", "--out", str(tmp_path / "new")]) == 0
+    assert capsys.readouterr().out.count("to run") == 8
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_cell_that_takes_too_long_is_ended_and_has_failed(tmp_path):
+    shown = []
+    with pytest.raises(CellError, match=r"ended after 1\.5 seconds, see --timeout"):
+        compare_cells.run(NONE, tmp_path / "cell", cores=1, timeout=1.5, show=shown.append)
+    assert re.fullmatch(r"\d+ s", shown[0])
+    assert kept(tmp_path / "cell") is None
+
+
+def test_a_rank_that_was_killed_is_named_with_its_signal(tmp_path):
+    die = tmp_path / "die.py"
+    die.write_text("import os\nif os.environ['RANK'] == '1':\n    os.kill(os.getpid(), 9)\n")
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [sys.executable, "-m", *launcher, str(die)],
+        check=False, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    (tmp_path / "stderr.txt").write_text(done.stderr)
+    last_error = compare_cells._last_error(tmp_path, done.returncode)
+    assert last_error == "rank 1 was killed by SIGKILL"
+
+
+# --- what a run leaves
+
+
+@pytest.mark.parametrize(
+    ("err", "out", "status", "text"),
+    [
+        ("Traceback:\n[rank0]: ValueError: no\n\n", "fine\n", 1, "ValueError: no"),
+        ("", "the data could not be downloaded\n", 1, "the data could not be downloaded"),
+        ("\n", "\n", 3, "exit status 3"),
+        ("half way\n", "", -9, "killed by SIGKILL"),
+        ("", "", -250, "killed by signal 250"),
+    ],
+)
+def test_the_last_line_of_an_error_is_found(err, out, status, text, tmp_path):
+    (tmp_path / "stderr.txt").write_text(err)
+    (tmp_path / "stdout.txt").write_text(out)
+    assert compare_cells._last_error(tmp_path, status) == text
+
+
+def test_times_of_epochs_are_added(tmp_path):
+    rows = [
+        {"step": 10, "train/loss": 1.0},
+        {"step": 11, "test/accuracy": 50.0, "time/epoch": 3.0, "time/waiting": 1.0},
+        {"step": 22, "test/accuracy": 60.0, "time/epoch": 2.0, "time/waiting": 0.5},
+    ]
+    assert measured_in(written_lines(tmp_path, rows), 2) == {
+        "accuracy": 60.0, "seconds": 5.0, "waited": 1.5, "steps": 22,
+    }  # fmt: skip
+
+
+def test_times_of_windows_stand_for_the_steps_after_the_last_too(tmp_path):
+    rows = [
+        {"step": 10, "time/data": 1.0, "time/train": 9.0},
+        {"step": 11, "test/accuracy": 50.0},
+        {"step": 20, "time/data": 0.9, "time/train": 8.1},  # of the nine steps of this epoch
+        {"step": 22, "test/accuracy": 60.0},
+    ]
+    found = measured_in(written_lines(tmp_path, rows), 2)
+    assert found == pytest.approx({"accuracy": 60, "seconds": 22, "waited": 2.2, "steps": 22})
+
+
+def test_a_run_that_stopped_early_has_failed(tmp_path):
+    rows = [{"step": 11, "test/accuracy": 50.0, "time/epoch": 3.0, "time/waiting": 1.0}]
+    with pytest.raises(CellError, match=r"^it ended after 1 of 2 epochs$"):
+        measured_in(written_lines(tmp_path, rows), 2)
+    (tmp_path / "metrics.jsonl").unlink()
+    with pytest.raises(CellError, match=r"^it ended after 0 of 1 epoch$"):
+        measured_in(tmp_path, 1)
+
+
+def test_a_run_too_short_for_a_window_has_failed(tmp_path):
+    rows = [{"step": 5, "test/accuracy": 50.0}]
+    with pytest.raises(CellError, match=r"no times in 5 steps: take a smaller --batch-size"):
+        measured_in(written_lines(tmp_path, rows), 1)
+
+
+def test_a_line_that_is_being_written_is_left_out(tmp_path):
+    written_lines(tmp_path, [{"step": 10}])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2')
+    assert compare_cells._rows(tmp_path) == [{"step": 10}]
+
+
+@pytest.mark.parametrize("text", ['{"accuracy": 1', "[]", '{"accuracy": 1}', '{"other": 1}'])
+def test_a_result_that_is_not_whole_is_none(text, tmp_path):
+    assert kept(tmp_path) is None
+    (tmp_path / "result.json").write_text(text)
+    assert kept(tmp_path) is None
+
+
+def test_other_options_epochs_rounds_or_machines_are_other_cells():
+    others = [
+        replace(NONE, options=("--data", "mnist")),
+        replace(NONE, epochs=2),
+        replace(NONE, round=1),
+        replace(NONE, workers=1),
+        replace(NONE, cache=True),
+        replace(NONE, augment=True),
+    ]
+    folders = {cell.folder(Path("out"), "here") for cell in [NONE, NONE, *others]}
+    assert len(folders | {NONE.folder(Path("out"), "there")}) == 8
+
+
+# --- what is run
+
+
+def planned(*arguments):
+    return compare.cells(compare.parse(arguments))
+
+
+def test_none_and_dp_run_in_one_process_and_what_is_named_twice_once():
+    cells = planned("--strategies", "none", "dp", "ddp", "--processes", "2", "3", "2",
+                    "--workers", "0", "4", "--cache", "no", "yes")  # fmt: skip
+    assert len(cells) == len(set(cells)) == 16
+    assert {c.processes for c in cells if c.strategy in ("none", "dp")} == {1}
+    assert {c.processes for c in cells if c.strategy == "ddp"} == {2, 3}
+    for cell in cells:
+        assert ("--cache" in cell.command()) == cell.cache
+        assert ("torch.distributed.run" in cell.command()) == (cell.strategy == "ddp")
+
+
+def test_every_second_round_goes_the_other_way():
+    first, second = planned("--rounds", "2")[:8], planned("--rounds", "2")[8:]
+    assert [cell.once() for cell in second] == first[::-1]
+    assert {cell.round for cell in second} == {1}
+
+
+def test_options_after_two_dashes_reach_the_example():
+    (cell,) = planned(
+        "--strategies", "none", "--workers", "0", "--data-dir", "d", "--", "--lr", "1"
+    )
+    assert cell.command()[-6:] == ["--data", "digits", "--data-dir", "d", "--lr", "1"]
+    assert cell.command()[1].endswith("mnist.py")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--data", "folder"], "--data of --script mnist must be digits or mnist, but is folder"),
+        (["--script", "cifar10", "--augment", "yes"], "cifar10 always augments; leave it out"),
+        (["--workers", "-1"], "must be a whole number from 0 up, but is -1"),
+        (["--processes", "0"], "must be a whole number from 1 up, but is 0"),
+        (["--rounds", "x"], "must be a whole number from 1 up, but is x"),
+    ],
+)
+def test_a_wrong_option_is_refused(arguments, text, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        compare.parse(arguments)
+    assert text in capsys.readouterr().err

@@ -7,6 +7,7 @@ A comment before a code block tells how it runs (unmarked: alone, in this proces
     <!-- ranks: 2 -->                    on that many processes
     <!-- raises: Type: part of text -->  it must raise this, on every rank
     <!-- raises on rank 0: Type: … -->   … on this rank alone
+    <!-- needs: module -->               skipped where that cannot be imported
     <!-- not run: reason -->             for ``text``, the only kind that is not run
 """
 
@@ -34,7 +35,7 @@ from pardata import _logging, _progress, _world
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
     *sorted(ROOT.glob("docs/*.md")),
 ]
 LINKED = [*PAGES, *sorted(ROOT.glob("*/README.md"))]
@@ -46,7 +47,7 @@ MOST_TEXT_BLOCKS = 16
 SHARDS = hasattr(torch.cpu.Stream, "record_event")
 
 RUN = ("python", "pycon", "bash", "console")
-MARKS = re.compile(r"continues( first)?|ranks|raises( on rank \d+)?|not run")
+MARKS = re.compile(r"continues( first)?|ranks|raises( on rank \d+)?|needs|not run")
 
 
 @dataclass(frozen=True)
@@ -211,6 +212,8 @@ def run_doctest(block):
 def test_a_block_runs_as_it_says(block, tmp_path, monkeypatch):
     if '"fsdp")' in block.program and not SHARDS:
         pytest.skip("fully_shard on a CPU needs torch > 2.6")
+    if needed := block.marks.get("needs"):
+        pytest.importorskip(needed)
     monkeypatch.chdir(tmp_path)  # and back
     monkeypatch.setenv("PARDATA_TUNE_CPU", "0")  # it lasts, and the next tests count memory
     if block.language == "python":
@@ -272,9 +275,9 @@ def test_the_commands_for_contributors_are_those_of_ci():
     assert len(commands) >= 6
     # The script takes the line with pytest from the README, word for word.
     assert "readme_command test" in script
-    missing = [part for part in commands if part != "pytest" and part not in script.splitlines()]
-    assert [part for part in missing if part.replace("pip install", "pip install --quiet") not in
-            script] == []  # fmt: skip
+    tests = re.search(r'"\.\[test\]" && (.*)', (ROOT / "README.md").read_text())[1]
+    run = {line.strip().replace("install --quiet", "install") for line in script.splitlines()}
+    assert set(commands) - run == {tests}
 
 
 # ------------------------------------------------------------------------------- links

@@ -95,7 +95,8 @@ def breakdown(site: str, modules: int) -> None:
     ours = [(int(own), int(total), name) for own, total, name in lines[start:]]
     print(f"\n| own us | with its imports, us | of {len(ours)} modules after torch |")
     print("| -----: | -------------------: | --- |")
-    for own, total, name in sorted(ours, reverse=True)[:modules]:
+    package = [line for line in ours if line[2] == "pardata"]  # all of it, whatever its own part is
+    for own, total, name in sorted({*sorted(ours, reverse=True)[:modules], *package}, reverse=True):
         print(f"| {own:,} | {total:,} | {name} |")
     print(f"| {sum(own for own, *_ in ours):,} | | all, slower than without -X importtime |")
 

@@ -68,31 +68,17 @@ def join(
         _stores[launch.identity] = _open_store(launch, patience)
     store, hosts_store = _stores[launch.identity]
     store = _fresh_part(store, launch, patience)
-    failure = None if error is None else Failure.of(error, rank=launch.rank, place="init")
-    text = None if failure is None else failure.to_json()
-    arrival = _Arrival(text, socket.gethostname(), gpu, backend)
-    arrivals = _meet(store, launch, arrival, patience)
+    arrival = _Arrival(_failure_text(error, launch), socket.gethostname(), gpu, backend)
+    line = Channel(dist.PrefixStore("pardata/join", store), patience)
     try:
-        failures = [None if a.failure is None else Failure.from_json(a.failure) for a in arrivals]
-        raise_on_all(failures, launch.rank, error)
-        told: list[dict[str, object]] = [{"backend": a.backend} for a in arrivals]
-        require_same("init", told, "Is a GPU driver missing on a node? Else pass `backend`.")
+        arrivals = _meet(line, launch, arrival, error)
         if "nccl" in backend:
             _refuse_shared_gpus(arrivals)
+        _make_group(line, launch, store, backend=backend, timeout=timeout, device=device)
     except Exception:
         # The others read the same; the store must be there until they have.
         check_out(store, launch.size, hosts_store=hosts_store)
         raise
-    # device_id lets NCCL connect at once; a group of one has nobody to connect to.
-    bound = device if "nccl" in backend and launch.size > 1 else None
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore("group", store),
-        rank=launch.rank,
-        world_size=launch.size,
-        timeout=timeout,
-        device_id=bound,
-    )
     hosts = list(dict.fromkeys(arrival.host for arrival in arrivals))
     node_rank = hosts.index(arrivals[launch.rank].host)
     return Joining(
@@ -243,11 +229,65 @@ def check_out(store: dist.Store, size: int, *, hosts_store: bool) -> bool:
 
 
 def _meet(
-    store: dist.Store, launch: Launch, arrival: _Arrival, timeout: timedelta
+    line: Channel, launch: Launch, arrival: _Arrival, error: Exception | None
 ) -> list[_Arrival]:
-    channel = Channel(dist.PrefixStore("pardata/join", store), timeout)
-    texts = exchange(channel, launch, "init", json.dumps(vars(arrival)), timeout)
-    return [_Arrival(**json.loads(text)) for text in texts]
+    """Return what every rank brings, or raise where one cannot take part. Collective."""
+    texts = exchange(line, launch, "init", json.dumps(vars(arrival)), line.timeout)
+    arrivals = [_Arrival(**json.loads(text)) for text in texts]
+    _raise_failures([a.failure for a in arrivals], launch, error)
+    told: list[dict[str, object]] = [{"backend": a.backend} for a in arrivals]
+    require_same("init", told, "Is a GPU driver missing on a node? Else pass `backend`.")
+    return arrivals
+
+
+def _make_group(
+    line: Channel,
+    launch: Launch,
+    store: dist.Store,
+    *,
+    backend: str,
+    timeout: timedelta | None,
+    device: torch.device,
+) -> None:
+    """Make the process group, and wait until every rank has. Collective.
+
+    torch does not wait: a rank that leaves at once closes connections that another is still
+    making, which then fails ("connectFullMesh failed … Connection closed by peer").
+    """
+    error: Exception | None = None
+    try:
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("group", store),
+            rank=launch.rank,
+            world_size=launch.size,
+            timeout=timeout,
+            # Lets NCCL connect at once; a group of one has nobody to connect to.
+            device_id=device if "nccl" in backend and launch.size > 1 else None,
+        )
+    except (RuntimeError, ValueError) as caught:
+        error = caught
+    try:
+        # Who fails to connect may do so as late as the timeout.
+        patience = line.timeout + _MARGIN
+        text = json.dumps(_failure_text(error, launch))
+        texts = exchange(line, launch, "init", text, patience)
+        _raise_failures([json.loads(text) for text in texts], launch, error)
+    except Exception:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        raise
+
+
+def _failure_text(error: Exception | None, launch: Launch) -> str | None:
+    if error is None:
+        return None
+    return Failure.of(error, rank=launch.rank, place="init").to_json()
+
+
+def _raise_failures(texts: list[str | None], launch: Launch, own: Exception | None) -> None:
+    failures = [None if text is None else Failure.from_json(text) for text in texts]
+    raise_on_all(failures, launch.rank, own)
 
 
 def _refuse_shared_gpus(arrivals: list[_Arrival]) -> None:

@@ -341,6 +341,64 @@ def test_torchrun_with_one_process(tmp_path):
     assert done.stdout == "0 1 torchrun 2 1\n"
 
 
+# --- nobody is on the way alone
+
+
+def join_slowly(slow, folder):
+    """Join; the slow rank's connections take a moment more."""
+    rank, make = int(os.environ["RANK"]), dist.init_process_group
+
+    def make_slowly(*args, **kwargs):
+        make(*args, **kwargs)
+        time.sleep(1.0)
+        (folder / "made").touch()
+
+    if rank == slow:
+        dist.init_process_group = make_slowly
+    with init(timeout=timedelta(seconds=20)):
+        return (folder / "made").exists()
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_init_returns_when_every_rank_has_made_the_group(slow, tmp_path):
+    # Else a rank that leaves at once closes connections that another is still making.
+    assert launched(join_slowly, slow, tmp_path, size=2) == [True, True]
+
+
+def join_without_a_link(bad, others_see_it):
+    """Join where a rank cannot connect; the others see that later, or not at all."""
+    rank, make = int(os.environ["RANK"]), dist.init_process_group
+
+    def fail_after_all(*args, **kwargs):
+        make(*args, **kwargs)
+        if rank != bad:
+            time.sleep(0.5)
+        msg = "no route to host" if rank == bad else "connection closed by peer"
+        raise RuntimeError(msg)
+
+    if rank == bad or others_see_it:
+        dist.init_process_group = fail_after_all
+    raised = caught(lambda: init(timeout=timedelta(seconds=20)))
+    dist.init_process_group = make
+    return raised, dist.is_initialized()
+
+
+@pytest.mark.parametrize("bad", [0, 2])
+@pytest.mark.parametrize("others_see_it", [False, True])
+def test_a_rank_that_cannot_make_the_group_is_an_error_on_every_rank(bad, others_see_it):
+    outcomes = launched(join_without_a_link, bad, others_see_it, size=3)
+    for rank, (raised, initialized) in enumerate(outcomes):
+        assert raised.type == "RuntimeError"
+        if rank == bad:
+            assert raised.text == "no route to host"
+        else:
+            first, *later, seen = raised.text.splitlines()
+            assert first == f"rank {bad} failed in `init`: RuntimeError: no route to host"
+            assert len(later) == (2 if others_see_it else 0)
+            assert seen == f"(seen on rank {rank}, which did nothing wrong)"
+        assert not initialized
+
+
 # --- nodes
 
 

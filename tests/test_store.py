@@ -311,11 +311,20 @@ def frozen_store():
         lambda line: exchange(line, Seat(0, 2), "somewhere", "x", line.timeout),
         lambda line: next_turn(line, "somewhere", 0),
         lambda line: collect(line, "key", 1, "somewhere", line.timeout),
+        lambda line: collect(line, "key", 1, "somewhere", timedelta(hours=2)),
     ],
-    ids=["exchange", "next_turn", "collect"],
+    ids=["exchange", "next_turn", "collect", "collect-for-hours"],
 )
 def test_a_store_that_does_not_answer_is_an_error_and_no_hang(call, monkeypatch):
     monkeypatch.setattr(_store, "_MARGIN", 0.5)
     text = r"the process that serves the group's store .* must answer, but has not for 0:00:00\.5.*"
     with frozen_store() as line, pytest.raises(TimeoutError, match=text + r"test_store\.py:\d+"):
         call(line)
+
+
+def test_what_takes_longer_than_the_groups_timeout_is_waited_for_as_long_as_one_says():
+    line = Channel(dist.HashStore(), timedelta(seconds=0.1))
+    late = threading.Timer(0.35, publish, [line, "key", "done"])
+    late.start()
+    assert collect(line, "key", 1, "somewhere", timedelta(seconds=20)) == "done"
+    late.join()

@@ -255,6 +255,7 @@ def _make_group(
     making, which then fails ("connectFullMesh failed … Connection closed by peer").
     """
     error: Exception | None = None
+    began = time.monotonic()
     try:
         dist.init_process_group(
             backend,
@@ -268,11 +269,14 @@ def _make_group(
     except (RuntimeError, ValueError) as caught:
         error = caught
     try:
-        # Who fails to connect may do so as late as the timeout.
+        # The others connect to one that has failed for as long as the timeout.
         patience = line.timeout + _MARGIN
-        text = json.dumps(_failure_text(error, launch))
-        texts = exchange(line, launch, "init", text, patience)
-        _raise_failures([json.loads(text) for text in texts], launch, error)
+        report = [time.monotonic() - began, launch.rank, _failure_text(error, launch)]
+        reports = map(json.loads, exchange(line, launch, "init", json.dumps(report), patience))
+        failed = sorted(report for report in reports if report[2] is not None)
+        is_first = bool(failed) and failed[0][1] == launch.rank
+        texts = [text for _, _, text in failed]
+        _raise_failures(texts, launch, error if is_first else None)
     except Exception:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Protocol, TypeVar
 
 import torch.distributed as dist
@@ -178,27 +179,31 @@ def collect(channel: Channel, key: str, readers: int, place: str, timeout: timed
     """Wait for what another rank will `publish` and return it; the last reader removes it.
 
     Raises:
-        TimeoutError: where nothing came in time.
+        TimeoutError: where nothing came in time, or the store does not answer for as long as the
+            group's timeout.
     """
     where = call_site()
-    return _answered(timeout, lambda: _collect(channel, key, readers, (place, where), timeout))
-
-
-def _collect(
-    channel: Channel, key: str, readers: int, at: tuple[str, str], timeout: timedelta
-) -> str:
-    place, where = at
-    if not _came(channel.store, [key], timeout):
+    came, left = False, timeout
+    # Rank 0 may work for hours; that the store answers is asked as often as the group's timeout.
+    while left > timedelta(0) and not came:
+        patience = min(left, channel.timeout)
+        came = _answered(patience, partial(_came, channel.store, [key], patience))
+        left -= patience
+    if not came:
         msg = (
             f"rank 0 must finish its `{place}` within {timeout}, but has not: give `timeout=` a "
             f"larger value if the work takes that long, else look at rank 0's output; this rank "
             f"waits at {where}"
         )
         raise as_consequence(TimeoutError(msg), f"{place} at {where}, timed out")
-    text = str(channel.store.get(key).decode())
-    if channel.store.add(f"{key}/read", 1) == readers:
-        channel.store.delete_key(key)
-        channel.store.delete_key(f"{key}/read")
+    return _answered(channel.timeout, lambda: _taken(channel.store, key, readers))
+
+
+def _taken(store: dist.Store, key: str, readers: int) -> str:
+    text = str(store.get(key).decode())
+    if store.add(f"{key}/read", 1) == readers:
+        store.delete_key(key)
+        store.delete_key(f"{key}/read")
     return text
 
 

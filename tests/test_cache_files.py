@@ -191,6 +191,13 @@ def remove(path):
     path.unlink()
 
 
+def move_files(directory, to):
+    """Put the files where a manifest may not look for them, and let it say so."""
+    (directory / to).parent.mkdir(exist_ok=True)
+    (directory / "pardata-files-a").rename(directory / to)
+    damage_manifest(lambda text: text.replace("pardata-files-a", to))(directory)
+
+
 DAMAGES = {
     "no manifest": lambda directory: (directory / "pardata-cache.json").unlink(),
     "an empty manifest": damage_manifest(lambda _: ""),
@@ -209,6 +216,12 @@ DAMAGES = {
     "a longer file": damage_data(grow),
     "no file": damage_data(remove),
     "no files": lambda directory: (directory / "pardata-files-a").rename(directory / "elsewhere"),
+    "files elsewhere": lambda directory: move_files(directory, "elsewhere"),
+    "files in a folder of its own": lambda directory: move_files(directory, "in/pardata-files-a"),
+    "files outside": lambda directory: move_files(directory, f"../{directory.name}-files-a"),
+    "files at a path": lambda directory: move_files(
+        directory, str(directory / "../pardata-files-")
+    ),
 }
 
 

@@ -102,6 +102,8 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
         manifest: dict[str, Any] = json.loads((directory / MANIFEST).read_text())
         fields = [Field(f["path"], f["dtype"], tuple(f["shape"])) for f in manifest["fields"]]
         files, length = directory / manifest["files"], manifest["source"]["length"]
+        if files.parent != directory or not files.name.startswith(_FILES):
+            return None  # nothing outside of the directory is read, whatever the manifest says
         for number, field in enumerate(fields):
             if (files / f"{number}.bin").stat().st_size != field.size_in_bytes(length):
                 return None

@@ -36,12 +36,13 @@ def agree_on_states(
     Returns:
         Where the default generators of all ranks are, on rank 0.
     """
+    if here.size == 1:
+        return [generator_states(here.device)]
     leaves = states.leaves(tree)
     digest = hashlib.sha256(json.dumps(leaves, sort_keys=True).encode()).hexdigest()
 
     def tell() -> dict[str, object]:
-        if here.size > 1:
-            publish(channel(), _key(here.rank), json.dumps(generator_states(here.device)))
+        publish(channel(), _key(here.rank), json.dumps(generator_states(here.device)))
         return {"states": digest}
 
     told = agree(here, f"{place} (states)", tell)
@@ -55,8 +56,6 @@ def agree_on_states(
 
 def _told_generators(here: World, place: str) -> list[dict[str, Any]]:
     # Not by an exchange, which would take them from all to all.
-    if here.size == 1:
-        return [generator_states(here.device)]
     if not here.is_main:
         return []
     line = channel()

@@ -8,6 +8,7 @@ path in the tree, where a mark stands for each.
 import copy
 import io
 import textwrap
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -20,6 +21,7 @@ from pardata._weights import load_weights
 Tree: TypeAlias = Any
 
 _MARK = "pardata: a sharded tensor"
+_LONG = 2**63
 
 
 def state_of(name: str, thing: object) -> Tree:
@@ -209,6 +211,8 @@ def _on_cpu(tensor: Tensor) -> Tensor:
 
 def _require_loadable(name: str, tree: Tree) -> None:
     """Raise for what could be written and not be read again."""
+    if _is_plain(tree):
+        return
     # Asking PyTorch itself, which knows what the user has allowed beside its own.
     # Of tensors only those of classes that need not be known to it.
     skeleton = _mapped(tree, lambda _, leaf: None if _is_known_to_load(leaf) else leaf, name)
@@ -223,6 +227,20 @@ def _require_loadable(name: str, tree: Tree) -> None:
         f"or leave it out; it would have to run code when it is loaded"
     )
     raise TypeError(msg) from why
+
+
+def _is_plain(tree: Tree) -> bool:
+    """Whether a tree is, to the last leaf, of what any PyTorch loads: asking it takes longer."""
+    kind = type(tree)
+    if kind is dict:
+        return all(map(_is_plain, tree)) and all(map(_is_plain, tree.values()))
+    if kind is OrderedDict:  # of a state_dict(), with `_metadata` beside the items
+        return _is_plain(dict(tree)) and _is_plain(vars(tree))
+    if kind in (list, tuple):
+        return all(map(_is_plain, tree))
+    if kind is int:
+        return bool(-_LONG <= tree < _LONG)
+    return kind in (float, bool, str, type(None)) or _is_known_to_load(tree)
 
 
 def _is_known_to_load(leaf: object) -> bool:

@@ -31,6 +31,7 @@ class Writer:
         self._files = files
         self._asynchronous = asynchronous
         self._background: Background | None = None
+        self._kept: states.Tree = None
         self._group: Any = None  # for messages in the background
 
     def write(
@@ -67,7 +68,7 @@ class Writer:
         """Wait for what is written in the background, and raise its error. Collective."""
         if self._background is None:
             return
-        background, self._background = self._background, None
+        background, self._background, self._kept = self._background, None, None
         try:
             rank_zero_call(background.join)  # however long it takes
         except BaseException:
@@ -113,6 +114,9 @@ class Writer:
                 if here.is_main:
                     self._files.finish(step, own[0], facts)
 
+        # Else `save` would free its tensors as it returns, and with each give way to the thread
+        # that writes, which may hold the interpreter for 30 ms.
+        self._kept = contents
         self._background = Background(write, f"the checkpoint of step {step}")
 
 

@@ -242,7 +242,15 @@ def main() -> int | str | None:
                 log.info(
                     "test loss %.4f  accuracy %.2f %% (%d/%d images)", loss, accuracy, right, images
                 )
-                writer.write(step, {"test/loss": loss, "test/accuracy": accuracy})
+                spent = train_loader.stats()
+                log.info(
+                    "epoch time %.2f s, of which waiting for data %.2f s",
+                    spent["seconds"],
+                    spent["wait_seconds"],
+                )
+                results = {"test/loss": loss, "test/accuracy": accuracy}
+                times = {"time/epoch": spent["seconds"], "time/waiting": spent["wait_seconds"]}
+                writer.write(step, {**results, **times})
                 checkpointer.save(step, **run)
         log.info("total training time %.1f s", time.perf_counter() - begin)
         checkpointer.export(run_dir / "weights.pt")

@@ -166,38 +166,16 @@ def measured_in(folder: Path, epochs: int) -> dict[str, Any]:
     Raises:
         CellError: where the run did not come to its end.
     """
-    rows = _rows(folder)
-    tests = [row for row in rows if "test/accuracy" in row]
+    tests = [row for row in _rows(folder) if "test/accuracy" in row]
     if len(tests) < epochs:
         msg = f"it ended after {len(tests)} of {counted(epochs, 'epoch')}"
         raise CellError(msg)
-    steps = tests[-1]["step"]
-    if "time/epoch" in tests[0]:
-        seconds = sum(row["time/epoch"] for row in tests)
-        waited = sum(row["time/waiting"] for row in tests)
-    else:
-        seconds, waited = _of_windows(rows, steps)
-    accuracy = tests[-1]["test/accuracy"]
-    return {"accuracy": accuracy, "seconds": seconds, "waited": waited, "steps": steps}
-
-
-def _of_windows(rows: list[dict[str, Any]], steps: int) -> tuple[float, float]:
-    """Return seconds, and those waited, where times were written every so many steps.
-
-    The steps after the last writing of an epoch are taken to be like those before.
-    """
-    covered, seconds, waited = 0, 0.0, 0.0
-    since = 0
-    for row in rows:
-        if "time/data" in row:
-            covered += row["step"] - since
-            waited += row["time/data"]
-            seconds += row["time/data"] + row["time/train"]
-        since = row["step"]
-    if not covered:
-        msg = f"it wrote no times in {counted(steps, 'step')}: take a smaller --batch-size"
-        raise CellError(msg)
-    return seconds * steps / covered, waited * steps / covered
+    return {
+        "accuracy": tests[-1]["test/accuracy"],
+        "seconds": sum(row["time/epoch"] for row in tests),
+        "waited": sum(row["time/waiting"] for row in tests),
+        "steps": tests[-1]["step"],
+    }
 
 
 def _run_to_the_end(

@@ -170,17 +170,6 @@ def test_times_of_epochs_are_added(tmp_path):
     }  # fmt: skip
 
 
-def test_times_of_windows_stand_for_the_steps_after_the_last_too(tmp_path):
-    rows = [
-        {"step": 10, "time/data": 1.0, "time/train": 9.0},
-        {"step": 11, "test/accuracy": 50.0},
-        {"step": 20, "time/data": 0.9, "time/train": 8.1},  # of the nine steps of this epoch
-        {"step": 22, "test/accuracy": 60.0},
-    ]
-    found = measured_in(written_lines(tmp_path, rows), 2)
-    assert found == pytest.approx({"accuracy": 60, "seconds": 22, "waited": 2.2, "steps": 22})
-
-
 def test_a_run_that_stopped_early_has_failed(tmp_path):
     rows = [{"step": 11, "test/accuracy": 50.0, "time/epoch": 3.0, "time/waiting": 1.0}]
     with pytest.raises(CellError, match=r"^it ended after 1 of 2 epochs$"):
@@ -188,12 +177,6 @@ def test_a_run_that_stopped_early_has_failed(tmp_path):
     (tmp_path / "metrics.jsonl").unlink()
     with pytest.raises(CellError, match=r"^it ended after 0 of 1 epoch$"):
         measured_in(tmp_path, 1)
-
-
-def test_a_run_too_short_for_a_window_has_failed(tmp_path):
-    rows = [{"step": 5, "test/accuracy": 50.0}]
-    with pytest.raises(CellError, match=r"no times in 5 steps: take a smaller --batch-size"):
-        measured_in(written_lines(tmp_path, rows), 1)
 
 
 def test_a_line_that_is_being_written_is_left_out(tmp_path):

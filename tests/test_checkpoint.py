@@ -292,7 +292,7 @@ class Marked(torch.Tensor):
 REFUSED = {
     "`x` is <function": lambda: lambda: None,
     "`x['a'][1]` is <custom> (test_checkpoint.Custom)": lambda: {"a": [1, Custom()]},
-    "`x['lr']` is np.float64(0.5) (numpy.float64)": lambda: {"lr": np.float64(0.5)},
+    f"`x['lr']` is {np.float64(0.5)!r} (numpy.float64)": lambda: {"lr": np.float64(0.5)},
     "`x[0]` is": lambda: [Unwilling()],
     "`x['t']` is Marked([1.]) (test_checkpoint.Marked)": lambda: {
         "t": torch.ones(1).as_subclass(Marked)

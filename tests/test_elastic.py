@@ -85,7 +85,7 @@ def undisturbed(tmp_path_factory):
 def test_mnist_compares_a_run_in_one_process_with_one_in_several():
     printed = python(
         EXAMPLES / "mnist.py", "--data", "digits", "--epochs", 1, "--exact-check", 2,
-        "--microbatch-size", 16,
+        "--batch-size", 256, "--microbatch-size", 64,
     )  # fmt: skip
     assert "1 and 2 processes agree to the last bit" in printed
     assert len(set(re.findall(r"fingerprint of the weights (\w+)", printed))) == 1

@@ -61,7 +61,8 @@ def rank_zero_first(*, local: bool = False, timeout: timedelta = _HOURS) -> Iter
     Args:
         local: let the first rank *of each node* go first, for files on disks that nodes do not
             share.
-        timeout: how long the others wait. Long on purpose and independent of the group's.
+        timeout: how long the others wait. Long on purpose and independent of the group's, within
+            which they notice that the host of the group's store is gone.
 
     Raises:
         TimeoutError: on the waiting ranks.
@@ -95,7 +96,7 @@ def rank_zero_call(
     Args:
         fn: what to run.
         args: handed to it.
-        timeout: how long the others wait.
+        timeout: how long the others wait; see `rank_zero_first`.
 
     Raises:
         TimeoutError: on the waiting ranks.

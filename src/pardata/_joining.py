@@ -277,9 +277,11 @@ def _make_group(
         is_first = bool(failed) and failed[0][1] == launch.rank
         texts = [text for _, _, text in failed]
         _raise_failures(texts, launch, error if is_first else None)
-    except Exception:
+    except Exception as raised:
         if dist.is_initialized():
             dist.destroy_process_group()
+        if error is not None and raised is not error:
+            raise raised from error  # which may be why the others did not come
         raise
 
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections import OrderedDict
+from pathlib import Path
 from types import MappingProxyType
 
 import pytest
@@ -139,3 +140,29 @@ def test_a_tree_that_holds_itself_is_an_error():
     tree["a"] = tree
     with pytest.raises(RecursionError):
         states.state_of("x", tree)
+
+
+def with_a_note(note):
+    """Return a state dict as modules make them, which carries something beside its items."""
+    state = OrderedDict(weight=torch.ones(1))
+    state._metadata = note
+    return state
+
+
+UNLOADABLE = {
+    "a key": lambda: {Path("a"): 1},
+    "a key, deep": lambda: [{"a": ({Path("a"): 1},)}],
+    "beside the items": lambda: with_a_note({"version": Path("a")}),
+    "a number that no torch reads": lambda: {"a": 2**3000},
+}
+
+
+@pytest.mark.parametrize("name", UNLOADABLE)
+def test_what_hides_in_a_plain_tree_is_refused_all_the_same(name):
+    with pytest.raises(TypeError, match="what is saved must be tensors, numbers, strings"):
+        states.state_of("x", UNLOADABLE[name]())
+
+
+def test_what_a_state_dict_carries_beside_its_items_stays():
+    taken = states.state_of("x", with_a_note({"version": 2, "far": 2**70}))
+    assert taken._metadata == {"version": 2, "far": 2**70}

@@ -378,17 +378,28 @@ def join_without_a_link(bad, others_see_it):
 
     if rank == bad or others_see_it:
         dist.init_process_group = fail_after_all
-    raised = caught(lambda: init(timeout=timedelta(seconds=20)))
+    causes = []
+
+    def join():
+        try:
+            init(timeout=timedelta(seconds=20))
+        except RuntimeError as error:
+            causes.append(str(error.__cause__))
+            raise
+
+    raised = caught(join)
     dist.init_process_group = make
-    return raised, dist.is_initialized()
+    return raised, causes, dist.is_initialized()
 
 
 @pytest.mark.parametrize("bad", [0, 2])
 @pytest.mark.parametrize("others_see_it", [False, True])
 def test_a_rank_that_cannot_make_the_group_is_an_error_on_every_rank(bad, others_see_it):
     outcomes = launched(join_without_a_link, bad, others_see_it, size=3)
-    for rank, (raised, initialized) in enumerate(outcomes):
+    for rank, (raised, causes, initialized) in enumerate(outcomes):
         assert raised.type == "RuntimeError"
+        own_is_kept = others_see_it and rank != bad
+        assert causes == ["connection closed by peer" if own_is_kept else "None"]
         if rank == bad:
             assert raised.text == "no route to host"
         else:

@@ -12,6 +12,11 @@ pytestmark = pytest.mark.launchers
 
 PYTHON = sys.executable
 
+ONE_ON_EACH = [
+    "rank 0/2 local 0/1 node 0/2 mpi sum 3",
+    "rank 1/2 local 0/1 node 1/2 mpi sum 3",
+]
+
 
 @pytest.fixture
 def open_mpi(monkeypatch):
@@ -70,10 +75,7 @@ def test_open_mpi_starts_ranks_on_two_hosts(open_mpi, one_and_other):
         ),
         MASTER_ADDR="one",
     )  # fmt: skip
-    assert sorted(re.findall(r"rank .*", printed)) == [
-        "rank 0/2 local 0/1 node 0/2 mpi sum 3",
-        "rank 1/2 local 0/1 node 1/2 mpi sum 3",
-    ]
+    assert sorted(re.findall(r"rank .*", printed)) == ONE_ON_EACH
 
 
 def test_mpich_starts_ranks_on_two_hosts(mpich, one_and_other):
@@ -85,10 +87,7 @@ def test_mpich_starts_ranks_on_two_hosts(mpich, one_and_other):
         ),
         MASTER_ADDR="one",
     )  # fmt: skip
-    assert sorted(re.findall(r"rank .*", printed)) == [
-        "rank 0/2 local 0/1 node 0/2 mpi sum 3",
-        "rank 1/2 local 0/1 node 1/2 mpi sum 3",
-    ]
+    assert sorted(re.findall(r"rank .*", printed)) == ONE_ON_EACH
 
 
 def test_two_hosts_and_no_address_is_an_error_that_says_which_variable(mpich, one_and_other):

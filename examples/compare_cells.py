@@ -20,7 +20,7 @@ from compare_machine import load
 ONE_PROCESS = ("none", "dp")  # strategies that never run in several
 
 # What torchrun says itself begins so, after what the ranks said.
-_TORCHRUN = re.compile(r"[WE]\d{4} [\d:.]+ \d+ torch/distributed/elastic")
+TORCHRUN = re.compile(r"[WE]\d{4} [\d:.]+ \d+ torch/distributed/elastic")
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ def _last_error(folder: Path, status: int) -> str:
     if status < 0:
         return f"killed by {_name_of(-status)}"
     lines = (folder / "stderr.txt").read_text(errors="replace").splitlines()
-    own = next((i for i, line in enumerate(lines) if _TORCHRUN.match(line)), len(lines))
+    own = next((i for i, line in enumerate(lines) if TORCHRUN.match(line)), len(lines))
     killed = re.search(r"exitcode: -(\d+)\) local_rank: (\d+)", "\n".join(lines[own:]))
     if killed:
         return f"rank {killed[2]} was killed by {_name_of(int(killed[1]))}"

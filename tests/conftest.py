@@ -9,7 +9,7 @@ import torch
 from hypothesis import settings
 
 from pardata import __version__
-from pardata._environment import _MPICH, _OPEN_MPI, _SLURM, _TORCHRUN
+from pardata.ranks._launcher import MPICH, OPEN_MPI, SLURM, TORCHRUN
 
 # No test depends on how fast a machine is, and none leaves files behind.
 settings.register_profile("pardata", deadline=None, database=None)
@@ -33,7 +33,7 @@ def short_tmp():
 
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch):
-    for name in (*_TORCHRUN, *_OPEN_MPI, *_MPICH, *_SLURM, "PARDATA_LAUNCHER", "PARDATA_JOINED"):
+    for name in (*TORCHRUN, *OPEN_MPI, *MPICH, *SLURM, "PARDATA_LAUNCHER", "PARDATA_JOINED"):
         monkeypatch.delenv(name, raising=False)
     python_state, torch_state = random.getstate(), torch.get_rng_state()
     yield

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
-from ranks import caught
+from on_ranks import caught
 
 from pardata.testing import run
 

@@ -4,7 +4,7 @@ import argparse
 import math
 import sys
 
-from pardata._doctor import examine
+from pardata.doctor._examination import examine
 
 _DESCRIPTION = """\
 Show what pardata finds on this machine, and whether processes can train together on it.

@@ -1,0 +1,159 @@
+"""The data set that is cached: reading a sample of it, and telling whether it has changed."""
+
+import ctypes
+import hashlib
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, IterableDataset, Subset
+
+from pardata.cache._sample import parts_of
+from pardata.data._sameness import same
+from pardata.ranks._arguments import check_no_class
+from pardata.ranks._logger import get_logger
+from pardata.seeds._generators import seed_generators
+from pardata.seeds._mix import mix
+
+_log = get_logger(__name__)
+
+_VERSION = 1
+_LOOKED_AT = 8  # samples, from the first to the last, that tell whether the source has changed
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sample as the data set returns it, and its parts as tensors."""
+
+    whole: Any
+    parts: dict[str, Tensor]
+
+
+def check_source(dataset: Any) -> None:
+    """Raise where `dataset` cannot be cached whatever its samples are."""
+    check_no_class(dataset)
+    name = type(dataset).__name__
+    if isinstance(dataset, IterableDataset) or not (
+        hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    ):
+        msg = (
+            f"`dataset` must have __getitem__ and __len__ to be cached, but {name} has not: write "
+            f"a map-style data set"
+        )
+        raise TypeError(msg)
+    if len(dataset) == 0:
+        msg = (
+            f"`dataset` must have at least one sample to be cached, but {name} has none: look at "
+            f"where it reads from"
+        )
+        raise ValueError(msg)
+
+
+def read_sample(dataset: Any, index: int, seed: int = 0) -> Sample:
+    """Return a sample, under a seed of its own: what is cached does not depend on who reads it.
+
+    The default generators are left seeded: keep them around this.
+
+    Raises:
+        TypeError: for a part that cannot be stored.
+        RuntimeError: for a sample that cannot be read.
+    """
+    seed_generators(mix(seed, index))
+    try:
+        whole = dataset[index]
+    except Exception as error:  # user code: whatever it raises, say where
+        raise _unreadable(index, error) from error
+    try:
+        return Sample(whole, parts_of(whole))
+    except TypeError as error:
+        msg = f"sample {index} cannot be stored: {error}"
+        raise TypeError(msg) from error
+    except Exception as error:  # an image file is decoded only now
+        raise _unreadable(index, error) from error
+
+
+def identity(dataset: Any) -> dict[str, Any]:
+    """Return what shows that a cache is of this source; warn, on rank 0, where it is random."""
+    length = len(dataset)
+    contents = hashlib.sha256()
+    is_random = is_lawless = False
+    for index in sorted({i * (length - 1) // (_LOOKED_AT - 1) for i in range(_LOOKED_AT)}):
+        parts = read_sample(dataset, index).parts
+        if not same(parts, read_sample(dataset, index, seed=1).parts):
+            is_random = True
+            is_lawless = is_lawless or not same(parts, read_sample(dataset, index).parts)
+        for path, tensor in sorted(parts.items()):
+            contents.update(f"{path} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            _add(contents, tensor)
+    for layer in _layers(dataset):
+        if isinstance(layer, Subset):
+            _add(contents, torch.as_tensor(layer.indices))
+    if is_random:
+        _log.warning(
+            "the samples of %s differ from one reading to the next, and the cache holds one "
+            "reading for ever: take the random transform out, and give it to the `batch_transform` "
+            "of make_loader",
+            type(dataset).__name__,
+            ranks=[0],
+        )
+    return {
+        "version": _VERSION,
+        "length": length,
+        "class": class_name(dataset),
+        "transform": _transform_text(dataset),
+        # What a seed does not bring back tells nothing, and would change with every run.
+        "contents": "random" if is_lawless else contents.hexdigest(),
+    }
+
+
+def class_name(dataset: Any) -> str:
+    """Return the class of a data set, and of those inside it."""
+    kinds = [type(layer) for layer in _layers(dataset)]
+    return " of ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
+
+
+def default_directory(dataset: Any, source: dict[str, Any]) -> Path:
+    """Return where the cache of this source goes if nobody says otherwise."""
+    root = os.environ.get("PARDATA_CACHE")
+    below = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "pardata")
+    return below.expanduser() / f"{type(dataset).__name__}-{digest(source)}"
+
+
+def digest(value: object) -> str:
+    """Return a short name for what `value` prints as."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+
+
+def _unreadable(index: int, error: Exception) -> RuntimeError:
+    return RuntimeError(f"sample {index} could not be read: {type(error).__name__}: {error}")
+
+
+def _layers(dataset: Any) -> Iterator[Any]:
+    """Yield a data set and those that it is a part, or made, of."""
+    yield dataset
+    if isinstance(dataset, Subset):
+        yield from _layers(dataset.dataset)
+    elif isinstance(dataset, ConcatDataset):
+        for part in dataset.datasets:
+            yield from _layers(part)
+
+
+def _transform_text(dataset: Any) -> str:
+    texts = [
+        repr(getattr(layer, name, None))
+        for layer in _layers(dataset)
+        for name in ("transform", "target_transform")
+    ]
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", " ".join(texts))
+
+
+def _add(contents: Any, tensor: Tensor) -> None:
+    """Add the bytes of `tensor` to a hash; NumPy, which could give them, may be missing."""
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    if plain.numel():
+        contents.update((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()))

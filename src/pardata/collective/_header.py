@@ -1,0 +1,155 @@
+"""A sum over ranks that first makes sure that every rank brings the like.
+
+gloo left to itself returns wrong sums, or ends the process, where sizes differ between ranks. So
+the first collective always has one fixed size, and carries a hash of the structure: only when all
+ranks agree is anything sent whose size depends on the value.
+"""
+
+import functools
+import hashlib
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pardata.collective._agreement import agree, require_same
+from pardata.collective._tree import Leaf, named_leaves
+from pardata.ranks._world import World
+
+_T = TypeVar("_T")
+
+# Places in the header of float64: hashes, their squares, the weight, the first values.
+_HEADER = 64
+_HASHES = 3
+_WEIGHT = 2 * _HASHES
+_FIRST_VALUE = _WEIGHT + 1
+_ROOM = _HEADER - _FIRST_VALUE
+
+Values: TypeAlias = list[float] | Tensor
+"""What is summed: single numbers in a list, which takes less time, anything else in a vector."""
+
+
+class Matching:
+    """The leaves of this rank's value, and a sum that insists on the like from every rank."""
+
+    def __init__(
+        self, here: World, place: str, value: object, describe_leaf: Callable[[Leaf], str]
+    ) -> None:
+        self._here, self._place = here, place
+        # Chosen from the world and never from the values: ranks could be of two minds.
+        nccl = here.backend is not None and "nccl" in here.backend
+        self.device = here.device if nccl else torch.device("cpu")
+        self._error: Exception | None = None
+        nothing: list[tuple[str, Leaf]] = []
+        found = self.guarded(lambda: named_leaves(value), nothing)
+        self.leaves: list[Leaf] = [leaf for _, leaf in found]
+        self._text = self.guarded(
+            lambda: "; ".join([f"{path}: {describe_leaf(leaf)}" for path, leaf in found]), ""
+        )
+
+    def guarded(self, work: Callable[[], _T], otherwise: _T) -> _T:
+        """Return what `work` returns; where it fails, `all_reduce` raises that, on every rank."""
+        try:
+            return work()
+        except Exception as error:  # noqa: BLE001  # whatever it is, the other ranks are waiting
+            self._error = self._error or error
+            return otherwise
+
+    def all_reduce(self, values: Values, weight: float) -> tuple[Values, float]:
+        """Return the sums of `values` and of `weight` over all ranks.
+
+        Raises:
+            RuntimeError: on every rank, where one refused its value or the structures differ; the
+                rank that refused raises its own error.
+        """
+        if self._here.size == 1:
+            if self._error is not None:
+                raise self._error
+            return values, weight
+        if isinstance(values, list) and len(values) > _ROOM:
+            values = torch.tensor(values, dtype=torch.float64, device=self.device)
+        header = self._header(values, weight)
+        dist.all_reduce(header)
+        back = header.tolist()
+        if not _all_equal(back[:_WEIGHT], self._here.size):
+            self._explain()
+        if isinstance(values, list):
+            return back[_FIRST_VALUE : _FIRST_VALUE + len(values)], back[_WEIGHT]
+        sums = header[_FIRST_VALUE : _FIRST_VALUE + len(values)]
+        if len(values) > _ROOM:
+            rest = values[_ROOM:].clone()
+            dist.all_reduce(rest)
+            sums = torch.cat([sums, rest])
+        return sums, back[_WEIGHT]
+
+    def start_all_reduce(self, values: list[float]) -> Callable[[], list[float]]:
+        """Begin to sum a few numbers over all ranks, and return what waits for the sums.
+
+        That raises as `all_reduce` does. It must be called on every rank.
+        """
+        header = self._header(values, 0.0)
+        work: Any = dist.all_reduce(header, async_op=True)
+
+        @functools.cache  # what is explained is so once
+        def outcome() -> list[float] | RuntimeError:
+            work.wait()
+            back: list[float] = header.tolist()
+            try:
+                if not _all_equal(back[:_WEIGHT], self._here.size):
+                    self._explain()
+            except RuntimeError as error:
+                return error
+            return back[_FIRST_VALUE : _FIRST_VALUE + len(values)]
+
+        def sums() -> list[float]:
+            found = outcome()
+            if isinstance(found, RuntimeError):
+                raise found
+            return found
+
+        return sums
+
+    def _header(self, values: Values, weight: float) -> Tensor:
+        # A rank that refused takes part all the same, with a structure that nobody shares.
+        refused = "" if self._error is None else f"refused on rank {self._here.rank}"
+        hashes = _hashes(f"{self._place} {self._text} {refused}", self._here.size)
+        front: list[float] = [*hashes, *(h * h for h in hashes), weight]
+        padding = [0.0] * (_ROOM - len(values))
+        if isinstance(values, list):
+            return torch.tensor(front + values + padding, dtype=torch.float64, device=self.device)
+        ends = torch.tensor(front + padding, dtype=torch.float64, device=self.device)
+        return torch.cat([ends[:_FIRST_VALUE], values[:_ROOM], ends[_FIRST_VALUE:]])
+
+    def _explain(self) -> None:
+        """Raise on every rank, each having seen that not all agree."""
+
+        def facts() -> dict[str, object]:
+            if self._error is not None:
+                raise self._error
+            return {"call": self._place, "structure": self._text}
+
+        # One name for all of them: the ranks may be in different calls.
+        place = "all_reduce or all_gather"
+        told = agree(self._here, place, facts)
+        require_same(place, told, "Make the same call with the same structure on every rank.")
+
+
+@functools.lru_cache(maxsize=64)  # a training loop reduces the same few structures
+def _hashes(text: str, size: int) -> list[int]:
+    """Hash into numbers so small that the sum of their squares over all ranks is exact."""
+    bits = min(20, (53 - (size - 1).bit_length()) // 2)
+    digest = hashlib.blake2b(text.encode(), digest_size=4 * _HASHES).digest()
+    words = [digest[4 * i : 4 * i + 4] for i in range(_HASHES)]
+    return [int.from_bytes(word, "little") % 2**bits for word in words]
+
+
+def _all_equal(sums: list[float], size: int) -> bool:
+    """Decide from the sums of the hashes and of their squares whether all ranks had the same.
+
+    By Cauchy and Schwarz, W times the sum of squares is the square of the sum exactly if all
+    terms are equal. In integers, so without rounding.
+    """
+    firsts, squares = sums[:_HASHES], sums[_HASHES:]
+    return all(size * int(q) == int(s) ** 2 for s, q in zip(firsts, squares, strict=True))

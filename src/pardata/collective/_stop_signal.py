@@ -1,0 +1,156 @@
+"""A run that is asked to stop, and stops on all ranks at the same step."""
+
+import os
+import signal
+import sys
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from typing_extensions import Self
+
+from pardata.collective._explanation import explained
+from pardata.ranks._logger import get_logger
+from pardata.ranks._world import World, require_world
+
+_log = get_logger(__name__)
+
+# SLURM sends what --signal says, by custom SIGUSR2: NCCL may catch SIGUSR1. Windows has none.
+_DEFAULT = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR2") if hasattr(signal, name))
+
+
+class StopSignal:
+    """Within the block, a signal asks the run to stop, and `agreed` tells all ranks when.
+
+    The first signal is only noted; a second one acts as if this block were not there: SIGTERM ends
+    the process at once. In another thread than the main one, as under Ray Train, Python cannot
+    listen to signals, which is logged once; `agreed` still hears of those of the other ranks.
+
+    Args:
+        signals: SIGTERM and SIGUSR2 if none are given.
+
+    Raises:
+        ValueError: for what is no signal that can be caught.
+
+    >>> with StopSignal() as stop:
+    ...     for step in range(3):
+    ...         if stop.agreed():
+    ...             break  # after saving a checkpoint
+    """
+
+    def __init__(self, *signals: int) -> None:
+        self._signals = [_checked(number) for number in signals or _DEFAULT]
+        self._before: dict[int, Any] = {}
+        self._received: int | None = None
+        self._agreed = False
+        self._calls = 0
+        self._told: torch.Tensor | None = None
+        self._work: Any = None
+
+    @property
+    def requested(self) -> bool:
+        """Whether this very process was asked."""
+        return self._received is not None
+
+    def agreed(self) -> bool:
+        """Return whether all ranks stop now: true at the same call on every rank. Collective.
+
+        To be called once a step, on every rank. What a rank was asked is sent in the background and
+        read by the next call, so no step waits; the answer is then one step late, and stays true.
+        In a single process it is true at once.
+
+        Raises:
+            RuntimeError: on every rank, where they have not called it equally often.
+        """
+        here = require_world("StopSignal.agreed")
+        if not self._agreed:
+            self._calls += 1
+            self._agreed = self.requested if here.size == 1 else self._heard()
+            if self._agreed:
+                _log.info("%s: the run stops at this step", self._reason(), ranks=[here.rank])
+            elif here.size > 1:
+                self._tell(here)
+        return self._agreed
+
+    def _heard(self) -> bool:
+        """Return what all ranks said at the call before."""
+        if self._work is None or self._told is None:
+            return False
+        with explained("StopSignal.agreed"):
+            self._work.wait()
+        self._work = None
+        asked, most, minus_least = self._told.tolist()
+        if most != -minus_least:
+            msg = (
+                f"every rank must call `agreed` once a step, but one has called it {most} times "
+                f"and another {-minus_least}: call it at the same place of the loop on all"
+            )
+            raise RuntimeError(msg)
+        return bool(asked)
+
+    def _tell(self, here: World) -> None:
+        # On the CPU where the group can: to read it never waits for a GPU.
+        on_cpu = here.backend is None or "gloo" in here.backend
+        device = torch.device("cpu") if on_cpu else here.device
+        facts = [int(self.requested), self._calls, -self._calls]
+        self._told = torch.tensor(facts, device=device)
+        self._work = dist.all_reduce(self._told, dist.ReduceOp.MAX, async_op=True)
+
+    def _reason(self) -> str:
+        if self._received is None:
+            return "another rank was asked to stop"
+        return f"got {signal.Signals(self._received).name}"
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is not threading.main_thread():
+            _log.warning(
+                "signals cannot be heard outside the main thread: this process stops only when "
+                "another rank is asked to",
+                ranks="all",
+                once=True,
+            )
+            return self
+        for number in self._signals:
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop_listening()
+        if kind is None and self._work is not None:
+            with explained("the end of StopSignal"):
+                self._work.wait()  # all ranks have sent equally often
+            self._work = None
+
+    def _stop_listening(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before = {}
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        # Nothing but this: the program may be anywhere.
+        if self._received is None:
+            self._received = number
+            return
+        self._stop_listening()
+        if signal.getsignal(number) is signal.SIG_IGN:
+            sys.exit(128 + number)
+        os.kill(os.getpid(), number)
+
+
+def _checked(number: object) -> int:
+    try:
+        found = signal.Signals(number)  # type: ignore[arg-type]  # or else it raises
+    except ValueError:
+        found = None
+    is_bool = isinstance(number, bool)  # True would be SIGHUP
+    if is_bool or found is None or found.name in ("SIGKILL", "SIGSTOP"):
+        msg = f"`signals` must be ones that can be caught, as signal.SIGTERM, but are {number!r}"
+        raise ValueError(msg)
+    return int(found)

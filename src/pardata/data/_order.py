@@ -1,0 +1,154 @@
+"""In which order an epoch goes through the data set, and what each rank reads of it."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from pardata.collective._agreement import agree, require_same
+from pardata.data._plan import Plan
+from pardata.data._reader import Request
+from pardata.data._shuffle import Shuffle
+from pardata.data._whole_batches import Indices
+from pardata.ranks._world import World
+from pardata.seeds._generators import forked_seed
+from pardata.seeds._mix import mix
+
+At: TypeAlias = Callable[[list[range]], list[Indices]]
+"""From runs of positions to the indices of the samples there."""
+
+_AHEAD = 2**14  # positions that are looked up together: what costs is the call
+
+
+@dataclass
+class Order:
+    """In which order an epoch goes through the data set."""
+
+    here: World
+    length: int
+    seed: int
+    shuffle: bool
+    sampler: Sampler[Any] | None
+    _has_drawn_twice: bool = field(default=False, init=False)
+
+    def __call__(self, epoch: int) -> At:
+        """Return what looks up positions of this epoch.
+
+        With a sampler this is collective: it may be of the user's making, so the ranks compare.
+        """
+        if self.sampler is not None:
+            drawn = self._drawn(self.sampler, epoch)
+            return lambda runs: [[drawn[position] for position in run] for run in runs]
+        if self.shuffle:
+            return _each(Shuffle(self.length, mix(self.seed, epoch)).at)
+        return _each(lambda positions: positions)
+
+    def fingerprint(self, epoch: int, delivered: int) -> str:
+        """Return a hash of the indices at the first `delivered` positions of this epoch."""
+        at, digest = self(epoch), hashlib.sha256(f"{self.length}:".encode())
+        for start in range(0, delivered, _AHEAD):
+            (indices,) = at([range(start, min(start + _AHEAD, delivered))])
+            plain = indices.tolist() if isinstance(indices, Tensor) else indices
+            digest.update("".join(f"{index}," for index in plain).encode())
+        return digest.hexdigest()
+
+    def _drawn(self, sampler: Sampler[Any], epoch: int) -> list[Any]:
+        def draw() -> dict[str, object]:
+            indices.extend(self._drawn_once(sampler, epoch))
+            digest = _digest(indices)
+            if not self._has_drawn_twice:
+                if _digest(self._drawn_once(sampler, epoch)) != digest:
+                    msg = (
+                        f"`sampler` must yield the same order whenever it is asked for that of an "
+                        f"epoch, or no run could go on where it was, but {type(sampler).__name__} "
+                        f"yielded another for epoch {epoch} when asked again: let it draw from "
+                        f"the default generators, which are seeded for it, and not from one of "
+                        f"its own (generator=None), and count no epochs but by set_epoch"
+                    )
+                    raise ValueError(msg)
+                self._has_drawn_twice = True
+            return {"the order": digest}
+
+        indices: list[Any] = []
+        told = agree(self.here, "iter(loader) with a sampler", draw)
+        cure = "Make the sampler of the same arguments on every rank."
+        require_same("make_loader(sampler=…)", told, cure)
+        return indices
+
+    def _drawn_once(self, sampler: Sampler[Any], epoch: int) -> list[Any]:
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        with forked_seed(mix(self.seed, epoch)):
+            indices = list(islice(sampler, self.length + 1))  # it may never end
+        if len(indices) != self.length:
+            yielded = len(indices) if len(indices) < self.length else "more"
+            msg = (
+                f"`sampler` must yield as many indices as its length, {self.length}, but yielded "
+                f"{yielded}: let its __iter__ end where its __len__ says"
+            )
+            raise ValueError(msg)
+        return indices
+
+
+def _digest(indices: list[Any]) -> str:
+    return hashlib.sha256(repr(indices).encode()).hexdigest()[:16]
+
+
+def _each(look_up: Callable[[Tensor], Tensor]) -> At:
+    def at(runs: list[range]) -> list[Indices]:
+        if not runs:
+            return []
+        positions = torch.cat([torch.arange(run.start, run.stop) for run in runs])
+        return list(look_up(positions).split([len(run) for run in runs]))
+
+    return at
+
+
+class Requests(Sampler[Request]):
+    """Yields, for each step of an epoch from some step on, what this rank reads."""
+
+    def __init__(self, plan: Plan, order: Order, *, to_workers: bool) -> None:
+        self.plan = plan
+        self.order = order
+        self._to_workers = to_workers
+        self.start_at(0, 0)
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def start_at(self, epoch: int, delivered: int) -> None:
+        """Let the next ``iter()`` begin after so many samples of this epoch."""
+        self._epoch, self._step = epoch, -(-delivered // self.plan.batch_size)
+
+    def __iter__(self) -> Iterator[Request]:
+        # The order is drawn here, for the epoch of now, and not at the first step.
+        return self._requests(self.order(self._epoch), self._epoch, self._step)
+
+    def _requests(self, at: At, epoch: int, first_step: int) -> Iterator[Request]:
+        together = max(1, _AHEAD * self.plan.size // self.plan.batch_size)
+        for start in range(first_step, len(self.plan), together):
+            steps = range(start, min(start + together, len(self.plan)))
+            parts = [self.plan.parts(step) for step in steps]
+            read = [
+                runs if any(runs) else [self.plan.stand_in(step)]
+                for step, runs in zip(steps, parts, strict=True)
+            ]
+            found = iter(at([run for runs in read for run in runs]))
+            for step, own, runs in zip(steps, parts, read, strict=True):
+                yield Request(
+                    epoch,
+                    step,
+                    self.plan.microbatches(step).start,
+                    [self._sendable(next(found)) for _ in runs],
+                    self.plan.counts(step),
+                    sum(map(len, own)),
+                )
+
+    def _sendable(self, indices: Indices) -> Indices:
+        # A tensor would cross to a worker as shared memory: a file and a system call each.
+        return indices.tolist() if self._to_workers and isinstance(indices, Tensor) else indices

@@ -1,0 +1,65 @@
+"""Batches on their device: moved, transformed there, and ahead of the step that needs them."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+
+from pardata.data._batch import moved, tensors_of
+from pardata.data._reader import Seeds, User
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where batches go, and what is done to them there."""
+
+    device: torch.device | None
+    transform: Callable[[Any], Any] | None
+    seeds: Seeds
+    prefetch: int
+
+    def place(self, batch: Any, epoch: int, step: int, number: int) -> Any:
+        """Return one microbatch, or one rank's share, on the device and transformed."""
+        if self.device is not None:
+            batch = moved(batch, self.device)
+        if self.transform is None:
+            return batch
+        around = self.seeds.around_part(User.BATCH_TRANSFORM, epoch, step, number, self.device)
+        with around:
+            return self.transform(batch)
+
+    def ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Let `batches`, which places as it is drawn, run ahead of the loop on a GPU."""
+        if self.device is None or self.device.type != "cuda" or not self.prefetch:
+            return batches
+        return _ahead(batches, self.device, self.prefetch)
+
+
+def _ahead(batches: Iterator[Any], device: torch.device, count: int) -> Iterator[Any]:
+    """Draw `batches` on a stream of their own, `count` before they are asked for."""
+    stream = torch.cuda.Stream(device)
+    # What the transform uses may still be in the making on the stream of now.
+    stream.wait_stream(torch.cuda.current_stream(device))
+    ready: deque[tuple[Any, torch.cuda.Event]] = deque()
+
+    def draw() -> bool:
+        with torch.cuda.stream(stream):
+            for batch in islice(batches, 1):
+                ready.append((batch, stream.record_event()))
+                return True
+        return False
+
+    while ready or draw():
+        batch, placed = ready.popleft()
+        while len(ready) < count and draw():
+            pass
+        current = torch.cuda.current_stream(device)
+        current.wait_event(placed)
+        for tensor in tensors_of(batch):
+            if tensor.is_cuda:
+                # Its memory belongs to the other stream, which must not reuse it before this one.
+                tensor.record_stream(current)
+        yield batch

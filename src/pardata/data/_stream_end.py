@@ -1,0 +1,118 @@
+"""Ranks whose streams may end at different steps stop at the same one."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pardata.collective._agreement import agree, require_same
+from pardata.collective._explanation import explained
+from pardata.data._reader import Fetched
+from pardata.ranks._store import ranks_text
+from pardata.ranks._world import World
+
+
+class _Vote:
+    """What the ranks have for the next step, being summed while this step runs."""
+
+    def __init__(self, coming: "_Drawn", here: World) -> None:
+        # A CPU tensor where the group takes one: reading it then stops no GPU.
+        device = "cpu" if "gloo" in (here.backend or "") else here.device
+        samples = 0 if coming.step is None else sum(coming.step.counts)
+        own = [coming.error is not None, coming.step is not None, samples, samples**2]
+        self._sums = torch.tensor(own, dtype=torch.int64, device=device)
+        self._work: Any = dist.all_reduce(self._sums, async_op=True)
+
+    def sums(self) -> list[int]:
+        """Return how many failed, how many have one, and their samples and squares of those."""
+        with explained("the next step of an IterableDataset"):
+            self._work.wait()
+        sums: list[int] = self._sums.tolist()
+        return sums
+
+
+class _Drawn:
+    """The next step of this rank, if there is one, or the error that it ended in."""
+
+    def __init__(self, steps: Iterator[Fetched]) -> None:
+        self.step: Fetched | None = None
+        self.error: Exception | None = None
+        try:
+            self.step = next(steps, None)
+        except Exception as error:  # noqa: BLE001  # raised again, on every rank
+            self.error = error
+
+    def raise_on_all(self, here: World) -> None:
+        """Raise an error of any rank on all. Collective."""
+
+        def failed() -> dict[str, object]:
+            error, self.error = self.error, None  # it holds frames that hold this
+            if error is not None:
+                raise error
+            return {}
+
+        agree(here, "the next step of an IterableDataset", failed)
+
+    def ranks_with_less(self, here: World) -> str:
+        """Say which ranks have fewer samples for this step than others. Collective."""
+        own = 0 if self.step is None else sum(self.step.counts)
+        told = agree(here, "the end of an IterableDataset", lambda: {"samples": own})
+        counts: list[Any] = [facts["samples"] for facts in told]
+        return ranks_text([rank for rank, count in enumerate(counts) if count < max(counts)])
+
+    def compare_the_first(self, here: World) -> None:
+        """Raise where ranks did not read the same. Collective."""
+        own = "" if self.step is None else self.step.read
+        told = agree(here, "iter(loader) of an IterableDataset", lambda: {"first samples": own})
+        cure = (
+            "Let the stream yield the same samples everywhere, drawing from the default generators "
+            "alone, or pass sharded=True if each rank and worker has its own."
+        )
+        require_same("make_loader(IterableDataset)", told, cure)
+
+
+def together(
+    steps: Iterator[Fetched], here: World, *, sharded: bool, drop_last: bool
+) -> Iterator[Fetched | None]:
+    """Yield this rank's `steps` for as long as the ranks go on; None where only others have one.
+
+    Collective, without waiting at a step for that step: ranks tell each other what they have for
+    the next one while this one is computed.
+
+    Raises:
+        RuntimeError: where a data set that all ranks read whole is not the same on each or ends at
+            different steps, or a rank has nothing at all; on every rank. So does an error that
+            `steps` raises.
+    """
+    coming, is_first = _Drawn(steps), True
+    vote = _Vote(coming, here)
+    while True:
+        failed, have, samples, squares = vote.sums()
+        if failed:
+            coming.raise_on_all(here)
+        none = here.size - have
+        if not have or (none and sharded and drop_last):
+            return
+        # Numbers are all equal exactly if their mean square is the square of their mean.
+        if not sharded and here.size * squares != samples**2:
+            shorter = coming.ranks_with_less(here)
+            msg = (
+                f"every rank must read the same stream, but it ended on {shorter} of {here.size} "
+                f"before the others: let it yield the same samples everywhere, drawing from "
+                f"the default generators alone, or pass sharded=True if each rank has its own"
+            )
+            raise RuntimeError(msg)
+        if none and is_first:
+            msg = (
+                f"every rank must have a sample, but {none} of {here.size} have none at all: let "
+                f"the data set yield some on each, or pass sharded=False"
+            )
+            raise RuntimeError(msg)
+        if is_first and not sharded:
+            coming.compare_the_first(here)
+        is_first = False
+        current = coming.step
+        coming = _Drawn(steps) if current is not None else coming
+        vote = _Vote(coming, here)
+        yield current

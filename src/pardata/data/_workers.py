@@ -1,0 +1,47 @@
+"""How many processes load for a rank, and whether they can hand over what they load."""
+
+import os
+from multiprocessing.util import get_temp_dir
+from typing import Any
+
+import torch
+
+from pardata.data._whole_batches import is_read_whole
+from pardata.ranks._cores import usable_cores
+from pardata.ranks._world import World
+
+_LONGEST_SOCKET = 107  # characters: `sun_path` of Linux's unix(7), without its last zero
+
+
+def choose_workers(num_workers: object, dataset: Any, here: World) -> int:
+    """Return how many workers this rank gets, of which "auto" decides from data set and cores.
+
+    Raises:
+        ValueError: for a number that is none, and where workers could not hand over a tensor.
+    """
+    if num_workers == "auto":
+        num_workers = 0 if is_read_whole(dataset) else min(8, usable_cores(here) - 1)
+    if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 0:
+        msg = f"`num_workers` must be 'auto' or an integer from 0 up, but is {num_workers!r}"
+        raise ValueError(msg)
+    if num_workers:
+        _check_they_can_send()
+    return num_workers
+
+
+def _check_they_can_send() -> None:
+    """Raise where a worker could not open the socket by which it hands over a tensor.
+
+    The worker's thread would die of that unseen, and ``DataLoader`` wait for its batch for ever.
+    """
+    if torch.multiprocessing.get_sharing_strategy() != "file_descriptor":
+        return  # macOS and Windows: no socket
+    directory = get_temp_dir()
+    longest = _LONGEST_SOCKET - len("/listener-12345678")  # as multiprocessing.connection names it
+    if len(os.fsencode(directory)) > longest:
+        msg = (
+            f"the temporary directory must have a name of at most {longest} characters for "
+            f"`num_workers` above 0, as a worker hands over by a socket in it, but is "
+            f"{directory!r}: set TMPDIR to one with a shorter name, or pass num_workers=0"
+        )
+        raise ValueError(msg)

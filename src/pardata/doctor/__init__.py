@@ -1,0 +1,1 @@
+"""`python -m pardata`: what is here, and does it work?"""

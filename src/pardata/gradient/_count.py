@@ -1,0 +1,177 @@
+"""What each microbatch of a step counts, and all of them together, over all ranks."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from operator import index
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pardata.collective._header import Matching
+from pardata.data._batch import tensors_of
+from pardata.data._microbatches import Microbatches
+from pardata.ranks._world import world
+
+Count = Callable[[Any], int]
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Who runs the microbatches of a step together.
+
+    Attributes:
+        size: how many ranks.
+        group: their process group; None for that of the world.
+        device: where the group reduces.
+        at_least: how many microbatches a rank must run, of its own number and the largest.
+    """
+
+    size: int
+    group: Any
+    device: torch.device
+    at_least: Callable[[int, int], int]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One microbatch that this rank runs; a stand-in counts 0 and has no number in the step."""
+
+    microbatch: Any
+    count: int
+    number: int | None = None
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The microbatches that this rank runs in a step.
+
+    Attributes:
+        own: what is run, in this order.
+        total: returns what the microbatches of all ranks count; raises, on every rank, where one
+            of them could not be counted, or all count 0.
+    """
+
+    own: list[Piece]
+    total: Callable[[], int]
+
+    @classmethod
+    def of(cls, batch: Any, count: Count | None, sharing: Sharing) -> "Pieces":
+        """Return what `batch` is made of. Communicates only where no plan says what counts."""
+        if not isinstance(batch, Microbatches):
+            counts, total = _counted([batch], _rows if count is None else count, sharing)
+            return cls([Piece(batch, counts[0], 0)], total)
+        _check_shared_alike(batch, sharing)
+        if count is None:
+            counts, total = _planned(batch, sharing)
+        else:
+            counts, total = _counted(list(batch), count, sharing)
+        numbers = range(batch.first, batch.first + len(batch))
+        own = [Piece(*facts) for facts in zip(batch, counts, numbers, strict=True)]
+        most = -(-len(batch.counts) // sharing.size)
+        missing = max(0, sharing.at_least(len(own), most) - len(own))
+        if missing and batch.stand_in is None:
+            msg = (
+                f"a rank must have a microbatch to run where the others run one, but {batch!r} "
+                f"has none: give it a stand_in, any microbatch of the step"
+            )
+            raise ValueError(msg)
+        # First, so that what synchronises is a microbatch of this rank's own, if it has one.
+        return cls([Piece(batch.stand_in, 0)] * missing + own, total)
+
+
+def _check_shared_alike(batch: Microbatches[Any], sharing: Sharing) -> None:
+    if sharing.size not in (1, batch.size):
+        msg = (
+            f"the ranks that train the model, {sharing.size}, must be those that share `batch`, "
+            f"but it is shared by {batch.size}: pass distributed='auto' to make_loader"
+        )
+        raise ValueError(msg)
+
+
+def _planned(batch: Microbatches[Any], sharing: Sharing) -> tuple[list[int], Callable[[], int]]:
+    counts = list(batch.counts[batch.first : batch.first + len(batch)])
+    total = sum(counts if sharing.size == 1 else batch.counts)
+    return counts, lambda: _positive(total)
+
+
+def _counted(
+    microbatches: list[Any], count: Count, sharing: Sharing
+) -> tuple[list[int], Callable[[], int]]:
+    """Count the microbatches here, and begin to add up those of all ranks."""
+    error: Exception | None = None
+    counts = [0] * len(microbatches)
+    try:
+        counts = [_checked(count(microbatch)) for microbatch in microbatches]
+    except Exception as raised:  # noqa: BLE001  # raised again once all ranks know
+        error = raised
+    sums = _start_sum([sum(counts), error is not None], sharing)
+
+    @cache  # asked for with each microbatch, and a GPU would be waited for each time
+    def total() -> int:
+        everything, failed = map(int, sums())
+        if error is not None:
+            raise error
+        if failed:
+            msg = (
+                f"every microbatch must be counted, but that failed on {failed} other rank(s): "
+                f"see the error there"
+            )
+            raise RuntimeError(msg)
+        return _positive(everything)
+
+    return counts, total
+
+
+def _start_sum(own: list[int], sharing: Sharing) -> Callable[[], Sequence[float]]:
+    """Begin to add up a few numbers over the ranks, and return what waits for the sums."""
+    if sharing.size == 1:
+        return lambda: own
+    here = world()
+    if sharing.size == here.size:
+        # In the form of all other collectives of ours: a rank that is in another one is told.
+        return Matching(here, "backward", 0, lambda _: "counts").start_all_reduce(
+            [float(number) for number in own]
+        )
+    told = torch.tensor(own, device=sharing.device)
+    work: Any = dist.all_reduce(told, group=sharing.group, async_op=True)
+
+    def sums() -> list[float]:
+        work.wait()
+        found: list[float] = told.tolist()
+        return found
+
+    return sums
+
+
+def _checked(number: Any) -> int:
+    try:
+        if isinstance(number, bool):
+            raise TypeError
+        whole = index(number)  # of NumPy, or a tensor, too
+    except TypeError:
+        msg = f"`count` must return an integer, but returned {number!r} ({type(number).__name__})"
+        raise TypeError(msg) from None
+    if whole < 0:
+        msg = f"`count` must return an integer from 0 up, but returned {whole}"
+        raise ValueError(msg)
+    return whole
+
+
+def _positive(total: int) -> int:
+    if total == 0:
+        msg = "a step must count something, but all its microbatches count 0: skip it"
+        raise ValueError(msg)
+    return total
+
+
+def _rows(batch: Any) -> int:
+    first = next(tensors_of(batch), None)
+    if first is None or first.ndim == 0:
+        msg = (
+            f"`batch` must hold a tensor whose rows are its samples, but a {type(batch).__name__} "
+            f"has none: pass `count`"
+        )
+        raise TypeError(msg)
+    return len(first)

@@ -1,0 +1,127 @@
+"""One step of `backward` under each strategy: what synchronises, when, and what buffers do."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pardata.gradient._count import Piece, Pieces, Sharing
+from pardata.model._buffers import EqualBuffers
+from pardata.model._ddp import ReadThroughDDP
+from pardata.model._unwrap import unwrap
+
+
+class Step:
+    """Of a model that no other process trains: strategies "none" and "dp".
+
+    Args:
+        model: as `wrap_model` returned it.
+        group: of the ranks that train it.
+        size: how many those are.
+    """
+
+    def __init__(self, model: nn.Module, group: Any = None, size: int = 1) -> None:
+        self._model = model
+        first = next(unwrap(model).parameters(), torch.empty(0))
+        self.sharing = Sharing(size, group, first.device, self._at_least)
+        self._dtype = torch.promote_types(first.dtype, torch.float32).to_real()
+        self._loss = torch.zeros((), dtype=torch.float64, device=first.device)
+
+    def _at_least(self, own: int, most: int) -> int:  # noqa: ARG002  # for the other strategies
+        return own
+
+    def whole(self, pieces: Pieces) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Return the context of the whole step."""
+        return nullcontext()
+
+    def around(self, piece: Piece, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Return the context of the forward and backward of one microbatch."""
+        return nullcontext()
+
+    def run(self, loss: Tensor, part: float) -> None:
+        """Run the backward of a microbatch, which is `part` of the global batch."""
+        # Who reduces takes the mean over the ranks: of what is meant as a sum.
+        (loss * (part * self.sharing.size)).backward()
+        self._loss += loss.detach().to(self._loss) * part
+
+    def loss(self) -> Tensor:
+        """Return the mean loss of the global batch. Collective."""
+        if self.sharing.size > 1:
+            dist.all_reduce(self._loss, group=self.sharing.group)
+        return self._loss.to(self._dtype)
+
+
+class ReplicatedStep(Step):
+    """Strategy "ddp": every rank runs at least one microbatch, the last of which synchronises."""
+
+    def __init__(self, model: nn.Module, wrapper: DistributedDataParallel) -> None:
+        group = wrapper.process_group
+        super().__init__(model, group, dist.get_world_size(group))
+        self._wrapper = wrapper
+
+    def _at_least(self, own: int, most: int) -> int:
+        if most > 1 and self._wrapper.static_graph:
+            msg = (
+                f"`static_graph` must be False where a rank has more than one microbatch, here "
+                f"{most}, for PyTorch cannot accumulate with it: leave it out of wrap_model"
+            )
+            raise ValueError(msg)
+        return max(own, 1)
+
+    def whole(self, pieces: Pieces) -> AbstractContextManager[None]:  # noqa: ARG002
+        if isinstance(self._wrapper, ReadThroughDDP):
+            return self._wrapper._buffers_once()  # noqa: SLF001  # our own class
+        return nullcontext()
+
+    @contextmanager
+    def around(self, piece: Piece, *, last: bool) -> Iterator[None]:  # noqa: ARG002
+        if not last:
+            with self._wrapper.no_sync():
+                yield
+            return
+        yield
+        try:  # now: the next collective would meet what other ranks still reduce
+            self._wrapper._check_reducer_finalized()  # noqa: SLF001  # torch has no public name
+        except RuntimeError as error:
+            if isinstance(self._wrapper, ReadThroughDDP):
+                self._wrapper._name_unused(error)  # noqa: SLF001  # our own class
+            raise
+
+
+class ShardedStep(Step):
+    """Strategy "fsdp": every forward and backward is collective, so all ranks run equally many."""
+
+    def __init__(self, model: nn.Module, sharded: Any) -> None:
+        size = dist.get_world_size()
+        super().__init__(model, None, size)
+        self._sharded = sharded
+        for parameter in sharded.parameters():
+            mesh = getattr(parameter, "device_mesh", None)
+            if mesh is not None and mesh.size() != size:
+                msg = (
+                    f"the model must be sharded over all {size} ranks, but is so over "
+                    f"{mesh.size()}: give fully_shard a mesh of all ranks"
+                )
+                raise ValueError(msg)
+
+    def _at_least(self, own: int, most: int) -> int:  # noqa: ARG002
+        return most
+
+    def whole(self, pieces: Pieces) -> AbstractContextManager[None]:
+        hook = EqualBuffers.of(self._sharded)
+        if hook is None:
+            return nullcontext()
+        own = sum(piece.count for piece in pieces.own)
+        return hook.averaged(self._sharded, lambda: own / pieces.total())
+
+    @contextmanager
+    def around(self, piece: Piece, *, last: bool) -> Iterator[None]:  # noqa: ARG002
+        self._sharded.set_requires_gradient_sync(last)
+        try:
+            yield
+        finally:
+            self._sharded.set_requires_gradient_sync(True)

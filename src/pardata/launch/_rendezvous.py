@@ -1,0 +1,294 @@
+"""Meet the other ranks, agree that everybody can take part, and make the process group."""
+
+import json
+import os
+import socket
+import time
+import uuid
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from pardata.collective._agreement import raise_on_all, require_same
+from pardata.ranks._failure import Failure
+from pardata.ranks._launcher import Launch
+from pardata.ranks._store import Channel, check_out, exchange, missing_text
+
+_MARGIN = timedelta(seconds=10)
+
+# Kept to the end of the process: a rank that joins again at once must not meet a store that rank 0
+# is just closing.
+_stores: dict[str, tuple[dist.Store, bool]] = {}
+
+
+@dataclass(frozen=True)
+class Joining:
+    """What came of `join`."""
+
+    device: torch.device
+    backend: str
+    node_rank: int
+    num_nodes: int
+    hosts_store: bool
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """What a rank tells the others before there is a group."""
+
+    failure: str | None
+    host: str
+    gpu: str | None
+    backend: str
+
+
+def join(
+    launch: Launch, *, backend: str | None, timeout: timedelta | None, device: torch.device | None
+) -> Joining:
+    """Make the process group that `launch` describes. Collective.
+
+    A rank that cannot take part says so over the store before any group exists, so that the
+    error is raised on every rank instead of leaving the others to wait.
+    """
+    patience = distributed_c10d.default_pg_timeout if timeout is None else timeout
+    error: Exception | None = None
+    gpu: str | None = None
+    try:
+        device = _own_device(launch, device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            gpu = str(torch.cuda.get_device_properties(device).uuid)
+    except (AssertionError, ValueError, RuntimeError) as caught:
+        error, device = caught, torch.device("cpu")
+    if backend is None:
+        backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
+    if launch.identity not in _stores:
+        _stores[launch.identity] = _open_store(launch, patience)
+    store, hosts_store = _stores[launch.identity]
+    store = _fresh_part(store, launch, patience)
+    arrival = _Arrival(_failure_text(error, launch), socket.gethostname(), gpu, backend)
+    line = Channel(dist.PrefixStore("pardata/join", store), patience)
+    try:
+        arrivals = _meet(line, launch, arrival, error)
+        if "nccl" in backend:
+            _refuse_shared_gpus(arrivals)
+        _make_group(line, launch, store, backend=backend, timeout=timeout, device=device)
+    except Exception:
+        # The others read the same; the store must be there until they have.
+        check_out(store, launch.size, hosts_store=hosts_store)
+        raise
+    hosts = list(dict.fromkeys(arrival.host for arrival in arrivals))
+    node_rank = hosts.index(arrivals[launch.rank].host)
+    return Joining(
+        device,
+        backend,
+        node_rank if launch.node_rank is None else launch.node_rank,
+        len(hosts) if launch.num_nodes is None else launch.num_nodes,
+        hosts_store,
+    )
+
+
+def choose_device(launch: Launch, *, visible: int, masked: bool) -> torch.device:
+    """Return the device of this local rank where `visible` GPUs can be seen.
+
+    `masked` tells whether something (a launcher that binds a GPU to each task, as SLURM's
+    ``--gpus-per-task``) has restricted what this process sees: a single GPU is then its own.
+
+    Raises:
+        RuntimeError: where no GPU is left for this local rank.
+    """
+    if visible == 0:
+        return torch.device("cpu")
+    if visible == 1 and masked:
+        return torch.device("cuda", 0)
+    if launch.local_rank >= visible:
+        msg = (
+            f"the local rank must be less than the number of visible GPUs, {visible}, but is "
+            f"{launch.local_rank} of {launch.local_size} on {socket.gethostname()}: start "
+            f"{visible} process{'es' if visible > 1 else ''} per node (torchrun "
+            f"--nproc-per-node={visible}, srun --ntasks-per-node={visible}), or pass "
+            f'`init(device="cpu")`'
+        )
+        raise RuntimeError(msg)
+    return torch.device("cuda", launch.local_rank)
+
+
+def _own_device(launch: Launch, wanted: torch.device | None) -> torch.device:
+    if wanted is not None and (wanted.type != "cuda" or wanted.index is not None):
+        return wanted
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted is not None and visible == 0:
+        msg = "`device` must be one that is here, but is 'cuda', and no GPU is visible"
+        raise RuntimeError(msg)
+    return choose_device(launch, visible=visible, masked="CUDA_VISIBLE_DEVICES" in os.environ)
+
+
+def _open_store(launch: Launch, timeout: timedelta) -> tuple[dist.Store, bool]:
+    if not launch.master_addr:
+        return dist.HashStore(), True
+    address = f"{launch.master_addr}:{launch.master_port}"
+    try:
+        # torch retries an unknown name for minutes.
+        socket.getaddrinfo(launch.master_addr, launch.master_port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        msg = (
+            f"`MASTER_ADDR` must be a host that resolves, but {launch.master_addr!r} does not "
+            f"({error}): set MASTER_ADDR to an address that every rank can reach"
+        )
+        raise RuntimeError(msg) from error
+    # Under torchrun the agent serves the store at that address, and every rank is a client.
+    served = launch.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
+    hosts = launch.rank == 0 and served != str(True)
+    try:
+        store = dist.TCPStore(
+            launch.master_addr,
+            launch.master_port,
+            launch.size,
+            is_master=hosts,
+            timeout=timeout,
+            wait_for_workers=False,  # `_meet` waits, and can name who is missing
+            multi_tenant=True,  # a group that the user makes later at this address shares it
+        )
+    except RuntimeError as error:
+        if "EADDRINUSE" in str(error):
+            msg = (
+                f"the port of `MASTER_PORT` must be free, but {address} is in use: another run "
+                f"is on this host; set MASTER_PORT to a free port"
+            )
+        else:
+            msg = (
+                f"rank {launch.rank} must reach rank 0 at {address}, but could not within "
+                f"{timeout}: is rank 0 running, and is the port open between the hosts?"
+            )
+        raise RuntimeError(msg) from error
+    return store, hosts
+
+
+def _fresh_part(store: dist.Store, launch: Launch, timeout: timedelta) -> dist.Store:
+    """Return a part of `store` that nobody used before, once every rank has it. Collective.
+
+    A store outlives the group, and torchrun's the processes too: after a restart it still holds
+    what the last attempt left. Rank 0 invents a name; each rank asks for it with a word of its
+    own, so that no answer can be an old one.
+    """
+    if launch.rank == 0:
+        return _hand_out_part(store, launch, timeout)
+    word = uuid.uuid4().hex
+    store.set(f"asked/{launch.rank}", word)
+    try:
+        store.wait([f"answer/{word}"], timeout)
+        part = dist.PrefixStore(store.get(f"answer/{word}").decode(), store)
+        part.set(f"came/{launch.rank}", "")
+        part.wait(["missing"], timeout + _MARGIN)  # rank 0 waits as long for the last of us
+        missing = json.loads(part.get("missing"))
+    except RuntimeError as error:
+        raise TimeoutError(missing_text([0], launch.size, "init", timeout)) from error
+    if missing:
+        raise TimeoutError(missing_text(missing, launch.size, "init", timeout))
+    return part
+
+
+def _hand_out_part(store: dist.Store, launch: Launch, timeout: timedelta) -> dist.Store:
+    name = uuid.uuid4().hex
+    part = dist.PrefixStore(name, store)
+    missing = list(range(1, launch.size))
+    answered: set[bytes] = set()
+    deadline = time.monotonic() + timeout.total_seconds()
+    while missing and time.monotonic() < deadline:
+        for rank in missing:
+            key = f"asked/{rank}"
+            if store.check([key]) and (question := store.get(key)) not in answered:
+                store.set(f"answer/{question.decode()}", name)
+                answered.add(question)
+        missing = [rank for rank in missing if not part.check([f"came/{rank}"])]
+        time.sleep(0.005)
+    part.set("missing", json.dumps(missing))
+    if missing:
+        time.sleep(1)  # the store may live here: those who came read it now
+        raise TimeoutError(missing_text(missing, launch.size, "init", timeout))
+    return part
+
+
+def _meet(
+    line: Channel, launch: Launch, arrival: _Arrival, error: Exception | None
+) -> list[_Arrival]:
+    """Return what every rank brings, or raise where one cannot take part. Collective."""
+    texts = exchange(line, launch, "init", json.dumps(vars(arrival)), line.timeout)
+    arrivals = [_Arrival(**json.loads(text)) for text in texts]
+    _raise_failures([a.failure for a in arrivals], launch, error)
+    told: list[dict[str, object]] = [{"backend": a.backend} for a in arrivals]
+    require_same("init", told, "Is a GPU driver missing on a node? Else pass `backend`.")
+    return arrivals
+
+
+def _make_group(
+    line: Channel,
+    launch: Launch,
+    store: dist.Store,
+    *,
+    backend: str,
+    timeout: timedelta | None,
+    device: torch.device,
+) -> None:
+    """Make the process group, and wait until every rank has. Collective.
+
+    torch does not wait: a rank that leaves at once closes connections that another is still
+    making, which then fails ("connectFullMesh failed … Connection closed by peer").
+    """
+    error: Exception | None = None
+    began = time.monotonic()
+    try:
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("group", store),
+            rank=launch.rank,
+            world_size=launch.size,
+            timeout=timeout,
+            # Lets NCCL connect at once; a group of one has nobody to connect to.
+            device_id=device if "nccl" in backend and launch.size > 1 else None,
+        )
+    except (RuntimeError, ValueError) as caught:
+        error = caught
+    try:
+        # The others connect to one that has failed for as long as the timeout.
+        patience = line.timeout + _MARGIN
+        report = [time.monotonic() - began, launch.rank, _failure_text(error, launch)]
+        reports = map(json.loads, exchange(line, launch, "init", json.dumps(report), patience))
+        failed = sorted(report for report in reports if report[2] is not None)
+        is_first = bool(failed) and failed[0][1] == launch.rank
+        texts = [text for _, _, text in failed]
+        _raise_failures(texts, launch, error if is_first else None)
+    except Exception as raised:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if error is not None and raised is not error:
+            raise raised from error  # which may be why the others did not come
+        raise
+
+
+def _failure_text(error: Exception | None, launch: Launch) -> str | None:
+    if error is None:
+        return None
+    return Failure.of(error, rank=launch.rank, place="init").to_json()
+
+
+def _raise_failures(texts: list[str | None], launch: Launch, own: Exception | None) -> None:
+    failures = [None if text is None else Failure.from_json(text) for text in texts]
+    raise_on_all(failures, launch.rank, own)
+
+
+def _refuse_shared_gpus(arrivals: list[_Arrival]) -> None:
+    users: dict[tuple[str, str | None], list[int]] = {}
+    for rank, arrival in enumerate(arrivals):
+        users.setdefault((arrival.host, arrival.gpu), []).append(rank)
+    for (host, gpu), ranks in users.items():
+        if gpu is not None and len(ranks) > 1:
+            msg = (
+                f"every rank must have a GPU of its own, but ranks {', '.join(map(str, ranks))} "
+                f"on {host} share one: start one process per GPU, or pass "
+                f'`init(backend="gloo")`, which can share (slowly)'
+            )
+            raise RuntimeError(msg)

@@ -1,0 +1,132 @@
+"""An exception that nobody catches: one line that says whose fault it is, and nobody waits on."""
+
+import ctypes
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from pardata.collective import _rank_zero
+from pardata.collective._explanation import Explanation, Note, Notes, first_words, is_lost
+from pardata.ranks import _store
+from pardata.ranks._call_site import raise_site
+from pardata.ranks._failure import chain, is_consequence, one_line, short_text
+from pardata.ranks._logger import get_logger
+from pardata.ranks._store import bounded
+from pardata.ranks._world import Joined, is_child, joined
+
+_log = get_logger(__name__)
+
+# As long as a rank takes to notice, and to read who failed first.
+_GRACE = 2.0
+
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+class _UncaughtHook:
+    """Stands before the `sys.excepthook` that it finds, and hands every exception on to it."""
+
+    def __init__(self) -> None:
+        self._next: _Hook | None = None
+
+    def install(self) -> None:
+        if self._next is None:
+            self._next, sys.excepthook = sys.excepthook, self
+
+    def remove(self) -> None:
+        # If another stands before this one, it stays, and only hands on.
+        if sys.excepthook is self and self._next is not None:
+            sys.excepthook, self._next = self._next, None
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        found = joined()
+        if found is None or is_child():
+            (self._next or sys.__excepthook__)(kind, error, trace)
+            return
+        with suppress(Exception):  # the traceback is printed whatever happens here
+            _report(error, found)
+        (self._next or sys.__excepthook__)(kind, error, trace)
+        with suppress(Exception):
+            _part(found)
+
+
+_hook = _UncaughtHook()
+
+
+def report_uncaught() -> Callable[[], None]:
+    """Log an uncaught exception and tell the other ranks of it; return what takes this back."""
+    _hook.install()
+    return _hook.remove
+
+
+def report_exit(error: BaseException) -> None:
+    """Log a SystemExit that is no success and tell the other ranks of it."""
+    found = joined()
+    if found is not None and not is_child():
+        with suppress(Exception):  # the process ends whatever happens here
+            _report(error, found)
+            _part(found)
+
+
+def _report(error: BaseException, found: Joined) -> None:
+    """Log one line, and let everybody know who waits for this rank."""
+    known = Explanation.of(error) or _asked(error, found)
+    cause = known.first
+    if cause is None:
+        cause = known.own
+        _log.error("failed: %s", _text(error))
+    else:
+        _log.error(
+            "failed because rank %d failed first: %s; here: %s",
+            cause.rank,
+            cause.text,
+            known.own.text,
+        )
+    news = f"rank {cause.rank} of {found.world.size} failed first: {cause.text}"
+    if not known.store_is_gone:  # else torch would only print where in its code it saw that
+        bounded(_GRACE, lambda: _call_off(found, news))
+
+
+def _asked(error: BaseException, found: Joined) -> Explanation:
+    """Leave this rank's note, and ask who failed first where it was not this rank."""
+    rank = found.world.rank
+    own = Note(rank, short_text(error) or _text(error), is_cause=not _follows(error))
+    patience = 0.0 if own.is_cause else _GRACE
+    notes = Notes(found.channel, found.world, own, patience=patience, settle=0.0)
+    first = None if own.is_cause else notes.first_cause(rank)
+    return Explanation(own, first, notes.store_is_gone)
+
+
+def _text(error: BaseException) -> str:
+    if short_text(error):
+        return one_line(error)  # which says where
+    what = f"{type(error).__name__}: {first_words(error)}" if is_lost(error) else one_line(error)
+    return f"{what} ({raise_site(error)})"
+
+
+def _follows(error: BaseException) -> bool:
+    """Return whether `error` comes of what another rank did: by its kind, for clocks differ."""
+    return is_consequence(error) or any(is_lost(link) for link in chain(error))
+
+
+def _call_off(found: Joined, news: str) -> None:
+    _store.call_off(found.channel, found.world, news)
+    _rank_zero.call_off(found.channel, found.world, news)
+
+
+def _part(found: Joined) -> None:
+    """Leave without waiting for the dead, but not before the living have read the store."""
+    with suppress(RuntimeError, AttributeError):  # there may be none for the CPU
+        # In torch 2.6 the end of a gloo backend waits for all that is under way, so it must not
+        # come: one reference is never given back.
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]  # noqa: SLF001  # torch has no public way
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
+    if found.hosts_store:
+        Notes(found.channel, found.world, None, patience=_GRACE, settle=_GRACE)
+        time.sleep(0.2)  # for the last one to read the last note

@@ -1,0 +1,173 @@
+"""Strategy "ddp": PyTorch's DistributedDataParallel, reading through, with equal buffers."""
+
+import functools
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import _JoinConfig
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from pardata.model._read_through import ReadThrough
+from pardata.model._unwrap import unwrap
+
+
+class ReadThroughDDP(ReadThrough, DistributedDataParallel):
+    """`DistributedDataParallel` that reads through, with equal buffers after every step."""
+
+    def __init__(self, module: nn.Module, *, sync_buffers: bool = True, **options: Any) -> None:
+        super().__init__(module, **options)
+        self._syncs_buffers = sync_buffers
+        self._forward_runs = False
+        self._note_reduced()
+        self._assign_modules_buffers()  # PyTorch does not where it delays all its reductions
+        if options.get("init_sync", True):
+            self._broadcast_buffers()  # older PyTorch does not do it when its own flag is off
+        self._log_hidden_names()
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module; after a training forward that will synchronise, equalise the buffers.
+
+        PyTorch broadcasts them before the *next* forward, so that healthy ranks differ in between
+        and an evaluation communicates. This is the same broadcast, at the other end.
+        """
+        self.__dict__["_forward_runs"] = True
+        try:
+            output = super().forward(*inputs, **kwargs)
+        except RuntimeError as error:
+            self._name_unused(error)
+            raise
+        finally:
+            self.__dict__["_forward_runs"] = False
+        # The mode is the module's: unwrap(model).train() does not reach the wrapper.
+        trains = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if (
+            self.modules_buffers  # first: where there are none, as mostly, the rest costs 10 us
+            and trains
+            and self._syncs_buffers
+            and not self._joins
+            and unwrap(self).training
+        ):
+            self._broadcast_buffers()
+        return output
+
+    @contextmanager
+    def _buffers_once(self) -> Iterator[None]:
+        """Equalise the buffers after the block and not within it. Collective."""
+        syncs, self._syncs_buffers = self._syncs_buffers, False
+        try:
+            yield
+        finally:
+            self._syncs_buffers = syncs
+        if syncs and unwrap(self).training:
+            self._broadcast_buffers()
+
+    @property
+    def _joins(self) -> bool:
+        """Whether this is inside ``join()``, PyTorch's protocol for uneven inputs."""
+        return bool(self._join_config.enable)
+
+    def will_sync_module_buffers(self) -> bool:
+        """Leave the buffers to PyTorch inside ``join()``: ranks that have finished follow it."""
+        syncs = self._joins and self._syncs_buffers and self.require_forward_param_sync
+        return bool(syncs and self.modules_buffers)
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        super()._sync_final_model(is_last_joiner)
+        if self._syncs_buffers:
+            self._broadcast_buffers(self._authoritative_rank)
+        # PyTorch leaves it on, and every later forward would communicate.
+        self._join_config = _JoinConfig.construct_disabled_join_config()
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """Register on the module: there it is saved, and kept equal on all ranks."""
+        super().register_buffer(name, tensor, persistent)
+        self._assign_modules_buffers()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Not transparent yet: PyTorch's __setstate__ sets attributes of the wrapper.
+        state = {name: value for name, value in state.items() if name != "_transparent"}
+        super().__setstate__(state)
+        self._note_reduced()
+        self._become_transparent()
+
+    def _note_reduced(self) -> None:
+        # In the order of DDP's numbers, and now: what is frozen later keeps its number.
+        self._reduced_names = [
+            name
+            for name, parameter in self.module.named_parameters()
+            if parameter.requires_grad and name not in self.parameters_to_ignore
+        ]
+
+    @torch._disable_dynamo  # noqa: SLF001  # torch.compiler.disable would import all of dynamo
+    def _broadcast_buffers(self, source: int = 0) -> None:
+        if not self.modules_buffers:  # looking for them again takes a walk over all modules
+            return
+        # .data: autograd may have saved a buffer for the backward that is still to come, and
+        # would refuse it as modified. The values it needs are the same on every rank.
+        self._assign_modules_buffers()
+        buffers = [buffer.data for buffer in self.modules_buffers]
+        if buffers:
+            self._distributed_broadcast_coalesced(buffers, self.broadcast_bucket_size, source)
+
+    def _name_unused(self, error: RuntimeError) -> None:
+        """Raise in place of an error of DDP about unused parameters, which gives numbers only."""
+        if "did not receive grad" not in str(error):
+            return
+        listed = re.search(r"indices which did not receive grad for rank \d+:([ \d]+)", str(error))
+        indices = [int(text) for text in listed[1].split()] if listed else []
+        names = ", ".join(f"`{self._reduced_names[index]}`" for index in indices)
+        msg = (
+            f"every parameter must take part in the loss, but {names or 'some'} did not in the "
+            f"last step, so its gradient was not synchronised: use all outputs in the loss, "
+            f"freeze what is not trained (requires_grad_(False)), or pass "
+            f"wrap_model(..., find_unused_parameters=True)"
+        )
+        raise RuntimeError(msg) from error
+
+    def _passed_through(self, name: str, value: Any) -> Any:
+        if isinstance(value, MethodType) and value.__self__ is unwrap(self):
+            return self._guarded(name, value)
+        return value
+
+    def _guarded(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `method`, made to raise if it trains submodules whose gradients nobody syncs."""
+
+        @functools.wraps(method)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            with self._refusing_forwards(name):
+                return method(*args, **kwargs)
+
+        return guarded
+
+    @contextmanager
+    def _refusing_forwards(self, name: str) -> Iterator[None]:
+        def refuse(module: nn.Module, _args: object) -> None:
+            if self._forward_runs or not torch.is_grad_enabled():
+                return
+            # A checkpointed part runs again in the backward of a forward that was in order.
+            if torch._C._current_graph_task_id() >= 0:  # noqa: SLF001  # torch has no public name
+                return
+            if any(p.requires_grad for p in module.parameters()) and self._holds(module):
+                msg = (
+                    f"`{name}` must not train through DistributedDataParallel, but it runs "
+                    f"{type(module).__name__} with gradients, which would not be synchronised: "
+                    f"call it from the model's forward, or under torch.no_grad() if nothing is "
+                    f"trained, or as unwrap(model).{name} if the ranks shall differ"
+                )
+                raise RuntimeError(msg)
+
+        # One global hook for the time of the call costs the same for a module of any size.
+        handle = register_module_forward_pre_hook(refuse)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _holds(self, module: nn.Module) -> bool:
+        return any(own is module for own in self.module.modules())

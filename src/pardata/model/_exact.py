@@ -1,0 +1,208 @@
+"""Strategy "exact": training that is the same to the last bit on any number of processes.
+
+Only `backward` fills the gradients: a hook on every parameter hands each microbatch's gradient on
+to be summed in fixed point (`_exact_step`), and refuses any other backward.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pardata.model._read_through import ReadThrough
+from pardata.model._unwrap import Wrapper, layers, unwrap
+
+# What receives a parameter as soon as it has got a gradient.
+Take = Callable[[nn.Parameter], None]
+
+_RECORD = "exact"  # in the metadata of a state dict
+
+
+class ExactModel(ReadThrough, Wrapper):
+    """A module whose gradients only `pardata.backward` makes.
+
+    Args:
+        module: to train.
+        threads: of PyTorch's kernels on the CPU, whose sums depend on their number. It is set for
+            the whole process.
+        on_overflow: what a gradient that is infinite, NaN or beyond 2**46 leads to: ``"raise"`` an
+            error, or ``"skip"``: a warning, and a step that leaves gradients and buffers alone.
+    """
+
+    def __init__(self, module: nn.Module, *, threads: int = 1, on_overflow: str = "raise") -> None:
+        _check_options(threads, on_overflow)
+        super().__init__(module)
+        self._threads = threads
+        self._on_overflow = on_overflow
+        self._take: Take | None = None
+        self._buckets: list[Any] = []  # the words of the step before
+        self._watched: dict[nn.Parameter, Any] = {}
+        torch.set_num_threads(threads)
+        self._watch()
+        self._log_hidden_names()
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        return self.module(*inputs, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state of the module inside, and in its metadata what decides the last bit."""
+        state = super().state_dict(*args, **kwargs)
+        metadata = getattr(state, "_metadata", None)
+        if metadata is not None:
+            # With a prefix where this is a child of the module that is asked.
+            path = (args[1] if len(args) > 1 else kwargs.get("prefix", ""))[:-1]
+            metadata[path] = {**metadata.get(path, {}), _RECORD: kernels(self)}
+        return state
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Refuse weights of an exact run whose kernels were others: this would be another run."""
+        for facts in getattr(state, "_metadata", {}).values():
+            self._check_record(facts)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        self._check_record(args[0])
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _check_record(self, facts: Mapping[str, Any]) -> None:
+        now = kernels(self)
+        then = facts.get(_RECORD, now)
+        if then == now:
+            return
+        differing = ", ".join(
+            f"{name} was {then.get(name)!r} and is {now.get(name)!r}"
+            for name in {**then, **now}
+            if then.get(name) != now.get(name)
+        )
+        msg = (
+            f"an exact run must go on with the kernels that it began with, but {differing}: go on "
+            f"where it began (threads: wrap_model(..., threads=…)), or load into unwrap(model), "
+            f"for a run that is no longer the same to the last bit"
+        )
+        raise ValueError(msg)
+
+    @contextmanager
+    def _taking(self, take: Take) -> Iterator[None]:
+        """Hand the gradients that are made in the block to `take`."""
+        self._watch()
+        self._take = take
+        _taking.append(self)
+        try:
+            yield
+        finally:
+            self._take = None
+            _taking.remove(self)
+
+    def _watch(self) -> None:
+        """Hook every parameter that is not yet, frozen ones too: they may be trained later."""
+        for parameter in unwrap(self).parameters():
+            if parameter in self._watched or not _can_be_trained(parameter):
+                continue
+            trained = parameter.requires_grad
+            # A weak reference, for the parameter may outlive its wrapper.
+            hook = _hook(weakref.ref(self))
+            handle = parameter.requires_grad_().register_post_accumulate_grad_hook(hook)
+            parameter.requires_grad_(trained)
+            self._watched[parameter] = handle
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Neither copies nor pickles have hooks: they are made anew.
+        return {**super().__getstate__(), "_watched": {}, "_take": None, "_buckets": []}  # type: ignore[no-untyped-call]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._watch()
+
+
+# Those of which a step is running.
+_taking: list[ExactModel] = []
+
+
+def _can_be_trained(parameter: nn.Parameter) -> bool:
+    kind = parameter.is_floating_point() or parameter.is_complex()
+    return kind and not parameter.is_inference()
+
+
+def _hook(owner: "weakref.ref[ExactModel]") -> Callable[[Tensor], None]:
+    def hand_on(parameter: Any) -> None:
+        model = owner()
+        if model is None:
+            return
+        if model._take is not None:  # noqa: SLF001  # our own class
+            model._take(parameter)  # noqa: SLF001  # as above
+        elif not any(parameter in other._watched for other in _taking):  # noqa: SLF001  # as above
+            parameter.grad = None  # of this rank alone: a later `backward` would add to it
+            msg = (
+                f"under strategy 'exact' only `pardata.backward` must run a backward, but "
+                f"`{_name_of(model, parameter)}` got a gradient from another: call "
+                f"backward(model, loss_fn, batch) in place of loss.backward()"
+            )
+            raise RuntimeError(msg)
+
+    return hand_on
+
+
+def _name_of(model: nn.Module, parameter: Tensor) -> str:
+    """Return the name of a parameter, for an error message."""
+    named = unwrap(model).named_parameters()
+    return next((name for name, own in named if own is parameter), "a former parameter")
+
+
+def kernels(model: nn.Module) -> dict[str, object]:
+    """Return what decides the last bit of a kernel's result, beside its input."""
+    device = next(unwrap(model).parameters()).device
+    facts: dict[str, object] = {
+        "the number of threads": torch.get_num_threads(),
+        "the CPU": torch.backends.cpu.get_cpu_capability(),
+        "torch": str(torch.__version__),  # a class of its own, which compares in its own way
+    }
+    if device.type == "cuda":
+        facts["the GPU"] = torch.cuda.get_device_name(device)
+        facts["CUDA"] = torch.version.cuda
+        facts["cuDNN"] = torch.backends.cudnn.version()
+    return facts
+
+
+def _check_options(threads: object, on_overflow: object) -> None:
+    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+        msg = f"`threads` must be a positive integer, but is {threads!r}"
+        raise ValueError(msg)
+    if on_overflow not in ("raise", "skip"):
+        msg = f"`on_overflow` must be 'raise' or 'skip', but is {on_overflow!r}"
+        raise ValueError(msg)
+
+
+def check_kernels(model: nn.Module) -> None:
+    """Refuse settings of PyTorch, and compiled modules, that choose kernels by what ran before.
+
+    What is compiled in place does not say how.
+    """
+    if torch.backends.cudnn.benchmark:
+        msg = (
+            "torch.backends.cudnn.benchmark must be False for strategy 'exact', but is True, so "
+            "that kernels are chosen by their speed: set it to False"
+        )
+        raise RuntimeError(msg)
+    on_gpu = any(parameter.is_cuda for parameter in model.parameters())
+    if on_gpu and not torch.are_deterministic_algorithms_enabled():
+        msg = (
+            "strategy 'exact' must have deterministic algorithms on a GPU, but they are off: call "
+            "seed_everything(seed, deterministic=True), before anything runs there"
+        )
+        raise RuntimeError(msg)
+    for module in [*layers(model), *model.modules()]:
+        context = module.__dict__.get("dynamo_ctx")
+        in_place = module._compiled_call_impl is not None  # noqa: SLF001  # torch has no public name
+        if in_place or (context is not None and getattr(context, "_dynamic", None) is not False):
+            how = "in place, where that cannot be seen" if in_place else "without it"
+            msg = (
+                f"a model must be compiled with dynamic=False for strategy 'exact', but a "
+                f"{type(unwrap(module)).__name__} was compiled {how}, so that kernels may depend "
+                f"on the sizes that came before: pass torch.compile(model, dynamic=False)"
+            )
+            raise RuntimeError(msg)

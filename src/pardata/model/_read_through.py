@@ -1,0 +1,144 @@
+"""Wrappers that read and write through to their module: real subclasses of PyTorch's own.
+
+A script that runs in one process with the bare module then runs under a wrapper unchanged:
+attributes, ``state_dict`` and ``load_state_dict`` are the module's.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from pardata.model._unwrap import unwrap
+from pardata.model._weights import NO_ASSIGN, LoadedKeys, load_weights
+from pardata.ranks._logger import get_logger
+
+_log = get_logger(__name__)
+
+
+class ReadThrough(nn.Module):
+    """What the wrappers share. Stands before PyTorch's class in the order of bases."""
+
+    module: nn.Module
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        self._become_transparent()
+
+    def _become_transparent(self) -> None:
+        # Only now: while PyTorch's __init__ runs, every attribute belongs to the wrapper.
+        self.__dict__["_transparent"] = True
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module" or "module" not in self.__dict__.get("_modules", {}):
+                raise
+        return self._passed_through(name, getattr(self.module, name))
+
+    def _passed_through(self, name: str, value: Any) -> Any:  # noqa: ARG002  # for subclasses
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._owns(name):
+            super().__setattr__(name, value)
+        elif isinstance(value, nn.Parameter | nn.Module):
+            self._refuse_assignment(name, value)
+        else:
+            setattr(self.module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._owns(name):
+            super().__delattr__(name)
+        else:
+            delattr(self.module, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self.module)})
+
+    def _owns(self, name: str) -> bool:
+        if "_transparent" not in self.__dict__ or name.startswith("_"):
+            return True
+        return name in self.__dict__ or hasattr(type(self), name)
+
+    def _refuse_assignment(self, name: str, value: object) -> None:
+        kind = "Parameter" if isinstance(value, nn.Parameter) else "Module"
+        msg = (
+            f"`{name}` must be set before the model is wrapped, but a {kind} is assigned through "
+            f"{type(self).__name__}, which would train it without synchronising: set it on the "
+            f"module, then call wrap_model"
+        )
+        raise TypeError(msg)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """Register on the module: there it is saved, and kept equal on all ranks."""
+        self.module.register_buffer(name, tensor, persistent)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Refuse: PyTorch's wrappers synchronise the parameters that were there when they began."""
+        if "_transparent" in self.__dict__:
+            self._refuse_assignment(name, param if param is not None else nn.Parameter())
+        super().register_parameter(name, param)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Refuse, as `register_parameter` does."""
+        if "_transparent" in self.__dict__:
+            self._refuse_assignment(name, module)
+        super().add_module(name, module)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state of the module inside, with its names: no ``module.`` in front."""
+        return unwrap(self).state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> LoadedKeys:
+        """Load as `load_weights` does."""
+        return load_weights(self, state_dict, strict=strict, assign=assign)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        # Reached where the wrapper is a child of the module that loads. PyTorch goes on to look
+        # for the weights under the names of the modules, so they get those for the moment.
+        if args[0].get("assign_to_params_buffers"):
+            raise ValueError(NO_ASSIGN)
+        inside = prefix + _path_inside(self)
+        names = unwrap(self).state_dict(prefix=prefix)
+        wanted = {name: inside + name[len(prefix) :] for name in names if name in state_dict}
+        if not any(name in state_dict for name in wanted.values() if name not in names):
+            plain = {name: state_dict.pop(name) for name in wanted}
+            state_dict.update({wanted[name]: value for name, value in plain.items()})
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _log_hidden_names(self) -> None:
+        hidden = sorted(name for name in _own_names(self.module) if _is_hidden(self, name))
+        if hidden:
+            _log.warning(
+                "%s hides %s of %s: read it as unwrap(model).%s",
+                type(self).__name__,
+                ", ".join(f"`{name}`" for name in hidden),
+                type(self.module).__name__,
+                hidden[0],
+                ranks=[0],
+                once=True,
+            )
+
+
+def _path_inside(wrapper: nn.Module) -> str:
+    """Return what stands in names between `wrapper` and the module inside, as ``module.``."""
+    inner = unwrap(wrapper)
+    return next(f"{name}." for name, module in wrapper.named_modules() if module is inner)
+
+
+def _own_names(module: nn.Module) -> Iterable[str]:
+    """Return the public names that a module has beyond those of every module."""
+    names = {*vars(module), *module._parameters, *module._buffers, *module._modules}  # noqa: SLF001
+    names.update(name for cls in type(module).__mro__ for name in vars(cls))
+    return {name for name in names if not name.startswith("_")} - set(dir(nn.Module)) - {"training"}
+
+
+def _is_hidden(wrapper: nn.Module, name: str) -> bool:
+    own = name in wrapper.__dict__ or name in wrapper._modules  # noqa: SLF001
+    return own or hasattr(type(wrapper), name)

@@ -1,0 +1,77 @@
+"""The module inside its wrappers."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from pardata.ranks._arguments import check_module
+
+
+class Wrapper(nn.Module):
+    """A wrapper of pardata's own, which is none of PyTorch's classes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Refuse weights that this wrapper's module must not load."""
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the module inside what `wrap_model` and ``torch.compile`` put around it.
+
+    Peels DataParallel, DistributedDataParallel and strategy ``"exact"``, in any nesting. A module
+    that is not wrapped, or that ``fully_shard`` changed in place (strategy ``"fsdp"``), comes back
+    as it is. Not collective.
+
+    Raises:
+        TypeError: for what is no module.
+
+    >>> import torch
+    >>> net = torch.nn.Linear(2, 2)
+    >>> unwrap(torch.nn.DataParallel(net)) is net
+    True
+    """
+    check_module(model)
+    *_, innermost = layers(model)
+    return innermost
+
+
+def layers(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield `model` and, from the outside to the inside, what its wrappers wrap."""
+    inner: nn.Module | None = model
+    while inner is not None:
+        yield inner
+        inner = _inside(inner)
+
+
+def is_parallel(model: nn.Module, *, but_for_sharded_parts: bool = False) -> bool:
+    """Whether `model` is, or holds at any depth, a module that a strategy has wrapped."""
+    whole = unwrap(model)
+    return any(
+        isinstance(module, DataParallel | DistributedDataParallel | Wrapper)
+        or (is_sharded(module) and (module is whole or not but_for_sharded_parts))
+        for module in model.modules()
+    )
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` or FSDP's older wrapper has taken this very module."""
+    # By name: importing torch.distributed.fsdp costs half a second, and whoever has a sharded
+    # module has paid it already.
+    names = {cls.__name__ for cls in type(module).__mro__}
+    return not names.isdisjoint({"FSDPModule", "FullyShardedDataParallel"})
+
+
+def _inside(model: nn.Module) -> nn.Module | None:
+    if isinstance(model, DataParallel | DistributedDataParallel | Wrapper):
+        inside: nn.Module = model.module
+        return inside
+    # torch.compile's OptimizedModule; importing its class would import all of dynamo.
+    if type(model).__name__ == "OptimizedModule":
+        inner = model._modules.get("_orig_mod")  # noqa: SLF001  # what torch.compile has made of it
+        return inner if isinstance(inner, nn.Module) else None
+    return None

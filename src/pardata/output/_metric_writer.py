@@ -1,0 +1,121 @@
+"""Scalars of a run, to files: written by rank 0 alone."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from torch import Tensor
+from typing_extensions import Self
+
+from pardata.ranks._logger import get_logger
+from pardata.ranks._world import require_world
+
+_log = get_logger(__name__)
+
+_BITS = 1023  # of a whole number that a float can hold
+
+
+class MetricWriter:
+    """Writes scalars on rank 0 to ``metrics.jsonl``, and for TensorBoard where it is installed.
+
+    Every rank may call everything; the others write nothing. Not collective: write what
+    `all_reduce_mean` returned, or it is rank 0's share alone. Lines are appended, each one flushed,
+    so a run that goes on in the same directory goes on in the same file. Usable as a context
+    manager.
+
+    Args:
+        directory: made if it is not there.
+
+    Raises:
+        OSError: on rank 0, where the directory cannot be written.
+
+    >>> import tempfile
+    >>> with MetricWriter(tempfile.mkdtemp()) as writer:
+    ...     writer.write(1, {"train/loss": 0.25})
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self._file: TextIO | None = None
+        self._board: Any = None
+        if not require_world("MetricWriter").is_main:
+            return
+        path = Path(directory)
+        path.mkdir(parents=True, exist_ok=True)
+        self._file = (path / "metrics.jsonl").open("a", encoding="utf-8")
+        self._board = _tensorboard(path)
+
+    def write(self, step: int, values: Mapping[str, float | Tensor]) -> None:
+        """Write the `values` of one step. A NaN or infinity is written as text, as ``"nan"``.
+
+        Raises:
+            TypeError: for a step that is no integer and values without names; on rank 0, for a
+                value that is not one number, naming it.
+            ValueError: for a value named ``"step"``; on rank 0, after `close`.
+        """
+        if isinstance(step, bool) or not isinstance(step, int):
+            msg = f"`step` must be an integer, but is {step!r} ({type(step).__name__})"
+            raise TypeError(msg)
+        if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
+            msg = f"`values` must map names to numbers, but is {values!r}: pass {{'loss': loss}}"
+            raise TypeError(msg)
+        if "step" in values:
+            msg = '`values` must not have a "step", which each line has already: rename it'
+            raise ValueError(msg)
+        if self._file is None:
+            return
+        numbers = {name: _number(name, value) for name, value in values.items()}
+        line = {"step": step} | {
+            name: number if math.isfinite(number) else str(number)
+            for name, number in numbers.items()
+        }
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, number in numbers.items():
+                self._board.add_scalar(name, number, step)
+
+    def close(self) -> None:
+        """Close the files. Written lines are on disk before that; TensorBoard's part may not be."""
+        if self._file is not None:
+            self._file.close()  # and stays: a later write is an error
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _number(name: str, value: object) -> float:
+    number = value
+    if isinstance(value, Tensor):
+        number = value.item() if value.numel() == 1 else None
+    elif getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        number = value.item()  # a NumPy scalar
+    if isinstance(number, int) and number.bit_length() > _BITS:
+        number = None  # what reads it back would make infinity of it
+    if not isinstance(number, int | float):
+        msg = f"`values[{name!r}]` must be one number, but is {value!r} ({type(value).__name__})"
+        raise TypeError(msg)
+    return number
+
+
+def _tensorboard(path: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  # an extra
+    except ImportError:
+        _log.info("TensorBoard is not installed: metrics go to metrics.jsonl only", once=True)
+        return None
+    return SummaryWriter(log_dir=str(path))

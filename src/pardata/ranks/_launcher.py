@@ -1,0 +1,297 @@
+"""Which launcher started this process? A pure function of the environment variables.
+
+Nothing here touches a process group, a socket or a device, so every rule is tested with a plain
+dictionary. Precedence: a complete torchrun set, Open MPI, a SLURM step, MPICH, a single process.
+Open MPI goes before SLURM because the SLURM variables under ``mpirun`` are those of its daemon.
+"""
+
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+LAUNCHERS = ("auto", "torchrun", "slurm", "mpi", "none")
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# The rendezvous address alone says nothing: users export it for MPI and SLURM too.
+_TORCHRUN_OWN = TORCHRUN[:4]
+OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+SLURM = (
+    "SLURM_PROCID",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_LOCALID",
+    "SLURM_NODEID",
+    "SLURM_STEP_ID",
+    "SLURM_STEP_NODELIST",
+    "SLURM_STEP_TASKS_PER_NODE",
+    "SLURM_JOB_ID",
+)
+_WHO = {
+    "torchrun": "RANK, WORLD_SIZE, LOCAL_* and GROUP_*",
+    "slurm": "SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID and SLURM_STEP_*",
+    "mpi": "OMPI_COMM_WORLD_*, or PMI_* and MPI_LOCAL*",
+}
+_OPT_OUT = "set PARDATA_LAUNCHER=none to run as a single process"
+_BRACKETS = 8  # in one entry of a node list; real ones have one or two
+_NODES_CURE = f"correct `SLURM_STEP_NODELIST`, or {_OPT_OUT}"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher told this process. ``None``: the launcher does not say."""
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node_rank: int | None
+    num_nodes: int | None
+    master_addr: str
+    master_port: int
+
+    @property
+    def identity(self) -> str:
+        """Tell this process of this run from every other: a subprocess inherits it unchanged."""
+        address = f"{self.master_addr}:{self.master_port}"
+        return f"{self.launcher}:{self.rank}/{self.size}@{address}"
+
+
+SINGLE = Launch("single", 0, 1, 0, 1, 0, 1, "", 0)
+
+
+def detect(env: Mapping[str, str]) -> Launch:
+    """Read the launcher's variables, or return ``SINGLE`` where none started this process.
+
+    Raises:
+        ValueError: for a set that is partial, contradictory or not numeric, and for an unknown
+            ``PARDATA_LAUNCHER``; the message names the variable.
+    """
+    choice = env.get("PARDATA_LAUNCHER", "auto")
+    if choice not in LAUNCHERS:
+        msg = f"`PARDATA_LAUNCHER` must be one of {', '.join(LAUNCHERS)}, but is {choice!r}"
+        raise ValueError(msg)
+    if choice == "none":
+        return SINGLE
+    if choice == "torchrun" or (choice == "auto" and all(env.get(name) for name in TORCHRUN)):
+        return _checked(_torchrun(env))
+    if choice == "mpi":
+        return _checked(_open_mpi(env) if OPEN_MPI[0] in env else _mpich(env))
+    if choice == "slurm":
+        return _checked(_slurm(env))
+    return _without_torchrun(env)
+
+
+def _without_torchrun(env: Mapping[str, str]) -> Launch:
+    if any(name in env for name in OPEN_MPI):
+        return _consistent(_checked(_open_mpi(env)), env)
+    if _is_slurm_step(env):
+        return _consistent(_checked(_slurm(env)), env)
+    # srun --mpi=pmi2 sets PMI_* in a step of one task: that is SLURM's, and a single process.
+    if any(name in env for name in MPICH) and "SLURM_STEP_ID" not in env:
+        return _consistent(_checked(_mpich(env)), env)
+    if any(name in env for name in _TORCHRUN_OWN):
+        return _torchrun(env)  # raises: the complete set was ruled out before
+    return SINGLE
+
+
+def _is_slurm_step(env: Mapping[str, str]) -> bool:
+    # sbatch sets SLURM_PROCID and SLURM_NTASKS for a plain `python` too. Only srun starts a step.
+    if not env.get("SLURM_STEP_ID", "").isdecimal():
+        return False
+    return whole_number(env, "SLURM_STEP_NUM_TASKS") > 1
+
+
+def _torchrun(env: Mapping[str, str]) -> Launch:
+    _require(env, TORCHRUN, "torchrun")
+    size, local_size = whole_number(env, "WORLD_SIZE"), whole_number(env, "LOCAL_WORLD_SIZE")
+    return Launch(
+        "torchrun",
+        whole_number(env, "RANK"),
+        size,
+        whole_number(env, "LOCAL_RANK"),
+        local_size,
+        whole_number(env, "GROUP_RANK") if "GROUP_RANK" in env else None,
+        whole_number(env, "GROUP_WORLD_SIZE") if "GROUP_WORLD_SIZE" in env else None,
+        env["MASTER_ADDR"],
+        _port(env),
+    )
+
+
+def _open_mpi(env: Mapping[str, str]) -> Launch:
+    _require(env, OPEN_MPI, "Open MPI")
+    rank, size, local_rank, local_size = (whole_number(env, name) for name in OPEN_MPI)
+    address = _mpi_address(env, size, local_size, "-x MASTER_ADDR=<host of rank 0>")
+    # The name space is new for each mpirun, so two runs on one host get two ports.
+    port = _port(env, default=15000 + zlib.crc32(env.get("PMIX_NAMESPACE", "").encode()) % 10000)
+    return Launch("mpi", rank, size, local_rank, local_size, None, None, address, port)
+
+
+def _mpich(env: Mapping[str, str]) -> Launch:
+    _require(env, MPICH, "MPICH")
+    rank, size, local_rank, local_size = (whole_number(env, name) for name in MPICH)
+    address = _mpi_address(env, size, local_size, "-genv MASTER_ADDR <host of rank 0>")
+    port = _port(env, default=29500)
+    return Launch("mpi", rank, size, local_rank, local_size, None, None, address, port)
+
+
+def _mpi_address(env: Mapping[str, str], size: int, local_size: int, cure: str) -> str:
+    address = env.get("MASTER_ADDR") or ("127.0.0.1" if local_size == size else "")
+    if not address:
+        msg = (
+            f"`MASTER_ADDR` must be set when MPI spans several hosts ({local_size} of {size} "
+            f"ranks are on this one), but is not: add `{cure}` to the command"
+        )
+        raise ValueError(msg)
+    return address
+
+
+def _slurm(env: Mapping[str, str]) -> Launch:
+    _require(env, SLURM, "a SLURM step")
+    node = whole_number(env, "SLURM_NODEID")
+    tasks, nodes = _tasks_at(node, env["SLURM_STEP_TASKS_PER_NODE"])
+    step = whole_number(env, "SLURM_STEP_ID")
+    # The same rule as Lightning and Ignite, plus the step, so that two steps of a job differ.
+    port = 15000 + (whole_number(env, "SLURM_JOB_ID") % 10000 + step) % (65536 - 15000)
+    return Launch(
+        "slurm",
+        whole_number(env, "SLURM_PROCID"),
+        whole_number(env, "SLURM_STEP_NUM_TASKS"),
+        whole_number(env, "SLURM_LOCALID"),
+        tasks,
+        node,
+        nodes,
+        env.get("MASTER_ADDR") or next(expand_nodelist(env["SLURM_STEP_NODELIST"])),
+        _port(env, default=port),
+    )
+
+
+def _tasks_at(node: int, text: str) -> tuple[int, int]:
+    """Return how many tasks a node has, and how many nodes there are: ``"2(x3),1"`` has 4."""
+    nodes = 0
+    found: int | None = None
+    for item in text.split(","):
+        match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", item)
+        if match is None:
+            msg = f"`SLURM_STEP_TASKS_PER_NODE` must look like '2(x3),1', but is {text!r}"
+            raise ValueError(msg)
+        nodes += int(match[2] or 1)
+        if found is None and node < nodes:
+            found = int(match[1])
+    if found is None:
+        msg = (
+            f"`SLURM_NODEID` must be less than the {nodes} nodes of "
+            f"`SLURM_STEP_TASKS_PER_NODE` ({text!r}), but is {node}"
+        )
+        raise ValueError(msg)
+    return found, nodes
+
+
+def expand_nodelist(text: str) -> Iterator[str]:
+    """Yield the host names of a SLURM node list such as ``"a[1-3,7],b2"``, in order.
+
+    Zero padding is kept (``n[01-04]``) and several brackets multiply, as with
+    ``scontrol show hostnames``.
+
+    Raises:
+        ValueError: where the text is not a node list, before anything is yielded.
+    """
+    number = "[0-9]{1,18}"  # int() would take the digits of every script
+    item = f"{number}(?:-{number})?"
+    entry = rf"(?:[^\[\],\s]|\[{item}(?:,{item})*\])+"
+    hosts = re.findall(entry, text)
+    looks_right = re.fullmatch(rf"{entry}(?:,{entry})*", text)
+    if not looks_right or max(host.count("[") for host in hosts) > _BRACKETS:
+        msg = f"a SLURM node list must look like 'a[1-3,7],b2', but is {text!r}: {_NODES_CURE}"
+        raise ValueError(msg)
+    for low, high in re.findall(f"({number})-({number})", "".join(re.findall(r"\[.*?\]", text))):
+        if not 0 <= int(high) - int(low) < 1_000_000:
+            msg = (
+                f"a SLURM node range must rise, by less than a million, but is '{low}-{high}': "
+                f"{_NODES_CURE}"
+            )
+            raise ValueError(msg)
+    return (name for host in hosts for name in _names(host))
+
+
+def _names(host: str) -> Iterator[str]:
+    """Yield the names of one entry of a node list, one at a time: there may be very many."""
+    before, bracket, rest = host.partition("[")
+    if not bracket:
+        yield host
+        return
+    numbers, _, after = rest.partition("]")
+    for item in numbers.split(","):
+        low, _, high = item.partition("-")
+        for number in range(int(low), int(high or low) + 1):
+            for tail in _names(after):
+                yield f"{before}{number:0{len(low)}d}{tail}"
+
+
+def _require(env: Mapping[str, str], names: tuple[str, ...], launcher: str) -> None:
+    missing = [name for name in names if not env.get(name)]
+    if missing:
+        there = [name for name in names if env.get(name)]
+        msg = (
+            f"the variables of {launcher} must be set together, but "
+            f"{', '.join(f'`{name}`' for name in missing)} must still be set beside "
+            f"{', '.join(f'`{name}`' for name in there) or 'none of them'}: start the script with "
+            f"the launcher itself, or {_OPT_OUT}"
+        )
+        raise ValueError(msg)
+
+
+def whole_number(env: Mapping[str, str], name: str) -> int:
+    """Return the variable `name` as a number, or raise a `ValueError` that shows it."""
+    text = env.get(name, "")
+    # isascii: int() takes the digits of every script. 18 digits: more cannot be a count.
+    if not (text.isascii() and text.isdecimal() and len(text) <= 18):
+        msg = f"`{name}` must be a whole number, but is {text!r}: correct it, or {_OPT_OUT}"
+        raise ValueError(msg)
+    return int(text)
+
+
+def _port(env: Mapping[str, str], default: int | None = None) -> int:
+    if default is not None and not env.get("MASTER_PORT"):
+        return default
+    port = whole_number(env, "MASTER_PORT")
+    if not 0 < port < 65536:
+        msg = f"`MASTER_PORT` must be between 1 and 65535, but is {port}"
+        raise ValueError(msg)
+    return port
+
+
+def _checked(launch: Launch) -> Launch:
+    for value, bound, name, of in (
+        (launch.rank, launch.size, "rank", "world size"),
+        (launch.local_rank, launch.local_size, "local rank", "local world size"),
+        (launch.local_size, launch.size + 1, "local world size", "world size plus one"),
+        (launch.node_rank, launch.num_nodes, "rank of the node", "number of nodes"),
+    ):
+        if value is not None and bound is not None and value >= bound:
+            msg = (
+                f"the {name} must be less than the {of} ({bound}), but {launcher_text(launch)} "
+                f"set it to {value}: the variables ({_WHO[launch.launcher]}) contradict each "
+                f"other, or are left over from another run; {_OPT_OUT}"
+            )
+            raise ValueError(msg)
+    return launch
+
+
+def _consistent(launch: Launch, env: Mapping[str, str]) -> Launch:
+    """Refuse torch variables, exported by hand, that contradict the launcher found."""
+    found = (launch.rank, launch.size, launch.local_rank, launch.local_size)
+    for name, value in zip(_TORCHRUN_OWN, found, strict=True):
+        if name in env and whole_number(env, name) != value:
+            msg = (
+                f"`{name}` must be {value}, as {launcher_text(launch)} says, but is {env[name]}: "
+                f"unset it, or choose one launcher with PARDATA_LAUNCHER"
+            )
+            raise ValueError(msg)
+    return launch
+
+
+def launcher_text(launch: Launch) -> str:
+    """Name a launcher as a person would."""
+    return {"slurm": "SLURM", "mpi": "MPI"}.get(launch.launcher, launch.launcher)

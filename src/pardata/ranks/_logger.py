@@ -1,0 +1,92 @@
+"""Rank-aware logging: a standard-library adapter, nothing configured."""
+
+import logging
+import os
+from collections.abc import Iterable, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from pardata.ranks._launcher import detect
+
+if TYPE_CHECKING:
+    _Adapter = logging.LoggerAdapter[logging.Logger]
+else:
+    _Adapter = logging.LoggerAdapter  # takes no argument before Python 3.11
+
+# Which lines `once=True` has said. A process says a line once however many adapters it makes.
+_said: set[tuple[str, int, str]] = set()
+
+
+class RankLogger(_Adapter):
+    """A logger that knows its rank; made by `get_logger`."""
+
+    def log(  # type: ignore[override]  # the two arguments more are for callers who know them
+        self,
+        level: int,
+        msg: object,
+        *args: object,
+        ranks: str | Iterable[int] | None = None,
+        once: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Log on the ranks asked for; by default rank 0 below WARNING, every rank from there."""
+        if not self.isEnabledFor(level):
+            return
+        rank, size = _rank_and_size()
+        if not _chosen(rank, level, ranks):
+            return
+        if once:
+            # Not formatted: what does not go together is logging's to report, and ends no run.
+            key = (self.logger.name, level, f"{msg} {args!r}")
+            if key in _said:
+                return
+            _said.add(key)
+        prefix = f"[{rank}/{size}] "
+        text = prefix + str(msg).replace("\n", "\n" + prefix)
+        # 2: past this frame, so that the record shows the caller's file and line.
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+        self.logger.log(level, text, *args, **kwargs)
+
+    def process(
+        self, msg: object, kwargs: MutableMapping[str, Any]
+    ) -> tuple[object, MutableMapping[str, Any]]:
+        """Pass through: the prefix is added in `log`, which knows the per-call arguments."""
+        return msg, kwargs
+
+
+def get_logger(name: str) -> RankLogger:
+    """Return an adapter of ``logging.getLogger(name)`` that writes ``[rank/size]`` before a line.
+
+    Records below WARNING are written on rank 0 only, WARNING and above on every rank. Each call
+    takes two more arguments: ``ranks="all"`` or a list of ranks writes there instead, and
+    ``once=True`` writes a line the first time only. File and line are the caller's.
+
+    Works before `init` (the rank then comes from the launcher's variables) and in a single
+    process (``[0/1]``). No level, handler or other logger is touched: configure ``logging`` as
+    usual. Not collective.
+
+    >>> get_logger("train").info("epoch %d", 1, once=True)
+    """
+    return RankLogger(logging.getLogger(name), {})
+
+
+def _chosen(rank: int, level: int, ranks: str | Iterable[int] | None) -> bool:
+    if ranks is None:
+        return rank == 0 or level >= logging.WARNING
+    if isinstance(ranks, str) and ranks == "all":
+        return True
+    if isinstance(ranks, str) or not isinstance(ranks, Iterable):
+        msg = f"`ranks` must be 'all' or a list of ranks, but is {ranks!r}"
+        raise ValueError(msg)
+    return rank in ranks
+
+
+def _rank_and_size() -> tuple[int, int]:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    try:
+        launch = detect(os.environ)
+    except ValueError:  # broken variables are `init`'s to report; a log line never fails
+        return 0, 1
+    return launch.rank, launch.size

@@ -1,0 +1,235 @@
+"""Which process am I? Asking about the process group, and leaving it.
+
+What `init` found is kept beside torch's own group and valid only for that group and this process,
+so a group that somebody else destroys, or a fork, cannot leave a stale answer.
+"""
+
+import atexit
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.utils.data import get_worker_info
+from typing_extensions import Self
+
+from pardata.ranks._launcher import detect, launcher_text, whole_number
+from pardata.ranks._logger import get_logger
+from pardata.ranks._store import Channel, check_out
+
+_log = get_logger(__name__)
+
+# What Ray Train and torchrun say beside the group.
+_LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK")
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of this run, seen from one of them. Returned by `init` and `world`.
+
+    As a context manager it leaves, at the end of the block, the group that `init` joined.
+
+    Attributes:
+        rank: number of this process, 0 to `size` - 1.
+        size: number of processes.
+        local_rank: number of this process on its node.
+        local_size: number of processes on this node.
+        node_rank: number of this node.
+        num_nodes: number of nodes.
+        device: where this process computes.
+        backend: of the process group, as ``"cuda:nccl,cpu:gloo"``; ``None`` where there is none.
+        launcher: ``"torchrun"``, ``"slurm"``, ``"mpi"``, ``"existing"`` (the group was there
+            before `init`) or ``"single"``.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node_rank: int
+    num_nodes: int
+    device: torch.device
+    backend: str | None
+    launcher: str
+    _leaves: bool = field(default=False, repr=False, compare=False)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        """Whether this is the first process of its node."""
+        return self.local_rank == 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # With an exception under way the other ranks may be anywhere: waiting for them would turn
+        # an error into a hang.
+        if self._leaves and kind is None:
+            _leave()
+        elif self._leaves:
+            atexit.unregister(_leave_at_exit)  # a SystemExit is forgotten by then
+            found = joined()
+            if isinstance(error, SystemExit) and error.code and found is not None:
+                found.on_failed_exit(error)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What `init` keeps: the world it found, for which group and process, and what to take back."""
+
+    world: World
+    group: object
+    pid: int
+    channel: Channel
+    hosts_store: bool
+    made_here: bool
+    on_leaving: Callable[[], None] = lambda: None
+    # For a SystemExit that is no success: `sys.excepthook` never hears of it.
+    on_failed_exit: Callable[[BaseException], None] = lambda _: None
+
+
+_joined: Joined | None = None
+
+
+def world() -> World:
+    """Return the current world: the single-process one if no group was joined.
+
+    Cheap, not collective, and never joins. A group that was made without `init` is seen too.
+    DataLoader workers and forked children are a world of their own.
+
+    >>> world().size
+    1
+    """
+    if is_child() or _opted_out() or default_group() is None:
+        return single_world()
+    found = joined()
+    return existing_world(None) if found is None else found.world
+
+
+def require_world(what: str) -> World:
+    """Return the current world, or raise where `what` needs a group that was not joined.
+
+    Raises:
+        RuntimeError: where a launcher started several processes and `init` was not called.
+    """
+    found = world()
+    if found.backend is not None or is_child():
+        return found
+    launch = detect(os.environ)
+    if launch.size > 1:
+        msg = (
+            f"`{what}` needs the process group: {launcher_text(launch)} started {launch.size} "
+            f"processes, but `pardata.init()` was not called in this one: call it first, or set "
+            f"PARDATA_LAUNCHER=none to run as a single process"
+        )
+        raise RuntimeError(msg)
+    return found
+
+
+def channel() -> Channel:
+    """Return the store of the current group, for messages between ranks."""
+    found = joined()
+    return make_channel(None) if found is None else found.channel
+
+
+def joined() -> Joined | None:
+    """Return what `init` found, if that still holds."""
+    return _joined if _joined is not None and _joined.group is default_group() else None
+
+
+def remember(found: Joined) -> None:
+    """Keep what `init` found, and leave at exit the group that it made."""
+    global _joined  # noqa: PLW0603  # the one piece of state, see the module's docstring
+    if found.made_here:
+        atexit.unregister(_leave_at_exit)  # once is enough
+        atexit.register(_leave_at_exit)
+    _joined = found
+
+
+def is_child() -> bool:
+    """Whether this is a forked child or a DataLoader worker, which must not touch the group."""
+    forked = _joined is not None and _joined.pid != os.getpid()
+    return forked or get_worker_info() is not None
+
+
+def _opted_out() -> bool:
+    # `init` may still make this process its group of one.
+    return _joined is None and os.environ.get("PARDATA_LAUNCHER") == "none"
+
+
+def default_group() -> object | None:
+    """Return torch's default process group, whoever made it."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    return None
+
+
+def single_world() -> World:
+    """Describe a process that is alone."""
+    # A child must not wake the GPU that its parent uses.
+    on_gpu = not is_child() and torch.cuda.is_available()
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    return World(0, 1, 0, 1, 0, 1, device, None, "single")
+
+
+def existing_world(device: torch.device | None) -> World:
+    """Describe a group that somebody else made, which says nothing about nodes."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    told = {name: whole_number(os.environ, name) for name in _LOCAL if name in os.environ}
+    local_rank = told.get("LOCAL_RANK", rank)
+    local_size = told.get("LOCAL_WORLD_SIZE", size)
+    node = told.get("GROUP_RANK", told.get("NODE_RANK", rank // local_size))
+    parts = dict(part.split(":") for part in dist.get_backend_config().split(","))
+    backend = dist.get_backend_config() if len(set(parts.values())) > 1 else parts.popitem()[1]
+    if device is None:
+        on_gpu = "nccl" in backend
+        device = (
+            torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        )
+    nodes = -(-size // local_size)
+    return World(rank, size, local_rank, local_size, node, nodes, device, backend, "existing")
+
+
+def make_channel(timeout: timedelta | None) -> Channel:
+    """Return the store of the default group, and how long to wait on it by default."""
+    # torch has no public way to the store of a group that somebody else made.
+    store = distributed_c10d._get_default_store()  # noqa: SLF001
+    default = distributed_c10d.default_pg_timeout
+    return Channel(dist.PrefixStore("pardata", store), default if timeout is None else timeout)
+
+
+def _leave_at_exit() -> None:
+    # Set by the interpreter for an exception that nobody caught.
+    if getattr(sys, "last_value", None) is None:
+        _leave()
+
+
+def _leave() -> None:
+    global _joined  # see `remember`
+    left, _joined = _joined, None
+    if left is None or not left.made_here or left.pid != os.getpid():
+        return
+    if left.group is not default_group():
+        return  # the user has destroyed it already
+    os.environ.pop("PARDATA_JOINED", None)
+    left.on_leaving()
+    hosts = left.hosts_store
+    if not check_out(left.channel.store, left.world.size, hosts_store=hosts):
+        # Their own error says why; this process has finished.
+        _log.warning("not all ranks left the process group: another rank failed or was killed")
+    dist.destroy_process_group()

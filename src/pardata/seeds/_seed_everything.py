@@ -1,0 +1,53 @@
+"""One seed for all generators."""
+
+import os
+import random
+
+import torch
+
+from pardata.ranks._arguments import check_flag
+from pardata.ranks._world import require_world
+from pardata.seeds._generators import numpy_or_none
+from pardata.seeds._mix import mix
+
+
+def seed_everything(seed: int, *, per_rank: bool = False, deterministic: bool = False) -> int:
+    """Seed Python's, NumPy's (if installed) and PyTorch's generators, on all devices.
+
+    Returns the seed that was used. Not collective. The loader needs none of this: its order
+    comes from its own seed, and its workers are seeded from that.
+
+    Args:
+        seed: 0 to 2**63 - 1. Equal on all ranks, so that they build equal models.
+        per_rank: mix the rank in, for noise that must differ between ranks (dropout, say). In a
+            single process that is rank 0.
+        deterministic: also ask PyTorch for deterministic algorithms (an operation that has none
+            then raises) and switch cuDNN's autotuning off. Slower on a GPU.
+
+    Raises:
+        TypeError, ValueError: for a seed that is no integer or out of range, and flags that are no
+            bools.
+
+    >>> seed_everything(0)
+    0
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        msg = f"`seed` must be an integer, but is {seed!r}"
+        raise TypeError(msg)
+    if not 0 <= seed < 2**63:
+        msg = f"`seed` must be between 0 and 2**63 - 1, but is {seed}"
+        raise ValueError(msg)
+    check_flag("per_rank", per_rank)
+    check_flag("deterministic", deterministic)
+    if per_rank:
+        seed = mix(seed, require_world("seed_everything(per_rank=True)").rank)
+    random.seed(seed)
+    if (numpy := numpy_or_none()) is not None:
+        numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if deterministic:
+        # cuBLAS reads it when it starts; see torch.use_deterministic_algorithms.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    return seed

@@ -1,0 +1,235 @@
+"""Does a training function do the same at every world size, and if not, where do they part?"""
+
+import math
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import TypeVarTuple, Unpack
+
+from pardata.model._weights import named_tensors
+from pardata.testing._run import run
+
+_Args = TypeVarTuple("_Args")
+
+# What training has come to after a step.
+Trained: TypeAlias = nn.Module | Mapping[str, Tensor | float]
+
+# How many tensors an error lists.
+_LISTED = 8
+
+
+def assert_same_at_every_size(
+    train: Callable[[Unpack[_Args]], Iterable[Trained]],
+    *args: Unpack[_Args],
+    sizes: Iterable[int] = (1, 2, 3),
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    timeout: float = 120,
+) -> None:
+    """Raise where training is not the same at each world size: after which step, where, how much.
+
+    ``train(*args)`` is your training function, with ``yield model`` after ``optimizer.step()``: a
+    generator function. It runs at each of the sizes, on processes of its own as with `run`, to its
+    end: let it take a few steps. What each rank yields is compared, step by step, with what rank 0
+    yielded at the first size. Of a model these are its parameters and buffers, under every
+    strategy; for anything else, gradients or losses say, yield a dict of tensors or numbers.
+
+    Args:
+        train: importable by name, as for `run`.
+        args: handed to it.
+        sizes: numbers of processes; the first is what the others are compared with. Where that is
+            not 1, it is run a second time, so that its own ranks are compared too.
+        rtol: by how much a floating-point number may differ, relative to what it is compared with.
+            With 0 and an `atol` of 0 every bit must be the same, but for NaN and the sign of 0.
+            Whole numbers must always be equal.
+        atol: by how much beyond that.
+        timeout: seconds for each size.
+
+    Raises:
+        AssertionError: names the first step after which there is a difference, at which size and
+            on which rank, and the tensors that differ, by how much, those that differ most first.
+        TypeError: where `train` yields neither a module nor a dict of tensors or numbers.
+        ValueError: for fewer than two sizes, a tolerance that is none, and where `train` yields
+            nothing.
+        BaseException: what `train` raises, as from `run`.
+
+    >>> assert_same_at_every_size(iter, [{"weight": torch.ones(2)}], sizes=(1, 2))
+    """
+    if not isinstance(sizes, Iterable):
+        msg = (
+            f"`sizes` must be two or more numbers of processes, but is {sizes!r}: pass (1, {sizes})"
+        )
+        raise TypeError(msg)
+    for name, tolerance in {"rtol": rtol, "atol": atol}.items():
+        if not isinstance(tolerance, int | float) or not 0 <= tolerance < math.inf:
+            msg = f"`{name}` must be a finite number from 0 up, but is {tolerance!r}"
+            raise ValueError(msg)
+    sizes = list(sizes)
+    if len(sizes) < 2:
+        msg = f"`sizes` must be two or more, to be compared, but is {sizes}: add another"
+        raise ValueError(msg)
+    reference, *others = sizes
+    with tempfile.TemporaryDirectory(prefix="pardata-sizes-") as directory:
+        steps = run(_record, train, args, directory, world_size=reference, timeout=timeout)[0]
+        near = Tolerance(rtol, atol)
+        for size in others if reference == 1 else sizes:
+            found = run(
+                _compare, train, args, directory, steps, near, world_size=size, timeout=timeout
+            )
+            partings = {rank: parting for rank, parting in enumerate(found) if parting is not None}
+            if partings:
+                raise AssertionError(_message(partings, size, reference))
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """By how much numbers may differ."""
+
+    rtol: float
+    atol: float
+
+    def difference(self, ours: Tensor, theirs: Tensor) -> "Difference | None":
+        """Say how far apart two tensors are, if that is too far."""
+        if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+            what = [f"{tuple(t.shape)} of {t.dtype}" for t in (ours, theirs)]
+            return Difference(float("inf"), f"is {what[0]}, not {what[1]}")
+        wide = torch.complex128 if ours.is_complex() else torch.float64
+        a, b = ours.to(wide), theirs.to(wide)
+        if ours.is_floating_point() or ours.is_complex():
+            near = torch.isclose(a, b, self.rtol, self.atol, equal_nan=True)
+        else:  # not as float64, whose numbers from 2**53 on are coarser
+            near = ours == theirs
+        if near.all():
+            return None
+        apart = (a - b).abs()[~near]
+        relative = apart / b.abs()[~near]
+        return Difference(
+            float("inf") if apart.isnan().any() else apart.max().item(),
+            f"{len(apart)} of {near.numel()} numbers differ, by up to {apart.max():.3g} (relative: "
+            f"{relative.max():.3g})",
+        )
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far apart two tensors are, as a number to sort by, and in words."""
+
+    apart: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Parting:
+    """After which step one rank's training is no more what it is compared with, and how."""
+
+    step: int
+    text: str
+
+
+def _message(partings: dict[int, Parting], size: int, reference: int) -> str:
+    rank, first = min(partings.items(), key=lambda item: item[1].step)
+    ranks = f"rank {rank}"
+    if len(partings) > 1:
+        ranks = f"ranks {', '.join(map(str, partings))}, first on rank {rank}"
+    return (
+        f"training must be the same at every world size, but with {size} processes it is not as "
+        f"with {reference}, on {ranks}, from step {first.step} on: {first.text}"
+    )
+
+
+def _record(train: Any, args: Any, directory: str) -> int:
+    """Write what is yielded after each step, on rank 0; return how many steps there were."""
+    steps = 0
+    for steps, trained in enumerate(_yielded(train, args), start=1):
+        tensors = _tensors(trained)
+        if torch.distributed.get_rank() == 0:
+            torch.save(tensors, _file(directory, steps))
+    if steps == 0:
+        msg = "`train` must yield after each step, but yielded nothing: let it take some steps"
+        raise ValueError(msg)
+    return steps
+
+
+def _compare(
+    train: Any, args: Any, directory: str, steps: int, tolerance: Tolerance
+) -> Parting | None:
+    """Return the first difference to what was written, and train to the end, as the others do."""
+    first: Parting | None = None
+    done = 0
+    for done, trained in enumerate(_yielded(train, args), start=1):
+        ours = _tensors(trained)  # collective where they are sharded
+        if first is None and done <= steps:
+            text = _difference(ours, torch.load(_file(directory, done)), tolerance)
+            first = None if text is None else Parting(done, text)
+    if first is None and done != steps:
+        first = Parting(min(done, steps), f"it took {done} steps in all, not {steps}")
+    return first
+
+
+def _yielded(train: Any, args: Any) -> Iterable[Any]:
+    steps = train(*args)
+    if not isinstance(steps, Iterable) or isinstance(steps, nn.Module | Mapping | Tensor):
+        msg = (
+            f"`train` must be a generator function, but returned a {type(steps).__name__}: write "
+            f"`yield model` after each step"
+        )
+        raise TypeError(msg)
+    return steps
+
+
+def _difference(
+    ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: Tolerance
+) -> str | None:
+    if list(ours) != list(theirs):
+        names = sorted(ours.keys() ^ theirs.keys()) or "their order"
+        return f"the names of the tensors differ in {names}"
+    found = {name: tolerance.difference(ours[name], theirs[name]) for name in ours}
+    differing = {name: parting for name, parting in found.items() if parting is not None}
+    if not differing:
+        return None
+    most = sorted(differing.items(), key=lambda item: -item[1].apart)
+    lines = [f"  `{name}`: {parting.text}" for name, parting in most[:_LISTED]]
+    more = [f"  and {len(most) - _LISTED} more"] if len(most) > _LISTED else []
+    return (
+        f"{len(most)} of {len(ours)} tensors differ:\n" + "\n".join([*lines, *more]) + "\n"
+        "Relative differences of 1e-7 in float32 (1e-16 in float64) are sums in another order: "
+        "pass `rtol` and `atol`, or train with strategy='exact'. Larger ones are shares that are "
+        "weighted wrongly, statistics of one share, or random numbers that depend on the rank."
+    )
+
+
+def _tensors(trained: Any) -> dict[str, Tensor]:
+    if isinstance(trained, nn.Module):
+        named = dict(named_tensors(trained))
+    elif isinstance(trained, Mapping):
+        named = {str(name): _tensor(value, name) for name, value in trained.items()}
+    else:
+        msg = (
+            f"`train` must yield its model, or a dict of tensors or numbers, after each step, but "
+            f"yielded a {type(trained).__name__}: write `yield model`"
+        )
+        raise TypeError(msg)
+    # Copies: the next step changes them.
+    return {name: tensor.detach().cpu().clone() for name, tensor in named.items()}
+
+
+def _tensor(value: Any, name: Any) -> Tensor:
+    if isinstance(value, int | float):
+        return torch.tensor(value, dtype=None if isinstance(value, int) else torch.float64)
+    if not isinstance(value, Tensor):
+        msg = (
+            f"`train` must yield its model, or a dict of tensors or numbers, after each step, but "
+            f"{name!r} in its dict is a {type(value).__name__}: leave it out"
+        )
+        raise TypeError(msg)
+    whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return whole.to_dense() if whole.layout != torch.strided else whole
+
+
+def _file(directory: str, step: int) -> Path:
+    return Path(directory) / f"step-{step}.pt"

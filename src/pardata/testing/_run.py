@@ -1,0 +1,285 @@
+"""Run a function on several processes with a working process group."""
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from typing_extensions import TypeVarTuple, Unpack
+
+from pardata.ranks._failure import Failure
+
+_T = TypeVar("_T")
+_Args = TypeVarTuple("_Args")
+
+# How long the others may go on after one rank has failed, to fail in their turn.
+_GRACE = 5.0
+# A test that inherits the launcher of its runner would join as somebody else's rank.
+_LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_")
+_LAUNCHER_NAMES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK"),
+    *("PARDATA_JOINED", "PARDATA_LAUNCHER"),
+)
+
+
+def run(
+    fn: Callable[[Unpack[_Args]], _T],
+    *args: Unpack[_Args],
+    world_size: int = 2,
+    timeout: float = 120,
+    env: Mapping[str, str] | None = None,
+) -> list[_T]:
+    """Run ``fn(*args)`` on `world_size` processes with a gloo group; return each rank's result.
+
+    The group exists when `fn` starts (``pardata.world().launcher`` is ``"existing"``, and `init`
+    adopts it), meets over a file and is destroyed at the end. `fn`, its arguments and its results
+    travel by pickle: `fn` must be importable by name, so define it in a module. Each rank
+    computes on one thread. The processes come from a server that has imported torch already; the
+    first call pays for that.
+
+    Args:
+        fn: runs on each rank.
+        args: handed to it.
+        world_size: number of processes, 1 or more.
+        timeout: seconds for the whole; also of the group's collectives.
+        env: environment variables to add on every rank.
+
+    Raises:
+        ValueError: for a `world_size` below 1, a `timeout` that is no number above 0, and an `env`
+            that holds anything but text.
+        TypeError: for a function that cannot be pickled, or is of a notebook's cell.
+        RuntimeError: in a script that was read from standard input.
+        TimeoutError: names the ranks that did not finish, and where each of them was.
+        BaseException: what the first rank to fail raised, with that rank's traceback as its
+            cause; a `RuntimeError` naming the rank where it cannot be pickled, or where a process
+            died.
+
+    >>> run(max, 1, 2, world_size=1)
+    [2]
+    """
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        msg = f"`world_size` must be a positive integer, but is {world_size!r}"
+        raise ValueError(msg)
+    _check_timeout_and_env(timeout, env)
+    try:
+        job = pickle.dumps((fn, args))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        msg = f"`fn` and its arguments must be importable and picklable, but are not: {error}"
+        raise TypeError(msg) from error
+    _require_a_script_that_children_find(fn)
+    with tempfile.TemporaryDirectory(prefix="pardata-run-") as directory:
+        meeting = _Meeting(
+            directory,
+            world_size,
+            timeout,
+            {**_inherited(), **(env or {})},
+            multiprocessing.get_start_method(allow_none=True),
+        )
+        team = [_Rank.start(rank, meeting, job) for rank in range(world_size)]
+        try:
+            return _results(team, meeting)
+        finally:
+            for member in team:
+                member.end()
+
+
+def _check_timeout_and_env(timeout: object, env: Mapping[str, str] | None) -> None:
+    # Up to three years: what waits takes no more.
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < 1e8:
+        msg = f"`timeout` must be a positive number of seconds, but is {timeout!r}"
+        raise ValueError(msg)
+    for name, value in (env or {}).items():
+        if not (isinstance(name, str) and isinstance(value, str)) or "\0" in name + value:
+            msg = f"`env` must map names to text, but maps {name!r} to {value!r}: use str()"
+            raise ValueError(msg)
+        if not name or "=" in name:
+            msg = f"`env` must have names without '=', but has {name!r}"
+            raise ValueError(msg)
+
+
+def _require_a_script_that_children_find(fn: Callable[..., object]) -> None:
+    script = getattr(sys.modules["__main__"], "__file__", None)  # a notebook has none
+    if script is None and getattr(fn, "__module__", None) == "__main__":
+        name = getattr(fn, "__qualname__", type(fn).__qualname__)
+        msg = (
+            f"`fn` must be importable by the processes that run it, but {name!r} is "
+            f"defined in a notebook or an interactive session: write it to a file, in a notebook "
+            f"with %%writefile, and import it"
+        )
+        raise TypeError(msg)
+    if script is not None and not Path(script).exists():
+        msg = (
+            f"`run` must be called from a file or a notebook, for each process imports the script "
+            f"anew, but the script is {script!r}: save it as a file first"
+        )
+        raise RuntimeError(msg)
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """What the processes of one run have in common."""
+
+    directory: str
+    size: int
+    timeout: float
+    env: dict[str, str]
+    start_method: str | None
+
+    def stack_file(self, rank: int) -> Path:
+        return Path(self.directory) / f"stack-{rank}"
+
+
+@dataclass
+class _Rank:
+    """One process, seen from the test."""
+
+    rank: int
+    process: BaseProcess
+    pipe: Connection
+    result: Any = None
+    done: bool = False
+
+    @classmethod
+    def start(cls, rank: int, meeting: _Meeting, job: bytes) -> "_Rank":
+        here, there = multiprocessing.Pipe(duplex=False)
+        process = _context().Process(target=_work, args=(rank, meeting, job, there), daemon=False)
+        process.start()
+        there.close()
+        return cls(rank, process, here)
+
+    def end(self) -> None:
+        """Make sure that the process is gone."""
+        self.process.join(timeout=_GRACE if self.done else 0)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        self.pipe.close()
+        self.process.close()
+
+    def receive(self) -> Failure | None:
+        """Take this rank's outcome: keep its result or return its failure."""
+        self.done = True
+        try:
+            ok, outcome = self.pipe.recv()
+        except EOFError:
+            self.process.join()
+            text = f"the process ended with exit code {self.process.exitcode}, without a word"
+            return Failure(self.rank, "run", "ProcessDied", text, text, None)
+        if not ok:
+            return Failure.from_json(outcome)
+        self.result = pickle.loads(outcome)  # noqa: S301  # our own child's
+        return None
+
+
+def _results(team: list[_Rank], meeting: _Meeting) -> list[Any]:
+    deadline = time.monotonic() + meeting.timeout
+    failures: list[Failure] = []
+    while open_ranks := [member for member in team if not member.done]:
+        ready = wait([member.pipe for member in open_ranks], max(0, deadline - time.monotonic()))
+        if not ready:
+            if failures:
+                break  # the others are stuck because of it
+            raise TimeoutError(_stuck_text(open_ranks, meeting))
+        for member in open_ranks:
+            if member.pipe in ready and (failure := member.receive()):
+                failures.append(failure)
+                deadline = min(deadline, time.monotonic() + _GRACE)
+    if failures:
+        _first_cause(failures).reraise()
+    return [member.result for member in team]
+
+
+def _first_cause(failures: list[Failure]) -> Failure:
+    # A rank that loses its peer fails in turn, in a collective: that is a consequence.
+    return next((f for f in failures if "Connection" not in f.text), failures[0])
+
+
+def _stuck_text(stuck: list[_Rank], meeting: _Meeting) -> str:
+    stacks = []
+    for member in stuck:
+        file = meeting.stack_file(member.rank)
+        stack = file.read_text() if file.exists() else ""
+        stacks.append(f"rank {member.rank} was here:\n{stack or '(not known)'}")
+    ranks = ", ".join(str(member.rank) for member in stuck)
+    return (
+        f"all {meeting.size} ranks must finish within {meeting.timeout} s, but rank {ranks} did "
+        f"not\n\n" + "\n".join(stacks)
+    )
+
+
+def _context() -> Any:
+    # A server process that has imported torch forks a rank in milliseconds; a fresh interpreter
+    # takes seconds. It is a child of this process and ends with it.
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    # The last two are imported by the first optimizer and by fully_shard, and take a second.
+    context.set_forkserver_preload(
+        ["pardata.testing", "pardata", "torch._dynamo", "torch.distributed.fsdp"]
+    )
+    return context
+
+
+def _inherited() -> dict[str, str]:
+    # The server's environment is that of its start; a test may have changed its own since.
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _LAUNCHER_NAMES and not name.startswith(_LAUNCHER_PREFIXES)
+    }
+
+
+def _work(rank: int, meeting: _Meeting, job: bytes, pipe: Connection) -> None:
+    """Be one rank: join, run, report."""
+    os.environ.clear()
+    os.environ.update(meeting.env)
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(meeting.size))
+    # That of the parent, for a rank's own children: a process from a server would ask for another
+    # server, and each DataLoader worker would take seconds to import torch.
+    multiprocessing.set_start_method(meeting.start_method, force=True)
+    torch.set_num_threads(1)
+    try:
+        with meeting.stack_file(rank).open("w") as stack:
+            # Just before the parent gives up, write where this rank is.
+            faulthandler.dump_traceback_later(max(0.1, meeting.timeout - 1), file=stack)
+            outcome = True, pickle.dumps(_joined_call(rank, meeting, job))
+            faulthandler.cancel_dump_traceback_later()
+    except BaseException as error:  # noqa: BLE001  # SystemExit too: the parent raises it
+        outcome = False, Failure.of(error, rank=rank, place="run").to_json()  # type: ignore[assignment]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pipe.send(outcome)
+    pipe.close()
+
+
+def _joined_call(rank: int, meeting: _Meeting, job: bytes) -> Any:
+    store = dist.FileStore(f"{meeting.directory}/store", meeting.size)
+    dist.init_process_group(
+        "gloo",
+        store=store,
+        rank=rank,
+        world_size=meeting.size,
+        timeout=timedelta(seconds=meeting.timeout),
+    )
+    fn, args = pickle.loads(job)  # noqa: S301  # our own parent's
+    result = fn(*args)
+    # Nobody leaves while another still needs the connection.
+    dist.barrier()
+    # gloo's threads let go of the last tensors in their own time, and need the interpreter for it,
+    # which torch 2.6 holds while it waits for those threads to end.
+    time.sleep(0.02)
+    dist.destroy_process_group()
+    return result

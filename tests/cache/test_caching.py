@@ -1,0 +1,1087 @@
+"""cache_dataset: the same samples and batches, built once, rebuilt when needed, and never half."""
+
+import errno
+import importlib
+import json
+import logging
+import multiprocessing
+import os
+import pickle
+import random
+import re
+import subprocess
+import sys
+import warnings
+from collections import namedtuple
+from contextlib import contextmanager
+from functools import partial
+from io import BytesIO
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from on_ranks import Raised, caught, run_caught
+from PIL import Image
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    random_split,
+)
+
+from pardata import cache_dataset, make_loader
+from pardata.cache import _cache_dataset as _caching
+from pardata.testing import run
+from pardata.testing._run import _context
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+NOT_LOOKED_AT = 4  # of 10 samples: not among the 8 by which a change is noticed
+LOOKS = 17  # readings of the source where nothing is built: 8 samples twice, and the first
+
+Point = namedtuple("Point", ["x", "name"])  # noqa: PYI024  # the untyped kind must work too
+
+
+class Samples(Dataset):
+    """Makes its samples by a function of the index, and counts how often it is asked."""
+
+    def __init__(self, make, length=10, transform=None):
+        self.make, self.length, self.transform = make, length, transform
+        self.reads = []
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        if not 0 <= index < self.length:
+            raise IndexError(index)
+        self.reads.append(index)
+        sample = self.make(index)
+        return sample if self.transform is None else self.transform(sample)
+
+
+def pair(index):
+    return torch.full((2, 3), float(index)), index
+
+
+def drawing(index):
+    drawn = random.random() + np.random.rand()  # noqa: NPY002  # as users do
+    return torch.rand(3) + drawn + index
+
+
+def equal(one, other):
+    """Whether two samples or batches are the same, in the types of their containers too."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray | np.generic):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return one == other
+
+
+def contents(directory):
+    """Return the files of a cache, without the lock."""
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in sorted(Path(directory).rglob("*"))
+        if path.is_file() and path.name != "pardata-lock"
+    }
+
+
+def lines(caplog):
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.fixture
+def told(caplog):
+    """The log, from INFO on."""
+    caplog.set_level(logging.INFO, logger="pardata")
+    return caplog
+
+
+# --- samples and batches ---
+
+KINDS = {
+    "tensor": lambda i: torch.full((2, 3), float(i)),
+    "scalar tensor": torch.tensor,
+    "bool": lambda i: torch.tensor([i % 2 == 0, True]),
+    "bfloat16": lambda i: torch.full((3,), i / 3, dtype=torch.bfloat16),
+    "complex": lambda i: torch.full((3,), i + 1j),
+    "zero-size": lambda i: (torch.zeros(0, 4), i),
+    "all zero-size": lambda i: torch.zeros(0, 4),
+    "array": lambda i: (np.full((2, 2), i, dtype=np.int16), np.float32(i / 3)),
+    "numbers": lambda i: (i, i / 3, i % 2 == 0, -i),
+    "namedtuple": lambda i: Point(torch.tensor(i), [i, i]),
+    "nested": lambda i: {"a": [(i, {"b": torch.tensor([i])}), i / 2], "c": Point(i, (i,))},
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_samples_and_batches_are_those_of_the_source(tmp_path, name):
+    source = Samples(KINDS[name])
+    cached = cache_dataset(source, tmp_path)
+    assert len(cached) == 10
+    assert equal([cached[i] for i in range(10)], [source[i] for i in range(10)])
+    assert equal(cached[-1], cached[9])
+    plain = list(DataLoader(source, 4))
+    assert equal(list(make_loader(cached, 4, device=None)), plain)
+    assert equal(list(DataLoader(cached, 4)), plain)
+    with pytest.raises(IndexError):
+        cached[10]
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "LA"])
+def test_images_become_tensors_of_bytes(tmp_path, mode):
+    to_tensor = pytest.importorskip("torchvision.transforms.functional").pil_to_tensor
+    bands = len(Image.new(mode, (1, 1)).getbands())
+
+    def picture(index):
+        return Image.frombytes(mode, (4, 3), bytes(range(index, index + 12 * bands))), index
+
+    source = Samples(picture)
+    cached = cache_dataset(source, tmp_path)
+    expected = [(to_tensor(image), index) for image, index in map(picture, range(10))]
+    assert equal([cached[i] for i in range(10)], expected)
+    assert equal(list(make_loader(cached, 4, device=None)), list(DataLoader(expected, 4)))
+
+
+def test_real_digits_are_the_same():
+    datasets = pytest.importorskip("torchvision.datasets")
+    functional = pytest.importorskip("torchvision.transforms.functional")
+    if not (SHARED / "MNIST").exists():
+        pytest.skip("the real MNIST is not here")
+    import tempfile
+
+    digits = Subset(datasets.MNIST(SHARED, train=False), range(0, 10_000, 100))
+    with tempfile.TemporaryDirectory() as directory:
+        cached = cache_dataset(digits, directory)
+        plain = Samples(lambda i: (functional.pil_to_tensor(digits[i][0]), digits[i][1]), 100)
+        assert equal(list(make_loader(cached, 32, device=None)), list(DataLoader(plain, 32)))
+        assert cached.source.dataset.classes[3] == "3 - three"
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_subsets_and_concatenations_of_cached_data_are_those_of_the_source(tmp_path, shuffle):
+    one, two = Samples(KINDS["nested"]), Samples(KINDS["nested"], 7)
+    halves = [cache_dataset(one, tmp_path / "1"), cache_dataset(two, tmp_path / "2")]
+    options = {"batch_size": 4, "shuffle": shuffle, "seed": 1, "device": None, "num_workers": 0}
+    for cached, plain in (
+        (Subset(halves[0], [7, 1, 1, 3, -1]), Subset(one, [7, 1, 1, 3, 9])),
+        (ConcatDataset(halves), ConcatDataset([one, two])),
+        (Subset(ConcatDataset(halves), range(16, 5, -1)), Subset(one + two, range(16, 5, -1))),
+    ):
+        assert equal(list(make_loader(cached, **options)), list(make_loader(plain, **options)))
+
+
+def test_a_list_and_a_dict_of_samples_can_be_cached(tmp_path):
+    for number, source in enumerate(([1, 2, 3], (1, 2, 3), {0: 1, 1: 2, 2: 3}, range(1, 4))):
+        cached = cache_dataset(source, tmp_path / str(number))
+        assert list(cached) == [1, 2, 3]
+        assert cached.source is source
+        assert cached.directory == tmp_path / str(number)
+
+
+def test_what_is_cached_can_be_cached_with_another_transform(tmp_path):
+    first = cache_dataset(Samples(pair), tmp_path / "1")
+    second = cache_dataset(Samples(lambda i: first[i][0] * 2), tmp_path / "2")
+    assert torch.equal(second[3], torch.full((2, 3), 6.0))
+
+
+def test_writing_to_a_sample_or_a_batch_does_not_change_the_cache(tmp_path):
+    source = Samples(lambda i: {"x": torch.full((3,), i), "a": np.full(3, i), "n": torch.tensor(i)})
+    cached = cache_dataset(source, tmp_path)
+    before = contents(tmp_path)
+    for sample in cached:
+        sample["x"].fill_(99)
+        sample["a"].fill(99)
+        sample["n"].fill_(99)
+    for batch in make_loader(cached, 4, device=None):
+        for tensor in batch.values():
+            tensor.fill_(99)
+    for batch in make_loader(cached, 10, device=None):
+        batch["x"].zero_()
+    assert contents(tmp_path) == before
+    assert equal([cached[i] for i in range(10)], [source[i] for i in range(10)])
+
+
+def test_reading_the_cache_does_not_read_the_source(tmp_path):
+    source = Samples(pair)
+    cached = cache_dataset(source, tmp_path)
+    assert len(source.reads) == LOOKS + 10
+    assert sorted(source.reads[-10:]) == list(range(10))
+    assert len(list(make_loader(cached, 4))) == 3
+    assert cached[3][1] == 3
+    assert len(source.reads) == LOOKS + 10
+
+
+# --- samples that cannot be stored, data sets that cannot be cached ---
+
+
+def at(index, odd, usual=pair):
+    return lambda i: odd(i) if i == index else usual(i)
+
+
+def unreadable(index):
+    msg = f"bad pixel {index}"
+    raise ValueError(msg)
+
+
+BAD = {
+    "a shape": (
+        at(NOT_LOOKED_AT, lambda i: (torch.zeros(2, 4), i)),
+        "ValueError",
+        (
+            "sample 4 cannot be stored: `sample[0]` must be float32 of shape (2, 3), as in the "
+            "first sample, but is float32 of shape (2, 4): resize, crop or convert it in the data "
+            "set's transform"
+        ),
+    ),
+    "a dtype": (
+        at(NOT_LOOKED_AT, lambda i: (torch.zeros(2, 3).half(), i)),
+        "ValueError",
+        "sample 4 cannot be stored: `sample[0]` must be float32 of shape (2, 3), as in the first",
+    ),
+    "a part less": (
+        at(NOT_LOOKED_AT, lambda i: (torch.zeros(2, 3),)),
+        "ValueError",
+        (
+            "sample 4 cannot be stored: it must have the same parts as the first sample, but lacks "
+            "`sample[1]`: return the same parts for every sample"
+        ),
+    ),
+    "another structure": (
+        at(NOT_LOOKED_AT, lambda i: {"x": torch.zeros(2, 3), "y": i}),
+        "ValueError",
+        (
+            "sample 4 cannot be stored: it must have the same parts as the first sample, but lacks "
+            "`sample[0]`, lacks `sample[1]`, has `sample['x']` besides, has `sample['y']` besides"
+        ),
+    ),
+    "text": (
+        lambda i: {"image": torch.zeros(2), "name": f"{i}.jpg"},
+        "TypeError",
+        (
+            "sample 0 cannot be stored: `sample['name']` must be a dense tensor, an array, an "
+            "image of 8 bits a band or a number, but is a str: convert it in the data set, or "
+            "leave it out"
+        ),
+    ),
+    "none": (
+        at(NOT_LOOKED_AT, lambda i: (torch.zeros(2, 3), None)),
+        "TypeError",
+        "sample 4 cannot be stored: `sample[1]` must be a dense tensor, an array, an image of 8",
+    ),
+    "an image with a palette": (
+        lambda i: Image.new("P", (2, 2)),
+        "TypeError",
+        (
+            "sample 0 cannot be stored: `sample` must be a dense tensor, an array, an image of 8 "
+            "bits a band or a number, but is a Image of mode P: convert it in the data set"
+        ),
+    ),
+    "nothing": (
+        lambda i: {},
+        "TypeError",
+        "sample 0 cannot be stored: `sample` must have at least one part, but is {}",
+    ),
+    "an unreadable first": (
+        at(0, unreadable),
+        "RuntimeError",
+        "sample 0 could not be read: ValueError: bad pixel 0",
+    ),
+    "an unreadable one": (
+        at(NOT_LOOKED_AT, unreadable),
+        "RuntimeError",
+        "sample 4 could not be read: ValueError: bad pixel 4",
+    ),
+    "an unreadable last": (
+        at(9, unreadable),
+        "RuntimeError",
+        "sample 9 could not be read: ValueError: bad pixel 9",
+    ),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_sample_is_named_with_the_cure_and_nothing_is_left(
+    tmp_path, name, workers, short_tmp, monkeypatch
+):
+    monkeypatch.setenv("TMPDIR", short_tmp)
+    make, kind, text = BAD[name]
+    with pytest.raises(Exception, match=re.escape(text)) as raised:
+        cache_dataset(Samples(make), tmp_path / "cache", num_workers=workers)
+    assert type(raised.value).__name__ == kind
+    if workers == 0:
+        assert str(raised.value).startswith(text)
+    assert contents(tmp_path) == {}
+    assert not list(tmp_path.glob("cache/pardata-building"))
+
+
+def test_an_image_file_that_is_cut_short_is_an_unreadable_sample(tmp_path):
+    # PIL opens such a file gladly: it is decoded when its pixels are asked for.
+    file = BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (16, 16), np.uint8)).save(file, "PNG")
+
+    def opened(index):
+        whole = file.getvalue()
+        return Image.open(BytesIO(whole[:150] if index == NOT_LOOKED_AT else whole))
+
+    text = "sample 4 could not be read: OSError: image file is truncated"
+    with pytest.raises(RuntimeError, match=text):
+        cache_dataset(Samples(opened), tmp_path)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(10))
+
+    def __len__(self):
+        return 10
+
+
+class Lengthless(Dataset):
+    def __getitem__(self, index):
+        return index
+
+
+@pytest.mark.parametrize(
+    ("dataset", "kind", "text"),
+    [
+        (
+            Stream(),
+            TypeError,
+            (
+                "`dataset` must have __getitem__ and __len__ to be cached, but Stream has not: "
+                "write a map-style data set"
+            ),
+        ),
+        (Lengthless(), TypeError, "but Lengthless has not: write"),
+        (iter([1]), TypeError, "but list_iterator has not: write"),
+        (
+            Samples(pair, 0),
+            ValueError,
+            (
+                "`dataset` must have at least one sample to be cached, but Samples has none: look "
+                "at where it reads from"
+            ),
+        ),
+        ([], ValueError, "but list has none"),
+    ],
+)
+def test_a_data_set_that_cannot_be_cached_is_refused(tmp_path, dataset, kind, text):
+    with pytest.raises(kind, match=re.escape(text)):
+        cache_dataset(dataset, tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("workers", [-1, 1.0, True, "many", None])
+def test_another_number_of_workers_is_refused_though_the_cache_is_there(tmp_path, workers):
+    cache_dataset(Samples(pair), tmp_path)
+    text = f"`num_workers` must be 'auto' or an integer from 0 up, but is {workers!r}"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        cache_dataset(Samples(pair), tmp_path, num_workers=workers)
+
+
+# --- several processes ---
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_any_number_of_workers_builds_the_same_files(tmp_path):
+    for workers in (0, 1, 2):
+        source = Samples(drawing, 200)
+        cache_dataset(source, tmp_path / str(workers), num_workers=workers)
+        assert (len(source.reads) > 200) is (workers == 0)
+    assert contents(tmp_path / "0") == contents(tmp_path / "1") == contents(tmp_path / "2")
+
+
+def _reader(_):
+    return os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("cores", "length", "here"), [(2, 1024, False), (2, 1023, True), (1, 1024, True)]
+)
+def test_by_default_a_large_data_set_is_decoded_by_all_cores(
+    tmp_path, monkeypatch, cores, length, here
+):
+    monkeypatch.setattr(_caching, "usable_cores", lambda world: cores)
+    cached = cache_dataset(Samples(_reader, length), tmp_path)
+    readers = {cached[i] for i in range(length)}
+    assert readers == {os.getpid()} if here else len(readers) == cores
+    assert here or os.getpid() not in readers
+
+
+def test_a_long_name_of_the_temporary_directory_does_not_matter(tmp_path, monkeypatch):
+    # Workers hand over no tensors, so no socket has to be opened in it.
+    monkeypatch.setattr(_caching, "usable_cores", lambda world: 2)
+    monkeypatch.setattr("pardata.data._workers.get_temp_dir", lambda: "/" + "x" * 120)
+    assert len(cache_dataset(Samples(pair, 1024), tmp_path)) == 1024
+
+
+def _states():
+    return random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist()  # noqa: NPY002
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_generators_of_the_trainer_are_left_alone(tmp_path, workers):
+    before = _states()
+    for _ in range(2):
+        cached = cache_dataset(Samples(drawing), tmp_path, num_workers=workers)
+        list(make_loader(cached, 4))
+        assert _states() == before
+    failing = Samples(at(NOT_LOOKED_AT, unreadable, drawing))
+    with pytest.raises(RuntimeError, match="bad pixel"):
+        cache_dataset(failing, tmp_path / "other", num_workers=workers)
+    assert _states() == before
+    assert multiprocessing.active_children() == []
+
+
+# --- collective ---
+
+
+def _cached_here(directory):
+    source = Samples(pair)
+    cached = cache_dataset(source, directory)
+    again = cache_dataset(source, directory)
+    batches = [batch[1].tolist() for batch in make_loader(cached, 6, device=None)]
+    return len(source.reads), [cached[i][1] for i in range(10)], len(again), batches
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_one_rank_builds_and_all_read(tmp_path, size):
+    first, *others = run(_cached_here, tmp_path, world_size=size)
+    assert first[0] == LOOKS + 10 + LOOKS
+    assert all(each[0] == 2 for each in others)
+    for _, samples, length, _ in (first, *others):
+        assert samples == list(range(10))
+        assert length == 10
+    steps = zip(*(each[3] for each in (first, *others)), strict=True)
+    assert [list(chain(*shares)) for shares in steps] == [list(range(6)), list(range(6, 10))]
+
+
+def _on_two_nodes(directory):
+    rank = dist.get_rank()
+    os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
+    os.environ["PARDATA_CACHE"] = f"{directory}/{rank // 2}"
+    source = Samples(pair)
+    cached = cache_dataset(source)
+    with_warnings, _ = _warnings(f"{directory}/{rank // 2}/random")
+    return len(source.reads), str(cached.directory.parent), cached[3][1], len(with_warnings)
+
+
+def test_one_rank_of_each_node_builds_where_its_node_keeps_caches(tmp_path):
+    found = run(_on_two_nodes, tmp_path, world_size=4)
+    assert [reads for reads, *_ in found] == [LOOKS + 10, 1, LOOKS + 10, 1]
+    assert [place for _, place, *_ in found] == [f"{tmp_path}/{node}" for node in (0, 0, 1, 1)]
+    assert {sample for *_, sample, _ in found} == {3}
+    assert [warned for *_, warned in found] == [1, 0, 0, 0]
+
+
+def _bad_on_rank_zero(directory, names):
+    found = []
+    for name in names:
+        source = Samples(BAD[name][0] if dist.get_rank() == 0 else pair)
+        found.append(caught(cache_dataset, source, directory))
+    return found, len(cache_dataset(Samples(pair), directory))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_error_on_rank_zero_is_raised_on_every_rank(tmp_path, size):
+    names = ["an unreadable last", "an unreadable one", "a shape", "text"]
+    for rank, (found, after) in enumerate(run(_bad_on_rank_zero, tmp_path, names, world_size=size)):
+        for name, raised in zip(names, found, strict=True):
+            _, kind, text = BAD[name]
+            assert isinstance(raised, Raised)
+            assert text in raised.text
+            assert raised.type == kind or (rank > 0 and raised.type == "RuntimeError")
+        assert after == 10
+
+
+def _unwritable(directory):
+    return len(cache_dataset(Samples(pair), directory))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_place_that_cannot_be_written_is_an_oserror_on_every_rank(tmp_path, size):
+    (tmp_path / "file").write_text("mine")
+    for raised in run_caught(_unwritable, tmp_path / "file" / "cache", world_size=size):
+        assert raised.type == "NotADirectoryError"
+        assert str(tmp_path / "file" / "cache") in raised.text
+
+
+def _disagreeing(directory):
+    pairs = {
+        "length": (Samples(pair), Samples(pair, 11)),
+        "class": (Samples(pair), Subset(Samples(pair), range(10))),
+        "empty": (Samples(pair), Samples(pair, 0)),
+        "shape": (Samples(pair), Samples(lambda i: (torch.zeros(3), i))),
+    }
+    return {
+        what: caught(lambda s=sources: len(cache_dataset(s[dist.get_rank() == 1], directory)))
+        for what, sources in pairs.items()
+    }
+
+
+@pytest.mark.parametrize(("directory", "size"), [(None, 3), ("given", 2)])
+def test_ranks_with_other_data_sets_are_told_and_none_hangs(tmp_path, monkeypatch, directory, size):
+    monkeypatch.setenv("PARDATA_CACHE", str(tmp_path))
+    results = run(_disagreeing, directory and tmp_path / directory, world_size=size)
+    others = "0, 2" if size == 3 else "0"
+    for rank, found in enumerate(results):
+        assert found["length"].text == (
+            "every rank must pass the same to `cache_dataset`, but `the length` differ:\n"
+            f"  rank {others}: the length=10\n  rank 1: the length=11\n"
+            "Pass the same data set on every rank."
+        )
+        assert "but `the class` differ:\n" in found["class"].text
+        assert "Subset of test_caching.Samples" in found["class"].text
+        if rank == 1:
+            assert found["empty"].type == "ValueError"
+            assert found["shape"].type == "RuntimeError"
+            assert re.fullmatch(
+                r"the cache in \S+ must be of this data set, but is of another or gone: give each "
+                r"data set a directory of its own, and pass the same data set on every rank",
+                found["shape"].text,
+            )
+        else:
+            text = "rank 1 failed in `cache_dataset`: ValueError: `dataset` must have"
+            assert text in found["empty"].text
+            assert found["shape"] == 10
+
+
+# --- built again, or not ---
+
+
+def scaled(factor, sample):
+    return sample[0] * factor, sample[1]
+
+
+CHANGES = {
+    "length": (Samples(pair, 11), "the length and the contents"),
+    "class": (TensorDataset(torch.arange(10)), "the class and the contents"),
+    "transform": (Samples(pair, transform=partial(scaled, 1)), "the transform"),
+    "target_transform": ("target", "the transform"),
+    "contents": (Samples(lambda i: (torch.full((2, 3), i + 0.5), i)), "the contents"),
+    "last": (Samples(at(9, lambda i: (torch.zeros(2, 3), i))), "the contents"),
+    "shape": (Samples(lambda i: (torch.full((3, 2), float(i)), i)), "the contents"),
+    "keys": (Samples(lambda i: {"a": torch.full((2, 3), float(i)), "b": i}), "the contents"),
+    "dtype": (
+        Samples(lambda i: (torch.full((2, 3), float(i)).view(torch.int32), i)),
+        "the contents",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_changed_source_is_built_again_and_the_log_says_why(tmp_path, name, told):
+    old = Samples(pair)
+    cache_dataset(old, tmp_path)
+    told.clear()
+    new, what = CHANGES[name]
+    if new == "target":
+        new = Samples(pair)
+        new.target_transform = abs
+    cached = cache_dataset(new, tmp_path)
+    assert lines(told) == [f"[0/1] builds the cache in {tmp_path}, for {what} changed"]
+    assert equal([cached[i] for i in range(len(new))], [new[i] for i in range(len(new))])
+    assert len(list(tmp_path.glob("pardata-files-*"))) == 1
+    told.clear()
+    cache_dataset(old, tmp_path)
+    assert len(old.reads) == 2 * (LOOKS + 10)
+
+
+def test_an_unchanged_source_is_not_built_again(tmp_path, told, capsys):
+    cache_dataset(Samples(pair, transform=scaled_by(2)), tmp_path)
+    assert lines(told) == [f"[0/1] builds the cache in {tmp_path}, for there is none"]
+    assert re.fullmatch(
+        r"caching Samples: 10/10 in \d+\.\d s, samples/s [\d,]+\n", capsys.readouterr().err
+    )
+    told.clear()
+    before = contents(tmp_path)
+    for _ in range(2):
+        source = Samples(pair, transform=scaled_by(2))  # at another address
+        cache_dataset(source, tmp_path)
+        assert len(source.reads) == LOOKS
+    assert lines(told) == []
+    assert capsys.readouterr().err == ""
+    assert contents(tmp_path) == before
+
+
+def scaled_by(factor):
+    return lambda sample: scaled(factor, sample)
+
+
+def test_the_order_of_the_keys_is_no_change(tmp_path):
+    cache_dataset(Samples(lambda i: {"x": i, "y": -i}), tmp_path)
+    source = Samples(lambda i: {"y": -i, "x": i})
+    cached = cache_dataset(source, tmp_path)
+    assert len(source.reads) == LOOKS
+    assert cached[3] == source[3]
+    (batch,) = make_loader(cached, 10, device=None)
+    assert {key: value.tolist()[3] for key, value in batch.items()} == {"y": -3, "x": 3}
+
+
+def test_another_subset_is_a_change_though_the_samples_looked_at_are_the_same(tmp_path, told):
+    source = Samples(lambda i: i, 101)
+    for left_out in (5, 6):  # as leave-one-out does
+        kept = [i for i in range(101) if i != left_out]
+        assert list(cache_dataset(Subset(source, kept), tmp_path)) == kept
+    assert lines(told)[-1].endswith("for the contents changed")
+
+
+def test_the_transform_of_a_data_set_inside_counts_too(tmp_path, told):
+    def inside(transform):
+        return Subset(ConcatDataset([Samples(pair), Samples(pair, transform=transform)]), range(20))
+
+    cache_dataset(inside(None), tmp_path)
+    cache_dataset(inside(partial(scaled, 1)), tmp_path)
+    assert lines(told)[-1].endswith("for the transform changed")
+
+
+def cut(path):
+    os.truncate(path, path.stat().st_size - 1)
+
+
+@pytest.mark.parametrize("damage", [cut, Path.unlink])
+@pytest.mark.parametrize("name", ["pardata-files-*/0.bin", "pardata-files-*/1.bin"])
+def test_a_damaged_file_is_built_again(tmp_path, told, damage, name):
+    cache_dataset(Samples(pair), tmp_path)
+    before = contents(tmp_path)
+    (path,) = tmp_path.glob(name)
+    damage(path)
+    told.clear()
+    cached = cache_dataset(Samples(pair), tmp_path)
+    assert lines(told) == [f"[0/1] builds the cache in {tmp_path}, for it is damaged"]
+    assert contents(tmp_path) == before
+    assert cached[9][1] == 9
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"source": {}, "fields": [], "files": "."}'])
+def test_a_broken_manifest_is_built_again(tmp_path, told, text):
+    cache_dataset(Samples(pair), tmp_path)
+    before = contents(tmp_path)
+    (tmp_path / "pardata-cache.json").write_text(text)
+    cached = cache_dataset(Samples(pair), tmp_path)
+    assert lines(told)[-1] == f"[0/1] builds the cache in {tmp_path}, for it is damaged"
+    assert contents(tmp_path) == before
+    assert cached[9][1] == 9
+
+
+def test_an_existing_cache_stands_when_it_cannot_be_built_again(tmp_path):
+    cached = cache_dataset(Samples(pair), tmp_path)
+    before = contents(tmp_path)
+    changed = (
+        at(NOT_LOOKED_AT, unreadable, drawing),
+        at(NOT_LOOKED_AT, lambda i: (i, float(i)), lambda i: (i, -i)),
+    )
+    for make in changed:
+        with pytest.raises((RuntimeError, ValueError)):
+            cache_dataset(Samples(make), tmp_path)
+        assert contents(tmp_path) == before
+        assert cached[9][1] == 9
+    source = Samples(pair)
+    cache_dataset(source, tmp_path)
+    assert len(source.reads) == LOOKS
+
+
+def test_files_of_the_user_in_the_directory_are_left_alone(tmp_path):
+    own = ("train/building/1.jpg", "building/1.jpg", "0123456789abcdef/x", "manifest.json", "lock")
+    for name in own:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    for length in (10, 11):
+        assert len(cache_dataset(Samples(pair, length), tmp_path)) == length
+    assert all((tmp_path / name).read_text() == "mine" for name in own)
+
+
+# --- killed, at once, full, read-only ---
+
+
+class Talking(Samples):
+    """Says when it is asked for a sample, and then waits to be allowed to go on."""
+
+    def __init__(self, at, pipe):
+        super().__init__(pair, 200)
+        self.at, self.pipe = at, pipe
+
+    def __getitem__(self, index):
+        if index == self.at:
+            self.pipe.send(os.getpid())
+            self.pipe.recv()
+        return super().__getitem__(index)
+
+
+Talking.__qualname__ = Samples.__qualname__  # the same source, to the cache
+
+
+def _build_slowly(directory, pipe):
+    cache_dataset(Talking(100, pipe), directory, num_workers=0)
+    pipe.send("done")
+
+
+@contextmanager
+def build_in_progress(directory):
+    """A process in the middle of building, and the pipe to it."""
+    here, there = multiprocessing.Pipe()
+    process = _context().Process(target=_build_slowly, args=(directory, there))
+    process.start()
+    there.close()
+    try:
+        assert here.poll(60)
+        assert here.recv() == process.pid
+        assert (directory / "pardata-building" / "0.bin").exists()
+        yield process, here
+    finally:
+        process.kill()
+        process.join()
+        here.close()
+
+
+def test_a_killed_build_is_no_cache_and_the_next_build_cleans_up(tmp_path):
+    with build_in_progress(tmp_path) as (process, _):
+        process.kill()
+    assert list(contents(tmp_path)) == ["pardata-building/0.bin", "pardata-building/1.bin"]
+    source = Samples(pair, 200)
+    cached = cache_dataset(source, tmp_path)
+    assert len(source.reads) == LOOKS + 200
+    assert equal([cached[i] for i in range(200)], [pair(i) for i in range(200)])
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert [name[:14] for name in names] == ["pardata-cache.", "pardata-files-", "pardata-lock"]
+
+
+def test_the_old_cache_is_read_while_the_new_one_is_built_and_when_that_is_killed(tmp_path):
+    cached = cache_dataset(Samples(pair), tmp_path)
+    before = contents(tmp_path)
+    with build_in_progress(tmp_path) as (process, _):
+        assert pickle.loads(pickle.dumps(cached))[9][1] == 9
+        process.kill()
+    source = Samples(pair)
+    assert cache_dataset(source, tmp_path)[9][1] == 9
+    assert len(source.reads) == LOOKS
+    assert {name: data for name, data in contents(tmp_path).items() if name in before} == before
+
+
+def _build_too(directory, pipe):
+    class Passing(logging.Handler):
+        def emit(self, record):
+            pipe.send(record.getMessage())
+
+    logging.getLogger("pardata").addHandler(Passing())
+    logging.getLogger("pardata").setLevel(logging.INFO)
+    source = Samples(pair, 200)
+    cached = cache_dataset(source, directory, num_workers=0)
+    pipe.send((len(source.reads), cached[199][1]))
+
+
+def test_of_two_that_build_at_once_the_second_waits_and_reads(tmp_path):
+    to_second, there = multiprocessing.Pipe()
+    second = _context().Process(target=_build_too, args=(tmp_path, there))
+    with build_in_progress(tmp_path) as (first, to_first):
+        second.start()
+        assert to_second.poll(60)
+        text = f"[0/1] waits for the process that builds the cache in {tmp_path}"
+        assert to_second.recv() == text
+        assert not (tmp_path / "pardata-cache.json").exists()
+        to_first.send("go on")
+        assert to_second.poll(60)
+        assert to_second.recv() == (LOOKS, 199)
+        assert to_first.poll(60)
+        assert to_first.recv() == "done"
+        for process in (first, second):
+            process.join()
+            assert process.exitcode == 0
+    to_second.close()
+
+
+def _limited(directory):
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    return len(cache_dataset(Samples(pair, 1000), directory, num_workers=0))
+
+
+def test_files_that_do_not_fit_are_an_oserror_and_the_cache_before_stands(tmp_path):
+    pytest.importorskip("resource")
+    cache_dataset(Samples(pair), tmp_path)
+    before = contents(tmp_path)
+    for raised in run_caught(_limited, tmp_path, world_size=2):
+        assert raised.type == "OSError"
+        assert f"[Errno {errno.EFBIG}] " in raised.text
+        assert "and the cache takes 32,000 bytes" in raised.text
+        assert "pardata-building/0.bin" in raised.text
+    assert contents(tmp_path) == before
+    assert not (tmp_path / "pardata-building").exists()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of one megabyte, and how to make it read-only."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        pytest.skip("only root of a Linux can mount a small disk")
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
+    if (done := subprocess.run(mount, capture_output=True, text=True, check=False)).returncode:
+        pytest.skip(f"this root cannot mount a small disk: {done.stderr.strip()}")
+    yield place, lambda: subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_full_disk_is_an_oserror_and_the_cache_before_stands(small_disk):
+    place, _ = small_disk
+    cached = cache_dataset(Samples(pair), place / "cache")
+    before = contents(place)
+    text = "No space left on device, and the cache takes 1,600,000 bytes"
+    with pytest.raises(OSError, match=text) as raised:
+        cache_dataset(Samples(pair, 50_000), place / "cache")
+    assert raised.value.errno == errno.ENOSPC
+    assert contents(place) == before
+    assert cached[9][1] == 9
+    cached = cache_dataset(Samples(pair, 20_000), place / "cache")  # the space is free again
+    assert cached[19_999][1] == 19_999
+    del cached
+
+
+def test_a_cache_on_a_disk_for_reading_only_is_read(small_disk):
+    place, make_read_only = small_disk
+    cache_dataset(Samples(pair), place)
+    make_read_only()
+    source = Samples(pair)
+    cached = cache_dataset(source, place)
+    assert len(source.reads) == LOOKS
+    assert cached[9][1] == 9
+    with pytest.raises(OSError, match="Read-only file system") as raised:
+        cache_dataset(Samples(pair, 11), place)
+    assert raised.value.errno == errno.EROFS
+    assert str(place) in str(raised.value)
+    del cached
+
+
+def test_it_works_without_locks_as_on_windows(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    monkeypatch.delattr(os, "posix_fallocate", raising=False)
+    with pytest.raises(ImportError):
+        importlib.import_module("fcntl")
+    cached = cache_dataset(Samples(pair), tmp_path)
+    assert equal([cached[i] for i in range(10)], [pair(i) for i in range(10)])
+
+
+# --- random samples ---
+
+WARNING = (
+    "the samples of Samples differ from one reading to the next, and the cache holds one reading "
+    "for ever: take the random transform out, and give it to the `batch_transform` of make_loader"
+)
+
+
+def _warnings(directory):
+    seen = []
+
+    class Seen(logging.Handler):
+        def emit(self, record):
+            seen.append((record.levelname, record.getMessage()))
+
+    logging.getLogger("pardata").addHandler(Seen())
+    cached = cache_dataset(Samples(drawing), directory)
+    return seen, cached[3].tolist()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_random_transform_is_warned_of_once_on_one_rank(tmp_path, size):
+    (first, sample), *others = run(_warnings, tmp_path, world_size=size)
+    assert first == [("WARNING", f"[0/{size}] {WARNING}")]
+    assert others == [([], sample)] * (size - 1)
+
+
+def test_a_sample_that_is_not_random_is_not_warned_of(tmp_path, told):
+    for number, make in enumerate((*KINDS.values(), lambda i: float("nan"))):
+        cache_dataset(Samples(make), tmp_path / str(number))
+    assert not [record for record in told.records if record.levelno >= logging.WARNING]
+
+
+def test_a_random_source_is_not_built_again_for_being_random(tmp_path, monkeypatch, told):
+    monkeypatch.setenv("PARDATA_CACHE", str(tmp_path))
+    own = random.Random(0)
+    for make in (drawing, lambda i: i + own.random()):  # seeded by us, and by nobody
+        found = [cache_dataset(Samples(make)) for _ in range(3)]
+        assert list(map(str, found[0])) == list(map(str, found[2]))
+        assert len({each.directory for each in found}) == 1
+    assert len(list(tmp_path.iterdir())) == 2
+    assert lines(told).count(f"[0/1] {WARNING}") == 6
+
+
+# --- workers and memory ---
+
+
+def mappings(directory, pid="self"):
+    """Return how a process has the files mapped: how, whether read, and bytes of its own."""
+    found = []
+    for part in Path(f"/proc/{pid}/smaps").read_text().split("VmFlags:"):
+        for line in part.splitlines():
+            if f"{directory}/pardata-files-" in line:
+                sizes = dict(re.findall(r"(\w+): +(\d+) kB", part))
+                found.append((line.split()[1], int(sizes["Rss"]) > 0, int(sizes["Private_Dirty"])))
+    return found
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_workers_read_whole_batches_and_have_no_copy(tmp_path, start, short_tmp, monkeypatch):
+    monkeypatch.setenv("TMPDIR", short_tmp)
+    source = Samples(lambda i: Point(torch.full((1000,), i), {"n": i}), 100)
+    cached = cache_dataset(source, tmp_path)
+    plain = list(make_loader(cached, 30, num_workers=0, device=None))
+    loader = make_loader(cached, 30, num_workers=1, multiprocessing_context=start, device=None)
+    assert equal(list(loader), plain)
+    if sys.platform == "linux":
+        (worker,) = multiprocessing.active_children()
+        assert mappings(tmp_path, worker.pid) == [("r--s", True, 0)] * 2
+
+
+def _whole_batches(directory):
+    cached = cache_dataset(Samples(lambda i: (torch.full((1000,), i), i), 100), directory)
+    labels = [batch[1] for batch in make_loader(cached, 50, device=None, num_workers=0)]
+    return mappings(directory), len(torch.cat(labels))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ranks_map_the_files_and_have_no_copy(tmp_path):
+    for found, count in run(_whole_batches, tmp_path, world_size=2):
+        assert found == [("r--s", True, 0)] * 2
+        assert count == 50
+
+
+def test_what_is_sent_to_a_worker_is_small_and_holds_no_data(tmp_path):
+    big = torch.arange(1_000_000.0).view(1000, 1000)
+    source = Samples(lambda i: big[i], 1000, transform=lambda x: x)
+    source.kept = big
+    cached = cache_dataset(source, tmp_path)
+    sent = pickle.dumps(cached)
+    assert len(sent) < 4 * 1000 + 3000  # a sample, and a little
+    there = pickle.loads(sent)
+    assert torch.equal(there[999], big[999])
+    assert torch.equal(there.read_batch(torch.tensor([5, 1])), big[[5, 1]])
+    assert len(there) == 1000
+    assert there.directory == cached.directory
+    assert there.source is None
+    assert cached.source is source
+
+
+def test_a_cache_that_was_built_again_since_is_an_error_where_it_arrives(tmp_path):
+    cached = cache_dataset(Samples(pair), tmp_path)
+    sent = pickle.dumps(cached)
+    cache_dataset(Samples(pair, 11), tmp_path)
+    text = (
+        f"the cache in {tmp_path} must stay as it was when it was opened, but has been removed or "
+        f"built again: call cache_dataset again"
+    )
+    with pytest.raises(RuntimeError, match=re.escape(text)):
+        pickle.loads(sent)
+    if sys.platform != "win32":
+        assert [cached[i][1] for i in range(10)] == list(range(10))  # it has them mapped
+
+
+def test_a_relative_directory_holds_after_a_change_of_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sent = pickle.dumps(cache_dataset(Samples(pair), "here"))
+    monkeypatch.chdir("/")
+    assert pickle.loads(sent)[3][1] == 3
+
+
+def test_a_cache_that_another_process_has_just_replaced_is_not_taken_for_its_own(
+    tmp_path, monkeypatch
+):
+    cache_dataset(Samples(pair), tmp_path / "other")
+    monkeypatch.setattr(_caching, "_ensure", lambda *_: None)  # built, and replaced at once
+    for directory in ("other", "gone"):
+        text = (
+            f"the cache in {tmp_path / directory} must be of this data set, but is of another or "
+            "gone: give each data set a directory of its own, and pass the same data set on every "
+            "rank"
+        )
+        with pytest.raises(RuntimeError, match=re.escape(text)):
+            cache_dataset(Samples(lambda i: pair(i + 1)), tmp_path / directory)
+
+
+# --- where the files go ---
+
+
+def place(dataset):
+    return cache_dataset(dataset).directory
+
+
+def test_caches_go_where_the_environment_says(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv("PARDATA_CACHE", "~/own")
+    found = place(Samples(pair))
+    assert found.parent == tmp_path / "home" / "own"
+    assert re.fullmatch("Samples-[0-9a-f]{16}", found.name)
+    for unset in ("", None):
+        monkeypatch.setenv("PARDATA_CACHE", "") if unset == "" else monkeypatch.delenv(
+            "PARDATA_CACHE"
+        )
+        assert place(Samples(pair)) == tmp_path / "xdg" / "pardata" / found.name
+    for unset in ("", None):
+        monkeypatch.setenv("XDG_CACHE_HOME", "") if unset == "" else monkeypatch.delenv(
+            "XDG_CACHE_HOME"
+        )
+        assert place(Samples(pair)) == tmp_path / "home" / ".cache" / "pardata" / found.name
+
+
+def test_data_sets_that_differ_have_folders_of_their_own(tmp_path, monkeypatch, told):
+    monkeypatch.setenv("PARDATA_CACHE", str(tmp_path))
+    whole = Samples(lambda i: i, 20)
+    kinds = [
+        whole,
+        Samples(lambda i: i, 21),
+        Samples(lambda i: -i, 20),
+        Samples(lambda i: i, 20, transform=float),
+        *random_split(whole, [10, 10], torch.Generator().manual_seed(0)),
+        TensorDataset(torch.arange(10)),
+        TensorDataset(torch.arange(10, 20)),
+    ]
+    found = [cache_dataset(dataset) for dataset in kinds]
+    assert len({each.directory for each in found}) == len(kinds)
+    told.clear()
+    for dataset, each in zip(kinds, found, strict=True):
+        assert place(dataset) == each.directory
+        assert equal([each[i] for i in range(len(dataset))], [dataset[i] for i in range(len(each))])
+    assert lines(told) == []
+
+
+def test_addresses_in_memory_name_no_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("PARDATA_CACHE", str(tmp_path))
+    sources = [Samples(pair, transform=scaled_by(2)) for _ in range(2)]
+    assert repr(sources[0].transform) != repr(sources[1].transform)
+    assert place(sources[0]) == place(sources[1])
+    for address in ("0x7F00AB12", "0x7f00ab12"):  # as Windows writes them, and others
+        sources[0].transform = type("T", (), {"__repr__": lambda _, a=address: f"<T at {a}>"})()
+        sources[0].transform.__class__.__call__ = lambda _, x: x
+        place(sources[0])
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_directory_with_a_strange_name_is_no_trouble(tmp_path):
+    cached = cache_dataset(Samples(pair), tmp_path / "a b" / "ü, 日本" / "100%")
+    assert pickle.loads(pickle.dumps(cached))[3][1] == 3
+    manifest = json.loads((cached.directory / "pardata-cache.json").read_text())
+    assert manifest["source"]["length"] == 10
+
+
+def test_nothing_warns(tmp_path):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        cached = cache_dataset(Samples(KINDS["nested"]), tmp_path, num_workers=1)
+        list(make_loader(cached, 4, num_workers=1))
+    assert not [str(each.message) for each in seen if each.category is not ResourceWarning]

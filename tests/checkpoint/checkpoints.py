@@ -1,0 +1,112 @@
+"""What the tests of checkpoints share: a small run, and a digest of all that must survive of it."""
+
+import hashlib
+import json
+import logging
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from pardata import Checkpointer, backward, fingerprint, make_loader, wrap_model
+from pardata.checkpoint._folder import names
+from pardata.checkpoint._manifest import verified
+
+STRATEGIES = ("none", "dp", "ddp", "fsdp", "exact")
+OPTIMIZERS = {
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+}
+
+
+class Net(nn.Module):
+    """With tied weights, a frozen layer, batch norm and dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.encode = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.dropout = nn.Dropout(0.3)
+        self.frozen = nn.Linear(8, 8).requires_grad_(requires_grad=False)
+        self.decode = nn.Linear(8, 8, bias=False)
+        self.decode.weight = self.encode.weight
+
+    def forward(self, rows):
+        return self.decode(self.frozen(self.dropout(self.norm(self.encode(rows)))))
+
+
+class Run:
+    """A model under a strategy, an optimizer, a scheduler and a loader."""
+
+    def __init__(self, strategy, optimizer="adam", seed=0):
+        torch.manual_seed(seed)
+        self.model = wrap_model(Net(), strategy, device="cpu")
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = OPTIMIZERS[optimizer](trained)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
+        rows = torch.randn(48, 8, generator=torch.Generator().manual_seed(1))
+        self.loader = make_loader(
+            TensorDataset(rows), 12, shuffle=True, seed=5, microbatch_size=3, num_workers=0
+        )
+
+    def train(self, steps):
+        while steps:
+            for batch in self.loader:
+                self.optimizer.zero_grad()
+                backward(self.model, lambda model, rows: model(rows[0]).square().mean(), batch)
+                self.optimizer.step()
+                self.scheduler.step()
+                steps -= 1
+                if not steps:
+                    return self
+        return self
+
+    def objects(self):
+        names = ("model", "optimizer", "scheduler", "loader")
+        return {name: getattr(self, name) for name in names}
+
+    def digest(self):
+        """Return a hash of everything; collective where parameters are sharded."""
+        states = self.optimizer.state_dict()
+        values = {
+            f"{number}.{key}": whole(value).tolist() if torch.is_tensor(value) else value
+            for number, own in states["state"].items()
+            for key, value in own.items()
+        }
+        rest = [states["param_groups"], self.scheduler.state_dict(), self.loader.state_dict()]
+        text = json.dumps([fingerprint(self.model), values, rest])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def whole_steps(directory):
+    """Return the steps of all checkpoints, from the oldest to the newest, all of them whole."""
+    found = names(directory)
+    for name in found:
+        verified(directory / str(name))
+    return [name.step for name in found]
+
+
+def leftovers(directory):
+    return sorted(path.name for path in directory.iterdir() if path.name.startswith("."))
+
+
+def save_steps(directory, *steps, **options):
+    """Save a value, the step itself, at these steps, in a single process."""
+    checkpointer = Checkpointer(directory, **options)
+    for step in steps:
+        checkpointer.save(step, value=torch.full((50,), step))
+    return checkpointer
+
+
+def log_lines():
+    """Return a list that gets all that pardata logs from now on in this process."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("pardata").addHandler(handler)
+    logging.getLogger("pardata").setLevel(logging.INFO)
+    return lines

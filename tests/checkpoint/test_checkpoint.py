@@ -1,0 +1,501 @@
+"""What is saved under one strategy and size is restored under any other, and training goes on."""
+
+import random
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import STRATEGIES, Net, Run, log_lines
+from on_ranks import caught, run_caught
+from torch import nn
+
+from pardata import Checkpointer, fingerprint, load_weights, world, wrap_model
+from pardata.testing import run
+
+NO_FSDP = torch.__version__.startswith("2.6")  # not on CPUs then
+
+
+def strategies():
+    """Return those that this torch has in this world."""
+    skipped = {"dp"} if world().size > 1 else set()
+    return [s for s in STRATEGIES if s not in skipped | ({"fsdp"} if NO_FSDP else set())]
+
+
+def save_each(directory, optimizer, asynchronous):
+    digests = {}
+    for strategy in strategies():
+        trained = Run(strategy, optimizer).train(3)
+        checkpointer = Checkpointer(f"{directory}/{strategy}", asynchronous=asynchronous)
+        checkpointer.save(3, **trained.objects(), best=0.5)
+        digests[strategy] = trained.digest()
+        if asynchronous:
+            trained.train(1)
+            checkpointer.wait()
+    return digests
+
+
+def restore_each(directory, optimizer):
+    found = {}
+    for before in sorted(path.name for path in Path(directory).iterdir()):
+        for after in strategies():
+            fresh = Run(after, optimizer, seed=7)
+            values = Checkpointer(f"{directory}/{before}").restore(**fresh.objects())
+            found[before, after] = (values, fresh.digest())
+            fresh.train(1)
+    return found
+
+
+def check_every_strategy_into_every_other(directory, sizes_before, sizes_after, **how):
+    optimizer = how.get("optimizer", "adam")
+    for before in sizes_before:
+        folder = f"{directory}/{before}"
+        saved = run(save_each, folder, optimizer, how.get("asynchronous", False), world_size=before)
+        for after in sizes_after:
+            for found in run(restore_each, folder, optimizer, world_size=after):
+                for (strategy, _), (values, digest) in found.items():
+                    assert values == {"step": 3, "best": 0.5}
+                    assert digest == saved[0][strategy]
+
+
+def test_every_strategy_at_2_processes_is_restored_under_every_other_at_1_and_3(tmp_path):
+    check_every_strategy_into_every_other(tmp_path, [2], [1, 3])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_every_strategy_at_every_size_is_restored_under_every_other(
+    optimizer, asynchronous, tmp_path
+):
+    sizes = [1, 2, 4]
+    check_every_strategy_into_every_other(
+        tmp_path, sizes, sizes, optimizer=optimizer, asynchronous=asynchronous
+    )
+
+
+# --- training goes on as if nothing had been
+
+
+def train_on(strategy, before, steps, after):
+    here = world()
+    trained = Run(strategy, seed=11 if before else 0)
+    torch.manual_seed(here.rank)  # dropout is another one on each rank
+    random.seed(here.rank)
+    if before is not None:
+        assert Checkpointer(before).restore(**trained.objects()) == {"step": 3, "epochs": [0, 1]}
+    trained.train(steps)
+    if after is not None:
+        Checkpointer(after).save(3, **trained.objects(), epochs=[0, 1])
+    return trained.digest(), random.random()
+
+
+def test_an_exact_run_goes_on_to_the_bit_at_any_other_size(tmp_path):
+    [(expected, _)] = run(train_on, "exact", None, 9, None, world_size=1)
+    stages = [
+        (2, None, tmp_path / "a"),
+        (3, tmp_path / "a", tmp_path / "b"),
+        (1, tmp_path / "b", None),
+    ]
+    for size, before, after in stages:
+        told = run(train_on, "exact", before, 3, after, world_size=size)
+    assert [digest for digest, _ in told] == [expected]
+
+
+@pytest.mark.parametrize(("strategy", "size"), [("none", 1), ("ddp", 2), ("fsdp", 3)])
+def test_at_the_same_size_a_run_goes_on_to_the_bit_with_the_generators_of_every_rank(
+    strategy, size, tmp_path
+):
+    if strategy == "fsdp" and NO_FSDP:
+        pytest.skip("torch 2.6 shards on GPUs only")
+    run(train_on, strategy, None, 3, tmp_path, world_size=size)
+    expected = run(train_on, strategy, None, 6, None, world_size=size)
+    assert run(train_on, strategy, tmp_path, 3, None, world_size=size) == expected
+    assert len({number for _, number in expected}) == size
+
+
+def save_values(directory, step, values):
+    Checkpointer(directory).save(step, **values)
+
+
+def restore_generators_and_log(directory):
+    lines = log_lines()
+    torch.manual_seed(50 + world().rank)
+    expected = torch.rand(1, generator=torch.Generator().manual_seed(50 + world().rank))
+    Checkpointer(directory).restore()
+    left = torch.equal(torch.rand(1), expected)
+    return left, [line for line in lines if "generators" in line]
+
+
+def test_at_another_size_the_generators_are_left_alone_and_it_is_said_once(tmp_path):
+    run(save_values, tmp_path, 1, {}, world_size=2)
+    told = "[0/3] the default generators are left as they are: they were those of 2 ranks"
+    assert run(restore_generators_and_log, tmp_path, world_size=3) == [
+        (True, [told] if rank == 0 else []) for rank in range(3)
+    ]
+    assert run(restore_generators_and_log, tmp_path, world_size=2) == [(False, [])] * 2
+
+
+# --- what can be saved
+
+
+def things():
+    """Return, by name, pairs of a thing with a state and one to restore that into."""
+    torch.manual_seed(0)
+    pairs = {}
+    for name, make in MAKERS.items():
+        pairs[name] = (make(), make())
+    return pairs
+
+
+def stepped(make):
+    net = nn.Linear(3, 3)
+    optimizer = make(net.parameters())
+    net(torch.randn(2, 3)).sum().backward()
+    optimizer.step(lambda: torch.tensor(1.0))
+    return optimizer
+
+
+def scheduled(make):
+    scheduler = make(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9))
+    scheduler.optimizer.step()
+    args = [1.0] if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) else []
+    scheduler.step(*args)
+    return scheduler
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.brief = nn.Parameter(torch.randn(3, dtype=torch.bfloat16))
+        self.imaginary = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.register_buffer("count", torch.randint(99, (2,)))
+        self.register_buffer("conjugated", torch.randn(3, dtype=torch.complex64).conj())
+        self.register_buffer("rows", torch.randn(6, 4)[::2, 1:3])
+        self.register_buffer("empty", torch.empty(0, 3))
+
+    def forward(self, rows):
+        return rows
+
+
+class Extra(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+        self.seen = torch.rand(1).item()
+
+    def get_extra_state(self):
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+
+lr = torch.optim.lr_scheduler
+MAKERS = {
+    "mixed": Mixed,
+    "extra": Extra,
+    "compiled": lambda: torch.compile(nn.Linear(2, 2)),
+    "norm": lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)),
+    "averaged": lambda: torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2)),
+    "never_stepped": lambda: torch.optim.Adam(nn.Linear(2, 2).parameters()),
+    "adamw": lambda: stepped(torch.optim.AdamW),
+    "adagrad": lambda: stepped(torch.optim.Adagrad),
+    "adafactor": lambda: stepped(torch.optim.Adafactor),
+    "lbfgs": lambda: stepped(torch.optim.LBFGS),
+    "scaler": lambda: torch.amp.GradScaler("cpu", init_scale=2.0 ** torch.randint(9, ()).item()),
+    "step_lr": lambda: scheduled(lambda o: lr.StepLR(o, 2)),
+    "lambda_lr": lambda: scheduled(lambda o: lr.LambdaLR(o, lambda k: 0.9**k)),
+    "one_cycle": lambda: scheduled(lambda o: lr.OneCycleLR(o, 0.2, total_steps=9)),
+    "cyclic": lambda: scheduled(lambda o: lr.CyclicLR(o, 0.1, 0.2)),
+    "plateau": lambda: scheduled(lr.ReduceLROnPlateau),
+    "cosine": lambda: scheduled(lambda o: lr.CosineAnnealingWarmRestarts(o, 3)),
+    "chain": lambda: scheduled(
+        lambda o: lr.SequentialLR(o, [lr.ConstantLR(o), lr.ExponentialLR(o, 0.9)], [1])
+    ),
+}
+
+
+def save_and_restore_things(directory):
+    pairs = things()
+    checkpointer = Checkpointer(directory, asynchronous=world().size == 1)
+    checkpointer.save(0, **{name: thing for name, (thing, _) in pairs.items()})
+    checkpointer.restore(**{name: other for name, (_, other) in pairs.items()})
+    return [
+        name
+        for name, (thing, other) in pairs.items()
+        if not equal(thing.state_dict(), other.state_dict())
+    ]
+
+
+def equal(one, other):
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return one == other
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step:UserWarning")
+def test_whatever_has_a_state_dict_comes_back_with_it(size, tmp_path):
+    assert run_caught(save_and_restore_things, tmp_path, world_size=size) == [[]] * size
+
+
+VALUES = {
+    "number": 3,
+    "infinite": float("inf"),
+    "text": "é\n",
+    "nothing": None,
+    "yes": True,
+    "data": b"\x00\xff",
+    "complex": 1j,
+    "nested": {"a": [1, (2, {"b": torch.arange(3)})], 7: "seven", (1, 2): []},
+    "part": torch.arange(1000)[10:13],
+    "sparse": torch.eye(3).to_sparse(),
+    "names": {"b", "a", "c"},
+}
+
+
+def save_and_return_values(directory):
+    checkpointer = Checkpointer(directory, asynchronous=True)
+    checkpointer.save(5, **VALUES)
+    found = checkpointer.restore()
+    return {**found, "sparse": found["sparse"].to_dense()}
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_values_come_back_as_they_were_saved(size, tmp_path):
+    for found in run_caught(save_and_return_values, tmp_path, world_size=size):
+        assert list(found) == ["step", *VALUES]
+        assert equal(found, {"step": 5, **VALUES, "sparse": torch.eye(3)})
+        assert found["part"].untyped_storage().nbytes() == 3 * 8
+
+
+class Custom:
+    def __repr__(self):
+        return "<custom>"
+
+
+class Unwilling:
+    def __reduce_ex__(self, protocol):
+        message = "not me"
+        raise OSError(message)
+
+
+class Marked(torch.Tensor):
+    pass
+
+
+REFUSED = {
+    "`x` is <function": lambda: lambda: None,
+    "`x['a'][1]` is <custom> (test_checkpoint.Custom)": lambda: {"a": [1, Custom()]},
+    f"`x['lr']` is {np.float64(0.5)!r} (numpy.float64)": lambda: {"lr": np.float64(0.5)},
+    "`x[0]` is": lambda: [Unwilling()],
+    "`x['t']` is Marked([1.]) (test_checkpoint.Marked)": lambda: {
+        "t": torch.ones(1).as_subclass(Marked)
+    },
+}
+
+
+def save_what_is_refused(directory, only_rank):
+    checkpointer = Checkpointer(directory)
+    raised = []
+    for make in REFUSED.values():
+        culprit = make() if world().rank == only_rank else 1
+        raised.append(caught(save_values, directory, 1, {"x": culprit}))
+    checkpointer.save(1, x=1)
+    return raised, checkpointer.restore()
+
+
+@pytest.mark.parametrize(("size", "only_rank"), [(1, 0), (2, 1), (3, 0)])
+def test_what_could_be_loaded_only_by_running_code_is_refused_on_every_rank_by_its_path(
+    size, only_rank, tmp_path
+):
+    outcomes = run_caught(save_what_is_refused, tmp_path, only_rank, world_size=size)
+    for rank, (raised, after) in enumerate(outcomes):
+        assert after == {"step": 1, "x": 1}
+        for text, error in zip(REFUSED, raised, strict=True):
+            assert error.type == ("TypeError" if rank == only_rank else "RuntimeError")
+            assert text in error.text
+            assert "what is saved must be tensors, numbers, strings, and dicts, lists" in error.text
+            assert "leave it out; it would have to run code when it is loaded" in error.text
+
+
+# --- what is wrong
+
+
+DIFFERING = {
+    "step": (lambda rank: (rank, {}), "`step` differ:\n  rank 0: step=0\n  rank 1: step=1"),
+    "a name": (lambda rank: (1, {f"x{rank}": 1}), "objects=['x0']"),
+    "one more": (lambda rank: (1, {"x": 1} | ({"y": 2} if rank else {})), "objects=['x', 'y']"),
+    "a value": (
+        lambda rank: (1, {"x": {"a": [1, rank]}}),
+        "`x.a.1` differ:\n  rank 0: x.a.1='0'\n  rank 1: x.a.1='1'",
+    ),
+    "a tensor": (lambda rank: (1, {"x": torch.ones(1) if rank else 1}), "x='a Tensor'"),
+    "a key": (lambda rank: (1, {"x": {f"k{rank}": 1}}), "x.k1='(nothing)'"),
+    "a bad step": (lambda rank: (-rank, {}), "`step` must be a whole number from 0, but is -1"),
+}
+
+
+def save_what_differs(directory):
+    here = world()
+    checkpointer = Checkpointer(directory)
+    raised = []
+    for make, _ in DIFFERING.values():
+        step, objects = make(here.rank)
+        raised.append(caught(lambda: checkpointer.save(step, **objects)))  # noqa: B023
+    elsewhere = Checkpointer(directory / str(here.rank))
+    raised += [caught(elsewhere.save, 1), caught(elsewhere.restore)]
+    raised.append(caught(Checkpointer(directory, keep=1 + here.rank).save, 1))
+    raised.append(caught(Checkpointer(directory, asynchronous=here.rank == 1).save, 1))
+    net = nn.Linear(1, 1)
+    raised.append(caught(lambda: checkpointer.restore(**({"net": net} if here.rank else {}))))
+    checkpointer.save(9, x=1)
+    return raised, checkpointer.restore()
+
+
+def test_ranks_that_pass_what_differs_are_told_on_every_rank_with_a_table(tmp_path):
+    more = ["directory='", "directory='", "keep=2", "asynchronous=True", "objects=['net']"]
+    texts = [text for _, text in DIFFERING.values()] + more
+    for rank, (raised, after) in enumerate(run_caught(save_what_differs, tmp_path, world_size=2)):
+        assert after == {"step": 9, "x": 1}
+        for text, error in zip(texts, raised, strict=True):
+            assert text in error.text
+            if "from 0" in text:
+                assert error.type == ("ValueError" if rank else "RuntimeError")
+            else:
+                assert error.type == "RuntimeError"
+                assert error.text.startswith("every rank must pass the same to `Checkpointer.")
+                assert "`rank_zero_call` gives all the name of a directory" in error.text
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, True, "3", None])
+def test_a_step_is_a_whole_number_from_0(step, tmp_path):
+    with pytest.raises(ValueError, match="`step` must be a whole number from 0, but is"):
+        Checkpointer(tmp_path).save(step)
+
+
+@pytest.mark.parametrize("name", ["keep", "keep_every"])
+@pytest.mark.parametrize("count", [0, -1, 1.0, True, "3"])
+def test_a_count_is_a_positive_integer(name, count, tmp_path):
+    with pytest.raises(ValueError, match=f"`{name}` must be a positive integer, but is"):
+        Checkpointer(tmp_path, **{name: count})
+
+
+def test_asynchronous_is_a_bool(tmp_path):
+    with pytest.raises(TypeError, match="`asynchronous` must be True or False, but is 'no'"):
+        Checkpointer(tmp_path, asynchronous="no")
+
+
+def test_making_one_touches_nothing(tmp_path):
+    Checkpointer(tmp_path / "new")
+    assert list(tmp_path.iterdir()) == []
+
+
+def ask_for_what_is_not_there(directory):
+    checkpointer = Checkpointer(directory)
+    nothing = checkpointer.restore()
+    export = caught(checkpointer.export, directory / "weights.pt")
+    checkpointer.save(1, net=nn.Linear(1, 1), best=1)
+    other = nn.Linear(2, 2)
+    return nothing, [
+        export,
+        caught(lambda: checkpointer.restore(model=other)),
+        caught(lambda: checkpointer.restore(best=other)),
+        caught(lambda: checkpointer.restore(net=other)),
+        caught(lambda: checkpointer.restore(net=1)),
+        caught(checkpointer.export, directory / "weights.pt"),
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_is_not_there_or_does_not_fit_is_an_error_on_every_rank(size, tmp_path):
+    expected = [
+        ("FileNotFoundError", "there must be a checkpoint in", "to export, but there is none"),
+        ("ValueError", "what is asked for must have been saved as something with a state, but ",
+         "'model' not; the checkpoint", "has 'net'"),
+        ("ValueError", "'best' not"),
+        ("RuntimeError", "size mismatch for weight"),
+        ("TypeError", "`net` is a int: values are in what it returns"),
+        ("ValueError", "'model' not"),
+    ]  # fmt: skip
+    for nothing, raised in run_caught(ask_for_what_is_not_there, tmp_path, world_size=size):
+        assert nothing is None
+        for (kind, *texts), error in zip(expected, raised, strict=True):
+            assert error.type == kind
+            assert all(text in error.text for text in texts)
+
+
+# --- in part, and for others
+
+
+def test_a_part_of_what_was_saved_can_be_restored(tmp_path):
+    gan = {name: nn.Linear(2, 2) for name in ("generator", "critic")}
+    optimizers = {
+        f"{name}_optimizer": torch.optim.Adam(net.parameters()) for name, net in gan.items()
+    }
+    Checkpointer(tmp_path).save(4, **gan, **optimizers, best=1)
+    critic, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    before = fingerprint(other)
+    assert Checkpointer(tmp_path).restore(critic=critic) == {"step": 4, "best": 1}
+    assert fingerprint(critic) == fingerprint(gan["critic"])
+    assert fingerprint(other) == before
+
+
+def export_each(directory):
+    checkpointer = Checkpointer(directory)
+    written = []
+    for step, strategy in enumerate(strategies()):
+        trained = Run(strategy).train(1)
+        checkpointer.save(step, net=trained.model, optimizer=trained.optimizer)
+        for path in exported(directory, strategy):
+            checkpointer.export(path, name="net")
+        written.append((strategy, fingerprint(trained.model)))
+    told = caught(lambda: checkpointer.export(directory / "x.pt", name="optimizer"))
+    return written, told
+
+
+def exported(directory, strategy):
+    kinds = ["pt", "safetensors"] if find_spec("safetensors") else ["pt"]
+    return [directory / "weights" / f"{strategy}.{kind}" for kind in kinds]
+
+
+def load_each(directory, strategy):
+    found = []
+    for path in exported(directory, strategy):
+        for after in strategies():
+            model = wrap_model(Net(), after, device="cpu")
+            load_weights(model, path)
+            found.append(fingerprint(model))
+    return found
+
+
+def test_what_was_exported_is_loaded_under_every_strategy_and_by_plain_pytorch(tmp_path):
+    outcomes = run_caught(export_each, tmp_path, world_size=2)
+    for _, raised in outcomes:
+        assert raised.type == "TypeError"
+        assert raised.text == (
+            "what is exported must be the weights of a module, all of them tensors, but it has "
+            "'state', which is none"
+        )
+    for strategy, expected in outcomes[0][0]:
+        for size in (1, 2):
+            for found in run(load_each, tmp_path, strategy, world_size=size):
+                assert set(found) == {expected}
+        plain = Net()
+        plain.load_state_dict(torch.load(exported(tmp_path, strategy)[0], weights_only=True))
+        assert fingerprint(plain) == expected
+    assert {path.suffix for path in (tmp_path / "weights").iterdir()} <= {".pt", ".safetensors"}
+
+
+def test_the_state_of_another_kind_of_thing_is_refused_by_name(tmp_path):
+    model = nn.Linear(2, 2)
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, model=model)
+    text = r"the state of `model` is not that of a SGD \(KeyError: 'state'\)"
+    with pytest.raises(RuntimeError, match=text):
+        checkpointer.restore(model=torch.optim.SGD(model.parameters(), lr=0.1))

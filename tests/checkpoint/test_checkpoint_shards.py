@@ -1,0 +1,295 @@
+"""Sharded tensors: each rank writes its part; any sharding reads them; nothing else is believed."""
+
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoints import leftovers, log_lines
+from on_ranks import caught, run_caught
+from test_checkpoint_manifest import manifest_of, sign
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from pardata import Checkpointer, all_reduce_sum, world
+from pardata.checkpoint import _shards as shards
+from pardata.checkpoint._folder import names
+from pardata.checkpoint._manifest import UnusableError, _size_and_digest
+from pardata.testing import run
+
+DTYPES = [torch.float32, torch.bfloat16, torch.complex64, torch.int64]
+
+
+def sharded(value):
+    here = world()
+    mesh = init_device_mesh("cpu", (here.size,))
+    # Without a message: gloo cannot send all types in older PyTorch.
+    part = value.chunk(here.size)[here.rank].clone()
+    form = {"shape": value.shape, "stride": value.stride()}
+    return DTensor.from_local(part, mesh, [Shard(0)], run_check=False, **form)
+
+
+def tensors(factor=1):
+    return {str(dtype): sharded((torch.arange(10) * factor).to(dtype)) for dtype in DTYPES}
+
+
+# --- read as they were written
+
+
+def write(directory):
+    shards.write(directory / shards.FOLDER, tensors())
+
+
+def read(directory):
+    targets = tensors(0)
+    targets["torch.int64"] = None
+    found = shards.read(directory / shards.FOLDER, targets)
+    whole = found.pop("torch.int64")
+    return whole, {name: tensor.to_local() for name, tensor in found.items()}
+
+
+def test_parts_are_read_at_another_size_sharded_as_the_target_or_whole(tmp_path):
+    run(write, tmp_path, world_size=2)
+    expected = torch.arange(10)
+    for size in (1, 3):
+        for rank, (whole, parts) in enumerate(run(read, tmp_path, world_size=size)):
+            assert torch.equal(whole, expected)
+            assert list(parts) == list(map(str, DTYPES[:-1]))
+            for name, part in parts.items():
+                assert str(part.dtype) == name
+                assert torch.equal(part, expected.to(part.dtype).chunk(size)[rank])
+
+
+class Thing:
+    """Has a state that holds sharded tensors."""
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+
+    def state_dict(self):
+        return {"a": {"b.c": self.tensors[0], "b": {"c": self.tensors[1]}}}
+
+    def load_state_dict(self, state):
+        self.tensors = [state["a"]["b.c"], state["a"]["b"]["c"]]
+
+
+def save_at_once(directory):
+    one, other = sharded(torch.arange(10.0)), sharded(torch.arange(10.0) * 3)
+    with Checkpointer(directory, asynchronous=True) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, thing=Thing([one, other]), value=step)
+            # Training goes on at once.
+            one.to_local().add_(100)
+            other.to_local().add_(100)
+        checkpointer.wait()
+        again = Thing([None, None])
+        values = checkpointer.restore(thing=again)
+        found = [tensor.tolist() for tensor in again.tensors]
+    return values, found, leftovers(directory)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_asynchronous_save_has_the_parts_of_its_moment_each_under_its_own_name(size, tmp_path):
+    one = [100.0 + k for k in range(10)]
+    other = [100.0 + 3 * k for k in range(10)]
+    expected = ({"step": 2, "value": 2}, [one, other], [])
+    assert run_caught(save_at_once, tmp_path, world_size=size) == [expected] * size
+
+
+# --- what goes wrong
+
+
+def fail_to_write(directory, asynchronous):
+    import resource
+
+    here = world()
+    checkpointer = Checkpointer(directory, asynchronous=asynchronous)
+    thing = Thing([sharded(torch.ones(3_000_000)), sharded(torch.ones(2))])
+    save = lambda step: (checkpointer.save(step, thing=thing), checkpointer.wait())  # noqa: E731
+    save(1)
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if here.rank == here.size - 1:
+        # Less than a part has, and more than the group's store needs, which is a file, too.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_000, most))
+    raised = caught(save, 2)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    left = all_reduce_sum(1), leftovers(directory), Checkpointer(directory).restore()
+    save(3)
+    return raised, left, Checkpointer(directory).restore()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_part_that_cannot_be_written_is_an_error_on_every_rank_and_leaves_nothing(
+    size, asynchronous, tmp_path
+):
+    outcomes = run_caught(fail_to_write, tmp_path, asynchronous, world_size=size)
+    for raised, left, after in outcomes:
+        assert raised.type == "OSError"
+        assert f"not all ranks could read or write their parts: rank {size - 1}: " in raised.text
+        assert left == (size, [], {"step": 1})
+        assert after == {"step": 3}
+
+
+def write_under_another(directory, asynchronous):
+    from pardata.checkpoint._folder import Attempt
+
+    checkpointer = Checkpointer(directory, asynchronous=asynchronous)
+    thing = Thing([sharded(torch.arange(10.0)), sharded(torch.ones(2))])
+    save = lambda step: (checkpointer.save(step, thing=thing), checkpointer.wait())  # noqa: E731
+    save(1)
+    if world().is_main:
+        Attempt(directory)
+    dist.barrier()
+    return [caught(save, step) for step in (2, 2, 1, 3)], leftovers(directory)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_older_of_two_runs_is_told_on_every_rank_however_often_it_tries(asynchronous, tmp_path):
+    for raised, left in run_caught(write_under_another, tmp_path, asynchronous, world_size=2):
+        for error in raised:
+            assert error.type == "RuntimeError"
+            assert "but this is attempt 1 and attempt 2 has begun" in error.text
+        assert left == []
+    assert [name.step for name in names(tmp_path)] == [1]
+
+
+# --- made up by somebody who means harm
+
+
+class Harm:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def resign(path):
+    manifest = manifest_of(path)
+    files = {str(f.relative_to(path)): _size_and_digest(f) for f in path.rglob("*")
+             if f.is_file() and f.name != "manifest.json"}  # fmt: skip
+    sign(path, {**manifest, "files": files})
+
+
+def with_bytes(metadata, tmp_path):
+    metadata.state_dict_metadata["torch.int64"] = BytesStorageMetadata()
+
+
+def with_path(path):
+    def change(metadata, tmp_path):
+        for place in metadata.storage_data.values():
+            place.relative_path = path.format(tmp_path)
+
+    return change
+
+
+def without(metadata, tmp_path):
+    del metadata.state_dict_metadata["torch.int64"]
+
+
+def replaced(metadata, tmp_path):
+    metadata.state_dict_metadata = "x"
+
+
+FORGED = {
+    "bytes": (with_bytes, "'torch.int64' is a BytesStorageMetadata, which might run code"),
+    "above": (with_path("../state.pt"), "'../state.pt' is no name of a file"),
+    "absolute": (with_path("{}/secret"), "is no name of a file"),
+    "another": (with_path("other"), "needs 'other', which is no file in it"),
+    "missing": (without, "must have all sharded tensors, but ['torch.int64'] are missing"),
+    "replaced": (replaced, "must hold tensors and nothing else, but 'str' object has no"),
+}
+PICKLES = {
+    "a call": lambda path: pickle.dumps(Harm(path)),
+    "a function": lambda path: b"cos\nsystem\n(S'touch %s'\ntR." % str(path).encode(),
+    "an attribute": lambda path: (
+        b"\x80\x04\x8c\x2atorch.distributed.checkpoint.filesystem\x8c\x12FileSystem.rm_file\x93."
+    ),
+    "a class that does more": lambda path: (
+        b"ctorch.distributed.checkpoint.filesystem\nFileSystemWriter\n(S'x'\ntR."
+    ),
+    "another module": lambda path: b"cantigravity\nx\n.",
+    "no metadata": lambda path: pickle.dumps([1]),
+    "nothing": lambda path: b"",
+    "noise": lambda path: b"\x80\x04" + bytes(range(256)),
+}
+
+
+def save_for_forgers(directory):
+    class Own(Thing):
+        def state_dict(self):
+            return self.tensors
+
+    checkpointer = Checkpointer(directory)
+    checkpointer.save(1, thing=1)
+    checkpointer.save(2, thing=Own({str(k): v for k, v in tensors().items()}))
+
+
+def forge_metadata(path, change, tmp_path):
+    file = path / "sharded" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    # The names of the tensors in a checkpoint are paths.
+    for table in (metadata.state_dict_metadata,):
+        for name in list(table):
+            table[name.removeprefix("thing.")] = table.pop(name)
+    change(metadata, tmp_path)
+    table = metadata.state_dict_metadata
+    if isinstance(table, dict):
+        metadata.state_dict_metadata = {f"thing.{name}": kind for name, kind in table.items()}
+    file.write_bytes(pickle.dumps(metadata))
+
+
+def restore_each(directory):
+    found = []
+    lines = log_lines()
+    for path in sorted(directory.iterdir()):
+        values = caught(Checkpointer(path).restore)
+        found.append((path.name, values, [line for line in lines if "passed over" in line]))
+        lines.clear()
+    return found
+
+
+def test_metadata_that_was_made_up_is_passed_over_and_runs_no_code(tmp_path):
+    run(save_for_forgers, tmp_path / "saved", world_size=2)
+    for name, (change, _) in FORGED.items():
+        directory = shutil.copytree(tmp_path / "saved", tmp_path / "forged" / name)
+        path = directory / str(names(directory)[-1])
+        forge_metadata(path, change, tmp_path)
+        resign(path)
+    for name, make in PICKLES.items():
+        directory = shutil.copytree(tmp_path / "saved", tmp_path / "forged" / name)
+        path = directory / str(names(directory)[-1])
+        (path / "sharded" / ".metadata").write_bytes(make(tmp_path / "harm"))
+        resign(path)
+    for rank, found in enumerate(run(restore_each, tmp_path / "forged", world_size=2)):
+        assert len(found) == len(FORGED) + len(PICKLES)
+        for name, values, lines in found:
+            assert values == {"step": 1, "thing": 1}, name
+            if rank == 0:
+                why = FORGED[name][1] if name in FORGED else "must hold tensors and nothing else"
+                assert why.replace("torch.int64", "thing.torch.int64") in lines[0]
+    assert not (tmp_path / "harm").exists()
+
+
+def test_metadata_that_is_not_there_is_told(tmp_path):
+    with pytest.raises(UnusableError, match=r"sharded/\.metadata is missing"):
+        shards.check(tmp_path, ["x"], {})
+
+
+def read_with_a_damaged_part(directory):
+    return Checkpointer(directory).restore()
+
+
+@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", "__1_0.distcp"])
+def test_a_damaged_part_is_passed_over_on_every_rank(file, tmp_path):
+    run(save_for_forgers, tmp_path, world_size=2)
+    part = tmp_path / str(names(tmp_path)[-1]) / "sharded" / file
+    content = bytearray(part.read_bytes())
+    content[len(content) // 2] ^= 1
+    part.write_bytes(content)
+    expected = {"step": 1, "thing": 1}
+    assert run_caught(read_with_a_damaged_part, tmp_path, world_size=2) == [expected] * 2

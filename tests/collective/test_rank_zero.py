@@ -1,0 +1,411 @@
+"""What one rank does for all, and waiting for each other."""
+
+import os
+import re
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from on_ranks import caught, run_caught
+
+from pardata import all_reduce_sum, barrier, rank_zero_call, rank_zero_first, world
+from pardata.collective._rank_zero import call_off
+from pardata.ranks._world import channel
+
+SIZES = [1, 2, 4]
+SOON = timedelta(seconds=0.3)
+
+
+class Unpicklable(Exception):  # noqa: N818  # named for what it is
+    """Needs two arguments, and pickle gives it one."""
+
+    def __init__(self, code, text):
+        super().__init__(f"{code}: {text}")
+
+
+ERRORS = {
+    "ValueError": lambda: ValueError("the file is truncated"),
+    "Unpicklable": lambda: Unpicklable(5, "the file is truncated"),
+    "SystemExit": lambda: SystemExit("the file is truncated"),
+    "KeyboardInterrupt": lambda: KeyboardInterrupt("the file is truncated"),
+}
+
+
+# --- barrier
+
+
+def wait_for_the_last(directory):
+    here = world()
+    if here.rank == here.size - 1:
+        time.sleep(0.2)
+        (Path(directory) / "late").touch()
+    barrier("files")
+    return (Path(directory) / "late").exists()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_barrier_waits_for_the_last_rank(size, tmp_path):
+    assert run_caught(wait_for_the_last, str(tmp_path), world_size=size) == [True] * size
+
+
+def leave_out(absent, name):
+    if world().rank in absent:
+        channel().store.wait(["gave-up"], timedelta(seconds=30))
+        return None
+    raised = caught(barrier, name, SOON)
+    channel().store.set("gave-up", "")
+    return raised
+
+
+@pytest.mark.parametrize(
+    ("size", "absent", "names"),
+    [(2, [1], "rank 1 of 2"), (2, [0], "rank 0 of 2"), (4, [1, 3], "ranks 1, 3 of 4")],
+)
+def test_a_barrier_names_the_ranks_that_did_not_come(size, absent, names):
+    outcomes = run_caught(leave_out, absent, "epoch 3", world_size=size)
+    for rank, outcome in enumerate(outcomes):
+        if rank in absent:
+            assert outcome is None
+        else:
+            assert outcome.type == "TimeoutError"
+            assert outcome.text.startswith(
+                f"`barrier('epoch 3')` must be reached by every rank, but {names} did not come "
+                f"within 0:00:00.300000"
+            )
+
+
+def come_too_late():
+    here = world()
+    if here.rank == 1:
+        while channel().store.add("gave-up", 0) < here.size - 1:
+            time.sleep(0.01)
+    else:
+        assert caught(barrier, "first", SOON).type == "TimeoutError"
+        channel().store.add("gave-up", 1)
+    barrier("second")
+    return all_reduce_sum(here.rank)
+
+
+def test_the_group_and_the_next_barrier_are_usable_after_a_timeout():
+    assert run_caught(come_too_late, world_size=3) == [3, 3, 3]
+
+
+def meet_at_different_names():
+    here = world()
+    raised = caught(barrier, "" if here.rank else "data")
+    barrier("again")
+    return raised, all_reduce_sum(1)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_barriers_of_different_names_are_told_apart_on_every_rank(size):
+    for raised, total in run_caught(meet_at_different_names, world_size=size):
+        assert raised.type == "RuntimeError"
+        assert "every rank must make the same calls in the same order" in raised.text
+        assert "\n  rank 0: barrier('data')\n  rank 1: barrier()" in raised.text
+        assert total == size
+
+
+def test_a_barrier_of_one_process_returns_at_once():
+    barrier()
+    barrier("name", timeout=timedelta(seconds=1))
+
+
+# --- rank_zero_first
+
+
+def record_order(directory, local):
+    here = world()
+    file = Path(directory) / "data"
+    with rank_zero_first(local=local):
+        found = file.exists()
+        if here.rank == 0:
+            time.sleep(0.2)
+            file.write_text("downloaded")
+    return found
+
+
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_rank_0_goes_first_and_the_others_find_what_it_did(size, local, tmp_path):
+    found = run_caught(record_order, str(tmp_path), local, world_size=size)
+    assert found == [False] + [True] * (size - 1)
+
+
+def record_order_on_two_nodes(directory):
+    here = world()
+    # Two nodes of two: what torchrun would say.
+    os.environ.update(LOCAL_RANK=str(here.rank % 2), LOCAL_WORLD_SIZE="2")
+    file = Path(directory) / f"node{here.rank // 2}"
+    found = []
+    for turn in range(2):
+        with rank_zero_first(local=True):
+            found.append(file.with_suffix(f".{turn}").exists())
+            file.with_suffix(f".{turn}").touch()
+    return found
+
+
+def test_the_first_rank_of_each_node_goes_first_where_local(tmp_path):
+    found = run_caught(record_order_on_two_nodes, str(tmp_path), world_size=4)
+    assert found == [[False] * 2, [True] * 2, [False] * 2, [True] * 2]
+
+
+def fail_locally(failing):
+    here = world()
+    os.environ.update(LOCAL_RANK=str(here.rank % 2), LOCAL_WORLD_SIZE="2")
+    raised = caught(fail_on_node, failing)
+    return raised, all_reduce_sum(1)
+
+
+def fail_on_node(failing):
+    here = world()
+    with rank_zero_first(local=True):
+        if here.node_rank == failing:
+            assert here.is_local_main, "ran on a rank that should not"
+            message = "no disk"
+            raise ValueError(message)
+
+
+def test_a_failure_on_one_node_is_raised_on_that_node_alone():
+    outcomes = run_caught(fail_locally, 1, world_size=4)
+    assert [raised and raised.type for raised, _ in outcomes] == [None, None] + ["ValueError"] * 2
+    assert "raised on rank 2 in `rank_zero_first`" in outcomes[3][0].cause
+    assert [total for _, total in outcomes] == [4] * 4
+
+
+def fail_in_first(error):
+    with rank_zero_first():
+        assert world().is_main, "ran on a rank that should not"
+        raise_it(error)
+
+
+def fail_in_call(error):
+    rank_zero_call(raise_it, error)
+
+
+def raise_it(error):
+    exception = ERRORS[error]()
+    raise exception
+
+
+def fail_and_go_on(fn, error):
+    raised = caught(fn, error)
+    barrier("afterwards")
+    return raised, all_reduce_sum(world().rank), rank_zero_call(str, 7)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("fn", [fail_in_first, fail_in_call])
+@pytest.mark.parametrize("size", SIZES)
+def test_an_exception_on_rank_0_is_raised_on_every_rank_at_once_with_its_origin(size, fn, error):
+    outcomes = run_caught(fail_and_go_on, fn, error, world_size=size)
+    place = {fail_in_first: "rank_zero_first", fail_in_call: "rank_zero_call"}[fn]
+    for rank, (raised, total, result) in enumerate(outcomes):
+        assert raised.seconds < 1
+        assert "the file is truncated" in raised.text
+        if rank == 0:
+            assert raised.type == error
+            assert raised.cause == "None"
+        else:
+            whole = error != "Unpicklable"
+            assert raised.type == (error if whole else "RuntimeError")
+            if not whole:
+                text = f"rank 0 failed in `{place}`: Unpicklable: 5: the file is truncated"
+                assert raised.text == text
+            assert raised.cause.startswith(f"raised on rank 0 in `{place}`:\n\nTraceback")
+            assert re.search(
+                r"test_rank_zero\.py.*line \d+, in (fail_in_first|raise_it)", raised.cause
+            )
+        assert (total, result) == (sum(range(size)), "7")
+
+
+def fail_on_the_others():
+    here = world()
+    with rank_zero_first():
+        if here.rank > 0:
+            message = f"no disk on rank {here.rank}"
+            raise OSError(message)
+    return "went on"
+
+
+def test_an_exception_on_another_rank_is_its_own():
+    first, second = run_caught(fail_on_the_others, world_size=2)
+    assert first == "went on"
+    assert (second.type, second.text) == ("OSError", "no disk on rank 1")
+
+
+def keep_them_waiting(call):
+    here = world()
+    barrier()
+    if here.rank == 0:
+        time.sleep(0.6)
+    elif call == "first":
+        with rank_zero_first(timeout=SOON):
+            pass
+    else:
+        rank_zero_call(sorted, [1], timeout=SOON)
+
+
+@pytest.mark.parametrize("call", ["first", "call"])
+def test_who_waits_too_long_for_rank_0_is_told_what_to_do(call):
+    first, second = run_caught(keep_them_waiting, call, world_size=2)
+    assert first is None
+    assert second.type == "TimeoutError"
+    assert second.text.startswith(
+        f"rank 0 must finish its `rank_zero_{call}` within 0:00:00.300000, but has not: give "
+        f"`timeout=` a larger value if the work takes that long, else look at rank 0's output; "
+        f"this rank waits at "
+    )
+    assert re.search(r"test_rank_zero\.py:\d+$", second.text)
+
+
+def call_off_the_next():
+    here = world()
+    os.environ.update(LOCAL_RANK=str(here.rank), LOCAL_WORLD_SIZE=str(here.size))
+    rank_zero_call(str, 1)
+    if here.is_main:
+        call_off(channel(), here, "rank 0 of 3 failed first: ValueError: boom")
+        return None
+    return [caught(section) for section in (in_call, in_first, in_local_first)]
+
+
+def in_call():
+    rank_zero_call(str, 1)
+
+
+def in_first():
+    with rank_zero_first():
+        pass
+
+
+def in_local_first():
+    with rank_zero_first(local=True):
+        pass
+
+
+def test_who_waits_for_a_leader_that_called_off_reads_why_at_once():
+    for outcomes in run_caught(call_off_the_next, world_size=3)[1:]:
+        for raised, place in zip(outcomes, ["call", "first", "first"], strict=True):
+            assert (raised.type, raised.seconds < 5) == ("RuntimeError", True)
+            assert raised.text.startswith(
+                f"rank 0 must finish its `rank_zero_{place}`, but rank 0 of 3 failed first: "
+                f"ValueError: boom; this rank waits at "
+            )
+
+
+# --- rank_zero_call
+
+
+def make_things():
+    return {"path": Path("a/b"), "tensor": torch.arange(3), "none": None, "rank": world().rank}
+
+
+def call_for_things():
+    things = rank_zero_call(make_things)
+    return things["path"], things["tensor"].tolist(), things["none"], things["rank"]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_result_of_rank_0_arrives_whole_on_every_rank(size):
+    assert (
+        run_caught(call_for_things, world_size=size) == [(Path("a/b"), [0, 1, 2], None, 0)] * size
+    )
+
+
+def call_many():
+    seen = []
+    for turn in range(50):
+        seen.append(rank_zero_call(divmod, turn, 7))
+        with rank_zero_first():
+            pass
+    return seen
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_many_sections_in_a_row_do_not_get_mixed_up(size):
+    expected = [divmod(turn, 7) for turn in range(50)]
+    assert run_caught(call_many, world_size=size) == [expected] * size
+
+
+def count_keys():
+    sizes = []
+    for times in (3, 100):
+        for _ in range(times):
+            rank_zero_call(divmod, 1, 7)
+            with rank_zero_first():
+                pass
+        barrier()
+        sizes.append(channel().store.num_keys())
+        barrier()
+    return sizes[1] - sizes[0]
+
+
+def test_results_do_not_pile_up_in_the_store():
+    # A rank may count while another still removes what the barrier left.
+    assert all(abs(growth) <= 2 for growth in run_caught(count_keys, world_size=2))
+
+
+def return_something_that_does_not_pickle():
+    raised = caught(rank_zero_call, make_lambda)
+    return raised, rank_zero_call(str, 1)
+
+
+def make_lambda():
+    return lambda: None
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_result_that_does_not_pickle_is_an_error_on_every_rank(size):
+    for raised, after in run_caught(return_something_that_does_not_pickle, world_size=size):
+        assert "pickle" in raised.text.lower()
+        assert raised.seconds < 1
+        assert after == "1"
+
+
+def test_one_process_gets_the_result_itself_pickled_or_not():
+    assert callable(rank_zero_call(make_lambda))
+    with pytest.raises(ValueError, match="the file is truncated"):
+        rank_zero_call(raise_it, "ValueError")
+
+
+class TwoArguments:
+    """Pickles, and cannot be unpickled."""
+
+    def __init__(self, a, b):
+        self.args = a, b
+
+    def __reduce__(self):
+        return TwoArguments, (1,)
+
+
+def make_two_arguments():
+    return TwoArguments(1, 2)
+
+
+def return_something_that_does_not_unpickle():
+    return caught(rank_zero_call, make_two_arguments)
+
+
+def test_a_result_that_cannot_be_unpickled_fails_on_rank_0_too():
+    for raised in run_caught(return_something_that_does_not_unpickle, world_size=2):
+        assert raised.type == "TypeError"
+        assert "missing 1 required positional argument" in raised.text
+
+
+def skip_a_call_on_rank_0():
+    if world().rank:
+        rank_zero_call(max, 1, 2)
+    return rank_zero_call(min, 1, 2)
+
+
+def test_a_call_that_meets_that_of_another_function_is_told_instead_of_its_result():
+    first, *others = run_caught(skip_a_call_on_rank_0, world_size=3)
+    assert first == 1
+    for rank, other in enumerate(others, start=1):
+        assert other.type == "RuntimeError"
+        assert (
+            f"but rank 0 is in `rank_zero_call` of min and rank {rank} in that of max: look for a "
+            f"branch that skips one" in other.text
+        )

@@ -1,0 +1,178 @@
+"""A signal on any rank stops all of them at the same step, and a second one ends the process."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+from on_ranks import run_caught
+
+from pardata import StopSignal, all_reduce_sum, world
+from pardata.testing import run
+
+SIZES = [1, 2, 3, 4]
+SIGNALS = ["SIGTERM", "SIGUSR2"]
+
+
+def stopped_at(asked, name):
+    """Return the step at which this rank stops, where ranks are asked at steps of `asked`."""
+    with StopSignal() as stop:
+        for step in range(20):
+            if asked.get(world().rank) == step:
+                os.kill(os.getpid(), getattr(signal, name))
+            all_reduce_sum(1)  # what else goes on
+            if stop.agreed():
+                assert stop.agreed()  # and it stays so, on every rank
+                return step, stop.requested
+    return None, stop.requested
+
+
+def stopped(cases):
+    return [stopped_at(asked, name) for asked, name in cases]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_all_ranks_stop_at_the_same_step_whichever_was_asked(size):
+    last = size - 1
+    asked = [{last: 3}, {0: 0}, {0: 5, last: 2}, {last: 19}, {}]
+    cases = [(case, name) for case in asked for name in SIGNALS]
+    late = 0 if size == 1 else 1  # heard at the call after
+    for rank, told in enumerate(run(stopped, cases, world_size=size)):
+        for (case, _), (step, requested) in zip(cases, told, strict=True):
+            first = min(case.values(), default=99) + late
+            assert step == (first if first < 20 else None)
+            was_asked = case.get(rank, 99) <= (19 if step is None else step)
+            assert requested == was_asked
+
+
+def unequal_calls():
+    with StopSignal() as stop:
+        stop.agreed()
+        if world().rank == 0:
+            stop._calls += 1  # as if it had called it at a step where the others did not
+        for _ in range(2):
+            stop.agreed()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_call_it_unequally_often_are_told_on_every_rank(size):
+    for error in run_caught(unequal_calls, world_size=size):
+        assert error.type == "RuntimeError"
+        assert "every rank must call `agreed` once a step, but one has called it 3 times" in (
+            error.text
+        )
+
+
+def group_is_free():
+    for _ in range(3):
+        with StopSignal() as stop:
+            for _ in range(world().rank + 2 - world().rank):
+                stop.agreed()
+        assert all_reduce_sum(1) == world().size
+    return True
+
+
+def test_after_the_block_the_group_has_nothing_of_it_left():
+    assert all(run(group_is_free, world_size=3))
+
+
+def test_handlers_are_those_of_before_after_the_block():
+    heard = []
+    before = signal.signal(signal.SIGUSR2, lambda *_: heard.append("mine"))
+    try:
+        with StopSignal() as stop:
+            os.kill(os.getpid(), signal.SIGUSR2)
+            assert stop.requested
+            assert heard == []
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert heard == ["mine"]
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+def test_a_second_signal_goes_to_whoever_was_there_before():
+    heard = []
+    before = signal.signal(signal.SIGUSR2, lambda *_: heard.append("mine"))
+    try:
+        with StopSignal(signal.SIGUSR2) as stop:
+            os.kill(os.getpid(), signal.SIGUSR2)
+            os.kill(os.getpid(), signal.SIGUSR2)
+            assert stop.requested
+            assert heard == ["mine"]
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+def be_asked_twice():
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+
+def test_a_second_signal_that_was_ignored_before_ends_the_process_all_the_same():
+    before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    try:
+        with StopSignal(), pytest.raises(SystemExit) as ended:
+            be_asked_twice()
+        assert ended.value.code == 128 + signal.SIGUSR2
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+TWICE = """
+import os, signal, sys
+from pardata import StopSignal
+with StopSignal() as stop:
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("still there", stop.requested, flush=True)
+print("never printed")
+"""
+
+
+def test_a_second_sigterm_ends_the_process_at_once():
+    done = subprocess.run(
+        [sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout == "still there True\n"
+    assert done.returncode == -signal.SIGTERM
+
+
+def test_outside_the_main_thread_nothing_is_heard_and_it_says_so_once(caplog):
+    answers = []
+
+    def loop():
+        for _ in range(2):
+            with StopSignal() as stop:
+                answers.append(stop.agreed())
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=loop)
+    thread.start()
+    thread.join()
+    assert answers == [False, False]
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert caplog.text.count("signals cannot be heard outside the main thread") == 1
+
+
+def test_without_signals_of_its_own_it_listens_to_sigterm_and_sigusr2():
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)]
+    with StopSignal():
+        assert signal.getsignal(signal.SIGTERM) != before[0]
+        assert signal.getsignal(signal.SIGUSR2) != before[1]
+    with StopSignal(signal.SIGUSR1):
+        assert signal.getsignal(signal.SIGTERM) == before[0]
+
+
+@pytest.mark.parametrize("wrong", [signal.SIGKILL, signal.SIGSTOP, 999, "SIGTERM", None])
+def test_what_is_no_signal_that_can_be_caught_is_refused(wrong):
+    with pytest.raises(ValueError, match=r"`signals` must be ones that can be caught, as signal\."):
+        StopSignal(wrong)
+
+
+def test_the_log_says_why_the_run_stops(caplog):
+    with caplog.at_level("INFO", logger="pardata"), StopSignal() as stop:
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert stop.agreed()
+    assert "got SIGUSR2: the run stops at this step" in caplog.text

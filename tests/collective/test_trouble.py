@@ -1,0 +1,337 @@
+"""A collective that fails: which call and step, who did not come, who failed first, and where."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from launched import launched, slurm_variables
+from on_ranks import caught
+from torch import nn
+
+import pardata
+from pardata import all_gather, all_reduce_mean, all_reduce_sum, backward, make_loader, wrap_model
+from pardata.collective._explanation import Explanation, Note, Notes, explained, is_lost
+from pardata.ranks._failure import is_consequence
+from pardata.ranks._store import Channel
+from pardata.ranks._world import channel
+
+LONG = timedelta(seconds=30)
+LOST = "[x/gloo/transport/tcp/pair.cc:5] Connection closed by peer [::1]:5. This is typically so"
+
+
+class Seat:
+    """All that a `Notes` needs to know of a rank."""
+
+    def __init__(self, rank, size):
+        self.rank, self.size = rank, size
+
+
+@pytest.fixture
+def line():
+    return Channel(dist.HashStore(), LONG)
+
+
+# --- real groups
+
+
+def mean():
+    all_reduce_mean(1.0)
+
+
+def total():
+    all_reduce_sum([1, 2])
+
+
+def gathered():
+    all_gather(torch.ones(2))
+
+
+class Batches:
+    """A model and the second step of an epoch, made while all are there."""
+
+    def __init__(self):
+        self.model = wrap_model(nn.Linear(1, 1))
+        loader = make_loader(torch.ones(6, 1), 3, microbatch_size=1, num_workers=0)
+        self.batch = list(loader)[1]
+
+    def __call__(self):
+        backward(self.model, lambda model, x: model(x).mean(), self.batch)
+
+
+CALLS = {
+    "all_reduce_mean": lambda: mean,
+    "all_reduce_sum": lambda: total,
+    "all_gather": lambda: gathered,
+    "backward": Batches,
+}
+
+
+def come_late(call, after):
+    pardata.init(timeout=timedelta(seconds=1))
+    run = CALLS[call]()
+    pardata.barrier("all are there", timeout=LONG)
+    late = pardata.world().rank == 1
+    while late and channel().store.add(after, 0) < 2:
+        time.sleep(0.02)
+    raised = caught(run)
+    channel().store.add("ended", 1)
+    pardata.barrier("all have raised", timeout=LONG)
+    dist.destroy_process_group()
+    return raised
+
+
+def places(call):
+    """Return the name of the call in its errors, and a pattern for this rank's line."""
+    place = "backward (epoch 0, step 1)" if call == "backward" else call
+    return place, rf"{re.escape(place)} at \S*test_trouble\.py:\d+, (timed out|lost a connection) "
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_timeout_names_call_step_lines_and_the_ranks_that_did_not_come(call):
+    outcomes = launched(come_late, call, "ended", size=3)
+    place, line = places(call)
+    for rank in (0, 2):
+        raised = outcomes[rank]
+        assert raised.text.startswith(
+            f"`{place}` must be reached by every rank, but rank 1 of 3 did not come: look at the "
+            f"output of rank 1 for an earlier error, or for a branch that skips this call; this "
+            f"rank waits at "
+        )
+        assert re.search(rf"\n  ranks? [02, ]*{rank}[02, ]*: {line}after \d\.\d s\n", raised.text)
+        assert "\n  rank 1: no word from it\n" in raised.text
+        assert raised.type == ("TimeoutError" if "Timed out" in raised.cause else "RuntimeError")
+    assert "TimeoutError" in {raised.type for raised in outcomes}
+    assert "came last" in outcomes[1].text
+
+
+@pytest.mark.parametrize("call", ["all_gather"])
+def test_a_rank_that_comes_too_late_is_named_on_all(call):
+    outcomes = launched(come_late, call, "trouble/count", size=3)
+    _, line = places(call)
+    for rank, raised in enumerate(outcomes):
+        assert re.search(rf"\n  ranks? [02, ]*{rank}[02, ]*: {line}after \d\.\d s", raised.text)
+        assert re.search(
+            r"but rank 1 of 3 came last, when ranks? [02, ]+ had given up: see what kept it, or "
+            r"give init a larger `timeout`; this rank waits at ",
+            raised.text,
+        )
+    assert outcomes[1].type == "RuntimeError"
+    assert "Connection closed by peer" in outcomes[1].cause
+
+
+def be_killed(directory):
+    pardata.init(timeout=LONG)
+    pardata.barrier()
+    if pardata.world().rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    raised = caught(mean)
+    rank = pardata.world().rank
+    (Path(directory) / str(rank)).write_text(f"{raised.type} {raised.seconds} {raised.text}")
+
+
+def test_a_killed_rank_is_named_within_seconds(tmp_path):
+    with pytest.raises(RuntimeError, match="exit code -9"):
+        launched(be_killed, str(tmp_path), size=3)
+    for rank in (0, 2):
+        kind, seconds, text = (tmp_path / str(rank)).read_text().split(" ", 2)
+        assert kind == "RuntimeError"
+        assert float(seconds) < 20
+        assert "`all_reduce_mean` must be reached by every rank, but rank 1 of 3 did not" in text
+        assert re.search(
+            r"\n  ranks 0, 2: all_reduce_mean at \S*:\d+, lost a connection after \d\.\d s\n", text
+        )
+
+
+def lose_the_store(directory):
+    pardata.init(timeout=LONG)
+    pardata.barrier()
+    if pardata.world().rank == 0:
+        channel().store.wait(["past the barrier"], LONG)
+        os.kill(os.getpid(), signal.SIGKILL)
+    channel().store.set("past the barrier", "")
+    raised = caught(mean)
+    (Path(directory) / "outcome").write_text(f"{raised.type} {raised.seconds} {raised.text}")
+
+
+def test_a_rank_that_takes_the_store_with_it_is_told_so(tmp_path):
+    with pytest.raises(RuntimeError, match="exit code -9"):
+        launched(lose_the_store, str(tmp_path), size=2, variables=slurm_variables)
+    kind, seconds, text = (tmp_path / "outcome").read_text().split(" ", 2)
+    assert (kind, float(seconds) < 20) == ("RuntimeError", True)
+    assert text.startswith(
+        "`all_reduce_mean` must be reached by every rank, but a connection is lost and the group's "
+        "store with it: the process that serves it (rank 0, or torchrun's agent) has ended or does "
+        "not answer; look at its output for an earlier error; this rank waits at "
+    )
+
+
+def in_different_calls():
+    pardata.init(timeout=LONG)
+    raised = caught(lose, ["all_gather", "all_reduce_mean"][pardata.world().rank])
+    dist.destroy_process_group()
+    return raised
+
+
+def lose(place):
+    with explained(place):
+        raise RuntimeError(LOST)
+
+
+def test_ranks_in_different_calls_are_told_who_is_where():
+    for raised in launched(in_different_calls, size=2):
+        assert "but the ranks are in different calls: make the same calls in the" in raised.text
+        assert "\n  rank 0: all_gather at " in raised.text
+        assert "\n  rank 1: all_reduce_mean at " in raised.text
+
+
+def lose_alike():
+    pardata.init(timeout=LONG)
+    raised = caught(lose, "all_gather")
+    dist.destroy_process_group()
+    return raised
+
+
+def test_where_all_came_the_network_is_suspected():
+    for raised in launched(lose_alike, size=2):
+        assert "but a connection between them was lost: is the network down?; this" in raised.text
+        assert raised.text.endswith("pair.cc:5] Connection closed by peer [::1]:5)")
+
+
+# --- what is lost, and what is not
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError(LOST), True),
+        (RuntimeError("Connection reset by peer"), True),
+        (RuntimeError("Application timeout caused pair closure"), True),
+        (RuntimeError("[a/gloo/transport/tcp/pair.cc:9] writev: Broken pipe"), True),
+        (RuntimeError("Timed out waiting 5ms for recv operation to complete"), True),
+        (dist.DistNetworkError("anything"), True),
+        (dist.DistStoreError("wait timeout after 5ms, keys: /0"), True),
+        (dist.DistBackendError("NCCL error: remote process exited\nncclRemoteError"), True),
+        (dist.DistBackendError("Watchdog caught collective operation timeout: x"), True),
+        (dist.DistBackendError("NCCL error: unhandled cuda error"), False),
+        (RuntimeError("shape '[2]' is invalid for input of size 3"), False),
+        (ConnectionResetError("Connection reset by peer"), False),
+        (TimeoutError("Timed out waiting"), False),
+    ],
+)
+def test_only_what_a_backend_says_of_its_peers_is_a_lost_collective(error, lost):
+    assert is_lost(error) == lost
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), RuntimeError("x"), KeyboardInterrupt()])
+def test_any_other_error_goes_through_as_it_is(error):
+    with pytest.raises(type(error)) as raised, explained("all_gather"):
+        raise error
+    assert raised.value is error
+
+
+def test_without_a_group_to_ask_the_error_stays_as_it_is():
+    with pytest.raises(RuntimeError) as raised, explained("all_gather"):
+        raise RuntimeError(LOST)
+    assert str(raised.value) == LOST
+
+
+def explain_twice():
+    pardata.init(timeout=LONG)
+    try:
+        with explained("outer"):
+            lose("inner")
+    except RuntimeError as error:
+        return str(error), is_consequence(error), Explanation.of(error)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_innermost_explains_and_what_it_knows_travels_with_the_error():
+    for rank, (text, follows, found) in enumerate(launched(explain_twice, size=2)):
+        assert text.startswith("`inner` must")
+        assert follows
+        assert (found.own.rank, found.own.place, found.first) == (rank, "inner", None)
+        assert not found.store_is_gone
+
+
+# --- notes
+
+
+def note(rank, **more):
+    return Note(rank, f"text of {rank}", **more)
+
+
+def test_notes_are_read_in_the_order_in_which_they_reached_the_store(line):
+    for rank, is_cause in ((2, False), (1, True), (3, True)):
+        Notes(line, Seat(rank, 5), note(rank, is_cause=is_cause), patience=0, settle=0)
+    notes = Notes(line, Seat(0, 5), note(0), patience=0, settle=0)
+    assert [found.rank for found in notes.there] == [2, 1, 3, 0]
+    assert notes.first_cause(but_of=0) == note(1, is_cause=True)
+    assert notes.first_cause(but_of=1) == note(3, is_cause=True)
+    assert notes.missing() == [4]
+    assert not notes.store_is_gone
+
+
+def test_who_waits_for_notes_goes_on_when_the_last_is_there(line):
+    later = threading.Timer(0.3, lambda: Notes(line, Seat(1, 2), note(1), patience=0, settle=0))
+    later.start()
+    start = time.monotonic()
+    notes = Notes(line, Seat(0, 2), note(0), patience=60, settle=60)
+    assert time.monotonic() - start < 30
+    assert notes.missing() == []
+    later.join()
+
+
+def test_who_knows_the_first_cause_waits_only_a_little_for_the_rest(line):
+    Notes(line, Seat(1, 3), note(1, is_cause=True), patience=0, settle=0)
+    start = time.monotonic()
+    notes = Notes(line, Seat(0, 3), note(0), patience=60, settle=0.1)
+    assert time.monotonic() - start < 30
+    assert notes.missing() == [2]
+
+
+def test_a_note_that_is_counted_and_not_yet_written_does_not_hold_the_others(line):
+    line.store.add("trouble/count", 1)
+    assert Notes(line, Seat(0, 2), note(0), patience=0.1, settle=0).there == []
+
+
+def test_at_most_so_many_notes_are_read(line):
+    for rank in range(70):
+        Notes(line, Seat(rank, 100), note(rank), patience=0, settle=0)
+    assert len(Notes(line, Seat(70, 100), None, patience=0, settle=0).there) == 64
+
+
+SERVER = """
+import sys, time, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_store_that_hangs_or_dies_holds_nobody_for_long(how):
+    server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
+    try:
+        store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False)
+        os.kill(server.pid, how)
+        if how == signal.SIGKILL:
+            server.wait()
+        start = time.monotonic()
+        notes = Notes(Channel(store, LONG), Seat(0, 2), note(0), patience=0.2, settle=0)
+        assert time.monotonic() - start < 20
+        assert notes.store_is_gone
+        assert notes.there == []
+    finally:
+        server.kill()
+        server.wait()
+        server.stdout.close()

@@ -1,0 +1,199 @@
+"""Waiting for data is seen: the stats of the slowest rank, and one line after the first epoch."""
+
+import logging
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+from on_ranks import caught
+from test_logging import Keeper
+from torch.utils.data import Dataset
+
+from pardata import make_loader
+from pardata.testing import run
+
+
+class FakeTime:
+    """A clock that moves only where the test says."""
+
+    now = 100.0
+
+    def perf_counter(self):
+        return self.now
+
+
+class Slow(Dataset):
+    """Takes `seconds` a sample, by a clock that is not the machine's."""
+
+    def __init__(self, clock, seconds, length=5):
+        self.clock, self.seconds, self.length = clock, seconds, length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        self.clock.now += self.seconds
+        return index
+
+
+@contextmanager
+def fake_time():
+    clock = FakeTime()
+    with patch("pardata.data._loader.time", clock), patch("pardata.data._clock.time", clock):
+        yield clock
+
+
+def loader_of(data, batch_size=1):
+    # Not reproducible, so that no sample is read more than once.
+    return make_loader(data, batch_size, num_workers=0, reproducible=False)
+
+
+def epoch(loader, clock, seconds, steps=None):
+    """Run an epoch whose loop takes `seconds` a step, and leave it after so many `steps`."""
+    for step, _ in enumerate(loader, 1):
+        clock.now += seconds
+        if step == steps:
+            break
+
+
+# --- stats(reduce=True) ---
+
+
+def _stats(seconds):
+    with fake_time() as clock:
+        loader = loader_of(Slow(clock, seconds[dist.get_rank()], 6), batch_size=3)
+        epoch(loader, clock, 2)
+        return loader.stats(), loader.stats(reduce=True)
+
+
+@pytest.mark.parametrize("seconds", [(1,), (1, 4), (4, 1), (1, 7, 3)])
+def test_reduced_they_are_those_of_the_rank_that_waited_longest(seconds):
+    found = run(_stats, seconds, world_size=len(seconds))
+    slowest = seconds.index(max(seconds))
+    waits = [own["wait_seconds"] for own, _ in found]
+    assert waits.index(max(waits)) == slowest
+    assert len(set(waits)) == len(waits)
+    assert [reduced for _, reduced in found] == [found[slowest][0]] * len(seconds)
+
+
+def test_reduced_in_a_single_process_they_are_its_own():
+    with fake_time() as clock:
+        loader = loader_of(Slow(clock, 1))
+        epoch(loader, clock, 3)
+        expected = {
+            "seconds": 20.0,
+            "wait_seconds": 5.0,
+            "wait_share": 0.25,
+            "samples": 5,
+            "samples_per_second": 0.25,
+        }
+        assert loader.stats() == loader.stats(reduce=True) == expected
+
+
+def _before_and_within_the_first_epoch():
+    with fake_time() as clock:
+        loader = loader_of(Slow(clock, 1 + dist.get_rank(), 4), batch_size=2)
+        found = [loader.stats(reduce=True), *(loader.stats(reduce=True) for _ in loader)]
+        return [(stats["wait_seconds"], stats["samples"]) for stats in found]
+
+
+def test_reduced_they_may_be_asked_for_at_any_time():
+    assert run(_before_and_within_the_first_epoch, world_size=2) == [[(0, 0), (2, 2), (4, 4)]] * 2
+
+
+# --- the line after the first epoch ---
+
+
+@pytest.fixture
+def log():
+    plain, keeper = logging.getLogger("pardata.data._loader"), Keeper()
+    plain.addHandler(keeper)
+    yield keeper
+    plain.removeHandler(keeper)
+
+
+def test_an_epoch_that_waited_long_says_so_once_and_what_to_change(log):
+    with fake_time() as clock:
+        loader = loader_of(Slow(clock, 3))
+        epoch(loader, clock, 2)
+        epoch(loader, clock, 2)
+    (line,) = log.lines
+    assert line == (
+        "[0/1] the first epoch spent 60 % of its 25.0 s waiting for data: more num_workers (now 0) "
+        "read in parallel, cache_dataset decodes once, and batch_transform does a whole batch at a "
+        "time"
+    )
+    assert log.records[0].levelno == logging.WARNING
+
+
+@pytest.mark.parametrize(
+    ("wait", "work", "lines"),
+    [
+        (3, 7, 1),  # 30 %: long
+        (2.9, 7.1, 0),  # less: not long
+        (0.2, 0, 1),  # a second in all
+        (0.199, 0, 0),  # less: nobody waits, whatever share that is
+    ],
+)
+def test_it_speaks_from_so_many_percent_and_seconds_on(wait, work, lines, log):
+    with fake_time() as clock:
+        epoch(loader_of(Slow(clock, wait)), clock, work)
+    assert len(log.lines) == lines
+
+
+def test_a_first_epoch_that_did_not_wait_is_enough_for_it_to_stay_quiet(log):
+    with fake_time() as clock:
+        data = Slow(clock, 0)
+        loader = loader_of(data)
+        epoch(loader, clock, 1)
+        data.seconds = 10
+        epoch(loader, clock, 1)
+    assert log.lines == []
+
+
+def test_an_epoch_that_was_left_does_not_count_and_the_next_does(log):
+    with fake_time() as clock:
+        loader = loader_of(Slow(clock, 10))
+        epoch(loader, clock, 1, steps=4)
+        assert log.lines == []
+        epoch(loader, clock, 1)
+        epoch(loader, clock, 1)
+    assert len(log.lines) == 1
+
+
+def test_an_epoch_of_which_nothing_was_left_does_not_count_either(log):
+    with fake_time() as clock:
+        loader = loader_of(Slow(clock, 10))
+        loader.load_state_dict({**loader.state_dict(), "delivered": 5})
+        epoch(loader, clock, 1)
+        assert log.lines == []
+        epoch(loader, clock, 1)
+    assert len(log.lines) == 1
+
+
+def test_an_epoch_that_ends_in_an_error_says_nothing_of_waiting(log):
+    class Torn(Slow):
+        def __getitem__(self, index):
+            if index == 4:
+                raise ValueError
+            return super().__getitem__(index)
+
+    with fake_time() as clock:
+        assert caught(list, loader_of(Torn(clock, 10))).type == "RuntimeError"
+    assert log.lines == []
+
+
+def _lines():
+    plain, keeper = logging.getLogger("pardata.data._loader"), Keeper()
+    plain.addHandler(keeper)
+    with fake_time() as clock:
+        epoch(loader_of(Slow(clock, 3, 6), batch_size=3), clock, 2)
+    return keeper.lines
+
+
+def test_rank_0_says_it_for_all():
+    first, *others = run(_lines, world_size=3)
+    assert len(first) == 1
+    assert first[0].startswith("[0/3] the first epoch spent 60 % of its 10.0 s waiting for data: ")
+    assert others == [[], []]

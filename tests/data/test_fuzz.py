@@ -1,0 +1,399 @@
+"""Whatever comes from outside: variables, node lists, saved states and files of weights.
+
+A few examples of each; ``pytest -m soak tests/test_fuzz.py`` tries very many.
+"""
+
+import io
+import itertools
+import json
+import os
+import pickle
+import re
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_environment import MPICH, OPEN_MPI, SRUN, TORCHRUN
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from pardata import fingerprint, load_weights, make_loader
+from pardata.ranks._launcher import SINGLE, detect, expand_nodelist
+
+
+def fuzzed(*strategies, quick, soak):
+    """Make a test of what must hold for examples of `strategies`: some, or very many."""
+
+    def test_of(holds):
+        @pytest.mark.parametrize(
+            "examples",
+            [
+                pytest.param(quick, id="quick"),
+                pytest.param(soak, id="soak", marks=pytest.mark.soak),
+            ],
+        )
+        def test(examples):
+            settings(max_examples=examples)(given(*strategies)(holds))()
+
+        return test
+
+    return test_of
+
+
+def told(function, argument):
+    """Return what `function` returns, and the text of its `ValueError`: one of them is None."""
+    try:
+        return function(argument), None
+    except ValueError as error:
+        return None, str(error)
+
+
+# --- the variables of launchers
+
+LAUNCHES = [TORCHRUN, SRUN, OPEN_MPI, MPICH, {"PARDATA_LAUNCHER": "auto"}]
+OPT_OUT = "set PARDATA_LAUNCHER=none"  # what all of them say
+VARIABLES = sorted({name for launch in LAUNCHES for name in launch})
+
+values = st.one_of(
+    st.sampled_from(["", "0", "1", "2", "3", "4", "-1", "+1", " 1", "1.0", "two", "٣", "1" * 19]),
+    st.sampled_from(["n[1-2]", "n[2-1]", "2(x2)", "2(x999999)", "1(x2),3", "n[٣]", "h1", "a\0b"]),
+    st.sampled_from(["auto", "torchrun", "slurm", "mpi", "none", "srun"]),
+    st.text(max_size=8),
+)
+environments = st.builds(
+    lambda launches, changes, gone: {
+        name: text
+        for name, text in {**{k: v for one in launches for k, v in one.items()}, **changes}.items()
+        if name not in gone
+    },
+    st.lists(st.sampled_from(LAUNCHES), max_size=2),
+    st.dictionaries(st.sampled_from(VARIABLES), values, max_size=3),
+    st.sets(st.sampled_from(VARIABLES), max_size=2),
+)
+
+
+@fuzzed(environments, quick=400, soak=30_000)
+def test_any_variables_are_a_consistent_launch_or_an_error_that_names_one(env):
+    before = dict(env)
+    launch, refusal = told(detect, env)
+    assert env == before
+    if launch is None:
+        named = set(re.findall(r"[A-Z][A-Z_]{3,}", refusal.replace(OPT_OUT, "")))
+        assert any(variable.startswith(tuple(named)) for variable in VARIABLES), refusal
+        return
+    assert 0 <= launch.rank < launch.size
+    assert 0 <= launch.local_rank < launch.local_size <= launch.size
+    assert (launch.node_rank is None) == (launch.num_nodes is None) or launch.launcher == "torchrun"
+    assert (launch.node_rank or 0) < (launch.num_nodes or 10**18)
+    if launch is not SINGLE:
+        assert launch.launcher in ("torchrun", "slurm", "mpi")
+        assert launch.master_addr
+        assert 0 < launch.master_port < 65536
+        # What was found is what one of the launchers said.
+        sizes = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+        assert str(launch.size) in {env[name].lstrip("0") for name in sizes if name in env}
+    assert detect(env) == launch
+
+
+# --- node lists
+
+NAMES = st.text(alphabet="abn-.0", min_size=1, max_size=3)
+RANGES = st.tuples(st.integers(0, 120), st.integers(0, 12), st.integers(1, 4))
+
+
+def range_text(low, more, width):
+    return f"{low:0{width}d}" + (f"-{low + more:0{width}d}" if more else "")
+
+
+def range_names(low, more, width):
+    return [str(number).zfill(width) for number in range(low, low + more + 1)]
+
+
+HOSTS = st.lists(st.one_of(NAMES, st.lists(RANGES, min_size=1, max_size=3)), min_size=1, max_size=4)
+
+
+@fuzzed(st.lists(HOSTS, min_size=1, max_size=3), quick=100, soak=10_000)
+def test_a_node_list_is_the_product_of_its_pieces(hosts):
+    texts, expected = [], []
+    for host in hosts:
+        texts.append(
+            "".join(
+                piece if isinstance(piece, str) else f"[{','.join(range_text(*r) for r in piece)}]"
+                for piece in host
+            )
+        )
+        alternatives = [
+            [piece] if isinstance(piece, str) else [n for r in piece for n in range_names(*r)]
+            for piece in host
+        ]
+        expected.append(map("".join, itertools.product(*alternatives)))
+    names = expand_nodelist(",".join(texts))
+    wanted = itertools.chain.from_iterable(expected)
+    assert list(itertools.islice(names, 3000)) == list(itertools.islice(wanted, 3000))
+
+
+@fuzzed(st.text(alphabet="an[]-,019 ٣²", max_size=20), quick=300, soak=30_000)
+def test_any_text_is_a_node_list_or_refused_at_once(text):
+    names, refusal = told(expand_nodelist, text)
+    assert "SLURM_STEP_NODELIST" in (refusal or "SLURM_STEP_NODELIST")
+    for name in itertools.islice(names or [], 100):
+        assert name
+        assert not set("[], ") & set(name)
+
+
+HUGE = {
+    "a range": {"SLURM_STEP_NODELIST": "n[1-999999999999]"},
+    "many ranges": {"SLURM_STEP_NODELIST": f"n[{','.join(['0-999999'] * 5000)}]"},
+    "a product": {"SLURM_STEP_NODELIST": "n" + "[0-999999]" * 8},
+    "many brackets": {"SLURM_STEP_NODELIST": "n" + "[1]" * 20_000},
+    "wide numbers": {"SLURM_STEP_NODELIST": f"n[{'0' * 5000}1-{'9' * 5000}]"},
+    "brackets that never close": {"SLURM_STEP_NODELIST": "n[1" * 20_000},
+    "commas": {"SLURM_STEP_NODELIST": "," * 100_000},
+    "many names": {"SLURM_STEP_NODELIST": "n," * 50_000 + "n"},
+    "tasks on many nodes": {"SLURM_STEP_TASKS_PER_NODE": ",".join(["2(x999999)"] * 10_000)},
+    "many tasks": {"SLURM_STEP_TASKS_PER_NODE": "9" * 100_000},
+    "a number of many digits": {"SLURM_STEP_NUM_TASKS": "9" * 100_000},
+}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_what_is_huge_takes_neither_time_nor_memory(name):
+    began = time.monotonic()
+    launch, refusal = told(detect, {**SRUN, **HUGE[name]})
+    assert launch.size == 4 if launch else next(iter(HUGE[name])) in refusal
+    assert time.monotonic() - began < 10
+
+
+# --- the states of a loader
+
+LENGTH = 23
+DATA = TensorDataset(torch.arange(LENGTH))
+OPTIONS = [
+    {"shuffle": True, "seed": 1},
+    {"shuffle": True, "seed": 1, "drop_last": False},
+    {"seed": 0},
+    {"seed": 1, "microbatch_size": 2},
+]
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=5,
+)
+near = st.integers(-1, LENGTH + 6) | st.sampled_from([2**31, 2**63 - 1, 2**63, 2**64, 10**30])
+
+
+def loader_of(options):
+    return make_loader(DATA, 5, num_workers=0, **options)
+
+
+def samples(loader):
+    return [
+        [batch[0].tolist() for batch in step]
+        if "Micro" in type(step).__name__
+        else step[0].tolist()
+        for step in loader
+    ]
+
+
+@fuzzed(
+    st.sampled_from(OPTIONS),
+    st.dictionaries(
+        st.sampled_from(["epoch", "delivered", *loader_of({"seed": 0}).state_dict()]),
+        near | json_values,
+        max_size=2,
+    ),
+    st.sets(st.text(max_size=3), max_size=1),
+    st.booleans(),
+    quick=200,
+    soak=10_000,
+)
+def test_a_changed_state_goes_on_exactly_or_is_refused_and_changes_nothing(
+    options, changes, more, drops
+):
+    loader = loader_of(options)
+    real = loader.state_dict()
+    state = {**real, **changes, **dict.fromkeys(more, 0)}
+    if drops and changes:
+        del state[next(iter(changes))]
+    state = json.loads(json.dumps(state))
+    try:
+        loader.load_state_dict(state)
+    except (ValueError, TypeError) as error:
+        text = str(error)
+        assert "`state` must" in text
+        called = {"delivered": "at sample"}
+        differing = [name for name in real if repr(state.get(name)) != repr(real[name])]
+        if state.keys() == real.keys():
+            assert any(called.get(name, name) in text for name in differing), text
+        assert samples(loader) == samples(loader_of(options))
+        return
+    # It was a state of this loader: from there on, what a loader without it would yield.
+    assert state.keys() == real.keys()
+    whole = loader_of(options)
+    whole.set_epoch(state["epoch"])
+    assert samples(loader) == samples(whole)[-(-state["delivered"] // 5) :]
+    assert loader.epoch == state["epoch"] + 1
+
+
+@fuzzed(json_values, quick=100, soak=10_000)
+def test_json_that_is_no_state_is_refused(value):
+    with pytest.raises(ValueError, match="`state` must be"):
+        loader_of({"seed": 0}).load_state_dict(value)
+
+
+# --- files of weights
+
+
+def net():
+    return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+
+
+def file_of(state):
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+torch.manual_seed(0)
+WHOLE = file_of(net().state_dict())
+
+
+def try_to_load(data):
+    """Load a file of these bytes; return the error, if any, and what the model then is."""
+    model = net()
+    before = fingerprint(model)
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory, "weights.pt")
+        file.write_bytes(data)
+        error = None
+        try:
+            load_weights(model, file)
+        except (RuntimeError, TypeError, ValueError) as raised:
+            error = raised
+        assert [path.name for path in Path(directory).iterdir()] == ["weights.pt"]
+    return error, model, before
+
+
+damaged = st.one_of(
+    st.binary(max_size=200),
+    st.integers(0, len(WHOLE) - 1).map(lambda end: WHOLE[:end]),
+    st.lists(
+        st.tuples(st.integers(0, len(WHOLE) - 1), st.integers(0, 7)), min_size=1, max_size=4
+    ).map(lambda flips: flipped(WHOLE, flips)),
+    st.tuples(st.integers(0, len(WHOLE)), st.binary(min_size=1, max_size=8)).map(
+        lambda cut: WHOLE[: cut[0]] + cut[1] + WHOLE[cut[0] :]
+    ),
+)
+
+
+def flipped(data, flips):
+    changed = bytearray(data)
+    for place, bit in flips:
+        changed[place] ^= 1 << bit
+    return bytes(changed)
+
+
+@fuzzed(damaged, quick=150, soak=10_000)
+@pytest.mark.filterwarnings("ignore")
+def test_a_damaged_file_of_weights_is_an_error_or_still_one_of_weights(data):
+    error, model, before = try_to_load(data)
+    if error is not None:
+        assert str(error) or type(error) is EOFError
+        # What does not fit a parameter is said once the others are loaded, as PyTorch does.
+        assert fingerprint(model) == before or "Error(s) in loading state_dict" in str(error)
+    assert [tuple(p.shape) for p in model.parameters()] == [(3, 2), (3,), (3,), (3,)]
+
+
+class Runs:
+    """Pickled, it is a call that makes a directory."""
+
+    def __init__(self, call, directory):
+        self.call, self.directory = call, directory
+
+    def __reduce__(self):
+        made = Path(self.directory, "made")
+        if self.call == "eval":
+            return eval, (f"__import__('os').mkdir({str(made)!r})",)
+        if self.call == "open":
+            return open, (str(made), "w")
+        return os.mkdir, (str(made),)
+
+
+@fuzzed(
+    st.sampled_from(["mkdir", "eval", "open"]),
+    st.sampled_from(["alone", "a weight", "a key", "deep", "extra"]),
+    st.sampled_from(["torch", "old torch", "pickle 0", "pickle 2", "pickle 5"]),
+    quick=45,
+    soak=200,
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_file_that_carries_code_is_refused_and_the_code_is_not_run(call, place, form):
+    with tempfile.TemporaryDirectory() as directory:
+        code = Runs(call, directory)
+        weights = net().state_dict()
+        content = {
+            "alone": code,
+            "a weight": {**weights, "0.weight": code},
+            "a key": {**weights, code: torch.ones(1)},
+            "deep": {**weights, "1.bias": [{"x": (code,)}]},
+            "extra": {**weights, "_extra_state": code},
+        }[place]
+        file = Path(directory, "weights.pt")
+        if "torch" in form:
+            torch.save(content, file, _use_new_zipfile_serialization=form == "torch")
+        else:
+            file.write_bytes(pickle.dumps(content, protocol=int(form[-1])))
+        with pytest.raises(RuntimeError, match="must be a file of weights"):
+            load_weights(net(), file)
+        assert [path.name for path in Path(directory).iterdir()] == ["weights.pt"]
+
+
+# --- names
+
+parts = st.sampled_from(["module", "_orig_mod", "a", "0", "ä b", "x" * 300, "weight", "\n"])
+paths = st.lists(st.lists(parts, min_size=1, max_size=4).map(tuple), min_size=1, max_size=4)
+
+
+def model_of(found):
+    """Return a module with a parameter at each of these paths, but for those inside another."""
+    model = nn.Module()
+    for number, path in enumerate(found):
+        inner = model
+        for part in path[:-1]:
+            if part in inner._parameters:
+                break
+            if part not in inner._modules:
+                inner.add_module(part, nn.Module())
+            inner = inner._modules[part]
+        else:
+            if path[-1] not in inner._modules and path[-1] not in inner._parameters:
+                inner.register_parameter(path[-1], nn.Parameter(torch.tensor(float(number))))
+    return model
+
+
+@fuzzed(paths, st.sampled_from(["", "module.", "_orig_mod.", "module._orig_mod."]), quick=150,
+        soak=10_000)  # fmt: skip
+def test_weights_of_any_names_load_into_the_model_they_are_of(found, prefix):
+    model, other = model_of(found), model_of(found)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.fill_(-1.0)
+    state = {prefix + name: value for name, value in model.state_dict().items()}
+    try:
+        load_weights(other, state)
+    except (ValueError, RuntimeError):
+        assert prefix, "plain names always fit"  # a prefix may make two names of one
+        return
+    assert fingerprint(other) == fingerprint(model)
+
+
+@fuzzed(st.dictionaries(st.text(max_size=12), st.just(torch.ones(1)), max_size=3), quick=100,
+        soak=10_000)  # fmt: skip
+def test_weights_of_other_names_are_refused_by_name(state):
+    model = net()
+    with pytest.raises((RuntimeError, ValueError), match=r"0\.weight|comes twice"):
+        load_weights(model, state)

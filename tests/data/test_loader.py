@@ -1,0 +1,608 @@
+"""The loader: the same steps at every world size, epochs that advance, shares without rows."""
+
+import random
+from collections import namedtuple
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from on_ranks import Raised, caught
+from torch.utils.data import Dataset, TensorDataset
+
+from pardata import make_loader
+from pardata.testing import run
+
+MNIST_ROOT = Path(__file__).parents[2] / "shared" / "data"
+
+Point = namedtuple("Point", ["x", "name"])  # noqa: PYI024  # the untyped kind must work too
+
+
+class Samples(Dataset):
+    """Of one kind, of which a batch is recognised."""
+
+    def __init__(self, length, kind="number"):
+        self.length, self.kind = length, kind
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return {
+            "number": index,
+            "float": index / 2,
+            "tensor": torch.full((2, 3), float(index)),
+            "numpy": np.full(2, index),
+            "dict": {"x": torch.tensor([index]), "name": f"n{index}"},
+            "strings": f"n{index}",
+            "tuple": (torch.tensor([index]), index, f"n{index}"),
+            "namedtuple": Point(torch.tensor(index), f"n{index}"),
+            "custom": torch.tensor(index),
+        }[self.kind]
+
+
+class Failing(Samples):
+    def __init__(self, error):
+        super().__init__(6)
+        self.error = error
+
+    def __getitem__(self, index):
+        if index == 4:
+            raise self.error
+        return index
+
+
+class Drawing(Samples):
+    """Draws from the default generators, as augmentations do."""
+
+    def __getitem__(self, index):
+        return random.random() + np.random.rand() + torch.rand(()).item()  # noqa: NPY002  # as users do
+
+
+class TwoArguments(Exception):  # noqa: N818  # a user's own
+    def __init__(self, code, text):
+        super().__init__(f"{code}: {text}")
+
+
+class OwnBatch:
+    def __init__(self, samples):
+        self.samples = samples
+
+
+def steps(loader):
+    return [batch.tolist() for batch in loader]
+
+
+def on_every_rank(fn, size, *args):
+    """Run `fn` on ranks; at size 1 without any group, as a single process has none."""
+    return run(fn, *args, world_size=size) if size > 1 else [fn(*args)]
+
+
+# --- the same at every world size ---
+
+
+def _many_loaders():
+    found = []
+    for length, batch_size, shuffle, drop_last in [
+        (23, 5, True, None),
+        (23, 5, False, None),
+        (23, 5, False, True),
+        (24, 4, True, False),
+        (9, 8, False, None),
+        (3, 5, False, None),
+    ]:
+        loader = make_loader(
+            Samples(length),
+            batch_size,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            seed=1,
+            num_workers=0,
+        )
+        found.append([steps(loader) for _ in range(3)])
+    return found
+
+
+def test_every_step_of_every_epoch_is_the_same_samples_at_every_world_size():
+    (alone,) = on_every_rank(_many_loaders, 1)
+    for size in (2, 3, 4):
+        ranks = run(_many_loaders, world_size=size)
+        for i, epochs in enumerate(alone):
+            for e, whole_steps in enumerate(epochs):
+                for k, whole in enumerate(whole_steps):
+                    shares = [found[i][e][k] for found in ranks]
+                    assert [sample for share in shares for sample in share] == whole
+                    counts = [len(share) for share in shares]
+                    assert max(counts) - min(counts) <= 1
+                assert {len(found[i][e]) for found in ranks} == {len(whole_steps)}
+
+
+def test_a_shuffled_epoch_is_new_each_time_and_drops_only_the_tail():
+    loader = make_loader(Samples(23), 5, shuffle=True, seed=1, num_workers=0)
+    epochs = [steps(loader) for _ in range(3)]
+    assert len({str(epoch) for epoch in epochs}) == 3
+    for epoch in epochs:
+        seen = [sample for batch in epoch for sample in batch]
+        assert len(set(seen)) == len(seen) == 20
+
+
+def _epochs_with_workers(workers):
+    loader = make_loader(Samples(10), 4, shuffle=True, seed=2, num_workers=workers)
+    found = [steps(loader) for _ in range(2)]
+    for _ in loader:
+        break
+    found.append(steps(loader))
+    loader.set_epoch(1)
+    return [*found, steps(loader)]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_workers_persist_over_epochs_and_change_nothing(size):
+    with_workers = on_every_rank(_epochs_with_workers, size, 2)
+    assert with_workers == on_every_rank(_epochs_with_workers, size, 0)
+    for _, second, fourth, second_again in with_workers:
+        assert second == second_again != fourth
+
+
+def _mnist_seen():
+    from torchvision.datasets import MNIST
+
+    class Numbered(Dataset):
+        images = MNIST(MNIST_ROOT, train=False)
+
+        def __len__(self):
+            return len(self.images)
+
+        def __getitem__(self, index):
+            return index, self.images[index][1]
+
+    loader = make_loader(Numbered(), 999, num_workers=0)
+    found = [(numbers, labels) for numbers, labels in loader]
+    return torch.cat([n for n, _ in found]), torch.cat([y for _, y in found]), len(found)
+
+
+@pytest.mark.skipif(not (MNIST_ROOT / "MNIST").exists(), reason="the real MNIST is not at hand")
+def test_an_evaluation_of_mnist_sees_each_of_its_10000_images_exactly_once():
+    pytest.importorskip("torchvision")
+    for size in (1, 2, 3):
+        ranks = on_every_rank(_mnist_seen, size)
+        numbers = torch.cat([numbers for numbers, _, _ in ranks])
+        labels = torch.cat([labels for _, labels, _ in ranks])
+        assert len(numbers) == 10_000
+        assert numbers.unique().tolist() == list(range(10_000))
+        assert labels[numbers.argsort()][:10].tolist() == [7, 2, 1, 0, 4, 1, 4, 9, 5, 9]
+        assert labels.bincount()[0] == 980
+        assert {count for _, _, count in ranks} == {11}
+
+
+# --- epochs ---
+
+
+def loader_of_six(**options):
+    return make_loader(Samples(6), 2, shuffle=True, seed=0, num_workers=0, **options)
+
+
+def leave_by_an_exception(loader):
+    for _ in loader:
+        msg = f"in epoch {loader.epoch}"
+        raise LookupError(msg)
+
+
+def test_the_epoch_is_the_one_in_progress_else_the_next():
+    loader = loader_of_six()
+    assert loader.epoch == 0
+    for _ in loader:
+        assert loader.epoch == 0
+    assert loader.epoch == 1
+    for _ in loader:
+        assert loader.epoch == 1
+        break
+    assert loader.epoch == 2
+    assert caught(leave_by_an_exception, loader).text == "in epoch 2"
+    assert loader.epoch == 3
+
+
+def test_an_epoch_begins_with_iter_and_not_with_the_first_batch():
+    loader = loader_of_six()
+    batches = iter(loader)
+    assert loader.epoch == 0
+    next(batches)
+    assert loader.epoch == 0
+    del batches
+    assert loader.epoch == 1
+
+
+def test_taking_one_batch_runs_an_epoch():
+    loader, other = (make_loader(range(99), 9, shuffle=True, num_workers=0) for _ in range(2))
+    first, second = next(iter(loader)), next(iter(loader))
+    assert loader.epoch == 2
+    assert torch.equal(first, next(iter(other)))
+    assert torch.equal(second, next(iter(other)))
+    assert not torch.equal(first, second)
+
+
+def test_a_loop_over_the_epochs_left_runs_each_of_them():
+    loader = loader_of_six()
+    loader.set_epoch(3)
+    ran = []
+    for _ in range(loader.epoch, 6):
+        for _ in loader:
+            ran.append(loader.epoch)
+            break
+    assert ran == [3, 4, 5]
+
+
+def test_set_epoch_goes_back_to_the_same_order_and_changes_no_epoch_in_progress():
+    loader = loader_of_six()
+    epochs = [steps(loader) for _ in range(3)]
+    loader.set_epoch(1)
+    assert loader.epoch == 1
+    found = []
+    for batch in loader:
+        loader.set_epoch(0)
+        assert loader.epoch == 1
+        found.append(batch.tolist())
+    assert found == epochs[1]
+    assert loader.epoch == 0
+    assert steps(loader) == epochs[0]
+
+
+@pytest.mark.parametrize("epoch", [-1, 1.0, "1", None, True])
+def test_an_epoch_that_is_no_whole_number_is_refused(epoch):
+    with pytest.raises(ValueError, match="`epoch` must be an integer that is not negative, but is"):
+        loader_of_six().set_epoch(epoch)
+
+
+def test_a_sample_that_cannot_be_read_ends_the_epoch_and_not_the_loader():
+    data = Failing(ValueError("torn"))
+    loader = make_loader(data, 2, num_workers=0)
+    with pytest.raises(RuntimeError):
+        steps(loader)
+    assert loader.epoch == 1
+    data.error = None
+    assert next(iter(loader)).tolist() == [0, 1]
+
+
+def test_a_loop_inside_a_loop_over_the_same_loader_raises():
+    loader = loader_of_six()
+    for raised in (
+        caught(lambda: [(one, other) for one in loader for other in loader]),
+        caught(lambda: list(zip(loader, loader, strict=True))),
+    ):
+        assert raised.text == (
+            "a loader must run one epoch at a time, but a newer iter() has begun: make another "
+            "loader for the loop inside"
+        )
+
+
+def test_beginning_the_next_epoch_leaves_the_newer_one_alone():
+    loader = loader_of_six()
+    old = iter(loader)
+    next(old)
+    new = iter(loader)
+    with pytest.raises(RuntimeError, match="one epoch at a time"):
+        next(old)
+    assert loader.epoch == 1
+    assert len(list(new)) == 3
+
+
+def test_two_loaders_over_one_data_set_nest():
+    data = Samples(4)
+    outer, inner = (make_loader(data, 2, num_workers=0) for _ in range(2))
+    assert [(a.tolist(), b.tolist()) for a in outer for b in inner] == [
+        ([0, 1], [0, 1]),
+        ([0, 1], [2, 3]),
+        ([2, 3], [0, 1]),
+        ([2, 3], [2, 3]),
+    ]
+
+
+# --- the random state of the training process ---
+
+
+def states():
+    return str(random.getstate()), str(np.random.get_state()), str(torch.get_rng_state().tolist())  # noqa: NPY002  # the one that could be changed
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_iterating_leaves_the_generators_of_the_training_process_alone(workers):
+    loader = make_loader(Samples(6), 2, shuffle=True, num_workers=workers)
+    before = states()
+    for _ in range(2):
+        assert len(steps(loader)) == 3
+    assert states() == before
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_data_set_that_draws_does_not_move_them_either(workers):
+    loader = make_loader(Drawing(6), 2, num_workers=workers)
+    before = states()
+    found = [value for _ in range(2) for batch in loader for value in batch.tolist()]
+    assert states() == before
+    assert len(set(found)) == 12
+
+
+def test_without_reproducible_and_workers_its_own_draws_alone_move_them():
+    state = torch.get_rng_state()
+    loader = make_loader(Drawing(4), 2, num_workers=0, reproducible=False)
+    found = [value for batch in loader for value in batch.tolist()]
+    after = torch.get_rng_state()
+    torch.set_rng_state(state)
+    torch.rand(())
+    assert not torch.equal(torch.get_rng_state(), after)
+    for _ in range(3):
+        torch.rand(())
+    assert torch.equal(torch.get_rng_state(), after)
+    assert len(set(found)) == 4
+
+
+# --- shares without rows ---
+
+KINDS = ["number", "float", "tensor", "numpy", "dict", "strings", "tuple", "namedtuple"]
+
+
+def _last_batches(length):
+    return {kind: list(make_loader(Samples(length, kind), 4, num_workers=0))[-1] for kind in KINDS}
+
+
+@pytest.mark.parametrize(("size", "length"), [(2, 1), (3, 5), (4, 2)])
+def test_a_rank_without_samples_gets_a_batch_like_the_others_without_rows(size, length):
+    ranks = run(_last_batches, length, world_size=size)
+    rows = [rank < (length % 4) for rank in range(size)]
+    assert not all(rows)
+    for has, batch in zip(rows, ranks, strict=True):
+        assert (batch["number"].shape, batch["number"].dtype) == ((has,), torch.int64)
+        assert (batch["float"].shape, batch["float"].dtype) == ((has,), torch.float64)
+        assert (batch["tensor"].shape, batch["tensor"].dtype) == ((has, 2, 3), torch.float32)
+        assert batch["numpy"].shape == (has, 2)
+        assert batch["dict"]["x"].shape == (has, 1)
+        assert len(batch["dict"]["name"]) == len(batch["strings"]) == has
+        assert [len(part) for part in batch["tuple"]] == [has] * 3
+        assert type(batch["namedtuple"]) is Point
+        assert [len(part) for part in batch["namedtuple"]] == [has] * 2
+
+
+def _cannot_be_emptied(kind):
+    collate = {"custom": OwnBatch, "count": len}[kind]
+    loader = make_loader(Samples(5), 4, collate_fn=collate, num_workers=0)
+    batches = iter(loader)
+    first = next(batches)
+    return type(first).__name__, caught(next, batches), caught(next, batches)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("custom", "OwnBatch"), ("count", "int")])
+def test_a_batch_that_cannot_be_emptied_raises_on_every_rank(kind, name):
+    for first, raised, _ in run(_cannot_be_emptied, kind, world_size=2):
+        assert first == name  # as long as everybody has a sample it is anybody's batch
+        assert isinstance(raised, Raised)
+        assert raised.type == "TypeError"
+        assert f"but this one holds a {name}: use drop_last=True, or" in raised.text
+
+
+def test_alone_any_batch_will_do():
+    loader = make_loader(Samples(5), 4, collate_fn=OwnBatch, num_workers=0)
+    assert [batch.samples for batch in loader] == [[0, 1, 2, 3], [4]]
+
+
+# --- microbatches, and what stands in for them ---
+
+
+class Spoken(Samples):
+    """Augments, and tells how many it read."""
+
+    read = 0
+
+    def __getitem__(self, index):
+        self.read += 1
+        return torch.tensor([index, torch.rand(()).item()])
+
+
+def _plain(microbatches):
+    return [part[:, 0].int().tolist() for part in microbatches]
+
+
+def _microbatched(workers, length=11, batch_size=8, **options):
+    data = Spoken(length)
+    loader = make_loader(
+        data, batch_size, microbatch_size=3, seed=5, num_workers=workers, **options
+    )
+    found = [
+        (m.epoch, m.step, m.first, m.counts, m.seed, m.size, _plain(m), m.stand_in.tolist())
+        for m in loader
+    ]
+    return found, loader.stats()["samples"], loader.state_dict(), loader.fingerprint()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_rank_without_microbatches_gets_none_and_the_first_of_the_step_to_stand_in(workers):
+    (alone,) = on_every_rank(_microbatched, 1, workers)
+    for size in (2, 3, 4):
+        ranks = run(_microbatched, workers, world_size=size)
+        for steps, *told in ranks:
+            assert told == list(alone[1:])  # what stands in is not counted as delivered
+            assert [step[:2] + step[3:5] for step in steps] == [s[:2] + s[3:5] for s in alone[0]]
+            assert {step[5] for step in steps} == {size}
+        for k, whole in enumerate(alone[0]):
+            assert [part for steps, *_ in ranks for part in steps[k][6]] == whole[6]
+            for steps, *_ in ranks:
+                first, own, stand_in = steps[k][2], *steps[k][6:]
+                rows = [int(row[0]) for row in stand_in]
+                assert rows == (own or whole[6])[0]
+                if not own:  # the very samples that the first rank has, augmentation included
+                    assert first == len(whole[3])
+                    assert stand_in == whole[7]
+
+
+def test_alone_the_first_microbatch_stands_in():
+    loader = make_loader(Samples(7), 4, microbatch_size=3, num_workers=0)
+    assert [step.stand_in.tolist() for step in loader] == [[0, 1, 2], [4, 5, 6]]
+
+
+def _transformed_stand_in():
+    seen = []
+
+    def transform(part):
+        seen.append(part.tolist())
+        return part * 10
+
+    loader = make_loader(Samples(9), 8, microbatch_size=4, num_workers=0, batch_transform=transform)
+    return [(len(step), step.stand_in.tolist()) for step in loader], seen
+
+
+def test_what_stands_in_is_collated_and_transformed_as_any_other():
+    first, second = run(_transformed_stand_in, world_size=2)
+    assert first == ([(1, [0, 10, 20, 30]), (1, [80])], [[0, 1, 2, 3], [8]])
+    assert second == ([(1, [40, 50, 60, 70]), (0, [80])], [[4, 5, 6, 7], [8]])
+
+
+# --- errors in the data set ---
+
+
+ERRORS = [
+    (ValueError("torn file"), "ValueError: torn file"),
+    (KeyError("label"), "KeyError: 'label'"),
+    # Cannot be made again from its text, as a worker's errors are.
+    (TwoArguments(7, "lost"), "TwoArguments: 7: lost"),
+]
+
+
+def _reading_fails(workers):
+    # In a process of its own: the workers of a loader that failed hang on its traceback.
+    errors = [error for error, _ in ERRORS]
+    return [caught(steps, make_loader(Failing(error), 3, num_workers=workers)) for error in errors]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_in_the_data_set_names_the_sample_the_rank_the_worker_and_what_it_was(workers):
+    (found,) = run(_reading_fails, workers, world_size=1)
+    for raised, (_, text) in zip(found, ERRORS, strict=True):
+        assert raised.type == "RuntimeError"
+        where = "rank 0, worker 0" if workers else "rank 0"
+        assert f"sample 4 could not be read on {where}: {text}" in raised.text
+
+
+def _second_worker_fails():
+    return caught(steps, make_loader(Failing(ValueError("torn")), 3, num_workers=2))
+
+
+def test_an_error_names_the_worker_among_several():
+    (raised,) = run(_second_worker_fails, world_size=1)
+    assert "sample 4 could not be read on rank 0, worker 1: ValueError: torn" in raised.text
+
+
+def _rank_that_fails(distributed):
+    loader = make_loader(
+        Failing(ValueError("torn")), 6, distributed=distributed, num_workers=dist.get_rank()
+    )
+    return caught(steps, loader)
+
+
+def test_the_rank_is_that_of_the_process_shared_or_not():
+    shared = run(_rank_that_fails, "auto", world_size=2)
+    assert shared[0] == [[0, 1, 2]]
+    assert "sample 4 could not be read on rank 1, worker 0: ValueError: torn" in shared[1].text
+    one, other = run(_rank_that_fails, False, world_size=2)
+    assert "sample 4 could not be read on rank 0: ValueError: torn" in one.text
+    assert "sample 4 could not be read on rank 1, worker 0: ValueError: torn" in other.text
+
+
+# --- stats ---
+
+
+class FakeTime:
+    """A clock that moves only where the test says."""
+
+    now = 100.0
+
+    def perf_counter(self):
+        return self.now
+
+
+class Slow(Samples):
+    """Takes a second a sample."""
+
+    clock: FakeTime
+
+    def __getitem__(self, index):
+        self.clock.now += 1
+        return index
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = FakeTime()
+    for module in ("_loader", "_clock"):
+        monkeypatch.setattr(f"pardata.{module}.time", clock)
+    return clock
+
+
+def slow_loader(clock):
+    data = Slow(5)
+    data.clock = clock
+    # A reproducible one takes longer once, to read a sample twice and compare.
+    return make_loader(data, 2, num_workers=0, reproducible=False)
+
+
+def test_stats_tell_waiting_from_computing(clock):
+    loader = slow_loader(clock)
+    for _ in loader:
+        clock.now += 3
+    assert loader.stats() == {
+        "seconds": 14.0,
+        "wait_seconds": 5.0,
+        "wait_share": 5 / 14,
+        "samples": 5,
+        "samples_per_second": 5 / 14,
+    }
+    clock.now += 1000  # an evaluation, say: no part of the epoch
+    assert loader.stats()["seconds"] == 14.0
+
+
+def test_stats_may_be_asked_for_in_the_loop_and_begin_anew_with_each_epoch(clock):
+    loader = slow_loader(clock)
+    for _ in range(2):
+        found = []
+        for _ in loader:
+            clock.now += 1
+            found.append((loader.stats()["seconds"], loader.stats()["samples"]))
+        assert found == [(3.0, 2), (6.0, 4), (8.0, 5)]
+
+
+def test_the_clock_of_an_epoch_that_was_left_stands_still(clock):
+    loader = slow_loader(clock)
+    for _ in loader:
+        break
+    clock.now += 1000
+    assert loader.stats()["seconds"] == 2.0
+    assert loader.stats()["samples"] == 2
+
+
+def test_starting_an_epoch_counts_as_waiting(clock):
+    class Sampler:
+        def __len__(self):
+            return 4
+
+        def __iter__(self):
+            clock.now += 10
+            return iter(range(4))
+
+    loader = make_loader(Samples(4), 2, sampler=Sampler(), num_workers=0)
+    steps(loader)
+    # Twice: of its first epoch a sampler is asked for the order again.
+    assert loader.stats()["wait_seconds"] == loader.stats()["seconds"] == 20.0
+
+
+def _samples_of_all():
+    loader = make_loader(Samples(10), 4, num_workers=0)
+    steps(loader)
+    return loader.stats()["samples"]
+
+
+def test_stats_count_the_samples_of_all_ranks():
+    assert run(_samples_of_all, world_size=3) == [10] * 3
+
+
+def test_stats_before_the_first_epoch_are_zero():
+    found = make_loader(TensorDataset(torch.ones(2)), 1).stats()
+    assert (found["samples"], found["wait_seconds"], found["wait_share"]) == (0, 0, 0)

@@ -1,0 +1,292 @@
+"""Batches on their device: batch_transform, and running ahead, of which a CPU sees nothing."""
+
+import os
+from contextlib import contextmanager
+
+import pytest
+import torch
+from on_ranks import caught
+from torch.utils.data import Dataset, TensorDataset, get_worker_info
+
+from pardata import Microbatches, make_loader
+from pardata.data._placement import Placement
+from pardata.data._reader import Seeds
+from pardata.testing import run
+
+
+class Numbers(Dataset):
+    def __init__(self, length=7):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return index
+
+
+def loader_of(transform=None, data=None, **options):
+    data = Numbers() if data is None else data
+    return make_loader(data, 3, batch_transform=transform, **{"num_workers": 0, **options})
+
+
+def doubled(batch):
+    return batch * 2
+
+
+# --- batch_transform ---
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_transform_is_applied_to_each_batch_in_the_process_of_the_loop(workers):
+    seen = []
+
+    def transform(batch):
+        seen.append((os.getpid(), get_worker_info(), batch.tolist()))
+        return batch * 2
+
+    loader = loader_of(transform, num_workers=workers)
+    for _ in range(2):
+        assert [batch.tolist() for batch in loader] == [[0, 2, 4], [6, 8, 10], [12]]
+    here = os.getpid()
+    assert seen == 2 * [(here, None, [0, 1, 2]), (here, None, [3, 4, 5]), (here, None, [6])]
+
+
+def test_a_transform_gets_what_collate_fn_returned_and_may_return_anything():
+    loader = loader_of(lambda batch: ("as it is", batch), collate_fn=set)
+    assert list(loader) == [("as it is", {0, 1, 2}), ("as it is", {3, 4, 5}), ("as it is", {6})]
+
+
+def test_a_transform_gets_a_batch_that_was_read_whole():
+    data = TensorDataset(torch.arange(7), torch.arange(7.0))
+    assert [batch.tolist() for batch in loader_of(lambda batch: batch[0] + batch[1], data)] == [
+        [0, 2, 4],
+        [6, 8, 10],
+        [12],
+    ]
+
+
+def test_a_transform_gets_one_microbatch_at_a_time():
+    seen = []
+
+    def transform(batch):
+        seen.append(len(batch))
+        return batch * 2
+
+    first, second, third = loader_of(transform, microbatch_size=2)
+    assert isinstance(first, Microbatches)
+    assert [part.tolist() for part in first] == [[0, 2], [4]]
+    assert [part.tolist() for part in (*second, *third)] == [[6, 8], [10], [12]]
+    assert seen == [2, 1, 2, 1, 1]
+
+
+def _shares(microbatch_size):
+    def widened(batch):
+        return {"x": batch[:, None].double().expand(-1, 2)}
+
+    *_, last = loader_of(widened, microbatch_size=microbatch_size)
+    if microbatch_size:
+        return [part["x"].tolist() for part in last]
+    return last["x"].shape, last["x"].dtype
+
+
+def test_a_rank_without_samples_gets_zero_rows_of_what_the_transform_returns():
+    assert run(_shares, None, world_size=2) == [((1, 2), torch.float64), ((0, 2), torch.float64)]
+    assert run(_shares, 2, world_size=2) == [[[[6.0, 6.0]]], []]
+
+
+def _cannot_be_emptied():
+    return caught(list, loader_of(lambda batch: batch.sum()))
+
+
+def test_a_result_without_rows_raises_on_every_rank_where_one_has_no_sample():
+    for raised in run(_cannot_be_emptied, world_size=2):
+        assert raised.type == "TypeError"
+        assert "holds a Tensor without dimensions: use drop_last=True" in raised.text
+
+
+class Torn(Exception):  # noqa: N818  # a user's own
+    pass
+
+
+def fails_at_the_second(batch):
+    if 3 in batch:
+        raise Torn
+    return batch
+
+
+@pytest.mark.parametrize("options", [{}, {"microbatch_size": 2}, {"reproducible": False}])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_in_a_transform_is_raised_as_it_is_at_its_step(workers, options):
+    loader = loader_of(fails_at_the_second, num_workers=workers, **options)
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(Torn):
+        next(batches)
+    del batches
+    assert loader.state_dict()["delivered"] == 3  # what the loop never got does not count
+    assert loader.epoch == 1
+    assert len(next(iter(loader))) in (2, 3)
+
+
+def test_an_error_in_a_transform_leaves_the_generators_alone():
+    def draws_and_fails(batch):
+        torch.rand(len(batch))
+        raise Torn
+
+    state = torch.get_rng_state()
+    with pytest.raises(Torn):
+        list(loader_of(draws_and_fails, microbatch_size=2))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# --- devices ---
+
+
+@pytest.mark.parametrize("device", ["auto", None, "cpu", torch.device("cpu")])
+def test_on_a_cpu_batches_are_left_as_they_were_read(device):
+    made = []
+
+    def collate(samples):
+        made.append(torch.tensor(samples))
+        return made[-1]
+
+    for number, batch in enumerate(loader_of(collate_fn=collate, device=device)):
+        assert batch is made[number]
+
+
+def test_a_transform_runs_on_the_device():
+    def collate(samples):
+        return {"x": [torch.tensor(samples), "text"]}
+
+    def transform(batch):
+        tensor, text = batch["x"]
+        return tensor.device.type, tuple(tensor.shape), text
+
+    found = list(loader_of(transform, collate_fn=collate, device="meta"))
+    assert found == [("meta", (3,), "text"), ("meta", (3,), "text"), ("meta", (1,), "text")]
+
+
+# --- running ahead ---
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_on_a_cpu_nothing_runs_ahead(prefetch):
+    seen = []
+    loader = loader_of(lambda batch: seen.append(len(batch)) or batch, prefetch=prefetch)
+    for step, batch in enumerate(loader):
+        assert len(seen) == step + 1
+        assert batch.tolist() == [*range(7)][3 * step : 3 * step + 3]
+
+
+@pytest.mark.parametrize("prefetch", [-1, 1.5, None, True, "1"])
+def test_a_number_of_batches_that_is_none_is_refused(prefetch):
+    raised = caught(lambda: loader_of(prefetch=prefetch))
+    assert raised.type == "ValueError"
+    assert raised.text == f"`prefetch` must be an integer from 0 up, but is {prefetch!r}"
+
+
+class Gpu:
+    """Takes down what is asked of streams and tensors, where there is no GPU to ask."""
+
+    def __init__(self):
+        self.log = []
+        self.current = "loop"
+
+    @contextmanager
+    def stream(self, stream):
+        before, self.current = self.current, stream.name
+        yield
+        self.current = before
+
+    def draw(self, count):
+        """Yield batches, and note on which stream each was made."""
+        for number in range(1, count + 1):
+            self.log.append(f"{self.current} makes {number}")
+            yield number, {"x": [OnGpu.of(self, number), torch.zeros(1), "text"]}
+
+
+class FakeStream:
+    def __init__(self, gpu, name):
+        self.gpu, self.name, self.events = gpu, name, 0
+
+    def wait_stream(self, other):
+        self.gpu.log.append(f"{self.name} waits for all of {other.name}")
+
+    def record_event(self):
+        self.events += 1
+        return f"the end of {self.events}"
+
+    def wait_event(self, event):
+        self.gpu.log.append(f"{self.name} waits for {event}")
+
+
+class OnGpu(torch.Tensor):
+    is_cuda = True
+
+    @classmethod
+    def of(cls, gpu, number):
+        tensor = torch.zeros(1).as_subclass(cls)
+        tensor.gpu, tensor.number = gpu, number
+        return tensor
+
+    def record_stream(self, stream):
+        self.gpu.log.append(f"{self.number} is kept for {stream.name}")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    gpu = Gpu()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: FakeStream(gpu, "side"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: FakeStream(gpu, gpu.current))
+    monkeypatch.setattr(torch.cuda, "stream", gpu.stream)
+    return gpu
+
+
+def ahead(batches, prefetch, device="cuda"):
+    return Placement(torch.device(device), None, Seeds(0, True, False), prefetch).ahead(batches)
+
+
+def test_on_a_gpu_the_next_batch_is_made_on_another_stream_and_each_waited_for(gpu):
+    batches = ahead(gpu.draw(3), 1)
+    assert gpu.log == []
+    assert next(batches)[0] == 1
+    assert gpu.log == [
+        "side waits for all of loop",
+        "side makes 1",
+        "side makes 2",
+        "loop waits for the end of 1",
+        "1 is kept for loop",
+    ]
+    gpu.log.clear()
+    assert [number for number, _ in batches] == [2, 3]
+    assert gpu.log == [
+        "side makes 3",
+        "loop waits for the end of 2",
+        "2 is kept for loop",
+        "loop waits for the end of 3",
+        "3 is kept for loop",
+    ]
+
+
+def test_a_batch_is_waited_for_by_the_stream_on_which_the_loop_asks(gpu):
+    batches = ahead(gpu.draw(2), 1)
+    next(batches)
+    gpu.current = "the user's own"
+    gpu.log.clear()
+    next(batches)
+    assert gpu.log == ["the user's own waits for the end of 2", "2 is kept for the user's own"]
+
+
+@pytest.mark.parametrize("prefetch", [1, 2, 5])
+def test_so_many_batches_are_made_ahead(prefetch, gpu):
+    batches = ahead(gpu.draw(4), prefetch)
+    for number, _ in batches:
+        made = sum("makes" in line for line in gpu.log)
+        assert made == min(number + prefetch, 4)
+
+
+@pytest.mark.parametrize(("prefetch", "device"), [(0, "cuda"), (1, "cpu")])
+def test_with_nothing_ahead_the_batches_are_as_they_are(prefetch, device):
+    batches = iter([1])
+    assert ahead(batches, prefetch, device) is batches

@@ -1,0 +1,545 @@
+"""reproducible=True: the same random numbers for a sample or microbatch, wherever it is read."""
+
+import hashlib
+import logging
+import random
+import tarfile
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from on_ranks import Raised, caught, run_caught
+from torch.utils.data import ConcatDataset, Dataset, RandomSampler, Subset, TensorDataset
+
+from pardata import Microbatches, make_loader
+from pardata.testing import run
+
+DATA = Path(__file__).parents[2] / "shared" / "data"
+
+
+class Drawing(Dataset):
+    """Draws from all three default generators, as augmentations do."""
+
+    def __init__(self, length=13):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return index + random.random() + np.random.rand() + torch.rand(()).item()  # noqa: NPY002  # as users do
+
+
+class DrawingSometimes(Drawing):
+    """Draws from one generator more at some samples, in the middle of a batch."""
+
+    def __getitem__(self, index):
+        number = float(index)
+        if index % 3 == 1:
+            number += random.random()
+        if index % 4 == 2:
+            number += float(np.random.rand())  # noqa: NPY002  # as users do
+        if index > 8:
+            number += torch.rand(()).item()
+        return number
+
+
+class Plain(Drawing):
+    def __getitem__(self, index):
+        return index
+
+
+class Named(Drawing):
+    """Is indexed by something else than whole numbers."""
+
+    def __getitem__(self, index):
+        return super().__getitem__(ord(index))
+
+
+class Items(Drawing):
+    """Draws for a whole batch at once."""
+
+    def __getitems__(self, indices):
+        return [index + random.random() + torch.rand(()).item() for index in indices]
+
+
+class WholeItems(Drawing):
+    def __getitems__(self, indices):
+        return torch.tensor(indices) + torch.rand(len(indices))
+
+
+class Generators(Drawing):
+    """Draws from a generator of its own."""
+
+    def __init__(self, kind="torch"):
+        super().__init__(9)
+        self.own = {
+            "python": random.Random(1),
+            "numpy": np.random.default_rng(1),
+            "torch": torch.Generator().manual_seed(1),
+        }[kind]
+
+    def __getitem__(self, index):
+        if isinstance(self.own, torch.Generator):
+            return index + torch.rand((), generator=self.own).item()
+        return index + self.own.random()
+
+
+class Failing(Drawing):
+    def __getitem__(self, index):
+        number = super().__getitem__(index)
+        if index == 5:
+            raise ValueError
+        return number
+
+
+def rows(batch):
+    """Return what a batch holds, so that those of all ranks, one after another, are the step."""
+    if isinstance(batch, Microbatches):
+        return [part.tolist() for part in batch]
+    return batch.tolist()
+
+
+def epochs_of(data, count=2, **options):
+    loader = make_loader(data, 4, **{"num_workers": 0, "seed": 1, **options})
+    return [[rows(batch) for batch in loader] for _ in range(count)]
+
+
+def joined(ranks):
+    """Return the epochs of steps that the ranks' shares make up."""
+    return [
+        [[row for share in shares for row in share] for shares in zip(*steps, strict=True)]
+        for steps in zip(*ranks, strict=True)
+    ]
+
+
+def states():
+    return str(random.getstate()), str(np.random.get_state()), str(torch.get_rng_state().tolist())  # noqa: NPY002  # the one that could be changed
+
+
+# --- real images ---
+
+
+class Both(Dataset):
+    """An image of each kind at a time: half as many workers to start."""
+
+    def __init__(self, folder):
+        from torchvision import transforms
+        from torchvision.datasets import MNIST, ImageFolder
+
+        affine = [transforms.RandomAffine(15, (0.1, 0.1), (0.8, 1.2)), transforms.ToTensor()]
+        crop = [
+            transforms.RandomCrop(32, padding=4),
+            transforms.RandomHorizontalFlip(),
+            transforms.ToTensor(),
+        ]
+        # A Subset has __getitems__, and yet its samples are read one by one.
+        digits = MNIST(DATA, train=False, transform=transforms.Compose(affine))
+        self.digits = Subset(digits, range(100, 148))
+        self.pictures = ImageFolder(folder, transform=transforms.Compose(crop))
+
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, index):
+        return self.digits[index], self.pictures[index]
+
+
+def _short(tensor):
+    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()[:16]
+
+
+def _seen(folder, workers):
+    # Four workers on a small machine are too many for PyTorch, and that is what is tested.
+    warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+    found = []
+    for number in workers:
+        loader = make_loader(Both(folder), 16, shuffle=True, seed=3, num_workers=number)
+        found.append(
+            [
+                [
+                    [_short(image) for pair in zip(*images, strict=True) for image in pair]
+                    for images in ((digits, pictures) for (digits, _), (pictures, _) in loader)
+                ]
+                for _ in range(3)
+            ]
+        )
+    return found
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """Return a folder of 48 pictures of CIFAR-10, as ImageFolder wants it."""
+    folder = tmp_path_factory.mktemp("cifar")
+    archive = DATA / "cifar10-jpeg.tar.gz"
+    if not (archive.exists() and (DATA / "MNIST").exists()):
+        pytest.skip("MNIST and CIFAR-10 are not at hand")
+    left = 48
+    with tarfile.open(archive, "r|gz") as members:
+        for member in members:
+            if member.isfile():
+                target = folder / "train" / member.name.replace("/", "-")
+                target.parent.mkdir(exist_ok=True)
+                target.write_bytes(members.extractfile(member).read())
+                left -= 1
+            if not left:
+                break
+    return folder
+
+
+@pytest.fixture(scope="module")
+def images_alone(pictures):
+    pytest.importorskip("torchvision")
+    (found,) = _seen(pictures, [0])
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_the_same_images_to_the_last_bit_at_every_size_and_number_of_workers(
+    size, pictures, images_alone
+):
+    ranks = run(_seen, pictures, [0, 1, 2, 4], world_size=size)
+    for found in zip(*ranks, strict=True):
+        assert joined(found) == images_alone
+    hashes = [image for epoch in images_alone for step in epoch for image in step]
+    assert len(hashes) == 3 * 2 * 48
+    assert len(set(hashes)) > 0.95 * len(hashes)  # a flipped and shifted image may come again
+
+
+# --- samples ---
+
+SAMPLES = {
+    "drawing": (Drawing(), {}),
+    "shuffled": (Drawing(), {"shuffle": True}),
+    "sometimes": (DrawingSometimes(), {"shuffle": True}),
+    "a subset": (Subset(Drawing(), range(3, 12)), {}),
+    "several": (ConcatDataset([Drawing(5), DrawingSometimes(6)]), {"shuffle": True}),
+    "sampled": (Drawing(), {"sampler": RandomSampler(range(13), replacement=True)}),
+    "named": (Named(), {"sampler": list("reproducibly")}),
+    "microbatches": (Drawing(), {"microbatch_size": 1}),
+    "collated": (Drawing(), {"collate_fn": torch.tensor}),
+}
+
+
+def _samples(workers):
+    return {
+        name: [epochs_of(data, num_workers=number, **options) for number in workers]
+        for name, (data, options) in SAMPLES.items()
+    }
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_sample_is_the_same_whoever_reads_it(size):
+    alone = _samples([0])
+    ranks = run(_samples, [0, 2], world_size=size)
+    for name in SAMPLES:
+        for found in zip(*(rank[name] for rank in ranks), strict=True):
+            assert joined(found) == alone[name][0], name
+        first, second = alone[name][0]
+        assert sorted(first) != sorted(second), name
+
+
+def test_a_sample_does_not_depend_on_the_order_or_the_batch():
+    ordered = sorted(row for step in epochs_of(Drawing(), 1)[0] for row in step)
+    shuffled = epochs_of(Drawing(), 1, shuffle=True, drop_last=False)[0]
+    pieces = epochs_of(Drawing(), 1, microbatch_size=1)[0]
+    assert sorted(row for step in shuffled for row in step) == ordered
+    assert sorted(row for step in pieces for part in step for row in part) == ordered
+
+
+def test_a_sample_is_another_one_in_another_epoch_and_under_another_seed():
+    found = [*epochs_of(Drawing(), 3), *epochs_of(Drawing(), 3, seed=2)]
+    rests = [row % 1 for epoch in found for step in epoch for row in step]
+    assert len(set(rests)) == len(rests) == 6 * 13
+
+
+def test_workers_started_anew_for_each_epoch_make_no_difference():
+    assert epochs_of(Drawing(), num_workers=1, persistent_workers=False) == epochs_of(Drawing())
+
+
+# --- the training process ---
+
+
+@pytest.mark.parametrize("data", [Drawing(), DrawingSometimes(), Plain()])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_generators_of_the_training_process_are_left_alone(workers, data):
+    loader = make_loader(data, 4, shuffle=True, num_workers=workers)
+    before = states()
+    for _ in range(2):
+        for _ in loader:
+            assert states() == before
+        assert states() == before
+
+
+def test_a_sample_that_cannot_be_read_leaves_them_alone_too():
+    loader = make_loader(Failing(), 4, num_workers=0)
+    before = states()
+    assert isinstance(caught(list, loader), Raised)
+    assert states() == before
+
+
+def _dropouts():
+    dropout = torch.nn.Dropout()
+    torch.manual_seed(3)
+    return [dropout(torch.ones(64)).tolist() for _ in make_loader(Drawing(), 4, num_workers=0)]
+
+
+def test_the_dropout_of_the_model_draws_as_if_there_were_no_loader():
+    dropout = torch.nn.Dropout()
+    torch.manual_seed(3)
+    assert [dropout(torch.ones(64)).tolist() for _ in range(4)] == _dropouts()
+
+
+def test_a_loop_that_seeds_does_not_change_the_samples():
+    found = []
+    for batch in make_loader(Drawing(), 4, seed=1, num_workers=0):
+        found.append(batch.tolist())
+        random.seed(0)
+        torch.manual_seed(0)
+    assert found == epochs_of(Drawing(), 1)[0]
+
+
+def test_without_it_a_data_set_draws_from_the_generators_as_they_are():
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)  # noqa: NPY002  # as users do
+    expected = [Drawing()[index] for index in range(13)]
+    after = states()
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)  # noqa: NPY002  # as users do
+    (found,) = epochs_of(Drawing(), 1, reproducible=False)
+    assert [row for step in found for row in step] == expected
+    assert states() == after
+
+
+def test_without_it_a_loader_of_samples_that_draw_nothing_draws_nothing():
+    before = states()
+    epochs_of(Plain(), reproducible=False, shuffle=True)
+    assert states() == before
+
+
+# --- collate_fn, batch_transform and __getitems__ that draw ---
+
+KINDS = ["python", "numpy", "torch"]
+
+
+def draw(kind):
+    if kind == "python":
+        random.random()
+    elif kind == "numpy":
+        np.random.rand()  # noqa: NPY002  # as users do
+    else:
+        torch.rand(())
+
+
+class Draws:
+    """Passes a batch on, and draws from step `since` on."""
+
+    def __init__(self, kind, since=0):
+        self.kind, self.left = kind, since
+
+    def __call__(self, batch):
+        self.left -= 1
+        if self.left < 0:
+            draw(self.kind)
+        return torch.as_tensor(batch)
+
+
+class DrawsAsItems(Plain):
+    def __init__(self, draws):
+        super().__init__()
+        self.draws = draws
+
+    def __getitems__(self, indices):
+        return self.draws(indices).tolist()
+
+
+def loader_that_draws(what, draws, **options):
+    data = DrawsAsItems(draws) if what == "__getitems__" else Plain()
+    if what != "__getitems__":
+        options[what] = draws
+    return make_loader(data, 4, **{"num_workers": 0, **options})
+
+
+WHAT = ["collate_fn", "batch_transform", "__getitems__"]
+
+
+def _until_it_raises(what, kind, since):
+    seen = []
+    loader = loader_that_draws(what, Draws(kind, since))
+
+    def loop():
+        seen.extend(batch.tolist() for batch in loader)
+
+    return len(seen), caught(loop), len(seen)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("what", WHAT)
+def test_drawing_for_a_share_raises_and_names_both_cures(what, kind):
+    _, raised, seen = _until_it_raises(what, kind, 0)
+    assert seen == 0
+    assert raised.type == "RuntimeError"
+    assert raised.text == (
+        f"`{what}` must draw no random numbers from a batch whose size depends on the number of "
+        f"ranks, but did: pass `microbatch_size`, so that it gets the same pieces at every world "
+        f"size, each seeded alike, or reproducible=False"
+    )
+
+
+@pytest.mark.parametrize("since", [1, 3])
+@pytest.mark.parametrize("what", WHAT)
+def test_it_raises_at_a_later_step_too(what, since):
+    _, raised, seen = _until_it_raises(what, "torch", since)
+    assert seen == since
+    assert f"`{what}` must draw no random numbers from a batch" in raised.text
+
+
+@pytest.mark.parametrize("what", WHAT)
+def test_it_raises_on_every_rank(what):
+    for _, raised, _ in run(_until_it_raises, what, "torch", 0, world_size=2):
+        assert f"`{what}` must draw no random numbers from a batch" in raised.text
+
+
+def _in_a_worker():
+    # In a process of its own: the workers of a loader that failed hang on its traceback.
+    return list(loader_that_draws("collate_fn", Draws("numpy"), num_workers=1))
+
+
+def test_it_raises_in_a_worker_too():
+    (raised,) = run_caught(_in_a_worker, world_size=1)
+    assert "`collate_fn` must draw no random numbers from a batch" in raised.text
+
+
+@pytest.mark.parametrize("what", WHAT)
+def test_without_reproducible_it_may_draw(what):
+    for kind in KINDS:
+        before = states()
+        assert len(list(loader_that_draws(what, Draws(kind), reproducible=False))) == 4
+        assert states() != before
+
+
+def noise(batch):
+    return torch.as_tensor(batch) + random.random() + torch.rand(len(batch))
+
+
+def more_noise(batch):
+    return batch + float(np.random.rand()) + torch.rand(len(batch))  # noqa: NPY002  # as users do
+
+
+MICROBATCHES = {
+    "collate_fn": (Drawing(), {"collate_fn": noise}),
+    "batch_transform": (Drawing(), {"batch_transform": more_noise}),
+    "both": (Drawing(), {"collate_fn": noise, "batch_transform": more_noise}),
+    "whole": (
+        TensorDataset(torch.arange(13.0)),
+        {"batch_transform": lambda batch: noise(batch[0])},
+    ),
+    "items": (Items(), {}),
+    "whole items": (WholeItems(), {"shuffle": True}),
+    "all": (Items(), {"collate_fn": noise, "batch_transform": more_noise, "shuffle": True}),
+}
+
+
+def _microbatches(workers):
+    return {
+        name: [epochs_of(data, num_workers=w, microbatch_size=2, **options) for w in workers]
+        for name, (data, options) in MICROBATCHES.items()
+    }
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_with_microbatches_they_draw_the_same_at_every_size(size):
+    alone = _microbatches([0])
+    ranks = run(_microbatches, [0, 2], world_size=size)
+    for name in MICROBATCHES:
+        for found in zip(*(rank[name] for rank in ranks), strict=True):
+            assert joined(found) == alone[name][0], name
+        rests = [
+            row % 1 for epoch in alone[name][0] for step in epoch for part in step for row in part
+        ]
+        assert len(set(rests)) == len(rests), name
+
+
+def test_collate_fn_and_batch_transform_do_not_draw_the_same_numbers():
+    def column(batch):
+        return torch.rand(len(batch))
+
+    def beside(batch):
+        return torch.stack([batch, torch.rand(len(batch))], 1)
+
+    (batch,) = make_loader(
+        Plain(4), 4, microbatch_size=4, collate_fn=column, batch_transform=beside, num_workers=0
+    )
+    assert not torch.equal(batch[0][:, 0], batch[0][:, 1])
+
+
+def test_with_microbatches_too_the_training_process_is_left_alone():
+    for data, options in MICROBATCHES.values():
+        before = states()
+        epochs_of(data, microbatch_size=2, **options)
+        assert states() == before
+
+
+# --- a data set with a generator of its own ---
+
+
+def _warned(folder, kind, workers, options):
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    handler = logging.FileHandler(folder / f"{rank}.log")  # which workers write to as well
+    logger = logging.getLogger("pardata.data._reader")
+    logger.addHandler(handler)
+    data = Plain() if kind is None else Generators(kind)
+    epochs_of(data, num_workers=workers, **options)
+    logger.removeHandler(handler)
+    handler.close()
+
+
+def _all_warned(folder, cases):
+    for number, (kind, workers, options) in enumerate(cases):
+        own = folder / str(number)
+        own.mkdir(exist_ok=True)
+        _warned(own, kind, workers, options)
+
+
+def lines(folder, size):
+    return [(folder / f"{rank}.log").read_text().splitlines() for rank in range(size)]
+
+
+WARNED = [
+    ("torch", 0, {}),
+    ("numpy", 0, {"microbatch_size": 2}),
+    ("python", 2, {"shuffle": True}),
+    ("torch", 2, {"persistent_workers": False}),
+]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_it_is_warned_about_once_on_rank_0(size, tmp_path):
+    run(_all_warned, tmp_path, WARNED, world_size=size)
+    for number, (_, _, options) in enumerate(WARNED):
+        (line,), *others = lines(tmp_path / str(number), size)
+        assert others == [[]] * (size - 1)
+        first = line.split()[2]
+        assert first == "0" or "shuffle" in options
+        assert line == (
+            f"[0/{size}] sample {first} of Generators differs when read twice with the same seed, "
+            f"so that runs at other sizes will not be the same: draw from the default generators "
+            f"of Python, NumPy or PyTorch, or pass reproducible=False"
+        )
+
+
+def test_what_is_reproducible_or_need_not_be_is_not_warned_about(tmp_path):
+    for kind, workers, options in [
+        (None, 0, {}),
+        ("torch", 0, {"reproducible": False}),
+        ("torch", 1, {"reproducible": False}),
+    ]:
+        _warned(tmp_path, kind, workers, options)
+    for data in (Drawing(), DrawingSometimes(), Subset(Drawing(), range(4))):
+        epochs_of(data)
+    assert lines(tmp_path, 1) == [[]]

@@ -1,0 +1,304 @@
+"""The order that is computed: a bijection, fair, without a pattern, and the same everywhere."""
+
+import math
+from itertools import permutations
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pardata.data._shuffle import Shuffle
+from pardata.seeds._mix import mix
+from pardata.testing import run
+
+DRAWN = 2**16  # up to here the whole order is drawn, above it each number is computed
+BOTH = pytest.mark.parametrize("drawn", [DRAWN, 0], ids=["drawn", "computed"])
+FAR = pytest.mark.parametrize("length", [10**9, 10**12, 2**62])
+
+keys = st.integers(0, 2**63 - 1)
+
+
+def order(length, seed=0, epoch=0, positions=None):
+    shuffle = Shuffle(length, mix(seed, epoch))
+    return shuffle.at(torch.arange(length) if positions is None else positions)
+
+
+def assert_bijective(length, key):
+    found = Shuffle(length, key).at(torch.arange(length))
+    assert found.dtype == torch.int64
+    assert torch.equal(found.sort().values, torch.arange(length))
+
+
+# --- a bijection ---
+
+
+@BOTH
+@given(length=st.integers(1, 3000), key=keys)
+def test_every_number_comes_once(drawn, length, key):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pardata.data._shuffle._DRAWN", drawn)
+        assert_bijective(length, key)
+
+
+@BOTH
+def test_every_number_comes_once_for_each_of_the_first_lengths(monkeypatch, drawn):
+    monkeypatch.setattr("pardata.data._shuffle._DRAWN", drawn)
+    for length in range(1, 130):
+        for key in range(3):
+            assert_bijective(length, key)
+
+
+@settings(max_examples=20)
+@given(st.integers(-400, 400).map(DRAWN.__add__) | st.integers(DRAWN, 120_000), keys)
+def test_every_number_comes_once_on_both_sides_of_what_is_drawn(length, key):
+    assert_bijective(length, key)
+
+
+@pytest.mark.parametrize("length", [DRAWN - 1, DRAWN, DRAWN + 1, 317**2, 317**2 + 1])
+def test_every_number_comes_once_at_the_edges(length):
+    assert_bijective(length, 0)
+
+
+def test_up_to_65536_the_order_is_drawn_and_above_it_is_not(monkeypatch):
+    first = torch.arange(100)
+    before = [Shuffle(length, 1).at(first) for length in (DRAWN, DRAWN + 1)]
+    monkeypatch.setattr("pardata.data._shuffle._DRAWN", 0)
+    after = [Shuffle(length, 1).at(first) for length in (DRAWN, DRAWN + 1)]
+    assert [torch.equal(*pair) for pair in zip(before, after, strict=True)] == [False, True]
+
+
+@FAR
+def test_what_is_far_too_long_to_draw_stays_in_range_and_distinct(length):
+    # Runs and columns of the grid are where a round that is no bijection would collide.
+    side = math.isqrt(length - 1) + 1
+    spread = torch.randint(length, (100_000,), generator=torch.Generator().manual_seed(0))
+    runs = [torch.arange(100_000), torch.arange(length - 100_000, length)]
+    column = torch.arange(min(side, 100_000) - 1) * side + 7
+    positions = torch.cat([spread, *runs, column]).unique()
+    found = Shuffle(length, 3).at(positions)
+    assert found.min() >= 0
+    assert found.max() < length
+    assert len(found.unique()) == len(positions)
+
+
+def test_no_things_have_an_order_too():
+    assert Shuffle(0, 1).at(torch.arange(0)).tolist() == []
+
+
+@pytest.mark.parametrize("length", [1000, 10**6])
+def test_positions_may_have_any_shape_and_are_not_changed(length):
+    shuffle = Shuffle(length, 4)
+    flat = shuffle.at(torch.arange(12))
+    positions = torch.arange(12).reshape(3, 4)
+    assert torch.equal(shuffle.at(positions), flat.reshape(3, 4))
+    assert torch.equal(positions, torch.arange(12).reshape(3, 4))
+    assert shuffle.at(torch.tensor(7)) == flat[7]
+    assert shuffle.at(torch.tensor([7, 7, 0])).tolist() == flat[[7, 7, 0]].tolist()
+    assert shuffle.at(torch.zeros(0, dtype=torch.int64)).shape == (0,)
+
+
+# --- fair: no statistic is beyond what chance exceeds once in a million ---
+
+
+def limit(freedom):
+    """Return what chi-square exceeds once in a million, within a per cent (Wilson, Hilferty)."""
+    ninth = 2 / (9 * freedom)
+    return freedom * (1 - ninth + 4.7534 * math.sqrt(ninth)) ** 3
+
+
+def chi_square(counts, expected):
+    return ((counts - expected) ** 2 / expected).sum().item()
+
+
+def _half_of_the_orders_of_four():
+    orders = {whole: number for number, whole in enumerate(permutations(range(4)))}
+    counts, all_four = [0] * 24, torch.arange(4)
+    for seed in range(dist.get_rank(), 240_000, 2):
+        counts[orders[tuple(order(4, seed, 0, all_four).tolist())]] += 1
+    return counts
+
+
+def test_each_of_the_24_orders_of_four_comes_as_often_as_any_other():
+    # Two processes take half of the seeds each: the loop is the longest of this file.
+    halves = run(_half_of_the_orders_of_four, world_size=2, timeout=600)
+    counts = torch.tensor(halves).sum(0)
+    assert counts.sum() == 240_000
+    assert chi_square(counts, torch.full((24,), 10_000)) < 70.549  # 23 degrees of freedom
+
+
+@BOTH
+def test_each_number_is_as_likely_at_each_of_a_thousand_positions(monkeypatch, drawn):
+    monkeypatch.setattr("pardata.data._shuffle._DRAWN", drawn)
+    length, seeds = 1000, 2000
+    counts = torch.zeros(length * length)
+    for seed in range(seeds):
+        counts[torch.arange(length) * length + order(length, seed)] += 1
+    # Rows and columns add up, so of the million numbers of an order 999 squared are free.
+    found = chi_square(counts, torch.tensor(seeds / length)) * (length - 1) / length
+    assert found < limit((length - 1) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("length", "drawn"),
+    [(1000, DRAWN), (1000, 0), (DRAWN + 1, DRAWN), (10**9, DRAWN)],
+    ids=["drawn", "computed", "65537", "10**9"],
+)
+def test_where_two_positions_go_says_nothing_of_each_other(monkeypatch, length, drawn):
+    # The second of a pair is next to the first in the grid of rows and columns, or far away.
+    monkeypatch.setattr("pardata.data._shuffle._DRAWN", drawn)
+    side, bins, seeds = math.isqrt(length - 1) + 1, 10, 5000
+    others = [1, side, side + 1, length // 2, length - 1]
+    counts = torch.zeros(len(others), bins, bins)
+    for seed in range(seeds):
+        where = order(length, seed, 0, torch.tensor([0, *others]))
+        first, *rest = (where * bins // length).tolist()
+        for number, second in enumerate(rest):
+            counts[number, first, second] += 1
+    starts = torch.tensor([-(-b * length // bins) for b in range(bins + 1)])
+    sizes = starts.diff().double()
+    pairs = sizes[:, None] * sizes - sizes.diag()  # no number comes twice
+    expected = pairs / pairs.sum() * seeds
+    for number, other in enumerate(others):
+        assert chi_square(counts[number], expected) < limit(bins**2 - 1), other
+    firsts = counts[0].sum(1)
+    assert chi_square(firsts, sizes / length * seeds) < limit(bins - 1)
+
+
+# --- without a pattern ---
+
+PATTERNS = pytest.mark.parametrize(
+    ("length", "drawn", "orders"),
+    [(1000, DRAWN, 300), (1000, 0, 300), (60_000, DRAWN, 5), (60_000, 0, 5), (10**9, DRAWN, 1)],
+)
+
+
+def correlation(one, other):
+    return torch.corrcoef(torch.stack([one, other]).double())[0, 1].item()
+
+
+@PATTERNS
+def test_nothing_correlates(monkeypatch, length, drawn, orders):
+    monkeypatch.setattr("pardata.data._shuffle._DRAWN", drawn)
+    if length <= 10**6:
+        positions = torch.arange(length)
+    else:
+        sampled = torch.Generator().manual_seed(0)
+        positions = torch.randint(length, (300_000,), generator=sampled).unique()
+    after = (positions + 1) % length
+    side = math.isqrt(length - 1) + 1
+
+    def every(seed=0, epoch=0, at=positions):
+        found = [order(length, 100 * number + seed, epoch, at) for number in range(orders)]
+        return torch.cat(found)
+
+    here = every()
+    others = {
+        "position": positions.repeat(orders),
+        "neighbour": every(at=after),
+        "neighbour in the column": every(at=(positions + side) % length),
+        "next epoch": every(epoch=1),
+        "next seed": every(seed=1),
+        "next seed and epoch": every(seed=1, epoch=1),
+    }
+    for name, other in others.items():
+        # Five standard deviations: chance is beyond them once in a million and a half.
+        assert abs(correlation(here, other)) < 5 / math.sqrt(len(here)), name
+        assert abs(correlation(here % 2, other % 2)) < 5 / math.sqrt(len(here)), name
+
+
+@BOTH
+@pytest.mark.parametrize(("seed", "epoch"), [(0, 1), (1, 0), (1, 1)])
+def test_two_orders_agree_in_as_many_places_as_by_chance(monkeypatch, drawn, seed, epoch):
+    # One place on average, with a variance of one.
+    monkeypatch.setattr("pardata.data._shuffle._DRAWN", drawn)
+    pairs = 400
+    same = sum(
+        (order(1000, 10 * number) == order(1000, 10 * number + seed, epoch)).sum().item()
+        for number in range(pairs)
+    )
+    assert abs(same - pairs) < 5 * math.sqrt(pairs)
+
+
+@given(st.integers(-(2**70), 2**70), st.integers(0, 10_000))
+def test_an_order_differs_by_epoch_and_by_seed_and_not_by_call(seed, epoch):
+    found = order(50, seed, epoch).tolist()
+    assert found == order(50, seed, epoch).tolist()
+    assert found != order(50, seed, epoch + 1).tolist()
+    assert found != order(50, seed + 1, epoch).tolist()
+
+
+def test_the_next_seed_is_not_the_next_epoch():
+    orders = {tuple(order(50, seed, epoch).tolist()) for seed in range(20) for epoch in range(20)}
+    assert len(orders) == 400
+
+
+# --- the same everywhere ---
+# What stands at the first three positions, in the middle and at the end; of up to ten, all.
+GOLDEN = [
+    ((1, 0, 0), [0]),
+    ((2, 0, 0), [1, 0]),
+    ((10, 0, 0), [2, 4, 6, 1, 8, 0, 7, 5, 9, 3]),
+    ((10, 0, 1), [0, 8, 1, 6, 5, 7, 4, 9, 3, 2]),
+    ((10, 1, 0), [6, 4, 7, 0, 8, 3, 9, 2, 5, 1]),
+    ((1000, 0, 0), [680, 633, 613, 383, 819]),
+    ((1000, 0, 1), [698, 633, 658, 88, 503]),
+    ((1000, 1, 0), [361, 800, 949, 793, 591]),
+    ((60000, 0, 0), [14816, 35256, 19443, 15625, 22771]),
+    ((60000, 0, 1), [45534, 23883, 51791, 33371, 34778]),
+    ((60000, 1, 0), [49158, 361, 32666, 12250, 42513]),
+    ((65536, 0, 0), [14816, 35256, 19443, 58240, 22771]),
+    ((65536, 0, 1), [45534, 23883, 61184, 20678, 34778]),
+    ((65536, 1, 0), [49158, 361, 32666, 53345, 42513]),
+    ((65537, 0, 0), [33804, 2624, 52228, 9469, 44953]),
+    ((65537, 0, 1), [4718, 12299, 21179, 44354, 30724]),
+    ((65537, 1, 0), [63181, 45414, 53882, 33377, 24559]),
+    ((10**6, 0, 0), [374700, 554877, 690672, 442661, 67731]),
+    ((10**6, 0, 1), [200077, 597083, 660205, 897117, 788448]),
+    ((10**6, 1, 0), [535740, 2524, 914677, 860136, 681220]),
+    ((10**9, 0, 0), [696_810_904, 679_178_506, 877_580_882, 266_555_817, 974_946_566]),
+    ((10**9, 0, 1), [499_534_792, 100_978_012, 166_693_118, 870_356_376, 495_984_445]),
+    ((10**9, 1, 0), [506_823_538, 464_558_653, 147_616_567, 915_737_915, 879_494_420]),
+    (
+        (10**12, 0, 0),
+        [26_236_710_859, 814_740_560_560, 311_114_588_626, 624_709_729_184, 871_841_806_256],
+    ),
+    (
+        (10**12, 0, 1),
+        [288_858_474_306, 596_556_062_915, 695_221_560_807, 651_507_644_446, 679_133_408_431],
+    ),
+    (
+        (10**12, 1, 0),
+        [329_175_291_992, 648_338_325_173, 355_442_277_120, 923_020_073_142, 786_640_113_865],
+    ),
+]
+
+
+@pytest.mark.parametrize(("which", "numbers"), GOLDEN, ids=str)
+def test_golden_values(which, numbers):
+    # A run that goes on under a newer release must go on in the same order.
+    length, seed, epoch = which
+    positions = [*range(length)] if length <= 10 else [0, 1, 2, length // 2, length - 1]
+    assert order(length, seed, epoch, torch.tensor(positions)).tolist() == numbers
+
+
+@pytest.mark.parametrize("length", [DRAWN, 10**9])
+def test_the_order_does_not_depend_on_the_number_of_threads(length):
+    # Long enough for PyTorch to share the work out among them.
+    positions, before = torch.arange(DRAWN), torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(order(length, 1, 2, positions))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("length", [1000, 10**9])
+def test_a_part_of_the_order_is_that_part_of_the_whole(length):
+    whole = order(length, 3, 1, torch.arange(600))
+    parts = [order(length, 3, 1, torch.arange(start, start + 60)) for start in range(0, 600, 60)]
+    assert torch.equal(torch.cat(parts), whole)

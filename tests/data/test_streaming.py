@@ -1,0 +1,928 @@
+"""Streams: each sample on one rank and one worker, in the same steps at every size."""
+
+import itertools
+import json
+import logging
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from on_ranks import Raised, caught, run_caught
+from test_logging import Keeper
+from torch.utils.data import IterableDataset, get_worker_info
+
+from pardata import Microbatches, make_loader, progress
+from pardata.testing import run
+
+
+class Count(IterableDataset):
+    def __init__(self, length):
+        self.length = length
+
+    def __iter__(self):
+        return iter(range(self.length))
+
+
+class Sized(Count):
+    def __len__(self):
+        return self.length
+
+
+class Pairs(Count):
+    def __iter__(self):
+        return ({"x": torch.full((2,), float(i)), "name": f"n{i}"} for i in range(self.length))
+
+
+class Buffer(Count):
+    """Shuffles through a buffer and augments: draws from all three default generators."""
+
+    def __iter__(self):
+        buffer = [random.random() for _ in range(3)]  # at the start, and before the first sample
+        for number in range(self.length):
+            buffer.append(number + float(np.random.rand()))  # noqa: NPY002  # the one that users draw from
+            yield buffer.pop(random.randrange(len(buffer))) + torch.rand(()).item()
+        yield from buffer
+
+
+class Permuted(Buffer):
+    """Draws when it is asked for an iterator, before any sample."""
+
+    def __iter__(self):
+        return iter(random.sample(range(self.length), self.length))
+
+
+class Own(IterableDataset):
+    """Yields its own to each rank and worker: so many as it has, of rank and worker."""
+
+    def __init__(self, *lengths):
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.lengths = lengths
+
+    def __iter__(self):
+        info = get_worker_info()
+        number, workers = (info.id, info.num_workers) if info else (0, 1)
+        everything = range(self.lengths[self.rank])
+        return iter(1000 * self.rank + i for i in everything if i * i % 7 % workers == number)
+
+
+class OwnDraws(Own):
+    def __iter__(self):
+        return (number + torch.rand(()).item() for number in super().__iter__())
+
+
+class SplitByWorker(Count):
+    def __iter__(self):
+        info = get_worker_info()
+        return iter(range(info.id, self.length, info.num_workers))
+
+
+class SplitInRuns(Count):
+    """Gives worker 0 nothing."""
+
+    def __iter__(self):
+        return iter(range(self.length if get_worker_info().id else 0))
+
+
+class SplitByRank(Count):
+    def __iter__(self):
+        return iter(range(dist.get_rank(), self.length, dist.get_world_size()))
+
+
+class EndsEarly(Count):
+    def __init__(self, length, less):
+        super().__init__(length)
+        self.less = less
+
+    def __iter__(self):
+        return iter(range(self.length - self.less * dist.get_rank()))
+
+
+class FromTo(IterableDataset):
+    """As in PyTorch's documentation: a worker_init_fn says from where to where."""
+
+    start, stop = 0, 12
+
+    def __iter__(self):
+        return iter(range(self.start, self.stop))
+
+
+def each_its_own(number):
+    data = get_worker_info().dataset
+    data.start, data.stop = data.start + 6 * number, data.start + 6 * (number + 1)
+
+
+class Failing(Count):
+    def __init__(self, length, error, at, rank=None):
+        super().__init__(length)
+        self.error, self.at, self.rank = error, at, rank
+
+    def __iter__(self):
+        here = dist.get_rank() if dist.is_initialized() else 0
+        if self.at is None and self.rank in (None, here):
+            raise self.error
+        return self._numbers(here)
+
+    def _numbers(self, here):
+        for number in range(self.length):
+            if number == self.at and self.rank in (None, here):
+                raise self.error
+            yield number
+
+
+class TwoArguments(Exception):  # noqa: N818  # a user's own
+    def __init__(self, code, text):
+        super().__init__(f"{code}: {text}")
+
+
+class Waiting(Count):
+    """On rank 1 does not read the second step before rank 0 has begun with the first."""
+
+    def __iter__(self):
+        for number in range(self.length):
+            if number == 4 and dist.get_rank() == 1:
+                dist.recv(torch.zeros(1), src=0)
+            yield number
+
+
+def rows(batch):
+    """Return what a batch holds, so that those of all ranks, one after another, are the step."""
+    if isinstance(batch, Microbatches):
+        return [part.tolist() for part in batch]
+    return batch.tolist()
+
+
+def steps(loader):
+    return [rows(batch) for batch in loader]
+
+
+def flat(loader):
+    return [row for batch in loader for row in rows(batch)]
+
+
+def loader_of(data, batch_size=5, **options):
+    return make_loader(data, batch_size, **{"num_workers": 0, "seed": 1, **options})
+
+
+def joined(ranks):
+    """Return the steps that the ranks' shares make up."""
+    assert len({len(found) for found in ranks}) == 1
+    return [[row for share in shares for row in share] for shares in zip(*ranks, strict=True)]
+
+
+# --- the same at every size ---
+
+CASES = {
+    "plain": (Count(23), {}),
+    "with a length": (Sized(23), {}),
+    "dropped": (Count(23), {"drop_last": True}),
+    "whole": (Count(20), {}),
+    "a tail for one rank": (Count(11), {}),
+    "fewer than ranks": (Count(1), {}),
+    "nothing": (Count(0), {}),
+    "microbatches": (Count(23), {"microbatch_size": 2}),
+    "a short microbatch alone": (Count(11), {"microbatch_size": 2}),
+    "one microbatch": (Count(11), {"microbatch_size": 5}),
+    "shuffled inside": (Buffer(23), {}),
+    "shuffled at the start": (Permuted(23), {}),
+    "shuffled inside, not reproducible": (Buffer(23), {"reproducible": False}),
+    "collated by hand": (Buffer(23), {"collate_fn": torch.tensor}),
+}
+
+
+WITH_WORKERS = ["plain", "a tail for one rank", "microbatches", "shuffled inside"]
+
+
+def _cases(workers):
+    """Two whole epochs, one that is left, and one more: by the same workers."""
+    found = {}
+    for name in WITH_WORKERS if workers else CASES:
+        data, options = CASES[name]
+        loader = loader_of(data, num_workers=workers, **options)
+        epochs = [steps(loader), steps(loader), [], []]
+        for batch in loader:
+            epochs[2].append(rows(batch))
+            if len(epochs[2]) == 2:
+                break
+        epochs[3] = steps(loader)
+        found[name] = epochs
+    return found
+
+
+def test_an_epoch_of_a_stream_is_all_of_it_again():
+    alone = _cases(0)
+    for name, (first, second, left, fourth) in alone.items():
+        data, options = CASES[name]
+        assert left == steps(_at_epoch(loader_of(data, **options), 2))[:2]
+        if not isinstance(data, Buffer):
+            assert first == second == fourth
+    assert alone["plain"][0] == [*([*range(i, i + 5)] for i in (0, 5, 10, 15)), [20, 21, 22]]
+    assert len(alone["dropped"][0]) == 4
+    assert alone["nothing"][0] == []
+
+
+def _cases_without_and_with_workers():
+    return [_cases(0), _cases(2)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_step_is_the_same_samples_at_every_size_and_number_of_workers(size):
+    alone = _cases(0)
+    for found in zip(*run(_cases_without_and_with_workers, world_size=size), strict=True):
+        for name in found[0]:
+            for epoch, whole in enumerate(alone[name]):
+                shares = [rank[name][epoch] for rank in found]
+                assert joined(shares) == whole, (name, epoch)
+                counts = [[len(part) for part in step] for step in zip(*shares, strict=True)]
+                assert all(max(count) - min(count) <= 1 for count in counts)
+
+
+def _at_epoch(loader, epoch):
+    loader.set_epoch(epoch)
+    return loader
+
+
+def test_a_shuffle_inside_the_stream_is_another_one_each_epoch_and_with_each_seed():
+    loader = loader_of(Buffer(10))
+    other = loader_of(Buffer(10), seed=2)
+    epochs = [flat(loader), flat(loader), flat(other)]
+    assert len({str(sorted(epoch)) for epoch in epochs}) == 3
+    assert flat(loader_of(Buffer(10))) == epochs[0]
+
+
+def states():
+    return str(random.getstate()), str(np.random.get_state()), str(torch.get_rng_state().tolist())  # noqa: NPY002  # the one that could be changed
+
+
+@pytest.mark.parametrize("reproducible", [True, False])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_generators_of_the_training_process_are_left_alone(workers, reproducible):
+    loader = loader_of(Buffer(13), num_workers=workers, reproducible=reproducible)
+    before = states()
+    for _ in loader:
+        assert states() == before
+    loader.load_state_dict({**loader.state_dict(), "delivered": 10})
+    assert len(steps(loader)) == 2
+    assert states() == before
+
+
+def test_set_epoch_and_a_state_reach_workers_that_live_on():
+    whole = steps(_at_epoch(loader_of(Buffer(13)), 3))
+    loader = loader_of(Buffer(13), num_workers=1)
+    steps(loader)
+    assert steps(_at_epoch(loader, 3)) == whole
+    loader.load_state_dict({**loader.state_dict(), "epoch": 3, "delivered": 5})
+    assert steps(loader) == whole[1:]
+
+
+def test_what_the_loop_draws_does_not_reach_the_stream():
+    whole = steps(loader_of(Buffer(13)))
+    found = []
+    for batch in loader_of(Buffer(13)):
+        found.append(batch.tolist())
+        random.seed(torch.rand(()).item())
+    assert found == whole
+
+
+def _tail():
+    *_, last = loader_of(Pairs(11))
+    return last
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_for_which_the_tail_has_nothing_gets_zero_rows_of_the_same_kind(size):
+    first, *others = run(_tail, world_size=size)
+    assert (first["x"].tolist(), first["name"]) == ([[10.0, 10.0]], ["n10"])
+    for last in others:
+        assert (last["x"].shape, last["x"].dtype, last["name"]) == ((0, 2), torch.float32, [])
+
+
+def _cannot_be_emptied():
+    return [type(batch).__name__ for batch in loader_of(Count(11), collate_fn=set)]
+
+
+def test_a_tail_that_cannot_be_emptied_raises_on_every_rank():
+    for raised in run_caught(_cannot_be_emptied, world_size=2):
+        assert raised.type == "TypeError"
+        assert "but this one holds a set: use drop_last=True" in raised.text
+
+
+def _microbatches():
+    return [
+        (batch.epoch, batch.step, batch.first, batch.counts, rows(batch))
+        for batch in loader_of(Count(11), microbatch_size=2)
+    ]
+
+
+def _stand_ins(workers):
+    loader = loader_of(Count(23), 8, microbatch_size=3, num_workers=workers)
+    found = [(step.size, step.seed, step.stand_in.tolist(), rows(step)) for step in loader]
+    return found, loader.stats()["samples"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_without_microbatches_of_a_stream_has_the_first_of_the_step_to_run(size, workers):
+    ranks = run(_stand_ins, workers, world_size=size)
+    for steps, delivered in ranks:
+        assert delivered == 23
+        for (_, _, _, first), (shared_by, seed, stand_in, own) in zip(
+            ranks[0][0], steps, strict=True
+        ):
+            assert (shared_by, seed) == (size, 1)
+            assert stand_in == (own or first)[0]
+    idle = [not own for steps, _ in ranks for *_, own in steps]
+    assert any(idle) == (size == 4)  # three microbatches a step
+
+
+def test_microbatches_of_a_stream_know_their_place():
+    first, second = run(_microbatches, world_size=2)
+    assert first == [
+        (0, 0, 0, (2, 2, 1), [[0, 1], [2, 3]]),
+        (0, 1, 0, (2, 2, 1), [[5, 6], [7, 8]]),
+        (0, 2, 0, (1,), [[10]]),
+    ]
+    assert second == [
+        (0, 0, 2, (2, 2, 1), [[4]]),
+        (0, 1, 2, (2, 2, 1), [[9]]),
+        (0, 2, 1, (1,), []),
+    ]
+
+
+def test_a_stream_without_end_is_left_by_a_break():
+    class Endless(IterableDataset):
+        def __iter__(self):
+            return itertools.count()
+
+    loader = loader_of(Endless())
+    for _ in range(2):
+        assert [rows(batch) for batch, _ in zip(loader, range(2), strict=False)] == [
+            [0, 1, 2, 3, 4],
+            [5, 6, 7, 8, 9],
+        ]
+
+
+def _runs_ahead():
+    found = []
+    for batch in loader_of(Waiting(8), 4):
+        if not found and dist.get_rank() == 0:
+            dist.send(torch.zeros(1), dst=1)
+        found.append(batch.tolist())
+    return found
+
+
+def test_a_rank_does_not_wait_for_what_the_others_read_for_the_step_after():
+    assert joined(run(_runs_ahead, world_size=2, timeout=60)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+# --- length ---
+
+
+def test_a_stream_with_a_length_gives_the_loader_one():
+    assert len(loader_of(Sized(23))) == 5
+    assert len(loader_of(Sized(23), drop_last=True)) == 4
+
+
+def test_a_loader_without_a_length_says_so():
+    with pytest.raises(TypeError) as caught:
+        len(loader_of(Count(23)))
+    assert str(caught.value) == (
+        "the length of a loader must be that of its data set, but Count has none: give it a "
+        "__len__, or count the batches"
+    )
+
+
+def test_progress_over_a_loader_without_a_length_has_no_total(capsys):
+    assert [batch.tolist() for batch in progress(loader_of(Count(7)))] == [[0, 1, 2, 3, 4], [5, 6]]
+    assert capsys.readouterr().err.startswith("2 in ")
+    assert len(list(progress(loader_of(Sized(7))))) == 2
+    assert capsys.readouterr().err.startswith("2/2 in ")
+
+
+def test_a_stream_has_no_fingerprint():
+    with pytest.raises(TypeError) as caught:
+        loader_of(Count(3)).fingerprint()
+    assert str(caught.value) == (
+        "the samples must have indices to be told apart, but those of Count, an IterableDataset, "
+        "have none: hash what you get"
+    )
+
+
+# --- stopping and going on ---
+
+
+def _go_on(case, state, workers, count):
+    data, options = CASES[case]
+    loader = loader_of(data, num_workers=workers, **options)
+    if state is not None:
+        loader.load_state_dict(state)
+    found = []
+    for _ in range(loader.epoch, 2):
+        for batch in loader:
+            found.append(rows(batch))
+            if len(found) == count:
+                return found, loader.state_dict()
+    return found, loader.state_dict()
+
+
+GOING_ON = ["plain", "with a length", "microbatches", "shuffled inside"]
+
+
+def _all_go_on(states, workers, count):
+    return {case: _go_on(case, states.get(case), workers, count) for case in GOING_ON}
+
+
+def test_it_goes_on_at_any_size_and_number_of_workers():
+    states, seen = {}, {case: [] for case in GOING_ON}
+    for size, workers, count in [(1, 2, 1), (3, 0, 2), (2, 2, 3), (1, 0, None)]:
+        ranks = run(_all_go_on, states, workers, count, world_size=size)
+        for case in GOING_ON:
+            found, told = zip(*(rank[case] for rank in ranks), strict=True)
+            assert len({json.dumps(state) for state in told}) == 1
+            states[case] = json.loads(json.dumps(told[0]))
+            seen[case] += joined(found)
+    for case in GOING_ON:
+        assert seen[case] == _go_on(case, None, 0, None)[0]
+        assert (states[case]["epoch"], states[case]["delivered"]) == (2, 0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_place_of_an_epoch_can_be_gone_on_from(case):
+    whole, _ = _go_on(case, None, 0, None)
+    for count in range(1, len(whole) + 1):
+        found, state = _go_on(case, None, 0, count)
+        rest, _ = _go_on(case, state, 0, None)
+        assert found + rest == whole
+
+
+def _end():
+    loader = loader_of(Count(11))
+    state = [loader.state_dict() for _ in loader][-1]
+    loader.load_state_dict(state)
+    return state["delivered"], len(steps(loader)), loader.epoch
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_in_the_body_of_the_last_step_nothing_is_left_of_the_stream(size):
+    assert run(_end, world_size=size) == [(11, 0, 1)] * size
+
+
+class Longer(Count):
+    """Has four samples more than it says."""
+
+    def __len__(self):
+        return self.length - 4
+
+
+def test_where_a_stream_ends_is_not_for_its_length_to_say():
+    loader = loader_of(Longer(27))
+    loader.load_state_dict({**loader.state_dict(), "delivered": 27})
+    assert steps(loader) == []
+    loader = loader_of(Sized(23), drop_last=True)
+    with pytest.raises(ValueError, match="must be at the end of a batch of 5, but is at sample 27"):
+        loader.load_state_dict({**loader.state_dict(), "delivered": 27})
+
+
+PLACES = {
+    (Count, 10, 7): "7 samples, and it goes on there, in the middle of a batch of 5",
+    (Count, 10, 100): "100 samples, and it ended after 10",
+    (Count, 10, 12): "12 samples, and it ended after 10",
+    (Count, 0, 5): "5 samples, and it ended after 0",
+    ("sharded", 2, 100): "100 samples, and on some rank it ended after",
+}
+
+
+def _no_such_place(workers):
+    found = []
+    for kind, length, delivered in PLACES:
+        own = kind == "sharded"
+        data = Count(length) if own else kind(length)
+        loader = loader_of(data, num_workers=workers, sharded=own)
+        loader.load_state_dict({**loader.state_dict(), "delivered": delivered})
+        found.append(caught(list, loader))
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_to_go_on_where_the_stream_has_no_such_place_is_an_error_on_every_rank(size, workers):
+    for outcomes in run(_no_such_place, workers, world_size=size):
+        for raised, text in zip(outcomes, PLACES.values(), strict=True):
+            assert raised.type == "ValueError"
+            assert "`state` must have been taken of this stream, but its `delivered` is" in (
+                raised.text
+            )
+            assert text in raised.text
+
+
+def test_where_each_rank_has_its_own_a_place_is_after_whole_steps():
+    loader = loader_of(Count(10), sharded=True)
+    with pytest.raises(ValueError, match="must be at the end of a batch of 5, but is at sample 7"):
+        loader.load_state_dict({**loader.state_dict(), "delivered": 7})
+
+
+def test_a_state_with_the_length_of_another_stream_is_refused():
+    with pytest.raises(ValueError, match="but length was 23 and is 24: make the loader as it was"):
+        loader_of(Sized(24)).load_state_dict(loader_of(Sized(23)).state_dict())
+
+
+@pytest.fixture
+def log():
+    plain, keeper = logging.getLogger("pardata.data._loader"), Keeper()
+    plain.addHandler(keeper)
+    plain.setLevel(logging.INFO)
+    yield keeper
+    plain.removeHandler(keeper)
+    plain.setLevel(logging.NOTSET)
+
+
+def test_that_a_stream_must_be_read_again_is_said(log):
+    loader = loader_of(Count(23))
+    loader.load_state_dict(loader.state_dict())
+    assert log.lines == []
+    loader.load_state_dict({**loader.state_dict(), "delivered": 15})
+    assert log.lines == ["[0/1] reads 15 samples again, to go on after them"]
+
+
+def test_what_is_read_again_is_not_kept():
+    alive = [0]
+    most = []
+
+    class Sample:
+        def __init__(self):
+            alive[0] += 1
+            most.append(alive[0])
+
+        def __del__(self):
+            alive[0] -= 1
+
+    class Heavy(IterableDataset):
+        def __iter__(self):
+            return (Sample() for _ in range(103))
+
+    loader = loader_of(Heavy(), collate_fn=len)
+    loader.load_state_dict({**loader.state_dict(), "delivered": 100})
+    assert list(loader) == [3]
+    assert max(most) <= 5
+
+
+# --- streams that are not the same everywhere, without `sharded` ---
+
+
+def _all_of(data, workers=0, **options):
+    return steps(loader_of(data, 4, num_workers=workers, **options))
+
+
+# Each in processes of their own: the workers of a loader that failed hang on its traceback.
+@pytest.mark.parametrize(
+    ("data", "size"), [(SplitByWorker(20), 1), (SplitByWorker(20), 2), (SplitInRuns(20), 1)]
+)
+def test_a_stream_that_splits_itself_by_worker_is_found_out(data, size):
+    for raised in run_caught(_all_of, data, 2, world_size=size):
+        assert isinstance(raised, Raised)
+        assert raised.type == "RuntimeError"
+        assert (
+            "every worker must read the same stream, but they differ: let it not look at "
+            "get_worker_info(), and draw from the default generators alone, or pass sharded=True "
+            "if each rank and worker has its own"
+        ) in raised.text
+
+
+def test_a_worker_init_fn_that_splits_the_stream_is_found_out_too():
+    raised = caught(lambda: _all_of(FromTo(), 2, worker_init_fn=each_its_own))
+    assert "every worker must read the same stream, but they differ" in raised.text
+    assert _all_of(FromTo(), 0) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+def _split_by_rank():
+    return [caught(_all_of, SplitByRank(20), workers) for workers in (0, 1)]
+
+
+def test_a_stream_that_splits_itself_by_rank_is_found_out():
+    for found in run(_split_by_rank, world_size=2):
+        for raised in found:
+            assert raised.type == "RuntimeError"
+            assert (
+                "must pass the same to `make_loader(IterableDataset)`, but `first samples` differ"
+            ) in raised.text
+            assert "  rank 0: first samples='" in raised.text
+            assert "  rank 1: first samples='" in raised.text
+            assert raised.text.endswith(
+                "Let the stream yield the same samples everywhere, drawing from the default "
+                "generators alone, or pass sharded=True if each rank and worker has its own."
+            )
+
+
+class Kinds(IterableDataset):
+    """Samples of every kind that can be told apart; on rank 1, one of them differs."""
+
+    def __init__(self, differs):
+        self.differs = differs
+
+    def __iter__(self):
+        here = self.differs if dist.get_rank() == 1 else None
+        yield {
+            "tensor": torch.tensor([1.0, float("nan"), 2.0 + (here == "tensor")]),
+            "large": torch.full((100, 100, 10), float(here == "large")),
+            "array": np.arange(3) + (here == "array"),
+            "number": 1.5 + (here == "number"),
+            "text": ["text" + "s" * (here == "text")],
+            "set": frozenset({"order", "differs", "everywhere"}),
+            "object": object(),
+        }
+
+
+KINDS = ["tensor", "large", "array", "number", "text"]
+
+
+def _one_of_each():
+    return {kind: caught(list, loader_of(Kinds(kind), 2, collate_fn=list)) for kind in KINDS}
+
+
+def test_samples_of_any_kind_are_told_apart():
+    for found in run(_one_of_each, world_size=2):
+        for raised in found.values():
+            assert isinstance(raised, Raised)
+            assert "`first samples` differ" in raised.text
+
+
+def _as_many_as_rows():
+    return [len(batch) for batch in loader_of(Kinds(None), 2, collate_fn=lambda s: [str(s)])]
+
+
+def test_what_cannot_be_told_apart_is_no_difference():
+    assert run(_as_many_as_rows, world_size=2) == [[1], [0]]
+
+
+def _left_by_an_early_end(less):
+    seen = []
+    loader = loader_of(EndsEarly(12, less), 4)
+
+    def loop():
+        seen.extend(batch.tolist() for batch in loader)
+
+    return seen, caught(loop)
+
+
+def _left_by_early_ends(less):
+    return [_left_by_an_early_end(number) for number in less]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_streams_that_end_differently_raise_on_every_rank(size):
+    # By less than a batch and by more; at size 3, 12, 9 and 6 have a mean that one of them is.
+    less = [1, 3, 4]
+    for found in run(_left_by_early_ends, less, world_size=size):
+        for number, (seen, raised) in zip(less, found, strict=True):
+            assert len(seen) == (12 - number * (size - 1)) // 4
+            assert raised.type == "RuntimeError"
+            # Of 12, 11 and 10 samples the third batch is short on two; else the second on the last.
+            first = "ranks 1, 2" if (size, number) == (3, 1) else f"rank {size - 1}"
+            assert raised.text == (
+                f"every rank must read the same stream, but it ended on {first} of {size} "
+                f"before the others: let it yield the same samples everywhere, drawing from the "
+                f"default generators alone, or pass sharded=True if each rank has its own"
+            )
+
+
+# --- sharded ---
+
+
+def own_steps(lengths, workers, *, draws=False, epochs=2, **options):
+    data = (OwnDraws if draws else Own)(*lengths)
+    loader = make_loader(data, 6, sharded=True, seed=1, num_workers=workers, **options)
+    return [steps(loader) for _ in range(epochs)]
+
+
+def _unequal(all_lengths, **options):
+    return [own_steps(lengths, w, **options) for lengths in all_lengths for w in (0, 2)]
+
+
+UNEQUAL = {
+    1: [(20,)],
+    2: [(20, 5), (5, 20)],
+    3: [(3, 17, 12), (1, 1, 30)],
+}
+
+
+@pytest.mark.parametrize("size", UNEQUAL)
+def test_each_sample_of_unequal_streams_is_seen_once_and_ranks_stop_together(size):
+    found = zip(*run(_unequal, UNEQUAL[size], world_size=size), strict=True)
+    for number, ranks in enumerate(found):
+        lengths = UNEQUAL[size][number // 2]
+        everything = [1000 * rank + i for rank in range(size) for i in range(lengths[rank])]
+        for shares in zip(*ranks, strict=True):
+            assert sorted(row for steps in shares for step in steps for row in step) == everything
+            assert len({len(steps) for steps in shares}) == 1
+            own = 6 // size
+            assert all(len(step) <= own for steps in shares for step in steps)
+            if number % 2 == 0:
+                assert len(shares[0]) == -(-max(lengths) // own)
+
+
+def _dropped(lengths):
+    return [own_steps(lengths, workers, drop_last=True) for workers in (0, 2)]
+
+
+@pytest.mark.parametrize("lengths", [(20, 7), (7, 20, 30)])
+def test_with_drop_last_all_stop_where_one_has_no_whole_share(lengths):
+    own = 6 // len(lengths)
+    for workers, ranks in enumerate(
+        zip(*run(_dropped, lengths, world_size=len(lengths)), strict=True)
+    ):
+        for shares in zip(*ranks, strict=True):
+            counts = {len(steps) for steps in shares}
+            assert len(counts) == 1
+            if not workers:
+                assert counts == {min(lengths) // own}
+            seen = [row for steps in shares for step in steps for row in step]
+            assert len(set(seen)) == len(seen)
+            assert {len(step) for steps in shares for step in steps} == {own}
+
+
+def _shapes(*lengths):
+    loader = make_loader(
+        Own(*lengths),
+        4,
+        sharded=True,
+        num_workers=0,
+        collate_fn=lambda s: {"x": torch.ones(len(s), 2)},
+    )
+    return [(batch["x"].shape, batch["x"].dtype) for batch in loader]
+
+
+def test_a_rank_that_has_ended_gets_zero_rows_of_the_kind_it_had():
+    first, second = run(_shapes, 6, 3, world_size=2)
+    assert [tuple(shape) for shape, _ in first] == [(2, 2)] * 3
+    assert [tuple(shape) for shape, _ in second] == [(2, 2), (1, 2), (0, 2)]
+    assert {dtype for _, dtype in first + second} == {torch.float32}
+
+
+def _nothing():
+    size = dist.get_world_size()
+    empty = [(6,) * rank + (0,) + (6,) * (size - rank - 1) for rank in range(size)]
+    return [caught(own_steps, lengths, 0) for lengths in (*empty, (0, 4, 0)[:size])]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_with_nothing_at_all_raises_on_every_rank(size):
+    for found in run(_nothing, world_size=size):
+        for raised, empty in zip(found, [*[1] * size, size - 1], strict=True):
+            assert raised.type == "RuntimeError"
+            assert raised.text == (
+                f"every rank must have a sample, but {empty} of {size} have none at all: let the "
+                f"data set yield some on each, or pass sharded=False"
+            )
+
+
+def test_streams_that_are_all_empty_have_no_step():
+    assert run(own_steps, (0, 0), 0, world_size=2) == [[[], []]] * 2
+
+
+def _drawn():
+    return [own_steps((8, 8), 2, draws=True) for _ in range(2)]
+
+
+def test_each_rank_and_worker_draws_its_own_numbers_and_the_same_again():
+    ranks = run(_drawn, world_size=2)
+    assert all(first == again for first, again in ranks)
+    parts = [row % 1 for rank, _ in ranks for steps in rank for step in steps for row in step]
+    assert len(parts) == len(set(parts)) == 32
+
+
+def test_a_worker_init_fn_says_to_each_worker_what_is_its_own():
+    loader = make_loader(
+        FromTo(), 4, sharded=True, num_workers=2, worker_init_fn=each_its_own, seed=1
+    )
+    whole = [[0, 1, 2, 3], [6, 7, 8, 9], [4, 5], [10, 11]]
+    assert [steps(loader) for _ in range(2)] == [whole, whole]
+
+
+def _own_rests(workers, lengths, options):
+    def loader():
+        data = Own(*lengths)
+        return make_loader(data, 6, sharded=True, seed=1, num_workers=workers, **options)
+
+    whole, rests = steps(loader()), []
+    for count in range(1, len(whole) + 1, 2):
+        saved, later = loader(), loader()
+        for _ in zip(range(count), saved, strict=False):
+            state = json.loads(json.dumps(saved.state_dict()))
+        later.load_state_dict(state)
+        rests.append((count, steps(later), later.epoch, steps(later)))
+    return whole, rests
+
+
+@pytest.mark.parametrize(
+    ("workers", "lengths", "options"),
+    [(0, (20, 5), {}), (3, (31,), {}), (2, (25, 9), {}), (2, (28, 20), {"drop_last": True})],
+)
+def test_streams_of_their_own_go_on_after_the_last_step_whoever_has_ended(
+    workers, lengths, options
+):
+    for whole, rests in run(_own_rests, workers, lengths, options, world_size=len(lengths)):
+        assert len(whole) >= 3
+        for count, rest, epoch, second in rests:
+            assert rest == whole[count:]
+            assert epoch == 1
+            assert second == whole
+
+
+def test_streams_of_their_own_go_on_only_at_the_same_size():
+    def loader(workers):
+        return make_loader(Own(9), 3, sharded=True, num_workers=workers, seed=1)
+
+    raised = caught(loader(0).load_state_dict, loader(2).state_dict())
+    assert raised.type == "ValueError"
+    assert (
+        "shards was '1 ranks with 2 workers' and is '1 ranks with 0 workers': make" in raised.text
+    )
+
+
+def test_microbatches_of_streams_of_their_own_are_refused():
+    with pytest.raises(ValueError, match="`microbatch_size` must be left out") as caught:
+        make_loader(Own(9), 3, sharded=True, microbatch_size=1, num_workers=0)
+    assert str(caught.value) == (
+        "`microbatch_size` must be left out with `sharded`, as the steps of such streams depend on "
+        "the number of ranks, but is 1: choose one"
+    )
+
+
+# --- errors in the stream ---
+
+ERRORS = {
+    "ValueError: torn file": ValueError("torn file"),
+    "KeyError: 'label'": KeyError("label"),
+    # Cannot be made again from its text, as a worker's errors are.
+    "TwoArguments: 7: lost": TwoArguments(7, "lost"),
+}
+
+
+def _failing(error, at, rank, workers):
+    seen = []
+    loader = loader_of(Failing(20, error, at, rank), 4, num_workers=workers)
+
+    def loop():
+        seen.extend(batch.tolist() for batch in loader)
+
+    return seen, caught(loop)
+
+
+def _each_error(workers):
+    # In a process of its own: the workers of a loader that failed hang on its traceback.
+    return {text: _failing(error, 9, None, workers) for text, error in ERRORS.items()}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_names_the_sample_the_rank_and_what_it_was(workers):
+    (found,) = run(_each_error, workers, world_size=1)
+    for text, (seen, raised) in found.items():
+        assert seen == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        assert raised.type == "RuntimeError"
+        where = "on rank 0, worker 0" if workers else "on rank 0"
+        assert f"sample 9 of the stream could not be read {where}: {text}" in raised.text
+
+
+def test_an_error_at_the_start_says_that_there_is_no_stream():
+    (_, raised) = _failing(OSError("no such file"), None, None, 0)
+    assert raised.text == "the stream could not be read on rank 0: OSError: no such file"
+
+
+def _failing_on_rank_1():
+    return [_failing(ValueError("torn"), at, 1, 0) for at in (None, 0, 9)]
+
+
+def test_an_error_on_one_rank_is_raised_on_every_rank_after_the_same_step():
+    ranks = run(_failing_on_rank_1, world_size=3)
+    for number, at in enumerate([None, 0, 9]):
+        what = "the stream" if at is None else f"sample {at} of the stream"
+        own = f"{what} could not be read on rank 1: ValueError: torn"
+        seen, raised = zip(*(rank[number] for rank in ranks), strict=True)
+        assert joined(seen) == [[0, 1, 2, 3], [4, 5, 6, 7]][: 2 * bool(at)]
+        assert {error.type for error in raised} == {"RuntimeError"}
+        assert raised[1].text == own
+        for rank in (0, 2):
+            assert raised[rank].text == (
+                f"rank 1 failed in `the next step of an IterableDataset`: RuntimeError: {own}\n"
+                f"(seen on rank {rank}, which did nothing wrong)"
+            )
+
+
+def _after_an_error():
+    data = Failing(8, ValueError("torn"), 5)
+    loader = loader_of(data, 4)
+    raised = caught(steps, loader)
+    data.at = -1
+    return raised.type, loader.epoch, steps(loader)
+
+
+def test_an_error_ends_the_epoch_and_not_the_loader():
+    ranks = run(_after_an_error, world_size=2)
+    assert [rank[:2] for rank in ranks] == [("RuntimeError", 1)] * 2
+    assert joined([rank[2] for rank in ranks]) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_an_interrupt_is_no_error_of_the_stream():
+    with pytest.raises(KeyboardInterrupt):
+        steps(loader_of(Failing(8, KeyboardInterrupt(), 5)))

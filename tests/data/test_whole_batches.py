@@ -1,0 +1,299 @@
+"""Whole batches in one operation: the same as sample by sample, and no sample is asked for."""
+
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import (
+    ConcatDataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
+
+from pardata import make_loader
+from pardata.data._whole_batches import ReadsBatches, is_read_whole, whole_batch_reader
+
+Pair = namedtuple("Pair", ["x", "y"])  # noqa: PYI024  # the untyped kind must work too
+
+
+def tensors(length, start=0):
+    """Return a data set of several kinds of fields, whose samples can be told apart."""
+    numbers = torch.arange(start, start + length)
+    return TensorDataset(
+        numbers,
+        (numbers[:, None] * torch.ones(2, 3)[:, None].flatten()).half(),
+        numbers % 2 == 0,
+    )
+
+
+class Cached(ReadsBatches):
+    """Reads whole batches, as what cache_dataset returns does, of a form of its own."""
+
+    def __init__(self, length, form, start=0):
+        self.length, self.form, self.start = length, form, start
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        # Like a list's, for what is compared with it.
+        return self.form(range(self.start, self.start + self.length)[index])
+
+    def read_batch(self, indices):
+        return default_collate([self[index] for index in indices.tolist()])
+
+
+class OwnItem(TensorDataset):
+    def __getitem__(self, index):
+        return [tensor + 1 for tensor in super().__getitem__(index)]
+
+
+class OwnItems(TensorDataset):
+    def __getitems__(self, indices):
+        return [self[index] for index in reversed(indices)]
+
+
+class OwnSubset(Subset):
+    def __getitem__(self, index):
+        return -super().__getitem__(index)[0]
+
+    def __getitems__(self, indices):  # PyTorch insists
+        return [self[index] for index in indices]
+
+
+class OwnConcat(ConcatDataset):
+    def __getitem__(self, index):
+        return super().__getitem__(len(self) - 1 - index)
+
+
+class Inherits(TensorDataset):
+    """Reads as its base does."""
+
+    name = "a class of the user"
+
+
+def assert_equal(one, other):
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            assert_equal(value, other[key])
+    else:
+        for pair in zip(one, other, strict=True):
+            assert_equal(*pair)
+
+
+def assert_read_as_collated(dataset, indices):
+    found = whole_batch_reader(dataset)(torch.tensor(indices))
+    assert_equal(found, default_collate([dataset[index] for index in indices]))
+
+
+# --- the same as sample by sample ---
+
+nested = st.recursive(
+    st.builds(tensors, st.integers(1, 5), st.integers(0, 1000)),
+    lambda inner: (
+        inner.flatmap(
+            lambda dataset: st.lists(
+                st.integers(-len(dataset), len(dataset) - 1), min_size=1, max_size=6
+            ).map(lambda indices: Subset(dataset, indices))
+        )
+        | st.lists(inner, min_size=1, max_size=3).map(ConcatDataset)
+    ),
+    max_leaves=6,
+)
+
+
+@given(st.data(), nested)
+def test_a_batch_is_what_default_collate_makes_of_its_samples(data, dataset):
+    places = st.integers(-len(dataset), len(dataset) - 1)
+    assert_read_as_collated(dataset, data.draw(st.lists(places, min_size=1, max_size=12)))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        torch.tensor,
+        lambda i: (torch.full((2,), i), float(i)),
+        lambda i: {"x": torch.tensor(i), "more": {"y": [float(i), i]}},
+        lambda i: Pair(torch.tensor(i), (i, float(i))),
+    ],
+    ids=["tensor", "tuple", "dict", "namedtuple"],
+)
+def test_parts_of_any_form_are_put_together(form):
+    several = ConcatDataset([Cached(3, form), Cached(2, form, 10), Cached(4, form, 20)])
+    assert_read_as_collated(several, [8, 0, 4, 0, 3, 2])
+    assert_read_as_collated(several, [4, 3])
+    assert_read_as_collated(Subset(several, [5, 1]), [1, 0, 1])
+
+
+def test_parts_without_samples_are_passed_over():
+    several = ConcatDataset([tensors(0), tensors(2), tensors(0), tensors(1, 10), tensors(0)])
+    assert_read_as_collated(several, [0, 1, 2])
+    assert_read_as_collated(several, [2])
+
+
+def test_parts_of_several_types_become_the_wider_as_in_a_stack():
+    several = ConcatDataset(
+        [TensorDataset(torch.tensor([1, 2])), TensorDataset(torch.tensor([0.5, 1.5]))]
+    )
+    assert_read_as_collated(several, [3, 0])
+    assert_read_as_collated(several, [1, 0])
+
+
+@pytest.mark.parametrize(
+    "indices",
+    [[2, 0], (2, 0), range(2, -1, -2), torch.tensor([2, 0]), np.array([2, 0])],
+    ids=["list", "tuple", "range", "tensor", "array"],
+)
+def test_a_subset_may_have_its_indices_in_any_form(indices):
+    found = whole_batch_reader(Subset(TensorDataset(torch.arange(3) * 10), indices))
+    assert found(torch.tensor([1, 0, 1]))[0].tolist() == [0, 20, 0]
+
+
+def test_a_batch_is_a_copy():
+    data = TensorDataset(torch.zeros(3))
+    whole_batch_reader(data)(torch.tensor([0, 1, 2]))[0].fill_(1)
+    assert data.tensors[0].tolist() == [0, 0, 0]
+
+
+# --- which data sets ---
+
+
+def read_or_not():
+    plain, whole = [[1], [2]], tensors(2)
+    one = torch.ones(2)
+    return [
+        (whole, True),
+        (Inherits(one), True),
+        (Subset(whole, [0]), True),
+        (ConcatDataset([whole, Subset(whole, [1])]), True),
+        (Cached(2, int), True),
+        (Subset(Cached(2, int), [1]), True),
+        (plain, False),
+        (range(3), False),
+        (StackDataset(whole, whole), False),
+        (OwnItem(one), False),
+        (OwnItems(one), False),
+        (OwnSubset(whole, [0]), False),
+        (OwnConcat([whole]), False),
+        (Subset(plain, [0]), False),
+        (Subset(OwnItem(one), [0]), False),
+        (Subset(OwnItems(one), [0]), False),
+        (ConcatDataset([whole, plain]), False),
+        (ConcatDataset([whole, OwnItem(one)]), False),
+        (Subset(ConcatDataset([plain, whole]), [0]), False),
+    ]
+
+
+@pytest.mark.parametrize(("dataset", "whole"), read_or_not())
+def test_only_what_reads_in_a_known_way_has_a_reader(dataset, whole):
+    assert (whole_batch_reader(dataset) is not None) is whole
+
+
+@pytest.mark.parametrize(
+    ("dataset", "first"),
+    [
+        (OwnItem(torch.arange(4)), [1, 2]),
+        (OwnItems(torch.arange(4)), [1, 0]),
+        (OwnSubset(TensorDataset(torch.arange(4)), [3, 1]), [-3, -1]),
+        (Subset(OwnItem(torch.arange(4)), [3, 1]), [4, 2]),
+        (OwnConcat([TensorDataset(torch.arange(4))]), [3, 2]),
+        (ConcatDataset([OwnItem(torch.arange(1)), TensorDataset(torch.arange(1))]), [1, 0]),
+    ],
+)
+def test_what_a_subclass_does_itself_is_done(dataset, first):
+    found = next(iter(make_loader(dataset, 2, num_workers=0)))
+    assert (found if isinstance(found, torch.Tensor) else found[0]).tolist() == first
+
+
+@pytest.mark.parametrize(
+    ("dataset", "whole"),
+    [
+        *(pair for pair in read_or_not() if pair[1]),
+        (OwnItems(torch.ones(2)), True),
+        (Subset(OwnItems(torch.ones(2)), [0]), True),
+        (Subset(Subset(OwnItems(torch.ones(2)), [0]), [0]), True),
+        ([1, 2], False),
+        (Subset([1, 2], [0]), False),
+        (ConcatDataset([[1], [2]]), False),
+        (OwnItem(torch.ones(2)), False),
+    ],
+)
+def test_what_counts_as_one_operation_needs_no_workers(dataset, whole):
+    assert is_read_whole(dataset) is whole
+
+
+# --- no sample is asked for ---
+
+
+@pytest.fixture
+def _no_single_samples(monkeypatch):
+    def refuse(_dataset, _index):
+        raise AssertionError
+
+    for kind in (TensorDataset, Subset, ConcatDataset):
+        monkeypatch.setattr(kind, "__getitem__", refuse)
+        if hasattr(kind, "__getitems__"):
+            monkeypatch.setattr(kind, "__getitems__", refuse)
+
+
+@pytest.mark.usefixtures("_no_single_samples")
+@pytest.mark.parametrize("options", [{}, {"microbatch_size": 2}], ids=["share", "microbatches"])
+def test_an_epoch_reads_no_single_sample_and_collates_none(monkeypatch, options):
+    monkeypatch.setattr("pardata.data._reader.default_collate", None)
+    several = ConcatDataset([tensors(4), Subset(tensors(9, 10), [0, 5, 3])])
+    seen = []
+    data = Subset(several, range(7))
+    for batch in make_loader(data, 5, shuffle=True, drop_last=False, **options):
+        for numbers, *_ in batch if options else [batch]:
+            seen += numbers.tolist()
+    assert sorted(seen) == [0, 1, 2, 3, 10, 13, 15]
+
+
+# --- out of range ---
+
+
+@pytest.mark.parametrize(
+    ("dataset", "indices", "text"),
+    [
+        (tensors(3), [0, 3], "index 3 is out of bounds"),
+        (tensors(3), [-4], "index -4 is out of bounds"),
+        (Subset(tensors(9), [1, 2]), [2], "index 2 is out of bounds"),
+        (Subset(tensors(3), [0, 3]), [0, 1], "index 3 is out of bounds"),
+        (ConcatDataset([tensors(3), tensors(2)]), [4, 5], "index 5 is out of range for 5 samples"),
+        (ConcatDataset([tensors(3), tensors(2)]), [0, -6], "index -6 is out of range for 5 sam"),
+    ],
+)
+def test_an_index_out_of_range_is_an_error_and_no_other_sample(dataset, indices, text):
+    read = whole_batch_reader(dataset)
+    with pytest.raises(IndexError, match=text):
+        read(torch.tensor(indices))
+
+
+def test_the_first_and_the_last_index_are_in_range():
+    several = ConcatDataset([tensors(3), tensors(2, 10)])
+    numbers, *_ = whole_batch_reader(several)(torch.tensor([-5, 0, 4, -1]))
+    assert numbers.tolist() == [0, 0, 11, 11]
+
+
+def _spawned():
+    whole = TensorDataset(torch.arange(6))
+    sets = [whole, Subset(whole, [5, 1, 2, 0]), ConcatDataset([whole, Subset(whole, [3])])]
+    options = {"num_workers": 1, "multiprocessing_context": "spawn"}
+    return [
+        [batch.tolist() for (batch,) in make_loader(dataset, len(dataset), **options)]
+        for dataset in sets
+    ]
+
+
+def test_a_worker_that_is_spawned_reads_whole_batches_too():
+    assert _spawned() == [[[0, 1, 2, 3, 4, 5]], [[5, 1, 2, 0]], [[0, 1, 2, 3, 4, 5, 3]]]

@@ -1,0 +1,1059 @@
+"""`backward`: the gradient of the mean over the global batch, however it is shared out.
+
+``python tests/test_backward.py`` prints the table: by how much the gradient is off, relatively, at
+each world size and under each strategy, and by how much that of plain DDP is.
+"""
+
+import contextlib
+import copy
+import logging
+import random
+import warnings
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  # the usual name
+from on_ranks import Raised, caught, run_caught
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import IterableDataset, TensorDataset
+
+from pardata import Microbatches, backward, check_in_sync, make_loader, unwrap, world, wrap_model
+from pardata.data._plan import share
+from pardata.testing import run
+
+FSDP_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
+needs_fsdp = pytest.mark.skipif(
+    not FSDP_ON_CPU, reason=f"fully_shard of torch {torch.__version__} needs a GPU"
+)
+SIZES = [1, 2, 3, 4]
+WRAPPING = ["ddp", pytest.param("fsdp", marks=needs_fsdp)]
+STRATEGIES = ["ddp", "fsdp"] if FSDP_ON_CPU else ["ddp"]
+CLOSE = 1e-12
+TOKENS = 100  # of a sequence, masked ones included
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, rows):
+        return self.last(torch.tanh(self.first(rows)))
+
+
+def network(kind=Net):
+    torch.manual_seed(0)
+    return kind().double()
+
+
+def rows_of(number, seed=0):
+    numbers = torch.Generator().manual_seed(seed)
+    options = {"generator": numbers, "dtype": torch.float64}
+    return torch.randn(number, 4, **options), torch.randn(number, 3, **options)
+
+
+def pieces(sizes, seed=0):
+    inputs, targets = rows_of(sum(sizes), seed)
+    return list(zip(inputs.split(sizes), targets.split(sizes), strict=True))
+
+
+def sequences(tokens):
+    """Return a microbatch of one sequence for each number of tokens that are not masked."""
+    inputs, targets = rows_of(TOKENS * len(tokens))
+    return [
+        (x[None], y[None], (torch.arange(TOKENS) < number)[None])
+        for x, y, number in zip(inputs.split(TOKENS), targets.split(TOKENS), tokens, strict=True)
+    ]
+
+
+def cut(parts, **options):
+    """Return this rank's share of a step of microbatches."""
+    here = world()
+    own = share(len(parts), here.rank, here.size)
+    facts = {"epoch": 0, "step": 0, "first": own.start, "counts": [len(x) for x, *_ in parts]}
+    facts |= {"size": here.size, "stand_in": parts[0]} | options
+    return Microbatches([parts[number] for number in own], **facts)
+
+
+def squared_error(model, batch):
+    inputs, targets = batch
+    return F.mse_loss(model(inputs), targets)
+
+
+def masked_error(model, batch):
+    inputs, targets, mask = batch
+    errors = (model(inputs) - targets).square().mean(dim=-1)
+    return (errors * mask).sum() / mask.sum()  # of no token: 0 / 0
+
+
+def tokens_of(batch):
+    return int(batch[2].sum())
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def gradients(model):
+    return [
+        None if p.grad is None else whole(p.grad).detach().clone()
+        for p in unwrap(model).parameters()
+    ]
+
+
+def off(found, wanted):
+    """Return the largest relative error of a list of gradients."""
+    worst = 0.0
+    for ours, true in zip(found, wanted, strict=True):
+        if ours is None or true is None:
+            assert ours is true, "one is None and the other is not"
+        elif true.norm() == 0:
+            worst = max(worst, ours.norm().item())
+        else:
+            error = ((ours - true).norm() / true.norm()).item()
+            worst = max(worst, error if error == error else torch.inf)  # noqa: PLR0124  # NaN
+    return worst
+
+
+# --- the table: the gradient against that of one process and one batch ---
+
+
+@dataclass(frozen=True)
+class Case:
+    """A global batch: the rows of its microbatches, or the tokens; plain: without microbatches."""
+
+    sizes: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+    plain: bool = False
+
+
+CASES = {
+    "even shares": Case((3,) * 12),
+    "uneven shares": Case((3,) * 7),
+    "a tail smaller than the world": Case((3,)),
+    "microbatches of unequal size": Case((5, 1, 3, 8, 2, 1, 6)),
+    "a batch smaller than the world": Case((1, 1)),
+    "token counts that differ by 100 times": Case(tokens=(100, 1, 37, 2, 50)),
+    "token counts, some of zero (loss NaN)": Case(tokens=(0, 100, 0, 1, 0, 3)),
+    "tokens on the last rank alone": Case(tokens=(0, 0, 0, 7)),
+    "no microbatches, uneven shares": Case((7,), plain=True),
+    "no microbatches, ranks with no rows": Case((2,), plain=True),
+}
+
+
+def truth(case):
+    """Return loss and gradients of one backward over the whole global batch."""
+    net = network()
+    if case.tokens:
+        loss = masked_error(
+            net, [torch.cat(parts) for parts in zip(*sequences(case.tokens), strict=True)]
+        )
+    else:
+        loss = squared_error(net, rows_of(sum(case.sizes)))
+    loss.backward()
+    return loss.detach(), gradients(net)
+
+
+def batch_of(case):
+    if case.plain:
+        here = world()
+        own = share(sum(case.sizes), here.rank, here.size)
+        return tuple(tensor[own.start : own.stop] for tensor in rows_of(sum(case.sizes)))
+    return cut(sequences(case.tokens) if case.tokens else pieces(case.sizes))
+
+
+def errors_of_backward(strategy):
+    """Return, for each case, by how much the gradient is off, and the loss."""
+    found = {}
+    model = wrap_model(network(), strategy)
+    for name, case in CASES.items():
+        model.zero_grad()
+        wanted, gradient = truth(case)
+        options = {"count": tokens_of} if case.tokens else {}
+        loss_fn = masked_error if case.tokens else squared_error
+        loss = backward(model, loss_fn, batch_of(case), **options)
+        facts = (loss.dtype, loss.shape, loss.requires_grad, (loss / wanted - 1).abs().item())
+        found[name] = off(gradients(model), gradient), facts, loss.item()
+    return found
+
+
+def errors_of_plain_ddp():
+    """Return by how much the usual ways are off, which take means of means."""
+    here, net = world(), network()
+    model = DistributedDataParallel(net)
+
+    def error(case, losses):
+        model.zero_grad()
+        losses = list(losses)
+        for loss in losses[:-1]:
+            with model.no_sync():
+                loss().backward()
+        losses[-1]().backward()
+        return off(gradients(model), truth(case)[1])
+
+    uneven = CASES["no microbatches, uneven shares"]
+    tokens = Case(tokens=(100, 1, 37, 2)[: max(here.size, 2)])
+    own = list(cut(sequences(tokens.tokens)))
+    window = Case((3, 3) * here.size)  # two microbatches a rank are left, of windows of four
+    last = list(cut(pieces(window.sizes)))
+    return {
+        "mean of the ranks' means, uneven shares": error(
+            uneven, [lambda: squared_error(model, batch_of(uneven))]
+        ),
+        "mean of means, token counts that differ": error(
+            tokens, [lambda part=part: masked_error(model, part) / len(own) for part in own]
+        ),
+        "loss / accumulation_steps, last window half full": error(
+            window, [lambda part=part: squared_error(model, part) / 4 for part in last]
+        ),
+    }
+
+
+def check_matrix(ranks):
+    for found in ranks:
+        for name, (error, (*facts, loss_error), loss) in found.items():
+            assert error < CLOSE, name
+            assert loss_error < CLOSE, name
+            assert facts == [torch.float64, (), False], name
+            assert loss == ranks[0][name][2], name  # the same on every rank, to the bit
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("strategy", WRAPPING)
+def test_the_gradient_is_that_of_the_mean_over_the_global_batch(strategy, size):
+    check_matrix(run(errors_of_backward, strategy, world_size=size))
+
+
+@pytest.mark.parametrize("strategy", ["none", "dp", "auto"])
+def test_in_a_single_process_it_is_gradient_accumulation(strategy):
+    check_matrix([errors_of_backward(strategy)])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_plain_ddp_is_wrong_where_means_of_means_are_taken(size):
+    for found in run(errors_of_plain_ddp, world_size=size):
+        uneven, tokens, window = found.values()
+        assert uneven > 0.01 if size > 1 else uneven < CLOSE
+        assert tokens > 0.1
+        assert window == pytest.approx(0.5)
+
+
+class Endless(IterableDataset):
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        return iter(self.data[number] for number in range(len(self.data)))
+
+
+def trained(strategy, kind, options):
+    """Train over steps with and without stand-ins in turn; return the weights."""
+    data = TensorDataset(*rows_of(10))
+    data = data if kind == "map" else Endless(data)
+    loader = make_loader(data, 6, num_workers=0, **options)
+    model = wrap_model(network(), strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(5):
+        for batch in loader:
+            optimizer.zero_grad()
+            backward(model, squared_error, batch)
+            optimizer.step()
+    return [whole(parameter).detach() for parameter in unwrap(model).parameters()]
+
+
+def all_trained():
+    return {
+        (strategy, kind, bool(options)): trained(strategy, kind, options)
+        for strategy in STRATEGIES
+        for kind in ("map", "stream")
+        for options in ({"microbatch_size": 2}, {})
+    }
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_steps_with_and_without_stand_ins_alternate_for_long(size):
+    # Plain DDP hangs at the first step of which a rank has no part.
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    inputs, targets = rows_of(10)
+    for _ in range(5):
+        for step in (slice(6), slice(6, 10)):
+            optimizer.zero_grad()
+            squared_error(net, (inputs[step], targets[step])).backward()
+            optimizer.step()
+    for found in run(all_trained, world_size=size):
+        for weights in found.values():
+            assert off(weights, list(net.parameters())) < 1e-11
+
+
+# --- gradients that are there already ---
+
+
+def added():
+    here = world()
+    found = {}
+    first, second = (truth(CASES[name]) for name in ("uneven shares", "even shares"))
+    ways = {
+        "ddp, in buckets": ("ddp", {"gradient_as_bucket_view": True}),
+        "ddp, apart": ("ddp", {"gradient_as_bucket_view": False}),
+        **({"fsdp": ("fsdp", {})} if FSDP_ON_CPU else {}),
+        **({"none": ("none", {})} if here.size == 1 else {}),
+    }
+    for name, (strategy, options) in ways.items():
+        model = wrap_model(network(), strategy, **options)
+
+        def step(case, model=model):
+            backward(model, squared_error, batch_of(CASES[case]))
+
+        for parameter in unwrap(model).parameters():
+            parameter.grad = torch.full_like(parameter, 7.0)
+        step("uneven shares")
+        errors = [off([g - 7 for g in gradients(model)], first[1])]
+        model.zero_grad()
+        step("uneven shares")
+        held = len({whole(p.grad).untyped_storage().data_ptr() for p in model.parameters()})
+        step("even shares")
+        both = [a + b for a, b in zip(first[1], second[1], strict=True)]
+        errors.append(off(gradients(model), both))
+        step("uneven shares")
+        thrice = [a + b for a, b in zip(first[1], both, strict=True)]
+        errors.append(off(gradients(model), thrice))
+        model.zero_grad(set_to_none=False)
+        step("uneven shares")
+        errors.append(off(gradients(model), first[1]))
+        if strategy != "fsdp":  # of each rank its own, which nobody reduces
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, float(here.rank))
+            step("uneven shares")
+            errors.append(off([g - here.rank for g in gradients(model)], first[1]))
+        found[name] = held, errors
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_was_in_grad_is_counted_once_and_never_reduced_again(size):
+    for found in run(added, world_size=size):
+        for errors in (errors for _, errors in found.values()):
+            assert max(errors) < CLOSE
+        # The trap is there: gradients are parts of the memory that the next ones are reduced in.
+        assert found["ddp, in buckets"][0] == 1
+        assert found["ddp, apart"][0] == 4
+
+
+# --- models and losses of many kinds ---
+
+
+class Outputs(nn.Module):
+    """Returns what `pack` makes of its result and of one that no loss uses."""
+
+    def __init__(self, pack):
+        super().__init__()
+        self.body, self.pack = Net(), pack
+        self.aside = nn.Linear(4, 2)
+
+    def forward(self, rows):
+        return self.pack(self.body(rows), self.aside(rows))
+
+
+@dataclass
+class Named:
+    result: torch.Tensor
+    aside: torch.Tensor
+
+
+@dataclass
+class Slotted:
+    __slots__ = ("aside", "result")
+    result: torch.Tensor
+    aside: torch.Tensor
+
+
+class LossInside(nn.Module):
+    """As language models do: returns its loss, which is NaN where no token counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = Net()
+
+    def forward(self, batch):
+        loss = masked_error(self.body, batch)
+        return {"loss": loss, "logits": None}
+
+
+class NaNInside(Net):
+    """An attention in which nothing is left to attend to makes NaN out of anything."""
+
+    def forward(self, batch):
+        inputs, _, mask = batch
+        return super().forward(inputs) / mask.any() + 0 / mask.any()
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.into, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.out.weight = self.into.weight
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, rows):
+        return self.last(self.out(torch.tanh(self.into(rows))))
+
+
+class Frozen(Net):
+    def __init__(self):
+        super().__init__()
+        self.first.weight.requires_grad_(False)
+
+
+class Checkpointed(Net):
+    def __init__(self, *, reentrant):
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, rows):
+        def part(rows):
+            return torch.tanh(self.first(F.dropout(rows, 0.0)))
+
+        rows = rows.clone().requires_grad_() if self.reentrant else rows
+        return self.last(checkpoint(part, rows, use_reentrant=self.reentrant))
+
+
+def several_forwards(model, batch):
+    inputs, targets = batch
+    with torch.no_grad():
+        model(inputs)
+    return F.mse_loss(model(inputs) + model(inputs.flip(0)), targets)
+
+
+def one_element(model, batch):
+    return squared_error(model, batch).reshape(1, 1)
+
+
+def in_place(model, batch):
+    return F.mse_loss(model(batch[0]).mul_(2), batch[1])
+
+
+def constant_where_nothing_counts(model, batch):
+    outputs = model(batch[0])
+    return masked_error(lambda _: outputs, batch) if tokens_of(batch) else torch.zeros(())
+
+
+def of_output(get):
+    return lambda model, batch: F.mse_loss(get(model(batch[0])), batch[1])
+
+
+def inside(model, batch):
+    return model(batch)["loss"]
+
+
+def nan_inside(model, batch):
+    return masked_error(lambda _: model(batch), batch)
+
+
+MODELS = {
+    "tuple": (lambda: Outputs(lambda a, b: (a, b)), of_output(lambda o: o[0])),
+    "dict": (lambda: Outputs(lambda a, b: {"r": [a], "b": b}), of_output(lambda o: o["r"][0])),
+    # DDP finds no unused ones in these.
+    "dataclass": (lambda: Outputs(Named), of_output(lambda o: o.result + o.aside.sum())),
+    "slots": (lambda: Outputs(Slotted), of_output(lambda o: o.result + o.aside.sum())),
+    "tied": (Tied, squared_error),
+    "frozen": (Frozen, squared_error),
+    "several forwards": (Net, several_forwards),
+    "one element": (Net, one_element),
+    "in place": (Net, in_place),
+    "loss inside": (LossInside, inside),
+    "NaN inside": (NaNInside, nan_inside),
+    "constant": (Net, constant_where_nothing_counts),
+    "checkpoint": (lambda: Checkpointed(reentrant=False), squared_error),
+    "reentrant checkpoint": (lambda: Checkpointed(reentrant=True), squared_error),
+}
+OF_TOKENS = ("loss inside", "NaN inside", "constant")
+PARTS = [(3,), (3, 2, 4), (2, 1, 1, 1, 5)]
+
+
+def mean_over(net, loss_fn, parts, count):
+    """Return the gradients of the mean, as one process without pardata gets them."""
+    total = sum(count(part) for part in parts)
+    for part in parts:
+        if count(part):
+            (loss_fn(net, part).reshape(()) * (count(part) / total)).backward()
+    return gradients(net)
+
+
+def errors_of_models(strategy):
+    found = {}
+    for name, (kind, loss_fn) in MODELS.items():
+        net = network(kind)
+        unused = name in ("tuple", "dict")
+        options = {"find_unused_parameters": True} if unused and strategy == "ddp" else {}
+        model = wrap_model(copy.deepcopy(net), strategy, **options)
+        for sizes in PARTS:
+            net.zero_grad()
+            model.zero_grad()
+            if name in OF_TOKENS:
+                parts, count = sequences([0, *sizes, 0]), tokens_of
+            else:
+                parts, count = pieces(sizes), None
+            wanted = mean_over(net, loss_fn, parts, count or (lambda part: len(part[0])))
+            backward(model, loss_fn, cut(parts), count=count)
+            ours = gradients(model)
+            if unused:  # what no loss uses has no gradient, stand-in or not
+                assert ours[-2:] == [None, None], name
+            found[name, sizes] = off(ours, wanted)
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("strategy", WRAPPING)
+def test_models_and_losses_may_be_of_many_kinds(strategy, size):
+    for found in run(errors_of_models, strategy, world_size=size):
+        assert {name: error for name, error in found.items() if error >= CLOSE} == {}
+
+
+@pytest.mark.parametrize("strategy", ["none", "dp"])
+def test_models_and_losses_may_be_of_many_kinds_in_a_single_process(strategy):
+    found = errors_of_models(strategy)
+    assert {name: error for name, error in found.items() if error >= CLOSE} == {}
+
+
+class Branches(nn.Module):
+    """Uses `rare` for microbatches of two rows alone, and `never` for none."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.rare, self.never = Net(), nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, rows):
+        return self.body(rows) + (self.rare(rows) if len(rows) == 2 else 0)
+
+
+def unused(strategy, sizes_of_steps):
+    options = {"find_unused_parameters": True} if strategy == "ddp" else {}
+    model = wrap_model(network(Branches), strategy, **options)
+    net = network(Branches)
+    kept = torch.full((3, 4), 5.0, dtype=torch.float64)
+    errors = []
+    for sizes in sizes_of_steps:
+        model.zero_grad()
+        net.zero_grad()
+        never = unwrap(model).never
+        never.weight.grad = torch.full_like(never.weight, 5.0)
+        net.never.weight.grad = kept.clone()
+        wanted = mean_over(net, squared_error, pieces(sizes), lambda part: len(part[0]))
+        backward(model, squared_error, cut(pieces(sizes)))
+        ours = gradients(model)
+        assert ours[-1] is None
+        assert torch.equal(ours[-2], kept)
+        errors.append(off(ours, wanted))
+    return errors
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_parameter_that_no_microbatch_uses_keeps_its_gradient_on_every_rank(size):
+    # `rare` is used first, last, in the middle, on one rank only, and not at all.
+    steps = [(2, 3, 3, 3), (3, 3, 3, 2), (3, 2, 3), (3, 3), (3,), (2,), (2, 2, 2, 2)]
+    for errors in run(unused, "ddp", steps, world_size=size):
+        assert max(errors) < CLOSE
+
+
+@needs_fsdp
+@pytest.mark.parametrize("size", [2, 3])
+def test_under_fsdp_a_parameter_that_no_rank_uses_keeps_its_gradient(size):
+    for errors in run(unused, "fsdp", [(3,) * 7, (3,)], world_size=size):
+        assert max(errors) < CLOSE
+
+
+def clipped():
+    found = {}
+    wanted = torch.stack([g.norm() for g in truth(CASES["uneven shares"])[1]]).norm()
+    for strategy in STRATEGIES:
+        model = wrap_model(network(), strategy)
+        backward(model, squared_error, batch_of(CASES["uneven shares"]))
+        norm = whole(nn.utils.clip_grad_norm_(model.parameters(), wanted.item() / 10))
+        after = torch.stack([g.norm() for g in gradients(model)]).norm()
+        found[strategy] = (norm / wanted - 1).abs().item(), (after / wanted).item()
+    return found
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_clipping_after_it_sees_the_true_norm(size):
+    for found in run(clipped, world_size=size):
+        for error, after in found.values():
+            assert error < CLOSE
+            assert after == pytest.approx(0.1, rel=1e-4)  # PyTorch adds 1e-6 to the norm
+
+
+# --- one synchronisation ---
+
+
+def synchronisations():
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    told = []
+
+    def count(_state, bucket):
+        told.append(bucket.buffer().numel())
+        reduced = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+        return reduced.then(lambda future: future.value()[0] / dist.get_world_size())
+
+    model = wrap_model(network(), "ddp")
+    model.register_comm_hook(None, count)
+    for case in ("even shares", "a tail smaller than the world"):
+        backward(model, squared_error, batch_of(CASES[case]))
+        told.append("step")
+    scattered = []
+    if FSDP_ON_CPU:
+        model = wrap_model(network(), "fsdp")
+        for case in ("even shares", "a tail smaller than the world"):
+            with CommDebugMode() as seen:
+                backward(model, squared_error, batch_of(CASES[case]))
+            counts = seen.get_comm_counts().items()
+            scattered.append(sum(n for kind, n in counts if "reduce_scatter" in str(kind)))
+    return told, scattered
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_gradients_are_synchronised_once_a_step(size):
+    numbers = sum(parameter.numel() for parameter in Net().parameters())
+    for ddp, fsdp in run(synchronisations, world_size=size):
+        assert ddp == [numbers, "step"] * 2
+        assert fsdp == [1, 1] * FSDP_ON_CPU
+
+
+# --- what is returned ---
+
+
+def returned():
+    found = {}
+    for strategy in STRATEGIES:
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+            model = wrap_model(network().to(dtype), strategy)
+            parts = [(x.to(dtype), y.to(dtype)) for x, y in pieces((3, 3, 1))]
+            loss = backward(model, squared_error, cut(parts))
+            grads = {parameter.grad.dtype for parameter in model.parameters()}
+            found[strategy, str(dtype)] = loss.dtype, loss.ndim, loss.requires_grad, loss.item()
+            assert grads == {dtype}
+        model = wrap_model(network().float(), strategy)
+
+        def autocast(model, batch):
+            with torch.autocast("cpu", torch.bfloat16):
+                outputs = model(batch[0].float())
+            assert outputs.dtype == torch.bfloat16
+            return F.mse_loss(outputs.float(), batch[1].float())
+
+        loss = backward(model, autocast, cut(pieces((3, 3, 1))))
+        error = off([g.double() for g in gradients(model)], truth(Case((3, 3, 1)))[1])
+        found[strategy, "autocast"] = loss.dtype, loss.ndim, loss.requires_grad, loss.item()
+        assert error < 0.03, error
+    return found
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_loss_is_detached_at_least_float32_and_the_same_everywhere(size):
+    ranks = run(returned, world_size=size)
+    wanted = truth(Case((3, 3, 1)))[0].item()
+    for (_, kind), (dtype, ndim, requires_grad, value) in ranks[0].items():
+        assert dtype == (torch.float64 if "float64" in kind else torch.float32)
+        assert (ndim, requires_grad) == (0, False)
+        assert value == pytest.approx(wanted, rel=1e-12 if "float64" in kind else 0.02)
+    assert ranks == [ranks[0]] * size
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 2, dtype=torch.complex64))
+
+    def forward(self, rows):
+        return (rows.to(torch.complex64) @ self.weight).abs()
+
+
+def test_the_loss_of_a_complex_model_is_real():
+    net = Complex()
+    loss = backward(net, lambda model, batch: model(batch[0]).mean(), pieces((3,))[0])
+    assert loss.dtype == torch.float32
+    assert net.weight.grad is not None
+
+
+# --- buffers and generators ---
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def forward(self, rows):
+        return self.last(F.dropout(self.norm(self.first(rows)), 0.5, self.training))
+
+
+def normed():
+    return network(Normed)
+
+
+def buffers(model):
+    return {name: buffer.clone() for name, buffer in unwrap(model).named_buffers()}
+
+
+def after_steps(strategy, steps, count):
+    model = wrap_model(normed(), strategy)
+    told = []
+    for parts in steps:
+        before = torch.get_rng_state()
+        backward(model, lambda m, b: squared_error(m, b[:2]), cut(parts), count=count)
+        told.append((buffers(model), torch.equal(torch.get_rng_state(), before)))
+    check_in_sync(model)
+    model.eval()
+    with torch.no_grad():
+        scores = model(rows_of(5, seed=3)[0])
+    return told, scores
+
+
+def replay(parts, ranks, steps_before):
+    """Return the buffers that each rank has after running its microbatches that count."""
+    found = []
+    for rank in range(ranks):
+        net = normed()
+        net.load_state_dict(steps_before, strict=False)
+        for number in share(len(parts), rank, ranks):
+            if parts[number][2]:
+                net(parts[number][0])
+        found.append(buffers(net))
+    return found
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("strategy", WRAPPING)
+def test_buffers_are_equal_on_all_ranks_and_of_what_does_not_count_there_is_no_trace(
+    strategy, size
+):
+    steps = [
+        [(x, y, n) for (x, y), n in zip(pieces((4,) * len(counts), seed), counts, strict=True)]
+        for seed, counts in enumerate([(4, 4, 4, 4), (4,), (1, 0, 9, 0, 0), (3, 1, 0)])
+    ]
+    ranks = run(after_steps, strategy, steps, third, world_size=size)
+    expected = {}
+    for step, parts in enumerate(steps):
+        held = replay(parts, size, expected)
+        weights = [sum(parts[i][2] for i in share(len(parts), r, size)) for r in range(size)]
+        if strategy == "ddp":
+            expected = held[0]
+        else:
+            expected = {
+                name: sum(w * b[name] for w, b in zip(weights, held, strict=True)) / sum(weights)
+                if held[0][name].is_floating_point()
+                else held[0][name]
+                for name in held[0]
+            }
+        for rank, (told, _) in enumerate(ranks):
+            found, is_where_it_was = told[step]
+            for name, buffer in found.items():
+                torch.testing.assert_close(buffer, expected[name], rtol=1e-12, atol=1e-14)
+            # Dropout drew for what counts and for nothing else.
+            assert is_where_it_was == (weights[rank] == 0)
+    for _, scores in ranks:
+        assert torch.equal(scores, ranks[0][1])
+
+
+def third(part):
+    return part[2]
+
+
+class Drawing(Net):
+    """Draws from every generator, in the forward and, being checkpointed, in the backward."""
+
+    def forward(self, rows):
+        def part(rows):
+            random.random()
+            return torch.tanh(self.first(F.dropout(rows, 0.1)))
+
+        return self.last(checkpoint(part, rows, use_reentrant=False, preserve_rng_state=False))
+
+
+def drawn(strategy):
+    model = wrap_model(network(Drawing), strategy)
+    states = random.getstate(), torch.get_rng_state()
+    backward(model, lambda m, b: m(b[0]).mean(), cut(pieces((3,))))
+    return states[0] == random.getstate(), torch.equal(states[1], torch.get_rng_state())
+
+
+@pytest.mark.parametrize("strategy", WRAPPING)
+def test_a_stand_in_moves_no_generator_even_in_its_backward(strategy):
+    first, second = run(drawn, strategy, world_size=2)
+    assert first == (False, False)
+    assert second == (True, True)
+
+
+def synchronised_batch_norm():
+    model = wrap_model(normed(), "ddp", sync_batchnorm=True)
+
+    def step(number):
+        backward(model, squared_error, cut(pieces((4,) * number)))
+
+    found = [caught(step, number) for number in (1, 3, 4)]
+    check_in_sync(model)
+    model.eval()  # of running statistics, which nobody shares
+    return [*found, caught(step, 1)]
+
+
+def test_batch_norm_over_all_ranks_must_run_equally_many_microbatches_on_each():
+    for one, three, four, in_eval in run(synchronised_batch_norm, world_size=2):
+        for raised, number in ((one, 1), (three, 3)):
+            assert raised.type == "ValueError"
+            assert "must be equally many microbatches on each of the 2 ranks" in raised.text
+            assert f"but is {number} in all: pass make_loader a `batch_size`" in raised.text
+        assert four is None
+        assert in_eval is None
+
+
+# --- compiled ---
+
+
+def compiled(strategies):
+    warnings.simplefilter("ignore")  # dynamo's own deprecations
+    errors = {}
+    options = {"backend": "eager", "dynamic": False}
+    for strategy in strategies:
+        for where in ("inside", "outside", "in place"):
+            net = network()
+            if where == "in place":
+                net.compile(**options)
+            model = wrap_model(
+                torch.compile(net, **options) if where == "inside" else net, strategy
+            )
+            model = torch.compile(model, **options) if where == "outside" else model
+            for sizes in ((3, 3, 3), (3,)):
+                model.zero_grad()
+                backward(model, squared_error, cut(pieces(sizes)))
+                errors[strategy, where, sizes] = off(gradients(model), truth(Case(sizes))[1])
+    stats = dict(torch._dynamo.utils.counters["recompile_limit"])
+    return errors, stats
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_model_may_be_compiled_inside_outside_and_in_place(size):
+    strategies = ["none"] if size == 1 else STRATEGIES
+    for errors, limits in run(compiled, strategies, world_size=size, timeout=300):
+        assert max(errors.values()) < CLOSE
+        assert not limits
+
+
+# --- what is refused ---
+
+
+def fails_in(what):
+    """Return what one step raises, and whether the next is right, on this rank."""
+    here = world()
+    model = wrap_model(network(), "ddp")
+
+    def count(part):
+        if what == "count" and here.rank == 1:
+            raise OSError(what)
+        return 0 if what == "all zero" else len(part[0])
+
+    loss_fn = LOSSES.get(what, squared_error)
+    counted = what in ("count", "all zero")
+    sizes = (3,) * here.size
+    options = {"count": count} if counted else {}
+    raised = caught(partial(backward, model, loss_fn, cut(pieces(sizes)), **options))
+    for _ in range(2):
+        model.zero_grad()
+        backward(model, squared_error, cut(pieces(sizes)))
+    return raised, off(gradients(model), truth(Case(sizes))[1])
+
+
+def no_grad_error(model, batch):
+    with torch.no_grad():
+        return squared_error(model, batch)
+
+
+LOSSES = {
+    "no forward": lambda model, batch: torch.zeros(()),
+    "inside": lambda model, batch: squared_error(unwrap(model), batch),
+    "method": lambda model, batch: squared_error(model.forward, batch),
+    "no grad": no_grad_error,
+    "many": lambda model, batch: (model(batch[0]) - batch[1]).square(),
+    "float": lambda model, batch: squared_error(model, batch).item(),
+}
+RAN_NOT = "`loss_fn` must run the model that it is given, with gradients, but did not"
+REFUSED = [
+    ("no forward", "RuntimeError", RAN_NOT),
+    ("inside", "RuntimeError", RAN_NOT),
+    ("method", "RuntimeError", "call model(…), and not a module inside it"),
+    ("no grad", "RuntimeError", RAN_NOT),
+    ("many", "ValueError", "must return a tensor of one element, but returned one of shape (3, 3)"),
+    ("float", "TypeError", "`loss_fn` must return a tensor of one element, but returned "),
+    ("all zero", "ValueError", "a step must count something, but all its microbatches count 0"),
+]
+
+
+def all_refused():
+    return {what: fails_in(what) for what, *_ in REFUSED} | {"count": fails_in("count")}
+
+
+def test_what_is_wrong_raises_on_every_rank_and_the_next_step_is_right():
+    ranks = run(all_refused, world_size=2)
+    for rank, found in enumerate(ranks):
+        for what, kind, text in REFUSED:
+            raised, error = found[what]
+            assert isinstance(raised, Raised), what
+            assert raised.type == kind
+            assert text in raised.text
+            assert error < CLOSE
+        raised, error = found["count"]
+        assert raised.type == ["RuntimeError", "OSError"][rank]
+        assert error < CLOSE
+    assert "failed on 1 other rank(s): see the error there" in ranks[0]["count"][0].text
+
+
+@pytest.mark.parametrize("what", ["no forward", "no grad", "many", "float"])
+def test_what_is_wrong_raises_in_a_single_process(what):
+    kind, text = next((kind, text) for name, kind, text in REFUSED if name == what)
+    net = network()
+    raised = caught(backward, net, LOSSES[what], pieces((3,))[0])
+    assert raised.type == kind
+    assert text in raised.text
+    assert not net._forward_hooks
+
+
+def test_after_an_error_the_gradients_that_were_there_still_are():
+    net = network()
+    squared_error(net, rows_of(3)).backward()
+    before = gradients(net)
+    with pytest.raises(ZeroDivisionError):
+        backward(net, lambda model, batch: 1 // 0, rows_of(3))
+    assert off(gradients(net), before) == 0
+
+
+def own_loader():
+    loader = make_loader(
+        TensorDataset(*rows_of(6)), 6, microbatch_size=2, distributed=False, num_workers=0
+    )
+    (batch,) = loader
+    backward(wrap_model(network(), "ddp"), squared_error, batch)
+
+
+def test_a_loader_that_does_not_share_is_refused_on_every_rank():
+    for raised in run_caught(own_loader, world_size=2):
+        assert raised.type == "ValueError"
+        assert "the ranks that train the model, 2, must be those that share" in raised.text
+        assert "but it is shared by 1: pass distributed='auto' to make_loader" in raised.text
+
+
+def alone_in_two():
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("pardata").addHandler(handler)
+    net = network()
+    parts = pieces((3, 1))
+    for _ in range(2):
+        net.zero_grad()
+        loss = backward(net, squared_error, cut(parts))
+    own = network()
+    wanted = squared_error(own, parts[world().rank])
+    wanted.backward()
+    same = off(gradients(net), gradients(own)), abs(loss.item() - wanted.item())
+    half = caught(
+        backward,
+        nn.Sequential(wrap_model(nn.Linear(4, 3).double(), "ddp")),
+        squared_error,
+        parts[0],
+    )
+    return lines, same, half
+
+
+def test_a_bare_model_in_a_larger_world_trains_alone_and_is_warned_of_once():
+    for rank, (lines, same, half) in enumerate(run(alone_in_two, world_size=2)):
+        text = "no strategy keeps the replicas of Net equal: each of the 2 ranks trains its own"
+        assert lines == [f"[0/2] {text}; pass what wrap_model returned"] * (rank == 0)
+        assert max(same) < CLOSE
+        assert half.type == "ValueError"
+        assert "but this Sequential only holds a wrapped module, and nobody would" in half.text
+        assert "wrap once, at the outside" in half.text
+
+
+def sharded_over_a_part():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "inner"))
+    net = fully_shard(network(), mesh=mesh["inner"])
+    backward(net, squared_error, cut(pieces((3, 3))))
+
+
+@needs_fsdp
+def test_a_model_that_is_sharded_over_some_of_the_ranks_is_refused():
+    for raised in run_caught(sharded_over_a_part, world_size=2):
+        assert raised.type == "ValueError"
+        assert "must be sharded over all 2 ranks, but is so over 1: give fully" in raised.text
+
+
+def unused_by_a_rank():
+    # Only rank 0 reduces all: before, the next collective met its buckets, and gloo aborted.
+    model = wrap_model(network(Branches), "ddp")
+    backward(model, squared_error, cut(pieces((2, 3))))
+
+
+def test_a_parameter_that_was_not_reduced_is_named_at_the_very_step():
+    first, second = run_caught(unused_by_a_rank, world_size=2)
+    for raised, names in ((first, "`never.weight`"), (second, "`rare.weight`")):
+        assert raised.type == "RuntimeError"
+        assert "every parameter must take part in the loss, but" in raised.text
+        assert names in raised.text
+        assert "find_unused_parameters=True" in raised.text
+
+
+def static(sizes_of_steps):
+    model = wrap_model(network(), "ddp", static_graph=True)
+    errors = []
+    for sizes in sizes_of_steps:
+        model.zero_grad()
+        backward(model, squared_error, cut(pieces(sizes)))
+        errors.append(off(gradients(model), truth(Case(sizes))[1]))
+    return errors
+
+
+def test_a_static_graph_may_have_stand_ins_but_not_accumulate():
+    for errors in run(static, [(3,), (3, 2), (1,), (5, 4)], world_size=2):
+        assert max(errors) < CLOSE
+    for raised in run_caught(static, [(3,) * 3], world_size=2):
+        assert raised.type == "ValueError"
+        assert "`static_graph` must be False where a rank has more than one" in raised.text
+        assert "here 2, for PyTorch cannot accumulate with it: leave it out of" in raised.text
+
+
+def print_table():
+    """Print by how much gradients are off, as Markdown."""
+    columns = [("none", 1), ("dp", 1)]
+    columns += [(strategy, size) for strategy in STRATEGIES for size in SIZES]
+    ours = {
+        (strategy, size): [errors_of_backward(strategy)]
+        if strategy in ("none", "dp")
+        else run(errors_of_backward, strategy, world_size=size)
+        for strategy, size in columns
+    }
+    plain = {("ddp", size): run(errors_of_plain_ddp, world_size=size) for size in SIZES}
+    heads = " | ".join(f"{strategy} {size}" for strategy, size in columns)
+    print(f"| the gradient's worst relative error | {heads} |")
+    print("| --- |" + " --- |" * len(columns))
+    for name in CASES:
+        row = [max(found[name][0] for found in ours[column]) for column in columns]
+        print(f"| {name} | {' | '.join(f'{error:.0e}' for error in row)} |")
+    for name in plain["ddp", 1][0]:
+        row = [
+            f"{max(found[name] for found in plain[column]):.1%}" if column in plain else ""
+            for column in columns
+        ]
+        print(f"| plain DDP: {name} | {' | '.join(row)} |")
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError):
+        print_table()

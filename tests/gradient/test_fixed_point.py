@@ -1,0 +1,272 @@
+"""Sums in fixed point: the same bits in any order and grouping, near the true sum, no wrap."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pardata.gradient import _fixed_point
+from pardata.gradient._fixed_point import LARGEST, MOST, SMALL, add, largest, value, zeros
+
+CPU = torch.device("cpu")
+FLOATING = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+
+numbers = st.floats(-LARGEST, LARGEST, allow_nan=False)
+# A list of numbers, each with a weight; the weights add up to one, as those of microbatches.
+weighted = st.lists(st.tuples(numbers, st.integers(1, 1000)), min_size=1, max_size=30).map(
+    lambda pairs: [(number, count / sum(c for _, c in pairs)) for number, count in pairs]
+)
+
+
+def two_words(count):
+    """Return low and high words, of nothing."""
+    return torch.stack([zeros(count, CPU), zeros(count, CPU)])
+
+
+def words_of(pairs):
+    words = two_words(1)
+    for number, weight in pairs:
+        add(torch.tensor([number], dtype=torch.float64), weight, *words)
+    return words
+
+
+def exact(words):
+    low, high = words[:, 0].tolist()
+    return Fraction(high, 2**16) + Fraction(low, 2**62)
+
+
+# The same in any order and grouping
+
+
+@given(weighted, st.randoms(use_true_random=False), st.integers(1, 5))
+def test_any_order_and_grouping_gives_the_same_words(pairs, random, groups):
+    expected = words_of(pairs)
+    shuffled = random.sample(pairs, len(pairs))
+    total = two_words(1)
+    for start in range(groups):
+        total += words_of(shuffled[start::groups])
+    assert torch.equal(total, expected)
+
+
+def test_floating_point_itself_is_not_so():
+    # What all this is for.
+    assert (1e16 + 1.0) - 1e16 != 1.0 + (1e16 - 1e16)
+    pairs = [(2.0**40, 0.3), (2.0**-25, 0.3), (-(2.0**40), 0.3)]
+    assert value(*words_of(pairs)) == value(*words_of(pairs[::-1])) > 0
+
+
+@given(st.lists(numbers, min_size=1, max_size=40), st.integers(1, 7))
+def test_where_a_tensor_is_cut_makes_no_difference(many, block):
+    whole, cut = two_words(len(many)), two_words(len(many))
+    tensor = torch.tensor(many, dtype=torch.float64)
+    add(tensor, 1 / 3, *whole)
+    for start in range(0, len(many), block):
+        add(tensor[start : start + block], 1 / 3, *cut[:, start : start + block])
+    assert torch.equal(whole, cut)
+
+
+@pytest.mark.parametrize("extra", [-1, 0, 1, 3])
+def test_numbers_beyond_one_block_are_added_alike(extra):
+    count = 2 * _fixed_point._BLOCK + extra
+    many = torch.randn(count, generator=torch.Generator().manual_seed(0))
+    words = two_words(count)
+    add(many, 0.7, *words)
+    torch.testing.assert_close(value(*words), many.double() * 0.7, rtol=1e-15, atol=2.0**-62)
+
+
+# How near the sum is
+
+
+@given(weighted)
+def test_each_number_is_off_by_at_most_half_a_step_of_the_low_word(pairs):
+    # Against the rational sum of what was rounded once, in float64.
+    true = sum(Fraction(number * weight) for number, weight in pairs)
+    assert abs(exact(words_of(pairs)) - true) <= len(pairs) * Fraction(1, 2**63)
+
+
+@given(weighted)
+def test_the_value_is_the_sum_as_float64_has_it(pairs):
+    words = words_of(pairs)
+    true = exact(words)
+    error = abs(Fraction(value(*words).item()) - true)
+    assert error <= abs(true) * Fraction(1, 2**51) + len(pairs) * Fraction(1, 2**68)
+
+
+def test_gradients_of_1e_9_in_eight_microbatches_are_known_better_than_float32_knows_them():
+    many = 1e-9 * (1 + torch.rand(1000, 8, generator=torch.Generator().manual_seed(0)).double())
+    words = two_words(1000)
+    for microbatch in many.t():
+        add(microbatch, 1 / 8, *words)
+    for ours, gradients in zip(value(*words).tolist(), many.tolist(), strict=True):
+        assert ours == pytest.approx(math.fsum(gradients) / 8, rel=1e-9, abs=0)
+
+
+def test_what_cancels_leaves_nothing():
+    words = two_words(3)
+    for sign in (1, -1):
+        add(sign * torch.tensor([LARGEST, math.pi, 1e-15]), 0.5, *words)
+    assert words.count_nonzero() == 0
+
+
+# The limits
+
+
+def test_nothing_of_the_largest_magnitude_wraps_if_the_weights_sum_to_one():
+    for count in (1, 2, 3, 7, 1000):
+        for sign in (1.0, -1.0):
+            words = words_of([(sign * LARGEST, 1 / count)] * count)
+            assert value(*words).item() == pytest.approx(sign * LARGEST, rel=1e-12)
+            assert (words[1] * sign > 0).all()
+
+
+def test_just_beyond_twice_the_largest_would_wrap():
+    # So the limit is no larger than it needs to be.
+    assert LARGEST * 2**16 * 2 == 2**63
+
+
+@given(st.floats(-LARGEST, LARGEST))
+def test_the_most_numbers_of_a_sum_do_not_wrap_the_low_word(number):
+    # Beside what the small ones leave there, whose weights sum to one.
+    words = words_of([(number, 1.0)])
+    assert abs(words[0].item()) * MOST + SMALL * 2**62 < 2**63
+
+
+def test_the_low_word_is_at_most_half_a_step_of_the_high_one():
+    words = words_of([(2.0**-17, 1.0)])  # halfway
+    assert words[:, 0].tolist() in ([2**45, 0], [-(2**45), 1])
+
+
+# Where the high words are not needed
+
+
+small = st.lists(st.floats(-SMALL, SMALL), min_size=1, max_size=30)
+
+
+@given(small, st.integers(0, 40))
+def test_of_small_numbers_the_low_word_alone_says_the_same(many, exponent):
+    scaled = torch.tensor(many, dtype=torch.float64) * 2.0**-exponent
+    both, low = two_words(len(many)), zeros(len(many), CPU)
+    for _ in range(3):
+        add(scaled, 1 / 3, *both)
+        add(scaled, 1 / 3, low)
+    for place in range(len(many)):
+        assert exact(both[:, place : place + 1]) == Fraction(low[place].item(), 2**62)
+    assert torch.equal(value(low), value(*both))
+
+
+def test_nothing_small_wraps_the_low_word_if_the_weights_sum_to_one():
+    for count in (1, 2, 3, 7, 1000):
+        for sign in (1.0, -1.0):
+            low = zeros(1, CPU)
+            for _ in range(count):
+                add(torch.tensor([sign * SMALL]), 1 / count, low)
+            assert value(low).item() == pytest.approx(sign, rel=1e-12)
+
+
+@given(small, st.booleans())
+def test_where_nobody_looks_the_words_are_the_same(many, is_large):
+    # As on a GPU: high words are there, and `is_large` says whether they are for use.
+    numbers = torch.tensor(many, dtype=torch.float64)
+    blind, looked = two_words(len(many)), two_words(len(many))
+    add(numbers, 0.7, *blind, torch.tensor(is_large))
+    add(numbers, 0.7, *looked) if is_large else add(numbers, 0.7, looked[0])
+    assert torch.equal(blind, looked)
+
+
+# Kinds of tensors
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+def test_every_dtype_is_added_as_it_is(dtype):
+    tensor = torch.tensor([1.5, -0.25, 2.0**-14, 0.0, -0.0, 240.0], dtype=dtype)
+    words = two_words(6)
+    add(tensor, 1.0, *words)
+    assert torch.equal(value(*words), tensor.double())
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+def test_what_is_added_is_left_as_it_was(dtype):
+    tensor = torch.tensor([1.5, -0.25, 3e-5], dtype=dtype)
+    before = tensor.clone()
+    add(tensor, 0.3, *two_words(3))
+    assert torch.equal(tensor, before)
+
+
+def test_parts_of_complex_numbers_are_added():
+    tensor = torch.tensor([1 + 2j, -3.5j], dtype=torch.complex64)
+    words = two_words(4)
+    add(torch.view_as_real(tensor), 0.5, *words)
+    assert value(*words).tolist() == [0.5, 1.0, 0.0, -1.75]
+
+
+LAYOUTS = {
+    "transposed": lambda t: t.t(),
+    "every other": lambda t: t[:, ::2],
+    "expanded": lambda t: t[:, :1].expand(-1, 5),
+    "no dimensions": lambda t: t[0, 0],
+    "channels last": lambda t: t.view(1, 2, 3, 4).to(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_numbers_are_taken_in_the_order_of_their_indices(layout):
+    tensor = LAYOUTS[layout](torch.arange(24.0).view(6, 4))
+    words = two_words(tensor.numel())
+    add(tensor, 1.0, *words)
+    assert torch.equal(value(*words).view(tensor.shape), tensor.double())
+
+
+def test_of_nothing_there_is_nothing():
+    words = two_words(0)
+    add(torch.empty(0, 3), 1.0, *words)
+    assert value(*words).shape == (0,)
+    assert words.shape == (2, 0)
+    assert largest(torch.empty(0, 3)) == 0
+
+
+def test_a_tensor_with_a_history_gets_no_more_of_it():
+    tensor = torch.ones(2, requires_grad=True) * 2
+    words = two_words(2)
+    add(tensor, 1.0, *words)
+    assert not value(*words).requires_grad
+    assert not largest(tensor).requires_grad
+    assert tensor._version == 0
+
+
+# The largest
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+@pytest.mark.parametrize("count", [1, 5, 1000])
+@pytest.mark.parametrize("place", [0, -1])
+def test_the_largest_magnitude_is_found_wherever_it_is(dtype, count, place):
+    tensor = torch.full((count,), 0.5, dtype=dtype)
+    tensor[place] = -3.0
+    assert largest(tensor) == 3.0
+    assert largest(tensor).dtype == torch.float64
+    assert largest(tensor).shape == ()
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+@pytest.mark.parametrize("count", [1, 5, 1000])
+@pytest.mark.parametrize("place", [0, -1])
+def test_nan_and_infinity_are_the_largest_of_all(dtype, count, place):
+    tensor = torch.ones(count, dtype=dtype)
+    tensor[place] = -math.inf
+    assert largest(tensor) == math.inf
+    tensor[place // 2] = math.nan
+    assert largest(tensor).isnan()
+
+
+# The value
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+def test_the_value_is_rounded_once_from_float64(dtype):
+    words = words_of([(1 / 3, 0.5), (1e3, 0.5)])
+    out = torch.empty(1, dtype=dtype)
+    assert value(*words, out) is out
+    assert torch.equal(out, value(*words).to(dtype))

@@ -1,0 +1,120 @@
+"""The allocator keeps freed memory: where it can, once, and only when asked."""
+
+import ctypes
+import logging
+import sys
+
+import pytest
+import torch
+from on_ranks import run_caught
+from test_logging import Keeper
+
+from pardata import init, world
+from pardata.launch import _allocator
+from pardata.launch._allocator import keep_freed_memory
+
+glibc = pytest.mark.skipif(
+    not sys.platform.startswith("linux") or not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"),
+    reason="needs glibc",
+)
+
+
+def page_faults(tuned):
+    """Count the page faults of taking and freeing 40 MB again and again, in this fresh process."""
+    import resource
+
+    if tuned:
+        assert keep_freed_memory()
+    size = 10 * 2**20  # 40 MB: above what glibc learns to keep by itself
+    faults = []
+    for _ in range(20):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(size)
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return faults[10:]  # the heap has its size by then
+
+
+@glibc
+def test_memory_that_is_freed_and_taken_again_costs_no_page_faults():
+    ((untuned,), (tuned,)) = (run_caught(page_faults, t, world_size=1) for t in (False, True))
+    assert max(tuned) < min(untuned) / 2  # with huge pages the latter is some 20, else 10,000
+
+
+def test_elsewhere_than_on_linux_nothing_is_done(monkeypatch):
+    # Not `ctypes.CDLL` itself, by which torch looks for GPUs the first time that it is asked.
+    monkeypatch.setattr(_allocator, "ctypes", None)
+    for platform in ("darwin", "win32"):
+        monkeypatch.setattr(sys, "platform", platform)
+        assert keep_freed_memory() is False
+
+
+def test_under_musl_nothing_is_done(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(_allocator.ctypes, "CDLL", lambda _name: object())
+    assert keep_freed_memory() is False
+
+
+@pytest.mark.parametrize("refused", [-4, -1, -2, None])
+def test_a_setting_that_glibc_refuses_is_not_called_done(monkeypatch, refused):
+    class Glibc:
+        gnu_get_libc_version = None
+
+        def __init__(self, _name):
+            """Answer as CDLL(None) does."""
+
+        def mallopt(self, name, _value):
+            return int(name != refused)
+
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(_allocator.ctypes, "CDLL", Glibc)
+    assert keep_freed_memory() is (refused is None)
+
+
+def init_and_count(arguments, works):
+    from pardata.launch import _init
+
+    calls = []
+
+    def tune():
+        calls.append(1)
+        return works
+
+    _init.keep_freed_memory = tune
+    keeper = Keeper()
+    logger = logging.getLogger("pardata")
+    logger.addHandler(keeper)
+    logger.setLevel(logging.INFO)
+    init(**arguments)
+    init()
+    return len(calls), [line for line in keeper.lines if "allocator" in line]
+
+
+SAID = (
+    "[0/2] the allocator keeps freed memory, for faster steps on the CPU "
+    "(tune_cpu=False or PARDATA_TUNE_CPU=0 leaves it alone)"
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "works", "expected"),
+    [
+        ({}, {}, True, [(1, [SAID]), (1, [])]),
+        ({}, {"PARDATA_TUNE_CPU": "1"}, True, [(1, [SAID]), (1, [])]),
+        ({}, {}, False, [(1, []), (1, [])]),
+        ({"tune_cpu": False}, {}, True, [(0, []), (0, [])]),
+        ({}, {"PARDATA_TUNE_CPU": "0"}, True, [(0, []), (0, [])]),
+        ({"device": "meta"}, {}, True, [(0, []), (0, [])]),
+    ],
+    ids=["default", "on", "elsewhere", "argument", "variable", "no-cpu"],
+)
+def test_init_tunes_on_a_cpu_unless_told_otherwise_and_says_so_once(
+    arguments, env, works, expected
+):
+    outcomes = run_caught(init_and_count, arguments, works, world_size=2, env=env)
+    assert outcomes == expected
+
+
+def test_a_process_that_never_calls_init_is_left_alone(monkeypatch):
+    # Not `ctypes.CDLL` itself, by which torch looks for GPUs the first time that it is asked.
+    monkeypatch.setattr(_allocator, "ctypes", None)
+    assert world().size == 1

@@ -1,0 +1,452 @@
+"""Meeting the other ranks: devices, addresses, who is missing, and coming back."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from launched import agent, launched, reserved_port, slurm_variables, torchrun_variables
+from on_ranks import caught
+
+from pardata import all_reduce_sum, barrier, init, world
+from pardata.launch import _rendezvous as _joining
+from pardata.launch._rendezvous import choose_device
+from pardata.ranks._launcher import Launch
+from pardata.ranks._store import missing_text
+
+LAUNCHERS = [torchrun_variables, slurm_variables]
+by_launcher = pytest.mark.parametrize("variables", LAUNCHERS, ids=["torchrun", "slurm"])
+SOON = timedelta(seconds=1)
+
+
+def launch(local_rank, local_size):
+    """Return a launch on one host."""
+    numbers = (local_rank, local_size) * 2
+    return Launch("torchrun", *numbers, 0, 1, "127.0.0.1", 1)
+
+
+# --- which device
+
+
+@given(st.integers(1, 16), st.integers(0, 15), st.booleans())
+def test_a_local_rank_gets_the_gpu_of_its_number_or_an_error(visible, local_rank, masked):
+    here = launch(local_rank, 16)
+    if visible == 1 and masked:
+        assert choose_device(here, visible=1, masked=True) == torch.device("cuda", 0)
+    elif local_rank < visible:
+        found = choose_device(here, visible=visible, masked=masked)
+        assert found == torch.device("cuda", local_rank)
+    else:
+        with pytest.raises(RuntimeError, match="number of visible GPUs"):
+            choose_device(here, visible=visible, masked=masked)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_without_a_gpu_it_is_the_cpu(masked):
+    assert choose_device(launch(5, 8), visible=0, masked=masked) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(("visible", "processes"), [(1, "1 process "), (2, "2 processes ")])
+def test_a_local_rank_beyond_the_gpus_is_told_how_many_there_are_and_how_to_launch(
+    visible, processes
+):
+    with pytest.raises(RuntimeError) as raised:
+        choose_device(launch(2, 4), visible=visible, masked=False)
+    assert str(raised.value) == (
+        f"the local rank must be less than the number of visible GPUs, {visible}, but is 2 of 4 "
+        f"on {socket.gethostname()}: start {processes}per node (torchrun "
+        f"--nproc-per-node={visible}, srun --ntasks-per-node={visible}), or pass "
+        f'`init(device="cpu")`'
+    )
+
+
+def pretend_gpus(count, uuid=None):
+    """Make this process see GPUs, without touching a driver."""
+    torch.cuda.is_available, torch.cuda.device_count = (lambda: count > 0), lambda: count
+    torch.cuda.set_device = lambda _device: None
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=uuid or device.index)
+
+
+def join_with_gpus(counts, uuid=None, **arguments):
+    pretend_gpus(counts[int(os.environ["RANK"])], uuid)
+    raised = caught(lambda: init(timeout=timedelta(seconds=20), **arguments))
+    return raised, dist.is_initialized()
+
+
+def test_a_rank_without_a_gpu_of_its_own_is_an_error_on_every_rank_at_once():
+    outcomes = launched(join_with_gpus, [2, 2, 2], size=3)
+    (first, *_), (second, *_), (third, *_) = outcomes
+    assert third.text.startswith("the local rank must be less than the number of visible GPUs, 2")
+    for rank, raised in enumerate((first, second)):
+        assert raised.text.startswith("rank 2 failed in `init`: RuntimeError: the local rank must")
+        assert raised.text.endswith(f"(seen on rank {rank}, which did nothing wrong)")
+    for raised, initialized in outcomes:
+        assert raised.type == "RuntimeError"
+        assert raised.seconds < 10
+        assert not initialized
+
+
+def test_two_ranks_on_one_gpu_are_refused_on_every_rank():
+    for raised, initialized in launched(join_with_gpus, [3, 3, 3], "GPU-7", size=3):
+        assert raised.type == "RuntimeError"
+        assert raised.text == (
+            f"every rank must have a GPU of its own, but ranks 0, 1, 2 on {socket.gethostname()} "
+            f'share one: start one process per GPU, or pass `init(backend="gloo")`, which can '
+            f"share (slowly)"
+        )
+        assert not initialized
+
+
+def test_ranks_that_found_other_kinds_of_device_are_told_in_a_table():
+    for raised, _ in launched(join_with_gpus, [2, 0], size=2):
+        assert raised.type == "RuntimeError"
+        assert "every rank must pass the same to `init`, but `backend` differ:" in raised.text
+        assert "rank 0: backend='cuda:nccl,cpu:gloo'\n  rank 1: backend='gloo'" in raised.text
+        assert raised.seconds < 10
+
+
+def join_on_bad_device(bad):
+    device = "cuda" if int(os.environ["RANK"]) in bad else "cpu"
+    raised = caught(lambda: init(device=device, timeout=timedelta(seconds=20)))
+    # The launch is not spoilt: with a good device the same ranks can join.
+    with init() as here:
+        return raised, all_reduce_sum(1), here.size
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("bad", [[0], [1], [0, 1]], ids=str)
+def test_a_device_that_is_not_there_is_an_error_on_every_rank_and_a_second_try_works(bad):
+    for rank, (raised, total, size) in enumerate(launched(join_on_bad_device, bad, size=2)):
+        text = "`device` must be one that is here, but is 'cuda', and no GPU is visible"
+        assert raised.type == "RuntimeError"
+        if rank in bad:
+            assert raised.text == text
+        else:
+            assert f"rank {bad[0]} failed in `init`: RuntimeError: {text}" in raised.text
+        assert raised.seconds < 10
+        assert total == size == 2
+
+
+def join_on(device):
+    with init(device=device) as here:
+        return str(here.device), here.backend, all_reduce_sum(1)
+
+
+def test_the_device_can_be_chosen():
+    assert launched(join_on, "cpu", size=2) == [("cpu", "gloo", 2)] * 2
+
+
+# --- where to meet
+
+
+def join_soon():
+    return caught(lambda: init(timeout=SOON))
+
+
+def test_an_address_that_does_not_resolve_is_an_error_at_once():
+    outcomes = launched(join_soon, size=2, MASTER_ADDR="no-such-host.invalid")
+    for raised in outcomes:
+        assert raised.type == "RuntimeError"
+        assert re.match(
+            r"`MASTER_ADDR` must be a host that resolves, but 'no-such-host\.invalid' does not "
+            r"\(.*\): set MASTER_ADDR to an address that every rank can reach",
+            raised.text,
+        )
+        assert raised.seconds < 5
+
+
+def test_the_first_host_of_a_step_that_does_not_resolve_is_named():
+    changes = {"SLURM_STEP_NODELIST": "no-such-[7-8].invalid"}
+    for raised in launched(join_soon, size=2, variables=slurm_variables, **changes):
+        assert "'no-such-7.invalid' does not" in raised.text
+
+
+def test_a_port_in_use_is_an_error_of_rank_0_at_once(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for name, value in slurm_variables(0, 2, port).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(RuntimeError) as raised:
+            init(timeout=SOON)
+    assert str(raised.value) == (
+        f"the port of `MASTER_PORT` must be free, but localhost:{port} is in use: another run is "
+        f"on this host; set MASTER_PORT to a free port"
+    )
+    assert not dist.is_initialized()
+
+
+@pytest.mark.filterwarnings("ignore:.*TCPStore.*:UserWarning")
+def test_a_rank_0_that_is_not_there_is_named_with_its_address(monkeypatch):
+    with reserved_port() as port:
+        for name, value in slurm_variables(1, 2, port).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(RuntimeError) as raised:
+            init(timeout=SOON)
+    assert str(raised.value) == (
+        f"rank 1 must reach rank 0 at localhost:{port}, but could not within 0:00:01: is rank 0 "
+        f"running, and is the port open between the hosts?"
+    )
+
+
+def join_unless(absent):
+    name = "RANK" if "RANK" in os.environ else "SLURM_PROCID"
+    return None if int(os.environ[name]) in absent else join_soon()
+
+
+@pytest.mark.parametrize(
+    ("variables", "size", "absent"),
+    [
+        (torchrun_variables, 2, [0]),
+        (torchrun_variables, 3, [1]),
+        (slurm_variables, 4, [1, 3]),
+    ],
+)
+def test_ranks_that_never_come_are_named_on_every_rank_that_did(variables, size, absent):
+    outcomes = launched(join_unless, absent, size=size, variables=variables)
+    for rank, raised in enumerate(outcomes):
+        if rank in absent:
+            assert raised is None
+        else:
+            assert raised.type == "TimeoutError"
+            assert raised.text == missing_text(absent, size, "init", SOON)
+            assert raised.seconds < 15
+
+
+# --- coming back
+
+
+def leave_traces_then_fail():
+    """Be the attempt that torchrun restarts: unequal numbers of calls, and nobody leaves."""
+    here = init()
+    all_reduce_sum(1)
+    if here.rank == 0:
+        with pytest.raises(TimeoutError):
+            barrier("only on rank 0", timeout=timedelta(seconds=0.2))
+
+
+def work_as_usual():
+    with init(timeout=timedelta(seconds=20)) as here:
+        barrier("start")
+        return here.rank, all_reduce_sum(1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_store_that_outlives_a_failed_attempt_does_not_disturb_the_next(size):
+    # torchrun's agent serves one store for all attempts: its processes are new, the store is not.
+    with agent() as port:
+        launched_at(port, leave_traces_then_fail, size)
+        assert launched_at(port, work_as_usual, size) == [(rank, size) for rank in range(size)]
+
+
+def launched_at(port, fn, size):
+    return launched(fn, size=size, MASTER_PORT=str(port))
+
+
+def join_with_another_size():
+    with init(timeout=timedelta(seconds=20)) as here:
+        return here.size, all_reduce_sum(1)
+
+
+def test_an_elastic_launch_may_come_back_with_another_size():
+    with agent() as port:
+        for size in (3, 2, 1, 2):
+            assert launched_at(port, join_with_another_size, size) == [(size, size)] * size
+
+
+def use_the_address_after_leaving():
+    with init() as here:
+        pass
+    # The user's own group, at the address that we served.
+    os.environ.update(RANK=str(here.rank), WORLD_SIZE=str(here.size))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    launcher = world().launcher
+    dist.barrier()
+    dist.destroy_process_group()
+    for name in ("RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    return total.item(), launcher
+
+
+def test_after_leaving_the_address_is_free_for_a_group_of_the_users_own():
+    outcomes = launched(
+        use_the_address_after_leaving,
+        size=2,
+        variables=slurm_variables,
+        MASTER_ADDR="localhost",
+    )
+    assert outcomes == [(2.0, "existing")] * 2
+
+
+RESTARTED = """
+import os
+from datetime import timedelta
+from pardata import all_reduce_sum, barrier, init
+
+with init(timeout=timedelta(seconds=30)) as here:
+    assert all_reduce_sum(1) == 2
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if here.rank == 1:
+            os._exit(4)
+        barrier("never")
+    barrier("start")
+print(f"rank {here.rank} is done", flush=True)
+"""
+
+
+def torchrun(arguments, script, tmp_path):
+    (tmp_path / "script.py").write_text(script)
+    started = time.monotonic()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments]
+    done = subprocess.run(
+        [*command, str(tmp_path / "script.py")],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return done, time.monotonic() - started
+
+
+def test_torchrun_restarts_the_ranks_of_a_failed_attempt(tmp_path):
+    done, seconds = torchrun(["--nproc-per-node=2", "--max-restarts=1"], RESTARTED, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 is done" in done.stdout
+    assert "rank 1 is done" in done.stdout
+    assert seconds < 60
+
+
+ALONE = """
+import torch.distributed as dist
+from pardata import all_reduce_sum, init
+
+with init() as here:
+    print(here.rank, here.size, here.launcher, all_reduce_sum(2), dist.get_world_size())
+"""
+
+
+def test_torchrun_with_one_process(tmp_path):
+    done, _ = torchrun(["--nproc-per-node=1"], ALONE, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "0 1 torchrun 2 1\n"
+
+
+# --- nobody is on the way alone
+
+
+def join_slowly(slow, folder):
+    """Join; the slow rank's connections take a moment more."""
+    rank, make = int(os.environ["RANK"]), dist.init_process_group
+
+    def make_slowly(*args, **kwargs):
+        make(*args, **kwargs)
+        time.sleep(1.0)
+        (folder / "made").touch()
+
+    if rank == slow:
+        dist.init_process_group = make_slowly
+    with init(timeout=timedelta(seconds=20)):
+        return (folder / "made").exists()
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_init_returns_when_every_rank_has_made_the_group(slow, tmp_path):
+    # Else a rank that leaves at once closes connections that another is still making.
+    assert launched(join_slowly, slow, tmp_path, size=2) == [True, True]
+
+
+def join_without_a_link(bad, others_see_it):
+    """Join where a rank cannot connect; the others see that later, or not at all."""
+    rank, make = int(os.environ["RANK"]), dist.init_process_group
+
+    def fail_after_all(*args, **kwargs):
+        make(*args, **kwargs)
+        if rank != bad:
+            time.sleep(0.5)
+        msg = "no route to host" if rank == bad else "connection closed by peer"
+        raise RuntimeError(msg)
+
+    if rank == bad or others_see_it:
+        dist.init_process_group = fail_after_all
+    causes = []
+
+    def join():
+        try:
+            init(timeout=timedelta(seconds=20))
+        except RuntimeError as error:
+            causes.append(str(error.__cause__))
+            raise
+
+    raised = caught(join)
+    dist.init_process_group = make
+    return raised, causes, dist.is_initialized()
+
+
+@pytest.mark.parametrize("bad", [0, 2])
+@pytest.mark.parametrize("others_see_it", [False, True])
+def test_a_rank_that_cannot_make_the_group_is_an_error_on_every_rank(bad, others_see_it):
+    outcomes = launched(join_without_a_link, bad, others_see_it, size=3)
+    for rank, (raised, causes, initialized) in enumerate(outcomes):
+        assert raised.type == "RuntimeError"
+        own_is_kept = others_see_it and rank != bad
+        assert causes == ["connection closed by peer" if own_is_kept else "None"]
+        if rank == bad:
+            assert raised.text == "no route to host"
+        else:
+            first, *later, seen = raised.text.splitlines()
+            assert first == f"rank {bad} failed in `init`: RuntimeError: no route to host"
+            assert len(later) == (2 if others_see_it else 0)
+            assert seen == f"(seen on rank {rank}, which did nothing wrong)"
+        assert not initialized
+
+
+# --- nodes
+
+
+def join_from(hosts):
+    name = hosts[int(os.environ["OMPI_COMM_WORLD_RANK"])]
+    _joining.socket.gethostname = lambda: name
+    with init() as here:
+        return here.node_rank, here.num_nodes, here.local_rank, here.launcher
+
+
+def open_mpi_variables(rank, size, port, **changes):
+    """Return Open MPI's variables, which say nothing about the number of nodes; two ranks each."""
+    env = dict(
+        zip(
+            [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
+            map(str, (rank, size, rank % 2, 2)),
+            strict=True,
+        )
+    )
+    return env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | changes
+
+
+def test_under_mpi_the_nodes_are_counted_by_the_names_of_the_hosts():
+    hosts = ["b", "b", "a", "a"]
+    outcomes = launched(join_from, hosts, size=4, variables=open_mpi_variables)
+    assert outcomes == [(rank // 2, 2, rank % 2, "mpi") for rank in range(4)]
+
+
+def mpich_variables(rank, size, port):
+    """Return MPICH's variables on one host."""
+    names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    env = {n: str(v) for n, v in zip(names, (rank, size) * 2, strict=True)}
+    return env | {"MASTER_PORT": str(port)}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_ranks_of_mpich_join(size):
+    outcomes = launched(work_as_usual, size=size, variables=mpich_variables)
+    assert outcomes == [(rank, size) for rank in range(size)]

@@ -1,0 +1,235 @@
+"""An exception that nobody catches: who failed first, on every rank, and nobody waits for long."""
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from launched import agent, launched, reserved_port, slurm_variables, torchrun_variables
+
+import pardata
+from pardata.launch._uncaught import _UncaughtHook, report_uncaught
+
+SCRIPT = """
+import sys, time, torch, pardata
+from datetime import timedelta
+from pathlib import Path
+
+CALLS = {
+    "collective": lambda: pardata.all_reduce_mean(1.0),
+    "barrier": lambda: pardata.barrier("epoch 3"),
+    "call": lambda: pardata.rank_zero_call(str, 1),
+    "stop": lambda: vote(),
+    "late": lambda: (time.sleep(3), pardata.all_gather(1.0)),
+    "own": lambda: torch.distributed.all_reduce(torch.ones(1)),
+    "second": lambda: (after_the_second_note(), pardata.all_reduce_mean(1.0)),
+    "asleep": lambda: (until_told(), pardata.barrier("epoch 3")),
+}
+
+def after_the_second_note():
+    while pardata.ranks._world.channel().store.add("trouble/count", 0) < 2:
+        time.sleep(0.02)
+    time.sleep(0.8)
+
+def vote():
+    with pardata.StopSignal() as stop:
+        while not stop.agreed():
+            time.sleep(0.1)
+
+def until_told():
+    while not Path("go").exists():
+        time.sleep(0.02)
+
+calls, bad = sys.argv[1].split(","), int(sys.argv[2])
+here = pardata.init(timeout=timedelta(seconds=100))
+pardata.barrier("all are there")
+if here.rank == bad:
+    if "flight" in sys.argv:  # as a vote on the next step is
+        work = torch.distributed.all_reduce(torch.ones(1), async_op=True)
+    time.sleep(1)
+    if "exit" in sys.argv:
+        with here:
+            sys.exit(3)
+    raise ValueError("boom\\nand more")
+CALLS[calls[here.rank]]()
+"""
+BOOM, EXIT = "ValueError: boom (train.py:41)", "SystemExit: 3 (train.py:40)"
+
+
+def torchrun(script, size, short_tmp, arguments):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return subprocess.run(
+        [*command, f"--nproc-per-node={size}", script, *arguments],
+        env={**os.environ, "TMPDIR": short_tmp},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+
+
+def ended(calls, bad, *more, variables=torchrun_variables):
+    """Run the script on three ranks, without anybody who would end them; return what they said."""
+    with agent() if variables is torchrun_variables else reserved_port() as port:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "train.py", calls, str(bad), *more],
+                env={**os.environ, **variables(rank, 3, port)},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(3)
+        ]
+        try:
+            # Far below the group's timeout, far above what a slow machine takes to start.
+            first = ranks[bad].communicate(timeout=70)[1]
+            Path("go").touch()
+            errors = [
+                first if rank.stderr.closed else rank.communicate(timeout=70)[1] for rank in ranks
+            ]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+    codes = [3 if "exit" in more and rank == bad else 1 for rank in range(3)]
+    assert [rank.returncode for rank in ranks] == codes, errors
+    said = [[line for line in text.splitlines() if "/3] " in line] for text in errors]
+    assert all(len(lines) == 1 for lines in said), errors
+    assert f"[{bad}/3] failed: {EXIT if 'exit' in more else BOOM}" == said[bad][0]
+    assert ("ValueError: boom\n" in errors[bad]) == ("exit" not in more)
+    return [(line, text) for (line,), text in zip(said, errors, strict=True)]
+
+
+def test_who_is_in_a_collective_or_comes_to_one_says_who_failed_first(script):
+    for rank, (line, text) in enumerate(ended("collective,,late", 1)):
+        if rank != 1:
+            call = ["all_reduce_mean", "", "all_gather"][rank]
+            assert line.startswith(f"[{rank}/3] failed because rank 1 failed first: {BOOM}; here: ")
+            assert f"; here: {call} at train.py:" in line
+            assert f"`{call}` must be reached by every rank, but rank 1 of 3 failed first: " in text
+
+
+def test_who_waits_on_the_store_says_who_failed_first_whoever_is_late(script):
+    # Rank 0 is still elsewhere: rank 2 does not wait for it.
+    outcomes = ended("barrier,,barrier", 1)
+    for rank in (0, 2):
+        line, text = outcomes[rank]
+        start = (
+            f"[{rank}/3] failed because rank 1 failed first: {BOOM}; here: barrier('epoch 3') at "
+        )
+        assert line.startswith(start)
+        assert "RuntimeError: `barrier('epoch 3')` must be reached by every rank, but" in text
+
+
+def test_who_waits_for_rank_0_or_is_in_a_collective_of_the_users_own_says_so_too(script):
+    _, (call, _), (own, text) = ended(",call,own", 0)
+    assert call.startswith(
+        f"[1/3] failed because rank 0 failed first: {BOOM}; here: rank_zero_call"
+    )
+    start = f"[2/3] failed because rank 0 failed first: {BOOM}; here: RuntimeError: "
+    assert own.startswith(start)
+    assert "Connection" in own
+    assert own.endswith("(train.py:12)")
+    assert "Traceback" in text
+
+
+def test_where_rank_0_takes_the_store_with_it_all_end_and_say_what_they_know(script):
+    outcomes = ended(",collective,barrier", 0, variables=slurm_variables)
+    line, _ = outcomes[2]
+    assert line.startswith(f"[2/3] failed because rank 0 failed first: {BOOM}; here: barrier(")
+    line, _ = outcomes[1]  # it hears of rank 0 from rank 2, or only that it is gone
+    assert "the process that serves it (rank 0, or torchrun's agent) has ended" in line or (
+        f"failed because rank 0 failed first: {BOOM}" in line
+    )
+
+
+def test_rank_0_keeps_the_store_until_the_others_know_whose_fault_it_was(script):
+    outcomes = ended("collective,,second", 1, variables=slurm_variables)
+    for rank in (0, 2):
+        start = f"[{rank}/3] failed because rank 1 failed first: {BOOM}; here: all_reduce_mean at "
+        assert outcomes[rank][0].startswith(start)
+
+
+def test_a_collective_under_way_does_not_keep_a_process_that_failed(script):
+    # The others go on only once it has ended.
+    ended("asleep,,asleep", 1, "flight")
+
+
+def test_under_torchrun_the_line_stands_before_the_traceback(script, short_tmp):
+    done = torchrun("train.py", 2, short_tmp, arguments=["collective,", "1"])
+    assert done.returncode == 1
+    before, _, after = done.stderr.partition(f"[1/2] failed: {BOOM}\n")
+    assert "ValueError: boom" in after
+    assert "ValueError: boom" not in before
+
+
+# --- the hook
+
+
+def is_ours():
+    return isinstance(sys.excepthook, _UncaughtHook)
+
+
+def where_it_is():
+    found = [is_ours()]
+    with pardata.init(timeout=timedelta(seconds=30)) as here:
+        found.append(is_ours())
+        before = sys.excepthook
+        assert pardata.init().rank == here.rank
+        assert sys.excepthook is before
+    return [*found, is_ours()]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_hook_is_there_while_there_is_a_group_of_several(size):
+    assert launched(where_it_is, size=size) == [[False, size > 1, False]] * size
+
+
+def test_the_hook_comes_and_goes_and_hands_on(monkeypatch):
+    seen = []
+    monkeypatch.setattr(sys, "excepthook", lambda *facts: seen.append(facts))
+    before = sys.excepthook
+    remove = report_uncaught()
+    ours = sys.excepthook
+    assert ours is not before
+    report_uncaught()
+    assert sys.excepthook is ours
+    error = ValueError("x")
+    ours(ValueError, error, None)  # no group: nothing but the next
+    assert seen == [(ValueError, error, None)]
+    remove()
+    remove()
+    assert sys.excepthook is before
+
+
+def test_a_hook_that_came_later_stays(monkeypatch):
+    seen = []
+    monkeypatch.setattr(sys, "excepthook", lambda *facts: seen.append(facts))
+    before = sys.excepthook
+    remove = report_uncaught()
+    ours = sys.excepthook
+    later = lambda *facts: ours(*facts)  # noqa: E731, PLW0108  # a hook of somebody else
+    sys.excepthook = later
+    remove()
+    assert sys.excepthook is later
+    later(KeyError, KeyError(), None)
+    assert len(seen) == 1
+    sys.excepthook = ours
+    remove()
+    assert sys.excepthook is before
+
+
+def test_an_exit_that_is_no_success_is_told_as_an_exception_is(script):
+    for rank, (line, text) in enumerate(ended("stop,,barrier", 1, "exit")):
+        if rank != 1:
+            assert line.startswith(f"[{rank}/3] failed because rank 1 failed first: {EXIT}; here: ")
+            call = "StopSignal.agreed" if rank == 0 else "barrier('epoch 3')"
+            assert f"`{call}` must be reached by every rank, but rank 1 of 3 failed first" in text

@@ -1,0 +1,664 @@
+"""Batch norm over all ranks on CPUs: plain DDP equals one process that has the whole batch."""
+
+import copy
+import functools
+import itertools
+import pickle
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from on_ranks import caught, run_caught
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from pardata import Microbatches, backward, check_in_sync, unwrap, world, wrap_model
+from pardata.model._batch_norm import SyncBatchNorm1d, SyncBatchNorm2d
+from pardata.testing import run
+
+SIZES = [1, 2, 3, 4]
+ROWS = 12
+STEPS = 3
+
+FSDP_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
+
+
+# Models, all of float64; the first dimension of what they take is the batch's
+
+
+class Shared(nn.Module):
+    """One batch norm at two places, of one parent and of another."""
+
+    def __init__(self):
+        super().__init__()
+        norm = nn.BatchNorm1d(5)
+        self.first = nn.Sequential(nn.Linear(4, 5), norm, nn.Tanh(), norm)
+        self.again = norm
+        self.kept = [norm]  # where no search through the children finds it
+
+    def forward(self, rows):
+        return self.kept[0](torch.sin(self.again(self.first(rows))))
+
+
+class Nested(nn.Module):
+    """Batch norms at several depths, one of them frozen in evaluation."""
+
+    def __init__(self):
+        super().__init__()
+        block = nn.Sequential(nn.Linear(5, 5), nn.Sequential(nn.BatchNorm1d(5), nn.Tanh()))
+        self.frozen = nn.BatchNorm1d(5).eval()
+        self.blocks = nn.ModuleDict({"a": block, "b": nn.ModuleList([nn.BatchNorm1d(5)])})
+        self.first = nn.Linear(4, 5)
+
+    def forward(self, rows):
+        rows = self.frozen(self.blocks["a"](self.first(rows)))
+        return self.blocks["b"][0](rows)
+
+
+class AnyShape(nn.BatchNorm1d):
+    """A class of a user's that changes what it takes, and not what it does."""
+
+    def _check_input_dim(self, input):  # noqa: A002
+        pass
+
+
+def dense(norm):
+    return nn.Sequential(nn.Linear(4, 5), norm, nn.Tanh(), nn.Linear(5, 2))
+
+
+def image(norm):
+    return nn.Sequential(nn.Conv2d(4, 5, 2), norm, nn.Tanh(), nn.Conv2d(5, 2, 2))
+
+
+def lazy():
+    net = dense(nn.LazyBatchNorm1d(dtype=torch.float64)).double()
+    with torch.no_grad():
+        net.eval()(torch.ones(2, 4, dtype=torch.float64))
+    return net.train()
+
+
+def untracking():
+    net = dense(nn.BatchNorm1d(5))
+    net[1].track_running_stats = False  # as one stops the statistics, and keeps what they are
+    return net
+
+
+def frozen_affine():
+    net = dense(nn.BatchNorm1d(5))
+    net[1].requires_grad_(False)
+    return net
+
+
+MODELS = {
+    "1d": lambda: dense(nn.BatchNorm1d(5)),
+    "1d, sequences": lambda: nn.Sequential(nn.Conv1d(4, 5, 2), nn.BatchNorm1d(5), nn.Tanh()),
+    "2d": lambda: image(nn.BatchNorm2d(5, momentum=0.3, eps=1e-3)),
+    "3d": lambda: nn.Sequential(nn.Conv3d(4, 5, 2), nn.BatchNorm3d(5), nn.Tanh()),
+    "channels_last": lambda: image(nn.BatchNorm2d(5)).to(memory_format=torch.channels_last),
+    "affine=False": lambda: dense(nn.BatchNorm1d(5, affine=False)),
+    "momentum=None": lambda: dense(nn.BatchNorm1d(5, momentum=None)),
+    "momentum=1": lambda: dense(nn.BatchNorm1d(5, momentum=1.0)),
+    "momentum=0": lambda: dense(nn.BatchNorm1d(5, momentum=0.0)),
+    "untracked": lambda: dense(nn.BatchNorm1d(5, track_running_stats=False)),
+    "tracking stopped": untracking,
+    "frozen affine": frozen_affine,
+    "no bias": lambda: dense(nn.BatchNorm1d(5)),
+    "first": lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)),
+    "the model itself": lambda: nn.BatchNorm1d(4),
+    "shared": Shared,
+    "nested": Nested,
+    "a lazy one": lazy,
+    "of a class of the user's": lambda: dense(AnyShape(5)),
+}
+SHAPES = {
+    "1d, sequences": (4, 6),
+    "2d": (4, 5, 6),
+    "channels_last": (4, 5, 6),
+    "3d": (4, 3, 4, 3),
+}
+
+
+def made(name):
+    torch.manual_seed(0)
+    net = MODELS[name]().double()
+    if name == "no bias":
+        net[1].bias = None  # as BatchNorm1d(5, bias=False), which only new PyTorch has
+    for module in net.modules():
+        if isinstance(module, _BatchNorm) and module.weight is not None:
+            nn.init.normal_(module.weight)
+    return net
+
+
+def numbers(name, step):
+    drawn = torch.Generator().manual_seed(step)
+    rows = torch.randn(ROWS, *SHAPES.get(name, (4,)), generator=drawn, dtype=torch.float64)
+    # Off zero, and of other spread in each channel and row: so that what is weighted wrongly shows.
+    return rows * torch.linspace(0.5, 3, ROWS).view(-1, *[1] * (rows.dim() - 1)) + 2
+
+
+def loss_of(output, counts=ROWS):
+    """Return the mean of what a row loses, if `output` were `counts` rows."""
+    return (output - 0.5).square().flatten(1).mean(dim=1).sum() / counts
+
+
+SHARES = {
+    "even": lambda size: [len(part) for part in torch.arange(ROWS).tensor_split(size)],
+    "uneven": lambda size: [ROWS - size + 1] + [1] * (size - 1),
+    "none on the last": lambda size: [ROWS // (size - 1)] * (size - 1) + [0] if size > 1 else [12],
+    "none on the first": lambda size: [0, ROWS] + [0] * (size - 2) if size > 1 else [12],
+}
+
+
+def train(name, bounds, run_backward):
+    """Return what a few steps leave: outputs, gradients, weights and statistics after each."""
+    net = made(name)
+    wrapped = wrap_model(net, "ddp", sync_batchnorm=True) if dist.is_initialized() else net
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    found = []
+    for step in range(STEPS):
+        rows = numbers(name, step)[bounds].requires_grad_()
+        optimizer.zero_grad()
+        output = run_backward(wrapped, rows)
+        gradients = {
+            f"{key}.grad": tensor.grad.clone()
+            for key, tensor in net.named_parameters()
+            if tensor.grad is not None
+        }
+        optimizer.step()
+        state = {key: tensor.clone() for key, tensor in net.state_dict().items()}
+        found.append((output.detach(), rows.grad, {**gradients, **state}))
+    if dist.is_initialized():
+        check_in_sync(wrapped)  # to the bit
+    rows = numbers(name, STEPS)
+    with torch.no_grad():
+        evaluated = wrapped.eval()(rows) if world().rank == 0 else None  # nobody else needs to
+    return found, evaluated
+
+
+def plainly(wrapped, rows):
+    output = wrapped(rows)
+    # DDP takes the mean over the ranks: of what is meant as a sum.
+    (loss_of(output) * world().size).backward()
+    return output
+
+
+def by_backward(wrapped, rows):
+    outputs = []
+
+    def loss_fn(model, batch):
+        outputs.append(model(batch))
+        return loss_of(outputs[-1], max(len(batch), 1))
+
+    backward(wrapped, loss_fn, rows)
+    return outputs[0]
+
+
+HOW = {"a scaled loss": plainly, "pardata.backward": by_backward}
+FEW = ["1d", "channels_last", "affine=False", "shared"]
+CASES = [
+    *(("a scaled loss", "uneven", name) for name in MODELS),
+    *itertools.product(["a scaled loss"], ["even", "none on the last", "none on the first"], FEW),
+    *itertools.product(["pardata.backward"], SHARES, FEW),
+]
+
+
+def every_training():
+    rank, size = world().rank, world().size
+    found = {}
+    for how, kind, name in CASES:
+        ends = torch.tensor([0, *SHARES[kind](size)]).cumsum(0).tolist()
+        if size > 1 or kind == "uneven":  # one process has all in any case
+            found[how, kind, name] = train(name, slice(ends[rank], ends[rank + 1]), HOW[how])
+    return found
+
+
+@functools.cache
+def on(size):
+    return run(every_training, world_size=size)
+
+
+@functools.cache
+def alone(name):
+    return train(name, slice(None), plainly)
+
+
+def same(ours, theirs, what):
+    # Relative to the whole tensor: what cancels has no more digits than what it is made of.
+    assert ours.shape == theirs.shape, what
+    assert ours.dtype == theirs.dtype, what
+    scale = max(1.0, theirs.abs().max().item()) if theirs.numel() else 1.0
+    assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-12 * scale), what
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "name", "size"),
+    [(*row, size) for size in SIZES for row in CASES if size > 1 or row[1] == "uneven"],
+)
+def test_every_number_of_training_is_that_of_one_process(how, kind, name, size):
+    steps, evaluated = alone(name)
+    told = [found[how, kind, name] for found in on(size)]
+    for step, (output, on_rows, tensors) in enumerate(steps):
+        parts = [found[step] for found, _ in told]
+        same(torch.cat([part for part, _, _ in parts]), output, (step, "output"))
+        # Each rank's own, and not the mean of the ranks.
+        gradients = torch.cat([gradient for _, gradient, _ in parts]) / size
+        same(gradients, on_rows, (step, "input"))
+        for rank, (_, _, found) in enumerate(parts):
+            assert list(found) == list(tensors)
+            for key, tensor in tensors.items():
+                same(found[key], tensor, (step, rank, key))
+    same(told[0][1], evaluated, "evaluated")
+
+
+def test_the_models_are_ones_where_each_ranks_own_statistics_would_differ():
+    steps, _ = alone("1d")
+    net = made("1d")
+    halves = torch.cat([net(half) for half in numbers("1d", 0).chunk(2)])
+    assert not torch.allclose(halves, steps[0][0], rtol=1e-2)
+
+
+def float32_and_bfloat16():
+    rank, size = world().rank, world().size
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        net = nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 1, 1).to(dtype))
+        wrapped = wrap_model(net, "ddp", sync_batchnorm=True)
+        rows = images(dtype).tensor_split(size)[rank].requires_grad_()
+        output = unwrap(wrapped)[0](rows)
+        output.float().square().sum().backward()
+        found[dtype] = output.detach(), rows.grad, net[0].running_var, net[0].weight.grad
+    return found
+
+
+def images(dtype):
+    return torch.randn(8, 3, 4, 4, generator=torch.Generator().manual_seed(0)).add(3).to(dtype)
+
+
+@pytest.mark.parametrize("size", [3])
+def test_float32_and_bfloat16_are_computed_as_by_pytorch(size):
+    told = run(float32_and_bfloat16, world_size=size)
+    for dtype, digits in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        norm = nn.BatchNorm2d(3)
+        rows = images(dtype).requires_grad_()
+        output = norm(rows)
+        output.float().square().sum().backward()
+        parts = [found[dtype] for found in told]
+        ours = torch.cat([part[0] for part in parts])
+        torch.testing.assert_close(ours, output, rtol=digits, atol=digits)
+        gradient = torch.cat([part[1] for part in parts])
+        torch.testing.assert_close(gradient, rows.grad, rtol=digits, atol=digits)
+        for _, _, variance, _ in parts:
+            torch.testing.assert_close(variance, norm.running_var, rtol=1e-5, atol=1e-6)
+        total = sum(part[3] for part in parts)
+        torch.testing.assert_close(total, norm.weight.grad, rtol=digits, atol=digits)
+
+
+# Second opinion on the gradient: by differences, on all ranks at once
+
+
+class EveryRanks(torch.autograd.Function):
+    """The sum over the ranks of something that each of them then uses alike."""
+
+    @staticmethod
+    def forward(ctx, part):
+        whole = part.clone()
+        dist.all_reduce(whole)
+        return whole
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class OnEachRank(torch.autograd.Function):
+    """Something that all ranks have, and of which each uses its part."""
+
+    @staticmethod
+    def forward(ctx, whole):
+        return whole.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        total = gradient.clone()
+        dist.all_reduce(total)
+        return total
+
+
+def by_differences():
+    rank, size = world().rank, world().size
+    norm = wrap_model(nn.BatchNorm1d(2).double(), "ddp", sync_batchnorm=True).module
+    drawn = torch.Generator().manual_seed(0)
+    whole, weight, bias = (
+        torch.randn(*shape, 2, generator=drawn, dtype=torch.float64).requires_grad_()
+        for shape in ((5, 3), (1,), (1,))
+    )
+
+    def function(whole, weight, bias):
+        whole, weight, bias = map(OnEachRank.apply, (whole, weight, bias))
+        part = whole.tensor_split(size)[rank]
+        parts = [torch.zeros_like(other) for other in whole.tensor_split(size)]
+        state = {"weight": weight[0], "bias": bias[0]}
+        parts[rank] = torch.func.functional_call(norm, state, (part.transpose(1, 2),))
+        parts[rank] = parts[rank].transpose(1, 2)
+        return EveryRanks.apply(torch.cat(parts))
+
+    return torch.autograd.gradcheck(function, (whole, weight, bias))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_gradient_is_that_of_small_differences(size):
+    assert run(by_differences, world_size=size) == [True] * size
+
+
+# When the ranks wait for each other
+
+
+def collectives(call):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        result = call()
+    names = [event.name for event in profile.events()]
+    return Counter(name[6:] for name in names if name.startswith("c10d::")), result
+
+
+def counted():
+    net = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
+    wrap_model(net, "ddp", sync_batchnorm=True)
+    rows = numbers("first", 0)
+    forward, output = collectives(lambda: net(rows))
+    behind, _ = collectives(lambda: loss_of(output).backward())
+    without_gradient, _ = collectives(torch.no_grad()(lambda: net(rows)))
+    net[0].eval()
+    frozen, _ = collectives(lambda: net(rows))
+    net.eval()
+    evaluated, _ = collectives(lambda: net(rows))
+    untracking = bare(nn.BatchNorm1d(4, track_running_stats=False)).eval()
+    untracked, _ = collectives(lambda: untracking(rows))
+    return forward, behind, without_gradient, frozen, evaluated, untracked
+
+
+def bare(norm, strategy="ddp"):
+    return unwrap(wrap_model(nn.Sequential(norm.double()), strategy, sync_batchnorm=True))[0]
+
+
+@pytest.mark.parametrize("size", [3])
+def test_each_norm_costs_one_collective_forward_and_one_backward_and_evaluation_none(size):
+    # The first layer's input has no gradient that the others' would be needed for.
+    trained, behind, frozen = {"allgather_": 2}, {"allreduce_": 1}, {"allgather_": 1}
+    expected = [trained, behind, trained, frozen, {}, {}]
+    assert [list(map(dict, told)) for told in run(counted, world_size=size)] == [expected] * size
+
+
+# What becomes of the module
+
+
+def fields(norm):
+    return {key: value for key, value in vars(norm).items() if not key.startswith("_")}
+
+
+def what_stays():
+    calls = []
+    norm = nn.BatchNorm2d(3, eps=1e-2, momentum=0.2).eval()
+    norm.mine = "kept"
+    norm.register_forward_hook(lambda *_: calls.append("forward"))
+    norm.register_full_backward_hook(lambda *_: calls.append("backward"))
+    norm.weight.register_hook(lambda _: calls.append("weight"))
+    norm.register_state_dict_post_hook(lambda *_: calls.append("state"))
+    net = nn.Sequential(norm, nn.Conv2d(3, 1, 1))
+    plain = copy.deepcopy(net)
+    before = fields(norm), list(net.state_dict()), list(map(id, net.parameters()))
+    calls.clear()
+    wrapped = wrap_model(net, "ddp", sync_batchnorm=True)
+    after = fields(norm), list(wrapped.state_dict()), list(map(id, net.parameters()))
+    assert after == before
+    assert calls == ["state"]
+    assert type(norm) is SyncBatchNorm2d
+    assert net[0] is norm
+    assert isinstance(norm, nn.BatchNorm2d)  # by which users find them
+    assert not norm.training
+    assert net[1].training
+    wrapped.train()(images(torch.float32).requires_grad_()).sum().backward()
+    assert calls == ["state", "forward", "weight", "backward"]
+    assert "eps=0.01, momentum=0.2, affine=True" in repr(norm)
+    plain.load_state_dict(wrapped.state_dict())
+    wrapped.load_state_dict(plain.state_dict())
+    return pickle.dumps(copy.deepcopy(nn.Sequential(bare(nn.BatchNorm1d(2)))))
+
+
+def test_hooks_mode_parameters_class_and_state_are_those_of_the_original():
+    for pickled in run(what_stays, world_size=2):
+        # Without other processes it is the batch norm that it was, in training too.
+        net, plain = pickle.loads(pickled), nn.BatchNorm1d(2).double()
+        assert type(net[0]) is SyncBatchNorm1d
+        rows = numbers("1d", 0)[:, :2]
+        assert torch.equal(net(rows), plain(rows))
+        assert torch.equal(net[0].running_var, plain.running_var)
+        assert net[0].num_batches_tracked == 1
+
+
+class Doubled(nn.BatchNorm1d):
+    def forward(self, rows):
+        return 2 * super().forward(rows)
+
+
+def doubled_here():
+    norm = nn.BatchNorm1d(4)
+    norm.forward = lambda rows: 2 * rows
+    return norm
+
+
+def wrapped_as(what, strategy="ddp"):
+    if what == "twice":
+        net = dense(nn.BatchNorm1d(5))
+        norms = (
+            net[1],
+            *(unwrap(wrap_model(net, strategy, sync_batchnorm=True))[1] for _ in range(2)),
+        )
+        assert norms == (net[1],) * 3
+        return type(net[1]).__name__
+    kinds = {
+        "a forward of its own": Doubled(5),
+        "a forward of the object's own": doubled_here(),
+        "PyTorch's": nn.SyncBatchNorm(5),
+        "other shapes": AnyShape(5),
+        "instance norm": nn.InstanceNorm1d(5),
+    }
+    net = dense(kinds[what])
+    try:
+        wrap_model(net, strategy, sync_batchnorm=True)
+    except ValueError:
+        assert type(net[1]) is type(kinds[what])
+        raise
+    return type(net[1]).__name__
+
+
+def test_which_modules_are_replaced_and_which_refused():
+    cases = ["twice", "other shapes", "instance norm"]
+    told = run(each_of, wrapped_as, cases, world_size=2)
+    assert told == [["SyncBatchNorm1d", "SyncBatchNormCPU", "InstanceNorm1d"]] * 2
+    cases = ["a forward of its own", "a forward of the object's own", "PyTorch's"]
+    for told in run(each_of, wrapped_as, cases, world_size=2):
+        for raised, kind in zip(told, ["Doubled", "BatchNorm1d"], strict=False):
+            assert raised.type == "ValueError"
+            assert (
+                "`sync_batchnorm` must find batch norms with PyTorch's own forward, to replace it, "
+                f"but `1` ({kind}) has another: put what it adds into a module beside"
+            ) in raised.text
+        # DDP's own.
+        assert "SyncBatchNorm layers only work with GPU modules" in told[2].text
+
+
+def each_of(fn, cases):
+    return [caught(fn, case) for case in cases]
+
+
+def in_evaluation_nothing_is_refused():
+    return bare(nn.BatchNorm1d(1)).eval()(torch.ones(1, 1, dtype=torch.float64)).shape
+
+
+def twice_differentiated(norm, rows):
+    (gradient,) = torch.autograd.grad(norm(rows).square().sum(), rows, create_graph=True)
+    gradient.sum().backward()
+
+
+def row_on_the_last(norm, rows):
+    return norm(rows[: 1 if world().rank == world().size - 1 else 0])
+
+
+def wrong(what):
+    rows = torch.ones(2, 4, dtype=torch.float64, requires_grad=True)
+    make = {"images": nn.BatchNorm2d, "no dimensions": AnyShape}.get(what, nn.BatchNorm1d)
+    run_it = {
+        "one number": row_on_the_last,
+        "none": lambda norm, rows: norm(rows[:0]),
+        "dimensions": lambda norm, rows: norm(rows[None, None]),
+        "images": lambda norm, rows: norm(rows[:, :, None]),
+        "no dimensions": lambda norm, rows: norm(rows[0]),
+        "channels": lambda norm, rows: norm(rows[:, :1]),
+        "integers": lambda norm, rows: norm(rows.long()),
+        "twice": twice_differentiated,
+    }
+    run_it[what](bare(make(4)), rows)
+
+
+WRONG = {
+    "one number": "ValueError: batch norm must have more than one number per channel in training, "
+    "but all ranks together have 1: use a larger batch",
+    "none": "but all ranks together have 0: use a larger batch",
+    "dimensions": "ValueError: expected 2D or 3D input (got 4D input)",
+    "images": "ValueError: expected 4D input (got 3D input)",
+    "no dimensions": "ValueError: `input` must have 2 dimensions or more, but has 1: add a batch's",
+    "channels": "ValueError: `input` must have 4 channels, its second dimension, but has 1: fit",
+    "integers": "TypeError: `input` must hold floating-point numbers, but is torch.int64: convert",
+    "twice": "RuntimeError: trying to differentiate twice a function that was marked with",
+}
+
+
+def every_wrong():
+    found = each_of(wrong, WRONG)
+    return found, bare(nn.BatchNorm1d(4))(numbers("first", 0)).shape  # the group works
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_cannot_be_normalised_is_an_error_on_every_rank_that_leaves_the_group_usable(size):
+    for found, shape in run(every_wrong, world_size=size):
+        assert shape == (ROWS, 4)
+        for raised, text in zip(found, WRONG.values(), strict=True):
+            assert text in f"{raised.type}: {raised.text}"
+
+
+def test_one_row_on_each_rank_is_enough():
+    assert run(in_evaluation_nothing_is_refused, world_size=2) == [(1, 1)] * 2
+    assert run(one_row_each, world_size=2) == [0.0] * 2
+
+
+def one_row_each():
+    # Of 2 and 4: less and more than their mean by just as much.
+    norm = bare(nn.BatchNorm1d(1))
+    own = norm(torch.full((1, 1), 2.0 * (world().rank + 1), dtype=torch.float64))
+    dist.all_reduce(own)
+    return own.item()
+
+
+# With microbatches
+
+
+def microbatches(size, rank, counts):
+    ends = torch.tensor([0, *counts]).cumsum(0).tolist()
+    rows = numbers("1d", 0)
+    pieces = [rows[start:end] for start, end in itertools.pairwise(ends)]
+    each, more = divmod(len(counts), size)
+    first = rank * each + min(rank, more)
+    own = pieces[first : first + each + (rank < more)]
+    facts = {"epoch": 0, "step": 0, "first": first, "counts": counts, "size": size}
+    return Microbatches(own, stand_in=pieces[0], **facts)
+
+
+def mean_loss(model, batch):
+    return loss_of(model(batch), len(batch))
+
+
+def in_microbatches(counts):
+    net = made("1d")
+    batch = microbatches(world().size, world().rank, counts)
+    loss = backward(wrap_model(net, "ddp", sync_batchnorm=True), mean_loss, batch)
+    return loss, [p.grad for p in net.parameters()], list(net.buffers())
+
+
+@pytest.mark.parametrize("counts", [[3, 3, 3, 3], [5, 4, 2, 1]])
+def test_microbatches_that_the_ranks_run_together_are_normalised_together(counts):
+    net = made("1d")
+    first, second, third, fourth = microbatches(1, 0, counts)
+    loss = sum(loss_of(net(torch.cat(pair))) for pair in ((first, third), (second, fourth)))
+    loss.backward()
+    for told, gradients, buffers in run(in_microbatches, counts, world_size=2):
+        same(told, loss.detach(), "loss")
+        for ours, parameter in zip(gradients, net.parameters(), strict=True):
+            same(ours, parameter.grad, "gradient")
+        for ours, buffer in zip(buffers, net.buffers(), strict=True):
+            same(ours, buffer, "statistics")
+
+
+def unequal(strategy, counts):
+    batch = microbatches(world().size, world().rank, counts)
+    net = made("1d")
+    wrapped = wrap_model(net, strategy, sync_batchnorm=True)
+    before = [tensor.clone() for tensor in net.state_dict().values()]
+    try:
+        backward(wrapped, mean_loss, batch)
+    finally:
+        # Nothing was run; and the group works, as do a frozen model and one without batch norm.
+        after = net.state_dict().values()
+        assert all(torch.equal(*map(whole, pair)) for pair in zip(before, after, strict=True))
+        assert all(parameter.grad is None for parameter in net.parameters())
+        net[1].eval()
+        backward(wrapped, mean_loss, batch)
+        backward(wrap_model(made("1d"), "ddp"), mean_loss, batch)
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+@pytest.mark.parametrize(("size", "counts"), [(2, [4, 4, 4]), (3, [6, 6])])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"] if FSDP_ON_CPU else ["ddp"])
+def test_unequally_many_microbatches_are_refused_on_every_rank_before_anything_runs(
+    strategy, size, counts
+):
+    for raised in run_caught(unequal, strategy, counts, world_size=size):
+        assert raised.type == "ValueError"
+        assert (
+            f"`batch` must be equally many microbatches on each of the {size} ranks for a model "
+            f"with SyncBatchNorm, whose forwards they run together, but is {len(counts)} in all: "
+            "pass make_loader a `batch_size` that is a multiple of `microbatch_size` times the"
+        ) in raised.text
+
+
+def test_one_process_takes_any_number_of_microbatches_with_pytorchs_too():
+    net = nn.Sequential(nn.SyncBatchNorm(4), nn.Linear(4, 1)).double()
+    assert backward(net, mean_loss, microbatches(1, 0, [4, 4, 4])) > 0
+
+
+# Under "fsdp"
+
+
+def sharded(share):
+    rank, size = world().rank, world().size
+    net = made("2d")
+    ends = torch.tensor([0, *SHARES[share](size)]).cumsum(0).tolist()
+    wrapped = wrap_model(net, "fsdp", sync_batchnorm=True)
+    output = wrapped(numbers("2d", 0)[ends[rank] : ends[rank + 1]])
+    (loss_of(output) * size).backward()
+    return [whole(p.grad) for p in net.parameters()], [whole(b) for b in net.buffers()]
+
+
+@pytest.mark.skipif(not FSDP_ON_CPU, reason="this torch shards on a GPU only")
+@pytest.mark.parametrize("share", ["uneven", "none on the first"])
+def test_a_sharded_model_is_normalised_over_all_ranks_too(share):
+    net = made("2d")
+    loss_of(net(numbers("2d", 0))).backward()
+    for gradients, buffers in run(sharded, share, world_size=2):
+        for ours, parameter in zip(gradients, net.parameters(), strict=True):
+            same(ours, parameter.grad, "gradient")
+        for ours, buffer in zip(buffers, net.buffers(), strict=True):
+            same(ours, buffer, "statistics")

@@ -1,0 +1,208 @@
+"""MetricWriter: what is written, by whom, and what is refused."""
+
+import json
+import logging
+import re
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from pardata import MetricWriter
+from pardata.testing import run
+
+
+@pytest.fixture
+def _no_tensorboard(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+
+
+def lines(directory):
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def write(directory, step, values):
+    with MetricWriter(directory) as writer:
+        writer.write(step, values)
+
+
+def test_each_step_is_a_line_of_json(tmp_path):
+    with MetricWriter(tmp_path) as writer:
+        writer.write(1, {"train/loss": 0.5, "lr": 0.1})
+        writer.write(2, {"train/loss": 0.25})
+        writer.write(3, {})
+    assert lines(tmp_path) == [
+        {"step": 1, "train/loss": 0.5, "lr": 0.1},
+        {"step": 2, "train/loss": 0.25},
+        {"step": 3},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        (3, 3),
+        (0.1, 0.1),
+        (torch.tensor(2), 2),
+        (torch.tensor([[2.5]]), 2.5),
+        (torch.tensor(1.5, dtype=torch.bfloat16), 1.5),
+        (torch.ones((), requires_grad=True), 1.0),
+        (np.float32(0.5), 0.5),
+        (np.float64(0.5), 0.5),
+        (np.int64(7), 7),
+        (np.array(7), 7),
+    ],
+)
+def test_numbers_of_every_kind_are_written(tmp_path, value, number):
+    write(tmp_path, 1, {"x": value})
+    assert lines(tmp_path) == [{"step": 1, "x": number}]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(float("nan"), "nan"), (torch.tensor(torch.inf), "inf"), (-1e999, "-inf")]
+)
+def test_what_json_has_no_number_for_is_written_as_text(tmp_path, value, text):
+    write(tmp_path, 1, {"x": value})
+    raw = (tmp_path / "metrics.jsonl").read_text()
+    assert raw == f'{{"step": 1, "x": "{text}"}}\n'
+    assert str(float(lines(tmp_path)[0]["x"])) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("0.5", "`values['acc']` must be one number, but is '0.5' (str)"),
+        (None, "`values['acc']` must be one number, but is None (NoneType)"),
+        (1j, "`values['acc']` must be one number, but is 1j (complex)"),
+        ([1.0], "`values['acc']` must be one number, but is [1.0] (list)"),
+        (torch.ones(2), "`values['acc']` must be one number, but is tensor([1., 1.]) (Tensor)"),
+        (torch.tensor(1j), "`values['acc']` must be one number, but is tensor(0.+1.j) (Tensor)"),
+        (np.ones(1), "`values['acc']` must be one number, but is array([1.]) (ndarray)"),
+    ],
+)
+@pytest.mark.usefixtures("_no_tensorboard")
+def test_what_is_no_number_is_named_and_nothing_is_written(tmp_path, value, text):
+    with (
+        MetricWriter(tmp_path) as writer,
+        pytest.raises(TypeError, match=f"^{re.escape(text)}$"),
+    ):
+        writer.write(1, {"loss": 0.5, "acc": value})
+    assert lines(tmp_path) == []
+
+
+def test_a_value_may_not_be_named_step(tmp_path):
+    text = '`values` must not have a "step", which each line has already: rename it'
+    with MetricWriter(tmp_path) as writer, pytest.raises(ValueError, match=f"^{text}$"):
+        writer.write(1, {"step": 7})
+    assert lines(tmp_path) == []
+
+
+def test_a_write_after_close_is_an_error_and_a_second_close_is_not(tmp_path):
+    writer = MetricWriter(tmp_path)
+    writer.close()
+    writer.close()
+    with pytest.raises(ValueError, match="closed file"):
+        writer.write(1, {"x": 1})
+
+
+def test_a_line_is_on_disk_at_once(tmp_path):
+    writer = MetricWriter(tmp_path)
+    writer.write(1, {"x": 1})
+    assert lines(tmp_path) == [{"step": 1, "x": 1}]
+    writer.close()
+
+
+def test_the_directory_is_made_and_a_run_that_goes_on_goes_on_in_the_same_file(tmp_path):
+    directory = tmp_path / "runs" / "ä 1"
+    write(str(directory), 1, {"x": 1})
+    write(directory, 2, {"x": 2})
+    assert [line["step"] for line in lines(directory)] == [1, 2]
+
+
+def test_names_of_any_language_are_kept(tmp_path):
+    write(tmp_path, 1, {"Prüfgüte/猫": 1})
+    assert lines(tmp_path) == [{"step": 1, "Prüfgüte/猫": 1}]
+
+
+@pytest.mark.parametrize("below", ["", "deeper"])
+def test_a_directory_that_cannot_be_made_is_an_error(tmp_path, below):
+    # Rights would not stop root; a file in the way stops everybody.
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(OSError, match="file"):
+        MetricWriter(file / below)
+
+
+def test_the_input_is_not_changed(tmp_path):
+    values = {"x": torch.ones(1, requires_grad=True)}
+    write(tmp_path, 1, values)
+    assert list(values) == ["x"]
+    assert values["x"].requires_grad
+
+
+# --- TensorBoard ---
+
+
+def test_tensorboard_reads_what_was_written(tmp_path):
+    pytest.importorskip("tensorboard")
+    event_accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
+    with MetricWriter(tmp_path) as writer:
+        writer.write(1, {"train/loss": 0.5, "acc": torch.tensor(0.25)})
+        writer.write(2, {"train/loss": float("nan")})
+    events = event_accumulator.EventAccumulator(str(tmp_path)).Reload()
+    assert sorted(events.Tags()["scalars"]) == ["acc", "train/loss"]
+    assert [(e.step, str(e.value)) for e in events.Scalars("train/loss")] == [
+        (1, "0.5"),
+        (2, "nan"),
+    ]
+    assert [(e.step, e.value) for e in events.Scalars("acc")] == [(1, 0.25)]
+    assert len(lines(tmp_path)) == 2
+
+
+@pytest.mark.usefixtures("_no_tensorboard")
+def test_without_tensorboard_there_is_json_alone_and_a_log_line(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("pardata.ranks._logger._said", set())
+    with caplog.at_level(logging.INFO, logger="pardata"):
+        write(tmp_path, 1, {"x": 1})
+        write(tmp_path, 2, {"x": 1})
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "[0/1] TensorBoard is not installed: metrics go to metrics.jsonl only"
+    )
+
+
+# --- ranks ---
+
+
+def _written_by_ranks(directory):
+    rank = dist.get_rank()
+    sys.modules["torch.utils.tensorboard"] = None
+    with MetricWriter(directory / f"of-rank-{rank}") as writer:
+        writer.write(rank, {"x": rank})
+        if rank:
+            writer.write(rank, {"x": "no number, but nobody looks"})
+
+
+def test_only_rank_zero_writes(tmp_path):
+    run(_written_by_ranks, tmp_path, world_size=3)
+    assert [path.name for path in tmp_path.iterdir()] == ["of-rank-0"]
+    assert lines(tmp_path / "of-rank-0") == [{"step": 0, "x": 0}]
+
+
+def test_without_init_under_a_launcher_it_says_so(monkeypatch, tmp_path):
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match="`MetricWriter` needs the process group"):
+        MetricWriter(tmp_path)

@@ -1,0 +1,257 @@
+"""Progress: a bar on a terminal, lines elsewhere, and nothing on the other ranks."""
+
+import os
+import struct
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pardata import make_loader, progress
+from pardata.testing import run
+
+
+class FakeTime:
+    """A clock that moves only where the test says."""
+
+    now = 100.0
+
+    def perf_counter(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = FakeTime()
+    monkeypatch.setattr("pardata.output._progress.time", clock)
+    return clock
+
+
+def written(capsys):
+    out, err = capsys.readouterr()
+    assert out == ""  # standard output is the script's own
+    return err
+
+
+# --- lines ---
+
+
+def test_without_a_terminal_there_is_a_line_every_ten_seconds_and_one_at_the_end(clock, capsys):
+    for _ in progress(range(25), "epoch 1"):
+        clock.now += 1
+    assert written(capsys) == (
+        "epoch 1: 11/25 in 11.0 s\nepoch 1: 22/25 in 22.0 s\nepoch 1: 25/25 in 25.0 s\n"
+    )
+
+
+def test_a_short_loop_writes_one_line(clock, capsys):
+    assert list(progress("abc")) == ["a", "b", "c"]
+    assert written(capsys) == "3/3 in 0.0 s\n"
+
+
+def test_nothing_to_iterate_over_is_a_line_too(clock, capsys):
+    assert list(progress([], "nothing")) == []
+    assert written(capsys) == "nothing: 0/0 in 0.0 s\n"
+
+
+def test_a_generator_without_a_length_has_no_total_unless_it_is_given(clock, capsys):
+    for _ in progress(i for i in range(2)):
+        clock.now += 1
+    assert written(capsys) == "2 in 2.0 s\n"
+    for _ in progress((i for i in range(2)), total=5):
+        clock.now += 1
+    assert written(capsys) == "2/5 in 2.0 s\n"
+
+
+def test_values_and_samples_per_second_are_shown(clock, capsys):
+    bar = progress(range(4), "train", batch_size=1000)
+    for step in bar:
+        clock.now += 0.5
+        bar.show(loss=torch.tensor(0.123456) / (step + 1), lr=0.1, phase="warm up", step=step)
+    assert written(capsys) == (
+        "train: 4/4 in 2.0 s, loss 0.03086, lr 0.1, phase warm up, step 3, samples/s 2,000\n"
+    )
+
+
+def test_the_batch_size_of_a_loader_is_its_own(clock, capsys):
+    loader = make_loader(range(8), 4, num_workers=0)
+    for _ in progress(loader):
+        clock.now += 1
+    assert written(capsys) == "2/2 in 2.0 s, samples/s 4\n"
+
+
+def test_a_tensor_with_a_gradient_is_shown(clock, capsys):
+    bar = progress([1])
+    for _ in bar:
+        bar.show(loss=torch.nn.Parameter(torch.tensor([2.5])).sum())
+    assert written(capsys) == "1/1 in 0.0 s, loss 2.5\n"
+
+
+def test_a_tensor_is_read_only_when_it_is_drawn(clock, capsys):
+    class Loss:
+        reads = 0
+
+        def item(self):
+            Loss.reads += 1
+            return 1.0
+
+    bar = progress(range(100))
+    for _ in bar:
+        bar.show(loss=Loss())
+    assert Loss.reads == 1
+    assert "loss 1" in written(capsys)
+
+
+def test_a_tensor_of_many_numbers_is_refused_at_once_and_named():
+    bar = progress([1])
+    text = "`loss` must be one number to be shown, but is a tensor of 3: take its mean, say"
+    with pytest.raises(TypeError, match=f"^{text}$"):
+        bar.show(loss=torch.ones(3))
+
+
+def test_an_exception_in_the_loop_goes_through_and_the_line_says_how_far_it_was(clock, capsys):
+    def loop():
+        for item in progress(range(5)):
+            if item == 3:
+                raise LookupError
+
+    with pytest.raises(LookupError):
+        loop()
+    assert written(capsys) == "3/5 in 0.0 s\n"
+
+
+def test_an_exception_of_the_iterable_goes_through(clock, capsys):
+    def items():
+        yield 1
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        list(progress(items()))
+    assert written(capsys) == "1 in 0.0 s\n"
+
+
+def test_a_break_writes_the_last_line(clock, capsys):
+    for item in progress(range(5)):
+        if item == 2:
+            break
+    assert written(capsys) == "2/5 in 0.0 s\n"
+
+
+def test_the_iterable_keeps_its_own_epochs(capsys):
+    loader = make_loader(range(4), 2, num_workers=0)
+    for expected in range(2):
+        for _ in progress(loader):
+            assert loader.epoch == expected
+    assert loader.epoch == 2
+    assert written(capsys).count("2/2 in ") == 2
+
+
+# --- ranks ---
+
+
+def _captured():
+    import contextlib
+    import io
+
+    err = io.StringIO()
+    with contextlib.redirect_stderr(err):
+        bar = progress([1, 2], "on all")
+        for number in bar:
+            bar.show(number=number)
+    return err.getvalue()
+
+
+def test_only_rank_zero_writes():
+    first, *others = run(_captured, world_size=3)
+    assert first.startswith("on all: 2/2 in ")
+    assert first.endswith(" s, number 2\n")
+    assert others == ["", ""]
+
+
+def _a_bad_value():
+    bar = progress([1])
+    try:
+        bar.show(loss=torch.ones(2))
+    except TypeError as error:
+        return dist.get_rank(), str(error)[:6]
+    return None
+
+
+def test_a_value_that_cannot_be_shown_is_an_error_on_every_rank():
+    assert run(_a_bad_value, world_size=2) == [(0, "`loss`"), (1, "`loss`")]
+
+
+# --- a terminal ---
+
+SCRIPT = """
+import sys
+{before}
+import torch
+from pardata import progress
+bar = progress(range(3), "epoch 1", batch_size=8)
+for step in bar:
+    bar.show(loss=torch.tensor(0.5))
+print("done")
+"""
+
+
+def on_a_terminal(before=""):
+    """Run the script with standard error on a pseudo-terminal; return what was written there."""
+    unix = "pseudo-terminals are Unix's"
+    pty = pytest.importorskip("pty", reason=unix)
+    fcntl = pytest.importorskip("fcntl", reason=unix)
+    termios = pytest.importorskip("termios", reason=unix)
+    mine, theirs = pty.openpty()
+    # tqdm draws nothing on a terminal of no width, as a new one is.
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
+    script = [sys.executable, "-c", SCRIPT.format(before=before)]
+    with subprocess.Popen(script, stdout=subprocess.PIPE, stderr=theirs) as process:
+        os.close(theirs)
+        seen = b""
+        while chunk := read(mine):
+            seen += chunk
+        out = process.stdout.read()
+    os.close(mine)
+    assert process.returncode == 0, seen.decode()
+    assert out == b"done\n"
+    return seen.decode()
+
+
+def read(terminal):
+    try:
+        return os.read(terminal, 4096)
+    except OSError:  # what Linux says when the other end was closed
+        return b""
+
+
+def test_on_a_terminal_it_is_a_bar_of_tqdm():
+    pytest.importorskip("tqdm")
+    seen = on_a_terminal()
+    assert "\repoch 1: " in seen
+    assert "100%" in seen
+    assert "3/3 [" in seen
+    assert "loss 0.5, samples/s " in seen
+    assert seen.endswith("\n")
+
+
+def test_on_a_terminal_without_tqdm_there_are_lines():
+    seen = on_a_terminal(before="sys.modules['tqdm'] = None")
+    (line,) = seen.splitlines()
+    assert line.startswith("epoch 1: 3/3 in ")
+    assert "loss 0.5, samples/s " in line
+
+
+def test_without_init_under_a_launcher_it_says_so(monkeypatch):
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match="`progress` needs the process group"):
+        progress([])

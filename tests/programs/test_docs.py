@@ -1,0 +1,470 @@
+"""The documentation is true: its code runs, its links lead somewhere, its reference is complete.
+
+A comment before a code block tells how it runs (unmarked: alone, in this process):
+
+    <!-- continues -->                   after the block before it, and what that one continues
+    <!-- continues first -->             after the first block of the page
+    <!-- ranks: 2 -->                    on that many processes
+    <!-- raises: Type: part of text -->  it must raise this, on every rank
+    <!-- raises on rank 0: Type: … -->   … on this rank alone
+    <!-- needs: module -->               skipped where that cannot be imported
+    <!-- not run: reason -->             for ``text``, the only kind that is not run
+"""
+
+import contextlib
+import doctest
+import importlib.util
+import inspect
+import io
+import os
+import re
+import subprocess
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from on_ranks import Raised, run_caught
+
+import pardata
+import pardata.testing
+from pardata.output import _progress
+from pardata.ranks import _logger as _logging
+from pardata.ranks import _world
+
+ROOT = Path(__file__).parent.parent
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
+    *sorted(ROOT.glob("docs/*.md")),
+]
+LINKED = [*PAGES, *sorted(ROOT.glob("*/README.md"))]
+
+# A text block proves nothing: there shall be few.
+MOST_TEXT_BLOCKS = 16
+
+# fully_shard on a CPU needs streams that torch 2.6 does not have there.
+SHARDS = hasattr(torch.cpu.Stream, "record_event")
+
+RUN = ("python", "pycon", "bash", "console")
+MARKS = re.compile(r"continues( first)?|ranks|raises( on rank \d+)?|needs|not run")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its code begins on `line`, and `before` are those it continues."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    marks: dict[str, str]
+    before: tuple["Block", ...] = ()
+
+    def __str__(self):
+        return f"{self.page.relative_to(ROOT) if ROOT in self.page.parents else self.page}"
+
+    @property
+    def name(self):
+        return f"{self}:{self.line}"
+
+    @property
+    def program(self):
+        """The code of this block and of those before it, each on its own lines of the page."""
+        lines = [""] * (self.line + self.text.count("\n"))
+        for block in (*self.before, self):
+            for offset, line in enumerate(block.text.splitlines()):
+                lines[block.line - 1 + offset] = line
+        return "\n".join(lines) + "\n"
+
+
+def blocks(page):
+    """Return the code blocks of a Markdown file, but for Sphinx's directives."""
+    found: list[Block] = []
+    marks: dict[str, str] = {}
+    lines = page.read_text(encoding="utf-8").splitlines()
+    at = 0
+    while at < len(lines):
+        fence = re.fullmatch(r"( *)(`{3,})(.*)", lines[at])
+        comment = re.fullmatch(r"\s*<!-- ([^:]*?)(?:: (.*))? -->", lines[at])
+        if fence:
+            end = next(i for i in range(at + 1, len(lines)) if lines[i].strip() == fence[2])
+            code = "\n".join(line[len(fence[1]) :] for line in lines[at + 1 : end])
+            language = fence[3].strip()
+            if not language.startswith("{"):
+                before = _before(found, marks)
+                found.append(Block(page, at + 2, language, code, marks, before))
+            at, marks = end, {}
+        elif comment and MARKS.fullmatch(comment[1]):
+            marks[comment[1]] = comment[2] or ""
+        elif lines[at].strip():
+            marks = {}
+        at += 1
+    return found
+
+
+def _before(found, marks):
+    programs = [block for block in found if block.language == "python"]
+    if "continues first" in marks:
+        return (programs[0],)
+    return (*programs[-1].before, programs[-1]) if "continues" in marks else ()
+
+
+RUNNABLE = [block for page in PAGES for block in blocks(page) if block.language in RUN]
+
+
+@pytest.fixture
+def _restored():
+    """Undo what the code of a page may do to this process."""
+    path, modules = list(sys.path), set(sys.modules)
+    yield
+    _world._leave()
+    _logging._said.clear()
+    sys.path[:] = path
+    for name in sys.modules.keys() - modules:
+        if name.startswith("page_"):
+            del sys.modules[name]
+    assert not dist.is_initialized()
+
+
+def run_program(file):
+    """Import a page's program, so that its functions can be pickled, and run its tests."""
+    os.chdir(Path(file).parent)
+    sys.path.insert(0, str(Path(file).parent))
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    for name, value in vars(module).copy().items():
+        if name.startswith("test_"):
+            value()
+
+
+def run_program_on_rank(file):
+    warnings.simplefilter("error")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        run_program(file)
+    return printed.getvalue()
+
+
+def written(block, directory):
+    file = directory / f"page_{re.sub('[^a-z]', '_', str(block.page.stem).lower())}_{block.line}.py"
+    file.write_text(block.program, encoding="utf-8")
+    return file
+
+
+def run_python(block, directory):
+    """Run a block as its marks say, and raise an `AssertionError` where it does otherwise."""
+    size = int(block.marks.get("ranks", 1))
+    file = written(block, directory)
+    if size > 1:
+        outcomes = run_caught(run_program_on_rank, file, world_size=size, timeout=60)
+    else:
+        outcomes = []
+        try:
+            outcomes.append(run_program(file))
+        except Exception as error:  # what it is, the marks say
+            if not any(mark.startswith("raises") for mark in block.marks):
+                raise
+            outcomes.append(Raised(type(error).__name__, str(error), "", 0))
+    for rank, outcome in enumerate(outcomes):
+        wanted = block.marks.get("raises") or block.marks.get(f"raises on rank {rank}")
+        got = f"{outcome.type}: {outcome.text}" if isinstance(outcome, Raised) else None
+        if wanted is None:
+            assert got is None, f"{block.name}, rank {rank}: {got}"
+        else:
+            kind, _, part = wanted.partition(": ")
+            assert got is not None, f"{block.name}, rank {rank}: raised nothing"
+            assert got.startswith(f"{kind}:"), f"{block.name}, rank {rank}: {got}"
+            assert part in got, f"{block.name}, rank {rank}: {got}"
+
+
+def run_shell(block):
+    """Run a shell block in the repository's root; what a console shows must be printed."""
+    commands, shown = block.text, None
+    if block.language == "console":
+        lines = block.text.splitlines()
+        commands = "\n".join(line[2:] for line in lines if line.startswith("$ "))
+        shown = "\n".join(line for line in lines if not line.startswith("$ "))
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", commands],
+        cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False,
+        timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{block.name}: {done.stderr}"
+    if shown:
+        assert done.stdout.strip() == shown.strip(), f"{block.name}: {done.stdout}"
+
+
+def run_doctest(block):
+    test = doctest.DocTestParser().get_doctest(
+        block.text, {}, block.name, str(block.page), block.line - 1
+    )
+    printed = io.StringIO()
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert not runner.run(test, out=printed.write).failed, printed.getvalue()
+
+
+@pytest.mark.parametrize("block", RUNNABLE, ids=[block.name for block in RUNNABLE])
+@pytest.mark.usefixtures("_restored")
+def test_a_block_runs_as_it_says(block, tmp_path, monkeypatch):
+    if '"fsdp")' in block.program and not SHARDS:
+        pytest.skip("fully_shard on a CPU needs torch > 2.6")
+    if needed := block.marks.get("needs"):
+        pytest.importorskip(needed)
+    monkeypatch.chdir(tmp_path)  # and back
+    monkeypatch.setenv("PARDATA_TUNE_CPU", "0")  # it lasts, and the next tests count memory
+    if block.language == "python":
+        run_python(block, tmp_path)
+    elif block.language == "pycon":
+        run_doctest(block)
+    else:
+        run_shell(block)
+
+
+def untrue_marks(found):
+    """Name the blocks that could not be run, and are not excused."""
+    for block in found:
+        excused = bool(block.marks.get("not run"))
+        if block.language == "text" and not excused:
+            yield f"{block.name}: a text block needs <!-- not run: reason --> before it"
+        elif block.language != "text" and (excused or block.language not in RUN):
+            yield f"{block.name}: {block.language!r} must be one of {RUN}, or text with a reason"
+
+
+def test_every_block_is_run_or_says_why_not():
+    assert list(untrue_marks(block for page in PAGES for block in blocks(page))) == []
+
+
+def test_few_blocks_are_not_run():
+    texts = [block.name for page in PAGES for block in blocks(page) if block.language == "text"]
+    assert len(texts) <= MOST_TEXT_BLOCKS, texts
+
+
+def test_the_readmes_loop_prints_what_the_readme_shows(tmp_path):
+    readme = blocks(ROOT / "README.md")
+    program, shown = readme[0], readme[1]
+    assert (program.language, shown.language) == ("python", "text")
+    sizes = {"$ python train.py": 1, "$ torchrun --standalone --nproc-per-node=2 train.py": 2}
+    parts = re.split(r"^(\$ .*)\n", shown.text, flags=re.MULTILINE)[1:]
+    assert parts[::2] == list(sizes), "other commands than those this test knows"
+    file = written(program, tmp_path)
+    for command, expected in zip(parts[::2], parts[1::2], strict=True):
+        size = sizes[command]
+        printed = run_caught(run_program_on_rank, file, world_size=size)
+        assert printed[1:] == [""] * (size - 1), "only rank 0 prints"
+        # The last digits depend on the processor's arithmetic.
+        assert _numbers(printed[0]) == pytest.approx(_numbers(expected), abs=2e-3)
+        assert _without_numbers(printed[0]) == _without_numbers(expected)
+
+
+def _numbers(text):
+    return [float(number) for number in re.findall(r"\d+\.?\d*", text)]
+
+
+def _without_numbers(text):
+    return re.sub(r"\d+\.?\d*", "N", text).strip()
+
+
+def test_the_commands_for_contributors_are_those_of_ci():
+    script = (ROOT / ".ci" / "run").read_text()
+    first = next(block for block in blocks(ROOT / "CONTRIBUTING.md") if block.language == "text")
+    commands = [part.strip() for part in re.split(r"\n|&&", first.text)]
+    assert len(commands) >= 6
+    # The script takes the line with pytest from the README, word for word.
+    assert "readme_command test" in script
+    tests = re.search(r'"\.\[test\]" && (.*)', (ROOT / "README.md").read_text())[1]
+    run = {line.strip().replace("install --quiet", "install") for line in script.splitlines()}
+    assert set(commands) - run == {tests}
+
+
+# ------------------------------------------------------------------------------- links
+
+
+def without_code(text):
+    text = re.sub(r"^( *)(`{3,}).*?^ *\2 *$", "", text, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"`[^`\n]*`", "", text)
+
+
+def anchors(page):
+    """The anchors that a forge, and MyST, give to the headings of a page."""
+    text = re.sub(
+        r"^( *)(`{3,}).*?^ *\2 *$", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
+    slugs: dict[str, int] = {}
+    for heading in re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE):
+        slug = re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+        slugs[slug] = slugs.get(slug, -1) + 1
+        if slugs[slug]:
+            slugs[f"{slug}-{slugs[slug]}"] = 0
+    return set(slugs)
+
+
+def dead_links(page):
+    text = without_code(page.read_text(encoding="utf-8"))
+    targets = re.findall(r"\]\(([^)\s]+)\)", text)
+    targets += re.findall(r"^\[[^\]]+\]: (\S+)", text, flags=re.MULTILINE)
+    for target in targets:
+        if re.match(r"[a-z]+:", target):
+            continue  # elsewhere: whether that answers is not ours to test
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            yield target
+
+
+@pytest.mark.parametrize("page", LINKED, ids=[str(page.relative_to(ROOT)) for page in LINKED])
+def test_every_relative_link_and_anchor_resolves(page):
+    assert list(dead_links(page)) == []
+
+
+def test_the_first_screen_of_the_readme_can_be_included():
+    marker = re.search(r":end-before: (.*)", (ROOT / "docs/index.md").read_text())[1].strip('"')
+    before, found, _ = (ROOT / "README.md").read_text(encoding="utf-8").partition(marker)
+    assert found, f"docs/index.md ends the README at {marker!r}"
+    assert not re.search(r"\]\((?!https?:)", without_code(before)), "a link there is no link here"
+
+
+def test_no_page_names_a_path_of_somebodys_machine():
+    private = re.compile(r"(?<![\w.~>])/(?:home|root|work|tmp|Users|mnt|opt|usr)\b|[A-Z]:\\")
+    for page in [*LINKED, ROOT / "docs/conf.py"]:
+        assert private.findall(page.read_text(encoding="utf-8")) == [], page
+
+
+# --------------------------------------------------------------------------- reference
+
+PUBLIC = {name: getattr(pardata, name) for name in pardata.__all__}
+PUBLIC |= {f"testing.{name}": getattr(pardata.testing, name) for name in pardata.testing.__all__}
+CLASSES = [
+    *(value for value in PUBLIC.values() if isinstance(value, type)),
+    _progress.Progress,
+    _logging.RankLogger,
+]
+
+
+def first_line(value):
+    return (inspect.getdoc(value) or "").partition("\n")[0]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_the_reference_has_every_public_name_with_its_first_line(name):
+    page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    assert re.search(rf"^\.\. auto(function|class):: pardata\.{name}$", page, re.MULTILINE)
+    rows = re.findall(rf"^\| \[`{re.escape(name)}`\]\(#\S+\) \| (.*) \|$", page, re.MULTILINE)
+    assert rows == [first_line(PUBLIC[name])]
+
+
+def test_the_reference_has_no_other_name():
+    page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[`([\w.]+)`\]", page, re.MULTILINE)
+    assert sorted(rows) == sorted(PUBLIC)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_name_says_in_one_line_what_it_does(name):
+    assert first_line(PUBLIC[name]).endswith(".")
+
+
+def test_the_types_of_every_public_name_are_pinned():
+    pinned = (ROOT / "tests/typing/api.py").read_text(encoding="utf-8").partition("\ndef ")[2]
+    names = [name.rpartition(".")[2] for name in PUBLIC]
+    assert [name for name in names if not re.search(rf"\b{name}\b", pinned)] == []
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_a_public_method_says_in_one_line_what_it_does(cls):
+    methods = [name for name in vars(cls) if not name.startswith("_") and callable(vars(cls)[name])]
+    assert {name: first_line(getattr(cls, name))[-1:] for name in methods} == dict.fromkeys(
+        methods, "."
+    )
+
+
+# ------------------------------------------------------- these tests can fail, every one
+
+
+def page_with(tmp_path, text):
+    page = tmp_path / "page.md"
+    page.write_text(text, encoding="utf-8")
+    return page
+
+
+def only(tmp_path, text):
+    (block,) = blocks(page_with(tmp_path, text))
+    return block
+
+
+@pytest.mark.usefixtures("_restored")
+@pytest.mark.parametrize(
+    ("marks", "code", "complaint"),
+    [
+        ("", "assert 1 == 2", None),
+        ("<!-- ranks: 2 -->", "import pardata\nassert pardata.world().rank == 0", "rank 1: A"),
+        ("<!-- raises: ValueError: x -->", "pass", "raised nothing"),
+        ("<!-- raises: ValueError: x -->", "raise TypeError('x')", "TypeError: x"),
+        ("<!-- raises: ValueError: x -->", "raise ValueError('y')", "ValueError: y"),
+        (
+            "<!-- ranks: 2 -->\n<!-- raises on rank 0: ValueError: x -->",
+            "raise ValueError('x')",
+            "rank 1: ValueError",
+        ),
+    ],
+)  # fmt: skip
+def test_a_block_that_does_otherwise_fails(marks, code, complaint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    block = only(tmp_path, f"{marks}\n```python\n{code}\n```\n")
+    with pytest.raises(AssertionError, match=complaint):
+        run_python(block, tmp_path)
+
+
+def test_a_blocks_lines_are_those_of_the_page(tmp_path):
+    first, second = "one\n```python\na = 1\n```\n", "<!-- continues -->\n```python\nb\n```\n"
+    block = blocks(page_with(tmp_path, first + second))[1]
+    assert block.program.splitlines() == ["", "", "a = 1", "", "", "", "b"]
+
+
+def test_a_block_continues_what_it_says(tmp_path):
+    fences = "```python\n{}\n```\n"
+    marks = ["", "<!-- continues -->\n", "<!-- continues -->\n", "<!-- continues first -->\n", ""]
+    texts = [mark + fences.format(f"n{i}") for i, mark in enumerate(marks)]
+    found = blocks(page_with(tmp_path, "".join(texts)))
+    assert [block.program.split() for block in found] == [
+        ["n0"], ["n0", "n1"], ["n0", "n1", "n2"], ["n0", "n3"], ["n4"],
+    ]  # fmt: skip
+
+
+def test_a_wrong_output_in_a_shell_or_doctest_block_fails(tmp_path):
+    with pytest.raises(AssertionError):
+        run_shell(only(tmp_path, "```console\n$ echo one\ntwo\n```\n"))
+    with pytest.raises(AssertionError):
+        run_shell(only(tmp_path, "```bash\nfalse\ntrue\n```\n"))
+    with pytest.raises(AssertionError, match="Expected:"):
+        run_doctest(only(tmp_path, "```pycon\n>>> 1 + 1\n3\n```\n"))
+    run_shell(only(tmp_path, "```console\n$ echo one\none\n```\n"))
+    run_doctest(only(tmp_path, "```pycon\n>>> 1 + 1\n2\n```\n"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```text\nx\n```\n",
+        "```\nx\n```\n",
+        "```sh\nls\n```\n",
+        "<!-- not run: too slow -->\n```python\nx\n```\n",
+        "<!-- not run: for the block above -->\nwords between\n```text\nx\n```\n",
+    ],
+)
+def test_a_block_that_is_not_run_without_a_reason_is_found(text, tmp_path):
+    assert len(list(untrue_marks(blocks(page_with(tmp_path, text))))) == 1
+
+
+def test_a_dead_link_is_found(tmp_path):
+    page = page_with(
+        tmp_path,
+        "# One `two`\n# One two\n[a](page.md#one-two) [b](#one-two-1) [c](none.md) [d](#none)\n"
+        "`[e](code.md)` [f](https://example.org) [g][g]\n\n[g]: gone.md\n",
+    )
+    assert list(dead_links(page)) == ["none.md", "#none", "gone.md"]

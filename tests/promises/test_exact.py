@@ -1,0 +1,564 @@
+"""Strategy "exact": the wrapper, what it refuses, and what it records."""
+
+import copy
+import io
+import pickle
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  # the usual name
+from on_ranks import run_caught
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from pardata import (
+    Microbatches,
+    backward,
+    check_in_sync,
+    fingerprint,
+    load_weights,
+    make_loader,
+    unwrap,
+    world,
+    wrap_model,
+)
+from pardata.model._exact import ExactModel, kernels
+from pardata.model._unwrap import Wrapper, layers
+from pardata.testing import run
+
+SIZES = [1, 2, 3, 4]
+ONLY = r"only `pardata.backward` must run a backward, but `\w*\.?{}` got a gradient from another: "
+CURE = r"call backward\(model, loss_fn, batch\) in place of loss.backward\(\)"
+
+
+@pytest.fixture(autouse=True)
+def _threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, 3)
+        self.name = "net"
+
+    def forward(self, rows):
+        return self.last(F.dropout(torch.relu(self.norm(self.first(rows))), 0.2, self.training))
+
+    def double_of(self, rows):
+        return 2 * self(rows)
+
+
+def seeded(seed=0):
+    torch.manual_seed(seed)
+    return Net()
+
+
+def data(count=24):
+    numbers = torch.Generator().manual_seed(1)
+    rows = torch.randn(count, 4, generator=numbers)
+    return TensorDataset(rows, torch.randint(3, (count,), generator=numbers))
+
+
+def loss_fn(model, batch):
+    rows, targets = batch
+    return F.cross_entropy(model(rows), targets)
+
+
+def loader():
+    return make_loader(data(), 12, shuffle=True, microbatch_size=3, seed=5, num_workers=0)
+
+
+def step(model, **options):
+    (batch, *_) = loader()
+    return backward(model, loss_fn, batch, **options)
+
+
+def gradients(model):
+    return [parameter.grad for parameter in unwrap(model).parameters()]
+
+
+def bare(model):
+    loss_fn(model, data(6)[:]).backward()
+
+
+# A wrapper that reads through
+
+
+def test_it_wraps_at_size_1_too_and_reads_and_writes_through():
+    net = seeded()
+    model = wrap_model(net, "exact")
+    assert isinstance(model, ExactModel)
+    assert isinstance(model, Wrapper)
+    assert unwrap(model) is net
+    assert list(layers(model)) == [model, net]
+    assert model.name == "net"
+    model.name = "other"
+    assert net.name == "other"
+    model.eval()
+    assert not net.training
+    assert "double_of" in dir(model)
+    with torch.no_grad():
+        assert torch.equal(model(torch.ones(2, 4)), net(torch.ones(2, 4)))
+        assert torch.equal(model.double_of(torch.ones(2, 4)), net.double_of(torch.ones(2, 4)))
+    assert next(name for name, _ in model.named_parameters()) == "module.first.weight"
+    assert list(model.state_dict()) == list(net.state_dict())
+    with pytest.raises(TypeError, match="must be set before the model is wrapped"):
+        model.more = nn.Linear(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"threads": 0}, ValueError, "`threads` must be a positive integer, but is 0"),
+        ({"threads": True}, ValueError, "`threads` must be a positive integer, but is True"),
+        ({"threads": 1.0}, ValueError, "`threads` must be a positive integer, but is 1.0"),
+        ({"on_overflow": "stop"}, ValueError, "must be 'raise' or 'skip', but is 'stop'"),
+        ({"bucket": 3}, TypeError, "'bucket' is not; there are on_overflow, threads"),
+        ({"sync_batchnorm": True}, ValueError, "`sync_batchnorm` must be False under strategy 'ex"),
+    ],
+)
+def test_options_are_checked(options, kind, text):
+    with pytest.raises(kind, match=re.escape(text)):
+        wrap_model(seeded(), "exact", **options)
+
+
+def test_a_model_whose_batch_norm_is_already_over_all_ranks_is_refused():
+    net = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    with pytest.raises(ValueError, match="but is True or was before: make the model anew"):
+        wrap_model(net, "exact")
+
+
+def test_threads_are_set_to_what_is_asked_for():
+    wrap_model(seeded(), "exact", threads=2)
+    assert torch.get_num_threads() == 2
+    wrap_model(seeded(), "exact")
+    assert torch.get_num_threads() == 1
+
+
+def test_a_model_cannot_be_wrapped_twice_but_again_after_unwrap():
+    model = wrap_model(seeded(), "exact")
+    for twice in (model, nn.Sequential(model)):
+        for strategy in ("exact", "dp"):
+            with pytest.raises(ValueError, match="must not be wrapped yet, but is or holds a wrap"):
+                wrap_model(twice, strategy)
+    again = wrap_model(unwrap(model), "exact")
+    for trained in (again, model, again):  # whichever is used: both are there
+        model.zero_grad()
+        assert step(trained) > 0
+        assert all(gradient is not None for gradient in gradients(again))
+    for wrapper in (model, again):
+        with pytest.raises(RuntimeError, match=ONLY.format("bias") + CURE):
+            bare(wrapper)
+
+
+def test_a_module_whose_wrapper_is_gone_trains_as_any_other():
+    net = seeded()
+    wrap_model(net, "exact")
+    bare(net)
+    assert all(parameter.grad is not None for parameter in net.parameters())
+
+
+def test_what_is_not_the_model_trains_as_ever():
+    model, other = wrap_model(seeded(), "exact"), nn.Linear(3, 1)
+    step(model)
+    other(torch.ones(1, 3)).sum().backward()
+    rows = torch.ones(2, 4, requires_grad=True)
+    (of_input,) = torch.autograd.grad(model(rows).sum(), rows)
+    assert of_input.shape == (2, 4)
+
+
+# A backward that is not pardata's
+
+
+def through_pickle(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+def through_a_file(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "itself": lambda model: model,
+    "deepcopy": copy.deepcopy,
+    "pickle": through_pickle,
+    "file": through_a_file,
+    "copy of a compiled one": lambda model: copy.deepcopy(compiled_in_place(model)),
+    "another dtype": lambda model: model.double().float(),
+}
+
+
+def compiled_in_place(model):
+    model.compile(backend="eager", dynamic=False)
+    return model
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_bare_backward_raises_at_once_and_the_step_works(how):
+    original = wrap_model(seeded(), "exact")
+    expected = step(copy.deepcopy(original))
+    model = COPIES[how](original)
+    with pytest.raises(RuntimeError, match=ONLY.format("bias") + CURE):
+        bare(model)
+    assert all(gradient is None for gradient in gradients(model))
+    model.norm.reset_running_stats()
+    assert step(model) == expected
+    assert all(gradient is not None for gradient in gradients(model))
+
+
+def test_copies_are_trained_apart():
+    model = wrap_model(seeded(), "exact")
+    other = copy.deepcopy(model)
+    step(model)
+    assert all(gradient is None for gradient in gradients(other))
+    step(other)
+    assert all(map(torch.equal, gradients(model), gradients(other)))
+
+
+def test_a_deepcopy_of_the_module_inside_is_free():
+    net = copy.deepcopy(unwrap(wrap_model(seeded(), "exact")))
+    bare(net)
+    assert net.last.bias.grad is not None
+
+
+def test_one_that_was_frozen_when_it_was_wrapped_is_refused_too():
+    net = seeded()
+    net.first.requires_grad_(False)
+    model = wrap_model(net, "exact")
+    assert not net.first.weight.requires_grad
+    net.requires_grad_(False)
+    net.first.bias.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"`first\.bias` got a gradient from another"):
+        bare(model)
+
+
+def test_parameters_are_frozen_and_unfrozen_between_steps():
+    model = wrap_model(seeded(), "exact")
+    step(model)
+    model.zero_grad()
+    model.first.requires_grad_(False)
+    step(model)
+    assert model.first.weight.grad is None
+    assert model.last.weight.grad is not None
+    model.first.requires_grad_(True)
+    step(model)
+    assert model.first.weight.grad is not None
+
+
+def test_parameters_may_be_replaced_between_steps():
+    model = wrap_model(seeded(), "exact")
+    step(model)
+    unwrap(model).last = nn.Linear(8, 5)
+    step(model)
+    assert model.last.weight.grad.shape == (5, 8)
+    with pytest.raises(RuntimeError, match=ONLY.format("bias")):
+        bare(model)
+
+
+def test_what_is_unfrozen_within_a_step_is_refused():
+    model = wrap_model(seeded(), "exact")
+    model.first.requires_grad_(False)
+
+    def unfreezing(model, batch):
+        model.first.requires_grad_(True)
+        return loss_fn(model, batch)
+
+    (batch, *_) = loader()
+    with pytest.raises(RuntimeError, match="what is trained must not change within a step"):
+        backward(model, unfreezing, batch)
+
+
+def test_another_trainable_exact_model_inside_a_step_must_be_frozen():
+    model, other = wrap_model(seeded(), "exact"), wrap_model(seeded(1), "exact")
+    (batch, *_) = loader()
+
+    def both(model, batch):
+        return loss_fn(model, batch) + loss_fn(other, batch)
+
+    with pytest.raises(RuntimeError, match=r"only `pardata\.backward` must run a backward"):
+        backward(model, both, batch)
+    other.requires_grad_(False)
+    assert backward(model, both, batch) > 0
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_plain_batch_is_refused_at_every_size(size):
+    for raised in run_caught(plain_batch, world_size=size):
+        assert raised.type == "TypeError"
+        assert "`batch` must be Microbatches under strategy 'exact', but is a tuple" in raised.text
+        assert "pass microbatch_size to make_loader" in raised.text
+
+
+def plain_batch():
+    backward(wrap_model(seeded(), "exact"), loss_fn, data(6)[:])
+
+
+# Kernels
+
+
+COMPILED = {
+    "inside": lambda net, **how: wrap_model(torch.compile(net, backend="eager", **how), "exact"),
+    "outside": lambda net, **how: torch.compile(wrap_model(net, "exact"), backend="eager", **how),
+    "a part": lambda net, **how: wrap_model(
+        nn.Sequential(torch.compile(net.first, backend="eager", **how), net.last), "exact"
+    ),
+}
+
+
+@pytest.mark.parametrize("how", COMPILED)
+def test_a_compiled_model_needs_dynamic_false_in_every_nesting(how):
+    text = "must be compiled with dynamic=False for strategy 'exact', but a .* was compiled without"
+    for dynamic in ({}, {"dynamic": None}, {"dynamic": True}):
+        with pytest.raises(RuntimeError, match=text):
+            step(COMPILED[how](seeded(), **dynamic))
+    expected = COMPILED[how](seeded(), dynamic=False)
+    plain = wrap_model(seeded() if how != "a part" else nn.Sequential(*parts()), "exact")
+    assert step(expected) == step(plain)
+    assert all(map(torch.equal, gradients(expected), gradients(plain)))
+    with pytest.raises(RuntimeError, match=ONLY.format("bias")):
+        bare(expected)
+
+
+def parts():
+    net = seeded()
+    return net.first, net.last
+
+
+def test_what_is_compiled_in_place_does_not_say_how_and_is_refused():
+    text = "but a {} was compiled in place, where that cannot be seen, .* pass torch.compile"
+    model = wrap_model(seeded(), "exact")
+    model.last.compile(dynamic=False, backend="eager")
+    with pytest.raises(RuntimeError, match=text.format("Linear")):
+        step(model)
+    with pytest.raises(RuntimeError, match=text.format("Net")):
+        step(compiled_in_place(wrap_model(seeded(), "exact")))
+
+
+def test_cudnn_benchmark_is_refused(monkeypatch):
+    model = wrap_model(seeded(), "exact")
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    text = "torch.backends.cudnn.benchmark must be False for strategy 'exact', but is True"
+    with pytest.raises(RuntimeError, match=text):
+        wrap_model(seeded(), "exact")
+    with pytest.raises(RuntimeError, match=text):
+        step(model)
+
+
+def test_threads_that_somebody_has_changed_are_refused():
+    model = wrap_model(seeded(), "exact")
+    torch.set_num_threads(2)
+    text = r"must keep its 1 thread\(s\), but PyTorch now has 2: leave .* threads=2\) from the"
+    with pytest.raises(RuntimeError, match=text):
+        step(model)
+    torch.set_num_threads(1)
+    assert step(model) > 0
+
+
+def other_kernels(what):
+    model = wrap_model(seeded(), "exact")
+    if world().rank == world().size - 1:
+        if what == "threads":
+            torch.set_num_threads(2)
+        else:
+            torch.backends.cudnn.benchmark = True
+    try:
+        step(model)
+    except RuntimeError as error:
+        torch.set_num_threads(1)
+        torch.backends.cudnn.benchmark = False
+        return str(error), step(model).item(), all(g is not None for g in gradients(model))
+    return None
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("what", ["threads", "benchmark"])
+def test_kernels_that_changed_on_one_rank_are_an_error_on_all(what, size):
+    *others, last = run(other_kernels, what, world_size=size)
+    assert {"threads": "thread(s)", "benchmark": "cudnn.benchmark"}[what] in last[0]
+    for told in others:
+        assert "every rank must run its microbatches, but another one failed" in told[0]
+    assert {told[1:] for told in (*others, last)} == {(last[1], True)}
+
+
+def wrapped_differently(what):
+    is_last = world().rank == world().size - 1
+    if what == "threads":
+        wrap_model(seeded(), "exact", threads=1 + is_last)
+    elif what == "benchmark":
+        torch.backends.cudnn.benchmark = is_last
+        wrap_model(seeded(), "exact")
+    else:
+        torch.backends.cpu.get_cpu_capability = lambda: "AVX2" if is_last else "AVX512"
+        wrap_model(seeded(), "exact")
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("threads", "the options"),
+        ("benchmark", "cudnn.benchmark must be False"),
+        ("capability", "`the CPU` differ:\n  rank 0: the CPU='AVX512'\n  rank 1: the CPU='AVX2'\n"),
+    ],
+)
+def test_ranks_with_other_kernels_are_refused_when_they_wrap(what, text):
+    for raised in run_caught(wrapped_differently, what, world_size=2):
+        assert raised.type == "RuntimeError"
+        assert text in raised.text
+
+
+def trained_with(threads):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.Flatten(), nn.Linear(16 * 1024, 10))
+    model = wrap_model(net, "exact", threads=threads)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        rows = torch.randn(64, 3, 32, 32)
+        batch = Microbatches([rows], epoch=0, step=step, first=0, counts=[64])
+        optimizer.zero_grad()
+        backward(model, lambda model, rows: model(rows).square().mean(), batch)
+        optimizer.step()
+    return fingerprint(model)
+
+
+def test_the_number_of_threads_shows_in_the_last_bit_which_is_why_it_is_fixed():
+    one, again, two = (run(trained_with, threads, world_size=1) for threads in (1, 1, 2))
+    assert one == again
+    assert one != two
+
+
+# What a state dict records
+
+
+def saved_and_read(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def test_a_state_dict_records_the_kernels_through_a_file_and_is_otherwise_the_modules_own():
+    model = wrap_model(seeded(), "exact")
+    state = saved_and_read(model.state_dict())
+    assert state._metadata[""]["exact"] == {
+        "the number of threads": 1,
+        "the CPU": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+    }
+    assert type(kernels(model)["torch"]) is str
+    other = wrap_model(seeded(1), "exact")
+    assert other.load_state_dict(state) == ([], [])
+    assert fingerprint(other) == fingerprint(model) == fingerprint(unwrap(model))
+    plain = Net()
+    plain.load_state_dict(state)
+    assert fingerprint(plain) == fingerprint(model)
+
+
+def in_a_parent(model):
+    return nn.ModuleDict({"net": model})
+
+
+def with_threads(threads, wrapping=lambda model: model):
+    return wrapping(wrap_model(seeded(), "exact", threads=threads))
+
+
+CHANGED = "but the number of threads was 1 and is 2: go on where it began .*, or load into unwrap"
+
+
+def test_a_resume_with_other_threads_is_an_error_with_the_cure(tmp_path):
+    path = tmp_path / "weights.pt"
+    torch.save(with_threads(1).state_dict(), path)
+    state = torch.load(path, weights_only=True)
+    model = with_threads(2)
+    before = fingerprint(model)
+    for resume in (model.load_state_dict, lambda s: load_weights(model, s)):
+        for source in (state, path) if resume != model.load_state_dict else (state,):
+            with pytest.raises(ValueError, match=CHANGED):
+                resume(source)
+    assert fingerprint(model) == before
+    load_weights(unwrap(model), state)  # the cure that gives up the last bit
+    load_weights(with_threads(1), path)  # and the one that does not
+    load_weights(with_threads(2), seeded().state_dict())  # weights of no exact run
+
+
+def test_the_record_is_kept_where_the_model_is_a_child_or_compiled():
+    for wrapping in (in_a_parent, lambda model: torch.compile(model, backend="eager")):
+        state = saved_and_read(with_threads(1, wrapping).state_dict())
+        with_threads(1, wrapping).load_state_dict(state)
+        model = with_threads(2, wrapping)
+        with pytest.raises(ValueError, match=CHANGED):
+            model.load_state_dict(state)
+        with pytest.raises(ValueError, match=CHANGED):
+            load_weights(model, state)
+
+
+def test_a_record_of_a_gpu_is_told_apart_though_there_is_none_here():
+    model = wrap_model(seeded(), "exact")
+    state = model.state_dict()
+    state._metadata[""]["exact"]["the GPU"] = "NVIDIA H200"
+    with pytest.raises(ValueError, match="but the GPU was 'NVIDIA H200' and is None: go on"):
+        model.load_state_dict(state)
+
+
+# On several ranks
+
+
+def in_sync():
+    model = wrap_model(seeded(world().rank), "exact")
+    started = fingerprint(model)
+    check_in_sync(model)
+    optimizer = torch.optim.Adam(model.parameters())
+    for batch in loader():
+        optimizer.zero_grad()
+        backward(model, loss_fn, batch)
+        optimizer.step()
+        check_in_sync(model)
+    trained = fingerprint(model)
+    try:
+        if world().rank == 0:
+            model.first.weight.data[0, 0] += 1
+        check_in_sync(model)
+    except RuntimeError as error:
+        return started, trained, str(error)
+    return started, trained, "`first.weight` differs"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_ranks_start_from_rank_0_and_stay_in_sync(size):
+    told = run(in_sync, world_size=size)
+    assert len({facts[:2] for facts in told}) == 1
+    assert told[0][0] == fingerprint(seeded(0))
+    assert all("`first.weight` differs" in text for _, _, text in told)
+
+
+def memory_formats():
+    net = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    net.register_buffer("turns", torch.ones(2, dtype=torch.complex64) * (world().rank + 1j))
+    net.register_buffer("flags", torch.tensor([world().rank == 0, True]))
+    net.register_buffer("wide", torch.arange(6.0).view(2, 3).t() + world().rank)
+    model = wrap_model(net, "exact")
+    check_in_sync(model)
+    rows = torch.ones(2, 3, 5, 5).to(memory_format=torch.channels_last)
+    batches = [rows] if world().rank == 0 else []
+    batch = Microbatches(
+        batches, epoch=0, step=0, first=0, counts=[2], size=world().size, stand_in=rows
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    backward(model, lambda model, rows: model(rows).square().mean(), batch)
+    optimizer.step()
+    return fingerprint(model), net.weight.grad.stride() == net.weight.stride()
+
+
+def test_weights_in_other_layouts_and_buffers_of_every_kind_start_equal():
+    (alone,) = run(memory_formats, world_size=1)
+    assert alone[1]
+    two = run(memory_formats, world_size=2)
+    assert two == [two[0]] * 2

@@ -1,0 +1,90 @@
+"""How many cores a rank may use: affinity, quota, and who shares them."""
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from pardata import world
+from pardata.ranks import _cores
+from pardata.ranks._cores import cpu_quota, usable_cores
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Pretend to be a machine with so many cores, so many allowed, and a quota."""
+
+    def pretend(cores, allowed, quota=None):
+        monkeypatch.setattr(os, "cpu_count", lambda: cores)
+        monkeypatch.setattr(
+            os, "sched_getaffinity", lambda _pid: set(range(allowed)), raising=False
+        )
+        monkeypatch.setattr(_cores, "cpu_quota", lambda: quota)
+
+    return pretend
+
+
+def rank(local_size=1, launcher="torchrun"):
+    return replace(world(), local_size=local_size, launcher=launcher)
+
+
+@pytest.mark.parametrize(
+    ("machine_has", "local_size", "launcher", "cores"),
+    [
+        ((16, 16, None), 1, "single", 16),
+        ((16, 16, None), 4, "torchrun", 4),
+        ((16, 16, None), 3, "torchrun", 5),
+        ((16, 16, None), 32, "torchrun", 1),
+        ((16, 16, None), 4, "existing", 4),
+        # The launcher bound this task: what is allowed is its own.
+        ((16, 4, None), 4, "slurm", 4),
+        ((16, 4, None), 4, "mpi", 4),
+        # It did not bind: the tasks share all.
+        ((16, 16, None), 4, "slurm", 4),
+        ((16, 4, None), 2, "torchrun", 2),
+        # A quota is the container's, for all its ranks.
+        ((16, 16, 8.0), 1, "single", 8),
+        ((16, 16, 8.0), 4, "torchrun", 2),
+        ((16, 16, 0.5), 1, "single", 1),
+        ((16, 16, 2.5), 1, "single", 2),
+        ((16, 4, 64.0), 2, "torchrun", 2),
+        ((16, 4, 8.0), 4, "slurm", 2),
+    ],
+)
+def test_the_cores_of_a_rank(machine, machine_has, local_size, launcher, cores):
+    machine(*machine_has)
+    assert usable_cores(rank(local_size, launcher)) == cores
+
+
+def test_without_affinity_all_cores_count(machine, monkeypatch):
+    machine(6, 6)
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert usable_cores(rank(2)) == 3
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert usable_cores(rank(1)) == 1
+
+
+def test_the_real_machine_has_at_least_one_core():
+    assert 1 <= usable_cores(world()) <= os.cpu_count()
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"), [("max 100000", None), ("200000 100000", 2.0), ("50000 100000\n", 0.5)]
+)
+def test_the_quota_of_cgroup_version_2(tmp_path, text, cores):
+    (tmp_path / "cpu.max").write_text(text)
+    assert cpu_quota(tmp_path) == cores
+
+
+@pytest.mark.parametrize(
+    ("limit", "period", "cores"), [("-1", "100000", None), ("150000\n", "100000\n", 1.5)]
+)
+def test_the_quota_of_cgroup_version_1(tmp_path, limit, period, cores):
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu/cpu.cfs_quota_us").write_text(limit)
+    (tmp_path / "cpu/cpu.cfs_period_us").write_text(period)
+    assert cpu_quota(tmp_path) == cores
+
+
+def test_where_nothing_says_so_there_is_no_quota(tmp_path):
+    assert cpu_quota(tmp_path) is None

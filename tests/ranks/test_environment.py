@@ -1,0 +1,458 @@
+"""Which launcher started this process, from its variables alone."""
+
+import contextlib
+import itertools
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from launched import slurm_variables, torchrun_variables
+
+from pardata.ranks._launcher import (
+    LAUNCHERS,
+    SINGLE,
+    Launch,
+    detect,
+    expand_nodelist,
+    launcher_text,
+)
+
+# As seen under the real launchers, the variables that say nothing left in on purpose.
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "ROLE_NAME": "default",
+    "ROLE_RANK": "3",
+    "ROLE_WORLD_SIZE": "4",
+    "MASTER_ADDR": "h1",
+    "MASTER_PORT": "37911",
+    "TORCHELASTIC_RUN_ID": "5d0b4fd2-6f29-4c1e-a1ac-16f9a0e6b3a5",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "TORCHELASTIC_MAX_RESTARTS": "0",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "OMP_NUM_THREADS": "1",
+}
+SRUN = {
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "4",
+    "SLURM_NPROCS": "4",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_NNODES": "2",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_GTIDS": "2,3",
+    "SLURM_JOB_ID": "81234",
+    "SLURM_STEP_ID": "2",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURMD_NODENAME": "n2",
+    "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
+    "SLURM_TASK_PID": "4242",
+}
+# The batch shell of `sbatch -N 2 -n 4`: a plain `python` there inherits all of it.
+SBATCH = {
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "4",
+    "SLURM_NPROCS": "4",
+    "SLURM_NNODES": "2",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
+    "SLURM_JOB_ID": "81234",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_GTIDS": "0",
+}
+SALLOC = {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "81234", "SLURM_JOB_NODELIST": "n[1-2]"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_NODE_RANK": "1",
+    "OMPI_UNIVERSE_SIZE": "2",
+    "OMPI_MCA_orte_num_nodes": "1",
+    "PMIX_RANK": "1",
+    "PMIX_NAMESPACE": "1934360577",
+    "PMIX_HOSTNAME": "h1",
+}
+MPICH = {
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+    "PMI_FD": "9",
+    "MPI_LOCALRANKID": "1",
+    "MPI_LOCALNRANKS": "2",
+}
+RAY = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "NODE_RANK": "0",
+    "MASTER_ADDR": "192.0.2.2",
+    "MASTER_PORT": "41231",
+}
+# Under `mpirun` in an allocation SLURM's variables are those of its daemon, the same on each rank.
+DAEMON = {**SRUN, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
+
+AS_TORCHRUN = Launch("torchrun", 3, 4, 1, 2, 1, 2, "h1", 37911)
+AS_SLURM = Launch("slurm", 3, 4, 1, 2, 1, 2, "n1", 15000 + 1234 + 2)
+AS_MPICH = Launch("mpi", 1, 2, 1, 2, None, None, "127.0.0.1", 29500)
+
+
+def refused(env, *fragments):
+    """Show that `env` is refused with a message that says all of this."""
+    before = dict(env)
+    with pytest.raises(ValueError, match=re.escape(fragments[0])) as caught:
+        detect(env)
+    for fragment in fragments:
+        assert fragment in str(caught.value)
+    assert env == before
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, SINGLE),
+        (TORCHRUN, AS_TORCHRUN),
+        (RAY, Launch("torchrun", 1, 2, 1, 2, None, None, "192.0.2.2", 41231)),
+        (SRUN, AS_SLURM),
+        (MPICH, AS_MPICH),
+        (SBATCH, SINGLE),
+        (SALLOC, SINGLE),
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, SINGLE),
+        ({**SBATCH, "SLURM_STEP_ID": "batch"}, SINGLE),
+        # An interactive step has a number, and one task.
+        ({**SALLOC, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}, SINGLE),
+        # Exported by hand for the job's own use; it makes nobody a rank.
+        ({"MASTER_ADDR": "h1", "MASTER_PORT": "29500"}, SINGLE),
+        # srun --mpi=pmi2 sets PMI_* beside its own.
+        ({**SRUN, "PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "5"}, AS_SLURM),
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "1", "PMI_RANK": "0", "PMI_SIZE": "1"}, SINGLE),
+    ],
+    ids=itertools.count(),
+)
+def test_the_real_variables_of_each_launcher_are_recognised(env, expected):
+    assert detect(env) == expected
+
+
+def test_open_mpi_is_recognised_and_its_port_differs_between_runs():
+    found = detect(OPEN_MPI)
+    other = detect({**OPEN_MPI, "PMIX_NAMESPACE": "1934360578"})
+    assert found == Launch("mpi", 1, 2, 1, 2, None, None, "127.0.0.1", found.master_port)
+    assert 15000 <= found.master_port < 25000
+    assert found.master_port != other.master_port
+    assert detect(OPEN_MPI) == found
+
+
+def test_all_ranks_of_a_launch_agree_where_to_meet_and_differ_in_identity():
+    for variables in (torchrun_variables, slurm_variables):
+        found = [detect(variables(rank, 4, 29511)) for rank in range(4)]
+        assert {(launch.master_addr, launch.master_port) for launch in found} == {
+            (found[0].master_addr, 29511)
+        }
+        assert len({launch.identity for launch in found}) == 4
+
+
+def test_the_order_of_precedence_is_torchrun_open_mpi_slurm_mpich():
+    everything = {**MPICH, **DAEMON, **OPEN_MPI, **TORCHRUN}
+    assert detect(everything).launcher == "torchrun"
+    # Without torchrun's: Open MPI's own, not those of its daemon in the allocation.
+    without_torchrun = {**MPICH, **DAEMON, **OPEN_MPI}
+    assert detect(without_torchrun) == detect(OPEN_MPI)
+    assert detect({**MPICH, **SRUN}) == AS_SLURM
+    assert detect(MPICH) == AS_MPICH
+
+
+def test_torchrun_inside_a_slurm_step_is_torchrun():
+    assert detect({**SRUN, **TORCHRUN}) == AS_TORCHRUN
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [("auto", AS_TORCHRUN), ("torchrun", AS_TORCHRUN), ("slurm", AS_SLURM), ("none", SINGLE)],
+)
+def test_pardata_launcher_overrides_what_would_be_found(choice, expected):
+    both = {**TORCHRUN, **SRUN, "MASTER_ADDR": expected.master_addr or "h1"}
+    both["MASTER_PORT"] = str(expected.master_port or 1)
+    assert detect({**both, "PARDATA_LAUNCHER": choice}) == expected
+
+
+def test_pardata_launcher_mpi_takes_open_mpi_or_mpich():
+    chosen = {"PARDATA_LAUNCHER": "mpi", "RANK": "3"}
+    assert detect({**SRUN, **OPEN_MPI, **chosen}) == detect(OPEN_MPI)
+    assert detect({**SRUN, **MPICH, **chosen}) == AS_MPICH
+
+
+def test_pardata_launcher_none_reads_nothing_else():
+    assert detect({"PARDATA_LAUNCHER": "none", "RANK": "nonsense", **SRUN}) is SINGLE
+
+
+def test_an_unknown_pardata_launcher_is_refused_with_the_valid_ones():
+    refused({"PARDATA_LAUNCHER": "srun"}, "`PARDATA_LAUNCHER` must be one of", "but is 'srun'")
+    refused({"PARDATA_LAUNCHER": ""}, ", ".join(LAUNCHERS), "but is ''")
+
+
+@pytest.mark.parametrize("choice", ["torchrun", "slurm", "mpi"])
+def test_a_launcher_that_was_chosen_and_is_not_there_is_refused(choice):
+    refused({"PARDATA_LAUNCHER": choice}, "must be set together", "beside none of them")
+
+
+def test_a_slurm_choice_in_the_batch_shell_names_the_variables_of_a_step():
+    refused({**SBATCH, "PARDATA_LAUNCHER": "slurm"}, "`SLURM_STEP_ID`", "a SLURM step")
+
+
+REQUIRED = [
+    *((TORCHRUN, name, "torchrun") for name in list(TORCHRUN)[:4]),
+    (TORCHRUN, "MASTER_ADDR", "torchrun"),
+    (TORCHRUN, "MASTER_PORT", "torchrun"),
+    *((OPEN_MPI, name, "Open MPI") for name in list(OPEN_MPI)[:4]),
+    *((MPICH, name, "MPICH") for name in MPICH if name != "PMI_FD"),
+    *(
+        (SRUN, f"SLURM_{name}", "a SLURM step")
+        for name in ("PROCID", "LOCALID", "NODEID", "STEP_NODELIST", "JOB_ID")
+    ),
+    (SRUN, "SLURM_STEP_TASKS_PER_NODE", "a SLURM step"),
+]
+
+
+@pytest.mark.parametrize("empty", [False, True], ids=["unset", "empty"])
+@pytest.mark.parametrize(("env", "name", "launcher"), REQUIRED, ids=[r[1] for r in REQUIRED])
+def test_a_partial_set_names_what_is_missing_and_what_is_there(env, name, launcher, empty):
+    partial = {**env, name: ""} if empty else {k: v for k, v in env.items() if k != name}
+    there = next(other for _, other, of in REQUIRED if of == launcher and other != name)
+    refused(
+        partial,
+        f"the variables of {launcher} must be set together, but `{name}` must still be set",
+        f"`{there}`",
+        "start the script with the launcher itself",
+        "set PARDATA_LAUNCHER=none to run as a single process",
+    )
+
+
+def test_an_empty_or_missing_number_of_tasks_in_a_step_is_refused():
+    for env in ({**SRUN, "SLURM_STEP_NUM_TASKS": ""}, {"SLURM_STEP_ID": "0"}):
+        refused(env, "`SLURM_STEP_NUM_TASKS` must be a whole number, but is ''")
+
+
+NUMBERS = [
+    *((TORCHRUN, name) for name in list(TORCHRUN)[:6]),
+    (TORCHRUN, "MASTER_PORT"),
+    *((OPEN_MPI, name) for name in list(OPEN_MPI)[:4]),
+    *((MPICH, name) for name in MPICH if name != "PMI_FD"),
+    *((SRUN, f"SLURM_{n}") for n in ("PROCID", "STEP_NUM_TASKS", "LOCALID", "NODEID", "JOB_ID")),
+]
+
+
+@pytest.mark.parametrize("text", ["two", "-1", "1.0", " 1", "1e3", "\u0663", "1" * 19])
+@pytest.mark.parametrize(("env", "name"), NUMBERS, ids=[name for _, name in NUMBERS])
+def test_what_is_not_a_number_is_shown(env, name, text):
+    refused(
+        {**env, name: text},
+        f"`{name}` must be a whole number, but is {text!r}",
+        "correct it, or set PARDATA_LAUNCHER=none",
+    )
+
+
+@pytest.mark.parametrize(
+    ("env", "changes", "what"),
+    [
+        (TORCHRUN, {"RANK": "4"}, "the rank must be less than the world size (4)"),
+        (TORCHRUN, {"LOCAL_RANK": "2"}, "the local rank must be less than the local world size"),
+        (TORCHRUN, {"LOCAL_WORLD_SIZE": "5"}, "the local world size must be less than"),
+        (TORCHRUN, {"WORLD_SIZE": "0"}, "the rank must be less than the world size (0)"),
+        (OPEN_MPI, {"OMPI_COMM_WORLD_RANK": "2"}, "the rank must be less"),
+        (MPICH, {"MPI_LOCALRANKID": "2"}, "the local rank must be less"),
+        (SRUN, {"SLURM_PROCID": "4"}, "the rank must be less"),
+        (SRUN, {"SLURM_LOCALID": "2"}, "the local rank must be less"),
+        (SRUN, {"SLURM_STEP_TASKS_PER_NODE": "5(x2)"}, "the local world size must be less"),
+    ],
+)
+def test_numbers_that_contradict_each_other_are_refused(env, changes, what):
+    launcher = launcher_text(detect(env))
+    refused({**env, **changes}, what, f"but {launcher} set it to", "left over", "contradict")
+
+
+def test_the_last_rank_of_each_kind_is_accepted():
+    assert detect({**TORCHRUN, "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3"}).local_rank == 3
+
+
+@pytest.mark.parametrize(("port", "good"), [("0", 0), ("1", 1), ("65535", 1), ("65536", 0)])
+def test_the_port_must_be_one(port, good):
+    env = {**TORCHRUN, "MASTER_PORT": port}
+    if good:
+        assert detect(env).master_port == int(port)
+    else:
+        refused(env, f"`MASTER_PORT` must be between 1 and 65535, but is {port}")
+
+
+@pytest.mark.parametrize("found", [SRUN, OPEN_MPI, MPICH], ids=["slurm", "open-mpi", "mpich"])
+def test_torch_variables_exported_by_hand_must_say_what_the_launcher_says(found):
+    launch = detect(found)
+    assert detect({**found, "RANK": str(launch.rank), "WORLD_SIZE": str(launch.size)}) == launch
+    for name, value in (("RANK", launch.rank), ("WORLD_SIZE", launch.size)):
+        refused(
+            {**found, name: "7"},
+            f"`{name}` must be {value}, as {launcher_text(launch)} says, but is 7",
+            "unset it, or choose one launcher with PARDATA_LAUNCHER",
+        )
+
+
+@pytest.mark.parametrize(
+    ("env", "local_size", "cure"),
+    [
+        (OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE", "-x MASTER_ADDR=<host of rank 0>"),
+        (MPICH, "MPI_LOCALNRANKS", "-genv MASTER_ADDR <host of rank 0>"),
+    ],
+)
+def test_mpi_over_several_hosts_must_be_told_where_rank_0_is(env, local_size, cure):
+    local_rank = local_size.replace("SIZE", "RANK").replace("NRANKS", "RANKID")
+    two_hosts = {**env, local_size: "1", local_rank: "0"}
+    refused(
+        two_hosts,
+        "`MASTER_ADDR` must be set when MPI spans several hosts",
+        "1 of 2 ranks are on this one",
+        cure,
+    )
+    assert detect({**two_hosts, "MASTER_ADDR": "h7"}).master_addr == "h7"
+
+
+def test_master_variables_set_by_hand_win_over_what_slurm_and_mpi_suggest():
+    own = {"MASTER_ADDR": "h7", "MASTER_PORT": "1234"}
+    for env in (SRUN, OPEN_MPI, MPICH):
+        found = detect({**env, **own})
+        assert (found.master_addr, found.master_port) == ("h7", 1234)
+        empty = detect({**env, "MASTER_PORT": ""})
+        assert empty == detect(env)
+
+
+@pytest.mark.parametrize(
+    ("job", "step", "port"),
+    [("7", "0", 15007), ("81234", "0", 16234), ("9999", "0", 24999), ("9999", "3", 25002)],
+)
+def test_the_port_of_a_slurm_step_follows_from_job_and_step(job, step, port):
+    assert detect({**SRUN, "SLURM_JOB_ID": job, "SLURM_STEP_ID": step}).master_port == port
+
+
+@given(st.integers(0, 10**18 - 1), st.integers(0, 10**9))
+def test_the_port_of_a_slurm_step_is_always_one(job, step):
+    env = {**SRUN, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}
+    assert 15000 <= detect(env).master_port <= 65535
+
+
+def test_ranks_per_node_may_be_uneven():
+    uneven = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_LOCALID": "0"}
+    assert detect(uneven).local_size == 1
+    first = detect({**uneven, "SLURM_NODEID": "0", "SLURM_LOCALID": "2", "SLURM_PROCID": "2"})
+    assert (first.local_size, first.num_nodes, first.node_rank) == (3, 2, 0)
+
+
+@pytest.mark.parametrize("text", ["2(x2", "two", "2,,1", "2(x)", "2 ", "(x2)"])
+def test_a_broken_list_of_tasks_per_node_is_refused(text):
+    refused(
+        {**SRUN, "SLURM_STEP_TASKS_PER_NODE": text},
+        "`SLURM_STEP_TASKS_PER_NODE` must look like '2(x3),1'",
+        f"but is {text!r}",
+    )
+
+
+def test_a_node_beyond_the_list_of_tasks_per_node_is_refused():
+    refused(
+        {**SRUN, "SLURM_NODEID": "2"},
+        "`SLURM_NODEID` must be less than the 2 nodes of `SLURM_STEP_TASKS_PER_NODE` ('2(x2)')",
+        "but is 2",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("n1", ["n1"]),
+        ("a[1-3,7],b2", ["a1", "a2", "a3", "a7", "b2"]),
+        ("n[01-04]", ["n01", "n02", "n03", "n04"]),
+        ("n[08-12]", ["n08", "n09", "n10", "n11", "n12"]),
+        ("n[9-11]", ["n9", "n10", "n11"]),
+        ("r[1-2]n[1-2]", ["r1n1", "r1n2", "r2n1", "r2n2"]),
+        ("gpu-a[5].example.org,b", ["gpu-a5.example.org", "b"]),
+        ("n[3]", ["n3"]),
+    ],
+)
+def test_a_node_list_expands_as_scontrol_does(text, hosts):
+    assert list(expand_nodelist(text)) == hosts
+
+
+def compressed(prefix, numbers, width):
+    """Write numbers as SLURM does: runs as ranges."""
+    runs = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    texts = [
+        f"{first:0{width}d}" + (f"-{last:0{width}d}" if last > first else "")
+        for first, last in runs
+    ]
+    return f"{prefix}[{','.join(texts)}]"
+
+
+groups = st.lists(
+    st.tuples(
+        st.from_regex(r"[a-z][a-z0-9.\-]{0,5}", fullmatch=True),
+        st.sets(st.integers(0, 9999), min_size=1, max_size=20).map(sorted),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(groups, st.integers(1, 6))
+def test_what_slurm_compressed_comes_back_in_order(nodes, width):
+    text = ",".join(compressed(prefix, numbers, width) for prefix, numbers in nodes)
+    names = [f"{prefix}{n:0{width}d}" for prefix, numbers in nodes for n in numbers]
+    assert list(expand_nodelist(text)) == names
+
+
+@given(st.text(alphabet="an[]-,01 ", max_size=12))
+def test_any_text_is_a_node_list_or_an_error(text):
+    hosts = []
+    with contextlib.suppress(ValueError):
+        hosts = list(expand_nodelist(text))
+        assert hosts
+    assert not any(set("[], ") & set(host) for host in hosts)
+
+
+@pytest.mark.parametrize("text", ["", ",", "a,", "a[", "a[]", "a[1", "a]", "a b", "a[1-]", "a[x]"])
+def test_what_is_no_node_list_is_refused_at_once(text):
+    fragment = f"a SLURM node list must look like 'a[1-3,7],b2', but is {text!r}"
+    with pytest.raises(ValueError, match=re.escape(fragment)):
+        expand_nodelist(text)
+
+
+@pytest.mark.parametrize(("item", "good"), [("3-1", False), ("0-1000000", False), ("2-2", True)])
+def test_a_node_range_must_rise_by_less_than_a_million(item, good):
+    if good:
+        assert list(expand_nodelist(f"n[{item}]")) == ["n2"]
+    else:
+        fragment = f"a SLURM node range must rise, by less than a million, but is {item!r}"
+        with pytest.raises(ValueError, match=re.escape(fragment)):
+            list(expand_nodelist(f"n[{item}]"))
+
+
+def test_the_first_of_a_huge_node_list_is_found_at_once():
+    assert next(expand_nodelist("n[000000-999999]")) == "n000000"
+
+
+@given(st.dictionaries(st.sampled_from([*TORCHRUN, *SRUN, *OPEN_MPI, *MPICH]), st.text(max_size=3)))
+def test_any_variables_are_a_launch_or_a_value_error(env):
+    launch = SINGLE
+    with contextlib.suppress(ValueError):
+        launch = detect(env)
+    assert 0 <= launch.rank < launch.size
+    assert 0 <= launch.local_rank < launch.local_size <= launch.size

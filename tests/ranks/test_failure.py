@@ -1,0 +1,219 @@
+"""An exception that travels: whole where it can, else as text, never lost."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pardata.ranks._failure import (
+    Failure,
+    as_consequence,
+    chain,
+    is_consequence,
+    one_line,
+    short_text,
+)
+
+
+class NeedsTwo(Exception):  # noqa: N818  # named for what it does
+    """Pickles, and cannot be unpickled: as many exceptions of real libraries."""
+
+    def __init__(self, code, text):
+        super().__init__(f"{code}: {text}")
+
+
+class Forgets(Exception):  # noqa: N818  # as above
+    """Comes back from pickle without its text."""
+
+    def __init__(self, text="nothing"):
+        super().__init__()
+        self.text = text
+
+    def __str__(self):
+        return self.text
+
+    def __reduce__(self):
+        return Forgets, ()
+
+
+class Changes(Exception):  # noqa: N818  # as above
+    """Comes back from pickle as another type."""
+
+    def __reduce__(self):
+        return ValueError, self.args
+
+
+class Explodes(Exception):  # noqa: N818  # as above
+    """Runs into an error of its own when pickled."""
+
+    def __reduce__(self):
+        raise ZeroDivisionError
+
+
+class Speechless(Exception):  # noqa: N818  # as above
+    """Has no text at all: str() raises."""
+
+    def __str__(self):
+        raise ZeroDivisionError
+
+
+class Holder:
+    """Something that cannot be pickled, as an argument of an exception."""
+
+    lock = property(lambda self: self)
+
+    def __reduce__(self):
+        message = "cannot pickle this"
+        raise TypeError(message)
+
+
+def raised(error):
+    """Raise `error` and return its `Failure`, after a journey as text."""
+    try:
+        raise error
+    except BaseException as caught:  # noqa: BLE001  # SystemExit too
+        failure = Failure.of(caught, rank=3, place="rank_zero_call")
+    return Failure.from_json(failure.to_json())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("no such file"),
+        KeyError("x"),
+        FileNotFoundError(2, "No such file", "a.txt"),
+        SystemExit(3),
+        KeyboardInterrupt(),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_exception_that_survives_pickle_comes_back_as_itself(error):
+    failure = raised(error)
+    with pytest.raises(type(error)) as caught:
+        failure.reraise()
+    assert type(caught.value) is type(error)
+    assert str(caught.value) == str(error)
+    assert caught.value.args == error.args
+    assert caught.value is not error
+
+
+def test_the_exit_code_of_system_exit_survives():
+    with pytest.raises(SystemExit) as caught:
+        raised(SystemExit(7)).reraise()
+    assert caught.value.code == 7
+
+
+class Local(Exception):  # noqa: N818  # as above
+    """Stands for a class that other processes cannot import."""
+
+
+Local.__qualname__ = "function.<locals>.Local"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        NeedsTwo(4, "no space left"),
+        Forgets("the disk is full"),
+        Changes("x"),
+        Explodes("x"),
+        ValueError(Holder()),
+        Local("x"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_exception_that_does_not_survive_comes_back_as_its_type_and_text(error):
+    failure = raised(error)
+    assert failure.pickled is None
+    with pytest.raises(RuntimeError) as caught:
+        failure.reraise()
+    name = type(error).__qualname__
+    assert str(caught.value) == f"rank 3 failed in `rank_zero_call`: {name}: {error}"
+    assert failure.summary() == str(caught.value)
+
+
+def test_an_exception_without_text_does_not_hide_that_something_failed():
+    failure = raised(Speechless())
+    assert failure.summary() == (
+        "rank 3 failed in `rank_zero_call`: Speechless: <exception str() failed>"
+    )
+    with pytest.raises(RuntimeError, match="Speechless"):
+        failure.reraise()
+
+
+@pytest.mark.parametrize("error", [ValueError("text"), NeedsTwo(1, "text")])
+def test_the_origin_is_the_cause_with_rank_call_and_the_line_that_raised(error):
+    with pytest.raises(Exception, match="text") as caught:
+        raised(error).reraise()
+    origin = str(caught.value.__cause__)
+    assert origin.startswith("raised on rank 3 in `rank_zero_call`:\n\nTraceback")
+    assert "in raised" in origin
+    assert "raise error" in origin
+    assert "text" in origin
+
+
+def test_what_caused_the_exception_is_in_its_origin_too():
+    try:
+        try:
+            raise OSError("the network is down")  # noqa: EM101, TRY003  # the text is the test
+        except OSError as first:
+            raise ValueError("no data") from first  # noqa: EM101, TRY003  # as above
+    except ValueError as error:
+        failure = Failure.of(error, rank=0, place="f")
+    assert "the network is down" in failure.traceback
+    assert "no data" in failure.traceback
+
+
+def follow(how):
+    """Raise an error while another, which is a consequence, is handled."""
+    try:
+        raise as_consequence(RuntimeError("lost"), "barrier() at train.py:3")
+    except RuntimeError as error:
+        if how == "while":
+            raise ValueError  # noqa: B904  # that is what is tested
+        raise ValueError from (error if how == "from" else None)
+
+
+@pytest.mark.parametrize(("how", "follows"), [("from", True), ("while", True), ("instead", False)])
+def test_a_consequence_is_known_by_its_mark_in_all_that_comes_of_it(how, follows):
+    with pytest.raises(ValueError, match=r"^$") as caught:
+        follow(how)
+    assert is_consequence(caught.value) == follows
+    assert short_text(caught.value) == ""
+    lost = caught.value.__context__
+    assert is_consequence(lost)
+    assert short_text(lost) == "barrier() at train.py:3"
+    assert not is_consequence(RuntimeError("lost"))
+
+
+def test_a_chain_of_errors_that_bites_its_tail_ends():
+    first, second = ValueError(), KeyError()
+    first.__cause__, second.__cause__ = second, first
+    assert list(chain(first)) == [first, second]
+
+
+def test_what_another_rank_raised_is_marked_as_a_consequence_here():
+    for error in (ValueError("text"), NeedsTwo(1, "text")):
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            raised(error).reraise()
+        assert is_consequence(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError("boom"), "ValueError: boom"),
+        (ValueError("a table:\n  row"), "ValueError: a table:"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (Speechless(), "Speechless: <exception str() failed>"),
+    ],
+)
+def test_any_error_fits_on_one_line(error, text):
+    assert one_line(error) == text
+
+
+@given(st.text(), st.integers(0, 10**6), st.text(max_size=5))
+def test_any_text_survives_the_journey(text, rank, place):
+    failure = Failure.of(ValueError(text), rank=rank, place=place)
+    assert Failure.from_json(failure.to_json()) == failure
+    assert failure.text == text

@@ -1,0 +1,251 @@
+"""A logger that knows its rank: who writes, what stands before the line, and from where."""
+
+import inspect
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+from launched import torchrun_variables
+from on_ranks import run_caught
+
+from pardata import get_logger, world
+from pardata.ranks._logger import RankLogger, _said
+
+LEVELS = ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+
+
+class Keeper(logging.Handler):
+    """Keeps the records that it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.records = []
+
+    def emit(self, record):
+        self.records.append(record)
+
+    @property
+    def lines(self):
+        return [record.getMessage() for record in self.records]
+
+
+def kept(name, level=logging.DEBUG):
+    """Return a pardata logger called `name` and what keeps its records."""
+    plain, keeper = logging.getLogger(name), Keeper()
+    plain.setLevel(level)
+    plain.handlers, plain.propagate = [keeper], False
+    return get_logger(name), keeper
+
+
+@pytest.fixture
+def log(request):
+    yield kept(request.node.name)
+    _said.clear()
+
+
+def write_at_all_levels():
+    log, keeper = kept("levels")
+    for level in LEVELS:
+        log.log(getattr(logging, level), "at %s", level)
+    return keeper.lines
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_below_warning_rank_0_writes_and_from_warning_on_every_rank(size):
+    for rank, lines in enumerate(run_caught(write_at_all_levels, world_size=size)):
+        levels = LEVELS if rank == 0 else LEVELS[2:]
+        assert lines == [f"[{rank}/{size}] at {level}" for level in levels]
+
+
+def write_on(ranks):
+    log, keeper = kept("ranks")
+    log.info("quiet", ranks=ranks)
+    log.error("loud", ranks=ranks)
+    return len(keeper.lines)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "counts"),
+    [
+        ("all", [2, 2, 2]),
+        ([1], [0, 2, 0]),
+        ((0, 2), [2, 0, 2]),
+        ([], [0, 0, 0]),
+        ({7}, [0, 0, 0]),
+        (range(1, 3), [0, 2, 2]),
+        (None, [2, 1, 1]),
+    ],
+    ids=str,
+)
+def test_ranks_can_be_chosen_for_one_call(ranks, counts):
+    assert run_caught(write_on, ranks, world_size=3) == counts
+
+
+@pytest.mark.parametrize("ranks", ["main", "", "0"])
+def test_a_word_that_is_not_all_is_refused(log, ranks):
+    with pytest.raises(ValueError, match=f"`ranks` must be 'all' or a list of ranks, .*{ranks!r}"):
+        log[0].info("x", ranks=ranks)
+
+
+def test_a_line_said_once_is_not_said_again(log):
+    logger, keeper = log
+    for _ in range(3):
+        logger.info("the same %d", 1, once=True)
+        get_logger(logger.logger.name).info("the same %d", 1, once=True)
+    assert keeper.lines == ["[0/1] the same 1"]
+    logger.info("the same %d", 2, once=True)
+    logger.warning("the same %d", 1, once=True)
+    get_logger(f"{logger.logger.name}.child").info("the same %d", 1, once=True)
+    assert len(keeper.lines) == 4
+    logger.info("the same %d", 1)
+    assert len(keeper.lines) == 5
+
+
+def test_a_line_that_was_not_written_has_not_been_said(log):
+    logger, keeper = log
+    logger.logger.setLevel(logging.WARNING)
+    logger.info("once", once=True)
+    logger.info("once", ranks=[3], once=True)
+    assert keeper.lines == []
+    logger.logger.setLevel(logging.INFO)
+    logger.info("once", ranks=[3], once=True)
+    logger.info("once", once=True)
+    assert keeper.lines == ["[0/1] once"]
+
+
+def test_every_line_of_a_message_has_the_prefix(log):
+    logger, keeper = log
+    logger.info("a\nb %s", "c")
+    assert keeper.lines == ["[0/1] a\n[0/1] b c"]
+
+
+def test_what_logging_takes_pardata_takes(log):
+    logger, keeper = log
+    logger.info("100% sure")
+    logger.info("%(a)s", {"a": 1})
+    logger.info({"not": "a string"})
+    logger.info("with extra", extra={"step": 3})
+    try:
+        1 / 0  # noqa: B018  # raises
+    except ZeroDivisionError:
+        logger.exception("failed")
+        logger.info("as info", exc_info=True, stack_info=True)
+    assert keeper.lines == [
+        "[0/1] 100% sure",
+        "[0/1] 1",
+        "[0/1] {'not': 'a string'}",
+        "[0/1] with extra",
+        "[0/1] failed",
+        "[0/1] as info",
+    ]
+    assert keeper.records[3].step == 3
+    assert keeper.records[4].exc_info[0] is ZeroDivisionError
+    assert keeper.records[5].stack_info is not None
+
+
+METHODS = ["debug", "info", "warning", "error", "critical", "exception"]
+
+
+def line_here():
+    return inspect.currentframe().f_back.f_lineno
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_record_shows_the_file_line_and_function_of_the_caller(log, method):
+    logger, keeper = log
+    write = getattr(logger, method)
+    write("x"), line_here()
+    line = line_here() - 1
+    (record,) = keeper.records
+    assert record.pathname == __file__
+    assert record.lineno == line
+    assert record.funcName == "test_a_record_shows_the_file_line_and_function_of_the_caller"
+
+
+def test_log_shows_the_caller_too(log):
+    logger, keeper = log
+    logger.log(logging.INFO, "x")
+    line = line_here() - 1
+    logger.log(logging.INFO, "x", ranks="all", once=True)
+    assert [record.lineno for record in keeper.records] == [line, line + 2]
+    assert {Path(record.pathname).name for record in keeper.records} == {Path(__file__).name}
+
+
+def on_behalf_of_the_caller(logger, method):
+    if method == "log":
+        logger.log(logging.INFO, "x", stacklevel=2)
+    else:
+        logger.info("x", stacklevel=2)
+
+
+@pytest.mark.parametrize("method", ["log", "info"])
+def test_stacklevel_works_as_in_logging(log, method):
+    logger, keeper = log
+    if method == "info" and sys.version_info < (3, 11):
+        pytest.skip("before Python 3.11 logging counts the adapter's own frame")
+    on_behalf_of_the_caller(logger, method)
+    line = line_here() - 1
+    assert keeper.records[0].lineno == line
+
+
+def test_what_is_below_the_level_costs_no_formatting(log):
+    class Expensive:
+        def __str__(self):
+            raise AssertionError
+
+    logger, keeper = log
+    logger.logger.setLevel(logging.WARNING)
+    logger.info(Expensive(), once=True)
+    assert keeper.lines == []
+    assert not logger.isEnabledFor(logging.INFO)
+
+
+def test_before_init_the_rank_comes_from_the_launchers_variables(log, monkeypatch):
+    logger, keeper = log
+    for name, value in torchrun_variables(1, 3, 29511).items():
+        monkeypatch.setenv(name, value)
+    logger.warning("early")
+    logger.info("not on rank 1")
+    assert keeper.lines == ["[1/3] early"]
+    monkeypatch.setenv("PARDATA_LAUNCHER", "none")
+    logger.info("alone")
+    assert keeper.lines[1:] == ["[0/1] alone"]
+
+
+def test_broken_variables_do_not_break_a_log_line(log, monkeypatch):
+    monkeypatch.setenv("RANK", "nonsense")
+    log[0].info("still there")
+    assert log[1].lines == ["[0/1] still there"]
+
+
+def test_asking_for_a_logger_configures_nothing():
+    before = dict(logging.root.manager.loggerDict)
+    root = logging.root.level, list(logging.root.handlers), logging.root.disabled
+    logger = get_logger("never.seen.before")
+    assert isinstance(logger, RankLogger)
+    assert isinstance(logger, logging.LoggerAdapter)
+    plain = logging.getLogger("never.seen.before")
+    assert logger.logger is plain
+    assert (plain.level, plain.handlers, plain.propagate) == (logging.NOTSET, [], True)
+    assert (logging.root.level, list(logging.root.handlers), logging.root.disabled) == root
+    assert {"never", "never.seen", "never.seen.before"} >= set(
+        logging.root.manager.loggerDict
+    ) - set(before)
+
+
+def write_from_two_adapters():
+    log, keeper = kept("once")
+    for _ in range(2):
+        log.warning("once on each rank", once=True)
+    return keeper.lines
+
+
+def test_once_is_once_on_each_rank():
+    lines = run_caught(write_from_two_adapters, world_size=2)
+    assert lines == [[f"[{rank}/2] once on each rank"] for rank in range(2)]
+
+
+def test_pardata_itself_is_quiet_by_default(capfd):
+    assert world().size == 1
+    assert capfd.readouterr() == ("", "")

@@ -1,0 +1,537 @@
+"""Which process am I: joining once, leaving cleanly, children, and what others made."""
+
+import contextlib
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from launched import launched, reserved_port, slurm_variables, torchrun_variables
+from on_ranks import caught, run_caught
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import pardata
+from pardata import World, all_reduce_sum, barrier, init, world
+from pardata.ranks._world import joined
+
+SIZES = [1, 2, 3, 4]
+LAUNCHERS = [torchrun_variables, slurm_variables]
+by_launcher = pytest.mark.parametrize("variables", LAUNCHERS, ids=["torchrun", "slurm"])
+
+
+# --- a single process
+
+
+def test_a_process_that_nobody_launched_is_a_world_of_one():
+    here = world()
+    assert here == World(0, 1, 0, 1, 0, 1, here.device, None, "single")
+    assert here.is_main
+    assert here.is_local_main
+    assert not dist.is_initialized()
+
+
+def test_a_world_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        world().rank = 1
+
+
+def test_a_world_shows_what_a_person_wants_to_know():
+    text = repr(world())
+    assert text.startswith("World(rank=0, size=1, local_rank=0, local_size=1, node_rank=0,")
+    assert "_leaves" not in text
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "is_main", "is_local_main"),
+    [(0, 0, True, True), (1, 1, False, False), (2, 0, False, True)],
+)
+def test_the_main_process_is_rank_0_and_the_local_main_is_local_rank_0(
+    rank, local_rank, is_main, is_local_main
+):
+    here = dataclasses.replace(world(), rank=rank, local_rank=local_rank, size=4)
+    assert (here.is_main, here.is_local_main) == (is_main, is_local_main)
+
+
+def test_init_in_a_single_process_makes_a_group_of_one_and_leaves_it():
+    with init(tune_cpu=False) as here:
+        assert (here.rank, here.size, here.launcher) == (0, 1, "single")
+        assert here.backend is not None
+        assert world() == here
+        assert dist.get_world_size() == 1
+        assert all_reduce_sum(3) == 3
+    assert not dist.is_initialized()
+    assert world().backend is None
+    assert "PARDATA_JOINED" not in os.environ
+
+
+# --- joining
+
+
+def join_and_describe():
+    with init() as here:
+        inside = dataclasses.astuple(here)[:6], here.launcher, here.backend, str(here.device)
+        total = all_reduce_sum(here.rank)
+        same = world() == here
+    return inside, total, same, world().launcher, dist.is_initialized()
+
+
+@by_launcher
+@pytest.mark.parametrize("size", SIZES)
+def test_every_rank_of_a_launcher_joins_and_leaves(size, variables):
+    outcomes = launched(join_and_describe, size=size, variables=variables)
+    single = variables is slurm_variables and size == 1
+    launcher = {torchrun_variables: "torchrun", slurm_variables: "slurm"}[variables]
+    for rank, (inside, total, same, after, initialized) in enumerate(outcomes):
+        numbers = (rank, size, rank, size, 0, 1)
+        assert inside == (numbers, "single" if single else launcher, "gloo", "cpu")
+        assert total == sum(range(size))
+        assert same
+        assert (after, initialized) == ("single", False)
+
+
+def join_repeatedly():
+    first = init()
+    with init() as second:
+        third = init(backend="gloo", device="cpu", timeout=timedelta(seconds=1))
+        with init(), init():
+            pass
+        inside = all_reduce_sum(1)
+    # None of them was the first: the group is still there.
+    after = all_reduce_sum(1)
+    return first == second == third, inside, after
+
+
+@by_launcher
+@pytest.mark.parametrize("size", [1, 2])
+def test_init_again_changes_nothing_and_only_the_first_leaves(size, variables):
+    outcomes = launched(join_repeatedly, size=size, variables=variables)
+    assert outcomes == [(True, size, size)] * size
+
+
+def join_then_ask_otherwise(arguments):
+    init()
+    return caught(lambda: init(**arguments)), all_reduce_sum(1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked"),
+    [
+        ({"backend": "mpi"}, "backend='mpi' and device='None'"),
+        ({"device": "meta"}, "backend=None and device='meta'"),
+        ({"device": torch.device("cuda")}, "backend=None and device='cuda'"),
+        ({"device": "cpu", "backend": "nccl"}, "backend='nccl' and device='cpu'"),
+    ],
+)
+def test_init_again_with_other_arguments_is_refused(arguments, asked):
+    for raised, total in launched(join_then_ask_otherwise, arguments, size=2):
+        assert raised.type == "RuntimeError"
+        assert raised.text == (
+            f"`init` has already joined with backend='gloo' and device='cpu', but is now asked "
+            f"for {asked}: pass them to the first call"
+        )
+        assert total == 2
+
+
+def join_three_times():
+    totals = []
+    for _ in range(3):
+        with init() as here:
+            totals.append(all_reduce_sum(here.rank + 1))
+            barrier("end")
+    return totals
+
+
+@by_launcher
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_group_that_was_left_can_be_joined_again_at_once(size, variables):
+    total = sum(range(1, size + 1))
+    assert launched(join_three_times, size=size, variables=variables) == [[total] * 3] * size
+
+
+def raise_inside():
+    message = "the reason"
+    try:
+        with init():
+            raise ValueError(message)
+    except ValueError:
+        return dist.is_initialized(), all_reduce_sum(1)
+
+
+def test_an_exception_that_unwinds_leaves_the_group_alone():
+    assert launched(raise_inside, size=2) == [(True, 2)] * 2
+
+
+def destroy_oneself():
+    with init() as here:
+        dist.destroy_process_group()
+        gone = world().launcher
+    return here.size, gone, world().launcher, joined()
+
+
+def test_a_group_that_the_user_destroys_is_gone_and_leaving_does_nothing():
+    assert launched(destroy_oneself, size=2) == [(2, "single", "single", None)] * 2
+
+
+# --- a group that somebody else made
+
+
+def adopt():
+    before = world()
+    with init() as here:
+        again = init()
+    return before == here == again, here.launcher, dist.is_initialized(), all_reduce_sum(1)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_group_that_exists_is_adopted_and_never_left(size):
+    assert run_caught(adopt, world_size=size) == [(True, "existing", True, size)] * size
+
+
+def adopt_with_device():
+    return str(init(device="meta").device), str(world().device)
+
+
+def test_the_device_of_an_adopted_group_can_be_chosen():
+    assert run_caught(adopt_with_device, world_size=2) == [("meta", "meta")] * 2
+
+
+def describe_with(env):
+    rank = dist.get_rank()
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    os.environ.update({name: values[rank] for name, values in env.items()})
+    return dataclasses.astuple(world())[:6]
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, [(rank, 4, rank, 4, 0, 1) for rank in range(4)]),
+        (
+            {"LOCAL_RANK": "0101", "LOCAL_WORLD_SIZE": "2222"},
+            [(rank, 4, rank % 2, 2, rank // 2, 2) for rank in range(4)],
+        ),
+        (  # torchrun
+            {"LOCAL_RANK": "0120", "LOCAL_WORLD_SIZE": "3331", "GROUP_RANK": "0001"},
+            [(0, 4, 0, 3, 0, 2), (1, 4, 1, 3, 0, 2), (2, 4, 2, 3, 0, 2), (3, 4, 0, 1, 1, 4)],
+        ),
+        (  # Ray, with its workers in another order
+            {"LOCAL_RANK": "0101", "LOCAL_WORLD_SIZE": "2222", "NODE_RANK": "1100"},
+            [(rank, 4, rank % 2, 2, 1 - rank // 2, 2) for rank in range(4)],
+        ),
+    ],
+    ids=["nothing", "local", "torchrun", "ray"],
+)
+def test_what_is_said_beside_a_group_is_believed(env, expected):
+    assert run_caught(describe_with, env, world_size=4) == expected
+
+
+# --- a launcher, and init not called
+
+NET, DATA = nn.Linear(2, 2), TensorDataset(torch.arange(8))
+
+
+def export_of_nothing():
+    with contextlib.suppress(FileNotFoundError):  # there is no checkpoint
+        pardata.Checkpointer("nowhere").export("nowhere.pt")
+
+
+NEED_A_GROUP = {
+    "barrier": pardata.barrier,
+    "rank_zero_first": lambda: pardata.rank_zero_first().__enter__(),
+    "rank_zero_call": lambda: pardata.rank_zero_call(max, 1, 2),
+    "all_reduce_mean": lambda: pardata.all_reduce_mean(1.0),
+    "all_reduce_sum": lambda: pardata.all_reduce_sum({"a": 1}),
+    "backward": lambda: pardata.backward(NET, lambda model, x: model(x).sum(), torch.ones(1, 2)),
+    "all_gather": lambda: pardata.all_gather(torch.ones(1)),
+    "make_loader": lambda: pardata.make_loader(DATA, 4),
+    "wrap_model": lambda: pardata.wrap_model(NET),
+    "wrap_model(strategy='ddp')": lambda: pardata.wrap_model(NET, "ddp"),
+    "wrap_model(strategy='fsdp')": lambda: pardata.wrap_model(NET, "fsdp"),
+    "check_in_sync": lambda: pardata.check_in_sync(NET),
+    "seed_everything(per_rank=True)": lambda: pardata.seed_everything(1, per_rank=True),
+    "cache_dataset": lambda: pardata.cache_dataset(DATA, "nowhere"),
+    "MetricWriter": lambda: pardata.MetricWriter("nowhere").close(),
+    "progress": lambda: pardata.progress([1]),
+    "Checkpointer.save": lambda: pardata.Checkpointer("nowhere").save(1, best=0.5),
+    "Checkpointer.restore": lambda: pardata.Checkpointer("nowhere").restore(model=NET),
+    "Checkpointer.export": export_of_nothing,
+    "StopSignal.agreed": lambda: pardata.StopSignal().agreed(),
+}
+NEED_NONE = {
+    "world": pardata.world,
+    "get_logger": lambda: pardata.get_logger("x").info("x"),
+    "unwrap": lambda: pardata.unwrap(NET),
+    "fingerprint": lambda: pardata.fingerprint(NET),
+    "seed_everything": lambda: pardata.seed_everything(1),
+    "load_weights": lambda: pardata.load_weights(NET, NET.state_dict()),
+    "init": None,
+    "World": None,
+    "Loader": None,  # made by make_loader
+    "Microbatches": None,  # made by it too
+}
+
+
+def test_every_public_function_is_in_one_of_the_two_lists():
+    covered = {re.match(r"\w+", name)[0] for name in (*NEED_A_GROUP, *NEED_NONE)}
+    assert covered == set(pardata.__all__)
+
+
+@pytest.fixture
+def launched_without_init(monkeypatch):
+    for name, value in torchrun_variables(1, 2, 29511).items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("name", NEED_A_GROUP)
+def test_under_a_launcher_what_needs_the_group_raises_without_init(name, launched_without_init):
+    what = name.split("(strategy")[0]
+    with pytest.raises(RuntimeError) as raised:
+        NEED_A_GROUP[name]()
+    assert f"`{what}" in str(raised.value)
+    assert (
+        "needs the process group: torchrun started 2 processes, but `pardata.init()` was not "
+        "called in this one: call it first, or set PARDATA_LAUNCHER=none to run as a single process"
+    ) in str(raised.value)
+    assert not os.path.exists("nowhere")  # noqa: PTH110  # one line
+
+
+@pytest.mark.parametrize("name", [name for name, call in NEED_NONE.items() if call])
+def test_under_a_launcher_what_needs_no_group_works_without_init(name, launched_without_init):
+    NEED_NONE[name]()
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("name", NEED_A_GROUP)
+def test_with_pardata_launcher_none_everything_works_alone(
+    name, launched_without_init, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("PARDATA_LAUNCHER", "none")
+    monkeypatch.chdir(tmp_path)
+    if "ddp" in name or "fsdp" in name:
+        pytest.skip("wants a group, which init makes: see the next test")
+    with contextlib.suppress(StopIteration):
+        NEED_A_GROUP[name]()
+
+
+def test_with_pardata_launcher_none_init_makes_a_group_of_one(launched_without_init, monkeypatch):
+    monkeypatch.setenv("PARDATA_LAUNCHER", "none")
+    with init(tune_cpu=False) as here:
+        assert (here.size, here.launcher) == (1, "single")
+        model = pardata.wrap_model(nn.Linear(2, 2), "ddp")
+        assert isinstance(model, nn.parallel.DistributedDataParallel)
+
+
+def opt_out_beside_a_group():
+    os.environ["PARDATA_LAUNCHER"] = "none"
+    return world().size, init().size, world().launcher, all_reduce_sum(1), dist.is_initialized()
+
+
+def test_with_pardata_launcher_none_a_group_of_others_is_never_touched():
+    outcomes = run_caught(opt_out_beside_a_group, world_size=2)
+    assert outcomes == [(1, 1, "single", 1, True)] * 2
+
+
+# --- children
+
+
+class Seen(TensorDataset):
+    def __getitem__(self, index):
+        here = world()
+        alone = (here.size, init().size, here.launcher) == (1, 1, "single")
+        barrier("in a worker")  # returns at once
+        return alone, all_reduce_sum(index)
+
+
+def use_workers():
+    with init():
+        batches = list(DataLoader(Seen(torch.arange(4)), batch_size=2, num_workers=2))
+        still = all_reduce_sum(1)
+    return [[column.tolist() for column in batch] for batch in batches], still
+
+
+@by_launcher
+def test_data_loader_workers_are_alone_and_never_touch_the_group(variables):
+    outcomes = launched(use_workers, size=2, variables=variables)
+    batches = [[[True, True], [0, 1]], [[True, True], [2, 3]]]
+    assert outcomes == [(batches, 2)] * 2
+
+
+def fork():
+    with init():
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            here = world()
+            barrier("in a child")
+            with init() as again:
+                text = f"{here.size} {again.size} {again.launcher} {all_reduce_sum(5)}"
+            os.write(writer, text.encode())
+            os._exit(0)
+        os.waitpid(pid, 0)
+        return os.read(reader, 100).decode(), all_reduce_sum(1)
+
+
+def test_a_data_loader_worker_that_was_spawned_is_alone_too(launched_without_init, monkeypatch):
+    # It knows nothing of its parent's group, but inherits the launcher's variables.
+    monkeypatch.setattr("pardata.ranks._world.get_worker_info", object)
+    here = init(timeout=timedelta(seconds=5))
+    assert (world().size, here.size, world().launcher) == (1, 1, "single")
+    barrier("in a worker")
+    assert all_reduce_sum(3) == 3
+    assert not dist.is_initialized()
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12: fork, threads
+def test_a_forked_child_is_alone_and_leaves_the_group_to_its_parent():
+    assert launched(fork, size=2) == [("1 1 single 5", 2)] * 2
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_process_that_inherits_a_joined_ranks_variables_is_refused(size):
+    outcomes = launched(inherit, size=size)
+    for rank, (raised, joined_by) in enumerate(outcomes):
+        assert raised.type == "RuntimeError"
+        assert raised.text == (
+            f"this process inherited the variables of rank {rank}, which process {joined_by} has "
+            f"already joined as: start it with PARDATA_LAUNCHER=none in its environment to run as "
+            f"a single process, or with a launcher of its own"
+        )
+        assert raised.seconds < 2
+
+
+def inherit():
+    with init():
+        inherited = os.environ["PARDATA_JOINED"]
+    pid, identity = inherited.split(" ", 1)
+    os.environ["PARDATA_JOINED"] = f"{int(pid) + 1} {identity}"
+    return caught(init), int(pid) + 1
+
+
+def inherit_another_run():
+    os.environ["PARDATA_JOINED"] = "1 torchrun:0/2@127.0.0.1:1"
+    with init() as here:
+        return here.size
+
+
+def test_the_variables_of_another_run_do_not_matter():
+    assert launched(inherit_another_run, size=2) == [2, 2]
+
+
+# --- leaving at exit
+
+# One interpreter that has imported torch forks each rank; a rank falls through to the end of the
+# script, so that it ends as any script does.
+EXITING = """
+import gc, json, os, sys, time
+import torch
+import pardata
+gc.freeze()  # or each rank walks all of torch as it ends, which takes a second
+
+runs = json.loads(sys.argv[1])
+pids, ranks = [], [rank for run in runs for rank in run]
+for number, variables in enumerate(ranks):
+    pid = os.fork()
+    if pid == 0:
+        os.environ.update(variables)
+        os.dup2(os.open(f"{sys.argv[2]}/{number}", os.O_CREAT | os.O_WRONLY), 2)
+        break
+    pids.append(pid)
+else:
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    print(json.dumps(statuses), flush=True)
+    os._exit(0)
+"""
+
+
+def exits(script, runs, directory):
+    """Run `script` on all ranks of all `runs`; return each rank's exit code and its stderr."""
+    import json
+
+    done = subprocess.run(
+        [
+            *(sys.executable, "-W", "error", "-c", EXITING + textwrap.dedent(script)),
+            *(json.dumps(runs), str(directory)),
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=90,
+        check=True,
+    )
+    codes = json.loads(done.stdout)
+    return [(code, (directory / str(number)).read_text()) for number, code in enumerate(codes)]
+
+
+def test_twenty_ranks_of_five_runs_leave_at_exit_without_a_word(tmp_path):
+    script = """
+        here = pardata.init()
+        assert pardata.all_reduce_sum(1) == 4
+    """
+    with contextlib.ExitStack() as stack:
+        ports = [stack.enter_context(reserved_port()) for _ in range(5)]
+        runs = [[slurm_variables(rank, 4, port) for rank in range(4)] for port in ports]
+        assert exits(script, runs, tmp_path) == [(0, "")] * 20
+
+
+def test_rank_0_keeps_the_store_open_until_the_last_rank_has_ended(tmp_path):
+    script = """
+        here = pardata.init()
+        pardata.barrier()
+        time.sleep(1.5 * here.rank)
+    """
+    with reserved_port() as port:
+        runs = [[slurm_variables(rank, 2, port) for rank in range(2)]]
+        assert exits(script, runs, tmp_path) == [(0, "")] * 2
+
+
+def test_a_group_of_ours_after_one_that_was_adopted_is_left_at_exit_too(tmp_path):
+    script = """
+        import atexit
+        import torch.distributed as dist
+        atexit.register(lambda: print("left", not dist.is_initialized(), file=sys.stderr))
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        assert pardata.init().launcher == "existing"
+        dist.destroy_process_group()
+        assert pardata.init().launcher == "slurm"
+    """
+    with reserved_port() as port:
+        runs = [[slurm_variables(rank, 2, port) for rank in range(2)]]
+        assert exits(script, runs, tmp_path) == [(0, "left True\n")] * 2
+
+
+def test_an_exception_that_nobody_catches_ends_the_rank_at_once(tmp_path):
+    script = """
+        here = pardata.init()
+        if here.rank == 0:
+            raise ValueError("the reason")
+        time.sleep(1)  # rank 0 must not wait for this
+        os._exit(5)
+    """
+    with reserved_port() as port:
+        runs = [[slurm_variables(rank, 2, port) for rank in range(2)]]
+        (first, text), (second, _) = exits(script, runs, tmp_path)
+    assert (first, second) == (1, 5)
+    assert "ValueError: the reason" in text
+
+
+def test_a_rank_that_leaves_after_another_was_killed_says_so_and_ends_well(tmp_path):
+    script = """
+        here = pardata.init()
+        pardata.barrier()
+        time.sleep(0.3)  # the other has left the barrier
+        if here.rank == 0:
+            os._exit(9)
+        time.sleep(0.3)
+    """
+    with reserved_port() as port:
+        runs = [[slurm_variables(rank, 2, port) for rank in range(2)]]
+        (first, _), (second, text) = exits(script, runs, tmp_path)
+    assert (first, second) == (9, 0)
+    assert "not all ranks left the process group: another rank failed or was killed" in text

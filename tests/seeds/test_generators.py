@@ -1,0 +1,473 @@
+"""The default generators of Python, NumPy and PyTorch: seeded, put back, caught in use."""
+
+import json
+import random
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pardata.seeds._generators import (
+    default_generators,
+    forked_seed,
+    generator_states,
+    kept_generators,
+    no_draws,
+    numpy_or_none,
+    restore_generators,
+    seed_generators,
+)
+
+# ruff: noqa: NPY002  # NumPy's default generator is the one that users draw from
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _numpy_as_before():
+    state = np.random.get_state()
+    yield
+    np.random.set_state(state)
+
+
+@pytest.fixture
+def _without_numpy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "numpy", None)  # makes `import numpy` fail
+    for asked_once in (numpy_or_none, default_generators):
+        asked_once.cache_clear()
+    yield
+    monkeypatch.undo()
+    for asked_once in (numpy_or_none, default_generators):
+        asked_once.cache_clear()
+
+
+def draw():
+    """Draw from every default generator."""
+    return random.random(), np.random.rand(), torch.rand(1).item()
+
+
+# What draws from one generator alone.
+DRAWS = {
+    "Python": random.random,
+    "Python's gauss": lambda: random.gauss(0, 1),
+    "NumPy": np.random.rand,
+    "NumPy's normal": np.random.randn,
+    "PyTorch": lambda: torch.rand(1),
+    "PyTorch's normal": lambda: torch.randn(1),
+    "dropout": lambda: torch.nn.functional.dropout(torch.ones(4)),
+}
+EACH = pytest.mark.parametrize("name", DRAWS)
+
+
+# --- seeding ---
+
+
+@given(st.integers(0, 2**63 - 1))
+def test_the_same_seed_gives_the_same_numbers(seed):
+    seed_generators(seed)
+    first = draw()
+    seed_generators(seed)
+    assert draw() == first
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**32, 2**63 - 1])
+def test_the_numbers_are_those_of_the_generators_own_seeding(seed):
+    seed_generators(seed)
+    ours = draw()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    assert draw() == ours
+
+
+@EACH
+def test_a_number_that_a_generator_had_in_reserve_is_forgotten(name):
+    # The normal ones come in pairs, of which the second waits for the next call.
+    seed_generators(3)
+    first = DRAWS[name]()
+    seed_generators(3)
+    for _ in range(3):
+        DRAWS[name]()
+    seed_generators(3)
+    assert torch.equal(torch.as_tensor(DRAWS[name]()), torch.as_tensor(first))
+
+
+def test_neighbouring_seeds_give_different_numbers():
+    seen = set()
+    for seed in range(100):
+        seed_generators(seed)
+        seen |= set(draw())
+    assert len(seen) == 300
+
+
+def test_a_cpu_is_no_device_of_its_own():
+    seed_generators(5, CPU)
+    ours = draw()
+    seed_generators(5)
+    assert draw() == ours
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_some_of_them_may_be_seeded_and_the_others_left_alone(number):
+    seed_generators(8)
+    seeded = draw()
+    seed_generators(1)
+    expected = list(draw())
+    expected[number] = seeded[number]
+    seed_generators(1)
+    seed_generators(8, among=[default_generators()[number]])
+    assert draw() == tuple(expected)
+    seed_generators(1)
+    seed_generators(8, among=[])
+    assert draw() != tuple(expected)
+
+
+# --- kept ---
+
+
+def test_a_block_may_seed_and_draw_and_nothing_outside_knows():
+    seed_generators(1)
+    untouched = draw(), draw()
+    seed_generators(1)
+    before = draw()
+    with kept_generators(CPU):
+        inside = draw()
+        seed_generators(8)
+        draw()
+    assert (before, inside) == untouched
+    assert draw() == untouched[1]
+
+
+@EACH
+def test_each_generator_is_put_back_and_what_it_has_in_reserve(name):
+    seed_generators(1)
+    DRAWS[name]()
+    expected = [torch.as_tensor(DRAWS[name]()) for _ in range(2)]
+    seed_generators(1)
+    DRAWS[name]()
+    with kept_generators():
+        for _ in range(3):
+            DRAWS[name]()
+    found = [torch.as_tensor(DRAWS[name]()) for _ in range(2)]
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_they_are_put_back_after_an_exception():
+    seed_generators(1)
+    expected = draw()
+    seed_generators(1)
+    with pytest.raises(ZeroDivisionError), kept_generators():
+        draw()[1 // 0]
+    assert draw() == expected
+
+
+def test_blocks_nest():
+    seed_generators(1)
+    expected = draw(), draw()
+    seed_generators(1)
+    with kept_generators():
+        first = draw()
+        with kept_generators():
+            draw()
+        second = draw()
+    assert (first, second) == expected
+    assert draw() == first
+
+
+# --- forked ---
+
+
+def test_a_forked_seed_seeds_the_block_and_puts_everything_back():
+    seed_generators(1)
+    untouched = draw(), draw()
+    seed_generators(1)
+    before = draw()
+    with forked_seed(8, CPU):
+        inside = draw()
+    assert (before, draw()) == untouched
+    seed_generators(8)
+    assert draw() == inside
+
+
+def test_a_forked_seed_puts_everything_back_after_an_exception():
+    seed_generators(1)
+    expected = draw()
+    seed_generators(1)
+    with pytest.raises(ZeroDivisionError), forked_seed(8):
+        draw()[1 // 0]
+    assert draw() == expected
+
+
+# --- moved ---
+
+
+@EACH
+@pytest.mark.parametrize("before", [0, 1])  # after one, a second normal number is in reserve
+def test_of_the_three_the_one_that_was_drawn_from_has_moved(name, before):
+    seed_generators(1)
+    for _ in range(before):
+        DRAWS[name]()
+    states = [(own, own.state()) for own in default_generators()]
+    assert not any(own.moved_since(state) for own, state in states)
+    DRAWS[name]()
+    owner = 0 if name.startswith("Python") else 1 if name.startswith("NumPy") else 2
+    assert [own.moved_since(state) for own, state in states] == [i == owner for i in range(3)]
+    for own, state in states:
+        own.restore(state)
+    assert not any(own.moved_since(state) for own, state in states)
+
+
+# --- no draws ---
+
+MESSAGE = (
+    "`collate_fn` must draw no random numbers from a batch whose size depends on the number of "
+    "ranks, but did: pass `microbatch_size`, so that it gets the same pieces at every world size, "
+    "each seeded alike, or reproducible=False"
+)
+
+
+def complaint(name, *, thorough, before=0):
+    """Return what is said of a draw, after so many others."""
+    seed_generators(1)
+    for _ in range(before):
+        DRAWS[name]()
+    try:
+        with no_draws("collate_fn", CPU, thorough=thorough):
+            DRAWS[name]()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+@EACH
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_thorough_look_notices_every_generator(name, before):
+    assert complaint(name, thorough=True, before=before) == MESSAGE
+
+
+@EACH
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_quick_look_notices_pytorchs_alone(name, before):
+    is_pytorchs = not name.startswith(("Python", "NumPy"))
+    assert complaint(name, thorough=False, before=before) == (MESSAGE if is_pytorchs else None)
+
+
+@pytest.mark.parametrize("thorough", [True, False])
+def test_who_does_not_draw_may_go_on(thorough):
+    draw()
+    with no_draws("collate_fn", thorough=thorough):
+        torch.ones(3).sum()
+        random.Random(0).random()
+        np.random.default_rng(0).random()
+        torch.rand(1, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_whole_round_of_numpys_words_is_noticed():
+    # 312 numbers are its 624 words: it stands at the same place, among others.
+    np.random.seed(0)
+    np.random.rand(312)
+    before = np.random.get_state()
+    with pytest.raises(RuntimeError, match="must draw no"), no_draws("f", thorough=True):
+        np.random.rand(312)
+    assert np.random.get_state()[2:] == before[2:]
+
+
+def test_seeding_is_noticed_as_drawing_is():
+    with pytest.raises(RuntimeError, match="must draw no"), no_draws("f", thorough=False):
+        seed_generators(4)
+
+
+def test_an_error_in_the_block_is_not_hidden_behind_its_draws():
+    with pytest.raises(ZeroDivisionError), no_draws("f", thorough=True):
+        draw()[1 // 0]
+
+
+# --- without NumPy ---
+
+
+def draw_without_numpy():
+    return random.random(), torch.rand(1).item()
+
+
+@pytest.mark.usefixtures("_without_numpy")
+def test_without_numpy_the_others_are_seeded_put_back_and_watched():
+    assert numpy_or_none() is None
+    numpys = np.random.get_state()[1].tolist()
+    seed_generators(3)
+    untouched = draw_without_numpy(), draw_without_numpy()
+    seed_generators(3)
+    before = draw_without_numpy()
+    with forked_seed(9):
+        inside = draw_without_numpy()
+    assert (before, draw_without_numpy()) == untouched
+    seed_generators(9)
+    assert draw_without_numpy() == inside
+    for thorough in (True, False):
+        with no_draws("f", thorough=thorough):
+            pass
+        assert complaint("PyTorch", thorough=thorough) == MESSAGE
+        assert complaint("Python", thorough=thorough) == (MESSAGE if thorough else None)
+    assert np.random.get_state()[1].tolist() == numpys
+
+
+# --- of a GPU, for which two generators of the CPU stand in ---
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    generators = torch.Generator(), torch.Generator()
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    for number, generator in enumerate(generators):
+        generator.manual_seed(100 + number)
+    return generators
+
+
+def draw_from(generator):
+    return torch.rand(1, generator=generator).item()
+
+
+@pytest.mark.parametrize(("device", "own"), [("cuda:0", 0), ("cuda:1", 1), ("cuda", 1)])
+def test_of_the_gpus_only_the_one_asked_for_is_seeded_and_put_back(gpus, device, own):
+    other = gpus[1 - own].get_state()
+    state = gpus[own].get_state()
+    with forked_seed(8, torch.device(device)):
+        found = draw_from(gpus[own])
+        assert found == draw_from(torch.Generator().manual_seed(8))
+    assert torch.equal(gpus[own].get_state(), state)
+    assert torch.equal(gpus[1 - own].get_state(), other)
+
+
+@pytest.mark.parametrize("thorough", [True, False])
+def test_a_draw_on_the_gpu_is_noticed_and_one_on_another_is_not(gpus, thorough):
+    with no_draws("f", torch.device("cuda:0"), thorough=thorough):
+        draw_from(gpus[1])
+    with (
+        pytest.raises(RuntimeError, match="`f` must draw no random numbers"),
+        no_draws("f", torch.device("cuda:0"), thorough=thorough),
+    ):
+        draw_from(gpus[0])
+
+
+def test_without_a_device_no_gpu_is_touched(gpus):
+    states = [generator.get_state() for generator in gpus]
+    for device in (None, CPU):
+        seed_generators(3, device)
+        with kept_generators(device):
+            draw_from(gpus[0])
+    assert not torch.equal(gpus[0].get_state(), states[0])  # as drawn from, and never put back
+    assert torch.equal(gpus[1].get_state(), states[1])
+
+
+# --- NumPy's state, which is read and written in memory where that can be done ---
+
+
+def assert_same_state(one, other):
+    assert one[0] == other[0]
+    assert one[1].tobytes() == other[1].tobytes()
+    assert one[2:] == other[2:]
+
+
+@given(
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 700),
+    st.integers(0, 700),
+    st.sampled_from([np.random.randn, np.random.rand, lambda: np.random.seed(1), lambda: None]),
+)
+def test_numpys_state_is_put_back_to_the_last_word(seed, before, inside, draw_once):
+    numpy_generator = default_generators()[1]
+    np.random.seed(seed)
+    for _ in range(before):
+        np.random.randn()
+    expected = np.random.get_state()
+    state = numpy_generator.state()
+    assert not numpy_generator.moved_since(state)
+    for _ in range(inside):
+        draw_once()
+    found = np.random.get_state()
+    moved = found[1].tobytes() != expected[1].tobytes() or found[2:] != expected[2:]
+    assert numpy_generator.moved_since(state) == moved
+    numpy_generator.restore(state)
+    assert_same_state(np.random.get_state(), expected)
+    assert not numpy_generator.moved_since(state)
+
+
+def test_a_bit_generator_that_the_user_chose_is_kept_as_well():
+    numpy_generator, mine = default_generators()[1], np.random.get_bit_generator()
+    try:
+        for other in (np.random.MT19937(5), np.random.MT19937(6)):
+            np.random.set_bit_generator(other)
+            expected = np.random.get_state()
+            state = numpy_generator.state()
+            first = np.random.rand()
+            assert numpy_generator.moved_since(state)
+            numpy_generator.restore(state)
+            assert_same_state(np.random.get_state(), expected)
+            assert np.random.rand() == first
+    finally:
+        np.random.set_bit_generator(mine)
+
+
+def test_a_numpy_that_keeps_its_words_elsewhere_is_asked_for_its_state(monkeypatch):
+    # As one before 1.24 would be, or one to come whose memory looks otherwise.
+    from pardata.seeds import _generators
+
+    numpy_generator = _generators._NumPy(np)
+    monkeypatch.setattr(_generators.ctypes, "string_at", lambda _address, size: b"?" * size)
+    np.random.seed(4)
+    state = numpy_generator.state()
+    assert state.words == b""
+    first = np.random.rand()
+    assert numpy_generator.moved_since(state)
+    numpy_generator.restore(state)
+    assert not numpy_generator.moved_since(state)
+    assert np.random.rand() == first
+
+
+# --- written down, and put back in another process
+
+
+@given(st.integers(0, 2**32), st.booleans())
+def test_what_was_written_as_text_puts_every_generator_back(seed, half):
+    seed_generators(seed)
+    if half:  # two normal numbers are made at a time, and the second kept
+        random.gauss(0, 1), np.random.randn(), torch.randn(1)
+    text = json.dumps(generator_states(CPU))
+    expected = draw(), random.gauss(0, 1), np.random.randn()
+    seed_generators(seed + 1)
+    restore_generators(json.loads(text), CPU)
+    assert (draw(), random.gauss(0, 1), np.random.randn()) == expected
+
+
+@pytest.mark.usefixtures("_without_numpy")
+def test_what_was_written_with_numpy_can_be_read_without():
+    assert "numpy" not in generator_states(CPU)
+    restore_generators({**generator_states(CPU), "numpy": ["MT19937", [1] * 624, 3, 0, 0.0]}, CPU)
+
+
+WRONG = {
+    "nothing": {},
+    "no list": {"python": 3},
+    "an old version": {"python": [1, [1], None]},
+    "few words": {"python": [3, [1, 2], None]},
+    "a place beyond them": {"python": [3, [1] * 624 + [10**6], None]},
+    "NumPy's few words": {"numpy": ["MT19937", [1], 3, 0, 0.0]},
+    "NumPy's place beyond them": {"numpy": ["MT19937", [1] * 624, 10**9, 0, 0.0]},
+    "NumPy's place before them": {"numpy": ["MT19937", [1] * 624, -1, 0, 0.0]},
+    "NumPy's other kind": {"numpy": ["PCG64", [1] * 624, 3, 0, 0.0]},
+    "PyTorch's few": {"torch": [1]},
+    "PyTorch's too large": {"torch": [256]},
+    "PyTorch's text": {"torch": "x"},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_was_never_written_is_refused(name):
+    wrong = WRONG[name] and {**generator_states(CPU), **WRONG[name]}
+    with pytest.raises(RuntimeError, match="must be put back to where they once were, but what"):
+        restore_generators(wrong, CPU)
+    assert 0 <= np.random.rand() < 1

@@ -1,0 +1,323 @@
+"""`pardata.testing.assert_same_at_every_size`: where training parts, said so that one can look."""
+
+import math
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from pardata import backward, make_loader, unwrap, world, wrap_model
+from pardata.testing import assert_same_at_every_size
+from pardata.testing._every_size import Tolerance
+
+EXACTLY = Tolerance(0.0, 0.0)
+
+FSDP_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
+
+
+# What a user would write
+
+
+def train(strategy, dtype=torch.float32):
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(48, 8, dtype=dtype), torch.randint(3, (48,)))
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
+    model = wrap_model(net, strategy)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for batch in make_loader(data, batch_size=12, microbatch_size=2, shuffle=True, seed=0):
+        optimizer.zero_grad()
+        backward(model, lambda model, b: nn.functional.cross_entropy(model(b[0]), b[1]), batch)
+        optimizer.step()
+        yield model
+
+
+def message(*job, **options):
+    with pytest.raises(AssertionError) as caught:
+        assert_same_at_every_size(*job, **options)
+    return str(caught.value)
+
+
+def test_sums_in_another_order_are_found_with_the_step_the_parameters_and_by_how_much():
+    text = message(train, "ddp")
+    begin = (
+        r"training must be the same at every world size, but with [23] processes it is not as "
+        r"with 1, on ranks 0, 1(, 2)?, first on rank 0, from step \d on: \d of 4 tensors differ:\n"
+    )
+    assert re.match(begin, text)
+    found = re.findall(
+        r"  `[02]\.(?:weight|bias)`: (\d+) of (\d+) numbers differ, by up to (\S+) \(relative: "
+        r"(\S+)\)\n",
+        text,
+    )
+    assert found
+    for some, all_, apart, _ in found:
+        assert 0 < int(some) <= int(all_)
+        assert 0 < float(apart) < 1e-3
+    assert [float(row[2]) for row in found] == sorted(
+        (float(row[2]) for row in found), reverse=True
+    )
+    assert "float64) are sums in another order: pass `rtol` and `atol`, or train with " in text
+
+
+def test_what_differs_by_rounding_is_the_same_within_a_tolerance():
+    assert_same_at_every_size(train, "ddp", torch.float64, rtol=1e-8, atol=1e-10)
+
+
+def test_exact_training_is_the_same_to_the_last_bit():
+    assert_same_at_every_size(train, "exact", sizes=(1, 2, 3, 4))
+
+
+@pytest.mark.skipif(not FSDP_ON_CPU, reason="this torch shards on a GPU only")
+def test_sharded_models_are_compared_whole():
+    assert_same_at_every_size(train, "fsdp", torch.float64, sizes=(2, 1), rtol=1e-8, atol=1e-10)
+    assert "`0.weight`: 1 of 128 numbers differ, by up to 1 (relative:" in message(
+        spoilt_shard, sizes=(1, 2)
+    )
+
+
+def spoilt_shard():
+    for model in train("fsdp", torch.float64):
+        sharded = unwrap(model)[0].weight
+        with torch.no_grad():
+            sharded.zero_()
+            if world().size == 2 and world().rank == 1:
+                sharded.to_local()[0, 0] = 1
+        yield {"0.weight": sharded}
+        return
+
+
+# What is compared
+
+
+def scripted(steps):
+    """Yield what `steps` says for this size and rank: a list of dicts for each."""
+    here = world()
+    yield from steps.get((here.size, here.rank), steps.get(here.size, steps.get(1)))
+
+
+ONE = [{"w": torch.zeros(2)}, {"w": torch.ones(2), "b": torch.tensor([1.0, math.nan])}]
+
+
+def after(step, **tensors):
+    """Return the steps of ONE, of which one is otherwise."""
+    return [{**trained, **(tensors if at == step else {})} for at, trained in enumerate(ONE, 1)]
+
+
+DIFFERING = {
+    "a number": (
+        {2: after(2, w=torch.tensor([1.0, 1.5]))},
+        (
+            "with 2 processes it is not as with 1, on ranks 0, 1, first on rank 0, from step 2 on: "
+            "1 of 2 tensors differ:\n  `w`: 1 of 2 numbers differ, by up to 0.5 (relative: 0.5)\n"
+        ),
+    ),
+    "one rank": (
+        {(2, 1): after(1, w=torch.tensor([0.0, 2.0]))},
+        (
+            "with 2 processes it is not as with 1, on rank 1, from step 1 on: 1 of 1 tensors "
+            "differ:\n"
+            "  `w`: 1 of 2 numbers differ, by up to 2 (relative: inf)\n"
+        ),
+    ),
+    "another rank earlier": (
+        {(2, 0): after(2, w=torch.zeros(2)), (2, 1): after(1, w=torch.ones(2))},
+        "on ranks 0, 1, first on rank 1, from step 1 on: 1 of 1 tensors differ:\n  `w`: 2 of 2",
+    ),
+    "the one that differs most": (
+        {2: after(2, w=torch.tensor([1.0, 1.5]), b=torch.tensor([3.0, math.nan]))},
+        "2 of 2 tensors differ:\n  `b`: 1 of 2 numbers differ, by up to 2 (relative: 2)\n  `w`: ",
+    ),
+    "NaN on one side": (
+        {2: after(2, w=torch.tensor([9.0, 1.0]), b=torch.zeros(2))},
+        "2 of 2 tensors differ:\n  `b`: 2 of 2 numbers differ, by up to nan (relative: nan)\n  `w`",
+    ),
+    "names": (
+        {2: after(1, v=torch.zeros(1))},
+        "from step 1 on: the names of the tensors differ in ['v']",
+    ),
+    "the order of names": (
+        {2: [ONE[0], dict(reversed(ONE[1].items()))]},
+        "from step 2 on: the names of the tensors differ in their order",
+    ),
+    "shape": (
+        {2: after(1, w=torch.zeros(1))},
+        "  `w`: is (1,) of torch.float32, not (2,) of torch.float32\n",
+    ),
+    "dtype": (
+        {2: after(1, w=torch.zeros(2).double())},
+        "  `w`: is (2,) of torch.float64, not (2,) of torch.float32\n",
+    ),
+    "fewer steps": (
+        {2: ONE[:1]},
+        "on ranks 0, 1, first on rank 0, from step 1 on: it took 1 steps in all, not 2",
+    ),
+    "more steps": ({2: [*ONE, ONE[0]]}, "from step 2 on: it took 3 steps in all, not 2"),
+    "many": (
+        {
+            1: [{f"w{i}": torch.ones(1) for i in range(10)}],
+            2: [{f"w{i}": torch.full((1,), 1.0 + i) for i in range(10)}],
+        },
+        "by up to 2 (relative: 2)\n  and 1 more\nRelative differences of 1e-7 in float32",
+    ),
+}
+
+
+@pytest.mark.parametrize(("steps", "text"), DIFFERING.values(), ids=DIFFERING)
+def test_the_first_difference_is_named(steps, text):
+    assert text in message(scripted, {1: ONE, **steps}, sizes=(1, 2))
+
+
+def test_the_last_size_is_compared_too():
+    steps = {1: ONE, 3: after(2, w=torch.zeros(2))}
+    assert "with 3 processes it is not as with 1," in message(scripted, steps)
+
+
+def test_the_ranks_of_the_first_size_are_compared_with_each_other():
+    steps = {1: ONE, (2, 1): after(2, w=torch.zeros(2))}
+    text = message(scripted, steps, sizes=(2, 1))
+    assert "with 2 processes it is not as with 2, on rank 1, from step 2 on: 1 of 2" in text
+
+
+def test_equal_steps_pass_with_nan_equal_to_nan_numbers_and_layouts_of_any_kind():
+    steps = [
+        {
+            "nan": torch.tensor([math.nan, math.inf, -0.0]),
+            "complex": torch.tensor([1 + 1j, complex(math.nan, 0)]),
+            "bool": torch.tensor([True]),
+            "empty": torch.zeros(0),
+            "none": torch.tensor(3),
+            "sparse": torch.eye(2).to_sparse(),
+            "bfloat16": torch.ones(1, dtype=torch.bfloat16),
+            "loss": 0.1,
+            "count": 3,
+        },
+    ]
+    assert_same_at_every_size(scripted, {1: steps}, sizes=iter((1, 2)))
+
+
+def test_numbers_are_compared_in_full():
+    steps = {
+        1: [{"loss": 0.1, "seed": 2**53}],
+        2: [{"loss": math.nextafter(0.1, 1), "seed": 2**53 + 1}],
+    }
+    text = message(scripted, steps, sizes=(1, 2), rtol=0.1)
+    assert "1 of 2 tensors differ:\n  `seed`: 1 of 1 numbers differ" in text
+    text = message(scripted, steps, sizes=(1, 2))
+    assert "`loss`: 1 of 1 numbers differ, by up to 1.39e-17 (relative: 1.39e-16)" in text
+
+
+# One tensor against another
+
+
+@given(st.floats(-1e30, 1e30), st.floats(-1e30, 1e30), st.floats(0, 1), st.floats(0, 1e30))
+def test_the_tolerance_is_that_of_isclose(ours, theirs, rtol, atol):
+    far = abs(ours - theirs) > atol + rtol * abs(theirs)
+    a, b = (torch.tensor([number], dtype=torch.float64) for number in (ours, theirs))
+    assert (Tolerance(rtol, atol).difference(a, b) is not None) == far
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool, torch.int8])
+def test_whole_numbers_must_be_equal(dtype):
+    ours, theirs = torch.tensor([0, 1]).to(dtype), torch.tensor([1, 1]).to(dtype)
+    loose = Tolerance(1.0, 10.0)
+    assert loose.difference(ours, ours.clone()) is None
+    found = loose.difference(ours, theirs)
+    assert found.text == "1 of 2 numbers differ, by up to 1 (relative: 1)"
+
+
+def test_the_last_bit_counts():
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        one = torch.ones(3, dtype=dtype)
+        more = one.clone()
+        more[1] += torch.finfo(dtype).eps
+        assert EXACTLY.difference(one, more).text.startswith("1 of 3 numbers differ")
+    assert EXACTLY.difference(torch.tensor(1.0), torch.tensor(2.0)).apart == 1
+
+
+# What is refused, and what comes through
+
+
+def returns_nothing():
+    """As `train` is written by whoever has not heard of ``yield``."""
+
+
+def returns_its_model():
+    return nn.Linear(1, 1)
+
+
+def fails_in_step_2():
+    yield {"w": torch.zeros(1)}
+    if world().size == 2 and world().rank == 1:
+        raise KeyError("the reason")  # noqa: EM101, TRY003
+
+
+@pytest.mark.parametrize(
+    ("job", "kind", "text"),
+    [
+        ((returns_nothing,), TypeError, "`train` must be a generator function, but returned a No"),
+        ((returns_its_model,), TypeError, "but returned a Linear: write `yield model` after each"),
+        (
+            (scripted, {1: []}),
+            ValueError,
+            "`train` must yield after each step, but yielded nothing",
+        ),
+        (
+            (scripted, {1: [torch.ones(1)]}),
+            TypeError,
+            (
+                "`train` must yield its model, or a dict of tensors or numbers, after each step, "
+                "but yielded a Tensor: write `yield model`"
+            ),
+        ),
+        (
+            (scripted, {1: [{"state": {"w": 1}}]}),
+            TypeError,
+            "but 'state' in its dict is a dict: leave it out",
+        ),
+        ((lambda: ONE,), TypeError, "`fn` and its arguments must be importable and picklable"),
+        ((fails_in_step_2,), KeyError, "the reason"),
+    ],
+)
+def test_what_is_no_training_is_said_and_an_error_in_it_comes_through(job, kind, text):
+    with pytest.raises(kind, match=re.escape(text)) as caught:
+        assert_same_at_every_size(*job, sizes=(1, 2))
+    if kind is KeyError:
+        assert "raised on rank 1" in str(caught.value.__cause__)
+        assert "in fails_in_step_2" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("sizes", [(), (2,)])
+def test_fewer_than_two_sizes_are_refused(sizes):
+    text = f"`sizes` must be two or more, to be compared, but is {list(sizes)}: add another"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        assert_same_at_every_size(train, "ddp", sizes=sizes)
+
+
+def test_a_size_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="`world_size` must be a positive integer, but is 0"):
+        assert_same_at_every_size(scripted, {1: ONE}, sizes=(0, 1))
+
+
+def never_ends():
+    yield {"w": torch.zeros(1)}
+    time.sleep(60)
+
+
+def test_training_that_does_not_end_is_a_timeout():
+    with pytest.raises(TimeoutError, match="must finish within 2 s, but rank 0 did not"):
+        assert_same_at_every_size(never_ends, sizes=(1, 2), timeout=2)
+
+
+def test_nothing_is_left_behind(short_tmp, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", short_tmp)
+    assert_same_at_every_size(scripted, {1: ONE}, sizes=(1, 2))
+    message(scripted, {1: ONE, 2: ONE[:1]}, sizes=(1, 2))
+    with pytest.raises(KeyError):
+        assert_same_at_every_size(fails_in_step_2, sizes=(1, 2))
+    assert list(Path(short_tmp).iterdir()) == []

@@ -4,6 +4,7 @@ import os
 import random
 import tempfile
 
+import on_ranks
 import pytest
 import torch
 from hypothesis import settings
@@ -39,3 +40,7 @@ def _clean(monkeypatch):
     yield
     random.setstate(python_state)
     torch.set_rng_state(torch_state)
+
+
+def pytest_sessionfinish():
+    on_ranks.end_all()

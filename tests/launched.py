@@ -7,9 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
-from on_ranks import caught
-
-from pardata.testing import run
+from on_ranks import caught, run
 
 
 def torchrun_variables(rank, size, port, **changes):

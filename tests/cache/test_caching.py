@@ -23,8 +23,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from on_ranks import Raised, caught, run_caught
+from on_ranks import Raised, caught, run, run_caught
 from PIL import Image
+from places import SHARED_DATA
 from torch.utils.data import (
     ConcatDataset,
     DataLoader,
@@ -37,10 +38,8 @@ from torch.utils.data import (
 
 from pardata import cache_dataset, make_loader
 from pardata.cache import _cache_dataset as _caching
-from pardata.testing import run
 from pardata.testing._run import _context
 
-SHARED = Path(__file__).parents[2] / "shared" / "data"
 NOT_LOOKED_AT = 4  # of 10 samples: not among the 8 by which a change is noticed
 LOOKS = 17  # readings of the source where nothing is built: 8 samples twice, and the first
 
@@ -158,11 +157,11 @@ def test_images_become_tensors_of_bytes(tmp_path, mode):
 def test_real_digits_are_the_same():
     datasets = pytest.importorskip("torchvision.datasets")
     functional = pytest.importorskip("torchvision.transforms.functional")
-    if not (SHARED / "MNIST").exists():
+    if not (SHARED_DATA / "MNIST").exists():
         pytest.skip("the real MNIST is not here")
     import tempfile
 
-    digits = Subset(datasets.MNIST(SHARED, train=False), range(0, 10_000, 100))
+    digits = Subset(datasets.MNIST(SHARED_DATA, train=False), range(0, 10_000, 100))
     with tempfile.TemporaryDirectory() as directory:
         cached = cache_dataset(digits, directory)
         plain = Samples(lambda i: (functional.pil_to_tensor(digits[i][0]), digits[i][1]), 100)

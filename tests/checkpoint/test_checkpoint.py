@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import STRATEGIES, Net, Run, log_lines
-from on_ranks import caught, run_caught
+from on_ranks import caught, run, run_caught
 from torch import nn
 
 from pardata import Checkpointer, fingerprint, load_weights, world, wrap_model
-from pardata.testing import run
 
 NO_FSDP = torch.__version__.startswith("2.6")  # not on CPUs then
 

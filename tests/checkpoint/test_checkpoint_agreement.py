@@ -4,12 +4,11 @@ import random
 
 import pytest
 import torch
-from on_ranks import caught, run_caught
+from on_ranks import caught, run, run_caught
 
 from pardata import world
 from pardata.checkpoint._comparison import agree_on_options, agree_on_states
 from pardata.seeds._generators import restore_generators
-from pardata.testing import run
 
 
 def tell_options():

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoints import leftovers, log_lines
-from on_ranks import caught, run_caught
+from on_ranks import caught, run, run_caught
 from test_checkpoint_manifest import manifest_of, sign
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,7 +18,6 @@ from pardata import Checkpointer, all_reduce_sum, world
 from pardata.checkpoint import _shards as shards
 from pardata.checkpoint._folder import names
 from pardata.checkpoint._manifest import UnusableError, _size_and_digest
-from pardata.testing import run
 
 DTYPES = [torch.float32, torch.bfloat16, torch.complex64, torch.int64]
 

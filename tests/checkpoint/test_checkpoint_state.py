@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from on_ranks import run
 from torch import nn
 
 from pardata import wrap_model
 from pardata.checkpoint import _state as states
-from pardata.testing import run
 
 leaves = st.none() | st.integers() | st.text(max_size=3) | st.builds(torch.ones, st.integers(0, 3))
 trees = st.recursive(

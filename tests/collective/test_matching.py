@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from on_ranks import run
 
 from pardata.collective._header import _FIRST_VALUE, _HASHES, _HEADER, _all_equal, _hashes
-from pardata.testing import run
 
 sizes = st.integers(1, 8192) | st.sampled_from([2, 3, 8191, 8192])
 

@@ -7,10 +7,9 @@ import sys
 import threading
 
 import pytest
-from on_ranks import run_caught
+from on_ranks import run, run_caught
 
 from pardata import StopSignal, all_reduce_sum, world
-from pardata.testing import run
 
 SIZES = [1, 2, 3, 4]
 SIGNALS = ["SIGTERM", "SIGUSR2"]

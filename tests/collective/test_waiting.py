@@ -6,12 +6,11 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
-from on_ranks import caught
+from on_ranks import caught, run
 from test_logging import Keeper
 from torch.utils.data import Dataset
 
 from pardata import make_loader
-from pardata.testing import run
 
 
 class FakeTime:

@@ -2,17 +2,17 @@
 
 import math
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from places import EXAMPLES
 from torch.utils.data import TensorDataset
 from torchvision.transforms import Normalize, RandomAffine, ToTensor
 from torchvision.transforms import functional as vision
 
 from pardata import make_loader
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+sys.path.insert(0, str(EXAMPLES))
 
 import batch_transforms
 from batch_transforms import (

@@ -2,19 +2,16 @@
 
 import random
 from collections import namedtuple
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from on_ranks import Raised, caught
+from on_ranks import Raised, caught, run
+from places import SHARED_DATA
 from torch.utils.data import Dataset, TensorDataset
 
 from pardata import make_loader
-from pardata.testing import run
-
-MNIST_ROOT = Path(__file__).parents[2] / "shared" / "data"
 
 Point = namedtuple("Point", ["x", "name"])  # noqa: PYI024  # the untyped kind must work too
 
@@ -149,7 +146,7 @@ def _mnist_seen():
     from torchvision.datasets import MNIST
 
     class Numbered(Dataset):
-        images = MNIST(MNIST_ROOT, train=False)
+        images = MNIST(SHARED_DATA, train=False)
 
         def __len__(self):
             return len(self.images)
@@ -162,7 +159,7 @@ def _mnist_seen():
     return torch.cat([n for n, _ in found]), torch.cat([y for _, y in found]), len(found)
 
 
-@pytest.mark.skipif(not (MNIST_ROOT / "MNIST").exists(), reason="the real MNIST is not at hand")
+@pytest.mark.skipif(not (SHARED_DATA / "MNIST").exists(), reason="the real MNIST is not at hand")
 def test_an_evaluation_of_mnist_sees_each_of_its_10000_images_exactly_once():
     pytest.importorskip("torchvision")
     for size in (1, 2, 3):

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from on_ranks import Raised, caught, run_caught
+from on_ranks import Raised, caught, run, run_caught
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -25,7 +25,6 @@ from torch.utils.data import (
 )
 
 from pardata import Loader, make_loader
-from pardata.testing import run
 
 
 class Stream(IterableDataset):

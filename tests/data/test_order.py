@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from on_ranks import run
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 
 from pardata import world
@@ -13,7 +14,6 @@ from pardata.data._order import Order, Requests
 from pardata.data._plan import Plan
 from pardata.data._shuffle import Shuffle
 from pardata.seeds._mix import mix
-from pardata.testing import run
 
 SEED = 5
 

@@ -5,13 +5,12 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from on_ranks import caught
+from on_ranks import caught, run
 from torch.utils.data import Dataset, TensorDataset, get_worker_info
 
 from pardata import Microbatches, make_loader
 from pardata.data._placement import Placement
 from pardata.data._reader import Seeds
-from pardata.testing import run
 
 
 class Numbers(Dataset):

@@ -5,19 +5,16 @@ import logging
 import random
 import tarfile
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from on_ranks import Raised, caught, run_caught
+from on_ranks import Raised, caught, run, run_caught
+from places import SHARED_DATA
 from torch.utils.data import ConcatDataset, Dataset, RandomSampler, Subset, TensorDataset
 
 from pardata import Microbatches, make_loader
-from pardata.testing import run
-
-DATA = Path(__file__).parents[2] / "shared" / "data"
 
 
 class Drawing(Dataset):
@@ -137,7 +134,7 @@ class Both(Dataset):
             transforms.ToTensor(),
         ]
         # A Subset has __getitems__, and yet its samples are read one by one.
-        digits = MNIST(DATA, train=False, transform=transforms.Compose(affine))
+        digits = MNIST(SHARED_DATA, train=False, transform=transforms.Compose(affine))
         self.digits = Subset(digits, range(100, 148))
         self.pictures = ImageFolder(folder, transform=transforms.Compose(crop))
 
@@ -174,8 +171,8 @@ def _seen(folder, workers):
 def pictures(tmp_path_factory):
     """Return a folder of 48 pictures of CIFAR-10, as ImageFolder wants it."""
     folder = tmp_path_factory.mktemp("cifar")
-    archive = DATA / "cifar10-jpeg.tar.gz"
-    if not (archive.exists() and (DATA / "MNIST").exists()):
+    archive = SHARED_DATA / "cifar10-jpeg.tar.gz"
+    if not (archive.exists() and (SHARED_DATA / "MNIST").exists()):
         pytest.skip("MNIST and CIFAR-10 are not at hand")
     left = 48
     with tarfile.open(archive, "r|gz") as members:

@@ -13,14 +13,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from on_ranks import Raised, caught
+from on_ranks import Raised, caught, run
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import Dataset, RandomSampler, SequentialSampler, TensorDataset
 
 from pardata import Microbatches, make_loader, world
 from pardata.data._shuffle import Shuffle
 from pardata.seeds._mix import mix
-from pardata.testing import run
 
 
 class Numbers(Dataset):

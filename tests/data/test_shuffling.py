@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_ranks import run
 
 from pardata.data._shuffle import Shuffle
 from pardata.seeds._mix import mix
-from pardata.testing import run
 
 DRAWN = 2**16  # up to here the whole order is drawn, above it each number is computed
 BOTH = pytest.mark.parametrize("drawn", [DRAWN, 0], ids=["drawn", "computed"])

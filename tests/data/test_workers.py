@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from on_ranks import Raised, run_caught
+from on_ranks import Raised, run, run_caught
 from torch.utils.data import TensorDataset
 
 from pardata import make_loader, world
 from pardata.data._workers import choose_workers
 from pardata.ranks._cores import usable_cores
-from pardata.testing import run
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # the usual name
+from on_ranks import run
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from pardata import check_in_sync, fingerprint, init, load_weights, unwrap, wrap_model
-from pardata.testing import run
 
 GPUS = torch.cuda.device_count()
 pytestmark = [

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # the usual name
-from on_ranks import Raised, caught, run_caught
+from on_ranks import Raised, caught, run, run_caught
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -24,7 +24,6 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from pardata import Microbatches, backward, check_in_sync, make_loader, unwrap, world, wrap_model
 from pardata.data._plan import share
-from pardata.testing import run
 
 FSDP_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
 needs_fsdp = pytest.mark.skipif(

@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from on_ranks import Raised, caught
+from on_ranks import Raised, caught, run
 
 from pardata import Microbatches, world
 from pardata.data._plan import share
 from pardata.gradient._count import Pieces, Sharing
-from pardata.testing import run
 
 SIZES = [1, 2, 3, 4]
 

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
+from on_ranks import run
 
 from pardata import world
 from pardata.gradient._exact_report import Largest, Report, Sameness
 from pardata.gradient._fixed_point import LARGEST
-from pardata.testing import run
 
 CPU = torch.device("cpu")
 SIZES = [1, 2, 3, 4]

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  # the usual name
+from on_ranks import run
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
@@ -31,7 +32,6 @@ from pardata import (
     wrap_model,
 )
 from pardata.gradient import _exact_sums
-from pardata.testing import run
 
 SIZES = [1, 2, 3, 4]
 

@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
+from on_ranks import run
 from torch import nn
 
 from pardata import world
 from pardata.gradient import _exact_sums, _fixed_point
 from pardata.gradient._exact_report import Largest
 from pardata.gradient._exact_sums import Sums, emptied
-from pardata.testing import run
 
 CPU = torch.device("cpu")
 SIZES = [1, 2, 3, 4]

@@ -3,13 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pardata import wrap_model
 from pardata.gradient._count import Piece, Pieces
 from pardata.gradient._step import ReplicatedStep, ShardedStep, Step
-from pardata.testing import run
 
 FSDP_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
 needs_fsdp = pytest.mark.skipif(

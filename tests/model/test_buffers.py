@@ -5,10 +5,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import run
 from torch import nn
 
 from pardata.model._buffers import EqualBuffers, _parts_of, average, kept_buffers
-from pardata.testing import run
 
 SIZES = [1, 2, 3, 4]
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from on_ranks import run_caught
+from on_ranks import run, run_caught
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -22,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 from pardata import check_in_sync, fingerprint, load_weights, unwrap, wrap_model
 from pardata.model._dp import ReadThroughDP, _rows
 from pardata.ranks import _logger as _logging
-from pardata.testing import run
 
 Pair = namedtuple("Pair", "loss scores")  # noqa: PYI024  # the plain kind is what is tested
 

@@ -9,13 +9,12 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from on_ranks import caught, run_caught
+from on_ranks import caught, run, run_caught
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pardata import Microbatches, backward, check_in_sync, unwrap, world, wrap_model
 from pardata.model._batch_norm import SyncBatchNorm1d, SyncBatchNorm2d
-from pardata.testing import run
 
 SIZES = [1, 2, 3, 4]
 ROWS = 12

@@ -4,12 +4,12 @@ import itertools
 
 import pytest
 import torch
+from on_ranks import run
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from pardata import unwrap, wrap_model
 from pardata.model._unwrap import is_parallel, is_sharded
-from pardata.testing import run
 
 FSDP_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
 

@@ -9,12 +9,11 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from on_ranks import run_caught
+from on_ranks import run, run_caught
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pardata import backward, check_in_sync, fingerprint, init, load_weights, unwrap, wrap_model
-from pardata.testing import run
 
 FSDP_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
 needs_fsdp = pytest.mark.skipif(

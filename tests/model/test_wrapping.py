@@ -8,13 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # the usual name
-from on_ranks import run_caught
+from on_ranks import run, run_caught
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from pardata import check_in_sync, fingerprint, init, unwrap, world, wrap_model
 from pardata.ranks import _logger as _logging
-from pardata.testing import run
 
 FSDP_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
 needs_fsdp = pytest.mark.skipif(

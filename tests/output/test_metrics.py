@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import run
 
 from pardata import MetricWriter
-from pardata.testing import run
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import run
 
 from pardata import make_loader, progress
-from pardata.testing import run
 
 
 class FakeTime:

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from places import BENCHMARKS, SHARED_DATA
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-DATA = Path(__file__).parents[2] / "shared" / "data"
 sys.path.insert(0, str(BENCHMARKS))
 
 needs_mnist = pytest.mark.skipif(
-    not (DATA / "MNIST" / "raw").is_dir(), reason=f"MNIST is not in {DATA}"
+    not (SHARED_DATA / "MNIST" / "raw").is_dir(), reason=f"MNIST is not in {SHARED_DATA}"
 )
 needs_proc = pytest.mark.skipif(
     not Path("/proc/self/smaps_rollup").exists(), reason="memory is read from Linux's /proc"
@@ -172,7 +171,7 @@ def test_loading_compares_with_data_loader_and_the_limit_whatever_else_is_instal
 ):
     text = output_of(
         "loading.py", "--rounds", 1, "--batches", 1, "--more", 1, "--samples", 256,
-        "--tables", "mnist", "affine", "--data-dir", DATA, "--save", tmp_path,
+        "--tables", "mnist", "affine", "--data-dir", SHARED_DATA, "--save", tmp_path,
         cwd=tmp_path,
         env={"TMPDIR": short_tmp},
     )  # fmt: skip
@@ -221,7 +220,7 @@ def test_loading_leaves_out_what_is_not_there_and_says_so(tmp_path):
 def test_epoch_compares_with_the_tutorial_and_with_batches_that_are_ready(tmp_path, short_tmp):
     text = output_of(
         "epoch.py", "--rounds", 1, "--sizes", 2, "--samples", 64, "--batch-size", 32,
-        "--workers-table", 0, "--epochs", 1, "--test-samples", 32, "--data-dir", DATA,
+        "--workers-table", 0, "--epochs", 1, "--test-samples", 32, "--data-dir", SHARED_DATA,
         "--save", tmp_path,
         cwd=tmp_path,
         env={"TMPDIR": short_tmp, "PARDATA_TUNE_CPU": "0"},  # what is compared is its own

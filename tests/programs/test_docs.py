@@ -28,6 +28,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import Raised, run_caught
+from places import ROOT
 
 import pardata
 import pardata.testing
@@ -35,7 +36,6 @@ from pardata.output import _progress
 from pardata.ranks import _logger as _logging
 from pardata.ranks import _world
 
-ROOT = Path(__file__).parent.parent
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
     *sorted(ROOT.glob("docs/*.md")),

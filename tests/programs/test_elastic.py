@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from places import EXAMPLES
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
 ELASTIC = EXAMPLES / "elastic.py"
 
 needs_proc = pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds its workers in /proc")

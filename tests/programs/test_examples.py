@@ -7,17 +7,14 @@ import re
 import runpy
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torchvision
+from on_ranks import run
 from PIL import Image
+from places import EXAMPLES
 from sklearn.datasets import load_digits
-
-from pardata.testing import run
-
-EXAMPLES = Path(__file__).parent.parent / "examples"
 
 # fully_shard on a CPU needs streams that torch 2.6 does not have there.
 SHARDS = hasattr(torch.cpu.Stream, "record_event")

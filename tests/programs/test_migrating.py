@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 from launched import launched
+from places import DOCS
 from test_docs import Block, blocks
 
-PAGE = Path(__file__).parent.parent / "docs" / "migrating.md"
+PAGE = DOCS / "migrating.md"
 PROGRAMS = [block for block in blocks(PAGE) if block.language == "python"]
 
 

@@ -19,11 +19,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from places import ROOT
 
 import pardata
 from pardata import _distribution
 
-ROOT = Path(__file__).parent.parent
 VERSION = pardata.__version__
 INFO = f"torch_pardata-{VERSION}.dist-info"
 
@@ -192,7 +192,7 @@ def environment(tmp_path):
 
 RANKS = """
 import pardata
-from pardata.testing import run
+from on_ranks import run
 
 if __name__ == "__main__":
     print(pardata.__file__, run(max, 1, 2, world_size=2))

@@ -17,13 +17,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from on_ranks import Raised, caught
+from on_ranks import Raised, caught, run
 from torch import nn
 from torch.utils.data import DistributedSampler, RandomSampler, TensorDataset
 
 import pardata
 from pardata import barrier, testing, world
-from pardata.testing import run
 
 # What a case may use beside the names of its own file.
 SCOPE = {

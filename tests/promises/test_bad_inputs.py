@@ -14,11 +14,12 @@ import test_misuse_models
 import test_misuse_runs
 from misuse import check, in_markdown, row, section, stable
 from on_ranks import Raised
+from places import DOCS
 
 import pardata
 import pardata.testing
 
-PAGE = Path(__file__).parents[1] / "docs" / "errors.md"
+PAGE = DOCS / "errors.md"
 
 MODULES = [
     test_misuse_launch,

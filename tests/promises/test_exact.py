@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  # the usual name
-from on_ranks import run_caught
+from on_ranks import run, run_caught
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -25,7 +25,6 @@ from pardata import (
 )
 from pardata.model._exact import ExactModel, kernels
 from pardata.model._unwrap import Wrapper, layers
-from pardata.testing import run
 
 SIZES = [1, 2, 3, 4]
 ONLY = r"only `pardata.backward` must run a backward, but `\w*\.?{}` got a gradient from another: "

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  # the usual name
+from on_ranks import run
 from torch import nn
 from torch.utils.data import Dataset
 
 from pardata import backward, fingerprint, make_loader, world, wrap_model
-from pardata.testing import run
 
 SIZES = [1, 2, 3, 4]
 WORKERS = [0, 2]

@@ -1,11 +1,9 @@
-"""What is public, what importing it does (nothing), and which file knows which."""
+"""What is public, and what importing it does: nothing."""
 
-import ast
 import os
 import subprocess
 import sys
 import textwrap
-from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pardata
@@ -66,10 +64,9 @@ def test_every_public_name_is_there_and_has_a_docstring():
 
 
 def test_nothing_else_is_public():
-    modules = {path.stem for path in SOURCE.glob("*.py")}
-    public = {name for name in vars(pardata) if not name.startswith("_")} - modules
+    rooms = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    public = {name for name in vars(pardata) if not name.startswith("_")} - rooms
     assert public == set(PUBLIC)
-    assert {name for name in modules if not name.startswith("_")} == {"testing"}
 
 
 def test_the_package_says_that_it_is_typed():
@@ -146,72 +143,6 @@ def test_importing_pardata_imports_nothing_that_torch_does_not_need():
     """
     before, after = python(code).split()
     assert before == after
-
-
-# --- which file knows which
-
-
-def imports_of(path):
-    """Return what a source file imports: anywhere in it, and at its top level."""
-    tree = ast.parse(path.read_text())
-    top = {id(node) for node in tree.body}
-    found, at_top = set(), set()
-    for node in ast.walk(tree):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path.name} imports relatively"
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        found |= set(names)
-        if id(node) in top:
-            at_top |= set(names)
-    return found, at_top
-
-
-FILES = {path.stem: imports_of(path) for path in sorted(SOURCE.glob("*.py"))}
-KNOWS = {
-    name: {other for other in FILES if f"pardata.{other}" in found}
-    for name, (found, _) in FILES.items()
-}
-
-
-def test_the_files_know_each_other_one_way_only():
-    # Also the imports inside functions: none of them may hide a circle.
-    order = list(TopologicalSorter(KNOWS).static_order())
-    assert set(order) == set(FILES)
-
-
-def test_the_environment_knows_no_other_file_and_not_torch():
-    assert KNOWS["_environment"] == set()
-    assert not any(name.startswith("torch") for name in FILES["_environment"][0])
-
-
-def test_the_sampling_arithmetic_knows_no_other_file_and_nothing_distributed():
-    assert KNOWS["_sampling"] == set()
-    assert not any("distributed" in name for name in FILES["_sampling"][0])
-
-
-def test_the_order_is_arithmetic_that_knows_nothing_distributed():
-    assert KNOWS["_shuffling"] == {"_sampling"}
-    assert not any("distributed" in name for name in FILES["_shuffling"][0])
-
-
-def test_no_file_imports_what_the_package_exports():
-    # From the file that defines it instead, else the package imports itself.
-    exported = {f"pardata.{name}" for name in PUBLIC}
-    for name, (found, _) in FILES.items():
-        assert name == "__init__" or not exported & found, name
-
-
-def test_nothing_in_the_library_needs_the_tests_helper():
-    assert [name for name, known in KNOWS.items() if "testing" in known] == []
-
-
-def test_at_the_top_of_a_file_only_the_required_packages_are_imported():
-    allowed = {"pardata", "torch", "typing_extensions", *sys.stdlib_module_names}
-    for name, (_, at_top) in FILES.items():
-        assert {module.split(".")[0] for module in at_top} <= allowed, name
 
 
 # --- without NumPy

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pardata.collective._agreement import agree, require_same
-from pardata.collective._tree import Leaf, named_leaves
+from pardata.collective._numbers import Leaf, numbers_of
+from pardata.collective._tree import Path, in_brackets
 from pardata.ranks._world import World
 
 _T = TypeVar("_T")
@@ -42,12 +43,11 @@ class Matching:
         nccl = here.backend is not None and "nccl" in here.backend
         self.device = here.device if nccl else torch.device("cpu")
         self._error: Exception | None = None
-        nothing: list[tuple[str, Leaf]] = []
-        found = self.guarded(lambda: named_leaves(value), nothing)
-        self.leaves: list[Leaf] = [leaf for _, leaf in found]
-        self._text = self.guarded(
-            lambda: "; ".join([f"{path}: {describe_leaf(leaf)}" for path, leaf in found]), ""
-        )
+        nothing: dict[Path, Leaf] = {}
+        found = self.guarded(lambda: numbers_of(value), nothing)
+        self.paths, self.leaves = list(found), list(found.values())
+        texts = (f"{in_brackets('value', p)}: {describe_leaf(leaf)}" for p, leaf in found.items())
+        self._text = self.guarded(lambda: "; ".join(texts), "")
 
     def guarded(self, work: Callable[[], _T], otherwise: _T) -> _T:
         """Return what `work` returns; where it fails, `all_reduce` raises that, on every rank."""

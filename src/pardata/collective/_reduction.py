@@ -1,7 +1,7 @@
 """Reduce and gather numbers, tensors and nested structures of them, in one collective."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from numbers import Integral, Real
 from typing import Any, TypeVar, overload
 
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from pardata.collective._explanation import explained
 from pardata.collective._header import Matching, Values
-from pardata.collective._tree import Leaf, rebuild
+from pardata.collective._numbers import Leaf
+from pardata.collective._tree import rebuilt
 from pardata.ranks._world import World, require_world
 
 _T = TypeVar("_T")
@@ -63,7 +64,7 @@ def all_reduce_mean(value: Any, weight: float | Tensor = 1) -> Any:
         msg = "`weight` must be positive on at least one rank, but is 0 on all: nothing was counted"
         raise ValueError(msg)
     means = [part / total for part in sums] if isinstance(sums, list) else sums / total
-    return rebuild(value, _unpack(matching.leaves, means, _mean_like))
+    return _rebuilt(value, matching, _unpack(matching.leaves, means, _mean_like))
 
 
 def all_reduce_sum(value: _T) -> _T:
@@ -87,8 +88,7 @@ def all_reduce_sum(value: _T) -> _T:
     matching.guarded(lambda: _require_exact(matching.leaves), None)
     with explained("all_reduce_sum"):
         sums, _ = matching.all_reduce(_packed(matching, 1.0), 1.0)
-    result: _T = rebuild(value, _unpack(matching.leaves, sums, _sum_like))
-    return result
+    return _rebuilt(value, matching, _unpack(matching.leaves, sums, _sum_like))
 
 
 def all_gather(value: _T) -> list[_T]:
@@ -127,9 +127,14 @@ def _gathered(here: World, value: _T, matching: Matching) -> list[_T]:
     if parts:
         buffer[: sizes[here.rank]] = torch.cat([_to_bytes(part, device) for part in parts])
     return [
-        rebuild(value, _from_bytes(matching.leaves, counts, row))
+        _rebuilt(value, matching, _from_bytes(matching.leaves, counts, row))
         for counts, row in zip(all_rows, _gather(here, buffer), strict=True)
     ]
+
+
+def _rebuilt(value: _T, matching: Matching, leaves: Iterable[Leaf]) -> _T:
+    found: _T = rebuilt(value, dict(zip(matching.paths, leaves, strict=True)))
+    return found
 
 
 def _packed(matching: Matching, weight: float) -> Values:

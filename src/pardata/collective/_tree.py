@@ -1,72 +1,108 @@
-"""Nested dicts, lists and tuples of numbers and tensors, taken apart and put together again."""
+"""Nested dicts, lists and tuples: their leaves, with the path to each, and trees made of others.
 
-from collections.abc import Iterator, Mapping
-from numbers import Real
+The one walker for batches, samples, states and metrics.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from copy import copy
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
 
-Leaf: TypeAlias = Tensor | float
-"""A dense tensor or a real number (a bool and a NumPy scalar are numbers)."""
+Path: TypeAlias = tuple[Any, ...]
+"""The keys and indices that lead to a leaf."""
+
+_Test: TypeAlias = Callable[[Any], bool]
+_Keys: TypeAlias = Callable[[Mapping[Any, Any]], Iterable[Any]]
 
 
-def named_leaves(value: object) -> list[tuple[str, Leaf]]:
-    """Return the leaves of `value` with their paths, dictionaries in the order of sorted keys.
+def _never(_: Any) -> bool:
+    return False
 
-    Raises:
-        TypeError: for a leaf that is no number, naming its path, as ``value['loss'][2]``.
+
+def leaves(
+    tree: Any, *, is_leaf: _Test = _never, keys: _Keys = iter, path: Path = ()
+) -> Iterator[tuple[Path, Any]]:
+    """Yield each leaf of `tree` with its path.
+
+    Args:
+        tree: dicts and other mappings, lists and tuples; anything else is a leaf.
+        is_leaf: takes a part for a leaf that would be looked into.
+        keys: in which order a mapping is gone through; its own if not given.
+        path: stands before all paths.
+
+    >>> list(leaves({"loss": [1, 2]}))
+    [(('loss', 0), 1), (('loss', 1), 2)]
     """
-    found: list[tuple[str, Leaf]] = []
-    _collect(value, "value", found)
-    return found
-
-
-def rebuild(value: object, replacements: Iterator[Any]) -> Any:
-    """Return a structure like `value` with its leaves replaced, in the order of `named_leaves`."""
-    if isinstance(value, dict | Mapping):
-        new = {key: rebuild(value[key], replacements) for key in _sorted_keys(value)}
-        return {key: new[key] for key in value}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(rebuild(item, replacements) for item in value))
-    if isinstance(value, list | tuple):
-        items = [rebuild(item, replacements) for item in value]
-        return tuple(items) if isinstance(value, tuple) else items
-    return next(replacements)
-
-
-def _collect(value: Any, path: str, found: list[tuple[str, Leaf]]) -> None:
-    # By exact type first: metrics are reduced often, and an abstract class takes a microsecond.
-    if type(value) is float or type(value) is int:
-        found.append((path, value))
-    elif isinstance(value, dict | Mapping):
-        for key in _sorted_keys(value):
-            _collect(value[key], f"{path}[{key!r}]", found)
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            _collect(item, f"{path}[{index}]", found)
+    if is_leaf(tree):
+        yield path, tree
+    elif isinstance(tree, dict | Mapping):  # the first is found at once
+        for key in keys(tree):
+            yield from leaves(tree[key], is_leaf=is_leaf, keys=keys, path=(*path, key))
+    elif isinstance(tree, list | tuple):
+        for index, item in enumerate(tree):
+            yield from leaves(item, is_leaf=is_leaf, keys=keys, path=(*path, index))
     else:
-        found.append((path, _leaf(value, path)))
+        yield path, tree
 
 
-def _leaf(value: object, path: str) -> Leaf:
-    if isinstance(value, Tensor):
-        if type(value) not in (Tensor, torch.nn.Parameter) or value.layout != torch.strided:
-            kind = f"a {value.layout} {type(value).__name__}"
-        elif value.is_complex():
-            kind = "complex"
-        else:
-            return value
-        msg = f"`{path}` must be a dense tensor of real numbers, but is {kind}: convert it first"
-        raise TypeError(msg)
-    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
-        value = value.item()  # a NumPy scalar: its bool is no Real
-    if isinstance(value, Real):
-        return value  # type: ignore[return-value]  # Real is what numbers have in common
-    msg = f"`{path}` must be a number or a tensor, but is {value!r} ({type(value).__name__})"
-    raise TypeError(msg)
+def mapped(
+    tree: Any, change: Callable[[Path, Any], Any], *, is_leaf: _Test = _never, path: Path = ()
+) -> Any:
+    """Return a tree like `tree`, of leaves that `change` makes of the path and leaf it is given.
+
+    A mapping that can be changed keeps its type and what else it carries: a ``defaultdict`` its
+    factory, a state dict its metadata. Others become plain dicts. Lists and tuples, named ones
+    included, keep their type.
+
+    >>> mapped({"a": (1, 2)}, lambda path, leaf: (*path, 10 * leaf))
+    {'a': (('a', 0, 10), ('a', 1, 20))}
+    """
+    if is_leaf(tree):
+        return change(path, tree)
+    if isinstance(tree, dict | Mapping):
+        items = {
+            key: mapped(value, change, is_leaf=is_leaf, path=(*path, key))
+            for key, value in tree.items()
+        }
+        return _mapping_like(tree, items)
+    if isinstance(tree, list | tuple):
+        parts = [
+            mapped(item, change, is_leaf=is_leaf, path=(*path, index))
+            for index, item in enumerate(tree)
+        ]
+        return _sequence_like(tree, parts)
+    return change(path, tree)
 
 
-def _sorted_keys(value: Mapping[Any, object]) -> list[Any]:
-    # Ranks may have filled their dictionaries in different orders.
-    return sorted(value, key=repr)
+def rebuilt(tree: Any, replacements: Mapping[Path, Any], **options: Any) -> Any:
+    """Return a tree like `tree` with the leaf at each path replaced."""
+    return mapped(tree, lambda path, _: replacements[path], **options)
+
+
+def in_brackets(name: str, path: Path) -> str:
+    """Write a path as code would: ``value['loss'][2]``.
+
+    >>> in_brackets("value", ("loss", 2))
+    "value['loss'][2]"
+    """
+    return name + "".join(f"[{key!r}]" for key in path)
+
+
+def by_text(tree: Mapping[Any, Any]) -> list[Any]:
+    """Return the keys in an order that is the same on all ranks, however they were filled."""
+    return sorted(tree, key=repr)
+
+
+def _sequence_like(tree: Any, parts: list[Any]) -> Any:
+    if isinstance(tree, torch.Size):  # which holds integers only
+        return tuple(parts)
+    return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+
+
+def _mapping_like(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if type(tree) is dict or not isinstance(tree, MutableMapping):
+        return items
+    other = copy(tree)
+    other.update(items)
+    return other

@@ -33,6 +33,17 @@ def check_flag(name: str, value: object) -> None:
         raise TypeError(msg)
 
 
+def check_integer(name: str, value: object, *, least: int | None = None, why: str = "") -> None:
+    """Refuse what is no integer, as a bool or a float, or is below `least`. `why` gives the reason for that."""
+    at_least = "" if least is None else f" of at least {least}{why}"
+    cure = "whole number" if least is None else f"whole number from {least} up"
+    msg = f"`{name}` must be an integer{at_least}, but is {value!r}: pass a {cure}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(msg)
+    if least is not None and value < least:
+        raise ValueError(msg)
+
+
 def check_timeout(timeout: object) -> None:
     """Refuse what is no time to wait."""
     if not isinstance(timeout, timedelta):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # also where this file is a script
+sys.path.insert(0, str(Path(__file__).parents[2]))  # also where this file is a script
 
 from launched import agent, reserved_port, torchrun_variables
 

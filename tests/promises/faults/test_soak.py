@@ -3,9 +3,8 @@
 import sys
 
 import pytest
+from on_ranks import run
 from soaking import FAULTS, soak
-
-from pardata.testing import run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 

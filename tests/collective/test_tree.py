@@ -10,11 +10,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pardata.collective._tree import named_leaves, rebuild
+from pardata.collective._numbers import numbers_of
+from pardata.collective._tree import in_brackets, rebuilt
 
 
 def leaves(value):
-    return [leaf for _, leaf in named_leaves(value)]
+    return list(numbers_of(value).values())
+
+
+def rebuild(value, replacements):
+    return rebuilt(value, dict(zip(numbers_of(value), replacements, strict=True)))
 
 
 class Metrics(NamedTuple):
@@ -44,13 +49,14 @@ def test_what_is_taken_apart_can_be_put_together(value):
 
 @given(structures)
 def test_every_leaf_has_a_path_of_its_own(value):
-    paths = [path for path, _ in named_leaves(value)]
+    paths = [in_brackets("value", path) for path in numbers_of(value)]
     assert len(set(paths)) == len(paths)
 
 
 def test_each_leaf_comes_with_its_path():
     value = {"loss": [1.0, (2.0,)], 3: Metrics(4, 5)}
-    assert named_leaves(value) == [
+    found = [(in_brackets("value", p), leaf) for p, leaf in numbers_of(value).items()]
+    assert found == [
         ("value['loss'][0]", 1.0),
         ("value['loss'][1][0]", 2.0),
         ("value[3][0]", 4),
@@ -64,8 +70,8 @@ def test_the_order_of_keys_does_not_matter_to_the_leaves_and_is_kept_in_the_resu
     assert list(rebuild(other, iter([10, 20])).items()) == [("b", 20), ("a", 10)]
 
 
-def test_an_ordered_dict_comes_back_as_a_dict_and_a_shape_as_a_tuple():
-    assert type(rebuild(OrderedDict(a=1), iter([2]))) is dict
+def test_an_ordered_dict_keeps_its_type_and_a_shape_becomes_a_tuple():
+    assert type(rebuild(OrderedDict(a=1), iter([2]))) is OrderedDict
     assert type(rebuild(torch.Size([1, 2]), iter([3, 4]))) is tuple
 
 

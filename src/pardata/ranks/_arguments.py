@@ -34,7 +34,10 @@ def check_flag(name: str, value: object) -> None:
 
 
 def check_integer(name: str, value: object, *, least: int | None = None, why: str = "") -> None:
-    """Refuse what is no integer, as a bool or a float, or is below `least`. `why` gives the reason for that."""
+    """Refuse what is no integer, as a bool or a float, and what is below `least`.
+
+    `why` follows the bound in the message, to say where it comes from.
+    """
     at_least = "" if least is None else f" of at least {least}{why}"
     cure = "whole number" if least is None else f"whole number from {least} up"
     msg = f"`{name}` must be an integer{at_least}, but is {value!r}: pass a {cure}"

@@ -39,7 +39,8 @@ def backward(
     however unevenly ranks and microbatches share them, under every strategy of `wrap_model`: the
     same call accumulates over eight microbatches in one process, and runs one in each of eight. As
     ``Tensor.backward`` it adds: what was in ``.grad`` before is counted once and not reduced again,
-    and a parameter that no microbatch uses keeps its ``.grad``.
+    and a parameter that no microbatch uses keeps its ``.grad``. Gradients of a ``loss.backward()``
+    under ``no_sync()`` must not be in ``.grad``: nobody would reduce them.
 
     Collective, but for ``"none"`` and ``"dp"``. In a single process it is gradient accumulation.
 
@@ -60,7 +61,7 @@ def backward(
 
     Raises:
         TypeError, ValueError: for what is no model; for a `count` that is no integer from 0 up, and
-            counts that are all 0; for a loss that is no tensor of one element.
+            counts that are all 0; for a loss that is no tensor of one element; under ``no_sync()``.
         RuntimeError: where `loss_fn` did not run `model`.
 
     >>> net, x = nn.Linear(1, 1), torch.arange(6.0).view(6, 1)

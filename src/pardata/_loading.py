@@ -245,9 +245,9 @@ def _warn_of_uneven_shares(
             )
     elif training and batch_size % size:
         _log.warning(
-            "`batch_size` %d leaves %d ranks shares that differ by one sample, while DDP takes the "
-            "plain mean of their gradients: scale the loss to the global batch, or choose a "
-            "multiple of %d",
+            "`batch_size` %d leaves %d ranks shares that differ by one sample, which "
+            "`pardata.backward` weights, while a loss.backward() of one's own takes the plain mean "
+            "of their gradients: use `pardata.backward`, or choose a multiple of %d",
             *(batch_size, size, size),
             ranks=[0],
             once=True,

@@ -21,7 +21,7 @@ from pardata._microbatches import Microbatches
 from pardata._sync_batch_norm import is_synchronised
 from pardata._synchronising import ReplicatedStep, ShardedStep, Step
 from pardata._trouble import explained
-from pardata._unwrapping import is_parallel, layers, unwrap
+from pardata._unwrapping import is_parallel, is_sharded, layers, unwrap
 from pardata._world import World, require_world
 
 _log = get_logger(__name__)
@@ -96,7 +96,9 @@ def _step_of(model: nn.Module, batch: Any, here: World) -> Step:
             return ReplicatedStep(model, layer)
         if isinstance(layer, ExactModel):
             return ExactStep(model, layer, batch, here.size)
-        if hasattr(layer, "set_requires_gradient_sync"):  # fully_shard has been here
+        # What fully_shard took; FSDP's older wrapper has no such method, and torch.compile's hands
+        # on that of the module inside.
+        if is_sharded(layer) and hasattr(layer, "set_requires_gradient_sync"):
             return ShardedStep(model, layer)
     return Step(model)
 

@@ -50,7 +50,8 @@ def backward(
         loss_fn: runs ``model`` and returns a mean: a tensor of one element. With a gradient scaler
             it returns the scaled loss.
         batch: the `Microbatches` of a loader; or, but for ``"exact"``, one microbatch of any kind,
-            whose samples are the rows of its first tensor.
+            whose samples are the rows of its first tensor, or the items of lists with one for each
+            sample, as of images and targets; of what may be read in several ways, a `count` tells.
         count: returns what a microbatch counts for instead of its samples, its tokens say: an
             integer from 0 up. The loss of one that counts 0 is not looked at, be it NaN. Costs a
             small collective, as does a `batch` that is no `Microbatches`.
@@ -60,8 +61,9 @@ def backward(
         rank.
 
     Raises:
-        TypeError, ValueError: for what is no model; for a `count` that is no integer from 0 up, and
-            counts that are all 0; for a loss that is no tensor of one element; under ``no_sync()``.
+        TypeError, ValueError: for what is no model; for a `batch` of which nobody can tell how many
+            samples it has; for a `count` that is no integer from 0 up, and counts that are all 0;
+            for a loss that is no tensor of one element; under ``no_sync()``.
         RuntimeError: where `loss_fn` did not run `model`.
 
     >>> net, x = nn.Linear(1, 1), torch.arange(6.0).view(6, 1)

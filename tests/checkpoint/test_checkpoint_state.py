@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from on_ranks import run
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pardata import wrap_model
 from pardata.checkpoint import _state as states
@@ -66,6 +67,25 @@ def test_a_copy_shares_nothing_but_what_shared_before():
     assert copies["a"].tolist() == [0, 0, 0]
     assert copies["c"].tolist() == [0, 0]
     assert copies["d"] == {1}
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
+def test_a_copy_waits_for_each_gpu_that_it_copies_from(monkeypatch):
+    # Of a machine that has none: tensors that say they are on GPUs, and a note of what is waited
+    # for. tests/gpu/test_copies.py has real ones.
+    waited_for = []
+
+    class Stream:
+        def __init__(self, device):
+            self.synchronize = lambda: waited_for.append(str(device))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    with FakeTensorMode():
+        on_gpus = [torch.empty(size, device=f"cuda:{size % 2}") for size in range(1, 5)]
+        copies = states.copied({"a": on_gpus, "b": torch.ones(2)})
+    assert {copy.device.type for copy in copies["a"]} == {"cpu"}
+    assert sorted(waited_for) == ["cuda:0", "cuda:1"]
 
 
 def test_no_memory_around_a_tensor_is_kept():

@@ -9,7 +9,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from pardata import Microbatches
-from pardata.data._batch import emptied, moved, rows_of, tensors_of
+from pardata.data._batch import emptied, moved, pinned, rows_of, tensors_of
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
 
@@ -33,6 +33,23 @@ class Graph:
 def test_a_batch_for_the_cpu_is_left_as_it_is():
     batch = [torch.ones(2), object()]
     assert moved(batch, CPU) is batch
+
+
+def test_what_is_on_the_cpu_is_pinned_and_all_else_stays_where_it_is(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: asked.append(tensor) or tensor)
+    here, there, own = torch.ones(2), torch.ones(2, device=OTHER), Pinnable()
+    batch = pinned({"a": [here, (there, "text")], "b": own, "c": 3})
+    assert [tensor is here for tensor in asked] == [True]
+    assert batch["a"][1][0] is there
+    assert batch["a"][1][1] == "text"
+    assert batch["b"] == "pinned"
+    assert batch["c"] == 3
+
+
+class Pinnable:
+    def pin_memory(self):
+        return "pinned"
 
 
 def test_tensors_are_moved_at_any_depth():

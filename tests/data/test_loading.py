@@ -559,9 +559,9 @@ def test_shares_that_differ_in_training_are_warned_about_once_on_rank_0():
         (8, {"shuffle": True, "microbatch_size": 2}),
     ]
     text = (
-        "[0/3] `batch_size` 8 leaves 3 ranks shares that differ by one sample, while DDP takes the "
-        "plain mean of their gradients: scale the loss to the global batch, or choose a multiple "
-        "of 3"
+        "[0/3] `batch_size` 8 leaves 3 ranks shares that differ by one sample, which "
+        "`pardata.backward` weights, while a loss.backward() of one's own takes the plain mean of "
+        "their gradients: use `pardata.backward`, or choose a multiple of 3"
     )
     assert run(_warnings_of, arguments, world_size=3) == [[text], [], []]
     assert run(_warnings_of, arguments, world_size=1) == [[]]

@@ -33,6 +33,27 @@ def doubled(batch):
     return batch * 2
 
 
+# --- pinned memory ---
+
+
+@pytest.mark.parametrize("pin_memory", [True, False])
+def test_without_workers_what_is_on_the_cpu_is_pinned_and_what_is_not_stays(
+    pin_memory, monkeypatch
+):
+    # Of a machine that has a GPU; the meta device stands for it.
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: asked.append(tensor) or tensor)
+    data = TensorDataset(torch.arange(7), torch.empty(7, device="meta"))
+    loader = loader_of(data=data, pin_memory=pin_memory, device=None)
+    assert [(x.tolist(), len(y), y.device.type) for x, y in loader] == [
+        ([0, 1, 2], 3, "meta"),
+        ([3, 4, 5], 3, "meta"),
+        ([6], 1, "meta"),
+    ]
+    assert [tensor.tolist() for tensor in asked] == ([[0, 1, 2], [3, 4, 5], [6]] * pin_memory)
+
+
 # --- batch_transform ---
 
 

@@ -843,6 +843,25 @@ def test_the_model_may_be_compiled_inside_outside_and_in_place(size):
         assert not limits
 
 
+def buffers_after_a_step(where, sizes):
+    warnings.simplefilter("ignore")
+    model = wrap_model(normed(), "fsdp")
+    model = torch.compile(model, backend="eager") if where == "outside" else model
+    backward(model, squared_error, cut(pieces(sizes)))
+    check_in_sync(model)
+    return [buffer.tolist() for buffer in model.buffers()]
+
+
+@needs_fsdp
+@pytest.mark.parametrize("sizes", [(4, 4), (4,)])
+def test_fsdp_takes_the_mean_of_the_buffers_under_compile_too(sizes):
+    (plain, again), (compiled, others) = (
+        run(buffers_after_a_step, where, sizes, world_size=2) for where in ("plain", "outside")
+    )
+    assert plain == again
+    assert compiled == others == plain
+
+
 # --- what is refused ---
 
 

@@ -46,6 +46,12 @@ def backward_or_reduce(is_backward):
         all_reduce_sum(1)
 
 
+def backward_under_no_sync():
+    model = wrapped()
+    with model.no_sync():
+        backward(model, loss, X)
+
+
 def filled(value):
     model = net().requires_grad_(False)
     for parameter in model.parameters():
@@ -204,6 +210,9 @@ CASES = {
         case("backward_by_hand(wrapped('exact'))", "RuntimeError",
              "under strategy 'exact' only `pardata.backward` must run a backward",
              "in place of loss.backward()", label='`loss.backward()` under `"exact"`'),
+        case("backward_under_no_sync()", "ValueError", "must synchronise, but is called under "
+             "no_sync()", "leave out no_sync()", "pass microbatch_size to make_loader",
+             label="`with model.no_sync(): backward(…)`"),
         case("backward_or_reduce(rank == 0)", "RuntimeError", "every rank must pass the same",
              "`call`", "rank 0: call='backward'", "call='all_reduce_sum'", sizes=MANY,
              label="`backward` on one rank, `all_reduce_sum` on the others"),

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -71,6 +72,54 @@ def test_an_exchange_gives_every_rank_the_values_of_all_in_rank_order(line, size
 
     expected = [[f"{turn}-{rank}" for rank in range(size)] for turn in range(3)]
     assert together(three_times, size) == [expected] * size
+
+
+def over_files(path, _options):
+    return [dist.FileStore(str(path / "store")) for _ in range(3)]
+
+
+def over_tcp(_path, options):
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, **options)
+    return [server] + [dist.TCPStore("127.0.0.1", server.port, **options) for _ in range(2)]
+
+
+@pytest.mark.parametrize("prefixes", [(), ("run",), ("run", "group")])
+@pytest.mark.parametrize(
+    ("stores_of", "options"), [(over_files, {}), (over_tcp, {}), (over_tcp, {"use_libuv": False})]
+)
+def test_an_exchange_runs_over_every_kind_of_store(stores_of, options, prefixes, tmp_path):
+    stores = stores_of(tmp_path, options)
+    for prefix in prefixes:
+        stores = [dist.PrefixStore(prefix, store) for store in stores]
+
+    def values_of(rank):
+        line, seat = Channel(stores[rank], LONG), Seat(rank, 3)
+        return [exchange(line, seat, "here", f"{turn}-{rank} …\n", LONG) for turn in range(3)]
+
+    expected = [[f"{turn}-{rank} …\n" for rank in range(3)] for turn in range(3)]
+    assert together(values_of, 3) == [expected] * 3
+
+
+class Counted:
+    """A store that counts what is asked of it."""
+
+    def __init__(self, store):
+        self._store = store
+        self.asked = Counter()
+
+    def __getattr__(self, name):
+        self.asked[name] += 1
+        return getattr(self._store, name)
+
+
+def test_an_exchange_asks_for_the_values_of_all_ranks_at_once(line):
+    stores = [Counted(line.store) for _ in range(8)]
+    exchanged = together(
+        lambda rank: exchange(Channel(stores[rank], LONG), Seat(rank, 8), "here", "", LONG), 8
+    )
+    assert exchanged == [[""] * 8] * 8
+    for store in stores:
+        assert store.asked == {"add": 1, "set": 1, "wait": 1, "multi_get": 1}
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -62,6 +62,7 @@ def leaves(tree: Tree) -> dict[str, str]:
 def copied(tree: Tree) -> Tree:
     """Return a tree with tensors of its own, on the CPU; those that are one stay one."""
     known: dict[tuple[object, ...], Tensor] = {}
+    gpus = set[torch.device]()
 
     def copy_of(_: str, leaf: Any) -> Any:
         if not _is_tensor(leaf):
@@ -72,11 +73,14 @@ def copied(tree: Tree) -> Tree:
         key = (*place, leaf.dtype, leaf.device)
         if key not in known:
             known[key] = _on_cpu(leaf)
+            if leaf.is_cuda:
+                gpus.add(leaf.device)
         return known[key]
 
     copies = _mapped(tree, copy_of, "")
-    if any(tensor.is_pinned() for tensor in known.values()):
-        torch.cuda.synchronize()
+    # Each copy runs on the stream of now of the GPU that it comes from, whichever GPU is current.
+    for gpu in gpus:
+        torch.cuda.current_stream(gpu).synchronize()
     return copies
 
 

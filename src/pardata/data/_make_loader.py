@@ -105,7 +105,8 @@ def make_loader(
         prefetch: on a GPU, how many batches are copied and transformed ahead of the loop, on a
             stream of their own; 0 for none.
         collate_fn: as in ``DataLoader``.
-        pin_memory: as in ``DataLoader``; ``None`` pins where batches go to a GPU.
+        pin_memory: as in ``DataLoader``, but what is on a GPU already stays there; ``None`` pins
+            where batches go to a GPU.
         timeout: as in ``DataLoader``.
         worker_init_fn: as in ``DataLoader``.
         multiprocessing_context: as in ``DataLoader``.
@@ -176,8 +177,7 @@ def make_loader(
     options = reading()
     workers: int = options["num_workers"]
     target = _target(device, here)
-    if pin_memory is None:
-        pin_memory = target is not None and target.type == "cuda"
+    loader_pins, we_pin = _who_pins(pin_memory, target, workers)
     seeds = Seeds(seed, reproducible, microbatch_size is not None)
     length = length_of(dataset, sampler, sharded=sharded)
     order: Order | None = None
@@ -198,7 +198,7 @@ def make_loader(
         batch_size=None,  # what is read of a step is a batch already
         sampler=source if isinstance(source, Requests) else None,
         collate_fn=_as_it_is,
-        pin_memory=pin_memory,
+        pin_memory=loader_pins,
         generator=torch.Generator(),
         **options,
     )
@@ -213,7 +213,7 @@ def make_loader(
         None if sampler is None else type(sampler).__name__,
         f"{here.size} ranks with {workers} workers" if sharded else None,
     )
-    placement = Placement(target, batch_transform, seeds, prefetch)
+    placement = Placement(target, batch_transform, seeds, prefetch, we_pin)
     return Loader(
         loader, dataset, Setting(here, identity, source, steps, order, sharded, placement)
     )
@@ -227,6 +227,19 @@ def _target(device: torch.device | str | None, here: World) -> torch.device | No
     if device == "auto":
         return here.device
     return None if device is None else checked_device(device)
+
+
+def _who_pins(
+    pin_memory: bool | None,  # noqa: FBT001  # as the user passed it
+    target: torch.device | None,
+    workers: int,
+) -> tuple[bool, bool]:
+    """Return whether ``DataLoader`` pins the batches, and whether we do."""
+    if pin_memory is None:
+        pin_memory = target is not None and target.type == "cuda"
+    # DataLoader refuses a tensor that is on a GPU already, which none that comes from a worker is.
+    ours = pin_memory and workers == 0 and torch.cuda.is_available()
+    return pin_memory and not ours, ours
 
 
 def _warn_of_uneven_shares(
@@ -244,9 +257,9 @@ def _warn_of_uneven_shares(
             )
     elif training and batch_size % size:
         _log.warning(
-            "`batch_size` %d leaves %d ranks shares that differ by one sample, while DDP takes the "
-            "plain mean of their gradients: scale the loss to the global batch, or choose a "
-            "multiple of %d",
+            "`batch_size` %d leaves %d ranks shares that differ by one sample, which "
+            "`pardata.backward` weights, while a loss.backward() of one's own takes the plain mean "
+            "of their gradients: use `pardata.backward`, or choose a multiple of %d",
             *(batch_size, size, size),
             ranks=[0],
             once=True,

@@ -8,21 +8,28 @@ from typing import Any
 
 import torch
 
-from pardata.data._batch import moved, tensors_of
+from pardata.data._batch import moved, pinned, tensors_of
 from pardata.data._reader import Seeds, User
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where batches go, and what is done to them there."""
+    """Where batches go, and what is done to them there.
+
+    Attributes:
+        pins: whether to pin them here, for the copy. In batches of workers DataLoader does it.
+    """
 
     device: torch.device | None
     transform: Callable[[Any], Any] | None
     seeds: Seeds
     prefetch: int
+    pins: bool = False
 
     def place(self, batch: Any, epoch: int, step: int, number: int) -> Any:
         """Return one microbatch, or one rank's share, on the device and transformed."""
+        if self.pins:
+            batch = pinned(batch)
         if self.device is not None:
             batch = moved(batch, self.device)
         if self.transform is None:

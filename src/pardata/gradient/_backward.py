@@ -18,7 +18,7 @@ from pardata.gradient._step import ReplicatedStep, ShardedStep, Step
 from pardata.model._batch_norm import is_synchronised
 from pardata.model._buffers import kept_buffers
 from pardata.model._exact import ExactModel
-from pardata.model._unwrap import is_parallel, layers, unwrap
+from pardata.model._unwrap import is_parallel, is_sharded, layers, unwrap
 from pardata.ranks._arguments import check_module
 from pardata.ranks._logger import get_logger
 from pardata.ranks._world import World, require_world
@@ -39,7 +39,8 @@ def backward(
     however unevenly ranks and microbatches share them, under every strategy of `wrap_model`: the
     same call accumulates over eight microbatches in one process, and runs one in each of eight. As
     ``Tensor.backward`` it adds: what was in ``.grad`` before is counted once and not reduced again,
-    and a parameter that no microbatch uses keeps its ``.grad``.
+    and a parameter that no microbatch uses keeps its ``.grad``. Gradients of a ``loss.backward()``
+    under ``no_sync()`` must not be in ``.grad``: nobody would reduce them.
 
     Collective, but for ``"none"`` and ``"dp"``. In a single process it is gradient accumulation.
 
@@ -49,7 +50,8 @@ def backward(
         loss_fn: runs ``model`` and returns a mean: a tensor of one element. With a gradient scaler
             it returns the scaled loss.
         batch: the `Microbatches` of a loader; or, but for ``"exact"``, one microbatch of any kind,
-            whose samples are the rows of its first tensor.
+            whose samples are the rows of its first tensor, or the items of lists with one for each
+            sample, as of images and targets; of what may be read in several ways, a `count` tells.
         count: returns what a microbatch counts for instead of its samples, its tokens say: an
             integer from 0 up. The loss of one that counts 0 is not looked at, be it NaN. Costs a
             small collective, as does a `batch` that is no `Microbatches`.
@@ -59,8 +61,9 @@ def backward(
         rank.
 
     Raises:
-        TypeError, ValueError: for what is no model; for a `count` that is no integer from 0 up, and
-            counts that are all 0; for a loss that is no tensor of one element.
+        TypeError, ValueError: for what is no model; for a `batch` of which nobody can tell how many
+            samples it has; for a `count` that is no integer from 0 up, and counts that are all 0;
+            for a loss that is no tensor of one element; under ``no_sync()``.
         RuntimeError: where `loss_fn` did not run `model`.
 
     >>> net, x = nn.Linear(1, 1), torch.arange(6.0).view(6, 1)
@@ -95,7 +98,9 @@ def _step_of(model: nn.Module, batch: Any, here: World) -> Step:
             return ReplicatedStep(model, layer)
         if isinstance(layer, ExactModel):
             return ExactStep(model, layer, batch, here.size)
-        if hasattr(layer, "set_requires_gradient_sync"):  # fully_shard has been here
+        # What fully_shard took; FSDP's older wrapper has no such method, and torch.compile's hands
+        # on that of the module inside.
+        if is_sharded(layer) and hasattr(layer, "set_requires_gradient_sync"):
             return ShardedStep(model, layer)
     return Step(model)
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from pardata.collective._header import Matching
-from pardata.data._batch import tensors_of
 from pardata.data._microbatches import Microbatches
+from pardata.gradient._sample_count import samples_of
 from pardata.ranks._world import world
 
 Count = Callable[[Any], int]
@@ -60,7 +60,7 @@ class Pieces:
     def of(cls, batch: Any, count: Count | None, sharing: Sharing) -> "Pieces":
         """Return what `batch` is made of. Communicates only where no plan says what counts."""
         if not isinstance(batch, Microbatches):
-            counts, total = _counted([batch], _rows if count is None else count, sharing)
+            counts, total = _counted([batch], samples_of if count is None else count, sharing)
             return cls([Piece(batch, counts[0], 0)], total)
         _check_shared_alike(batch, sharing)
         if count is None:
@@ -164,14 +164,3 @@ def _positive(total: int) -> int:
         msg = "a step must count something, but all its microbatches count 0: skip it"
         raise ValueError(msg)
     return total
-
-
-def _rows(batch: Any) -> int:
-    first = next(tensors_of(batch), None)
-    if first is None or first.ndim == 0:
-        msg = (
-            f"`batch` must hold a tensor whose rows are its samples, but a {type(batch).__name__} "
-            f"has none: pass `count`"
-        )
-        raise TypeError(msg)
-    return len(first)

@@ -59,6 +59,13 @@ class ReplicatedStep(Step):
     """Strategy "ddp": every rank runs at least one microbatch, the last of which synchronises."""
 
     def __init__(self, model: nn.Module, wrapper: DistributedDataParallel) -> None:
+        if not wrapper.require_backward_grad_sync:
+            msg = (
+                "`backward` must synchronise, but is called under no_sync(): leave out no_sync(), "
+                "for backward synchronises once a call; pass microbatch_size to make_loader to "
+                "accumulate"
+            )
+            raise ValueError(msg)
         group = wrapper.process_group
         super().__init__(model, group, dist.get_world_size(group))
         self._wrapper = wrapper

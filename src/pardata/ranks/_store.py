@@ -72,7 +72,7 @@ def _exchange(
         channel.store.delete_key(keys[peer.rank])
         channel.store.add(f"exchange/turn/{peer.rank}", -1)
         raise
-    there = [json.loads(channel.store.get(key)) for key in keys]
+    there = [json.loads(told) for told in channel.store.multi_get(keys)]  # one request for all
     places = [name for name, _ in there]
     if None in places:
         must = f"`{place}` must be reached by every rank"

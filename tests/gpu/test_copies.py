@@ -1,0 +1,47 @@
+"""Copies of what is on GPUs, for a checkpoint that is written meanwhile: finished when returned.
+
+Nothing here can be shown on a CPU. Run with ``pytest -m gpu`` on a machine with a GPU.
+"""
+
+import pytest
+import torch
+
+from pardata.checkpoint._state import copied
+
+GPUS = torch.cuda.device_count()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS == 0, reason="there is no CUDA device"),
+]
+SPIN = 100_000_000  # cycles: some 50 ms
+LATE = 1_000_000
+
+
+def finished_late(device):
+    """Return ones that are written after a while on the stream of now of `device`."""
+    with torch.cuda.device(device):
+        late = torch.zeros(LATE, device=device)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(SPIN)
+        return late.fill_(1)
+
+
+@pytest.mark.parametrize("gpu", range(GPUS))
+def test_a_copy_is_finished_whichever_gpu_is_the_current_one(gpu):
+    device = torch.device("cuda", gpu)
+    for tree in (finished_late(device), {"a": [finished_late(device)], "b": torch.ones(1)}):
+        copy = copied(tree)
+        copy = copy if isinstance(copy, torch.Tensor) else copy["a"][0]
+        assert copy.is_pinned()
+        assert copy.min() == 1
+
+
+def test_so_it_is_on_a_stream_of_ones_own():
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert copied(finished_late(torch.device("cuda", 0))).min() == 1
+
+
+def test_without_waiting_it_would_not_be(monkeypatch):
+    late = finished_late(torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda.Stream, "synchronize", lambda _: None)
+    assert copied(late).min() == 0

@@ -1,5 +1,6 @@
 """The examples' real files, run and read as a person would."""
 
+import ast
 import contextlib
 import io
 import json
@@ -52,6 +53,10 @@ def run_offline(name, *arguments):
         return run_example(name, *arguments)
     except SystemExit as error:
         return error.code
+
+
+def read_docstring(name):
+    return ast.get_docstring(ast.parse((EXAMPLES / name).read_text(encoding="utf-8"))) + "\n"
 
 
 def metrics(run_dir):
@@ -121,6 +126,21 @@ def test_mnist_from_a_cache_has_the_same_losses_at_every_size_augmented_or_not(a
         by_size[size] = losses(tmp_path / str(size))
     assert len(by_size[1]) == 22
     assert by_size[3] == pytest.approx(by_size[1], rel=1e-6)
+
+
+def test_cifar10_learns_the_digits_as_its_first_commands_start_it(tmp_path):
+    commands = re.findall(r"examples/cifar10\.py (--data digits)  ", read_docstring("cifar10.py"))
+    assert commands == ["--data digits"] * 2  # with python and with torchrun
+    printed, _ = run(
+        run_example, "cifar10.py", *commands[0].split(), "--epochs", 2, "--run-dir", tmp_path,
+        world_size=2,
+    )  # fmt: skip
+    assert "epoch 2/2  32 images a step, about 16 on each rank" in printed
+    after_one, after_two = (row for row in metrics(tmp_path) if "test/loss" in row)
+    assert after_two["test/loss"] < after_one["test/loss"]
+    assert after_two["test/loss"] < 1.5  # ten classes drawn by lot: 2.3
+    assert after_two["test/accuracy"] > 60
+    assert losses(tmp_path)[-1] < 0.7 * losses(tmp_path)[0]
 
 
 def test_cifar10_trains_from_a_cache(tmp_path):

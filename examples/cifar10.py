@@ -38,6 +38,7 @@ from pardata import (
     all_reduce_sum,
     backward,
     cache_dataset,
+    load_weights,
     make_loader,
     progress,
     wrap_model,
@@ -117,6 +118,23 @@ def make_network(name: str) -> nn.Module:
     network = ResNet(BasicBlock, [1, 1, 1, 1], num_classes=10)
     network.layer3, network.layer4, network.fc = nn.Identity(), nn.Identity(), nn.Linear(128, 10)
     return network
+
+
+def start_from(weights: str, model: nn.Module, restored: dict[str, Any] | None) -> str | None:
+    """Give `model` the weights of a file, unless its run was restored; return what is wrong.
+
+    So a job that is started again by the same command goes on, and does not begin anew.
+    """
+    if restored:
+        log.info("--checkpoint %s is not read: the run has its own", weights)
+        return None
+    without = int(all_reduce_sum(int(not Path(weights).is_file())))
+    if without:  # on every rank the same: else those that have it would wait for the others
+        size = pardata.world().size
+        return f"--checkpoint {weights} is no file on {without} of {size} ranks: give its path"
+    load_weights(model, weights)
+    log.info("starting from the weights of %s", weights)
+    return None
 
 
 def train_epoch(
@@ -216,7 +234,12 @@ def parse() -> argparse.Namespace:
     add("--num-workers", type=int, help="loader workers of each process (default: by the cores)")
     add("--local-rank", help=argparse.SUPPRESS)  # the old torch.distributed.launch gives it
     add("--seed", type=int, default=0, help="of the weights, the order and the noise")
-    add("--checkpoint", help="go on from this file")
+    add(
+        "--checkpoint",
+        metavar="FILE",
+        help="start from the weights in this file, as weights.pt; a run that goes on (--run-dir) "
+        "has its own",
+    )
     add("--run-dir", help="where results go, and whence to go on (default: runs/cifar10-<time>)")
     add("--save-every", type=int, metavar="STEPS", help="also save within epochs, every so often")
     add("--requeue", type=int, default=0, metavar="CODE", help="exit status when stopped (0)")
@@ -239,7 +262,10 @@ def main() -> int | str | None:
         optimizer = optim.SGD(model.parameters(), args.lr, momentum=0.9, weight_decay=5e-4)
         run = {"model": model, "optimizer": optimizer, "loader": train_loader}
         checkpointer = pardata.Checkpointer(run_dir / "checkpoints", asynchronous=True)
-        step = (checkpointer.restore(**run) or {"step": 0})["step"]
+        restored = checkpointer.restore(**run)
+        if args.checkpoint and (error := start_from(args.checkpoint, model, restored)):
+            return error
+        step = restored["step"] if restored else 0
         steps = itertools.count(step + 1)
         begin = time.perf_counter()
         with pardata.MetricWriter(run_dir) as writer, pardata.StopSignal() as stop, checkpointer:

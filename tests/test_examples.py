@@ -206,6 +206,42 @@ def test_cifar10_goes_on_in_one_process_where_two_had_ended(tmp_path):
     assert sorted(steps) == ["05", "10"]
 
 
+def learning_rate_of_nothing(tmp_path, run_dir, *options):
+    """Return the arguments of a run whose steps leave the parameters as they are."""
+    common = ("--data", "digits", "--epochs", 1, "--batch-size", 512, "--lr", 0.0)
+    return (*common, "--run-dir", tmp_path / run_dir, *options)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_cifar10_starts_from_the_weights_of_a_file_and_then_goes_on_with_its_run(size, tmp_path):
+    arguments = learning_rate_of_nothing(tmp_path, "first")
+    run(run_example, "cifar10.py", *arguments, world_size=size)
+    given = torch.load(tmp_path / "first" / "weights.pt", weights_only=True)
+    file = tmp_path / "given.pt"
+    given = {name: value + 1 if name == "fc.bias" else value for name, value in given.items()}
+    torch.save(given, file)
+
+    arguments = learning_rate_of_nothing(tmp_path, "second", "--checkpoint", file)
+    first = run(run_example, "cifar10.py", *arguments, world_size=size)[0]
+    assert f"starting from the weights of {file}" in first
+    ended = torch.load(tmp_path / "second" / "weights.pt", weights_only=True)
+    assert all(torch.equal(ended[name], given[name]) for name in ("conv1.weight", "fc.bias"))
+
+    file.unlink()  # the run goes on without it
+    again = run(run_example, "cifar10.py", *arguments, world_size=size)[0]
+    assert f"--checkpoint {file} is not read: the run has its own" in again
+    assert "restored step 3" in again
+    assert "starting from" not in again
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_cifar10_says_that_the_file_of_weights_is_missing(size, tmp_path):
+    arguments = learning_rate_of_nothing(tmp_path, "run", "--checkpoint", tmp_path / "none.pt")
+    says = f"--checkpoint {tmp_path / 'none.pt'} is no file on {size} of {size} ranks: give its"
+    with pytest.raises(SystemExit, match=re.escape(says)):
+        run(run_example, "cifar10.py", *arguments, world_size=size)
+
+
 @needs_shards
 def test_cifar10_weights_of_sharded_parameters_load_into_the_bare_model(tmp_path):
     common = ("--data", "digits", "--model", "resnet18", "--batch-size", 512, "--run-dir", tmp_path)

@@ -31,12 +31,14 @@ from example_data import Digits, downloaded, microbatch_size, whole_share
 from torch import nn, optim
 from torch.utils.data import Dataset
 from torchvision import datasets, transforms
+from torchvision.models.resnet import BasicBlock, ResNet
 
 import pardata
 from pardata import (
     all_reduce_sum,
     backward,
     cache_dataset,
+    load_weights,
     make_loader,
     progress,
     wrap_model,
@@ -45,6 +47,10 @@ from pardata import (
 log = pardata.get_logger("cifar10")
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+
+# 1,437 digits make few steps, in which a ResNet-50 does not learn: more of them, of a small net.
+OF_DIGITS = {"model": "resnet6", "epochs": 6, "batch_size": 32, "lr": 0.005}
+OF_IMAGES = {"model": "resnet50", "epochs": 2, "batch_size": 128, "lr": 0.01}
 
 
 def load_data(args: argparse.Namespace) -> tuple[Dataset[Any], Dataset[Any]]:
@@ -103,6 +109,32 @@ def make_loaders(args: argparse.Namespace) -> tuple[pardata.Loader, pardata.Load
         make_loader(train_set, args.batch_size, shuffle=True, **options, **train_options),
         make_loader(test_set, 500, **options, **test_options),
     )
+
+
+def make_network(name: str) -> nn.Module:
+    """Return a ResNet of torchvision for ten classes, of which resnet6 is the first two stages."""
+    if name != "resnet6":
+        return getattr(torchvision.models, name)(num_classes=10)
+    network = ResNet(BasicBlock, [1, 1, 1, 1], num_classes=10)
+    network.layer3, network.layer4, network.fc = nn.Identity(), nn.Identity(), nn.Linear(128, 10)
+    return network
+
+
+def start_from(weights: str, model: nn.Module, restored: dict[str, Any] | None) -> str | None:
+    """Give `model` the weights of a file, unless its run was restored; return what is wrong.
+
+    So a job that is started again by the same command goes on, and does not begin anew.
+    """
+    if restored:
+        log.info("--checkpoint %s is not read: the run has its own", weights)
+        return None
+    without = int(all_reduce_sum(int(not Path(weights).is_file())))
+    if without:  # on every rank the same: else those that have it would wait for the others
+        size = pardata.world().size
+        return f"--checkpoint {weights} is no file on {without} of {size} ranks: give its path"
+    load_weights(model, weights)
+    log.info("starting from the weights of %s", weights)
+    return None
 
 
 def train_epoch(
@@ -166,7 +198,11 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--model", choices=["resnet18", "resnet50"], default="resnet50", help="of torchvision")
+    add(
+        "--model",
+        choices=["resnet6", "resnet18", "resnet50"],
+        help="of torchvision; resnet6: stem and two blocks (default: resnet50, digits: resnet6)",
+    )
     add(
         "--strategy",
         choices=["auto", "none", "dp", "ddp", "fsdp", "exact"],
@@ -182,9 +218,13 @@ def parse() -> argparse.Namespace:
         "digits: scikit-learn's, which need no network",
     )
     add("--data-dir", default="data", help="where the images are, or are downloaded to")
-    add("--epochs", type=int, default=2, help="times through the training set")
-    add("--batch-size", type=int, default=128, help="images of one step, over all processes")
-    add("--lr", type=float, default=0.01, help="learning rate of SGD with momentum")
+    add("--epochs", type=int, help="times through the training set (default: 2, digits: 6)")
+    add(
+        "--batch-size",
+        type=int,
+        help="images of one step, over all processes (default: 128, digits: 32)",
+    )
+    add("--lr", type=float, help="of SGD with momentum (default: 0.01, digits: 0.005)")
     add(
         "--cache",
         action="store_true",
@@ -194,10 +234,16 @@ def parse() -> argparse.Namespace:
     add("--num-workers", type=int, help="loader workers of each process (default: by the cores)")
     add("--local-rank", help=argparse.SUPPRESS)  # the old torch.distributed.launch gives it
     add("--seed", type=int, default=0, help="of the weights, the order and the noise")
-    add("--checkpoint", help="go on from this file")
+    add(
+        "--checkpoint",
+        metavar="FILE",
+        help="start from the weights in this file, as weights.pt; a run that goes on (--run-dir) "
+        "has its own",
+    )
     add("--run-dir", help="where results go, and whence to go on (default: runs/cifar10-<time>)")
     add("--save-every", type=int, metavar="STEPS", help="also save within epochs, every so often")
     add("--requeue", type=int, default=0, metavar="CODE", help="exit status when stopped (0)")
+    parser.set_defaults(**(OF_DIGITS if parser.parse_args().data == "digits" else OF_IMAGES))
     return parser.parse_args()
 
 
@@ -211,13 +257,15 @@ def main() -> int | str | None:
         run_dir = Path(args.run_dir or default_dir)
         pardata.seed_everything(args.seed)
         train_loader, test_loader = make_loaders(args)
-        network = getattr(torchvision.models, args.model)(num_classes=10)
-        model = wrap_model(network, args.strategy)
+        model = wrap_model(make_network(args.model), args.strategy)
         pardata.seed_everything(args.seed, per_rank=True)
         optimizer = optim.SGD(model.parameters(), args.lr, momentum=0.9, weight_decay=5e-4)
         run = {"model": model, "optimizer": optimizer, "loader": train_loader}
         checkpointer = pardata.Checkpointer(run_dir / "checkpoints", asynchronous=True)
-        step = (checkpointer.restore(**run) or {"step": 0})["step"]
+        restored = checkpointer.restore(**run)
+        if args.checkpoint and (error := start_from(args.checkpoint, model, restored)):
+            return error
+        step = restored["step"] if restored else 0
         steps = itertools.count(step + 1)
         begin = time.perf_counter()
         with pardata.MetricWriter(run_dir) as writer, pardata.StopSignal() as stop, checkpointer:

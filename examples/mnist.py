@@ -11,6 +11,9 @@ The run directory receives metrics.jsonl, TensorBoard events, curves.png and che
 is stopped (SIGTERM, or SIGUSR2 as SLURM's --signal sends it) saves and ends; started again with the
 same --run-dir it goes on, on any number of processes, as it does after it was killed. The last line
 is a fingerprint of the trained weights: with --strategy exact it is the same on any number.
+
+Dropout draws other numbers in each process, so losses on 1 and on 2 processes differ; --strategy
+exact gives the same bits on any number.
 """
 
 import argparse

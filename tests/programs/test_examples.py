@@ -1,5 +1,6 @@
 """The examples' real files, run and read as a person would."""
 
+import ast
 import contextlib
 import io
 import json
@@ -49,6 +50,10 @@ def run_offline(name, *arguments):
         return run_example(name, *arguments)
     except SystemExit as error:
         return error.code
+
+
+def read_docstring(name):
+    return ast.get_docstring(ast.parse((EXAMPLES / name).read_text(encoding="utf-8"))) + "\n"
 
 
 def metrics(run_dir):
@@ -120,6 +125,21 @@ def test_mnist_from_a_cache_has_the_same_losses_at_every_size_augmented_or_not(a
     assert by_size[3] == pytest.approx(by_size[1], rel=1e-6)
 
 
+def test_cifar10_learns_the_digits_as_its_first_commands_start_it(tmp_path):
+    commands = re.findall(r"examples/cifar10\.py (--data digits)  ", read_docstring("cifar10.py"))
+    assert commands == ["--data digits"] * 2  # with python and with torchrun
+    printed, _ = run(
+        run_example, "cifar10.py", *commands[0].split(), "--epochs", 2, "--run-dir", tmp_path,
+        world_size=2,
+    )  # fmt: skip
+    assert "epoch 2/2  32 images a step, about 16 on each rank" in printed
+    after_one, after_two = (row for row in metrics(tmp_path) if "test/loss" in row)
+    assert after_two["test/loss"] < after_one["test/loss"]
+    assert after_two["test/loss"] < 1.5  # ten classes drawn by lot: 2.3
+    assert after_two["test/accuracy"] > 60
+    assert losses(tmp_path)[-1] < 0.7 * losses(tmp_path)[0]
+
+
 def test_cifar10_trains_from_a_cache(tmp_path):
     printed, _ = run(
         run_example, "cifar10.py", "--data", "digits", "--model", "resnet18", "--epochs", 1,
@@ -181,6 +201,42 @@ def test_cifar10_goes_on_in_one_process_where_two_had_ended(tmp_path):
     assert re.search(r"step 10  loss [\d.]+  data [\d.]+ s  training [\d.]+ s", second)
     steps = [name.name[-2:] for name in (tmp_path / "checkpoints").glob("attempt-*-step-*")]
     assert sorted(steps) == ["05", "10"]
+
+
+def learning_rate_of_nothing(tmp_path, run_dir, *options):
+    """Return the arguments of a run whose steps leave the parameters as they are."""
+    common = ("--data", "digits", "--epochs", 1, "--batch-size", 512, "--lr", 0.0)
+    return (*common, "--run-dir", tmp_path / run_dir, *options)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_cifar10_starts_from_the_weights_of_a_file_and_then_goes_on_with_its_run(size, tmp_path):
+    arguments = learning_rate_of_nothing(tmp_path, "first")
+    run(run_example, "cifar10.py", *arguments, world_size=size)
+    given = torch.load(tmp_path / "first" / "weights.pt", weights_only=True)
+    file = tmp_path / "given.pt"
+    given = {name: value + 1 if name == "fc.bias" else value for name, value in given.items()}
+    torch.save(given, file)
+
+    arguments = learning_rate_of_nothing(tmp_path, "second", "--checkpoint", file)
+    first = run(run_example, "cifar10.py", *arguments, world_size=size)[0]
+    assert f"starting from the weights of {file}" in first
+    ended = torch.load(tmp_path / "second" / "weights.pt", weights_only=True)
+    assert all(torch.equal(ended[name], given[name]) for name in ("conv1.weight", "fc.bias"))
+
+    file.unlink()  # the run goes on without it
+    again = run(run_example, "cifar10.py", *arguments, world_size=size)[0]
+    assert f"--checkpoint {file} is not read: the run has its own" in again
+    assert "restored step 2" in again
+    assert "starting from" not in again
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_cifar10_says_that_the_file_of_weights_is_missing(size, tmp_path):
+    arguments = learning_rate_of_nothing(tmp_path, "run", "--checkpoint", tmp_path / "none.pt")
+    says = f"--checkpoint {tmp_path / 'none.pt'} is no file on {size} of {size} ranks: give its"
+    with pytest.raises(SystemExit, match=re.escape(says)):
+        run(run_example, "cifar10.py", *arguments, world_size=size)
 
 
 @needs_shards

@@ -87,7 +87,7 @@ def test_facts_that_differ_make_a_table_with_one_line_for_each_opinion():
         require_same("make_loader", told, "give every rank the same data")
     assert str(caught.value) == (
         "every rank must pass the same to `make_loader`, but `length` differ:\n"
-        "  rank 0, 1, 3: length=10\n"
+        "  ranks 0, 1, 3: length=10\n"
         "  rank 2: length=9\n"
         "give every rank the same data"
     )

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 
 from pardata.ranks._failure import Failure, as_consequence
 from pardata.ranks._store import exchange
+from pardata.ranks._table import table_of
 from pardata.ranks._world import World, channel
 
 Facts = Mapping[str, object]
@@ -55,17 +56,9 @@ def require_same(place: str, told: list[dict[str, object]], cure: str) -> None:
     """Raise a `RuntimeError` with a table of the facts in which ranks differ, if they do."""
     names = [name for name in told[0] if len({repr(facts[name]) for facts in told}) > 1]
     if names:
+        table = table_of([", ".join(f"{name}={facts[name]!r}" for name in names) for facts in told])
         msg = (
             f"every rank must pass the same to `{place}`, but "
-            f"{', '.join(f'`{name}`' for name in names)} differ:\n{_table(names, told)}\n{cure}"
+            f"{', '.join(f'`{name}`' for name in names)} differ:\n{table}\n{cure}"
         )
         raise RuntimeError(msg)
-
-
-def _table(names: list[str], told: list[dict[str, object]]) -> str:
-    """One line for each set of ranks that say the same; the odd one out is then easy to see."""
-    holders: dict[str, list[str]] = {}
-    for rank, facts in enumerate(told):
-        line = ", ".join(f"{name}={facts[name]!r}" for name in names)
-        holders.setdefault(line, []).append(str(rank))
-    return "\n".join(f"  rank {', '.join(ranks)}: {line}" for line, ranks in holders.items())

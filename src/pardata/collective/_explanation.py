@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from pardata.ranks._call_site import call_site
 from pardata.ranks._failure import as_consequence, is_consequence
-from pardata.ranks._store import Channel, Peer, bounded, missing_cure, ranks_text
+from pardata.ranks._store import Channel, Peer, bounded, missing_cure
+from pardata.ranks._table import ranks_text, table_of
 from pardata.ranks._world import channel, world
 
 # Seconds to wait for the others' notes. Who is left by a peer hears of it at the same moment as
@@ -199,7 +200,7 @@ def _explained(
     first = notes.first_cause(here.rank)
     text = (
         f"`{place}` must be reached by every rank, but {_what_is_wrong(notes, first, here.size)}; "
-        f"this rank waits at {where}{_table(notes, here.size)}\n({first_words(error)})"
+        f"this rank waits at {where}\n{_table(notes, here.size)}\n({first_words(error)})"
     )
     better = TimeoutError(text) if timed_out else RuntimeError(text)
     vars(better)[_EXPLANATION] = Explanation(own, first, notes.store_is_gone)
@@ -239,10 +240,7 @@ def _who_was_late(there: list[Note], size: int) -> str:
 def _table(notes: Notes, size: int) -> str:
     """One line for each set of ranks of which the same is known."""
     known = {note.rank: note.text for note in reversed(notes.there)}
-    holders: dict[str, list[int]] = {}
-    for rank in range(size):
-        holders.setdefault(known.get(rank, "no word from it"), []).append(rank)
-    return "".join(f"\n  {ranks_text(ranks)}: {text}" for text, ranks in holders.items())
+    return table_of([known.get(rank, "no word from it") for rank in range(size)])
 
 
 def _is_timeout(error: BaseException) -> bool:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from pardata.collective._agreement import agree, require_same
 from pardata.collective._explanation import explained
 from pardata.data._reader import Fetched
-from pardata.ranks._store import ranks_text
+from pardata.ranks._table import ranks_text
 from pardata.ranks._world import World
 
 

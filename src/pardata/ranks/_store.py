@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from pardata.ranks._call_site import call_site
 from pardata.ranks._failure import as_consequence
+from pardata.ranks._table import ranks_text, table_of
 
 _T = TypeVar("_T")
 
@@ -81,8 +82,9 @@ def _exchange(
         # Everyone is here, so everyone has read the turn before: two keys a rank is all we keep.
         channel.store.delete_key(f"exchange/{turn - 1}/{peer.rank}")
     if len(set(places)) > 1:
-        table = "\n".join(f"  rank {rank}: {name}" for rank, name in enumerate(places))
-        msg = f"every rank must make the same calls in the same order, but here:\n{table}"
+        msg = (
+            f"every rank must make the same calls in the same order, but here:\n{table_of(places)}"
+        )
         raise RuntimeError(msg)
     return [text for _, text in there]
 
@@ -241,11 +243,6 @@ def _answered(timeout: timedelta, work: Callable[[], _T]) -> _T:
     if isinstance(found, BaseException):
         raise found
     return found
-
-
-def ranks_text(ranks: list[int]) -> str:
-    """Write ``[1]`` as "rank 1" and ``[1, 2]`` as "ranks 1, 2"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def check_out(store: dist.Store, size: int, *, hosts_store: bool) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 from pardata.collective._agreement import agree, require_same
 from pardata.collective._numbers import Leaf, numbers_of
 from pardata.collective._tree import Path, in_brackets
+from pardata.ranks._backend import device_of_sums
 from pardata.ranks._world import World
 
 _T = TypeVar("_T")
@@ -40,8 +41,7 @@ class Matching:
     ) -> None:
         self._here, self._place = here, place
         # Chosen from the world and never from the values: ranks could be of two minds.
-        nccl = here.backend is not None and "nccl" in here.backend
-        self.device = here.device if nccl else torch.device("cpu")
+        self.device = device_of_sums(here.backend, here.device)
         self._error: Exception | None = None
         nothing: dict[Path, Leaf] = {}
         found = self.guarded(lambda: numbers_of(value), nothing)

@@ -13,15 +13,14 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from pardata.collective._agreement import raise_on_all, require_same
+from pardata.launch._leaving import check_out
+from pardata.ranks._backend import runs_on_gpus
 from pardata.ranks._failure import Failure
 from pardata.ranks._launcher import Launch
-from pardata.ranks._store import Channel, check_out, exchange, missing_text
+from pardata.ranks._process import process
+from pardata.ranks._store import Channel, exchange, missing_text
 
 _MARGIN = timedelta(seconds=10)
-
-# Kept to the end of the process: a rank that joins again at once must not meet a store that rank 0
-# is just closing.
-_stores: dict[str, tuple[dist.Store, bool]] = {}
 
 
 @dataclass(frozen=True)
@@ -65,15 +64,15 @@ def join(
         error, device = caught, torch.device("cpu")
     if backend is None:
         backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
-    if launch.identity not in _stores:
-        _stores[launch.identity] = _open_store(launch, patience)
-    store, hosts_store = _stores[launch.identity]
+    if launch.identity not in process.stores:
+        process.stores[launch.identity] = _open_store(launch, patience)
+    store, hosts_store = process.stores[launch.identity]
     store = _fresh_part(store, launch, patience)
     arrival = _Arrival(_failure_text(error, launch), socket.gethostname(), gpu, backend)
     line = Channel(dist.PrefixStore("pardata/join", store), patience)
     try:
         arrivals = _meet(line, launch, arrival, error)
-        if "nccl" in backend:
+        if runs_on_gpus(backend):
             _refuse_shared_gpus(arrivals)
         _make_group(line, launch, store, backend=backend, timeout=timeout, device=device)
     except Exception:
@@ -248,7 +247,7 @@ def _make_group(
             world_size=launch.size,
             timeout=timeout,
             # Lets NCCL connect at once; a group of one has nobody to connect to.
-            device_id=device if "nccl" in backend and launch.size > 1 else None,
+            device_id=device if runs_on_gpus(backend) and launch.size > 1 else None,
         )
     except (RuntimeError, ValueError) as caught:
         error = caught

@@ -243,20 +243,3 @@ def _answered(timeout: timedelta, work: Callable[[], _T]) -> _T:
     if isinstance(found, BaseException):
         raise found
     return found
-
-
-def check_out(store: dist.Store, size: int, *, hosts_store: bool) -> bool:
-    """Say that this rank needs the store no more; where it lives here, wait until none does.
-
-    Returns whether all ranks said so.
-    """
-    if size == 1:
-        return True
-    try:
-        if store.add("left", 1) == size:
-            store.set("all-left", "")
-        if hosts_store:
-            store.wait(["all-left"], timedelta(seconds=30))
-    except RuntimeError:
-        return False
-    return True

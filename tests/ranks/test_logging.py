@@ -10,7 +10,8 @@ from launched import torchrun_variables
 from on_ranks import run_caught
 
 from pardata import get_logger, world
-from pardata.ranks._logger import RankLogger, _said
+from pardata.ranks._logger import RankLogger
+from pardata.ranks._process import process
 
 LEVELS = ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 
@@ -41,7 +42,7 @@ def kept(name, level=logging.DEBUG):
 @pytest.fixture
 def log(request):
     yield kept(request.node.name)
-    _said.clear()
+    process.said.clear()
 
 
 def write_at_all_levels():

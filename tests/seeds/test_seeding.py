@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from on_ranks import run_caught
 
 from pardata import seed_everything, world
-from pardata.seeds._generators import numpy_or_none
+from pardata.seeds._generators import default_generators, numpy_or_none
 from pardata.seeds._mix import mix
 
 
@@ -126,10 +126,12 @@ def test_deterministic_asks_torch_for_it(monkeypatch):
 @pytest.fixture
 def _without_numpy(monkeypatch):
     monkeypatch.setitem(sys.modules, "numpy", None)  # makes `import numpy` fail
-    numpy_or_none.cache_clear()  # asked once a process
+    for asked_once in (numpy_or_none, default_generators):
+        asked_once.cache_clear()
     yield
     monkeypatch.undo()
-    numpy_or_none.cache_clear()
+    for asked_once in (numpy_or_none, default_generators):
+        asked_once.cache_clear()
 
 
 @pytest.mark.usefixtures("_without_numpy")

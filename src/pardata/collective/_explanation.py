@@ -9,7 +9,6 @@ import re
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from types import TracebackType
 
 import torch.distributed as dist
 
@@ -133,12 +132,7 @@ class explained:  # noqa: N801  # reads as a word: with explained("all_gather")
     def __enter__(self) -> None:
         self._began = time.monotonic()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if error is None or is_consequence(error) or not is_lost(error):
             return
         better = None

@@ -98,26 +98,14 @@ def init(
 def _join(backend: str | None, timeout: timedelta | None, device: torch.device | None) -> Joined:
     launch = detect(os.environ)
     _refuse_inherited(launch)
-    joining = join(launch, backend=backend, timeout=timeout, device=device)
-    found = World(
-        launch.rank,
-        launch.size,
-        launch.local_rank,
-        launch.local_size,
-        joining.node_rank,
-        joining.num_nodes,
-        joining.device,
-        joining.backend,
-        launch.launcher,
-        _leaves=True,
-    )
+    found, hosts_store = join(launch, backend=backend, timeout=timeout, device=device)
     os.environ["PARDATA_JOINED"] = f"{os.getpid()} {launch.identity}"
     return Joined(
         found,
         default_group(),
         os.getpid(),
         make_channel(timeout),
-        joining.hosts_store,
+        hosts_store,
         made_here=True,
         at_the_end=leave_at_the_end,
     )

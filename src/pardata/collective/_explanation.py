@@ -1,7 +1,8 @@
 """A collective that fails says who did not come, who failed first and where this rank waits.
 
 All of it on the way out of an error, so that what succeeds pays nothing: a rank whose collective
-failed leaves a note in the group's store and reads what the others left.
+failed leaves a note in the group's store and reads what the others left. What comes of it goes with
+the error as its `Explanation`, for ``launch/_uncaught`` to report.
 """
 
 import json

@@ -100,21 +100,14 @@ def _join(backend: str | None, timeout: timedelta | None, device: torch.device |
     _refuse_inherited(launch)
     found, hosts_store = join(launch, backend=backend, timeout=timeout, device=device)
     os.environ["PARDATA_JOINED"] = f"{os.getpid()} {launch.identity}"
-    return Joined(
-        found,
-        default_group(),
-        os.getpid(),
-        make_channel(timeout),
-        hosts_store,
-        made_here=True,
-        at_the_end=leave_at_the_end,
-    )
+    line = make_channel(timeout)
+    return Joined(found, line, hosts_store, made_here=True, at_the_end=leave_at_the_end)
 
 
 def _adopt(device: torch.device | None, timeout: timedelta | None) -> Joined:
     with suppress(ValueError):  # whoever made the group need not have used a launcher's variables
         os.environ["PARDATA_JOINED"] = f"{os.getpid()} {detect(os.environ).identity}"
-    return Joined(existing_world(device), default_group(), os.getpid(), make_channel(timeout))
+    return Joined(existing_world(device), make_channel(timeout))
 
 
 def _refuse_inherited(launch: Launch) -> None:
@@ -158,13 +151,8 @@ def _found_text(found: World) -> str:
     launcher = {"existing": "group already there", "single": "no launcher"}.get(
         found.launcher, f"launched by {found.launcher}"
     )
+    gpus = f" of {torch.cuda.device_count()} GPU(s)" if found.device.type == "cuda" else ""
     return (
         f"{processes} on {nodes}, {launcher}, backend {found.backend}, "
-        f"device {found.device}{_gpus_text(found)} on {socket.gethostname()}"
+        f"device {found.device}{gpus} on {socket.gethostname()}"
     )
-
-
-def _gpus_text(found: World) -> str:
-    if found.device.type != "cuda":
-        return ""
-    return f" of {torch.cuda.device_count()} GPU(s)"

@@ -1,4 +1,7 @@
-"""An exception that nobody catches: one line that says whose fault it is, and nobody waits on."""
+"""An exception that nobody catches: one line that says whose fault it is, and nobody waits on.
+
+The end of a failure's way, which begins in ``ranks/_failure``.
+"""
 
 import ctypes
 import sys

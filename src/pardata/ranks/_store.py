@@ -1,7 +1,8 @@
 """Small messages between ranks over the process group's own key-value store.
 
 Nothing here is a collective of the backend: a wait has a timeout of its own, a rank that does not
-come is named, and the group is usable afterwards.
+come is named, and the group is usable afterwards. Failures are sent here (``_failure`` records
+them): as a value like any other, or by `call_off` to those who would wait in vain.
 """
 
 import json
@@ -213,7 +214,7 @@ def _answered(timeout: timedelta, work: Callable[[], _T]) -> _T:
     """Return what `work` finds in the store, or raise where the store does not answer.
 
     In a thread, for torch waits without an end for a store whose process is stopped, or is behind a
-    link that was cut.
+    link that was cut: https://github.com/pytorch/pytorch/issues/129367
     """
     outcome: list[_T | BaseException] = []
 

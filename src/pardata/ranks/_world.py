@@ -73,6 +73,13 @@ class World:
             process.joined.at_the_end(error)
 
 
+def default_group() -> object | None:
+    """Return torch's default process group, whoever made it."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    return None
+
+
 @dataclass(frozen=True)
 class Joined:
     """What `init` found, for which group and process, and what it left to be done.
@@ -83,11 +90,11 @@ class Joined:
     """
 
     world: World
-    group: object
-    pid: int
     channel: Channel
     hosts_store: bool = False
     made_here: bool = False
+    group: object = field(default_factory=default_group)
+    pid: int = field(default_factory=os.getpid)
     at_the_end: Callable[[BaseException | None], None] = lambda _: None
     on_leaving: Callable[[], None] = lambda: None
 
@@ -149,13 +156,6 @@ def is_child() -> bool:
 def _opted_out() -> bool:
     # `init` may still make this process its group of one.
     return process.joined is None and os.environ.get("PARDATA_LAUNCHER") == "none"
-
-
-def default_group() -> object | None:
-    """Return torch's default process group, whoever made it."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.group.WORLD
-    return None
 
 
 def single_world() -> World:

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 import torch
+from logged import Keeper
 from on_ranks import run_caught
-from test_logging import Keeper
 
 from pardata import init, world
 from pardata.launch import _allocator

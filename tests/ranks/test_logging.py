@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from launched import torchrun_variables
+from logged import kept
 from on_ranks import run_caught
 
 from pardata import get_logger, world
@@ -14,29 +15,6 @@ from pardata.ranks._logger import RankLogger
 from pardata.ranks._process import process
 
 LEVELS = ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
-
-
-class Keeper(logging.Handler):
-    """Keeps the records that it is given."""
-
-    def __init__(self):
-        super().__init__()
-        self.records = []
-
-    def emit(self, record):
-        self.records.append(record)
-
-    @property
-    def lines(self):
-        return [record.getMessage() for record in self.records]
-
-
-def kept(name, level=logging.DEBUG):
-    """Return a pardata logger called `name` and what keeps its records."""
-    plain, keeper = logging.getLogger(name), Keeper()
-    plain.setLevel(level)
-    plain.handlers, plain.propagate = [keeper], False
-    return get_logger(name), keeper
 
 
 @pytest.fixture

@@ -97,12 +97,6 @@ def test_an_exception_that_survives_pickle_comes_back_as_itself(error):
     assert caught.value is not error
 
 
-def test_the_exit_code_of_system_exit_survives():
-    with pytest.raises(SystemExit) as caught:
-        raised(SystemExit(7)).reraise()
-    assert caught.value.code == 7
-
-
 class Local(Exception):  # noqa: N818  # as above
     """Stands for a class that other processes cannot import."""
 

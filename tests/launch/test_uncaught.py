@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from launch_zoo import torchrun
 from launched import agent, launched, reserved_port, slurm_variables, torchrun_variables
 
 import pardata
@@ -56,18 +57,6 @@ if here.rank == bad:
 CALLS[calls[here.rank]]()
 """
 BOOM, EXIT = "ValueError: boom (train.py:41)", "SystemExit: 3 (train.py:40)"
-
-
-def torchrun(script, size, short_tmp, arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return subprocess.run(
-        [*command, f"--nproc-per-node={size}", script, *arguments],
-        env={**os.environ, "TMPDIR": short_tmp},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
 
 
 @pytest.fixture
@@ -164,7 +153,7 @@ def test_a_collective_under_way_does_not_keep_a_process_that_failed(script):
 
 
 def test_under_torchrun_the_line_stands_before_the_traceback(script, short_tmp):
-    done = torchrun("train.py", 2, short_tmp, arguments=["collective,", "1"])
+    done = torchrun("train.py", 2, short_tmp, "collective,", "1")
     assert done.returncode == 1
     before, _, after = done.stderr.partition(f"[1/2] failed: {BOOM}\n")
     assert "ValueError: boom" in after

@@ -105,18 +105,13 @@ def _is_slurm_step(env: Mapping[str, str]) -> bool:
 
 def _torchrun(env: Mapping[str, str]) -> Launch:
     _require(env, TORCHRUN, "torchrun")
-    size, local_size = whole_number(env, "WORLD_SIZE"), whole_number(env, "LOCAL_WORLD_SIZE")
-    return Launch(
-        "torchrun",
-        whole_number(env, "RANK"),
-        size,
-        whole_number(env, "LOCAL_RANK"),
-        local_size,
-        whole_number(env, "GROUP_RANK") if "GROUP_RANK" in env else None,
-        whole_number(env, "GROUP_WORLD_SIZE") if "GROUP_WORLD_SIZE" in env else None,
-        env["MASTER_ADDR"],
-        _port(env),
+    rank, size, local_rank, local_size = (whole_number(env, name) for name in _TORCHRUN_OWN)
+    node, nodes = (
+        whole_number(env, name) if name in env else None
+        for name in ("GROUP_RANK", "GROUP_WORLD_SIZE")
     )
+    address, port = env["MASTER_ADDR"], _port(env)
+    return Launch("torchrun", rank, size, local_rank, local_size, node, nodes, address, port)
 
 
 def _open_mpi(env: Mapping[str, str]) -> Launch:
@@ -148,22 +143,13 @@ def _mpi(
 
 def _slurm(env: Mapping[str, str]) -> Launch:
     _require(env, SLURM, "a SLURM step")
-    node = whole_number(env, "SLURM_NODEID")
-    tasks, nodes = _tasks_at(node, env["SLURM_STEP_TASKS_PER_NODE"])
-    step = whole_number(env, "SLURM_STEP_ID")
+    rank, size, local_rank, node, step = (whole_number(env, name) for name in SLURM[:5])
+    local_size, nodes = _tasks_at(node, env["SLURM_STEP_TASKS_PER_NODE"])
     # The same rule as Lightning and Ignite, plus the step, so that two steps of a job differ.
     port = 15000 + (whole_number(env, "SLURM_JOB_ID") % 10000 + step) % (65536 - 15000)
-    return Launch(
-        "slurm",
-        whole_number(env, "SLURM_PROCID"),
-        whole_number(env, "SLURM_STEP_NUM_TASKS"),
-        whole_number(env, "SLURM_LOCALID"),
-        tasks,
-        node,
-        nodes,
-        env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"]),
-        _port(env, default=port),
-    )
+    address = env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"])
+    port = _port(env, default=port)
+    return Launch("slurm", rank, size, local_rank, local_size, node, nodes, address, port)
 
 
 def _tasks_at(node: int, text: str) -> tuple[int, int]:

@@ -76,22 +76,6 @@ def test_a_barrier_names_the_ranks_that_did_not_come(size, absent, names):
             )
 
 
-def come_too_late():
-    here = world()
-    if here.rank == 1:
-        while channel().store.add("gave-up", 0) < here.size - 1:
-            time.sleep(0.01)
-    else:
-        assert caught(barrier, "first", SOON).type == "TimeoutError"
-        channel().store.add("gave-up", 1)
-    barrier("second")
-    return all_reduce_sum(here.rank)
-
-
-def test_the_group_and_the_next_barrier_are_usable_after_a_timeout():
-    assert run_caught(come_too_late, world_size=3) == [3, 3, 3]
-
-
 def meet_at_different_names():
     here = world()
     raised = caught(barrier, "" if here.rank else "data")
@@ -215,21 +199,6 @@ def test_an_exception_on_rank_0_is_raised_on_every_rank_at_once_with_its_origin(
             else:
                 assert raised.cause == "None"
         assert (total, result) == (sum(range(size)), "7")
-
-
-def fail_on_the_others():
-    here = world()
-    with rank_zero_first():
-        if here.rank > 0:
-            message = f"no disk on rank {here.rank}"
-            raise OSError(message)
-    return "went on"
-
-
-def test_an_exception_on_another_rank_is_its_own():
-    first, second = run_caught(fail_on_the_others, world_size=2)
-    assert first == "went on"
-    assert (second.type, second.text) == ("OSError", "no disk on rank 1")
 
 
 def keep_them_waiting(call):

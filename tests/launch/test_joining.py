@@ -23,8 +23,6 @@ from pardata.launch._rendezvous import choose_device
 from pardata.ranks._launcher import Launch
 from pardata.ranks._store import missing_text
 
-LAUNCHERS = [torchrun_variables, slurm_variables]
-by_launcher = pytest.mark.parametrize("variables", LAUNCHERS, ids=["torchrun", "slurm"])
 SOON = timedelta(seconds=1)
 
 
@@ -119,7 +117,7 @@ def join_on_bad_device(bad):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-@pytest.mark.parametrize("bad", [[0], [1], [0, 1]], ids=str)
+@pytest.mark.parametrize("bad", [[1], [0, 1]], ids=str)
 def test_a_device_that_is_not_there_is_an_error_on_every_rank_and_a_second_try_works(bad):
     for rank, (raised, total, size) in enumerate(launched(join_on_bad_device, bad, size=2)):
         text = "`device` must be one that is here, but is 'cuda', and no GPU is visible"
@@ -149,26 +147,6 @@ def test_an_address_that_does_not_resolve_is_an_error_at_once():
             raised.text,
         )
         assert raised.seconds < 5
-
-
-def test_the_first_host_of_a_step_that_does_not_resolve_is_named():
-    changes = {"SLURM_STEP_NODELIST": "no-such-[7-8].invalid"}
-    for raised in launched(join_soon, size=2, variables=slurm_variables, **changes):
-        assert "'no-such-7.invalid' does not" in raised.text
-
-
-def test_a_port_in_use_is_an_error_of_rank_0_at_once(monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        for name, value in slurm_variables(0, 2, port).items():
-            monkeypatch.setenv(name, value)
-        with pytest.raises(RuntimeError) as raised:
-            init(timeout=SOON)
-    assert str(raised.value) == (
-        f"the port of `MASTER_PORT` must be free, but localhost:{port} is in use: another run is "
-        f"on this host; set MASTER_PORT to a free port"
-    )
-    assert not dist.is_initialized()
 
 
 @pytest.mark.filterwarnings("ignore:.*TCPStore.*:UserWarning")

@@ -18,43 +18,33 @@ from pardata.ranks._launcher import (
 )
 
 # As seen under the real launchers, the variables that say nothing left in on purpose.
-TORCHRUN = {
-    "RANK": "3",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "GROUP_RANK": "1",
-    "GROUP_WORLD_SIZE": "2",
-    "ROLE_NAME": "default",
-    "ROLE_RANK": "3",
-    "ROLE_WORLD_SIZE": "4",
-    "MASTER_ADDR": "h1",
-    "MASTER_PORT": "37911",
-    "TORCHELASTIC_RUN_ID": "5d0b4fd2-6f29-4c1e-a1ac-16f9a0e6b3a5",
-    "TORCHELASTIC_RESTART_COUNT": "0",
-    "TORCHELASTIC_MAX_RESTARTS": "0",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
-    "OMP_NUM_THREADS": "1",
-}
-SRUN = {
-    "SLURM_PROCID": "3",
-    "SLURM_NTASKS": "4",
-    "SLURM_NPROCS": "4",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_NNODES": "2",
-    "SLURM_TASKS_PER_NODE": "2(x2)",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-    "SLURM_GTIDS": "2,3",
-    "SLURM_JOB_ID": "81234",
-    "SLURM_STEP_ID": "2",
-    "SLURM_JOB_NODELIST": "n[1-2]",
-    "SLURM_STEP_NODELIST": "n[1-2]",
-    "SLURMD_NODENAME": "n2",
-    "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
-    "SLURM_TASK_PID": "4242",
-}
+TORCHRUN = torchrun_variables(
+    *(3, 4, 37911),
+    LOCAL_RANK="1",
+    LOCAL_WORLD_SIZE="2",
+    GROUP_RANK="1",
+    GROUP_WORLD_SIZE="2",
+    ROLE_RANK="3",
+    ROLE_WORLD_SIZE="4",
+    MASTER_ADDR="h1",
+    TORCHELASTIC_RESTART_COUNT="0",
+    OMP_NUM_THREADS="1",
+)
+SRUN = slurm_variables(
+    *(3, 4, None),
+    SLURM_LOCALID="1",
+    SLURM_NODEID="1",
+    SLURM_NNODES="2",
+    SLURM_NTASKS="4",
+    SLURM_TASKS_PER_NODE="2(x2)",
+    SLURM_STEP_TASKS_PER_NODE="2(x2)",
+    SLURM_JOB_ID="81234",
+    SLURM_STEP_ID="2",
+    SLURMD_NODENAME="n2",
+    SLURM_JOB_NODELIST="n[1-2]",
+    SLURM_STEP_NODELIST="n[1-2]",
+)
+del SRUN["MASTER_PORT"]
 # The batch shell of `sbatch -N 2 -n 4`: a plain `python` there inherits all of it.
 SBATCH = {
     "SLURM_PROCID": "0",
@@ -241,8 +231,8 @@ def test_an_empty_or_missing_number_of_tasks_in_a_step_is_refused():
 
 
 NUMBERS = [
-    *((TORCHRUN, name) for name in list(TORCHRUN)[:6]),
-    (TORCHRUN, "MASTER_PORT"),
+    *((TORCHRUN, name) for name in list(TORCHRUN)[:5]),
+    *((TORCHRUN, name) for name in ("GROUP_WORLD_SIZE", "MASTER_PORT")),
     *((OPEN_MPI, name) for name in list(OPEN_MPI)[:4]),
     *((MPICH, name) for name in MPICH if name != "PMI_FD"),
     *((SRUN, f"SLURM_{n}") for n in ("PROCID", "STEP_NUM_TASKS", "LOCALID", "NODEID", "JOB_ID")),

@@ -7,8 +7,10 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from launch_zoo import torchrun
 from launched import agent, launched, reserved_port, slurm_variables, torchrun_variables
+from logged import kept
 
 import pardata
 from pardata.launch._uncaught import report_uncaught
@@ -212,6 +214,21 @@ def test_a_hook_that_came_later_stays(monkeypatch):
     sys.excepthook = ours
     remove()
     assert sys.excepthook is before
+
+
+def fail_in_a_second_group():
+    pardata.init(timeout=timedelta(seconds=30))
+    dist.destroy_process_group()
+    pardata.init(timeout=timedelta(seconds=30))
+    _, keeper = kept("pardata.launch._uncaught")
+    sys.excepthook(ValueError, ValueError("boom"), None)
+    dist.destroy_process_group()
+    return keeper.lines
+
+
+def test_the_hook_of_a_group_that_the_user_destroyed_says_nothing_of_the_next():
+    expected = [[f"[{rank}/2] failed: ValueError: boom (an unknown line)"] for rank in range(2)]
+    assert launched(fail_in_a_second_group, size=2) == expected
 
 
 def test_an_exit_that_is_no_success_is_told_as_an_exception_is(script):

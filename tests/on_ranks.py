@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 
 from pardata import barrier, testing, world
-from pardata.ranks import _logger, _world
 from pardata.ranks._failure import Failure
+from pardata.ranks._process import process
 
 _LIFE = 10**6  # seconds that ranks may live
 _PATIENCE = 100  # seconds for a test, if it does not say
@@ -211,8 +211,8 @@ class _Home:
         """Put everything back, and return whether the ranks are in step and can go on."""
         if dist.group.WORLD is not self.group:
             return False
-        _world._joined = None
-        _logger._said.clear()
+        process.joined = None
+        process.said.clear()
         os.environ.clear()
         os.environ.update(self.env)
         os.chdir(self.folder)

@@ -24,7 +24,7 @@ def test_options_that_differ_are_a_table_on_every_rank(size):
         assert raised.type == "RuntimeError"
         assert raised.text == (
             "every rank must pass the same to `save`, but `step` differ:\n"
-            f"  rank 0, 1: step=0\n  rank {third}: step=1\n"
+            f"  ranks 0, 1: step=0\n  rank {third}: step=1\n"
             "Pass the same on all ranks: `all_gather` collects what is not, and `rank_zero_call` "
             "gives all the name of a directory that rank 0 has made."
         )

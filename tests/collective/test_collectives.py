@@ -13,18 +13,10 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from on_ranks import Raised, caught, run, run_caught
+from on_ranks import Raised, caught, run
 
 from pardata import all_gather, all_reduce_mean, all_reduce_sum
 from pardata.collective._numbers import numbers_of
-from pardata.collective._reduction import (
-    _as_tensor,
-    _from_bytes,
-    _pack,
-    _sum_like,
-    _to_bytes,
-    _unpack,
-)
 from pardata.collective._tree import rebuilt
 
 
@@ -167,208 +159,169 @@ def test_alone_the_mean_the_sum_and_the_gather_are_the_value_itself(tree):
     assert repr(all_gather(tree)) == repr([rebuild(tree, iter(leaves(tree)))])
 
 
-def test_alone_the_mean_is_exact_whatever_the_weight():
-    # 0.1 * 3 / 3 is not 0.1.
-    assert all_reduce_mean(0.1, weight=3) == 0.1
-    assert all_reduce_mean(1e308, weight=1000) == 1e308
-
-
 # --- weights ---
 
 
-def _masked(bads):
+@pytest.mark.parametrize(
+    "weight",
+    [
+        *(torch.tensor(2), torch.tensor([2.0]), np.float32(2), np.int64(2), True, Fraction(2)),
+        *(torch.ones((), requires_grad=True), 1000),
+    ],
+)
+def test_a_weight_may_be_any_number_or_a_tensor_of_one(weight):
+    assert all_reduce_mean(0.1, weight=weight) == 0.1  # alone, to the last bit: 0.1 * 3 / 3 is not
+    assert all_reduce_mean(1e308, weight=weight) == 1e308
+
+
+def _weighted():
+    """Return means of NaN and infinities, of which only rank 0's 2.0 counts, and with all."""
     rank, _ = rank_and_size()
     found = []
-    for bad in bads:
-        value = {"loss": bad if rank else 2.0, "t": torch.tensor([bad if rank else 4.0, bad])}
+    for bad in (math.nan, math.inf, -math.inf):
+        value = {"loss": bad if rank else 2.0, "t": torch.tensor([bad if rank else 2.0])}
         with_zero = all_reduce_mean(value, weight=0 if rank else 5)
-        with_one = all_reduce_mean(value)
-        found.append((with_zero["loss"], with_zero["t"][0].item(), with_one["loss"]))
+        found.append((with_zero["loss"], with_zero["t"].item(), all_reduce_mean(value)["loss"]))
     return found
 
 
 def test_a_value_of_weight_zero_does_not_count_and_any_other_does():
-    bads = [math.nan, math.inf, -math.inf]
-    for found in run(_masked, bads, world_size=2):
-        for bad, (hidden, hidden_in_tensor, seen) in zip(bads, found, strict=True):
-            assert (hidden, hidden_in_tensor) == (2.0, 4.0)
-            assert repr(seen) == repr(bad)
+    expected = [(2.0, 2.0, math.nan), (2.0, 2.0, math.inf), (2.0, 2.0, -math.inf)]
+    assert repr(run(_weighted, world_size=2)) == repr([expected] * 2)
 
 
-def _all_zero():
-    return caught(all_reduce_mean, 1.0, 0), all_reduce_mean(2.0)
+# --- what is refused: the rank that brings it raises its own error, the others hear of it ---
 
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_if_all_weights_are_zero_every_rank_is_told(size):
-    for raised, after in on_every_rank(_all_zero, size):
-        assert (raised.type, raised.text) == (
-            "ValueError",
-            "`weight` must be positive on at least one rank, but is 0 on all: nothing was counted",
-        )
-        assert after == 2.0
-
-
-@pytest.mark.parametrize(
-    "weight", [torch.tensor(2), torch.tensor([2.0]), np.float32(2), np.int64(2), True, Fraction(2)]
-)
-def test_a_weight_may_be_any_number_or_a_tensor_of_one(weight):
-    assert all_reduce_mean(3.0, weight=weight) == 3.0
-
-
-def test_a_weight_that_requires_a_gradient_is_read():
-    assert all_reduce_mean(3.0, weight=torch.ones((), requires_grad=True)) == 3.0
-
-
-BAD_WEIGHTS = [
-    (-1, "ValueError", "`weight` must be a finite number that is not negative, but is -1.0"),
-    (math.nan, "ValueError", "`weight` must be a finite number that is not negative, but is nan"),
-    (math.inf, "ValueError", "`weight` must be a finite number that is not negative, but is inf"),
-    ("5", "TypeError", "`weight` must be one number, but is '5' (str)"),
-    (None, "TypeError", "`weight` must be one number, but is None (NoneType)"),
-    ([1], "TypeError", "`weight` must be one number, but is [1] (list)"),
-    (torch.ones(2), "TypeError", "`weight` must be one number, but is tensor([1., 1.]) (Tensor)"),
-    (torch.tensor(1j), "TypeError", "`weight` must be one number, but is 1j (complex)"),
-    (10**400, "OverflowError", "int too large to convert to float"),
+REFUSED = [
+    (
+        lambda bad: all_reduce_mean({"a": 1.0}, weight=-1 if bad else 1),
+        "ValueError: `weight` must be a finite number that is not negative, but is -1.0",
+    ),
+    (
+        lambda bad: all_reduce_mean(1.0, weight=math.inf if bad else 1),
+        "ValueError: `weight` must be a finite number that is not negative, but is inf",
+    ),
+    (
+        lambda bad: all_reduce_mean(1.0, weight=torch.ones(2) if bad else 1),
+        "TypeError: `weight` must be one number, but is tensor([1., 1.]) (Tensor)",
+    ),
+    (
+        lambda bad: all_reduce_mean(1.0, weight=torch.tensor(1j) if bad else 1),
+        "TypeError: `weight` must be one number, but is 1j (complex)",
+    ),
+    (
+        lambda bad: all_reduce_mean({"loss": [1, 2, None if bad else 3]}),
+        "TypeError: `value['loss'][2]` must be a number or a tensor, but is None (NoneType)",
+    ),
+    (
+        lambda bad: all_reduce_sum([torch.ones(2, dtype=torch.complex64 if bad else None)]),
+        "TypeError: `value[0]` must be a dense tensor of real numbers, but is complex: convert",
+    ),
+    (
+        lambda bad: all_gather("x" if bad else 1),
+        "TypeError: `value` must be a number or a tensor, but is 'x' (str)",
+    ),
+    # What fails between looking at a value and sending it.
+    (
+        lambda bad: all_reduce_mean(10**400 if bad else 1),
+        "OverflowError: int too large to convert to float",
+    ),
+    (lambda bad: all_reduce_sum(2**53 if bad else 1), "OverflowError: whole numbers and their sum"),
+    (
+        lambda bad: all_reduce_mean(torch.empty(2, device="meta" if bad else "cpu")),
+        "NotImplementedError: ",
+    ),
 ]
+ALL_ZERO = "`weight` must be positive on at least one rank, but is 0 on all: nothing was counted"
 
 
-def _bad_weights(failing):
+def _refused(failing):
     rank, _ = rank_and_size()
-    found = [
-        caught(all_reduce_mean, {"a": 1.0}, weight if rank == failing else 1)
-        for weight, _, _ in BAD_WEIGHTS
-    ]
-    return found, all_reduce_sum(1)
+    found = [caught(call, rank == failing) for call, _ in REFUSED]
+    return found, caught(all_reduce_mean, 1.0, 0), all_reduce_sum(1)
 
 
-@pytest.mark.parametrize(("size", "failing"), [(1, 0), (2, 0), (3, 1)])
-def test_a_bad_weight_on_one_rank_is_raised_on_every_rank(size, failing):
-    for rank, (found, after) in enumerate(on_every_rank(_bad_weights, size, failing)):
-        for raised, (_, kind, text) in zip(found, BAD_WEIGHTS, strict=True):
+@pytest.mark.parametrize(("size", "failing"), [(1, 0), (3, 1)])
+def test_what_is_refused_on_one_rank_is_an_error_on_all_and_the_group_stays_usable(size, failing):
+    for rank, (found, all_zero, after) in enumerate(on_every_rank(_refused, size, failing)):
+        for raised, (_, said) in zip(found, REFUSED, strict=True):
             if rank == failing:
-                assert (raised.type, raised.text) == (kind, text)
+                assert f"{raised.type}: {raised.text}".startswith(said)
             else:
                 assert raised.type == "RuntimeError"
-                assert f"rank {failing} failed in" in raised.text
-                assert f"{kind}: {text}" in raised.text
-        assert after == size  # the group is usable after all of them
+                assert f"rank {failing} failed in `" in raised.text
+                assert said in raised.text
+        assert (all_zero.type, all_zero.text) == ("ValueError", ALL_ZERO)
+        assert after == size
 
 
-# --- values that are refused ---
-
-BAD_VALUES = [
-    ("x", "`value` must be a number or a tensor, but is 'x' (str)"),
-    ({"loss": [1, 2, None]}, "`value['loss'][2]` must be a number or a tensor, but is None"),
-    ([torch.ones(2, dtype=torch.complex64)], "`value[0]` must be a dense tensor of real numbers"),
-    ([torch.eye(2).to_sparse()], "but is a torch.sparse_coo Tensor: convert it first"),
-]
+# --- structures that differ: a table on every rank ---
 
 
-def _bad_values(failing):
-    rank, _ = rank_and_size()
-    found = [
-        caught(call, bad if rank == failing else 1.0)
+def _shown(shape):
+    return f"structure='value: {shape}'"
+
+
+DIFFERENT = {
+    "key": ({"loss": 1.0}, {"loss": 1.0, "extra": 1.0}, "value['extra']: number; value['loss']"),
+    "length": ([1.0] * 2, [1.0] * 3, "value[2]: number"),
+    "many": ([1.0] * 3, [1.0] * 100, "value[99]: number"),
+    "vector": (1.0, torch.ones(1), "rank 1: structure='value: "),
+    "nesting": ([1.0], [[1.0]], "value[0][0]: number"),
+    "deep": ({"a": [{"c": (1.0, torch.ones(2))}]}, {"a": [{"c": (1.0, 2.0)}]}, "['c'][1]: "),
+    "nothing": (1.0, [], "rank 1: structure=''"),
+}
+REDUCED = {"shape": (torch.ones(2, 3), torch.ones(3, 2), _shown("3x2"))}
+GATHERED = {
+    "dtype": (torch.ones(2), torch.ones(2).double(), _shown("rows of torch.float64")),
+    "columns": (torch.ones(2, 3), torch.ones(2, 4), _shown("rowsx4 of torch.float32")),
+    "dimensions": (torch.ones(2), torch.ones(2, 1), _shown("rowsx1 of torch.float32")),
+    "kind": (1, 1.0, _shown("number of torch.float64")),
+    "flag": (1, True, _shown("number of torch.bool")),
+    "scalar": (torch.ones(1), torch.tensor(1.0), _shown("number of torch.float32")),
+}
+CASES = [
+    *((call, case) for call in (all_reduce_mean, all_reduce_sum) for case in REDUCED.values()),
+    *((all_gather, case) for case in GATHERED.values()),
+    *(
+        (call, case)
         for call in (all_reduce_mean, all_reduce_sum, all_gather)
-        for bad, _ in BAD_VALUES
-    ]
-    return found, all_gather(rank)
-
-
-@pytest.mark.parametrize(("size", "failing"), [(1, 0), (2, 0), (3, 2)])
-def test_a_leaf_that_is_no_number_is_raised_on_every_rank_by_its_path(size, failing):
-    for rank, (found, after) in enumerate(on_every_rank(_bad_values, size, failing)):
-        for raised, (_, text) in zip(found, BAD_VALUES * 3, strict=True):
-            assert raised.type == ("TypeError" if rank == failing else "RuntimeError")
-            assert text in raised.text
-        assert after == list(range(size))
-
-
-def _unreadable(failing):
-    rank, _ = rank_and_size()
-    bad = rank == failing
-    found = [
-        caught(all_reduce_mean, 10**400 if bad else 1),
-        caught(all_reduce_mean, torch.empty(2, device="meta") if bad else torch.ones(2)),
-        caught(all_gather, 2**63 if bad else 1),
-    ]
-    return [result.type for result in found], all_reduce_mean(1.0)
-
-
-@pytest.mark.parametrize("size", [3])
-def test_a_value_that_cannot_be_read_is_raised_on_every_rank(size):
-    # Whatever fails between looking at a value and sending it: the others must not wait.
-    results = run(_unreadable, 1, world_size=size, timeout=30)
-    assert results[0] == (["RuntimeError"] * 3, 1.0)
-    assert results[1][0][:2] == ["OverflowError", "NotImplementedError"]
-
-
-# --- structures that differ ---
+        for case in DIFFERENT.values()
+    ),
+]
 
 
 def _different():
     rank, _ = rank_and_size()
-    odd = rank == 1
-    deep = {"a": {"b": [{"c": (1.0, 2.0, 3.0 if odd else torch.ones(2))}]}}
-    cases = {
-        "key": {"loss": 1.0, **({"extra": 1.0} if odd else {})},
-        "length": [1.0] * (3 if odd else 2),
-        "many": [1.0] * (100 if odd else 3),
-        "shape": torch.ones(3, 2) if odd else torch.ones(2, 3),
-        "vector": torch.ones(1) if odd else 1.0,
-        "nesting": [[1.0]] if odd else [1.0],
-        "deep": deep,
-        "nothing": [] if odd else 1.0,
-    }
-    found = {}
-    for name, value in cases.items():
-        for call in (all_reduce_mean, all_reduce_sum, all_gather):
-            if name == "shape" and call is all_gather:
-                continue
-            found[f"{name}, {call.__name__}"] = (caught(call, value), all_reduce_sum(rank))
-    return found
+    found = [
+        (caught(call, odd if rank == 1 else usual), all_reduce_sum(rank))
+        for call, (usual, odd, _) in CASES
+    ]
+    sum_or_mean = caught(all_reduce_sum if rank else all_reduce_mean, 1.0)
+    return found, sum_or_mean, caught(all_gather if rank else all_reduce_mean, 1.0)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_structures_that_differ_are_a_table_on_every_rank_and_the_group_stays_usable(size):
-    total = sum(range(size))
-    results = run(_different, world_size=size)
-    for found in results:
-        assert len(found) == 23
-        for name, (raised, after) in found.items():
-            assert isinstance(raised, Raised), name
-            assert raised.type == "RuntimeError", name
-            assert "every rank must pass the same to `all_reduce or all_gather`" in raised.text
-            assert "but `structure` differ" in raised.text
-            others = ", ".join(str(rank) for rank in range(size) if rank != 1)
-            assert f"\n  rank {others}: structure=" in raised.text
+    most = "rank 0" if size == 2 else "ranks 0, 2"
+    for found, sum_or_mean, gather_or_mean in run(_different, world_size=size):
+        for (raised, after), (call, (*_, shown)) in zip(found, CASES, strict=True):
+            assert isinstance(raised, Raised), (call, shown)
+            assert raised.type == "RuntimeError"
+            assert raised.text.startswith(
+                f"every rank must pass the same to `all_reduce or all_gather`, but `structure` "
+                f"differ:\n  {most}: structure="
+            )
             assert "\n  rank 1: structure=" in raised.text
-            assert "Make the same call with the same structure on every rank." in raised.text
-            assert after == total
-    text = results[0]["key, all_reduce_mean"][0].text
-    assert "rank 1: structure=\"value['extra']: number; value['loss']: number\"" in text
-    text = results[0]["deep, all_reduce_sum"][0].text
-    assert "value['a']['b'][0]['c'][2]: 2" in text
-    text = results[0]["shape, all_reduce_mean"][0].text
-    assert "structure='value: 2x3'" in text
-    assert "structure='value: 3x2'" in text
-
-
-def _different_calls():
-    rank, _ = rank_and_size()
-    mean_or_sum = caught(all_reduce_sum if rank else all_reduce_mean, 1.0)
-    mean_or_gather = caught(all_gather if rank else all_reduce_mean, 1.0)
-    return mean_or_sum, mean_or_gather, all_reduce_sum(1)
-
-
-@pytest.mark.parametrize("size", [3])
-def test_different_calls_are_a_table_on_every_rank(size):
-    for first, second, after in run(_different_calls, world_size=size):
-        assert "but `call` differ:\n  rank 0: call='all_reduce_mean'\n" in first.text
-        others = ", ".join(map(str, range(1, size)))
-        assert f"\n  rank {others}: call='all_reduce_sum'\n" in first.text
-        assert "call='all_gather'" in second.text
-        assert after == size
+            assert shown in raised.text
+            assert raised.text.endswith(
+                "\nMake the same call with the same structure on every rank."
+            )
+            assert after == sum(range(size))
+        assert "but `call` differ:\n  rank 0: call='all_reduce_mean'\n" in sum_or_mean.text
+        others = "rank 1" if size == 2 else "ranks 1, 2"
+        assert f"\n  {others}: call='all_reduce_sum'\n" in sum_or_mean.text
+        assert "call='all_gather'" in gather_or_mean.text
 
 
 def _same_in_other_clothes():
@@ -446,7 +399,7 @@ def _dtypes():
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_dtypes(size):
+def test_floats_keep_their_dtype_and_whole_numbers_have_a_wide_one(size):
     for mean, total, gathered in on_every_rank(_dtypes, size):
         for dtype in FLOATS:
             assert mean[str(dtype)].dtype == total[str(dtype)].dtype == dtype
@@ -461,36 +414,24 @@ def test_dtypes(size):
                 assert gathered[rank][str(dtype)].tolist() == [1, rank]
 
 
-def _default_dtype():
-    torch.set_default_dtype(torch.float64)
-    return all_reduce_mean(torch.tensor([1, 2])).dtype
-
-
-def test_whole_tensors_become_the_default_dtype():
-    assert run(_default_dtype, world_size=2) == [torch.float64] * 2
-
-
-def _small_integers():
-    return all_reduce_sum(torch.tensor([200, 1], dtype=torch.uint8)).tolist()
-
-
-def test_a_sum_of_small_integers_does_not_wrap_around():
-    assert run(_small_integers, world_size=2) == [[400, 2]] * 2
-
-
 def _kinds_of_numbers():
     rank, _ = rank_and_size()
     total = all_reduce_sum([True, 2, 1.5, np.int64(3), np.float64(0.5), np.bool_(1)])
     mixed = all_reduce_sum([0.5 if rank else 1, torch.tensor(0.5) if rank else torch.tensor(1)])
-    return total, [type(item) for item in total], mixed
+    endless = all_reduce_sum([math.inf if rank else 3, math.nan if rank else 3])
+    small = all_reduce_sum(torch.tensor([200, 1], dtype=torch.uint8))
+    torch.set_default_dtype(torch.float64)
+    return total, mixed, endless, small.tolist(), all_reduce_mean(torch.tensor([1, 2])).dtype
 
 
 def test_whole_numbers_stay_whole_unless_another_rank_brings_a_fraction():
-    for total, kinds, mixed in run(_kinds_of_numbers, world_size=2):
-        assert total == [2, 4, 3.0, 6, 1.0, 2]
-        assert kinds == [int, int, float, int, float, int]
-        assert mixed == [1.5, torch.tensor(1.5, dtype=torch.float64)]
+    for total, mixed, endless, small, default in run(_kinds_of_numbers, world_size=2):
+        assert repr(total) == "[2, 4, 3.0, 6, 1.0, 2]"
+        assert [float(item) for item in mixed] == [1.5, 1.5]
         assert type(mixed[0]) is float
+        assert repr(endless) == "[inf, nan]"
+        assert small == [400, 2]  # does not wrap around
+        assert default == torch.float64
 
 
 def _gradients():
@@ -515,14 +456,6 @@ def test_alone_too_the_result_has_memory_of_its_own(call, dtype):
     value = torch.ones(2, dtype=dtype)
     call(value).zero_()
     assert value.tolist() == [1, 1]
-
-
-@pytest.mark.parametrize("call", [all_reduce_mean, all_reduce_sum])
-def test_views_of_any_stride_are_read(call):
-    grid = torch.arange(6.0).reshape(2, 3)
-    assert torch.equal(call(grid.T), grid.T)
-    assert torch.equal(call(grid[:, 1]), grid[:, 1])
-    assert torch.equal(call(torch.ones(1).expand(3)), torch.ones(3))
 
 
 def _empties():
@@ -578,13 +511,28 @@ def test_the_limit_alone():
             all_reduce_sum(value)
 
 
-def test_the_input_of_an_infinite_sum_elsewhere_is_no_overflow():
-    # What an integer here and an infinity on another rank add up to.
-    assert _sum_like(3, torch.tensor(math.inf, dtype=torch.float64)) == math.inf
-    assert math.isnan(_sum_like(3, torch.tensor(math.nan, dtype=torch.float64)))
-
-
 # --- all_gather ---
+
+
+def _views():
+    rank, _ = rank_and_size()
+    grid = torch.arange(6.0).reshape(3, 2) + rank
+    # One row of a column has a stride but counts as contiguous.
+    views = [grid[:1, 1], grid[:, 1], grid.T, torch.ones(1).expand(3), torch.tensor([1j]).imag]
+    views.append(torch.tensor([1 + 2j]).conj().imag)
+    return [
+        all(torch.equal(all_gather(view)[rank], view) for view in views),
+        all(
+            torch.equal(call(view - rank), (view - rank) * n)
+            for view in views[:3]
+            for call, n in ((all_reduce_mean, 1), (all_reduce_sum, rank_and_size()[1]))
+        ),
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_views_of_any_stride_are_read(size):
+    assert on_every_rank(_views, size) == [[True, True]] * size
 
 
 def _uneven():
@@ -617,92 +565,4 @@ def test_tensors_with_different_numbers_of_rows_are_gathered(size):
                     assert one == other
 
 
-def _strides():
-    rank, _ = rank_and_size()
-    grid = torch.arange(6.0).reshape(3, 2) + rank
-    # One row of a column has a stride but counts as contiguous.
-    views = [grid[:1, 1], grid[:, 1], grid.T, torch.ones(1).expand(3), torch.tensor([1j]).imag]
-    views.append(torch.tensor([1 + 2j]).conj().imag)
-    return [[x.tolist() for x in all_gather(view)] for view in views]
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_views_of_any_stride_are_gathered(size):
-    for column, *_, flipped in on_every_rank(_strides, size):
-        assert column == [[1.0 + rank] for rank in range(size)]
-        assert flipped == [[-2.0]] * size
-
-
-def _gathered_differently():
-    rank, _ = rank_and_size()
-    pairs = [
-        (torch.ones(2), torch.ones(2, dtype=torch.float64)),
-        (torch.ones(2, 3), torch.ones(2, 4)),
-        (torch.ones(2), torch.ones(2, 1)),
-        (1, 1.0),
-        (True, 1),
-        (torch.ones(1), torch.tensor(1.0)),
-    ]
-    return [caught(all_gather, pair[rank]) for pair in pairs], all_gather(rank)
-
-
-def test_dtypes_and_other_dimensions_that_differ_are_a_table_on_every_rank():
-    for found, after in run(_gathered_differently, world_size=2):
-        for raised in found:
-            assert raised.type == "RuntimeError"
-            assert "every rank must pass the same to `all_reduce or all_gather`" in raised.text
-        assert "structure='value: rows of torch.float32'" in found[0].text
-        assert "structure='value: rows of torch.float64'" in found[0].text
-        assert "structure='value: rowsx3 of torch.float32'" in found[1].text
-        assert "structure='value: number of torch.float32'" in found[5].text
-        assert after == [0, 1]
-
-
-@given(trees)
-def test_bytes_and_back_are_the_same_numbers(tree):
-    own = leaves(tree)
-    parts = [_as_tensor(leaf) for leaf in own]
-    nothing = torch.empty(0, dtype=torch.uint8)
-    flat = torch.cat([nothing, *(_to_bytes(part, torch.device("cpu")) for part in parts)])
-    counts = [len(part) if part.ndim else 1 for part in parts]
-    assert repr(list(_from_bytes(own, counts, flat))) == repr(own)
-
-
-@given(trees)
-def test_packing_and_unpacking_give_every_number_back(tree):
-    own = leaves(tree)
-    packed = _pack(own, 1.0, torch.device("cpu"))
-    pairs = _unpack(own, packed, lambda leaf, part: (leaf, part))
-    for leaf, (same, part) in zip(own, pairs, strict=True):
-        assert same is leaf
-        expected = torch.as_tensor(leaf, dtype=torch.float64)
-        assert torch.equal(torch.as_tensor(part, dtype=torch.float64), expected)
-
-
 # --- where a group is missing ---
-
-
-@pytest.mark.parametrize("call", [all_reduce_mean, all_reduce_sum, all_gather])
-def test_without_init_under_a_launcher_it_says_so(monkeypatch, call):
-    for name, value in {
-        "RANK": "0",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",
-        "TORCHELASTIC_RUN_ID": "x",
-    }.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(RuntimeError, match=rf"`{call.__name__}` needs the process group"):
-        call(1.0)
-
-
-def _raises_nothing_here():
-    rank, size = rank_and_size()
-    return all_reduce_mean({"a": [1.0, rank]}, weight=size)
-
-
-def test_the_result_is_the_same_on_every_rank():
-    results = run_caught(_raises_nothing_here, world_size=4)
-    assert results == [{"a": [1.0, 1.5]}] * 4

@@ -76,22 +76,6 @@ def test_a_barrier_names_the_ranks_that_did_not_come(size, absent, names):
             )
 
 
-def come_too_late():
-    here = world()
-    if here.rank == 1:
-        while channel().store.add("gave-up", 0) < here.size - 1:
-            time.sleep(0.01)
-    else:
-        assert caught(barrier, "first", SOON).type == "TimeoutError"
-        channel().store.add("gave-up", 1)
-    barrier("second")
-    return all_reduce_sum(here.rank)
-
-
-def test_the_group_and_the_next_barrier_are_usable_after_a_timeout():
-    assert run_caught(come_too_late, world_size=3) == [3, 3, 3]
-
-
 def meet_at_different_names():
     here = world()
     raised = caught(barrier, "" if here.rank else "data")
@@ -104,13 +88,9 @@ def test_barriers_of_different_names_are_told_apart_on_every_rank(size):
     for raised, total in run_caught(meet_at_different_names, world_size=size):
         assert raised.type == "RuntimeError"
         assert "every rank must make the same calls in the same order" in raised.text
-        assert "\n  rank 0: barrier('data')\n  rank 1: barrier()" in raised.text
+        others = "rank 1" if size == 2 else "ranks 1, 2"
+        assert raised.text.endswith(f"\n  rank 0: barrier('data')\n  {others}: barrier()")
         assert total == size
-
-
-def test_a_barrier_of_one_process_returns_at_once():
-    barrier()
-    barrier("name", timeout=timedelta(seconds=1))
 
 
 # --- rank_zero_first
@@ -127,8 +107,7 @@ def record_order(directory, local):
     return found
 
 
-@pytest.mark.parametrize("local", [False, True])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("size", "local"), [(1, False), (2, True), (4, False)])
 def test_rank_0_goes_first_and_the_others_find_what_it_did(size, local, tmp_path):
     found = run_caught(record_order, str(tmp_path), local, world_size=size)
     assert found == [False] + [True] * (size - 1)
@@ -190,50 +169,36 @@ def raise_it(error):
     raise exception
 
 
-def fail_and_go_on(fn, error):
-    raised = caught(fn, error)
-    barrier("afterwards")
+FAILING = [(fn, error) for fn in (fail_in_first, fail_in_call) for error in ERRORS]
+
+
+def fail_and_go_on():
+    raised = []
+    for fn, error in FAILING:
+        raised.append(caught(fn, error))
+        barrier("afterwards")
     return raised, all_reduce_sum(world().rank), rank_zero_call(str, 7)
 
 
-@pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("fn", [fail_in_first, fail_in_call])
 @pytest.mark.parametrize("size", SIZES)
-def test_an_exception_on_rank_0_is_raised_on_every_rank_at_once_with_its_origin(size, fn, error):
-    outcomes = run_caught(fail_and_go_on, fn, error, world_size=size)
-    place = {fail_in_first: "rank_zero_first", fail_in_call: "rank_zero_call"}[fn]
-    for rank, (raised, total, result) in enumerate(outcomes):
-        assert raised.seconds < 1
-        assert "the file is truncated" in raised.text
-        if rank == 0:
-            assert raised.type == error
-            assert raised.cause == "None"
-        else:
-            whole = error != "Unpicklable"
+def test_an_exception_on_rank_0_is_raised_on_every_rank_at_once_with_its_origin(size):
+    for rank, (found, total, result) in enumerate(run_caught(fail_and_go_on, world_size=size)):
+        for raised, (fn, error) in zip(found, FAILING, strict=True):
+            place = {fail_in_first: "rank_zero_first", fail_in_call: "rank_zero_call"}[fn]
+            whole = rank == 0 or error != "Unpicklable"
+            failed = f"rank 0 failed in `{place}`: Unpicklable: 5: the file is truncated"
+            assert raised.seconds < 1
             assert raised.type == (error if whole else "RuntimeError")
-            if not whole:
-                text = f"rank 0 failed in `{place}`: Unpicklable: 5: the file is truncated"
-                assert raised.text == text
-            assert raised.cause.startswith(f"raised on rank 0 in `{place}`:\n\nTraceback")
-            assert re.search(
-                r"test_rank_zero\.py.*line \d+, in (fail_in_first|raise_it)", raised.cause
-            )
+            assert "the file is truncated" in raised.text
+            assert whole or raised.text == failed
+            if rank:
+                assert raised.cause.startswith(f"raised on rank 0 in `{place}`:\n\nTraceback")
+                assert re.search(
+                    r"test_rank_zero\.py.*line \d+, in (fail_in_first|raise_it)", raised.cause
+                )
+            else:
+                assert raised.cause == "None"
         assert (total, result) == (sum(range(size)), "7")
-
-
-def fail_on_the_others():
-    here = world()
-    with rank_zero_first():
-        if here.rank > 0:
-            message = f"no disk on rank {here.rank}"
-            raise OSError(message)
-    return "went on"
-
-
-def test_an_exception_on_another_rank_is_its_own():
-    first, second = run_caught(fail_on_the_others, world_size=2)
-    assert first == "went on"
-    assert (second.type, second.text) == ("OSError", "no disk on rank 1")
 
 
 def keep_them_waiting(call):
@@ -312,21 +277,6 @@ def test_the_result_of_rank_0_arrives_whole_on_every_rank(size):
     assert (
         run_caught(call_for_things, world_size=size) == [(Path("a/b"), [0, 1, 2], None, 0)] * size
     )
-
-
-def call_many():
-    seen = []
-    for turn in range(50):
-        seen.append(rank_zero_call(divmod, turn, 7))
-        with rank_zero_first():
-            pass
-    return seen
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_many_sections_in_a_row_do_not_get_mixed_up(size):
-    expected = [divmod(turn, 7) for turn in range(50)]
-    assert run_caught(call_many, world_size=size) == [expected] * size
 
 
 def count_keys():

@@ -155,15 +155,6 @@ def test_outside_the_main_thread_nothing_is_heard_and_it_says_so_once(caplog):
     assert caplog.text.count("signals cannot be heard outside the main thread") == 1
 
 
-def test_without_signals_of_its_own_it_listens_to_sigterm_and_sigusr2():
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)]
-    with StopSignal():
-        assert signal.getsignal(signal.SIGTERM) != before[0]
-        assert signal.getsignal(signal.SIGUSR2) != before[1]
-    with StopSignal(signal.SIGUSR1):
-        assert signal.getsignal(signal.SIGTERM) == before[0]
-
-
 @pytest.mark.parametrize("wrong", [signal.SIGKILL, signal.SIGSTOP, 999, "SIGTERM", None])
 def test_what_is_no_signal_that_can_be_caught_is_refused(wrong):
     with pytest.raises(ValueError, match=r"`signals` must be ones that can be caught, as signal\."):

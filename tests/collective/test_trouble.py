@@ -3,9 +3,6 @@
 import os
 import re
 import signal
-import subprocess
-import sys
-import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -281,16 +278,6 @@ def test_notes_are_read_in_the_order_in_which_they_reached_the_store(line):
     assert not notes.store_is_gone
 
 
-def test_who_waits_for_notes_goes_on_when_the_last_is_there(line):
-    later = threading.Timer(0.3, lambda: Notes(line, Seat(1, 2), note(1), patience=0, settle=0))
-    later.start()
-    start = time.monotonic()
-    notes = Notes(line, Seat(0, 2), note(0), patience=60, settle=60)
-    assert time.monotonic() - start < 30
-    assert notes.missing() == []
-    later.join()
-
-
 def test_who_knows_the_first_cause_waits_only_a_little_for_the_rest(line):
     Notes(line, Seat(1, 3), note(1, is_cause=True), patience=0, settle=0)
     start = time.monotonic()
@@ -308,30 +295,3 @@ def test_at_most_so_many_notes_are_read(line):
     for rank in range(70):
         Notes(line, Seat(rank, 100), note(rank), patience=0, settle=0)
     assert len(Notes(line, Seat(70, 100), None, patience=0, settle=0).there) == 64
-
-
-SERVER = """
-import sys, time, torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-time.sleep(100)
-"""
-
-
-@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_store_that_hangs_or_dies_holds_nobody_for_long(how):
-    server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
-    try:
-        store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False)
-        os.kill(server.pid, how)
-        if how == signal.SIGKILL:
-            server.wait()
-        start = time.monotonic()
-        notes = Notes(Channel(store, LONG), Seat(0, 2), note(0), patience=0.2, settle=0)
-        assert time.monotonic() - start < 20
-        assert notes.store_is_gone
-        assert notes.there == []
-    finally:
-        server.kill()
-        server.wait()
-        server.stdout.close()

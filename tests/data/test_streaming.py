@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from logged import Keeper
 from on_ranks import Raised, caught, run, run_caught
-from test_logging import Keeper
 from torch.utils.data import IterableDataset, get_worker_info
 
 from pardata import Microbatches, make_loader, progress

@@ -2,14 +2,16 @@
 
 import ctypes
 import logging
+import os
 import sys
+from unittest.mock import patch
 
 import pytest
 import torch
+from logged import Keeper
 from on_ranks import run_caught
-from test_logging import Keeper
 
-from pardata import init, world
+from pardata import init
 from pardata.launch import _allocator
 from pardata.launch._allocator import keep_freed_memory
 
@@ -36,7 +38,9 @@ def page_faults(tuned):
 
 @glibc
 def test_memory_that_is_freed_and_taken_again_costs_no_page_faults():
-    ((untuned,), (tuned,)) = (run_caught(page_faults, t, world_size=1) for t in (False, True))
+    ((untuned,), (tuned,)) = (
+        run_caught(page_faults, t, world_size=1, fresh=True) for t in (False, True)
+    )
     assert max(tuned) < min(untuned) / 2  # with huge pages the latter is some 20, else 10,000
 
 
@@ -70,22 +74,21 @@ def test_a_setting_that_glibc_refuses_is_not_called_done(monkeypatch, refused):
     assert keep_freed_memory() is (refused is None)
 
 
-def init_and_count(arguments, works):
-    from pardata.launch import _init
-
+def init_and_count(arguments, env, works):
     calls = []
 
     def tune():
         calls.append(1)
         return works
 
-    _init.keep_freed_memory = tune
     keeper = Keeper()
     logger = logging.getLogger("pardata")
     logger.addHandler(keeper)
     logger.setLevel(logging.INFO)
-    init(**arguments)
-    init()
+    os.environ.update(env)
+    with patch("pardata.launch._init.keep_freed_memory", tune):
+        init(**arguments)
+        init()
     return len(calls), [line for line in keeper.lines if "allocator" in line]
 
 
@@ -110,11 +113,5 @@ SAID = (
 def test_init_tunes_on_a_cpu_unless_told_otherwise_and_says_so_once(
     arguments, env, works, expected
 ):
-    outcomes = run_caught(init_and_count, arguments, works, world_size=2, env=env)
+    outcomes = run_caught(init_and_count, arguments, env, works, world_size=2)
     assert outcomes == expected
-
-
-def test_a_process_that_never_calls_init_is_left_alone(monkeypatch):
-    # Not `ctypes.CDLL` itself, by which torch looks for GPUs the first time that it is asked.
-    monkeypatch.setattr(_allocator, "ctypes", None)
-    assert world().size == 1

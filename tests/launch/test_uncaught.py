@@ -7,10 +7,13 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from launch_zoo import torchrun
 from launched import agent, launched, reserved_port, slurm_variables, torchrun_variables
+from logged import kept
 
 import pardata
-from pardata.launch._uncaught import _UncaughtHook, report_uncaught
+from pardata.launch._uncaught import report_uncaught
 
 SCRIPT = """
 import sys, time, torch, pardata
@@ -56,18 +59,6 @@ if here.rank == bad:
 CALLS[calls[here.rank]]()
 """
 BOOM, EXIT = "ValueError: boom (train.py:41)", "SystemExit: 3 (train.py:40)"
-
-
-def torchrun(script, size, short_tmp, arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return subprocess.run(
-        [*command, f"--nproc-per-node={size}", script, *arguments],
-        env={**os.environ, "TMPDIR": short_tmp},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
 
 
 @pytest.fixture
@@ -164,7 +155,7 @@ def test_a_collective_under_way_does_not_keep_a_process_that_failed(script):
 
 
 def test_under_torchrun_the_line_stands_before_the_traceback(script, short_tmp):
-    done = torchrun("train.py", 2, short_tmp, arguments=["collective,", "1"])
+    done = torchrun("train.py", 2, short_tmp, "collective,", "1")
     assert done.returncode == 1
     before, _, after = done.stderr.partition(f"[1/2] failed: {BOOM}\n")
     assert "ValueError: boom" in after
@@ -175,7 +166,7 @@ def test_under_torchrun_the_line_stands_before_the_traceback(script, short_tmp):
 
 
 def is_ours():
-    return isinstance(sys.excepthook, _UncaughtHook)
+    return sys.excepthook.__module__ == "pardata.launch._uncaught"
 
 
 def where_it_is():
@@ -197,11 +188,9 @@ def test_the_hook_comes_and_goes_and_hands_on(monkeypatch):
     seen = []
     monkeypatch.setattr(sys, "excepthook", lambda *facts: seen.append(facts))
     before = sys.excepthook
-    remove = report_uncaught()
+    remove = report_uncaught(None)
     ours = sys.excepthook
     assert ours is not before
-    report_uncaught()
-    assert sys.excepthook is ours
     error = ValueError("x")
     ours(ValueError, error, None)  # no group: nothing but the next
     assert seen == [(ValueError, error, None)]
@@ -214,7 +203,7 @@ def test_a_hook_that_came_later_stays(monkeypatch):
     seen = []
     monkeypatch.setattr(sys, "excepthook", lambda *facts: seen.append(facts))
     before = sys.excepthook
-    remove = report_uncaught()
+    remove = report_uncaught(None)
     ours = sys.excepthook
     later = lambda *facts: ours(*facts)  # noqa: E731, PLW0108  # a hook of somebody else
     sys.excepthook = later
@@ -225,6 +214,21 @@ def test_a_hook_that_came_later_stays(monkeypatch):
     sys.excepthook = ours
     remove()
     assert sys.excepthook is before
+
+
+def fail_in_a_second_group():
+    pardata.init(timeout=timedelta(seconds=30))
+    dist.destroy_process_group()
+    pardata.init(timeout=timedelta(seconds=30))
+    _, keeper = kept("pardata.launch._uncaught")
+    sys.excepthook(ValueError, ValueError("boom"), None)
+    dist.destroy_process_group()
+    return keeper.lines
+
+
+def test_the_hook_of_a_group_that_the_user_destroyed_says_nothing_of_the_next():
+    expected = [[f"[{rank}/2] failed: ValueError: boom (an unknown line)"] for rank in range(2)]
+    assert launched(fail_in_a_second_group, size=2) == expected
 
 
 def test_an_exit_that_is_no_success_is_told_as_an_exception_is(script):

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pardata import check_in_sync, fingerprint, load_weights, unwrap, wrap_model
 from pardata.model._dp import ReadThroughDP, _rows
-from pardata.ranks import _logger as _logging
+from pardata.ranks._process import process
 
 Pair = namedtuple("Pair", "loss scores")  # noqa: PYI024  # the plain kind is what is tested
 
@@ -259,7 +259,7 @@ class Hiding(nn.Linear):
 
 
 def test_names_that_dp_hides_are_logged_once(caplog, monkeypatch):
-    monkeypatch.setattr(_logging, "_said", set())
+    monkeypatch.setattr(process, "said", set())
     wrapped("dp", kind=Hiding)
     wrapped("dp", kind=Hiding)
     assert [r.getMessage() for r in caplog.records if "hides" in r.getMessage()] == [

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from pardata import check_in_sync, fingerprint, init, unwrap, world, wrap_model
-from pardata.ranks import _logger as _logging
+from pardata.ranks._process import process
 
 FSDP_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
 needs_fsdp = pytest.mark.skipif(
@@ -65,7 +65,7 @@ def share(tensor):
 
 @pytest.fixture
 def _says_again(monkeypatch):
-    monkeypatch.setattr(_logging, "_said", set())
+    monkeypatch.setattr(process, "said", set())
 
 
 # What comes back

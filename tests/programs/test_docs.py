@@ -32,9 +32,10 @@ from places import ROOT
 
 import pardata
 import pardata.testing
+from pardata.launch._leaving import leave
 from pardata.output import _progress
-from pardata.ranks import _logger as _logging
-from pardata.ranks import _world
+from pardata.ranks._logger import RankLogger
+from pardata.ranks._process import process
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
@@ -120,8 +121,8 @@ def _restored():
     """Undo what the code of a page may do to this process."""
     path, modules = list(sys.path), set(sys.modules)
     yield
-    _world._leave()
-    _logging._said.clear()
+    leave()
+    process.said.clear()
     sys.path[:] = path
     for name in sys.modules.keys() - modules:
         if name.startswith("page_"):
@@ -342,7 +343,7 @@ PUBLIC |= {f"testing.{name}": getattr(pardata.testing, name) for name in pardata
 CLASSES = [
     *(value for value in PUBLIC.values() if isinstance(value, type)),
     _progress.Progress,
-    _logging.RankLogger,
+    RankLogger,
 ]
 
 

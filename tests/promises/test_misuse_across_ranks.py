@@ -142,9 +142,9 @@ CASES = {
     "progress": [
         case("progress(5)", "TypeError", "`iterable` must be something to iterate over, but is 5"),
         case("progress([1], total='all')", "TypeError",
-             "`total` must be a number from 0 up, but is 'all'"),
-        case("progress([1], batch_size=-1)", "TypeError",
-             "`batch_size` must be a number from 0 up, but is -1"),
+             "`total` must be an integer of at least 0, but is 'all'"),
+        case("progress([1], batch_size=-1)", "ValueError",
+             "`batch_size` must be an integer of at least 0, but is -1"),
         case("shown(loss=torch.ones(3))", "TypeError", "`loss` must be one number to be shown, but "
              "is a tensor of 3", label="`bar.show(loss=torch.ones(3))`"),
     ],
@@ -152,7 +152,7 @@ CASES = {
         case("MetricWriter(__file__)", "FileExistsError", "File exists", ranks=(0,), ours=False,
              label="`MetricWriter(a_file)`"),
         case("written('1', {'loss': 1.0})", "TypeError",
-             "`step` must be an integer, but is '1' (str)",
+             "`step` must be an integer, but is '1': pass a whole number",
              label="`writer.write('1', {'loss': 1.0})`"),
         case("written(1, [1.0])", "TypeError", "`values` must map names to numbers, but is [1.0]",
              label="`writer.write(1, [1.0])`"),

@@ -49,10 +49,6 @@ def test_an_error_came_up_where_the_user_called_what_raised_it():
     assert raise_site(caught.value).endswith(here(-1))
 
 
-def test_an_error_that_nobody_raised_has_no_line():
-    assert raise_site(ValueError()) == "an unknown line"
-
-
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_path_is_short_below_the_working_directory_and_whole_elsewhere(
     inside, tmp_path, monkeypatch

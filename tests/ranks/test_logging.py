@@ -3,45 +3,22 @@
 import inspect
 import logging
 import sys
-from pathlib import Path
 
 import pytest
 from launched import torchrun_variables
+from logged import kept
 from on_ranks import run_caught
 
-from pardata import get_logger, world
-from pardata.ranks._logger import RankLogger, _said
+from pardata import get_logger
+from pardata.ranks._process import process
 
 LEVELS = ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
-
-
-class Keeper(logging.Handler):
-    """Keeps the records that it is given."""
-
-    def __init__(self):
-        super().__init__()
-        self.records = []
-
-    def emit(self, record):
-        self.records.append(record)
-
-    @property
-    def lines(self):
-        return [record.getMessage() for record in self.records]
-
-
-def kept(name, level=logging.DEBUG):
-    """Return a pardata logger called `name` and what keeps its records."""
-    plain, keeper = logging.getLogger(name), Keeper()
-    plain.setLevel(level)
-    plain.handlers, plain.propagate = [keeper], False
-    return get_logger(name), keeper
 
 
 @pytest.fixture
 def log(request):
     yield kept(request.node.name)
-    _said.clear()
+    process.said.clear()
 
 
 def write_at_all_levels():
@@ -163,15 +140,6 @@ def test_a_record_shows_the_file_line_and_function_of_the_caller(log, method):
     assert record.funcName == "test_a_record_shows_the_file_line_and_function_of_the_caller"
 
 
-def test_log_shows_the_caller_too(log):
-    logger, keeper = log
-    logger.log(logging.INFO, "x")
-    line = line_here() - 1
-    logger.log(logging.INFO, "x", ranks="all", once=True)
-    assert [record.lineno for record in keeper.records] == [line, line + 2]
-    assert {Path(record.pathname).name for record in keeper.records} == {Path(__file__).name}
-
-
 def on_behalf_of_the_caller(logger, method):
     if method == "log":
         logger.log(logging.INFO, "x", stacklevel=2)
@@ -223,7 +191,6 @@ def test_asking_for_a_logger_configures_nothing():
     before = dict(logging.root.manager.loggerDict)
     root = logging.root.level, list(logging.root.handlers), logging.root.disabled
     logger = get_logger("never.seen.before")
-    assert isinstance(logger, RankLogger)
     assert isinstance(logger, logging.LoggerAdapter)
     plain = logging.getLogger("never.seen.before")
     assert logger.logger is plain
@@ -232,20 +199,3 @@ def test_asking_for_a_logger_configures_nothing():
     assert {"never", "never.seen", "never.seen.before"} >= set(
         logging.root.manager.loggerDict
     ) - set(before)
-
-
-def write_from_two_adapters():
-    log, keeper = kept("once")
-    for _ in range(2):
-        log.warning("once on each rank", once=True)
-    return keeper.lines
-
-
-def test_once_is_once_on_each_rank():
-    lines = run_caught(write_from_two_adapters, world_size=2)
-    assert lines == [[f"[{rank}/2] once on each rank"] for rank in range(2)]
-
-
-def test_pardata_itself_is_quiet_by_default(capfd):
-    assert world().size == 1
-    assert capfd.readouterr() == ("", "")

@@ -17,12 +17,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from launched import launched, slurm_variables
-from on_ranks import caught, run_caught
+from on_ranks import caught
 
 import pardata
-from pardata.collective._agreement import raise_on_all
 from pardata.ranks import _store
-from pardata.ranks._failure import Failure
 from pardata.ranks._store import (
     Channel,
     bounded,
@@ -31,9 +29,7 @@ from pardata.ranks._store import (
     exchange,
     next_turn,
     publish,
-    ranks_text,
 )
-from pardata.ranks._world import channel
 
 SOON = timedelta(seconds=0.2)
 LONG = timedelta(seconds=30)
@@ -123,7 +119,7 @@ def test_an_exchange_asks_for_the_values_of_all_ranks_at_once(line):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_thousand_exchanges_leave_no_more_in_the_store_than_two(line, size):
+def test_a_hundred_exchanges_leave_no_more_in_the_store_than_two(line, size):
     def many(rank, times):
         for _ in range(times):
             exchange(line, Seat(rank, size), "here", "x" * 100, LONG)
@@ -148,8 +144,7 @@ def test_ranks_in_different_calls_are_told_who_is_where_and_go_on(line):
     for raised in together(diverge, 3):
         assert raised.type == "RuntimeError"
         assert "every rank must make the same calls in the same order, but here:" in raised.text
-        for rank, place in enumerate(places):
-            assert f"\n  rank {rank}: {place}" in raised.text
+        assert raised.text.endswith("\n  ranks 0, 2: barrier('a')\n  rank 1: barrier('b')")
     assert (
         together(lambda rank: exchange(line, Seat(rank, 3), "c", str(rank), LONG), 3)
         == [["0", "1", "2"]] * 3
@@ -236,65 +231,6 @@ def test_what_hangs_or_fails_in_the_store_does_not_hold_its_caller():
     bounded(30, lambda: dist.HashStore().wait(["never"], SOON))
 
 
-def test_what_one_rank_publishes_each_reader_collects_and_the_last_removes(line):
-    publish(line, "news", "first text")
-    before = line.store.num_keys()
-    assert collect(line, "news", 2, "f", LONG) == "first text"
-    assert line.store.check(["news"])
-    assert collect(line, "news", 2, "f", LONG) == "first text"
-    assert not line.store.check(["news"])
-    assert line.store.num_keys() == before - 1
-
-
-def test_news_that_do_not_come_in_time_are_a_timeout_that_says_what_to_do(line):
-    fragment = "rank 0 must finish its `rank_zero_call` within 0:00:00.200000, but has not"
-    with pytest.raises(TimeoutError, match=re.escape(fragment)) as raised:
-        collect(line, "news", 1, "rank_zero_call", SOON)
-    assert "give `timeout=` a larger value" in str(raised.value)
-    assert "look at rank 0's output" in str(raised.value)
-    assert re.search(r"; this rank waits at \S*test_store\.py:\d+$", str(raised.value))
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text"), [([1], "rank 1"), ([0, 2], "ranks 0, 2"), ([1, 2, 3], "ranks 1, 2, 3")]
-)
-def test_ranks_are_written_as_a_person_would(ranks, text):
-    assert ranks_text(ranks) == text
-
-
-def test_nobody_raises_where_nobody_failed():
-    raise_on_all([None, None], 0, None)
-
-
-def test_the_rank_that_failed_raises_its_own_and_the_others_read_all_failures():
-    failures = [
-        None,
-        Failure.of(ValueError("no GPU left"), rank=1, place="init"),
-        Failure.of(KeyError("x"), rank=2, place="init"),
-    ]
-    own = ValueError("no GPU left")
-    assert caught(raise_on_all, failures, 1, own).text == "no GPU left"
-    raised = caught(raise_on_all, failures, 0, None)
-    assert raised.type == "RuntimeError"
-    assert raised.text == (
-        "rank 1 failed in `init`: ValueError: no GPU left\n"
-        "rank 2 failed in `init`: KeyError: 'x'\n"
-        "(seen on rank 0, which did nothing wrong)"
-    )
-
-
-def exchange_many(times):
-    line, here = channel(), pardata.world()
-    for turn in range(times):
-        values = exchange(line, here, "f", f"{turn} {here.rank}", LONG)
-        assert values == [f"{turn} {rank}" for rank in range(here.size)]
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_the_store_of_a_real_group_carries_a_hundred_exchanges(size):
-    assert run_caught(exchange_many, 100, world_size=size) == [None] * size
-
-
 def lose_rank_0(call, directory):
     # The store lives in rank 0's process, as under SLURM and MPI.
     pardata.init(timeout=LONG)
@@ -318,7 +254,7 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_rank_that_dies_with_the_store_is_an_error_at_once_and_no_timeout(call, tmp_path):
-    with pytest.raises(RuntimeError, match="exit code 3"):
+    with pytest.raises(RuntimeError, match="the process ended without a word"):
         launched(lose_rank_0, call, str(tmp_path), size=2, variables=slurm_variables)
     kind, seconds, text = (tmp_path / "outcome").read_text().split(" ", 2)
     assert kind == "RuntimeError"
@@ -354,21 +290,22 @@ def frozen_store():
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="stops a process by SIGSTOP")
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda line: exchange(line, Seat(0, 2), "somewhere", "x", line.timeout),
-        lambda line: next_turn(line, "somewhere", 0),
-        lambda line: collect(line, "key", 1, "somewhere", line.timeout),
-        lambda line: collect(line, "key", 1, "somewhere", timedelta(hours=2)),
-    ],
-    ids=["exchange", "next_turn", "collect", "collect-for-hours"],
-)
-def test_a_store_that_does_not_answer_is_an_error_and_no_hang(call, monkeypatch):
+def test_a_store_that_does_not_answer_is_an_error_and_no_hang(monkeypatch):
     monkeypatch.setattr(_store, "_MARGIN", 0.5)
-    text = r"the process that serves the group's store .* must answer, but has not for 0:00:00\.5.*"
-    with frozen_store() as line, pytest.raises(TimeoutError, match=text + r"test_store\.py:\d+"):
-        call(line)
+    with frozen_store() as line:
+        for call in (
+            lambda: exchange(line, Seat(0, 2), "somewhere", "x", line.timeout),
+            lambda: next_turn(line, "somewhere", 0),
+            lambda: collect(line, "key", 1, "somewhere", line.timeout),
+            lambda: collect(line, "key", 1, "somewhere", timedelta(hours=2)),
+        ):
+            raised = caught(call)
+            assert raised.type == "TimeoutError"
+            assert re.fullmatch(
+                r"the process that serves the group's store .* must answer, but has not for "
+                r"0:00:00\.5.* This rank is at .*test_store\.py:\d+",
+                raised.text,
+            )
 
 
 def test_what_takes_longer_than_the_groups_timeout_is_waited_for_as_long_as_one_says():

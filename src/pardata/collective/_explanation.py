@@ -1,7 +1,8 @@
 """A collective that fails says who did not come, who failed first and where this rank waits.
 
 All of it on the way out of an error, so that what succeeds pays nothing: a rank whose collective
-failed leaves a note in the group's store and reads what the others left.
+failed leaves a note in the group's store and reads what the others left. What comes of it goes with
+the error as its `Explanation`, for ``launch/_uncaught`` to report.
 """
 
 import json
@@ -9,13 +10,13 @@ import re
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from types import TracebackType
 
 import torch.distributed as dist
 
 from pardata.ranks._call_site import call_site
 from pardata.ranks._failure import as_consequence, is_consequence
-from pardata.ranks._store import Channel, Peer, bounded, missing_cure, ranks_text
+from pardata.ranks._store import Channel, Peer, bounded, missing_cure
+from pardata.ranks._table import ranks_text, table_of
 from pardata.ranks._world import channel, world
 
 # Seconds to wait for the others' notes. Who is left by a peer hears of it at the same moment as
@@ -132,12 +133,7 @@ class explained:  # noqa: N801  # reads as a word: with explained("all_gather")
     def __enter__(self) -> None:
         self._began = time.monotonic()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if error is None or is_consequence(error) or not is_lost(error):
             return
         better = None
@@ -199,7 +195,7 @@ def _explained(
     first = notes.first_cause(here.rank)
     text = (
         f"`{place}` must be reached by every rank, but {_what_is_wrong(notes, first, here.size)}; "
-        f"this rank waits at {where}{_table(notes, here.size)}\n({first_words(error)})"
+        f"this rank waits at {where}\n{_table(notes, here.size)}\n({first_words(error)})"
     )
     better = TimeoutError(text) if timed_out else RuntimeError(text)
     vars(better)[_EXPLANATION] = Explanation(own, first, notes.store_is_gone)
@@ -239,10 +235,7 @@ def _who_was_late(there: list[Note], size: int) -> str:
 def _table(notes: Notes, size: int) -> str:
     """One line for each set of ranks of which the same is known."""
     known = {note.rank: note.text for note in reversed(notes.there)}
-    holders: dict[str, list[int]] = {}
-    for rank in range(size):
-        holders.setdefault(known.get(rank, "no word from it"), []).append(rank)
-    return "".join(f"\n  {ranks_text(ranks)}: {text}" for text, ranks in holders.items())
+    return table_of([known.get(rank, "no word from it") for rank in range(size)])
 
 
 def _is_timeout(error: BaseException) -> bool:

@@ -1,7 +1,8 @@
 """A sum over ranks that first makes sure that every rank brings the like.
 
-gloo left to itself returns wrong sums, or ends the process, where sizes differ between ranks. So
-the first collective always has one fixed size, and carries a hash of the structure: only when all
+gloo left to itself returns wrong sums, or ends the process, where sizes differ between ranks
+(https://github.com/NVIDIA/nccl/issues/1394 shows it beside NCCL, which hangs or goes on). So the
+first collective always has one fixed size, and carries a hash of the structure: only when all
 ranks agree is anything sent whose size depends on the value.
 """
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from pardata.collective._agreement import agree, require_same
 from pardata.collective._numbers import Leaf, numbers_of
 from pardata.collective._tree import Path, in_brackets
+from pardata.ranks._backend import device_of_sums
 from pardata.ranks._world import World
 
 _T = TypeVar("_T")
@@ -40,8 +42,7 @@ class Matching:
     ) -> None:
         self._here, self._place = here, place
         # Chosen from the world and never from the values: ranks could be of two minds.
-        nccl = here.backend is not None and "nccl" in here.backend
-        self.device = here.device if nccl else torch.device("cpu")
+        self.device = device_of_sums(here.backend, here.device)
         self._error: Exception | None = None
         nothing: dict[Path, Leaf] = {}
         found = self.guarded(lambda: numbers_of(value), nothing)

@@ -183,13 +183,13 @@ def _mean_like(leaf: Leaf, mean: Tensor | float) -> Leaf:
 def _sum_like(leaf: Leaf, total: Tensor | float) -> Leaf:
     """Return `total` as the kind of number that `leaf` is, unless that would change its value."""
     if not isinstance(leaf, Tensor):
-        whole = isinstance(leaf, Integral) and _is_whole(total)
+        whole = isinstance(leaf, Integral) and _is_integral(total)
         return int(total) if whole else float(total)
     if leaf.is_floating_point():
         return _on(leaf, total, leaf.dtype)
     # A fraction where a float was on another rank; else int64 as torch.sum, for a sum of uint8 is
     # soon beyond 255.
-    return _on(leaf, total, torch.int64 if _is_whole(total) else torch.float64)
+    return _on(leaf, total, torch.int64 if _is_integral(total) else torch.float64)
 
 
 def _on(leaf: Tensor, value: Tensor | float, dtype: torch.dtype) -> Tensor:
@@ -199,7 +199,7 @@ def _on(leaf: Tensor, value: Tensor | float, dtype: torch.dtype) -> Tensor:
     return torch.tensor(value, dtype=dtype, device=leaf.device)
 
 
-def _is_whole(total: Tensor | float) -> bool:
+def _is_integral(total: Tensor | float) -> bool:
     total = torch.as_tensor(total, dtype=torch.float64)
     if not torch.equal(total, total.trunc()) or total.isinf().any():  # of a float elsewhere
         return False

@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from typing_extensions import Self
 
 from pardata.collective._explanation import explained
+from pardata.ranks._backend import device_of_counts
 from pardata.ranks._logger import get_logger
 from pardata.ranks._world import World, require_world
 
@@ -91,10 +92,8 @@ class StopSignal:
         return bool(asked)
 
     def _tell(self, here: World) -> None:
-        # On the CPU where the group can: to read it never waits for a GPU.
-        on_cpu = here.backend is None or "gloo" in here.backend
-        device = torch.device("cpu") if on_cpu else here.device
         facts = [int(self.requested), self._calls, -self._calls]
+        device = device_of_counts(here.backend, here.device)
         self._told = torch.tensor(facts, device=device)
         self._work = dist.all_reduce(self._told, dist.ReduceOp.MAX, async_op=True)
 
@@ -116,12 +115,7 @@ class StopSignal:
             self._before[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._stop_listening()
         if kind is None and self._work is not None:
             with explained("the end of StopSignal"):

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from pardata.collective._agreement import agree, require_same
 from pardata.collective._explanation import explained
 from pardata.data._reader import Fetched
-from pardata.ranks._store import ranks_text
+from pardata.ranks._backend import device_of_counts
+from pardata.ranks._table import ranks_text
 from pardata.ranks._world import World
 
 
@@ -17,8 +18,7 @@ class _Vote:
     """What the ranks have for the next step, being summed while this step runs."""
 
     def __init__(self, coming: "_Drawn", here: World) -> None:
-        # A CPU tensor where the group takes one: reading it then stops no GPU.
-        device = "cpu" if "gloo" in (here.backend or "") else here.device
+        device = device_of_counts(here.backend, here.device)
         samples = 0 if coming.step is None else sum(coming.step.counts)
         own = [coming.error is not None, coming.step is not None, samples, samples**2]
         self._sums = torch.tensor(own, dtype=torch.int64, device=device)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import TextIO
 
 from pardata.doctor._accounts import Account, Shared, counts_text, merged, status_of
-from pardata.ranks._store import ranks_text
+from pardata.ranks._table import ranks_text
 
 _COLOURS = {"ok": "32", "warning": "33", "error": "31"}
 _STATUS, _NAME = 9, 15  # characters of the first two columns

@@ -9,8 +9,9 @@ from datetime import timedelta
 import torch
 
 from pardata.launch._allocator import keep_freed_memory
+from pardata.launch._leaving import leave_at_the_end, remember
 from pardata.launch._rendezvous import join
-from pardata.launch._uncaught import report_exit, report_uncaught
+from pardata.launch._uncaught import report_uncaught
 from pardata.ranks._arguments import check_timeout
 from pardata.ranks._launcher import Launch, detect
 from pardata.ranks._logger import get_logger
@@ -22,7 +23,6 @@ from pardata.ranks._world import (
     is_child,
     joined,
     make_channel,
-    remember,
     single_world,
 )
 
@@ -87,7 +87,7 @@ def init(
     else:
         found = _join(backend, timeout, chosen)
     if found.world.size > 1:
-        found = replace(found, on_leaving=report_uncaught(), on_failed_exit=report_exit)
+        found = replace(found, on_leaving=report_uncaught(found.group))
     remember(found)
     _log.info("%s", _found_text(found.world))
     if found.world.device.type == "cpu" and tune_cpu and os.environ.get("PARDATA_TUNE_CPU") != "0":
@@ -98,41 +98,16 @@ def init(
 def _join(backend: str | None, timeout: timedelta | None, device: torch.device | None) -> Joined:
     launch = detect(os.environ)
     _refuse_inherited(launch)
-    joining = join(launch, backend=backend, timeout=timeout, device=device)
-    found = World(
-        launch.rank,
-        launch.size,
-        launch.local_rank,
-        launch.local_size,
-        joining.node_rank,
-        joining.num_nodes,
-        joining.device,
-        joining.backend,
-        launch.launcher,
-        _leaves=True,
-    )
+    found, hosts_store = join(launch, backend=backend, timeout=timeout, device=device)
     os.environ["PARDATA_JOINED"] = f"{os.getpid()} {launch.identity}"
-    return Joined(
-        found,
-        default_group(),
-        os.getpid(),
-        make_channel(timeout),
-        joining.hosts_store,
-        made_here=True,
-    )
+    line = make_channel(timeout)
+    return Joined(found, line, hosts_store, made_here=True, at_the_end=leave_at_the_end)
 
 
 def _adopt(device: torch.device | None, timeout: timedelta | None) -> Joined:
     with suppress(ValueError):  # whoever made the group need not have used a launcher's variables
         os.environ["PARDATA_JOINED"] = f"{os.getpid()} {detect(os.environ).identity}"
-    return Joined(
-        existing_world(device),
-        default_group(),
-        os.getpid(),
-        make_channel(timeout),
-        hosts_store=False,
-        made_here=False,
-    )
+    return Joined(existing_world(device), make_channel(timeout))
 
 
 def _refuse_inherited(launch: Launch) -> None:
@@ -176,13 +151,8 @@ def _found_text(found: World) -> str:
     launcher = {"existing": "group already there", "single": "no launcher"}.get(
         found.launcher, f"launched by {found.launcher}"
     )
+    gpus = f" of {torch.cuda.device_count()} GPU(s)" if found.device.type == "cuda" else ""
     return (
         f"{processes} on {nodes}, {launcher}, backend {found.backend}, "
-        f"device {found.device}{_gpus_text(found)} on {socket.gethostname()}"
+        f"device {found.device}{gpus} on {socket.gethostname()}"
     )
-
-
-def _gpus_text(found: World) -> str:
-    if found.device.type != "cuda":
-        return ""
-    return f" of {torch.cuda.device_count()} GPU(s)"

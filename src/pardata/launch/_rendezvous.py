@@ -5,90 +5,81 @@ import os
 import socket
 import time
 import uuid
-from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from pardata.collective._agreement import raise_on_all, require_same
+from pardata.collective._agreement import agree, raise_on_all, require_same
+from pardata.launch._leaving import check_out
+from pardata.ranks._backend import runs_on_gpus
 from pardata.ranks._failure import Failure
 from pardata.ranks._launcher import Launch
-from pardata.ranks._store import Channel, check_out, exchange, missing_text
+from pardata.ranks._process import process
+from pardata.ranks._store import Channel, missing_text
+from pardata.ranks._table import ranks_text
+from pardata.ranks._world import World
 
 _MARGIN = timedelta(seconds=10)
-
-# Kept to the end of the process: a rank that joins again at once must not meet a store that rank 0
-# is just closing.
-_stores: dict[str, tuple[dist.Store, bool]] = {}
-
-
-@dataclass(frozen=True)
-class Joining:
-    """What came of `join`."""
-
-    device: torch.device
-    backend: str
-    node_rank: int
-    num_nodes: int
-    hosts_store: bool
-
-
-@dataclass(frozen=True)
-class _Arrival:
-    """What a rank tells the others before there is a group."""
-
-    failure: str | None
-    host: str
-    gpu: str | None
-    backend: str
 
 
 def join(
     launch: Launch, *, backend: str | None, timeout: timedelta | None, device: torch.device | None
-) -> Joining:
-    """Make the process group that `launch` describes. Collective.
+) -> tuple[World, bool]:
+    """Make the process group that `launch` describes; return it, and whether the store lives here.
 
-    A rank that cannot take part says so over the store before any group exists, so that the
-    error is raised on every rank instead of leaving the others to wait.
+    Collective. A rank that cannot take part says so over the store before any group exists, so
+    that the error is raised on every rank instead of leaving the others to wait.
     """
     patience = distributed_c10d.default_pg_timeout if timeout is None else timeout
-    error: Exception | None = None
-    gpu: str | None = None
-    try:
-        device = _own_device(launch, device)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-            gpu = str(torch.cuda.get_device_properties(device).uuid)
-    except (AssertionError, ValueError, RuntimeError) as caught:
-        error, device = caught, torch.device("cpu")
-    if backend is None:
-        backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
-    if launch.identity not in _stores:
-        _stores[launch.identity] = _open_store(launch, patience)
-    store, hosts_store = _stores[launch.identity]
+    if launch.identity not in process.stores:
+        process.stores[launch.identity] = _open_store(launch, patience)
+    store, hosts_store = process.stores[launch.identity]
     store = _fresh_part(store, launch, patience)
-    arrival = _Arrival(_failure_text(error, launch), socket.gethostname(), gpu, backend)
     line = Channel(dist.PrefixStore("pardata/join", store), patience)
     try:
-        arrivals = _meet(line, launch, arrival, error)
-        if "nccl" in backend:
+        arrivals = agree(launch, "init", partial(_arrival, launch, backend, device), line)
+        backends: list[dict[str, object]] = [{"backend": a["backend"]} for a in arrivals]
+        require_same("init", backends, "Is a GPU driver missing on a node? Else pass `backend`.")
+        own = arrivals[launch.rank]
+        device, backend = torch.device(str(own["device"])), str(own["backend"])
+        if runs_on_gpus(backend):
             _refuse_shared_gpus(arrivals)
         _make_group(line, launch, store, backend=backend, timeout=timeout, device=device)
     except Exception:
         # The others read the same; the store must be there until they have.
         check_out(store, launch.size, hosts_store=hosts_store)
         raise
-    hosts = list(dict.fromkeys(arrival.host for arrival in arrivals))
-    node_rank = hosts.index(arrivals[launch.rank].host)
-    return Joining(
+    hosts = list(dict.fromkeys(arrival["host"] for arrival in arrivals))
+    found = World(
+        launch.rank,
+        launch.size,
+        launch.local_rank,
+        launch.local_size,
+        hosts.index(own["host"]) if launch.node_rank is None else launch.node_rank,
+        len(hosts) if launch.num_nodes is None else launch.num_nodes,
         device,
         backend,
-        node_rank if launch.node_rank is None else launch.node_rank,
-        len(hosts) if launch.num_nodes is None else launch.num_nodes,
-        hosts_store,
+        launch.launcher,
+        _leaves=True,
     )
+    return found, hosts_store
+
+
+def _arrival(
+    launch: Launch, backend: str | None, wanted: torch.device | None
+) -> dict[str, str | None]:
+    """Return what a rank tells the others before there is a group; make its device current."""
+    device = _own_device(launch, wanted)
+    gpu: str | None = None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        gpu = str(torch.cuda.get_device_properties(device).uuid)
+    if backend is None:
+        backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
+    return {"host": socket.gethostname(), "device": str(device), "gpu": gpu, "backend": backend}
 
 
 def choose_device(launch: Launch, *, visible: int, masked: bool) -> torch.device:
@@ -149,7 +140,7 @@ def _open_store(launch: Launch, timeout: timedelta) -> tuple[dist.Store, bool]:
             launch.size,
             is_master=hosts,
             timeout=timeout,
-            wait_for_workers=False,  # `_meet` waits, and can name who is missing
+            wait_for_workers=False,  # `_fresh_part` waits, and can name who is missing
             multi_tenant=True,  # a group that the user makes later at this address shares it
         )
     except RuntimeError as error:
@@ -212,18 +203,6 @@ def _hand_out_part(store: dist.Store, launch: Launch, timeout: timedelta) -> dis
     return part
 
 
-def _meet(
-    line: Channel, launch: Launch, arrival: _Arrival, error: Exception | None
-) -> list[_Arrival]:
-    """Return what every rank brings, or raise where one cannot take part. Collective."""
-    texts = exchange(line, launch, "init", json.dumps(vars(arrival)), line.timeout)
-    arrivals = [_Arrival(**json.loads(text)) for text in texts]
-    _raise_failures([a.failure for a in arrivals], launch, error)
-    told: list[dict[str, object]] = [{"backend": a.backend} for a in arrivals]
-    require_same("init", told, "Is a GPU driver missing on a node? Else pass `backend`.")
-    return arrivals
-
-
 def _make_group(
     line: Channel,
     launch: Launch,
@@ -248,19 +227,20 @@ def _make_group(
             world_size=launch.size,
             timeout=timeout,
             # Lets NCCL connect at once; a group of one has nobody to connect to.
-            device_id=device if "nccl" in backend and launch.size > 1 else None,
+            device_id=device if runs_on_gpus(backend) and launch.size > 1 else None,
         )
     except (RuntimeError, ValueError) as caught:
         error = caught
+    failure = error and Failure.of(error, rank=launch.rank, place="init").to_json()
+    report = {"failure": failure, "seconds": time.monotonic() - began}
     try:
         # The others connect to one that has failed for as long as the timeout.
-        patience = line.timeout + _MARGIN
-        report = [time.monotonic() - began, launch.rank, _failure_text(error, launch)]
-        reports = map(json.loads, exchange(line, launch, "init", json.dumps(report), patience))
-        failed = sorted(report for report in reports if report[2] is not None)
-        is_first = bool(failed) and failed[0][1] == launch.rank
-        texts = [text for _, _, text in failed]
-        _raise_failures(texts, launch, error if is_first else None)
+        later = Channel(line.store, line.timeout + _MARGIN)
+        reports = agree(launch, "init", lambda: report, later)
+        in_time = sorted(reports, key=lambda told: float(str(told["seconds"])))
+        failed = [Failure.from_json(str(told["failure"])) for told in in_time if told["failure"]]
+        is_first = bool(failed) and failed[0].rank == launch.rank
+        raise_on_all(failed, launch.rank, error if is_first else None)
     except Exception as raised:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -269,25 +249,14 @@ def _make_group(
         raise
 
 
-def _failure_text(error: Exception | None, launch: Launch) -> str | None:
-    if error is None:
-        return None
-    return Failure.of(error, rank=launch.rank, place="init").to_json()
-
-
-def _raise_failures(texts: list[str | None], launch: Launch, own: Exception | None) -> None:
-    failures = [None if text is None else Failure.from_json(text) for text in texts]
-    raise_on_all(failures, launch.rank, own)
-
-
-def _refuse_shared_gpus(arrivals: list[_Arrival]) -> None:
-    users: dict[tuple[str, str | None], list[int]] = {}
+def _refuse_shared_gpus(arrivals: list[dict[str, object]]) -> None:
+    users: dict[tuple[object, object], list[int]] = {}
     for rank, arrival in enumerate(arrivals):
-        users.setdefault((arrival.host, arrival.gpu), []).append(rank)
+        users.setdefault((arrival["host"], arrival["gpu"]), []).append(rank)
     for (host, gpu), ranks in users.items():
         if gpu is not None and len(ranks) > 1:
             msg = (
-                f"every rank must have a GPU of its own, but ranks {', '.join(map(str, ranks))} "
+                f"every rank must have a GPU of its own, but {ranks_text(ranks)} "
                 f"on {host} share one: start one process per GPU, or pass "
                 f'`init(backend="gloo")`, which can share (slowly)'
             )

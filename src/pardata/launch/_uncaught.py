@@ -1,4 +1,7 @@
-"""An exception that nobody catches: one line that says whose fault it is, and nobody waits on."""
+"""An exception that nobody catches: one line that says whose fault it is, and nobody waits on.
+
+The end of a failure's way, which begins in ``ranks/_failure``.
+"""
 
 import ctypes
 import sys
@@ -24,51 +27,39 @@ _log = get_logger(__name__)
 # As long as a rank takes to notice, and to read who failed first.
 _GRACE = 2.0
 
-_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
+def report_uncaught(group: object) -> Callable[[], None]:
+    """Log an exception that nobody catches while `group` is there, and tell the other ranks of it.
 
-class _UncaughtHook:
-    """Stands before the `sys.excepthook` that it finds, and hands every exception on to it."""
+    Stands before the `sys.excepthook` that it finds, and hands every exception on to it. Returns
+    what takes this back; where another hook stands before this one by then, it only hands on.
+    """
+    following = sys.excepthook
 
-    def __init__(self) -> None:
-        self._next: _Hook | None = None
-
-    def install(self) -> None:
-        if self._next is None:
-            self._next, sys.excepthook = sys.excepthook, self
-
-    def remove(self) -> None:
-        # If another stands before this one, it stays, and only hands on.
-        if sys.excepthook is self and self._next is not None:
-            sys.excepthook, self._next = self._next, None
-
-    def __call__(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         found = joined()
-        if found is None or is_child():
-            (self._next or sys.__excepthook__)(kind, error, trace)
+        if found is None or found.group is not group or is_child():
+            following(kind, error, trace)
             return
         with suppress(Exception):  # the traceback is printed whatever happens here
             _report(error, found)
-        (self._next or sys.__excepthook__)(kind, error, trace)
+        following(kind, error, trace)
         with suppress(Exception):
             _part(found)
 
+    def remove() -> None:
+        if sys.excepthook is hook:
+            sys.excepthook = following
 
-_hook = _UncaughtHook()
-
-
-def report_uncaught() -> Callable[[], None]:
-    """Log an uncaught exception and tell the other ranks of it; return what takes this back."""
-    _hook.install()
-    return _hook.remove
+    sys.excepthook = hook
+    return remove
 
 
-def report_exit(error: BaseException) -> None:
+def report_exit(error: SystemExit) -> None:
     """Log a SystemExit that is no success and tell the other ranks of it."""
     found = joined()
-    if found is not None and not is_child():
+    # `sys.excepthook` never hears of it.
+    if found is not None and found.world.size > 1 and not is_child():
         with suppress(Exception):  # the process ends whatever happens here
             _report(error, found)
             _part(found)

@@ -5,12 +5,12 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 from torch import Tensor
 from typing_extensions import Self
 
+from pardata.ranks._arguments import check_integer
 from pardata.ranks._logger import get_logger
 from pardata.ranks._world import require_world
 
@@ -56,9 +56,7 @@ class MetricWriter:
                 value that is not one number, naming it.
             ValueError: for a value named ``"step"``; on rank 0, after `close`.
         """
-        if isinstance(step, bool) or not isinstance(step, int):
-            msg = f"`step` must be an integer, but is {step!r} ({type(step).__name__})"
-            raise TypeError(msg)
+        check_integer("step", step)
         if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
             msg = f"`values` must map names to numbers, but is {values!r}: pass {{'loss': loss}}"
             raise TypeError(msg)
@@ -89,12 +87,7 @@ class MetricWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

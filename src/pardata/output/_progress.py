@@ -3,11 +3,11 @@
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sized
-from numbers import Real
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
+from pardata.ranks._arguments import check_integer
 from pardata.ranks._world import require_world
 
 _T = TypeVar("_T")
@@ -38,7 +38,8 @@ def progress(
             own for a loader.
 
     Raises:
-        TypeError: for what cannot be iterated over, and numbers that are none; on every rank.
+        TypeError, ValueError: for what cannot be iterated over, and for what is no integer from 0
+            up; on every rank.
 
     >>> bar = progress([1, 2], "adding")
     >>> for number in bar:
@@ -48,14 +49,13 @@ def progress(
         msg = f"`iterable` must be something to iterate over, but is {iterable!r}"
         raise TypeError(msg)
     for name, number in {"total": total, "batch_size": batch_size}.items():
-        if number is not None and not _is_number(number):
-            msg = f"`{name}` must be a number from 0 up, but is {number!r}"
-            raise TypeError(msg)
+        if number is not None:
+            check_integer(name, number, least=0)
     if total is None:
         total = _length(iterable)
     if batch_size is None:
         own = getattr(iterable, "batch_size", None)
-        batch_size = own if _is_number(own) else None
+        batch_size = own if isinstance(own, int) else None
     display = _display(description, total) if require_world("progress").is_main else None
     return Progress(iterable, display, batch_size)
 
@@ -150,8 +150,7 @@ class _Lines:
         tail = f", {text}" if text else ""
         print(f"{self._head}{done}{self._of} in {seconds:.1f} s{tail}", file=sys.stderr, flush=True)
 
-    def close(self, done: int, text: str) -> None:
-        self.draw(done, text)
+    close = draw
 
 
 def _display(description: str, total: int | None) -> _Bar | _Lines:
@@ -163,10 +162,6 @@ def _display(description: str, total: int | None) -> _Bar | _Lines:
         else:
             return _Bar(tqdm(desc=description or None, total=total))
     return _Lines(description, total)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and float(value) >= 0
 
 
 def _length(iterable: Iterable[Any]) -> int | None:

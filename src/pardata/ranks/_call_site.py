@@ -26,28 +26,25 @@ def raise_site(error: BaseException) -> str:
 
 
 def _last_of_the_users(places: Iterable[Place]) -> str:
-    everything = list(places)
-    own = [place for place in everything if _is_the_users(place[0].f_code.co_filename)]
-    if not everything:
+    lines = [(frame.f_code.co_filename, line) for frame, line in places]
+    if not lines:
         return "an unknown line"
-    frame, line = (own or everything)[-1]
-    return f"{_short(frame.f_code.co_filename)}:{line}"
+    file, line = ([place for place in lines if _is_the_users(place[0])] or lines)[-1]
+    return f"{_short(file)}:{line}"
 
 
 def _is_the_users(file: str) -> bool:
-    if file.startswith("<frozen"):
-        return False
-    ours, library = _folders()
-    if file.startswith(ours):
-        return False
-    return not file.startswith(library) or "-packages" + os.sep in file
+    pardata_and_torch, library = _folders()
+    is_installed = "-packages" + os.sep in file  # which lies in the library's folder
+    of_python = file.startswith("<frozen") or (file.startswith(library) and not is_installed)
+    return not of_python and not file.startswith(pardata_and_torch)
 
 
 @functools.cache
 def _folders() -> tuple[tuple[str, ...], str]:
     """Return where pardata and torch are, and Python's own library."""
-    package, library = Path(__file__).parents[1], Path(torch.__file__ or __file__).parent
-    return (f"{package}{os.sep}", f"{library}{os.sep}"), sysconfig.get_paths()["stdlib"] + os.sep
+    ours = (Path(__file__).parents[1], Path(torch.__file__ or __file__).parent)
+    return tuple(f"{folder}{os.sep}" for folder in ours), sysconfig.get_paths()["stdlib"] + os.sep
 
 
 def _short(file: str) -> str:

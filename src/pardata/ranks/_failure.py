@@ -1,4 +1,9 @@
-"""An exception that travels to other processes: as text, and whole only where that is safe."""
+"""An exception that travels to other processes: as text, and whole only where that is safe.
+
+The first of four files that a failure goes through: it is recorded here, sent by ``_store``, made
+into what the waiting ranks read by ``collective/_explanation``, and reported, where nobody catches
+it, by ``launch/_uncaught``.
+"""
 
 import base64
 import json

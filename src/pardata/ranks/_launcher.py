@@ -7,7 +7,7 @@ Open MPI goes before SLURM because the SLURM variables under ``mpirun`` are thos
 
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 LAUNCHERS = ("auto", "torchrun", "slurm", "mpi", "none")
@@ -33,8 +33,6 @@ _WHO = {
     "mpi": "OMPI_COMM_WORLD_*, or PMI_* and MPI_LOCAL*",
 }
 _OPT_OUT = "set PARDATA_LAUNCHER=none to run as a single process"
-_BRACKETS = 8  # in one entry of a node list; real ones have one or two
-_NODES_CURE = f"correct `SLURM_STEP_NODELIST`, or {_OPT_OUT}"
 
 
 @dataclass(frozen=True)
@@ -85,15 +83,17 @@ def detect(env: Mapping[str, str]) -> Launch:
 
 def _without_torchrun(env: Mapping[str, str]) -> Launch:
     if any(name in env for name in OPEN_MPI):
-        return _consistent(_checked(_open_mpi(env)), env)
-    if _is_slurm_step(env):
-        return _consistent(_checked(_slurm(env)), env)
+        read = _open_mpi
+    elif _is_slurm_step(env):
+        read = _slurm
     # srun --mpi=pmi2 sets PMI_* in a step of one task: that is SLURM's, and a single process.
-    if any(name in env for name in MPICH) and "SLURM_STEP_ID" not in env:
-        return _consistent(_checked(_mpich(env)), env)
-    if any(name in env for name in _TORCHRUN_OWN):
-        return _torchrun(env)  # raises: the complete set was ruled out before
-    return SINGLE
+    elif any(name in env for name in MPICH) and "SLURM_STEP_ID" not in env:
+        read = _mpich
+    elif any(name in env for name in _TORCHRUN_OWN):
+        read = _torchrun  # raises: the complete set was ruled out before
+    else:
+        return SINGLE
+    return _consistent(_checked(read(env)), env)
 
 
 def _is_slurm_step(env: Mapping[str, str]) -> bool:
@@ -105,66 +105,51 @@ def _is_slurm_step(env: Mapping[str, str]) -> bool:
 
 def _torchrun(env: Mapping[str, str]) -> Launch:
     _require(env, TORCHRUN, "torchrun")
-    size, local_size = whole_number(env, "WORLD_SIZE"), whole_number(env, "LOCAL_WORLD_SIZE")
-    return Launch(
-        "torchrun",
-        whole_number(env, "RANK"),
-        size,
-        whole_number(env, "LOCAL_RANK"),
-        local_size,
-        whole_number(env, "GROUP_RANK") if "GROUP_RANK" in env else None,
-        whole_number(env, "GROUP_WORLD_SIZE") if "GROUP_WORLD_SIZE" in env else None,
-        env["MASTER_ADDR"],
-        _port(env),
+    rank, size, local_rank, local_size = (whole_number(env, name) for name in _TORCHRUN_OWN)
+    node, nodes = (
+        whole_number(env, name) if name in env else None
+        for name in ("GROUP_RANK", "GROUP_WORLD_SIZE")
     )
+    address, port = env["MASTER_ADDR"], _port(env)
+    return Launch("torchrun", rank, size, local_rank, local_size, node, nodes, address, port)
 
 
 def _open_mpi(env: Mapping[str, str]) -> Launch:
-    _require(env, OPEN_MPI, "Open MPI")
-    rank, size, local_rank, local_size = (whole_number(env, name) for name in OPEN_MPI)
-    address = _mpi_address(env, size, local_size, "-x MASTER_ADDR=<host of rank 0>")
     # The name space is new for each mpirun, so two runs on one host get two ports.
-    port = _port(env, default=15000 + zlib.crc32(env.get("PMIX_NAMESPACE", "").encode()) % 10000)
-    return Launch("mpi", rank, size, local_rank, local_size, None, None, address, port)
+    port = 15000 + zlib.crc32(env.get("PMIX_NAMESPACE", "").encode()) % 10000
+    return _mpi(env, OPEN_MPI, "Open MPI", "-x MASTER_ADDR=<host of rank 0>", port)
 
 
 def _mpich(env: Mapping[str, str]) -> Launch:
-    _require(env, MPICH, "MPICH")
-    rank, size, local_rank, local_size = (whole_number(env, name) for name in MPICH)
-    address = _mpi_address(env, size, local_size, "-genv MASTER_ADDR <host of rank 0>")
-    port = _port(env, default=29500)
-    return Launch("mpi", rank, size, local_rank, local_size, None, None, address, port)
+    return _mpi(env, MPICH, "MPICH", "-genv MASTER_ADDR <host of rank 0>", 29500)
 
 
-def _mpi_address(env: Mapping[str, str], size: int, local_size: int, cure: str) -> str:
+def _mpi(
+    env: Mapping[str, str], names: tuple[str, ...], launcher: str, option: str, port: int
+) -> Launch:
+    """Read the four variables that every MPI sets; the address it does not tell."""
+    _require(env, names, launcher)
+    rank, size, local_rank, local_size = (whole_number(env, name) for name in names)
     address = env.get("MASTER_ADDR") or ("127.0.0.1" if local_size == size else "")
     if not address:
         msg = (
             f"`MASTER_ADDR` must be set when MPI spans several hosts ({local_size} of {size} "
-            f"ranks are on this one), but is not: add `{cure}` to the command"
+            f"ranks are on this one), but is not: add `{option}` to the command"
         )
         raise ValueError(msg)
-    return address
+    port = _port(env, default=port)
+    return Launch("mpi", rank, size, local_rank, local_size, None, None, address, port)
 
 
 def _slurm(env: Mapping[str, str]) -> Launch:
     _require(env, SLURM, "a SLURM step")
-    node = whole_number(env, "SLURM_NODEID")
-    tasks, nodes = _tasks_at(node, env["SLURM_STEP_TASKS_PER_NODE"])
-    step = whole_number(env, "SLURM_STEP_ID")
+    rank, size, local_rank, node, step = (whole_number(env, name) for name in SLURM[:5])
+    local_size, nodes = _tasks_at(node, env["SLURM_STEP_TASKS_PER_NODE"])
     # The same rule as Lightning and Ignite, plus the step, so that two steps of a job differ.
     port = 15000 + (whole_number(env, "SLURM_JOB_ID") % 10000 + step) % (65536 - 15000)
-    return Launch(
-        "slurm",
-        whole_number(env, "SLURM_PROCID"),
-        whole_number(env, "SLURM_STEP_NUM_TASKS"),
-        whole_number(env, "SLURM_LOCALID"),
-        tasks,
-        node,
-        nodes,
-        env.get("MASTER_ADDR") or next(expand_nodelist(env["SLURM_STEP_NODELIST"])),
-        _port(env, default=port),
-    )
+    address = env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"])
+    port = _port(env, default=port)
+    return Launch("slurm", rank, size, local_rank, local_size, node, nodes, address, port)
 
 
 def _tasks_at(node: int, text: str) -> tuple[int, int]:
@@ -188,45 +173,26 @@ def _tasks_at(node: int, text: str) -> tuple[int, int]:
     return found, nodes
 
 
-def expand_nodelist(text: str) -> Iterator[str]:
-    """Yield the host names of a SLURM node list such as ``"a[1-3,7],b2"``, in order.
-
-    Zero padding is kept (``n[01-04]``) and several brackets multiply, as with
-    ``scontrol show hostnames``.
+def first_host(text: str) -> str:
+    """Return the first host of a SLURM node list: ``a03`` of ``"a[03-11,20],b2"``.
 
     Raises:
-        ValueError: where the text is not a node list, before anything is yielded.
+        ValueError: where any of the text is no node list.
     """
     number = "[0-9]{1,18}"  # int() would take the digits of every script
     item = f"{number}(?:-{number})?"
     entry = rf"(?:[^\[\],\s]|\[{item}(?:,{item})*\])+"
-    hosts = re.findall(entry, text)
-    looks_right = re.fullmatch(rf"{entry}(?:,{entry})*", text)
-    if not looks_right or max(host.count("[") for host in hosts) > _BRACKETS:
-        msg = f"a SLURM node list must look like 'a[1-3,7],b2', but is {text!r}: {_NODES_CURE}"
+    looks_right = re.fullmatch(f"{entry}(?:,{entry})*", text) is not None
+    brackets = "".join(re.findall(r"\[.*?\]", text)) if looks_right else ""
+    ranges = re.findall(f"({number})-({number})", brackets)
+    if not looks_right or any(int(low) > int(high) for low, high in ranges):
+        msg = (
+            f"a SLURM node list must look like 'a[1-3,7],b2', but is {text!r}: correct "
+            f"`SLURM_STEP_NODELIST`, or {_OPT_OUT}"
+        )
         raise ValueError(msg)
-    for low, high in re.findall(f"({number})-({number})", "".join(re.findall(r"\[.*?\]", text))):
-        if not 0 <= int(high) - int(low) < 1_000_000:
-            msg = (
-                f"a SLURM node range must rise, by less than a million, but is '{low}-{high}': "
-                f"{_NODES_CURE}"
-            )
-            raise ValueError(msg)
-    return (name for host in hosts for name in _names(host))
-
-
-def _names(host: str) -> Iterator[str]:
-    """Yield the names of one entry of a node list, one at a time: there may be very many."""
-    before, bracket, rest = host.partition("[")
-    if not bracket:
-        yield host
-        return
-    numbers, _, after = rest.partition("]")
-    for item in numbers.split(","):
-        low, _, high = item.partition("-")
-        for number in range(int(low), int(high or low) + 1):
-            for tail in _names(after):
-                yield f"{before}{number:0{len(low)}d}{tail}"
+    # The first number in each bracket, with its zeros.
+    return re.sub(r"\[([0-9]+).*?\]", r"\1", text).split(",", 1)[0]
 
 
 def _require(env: Mapping[str, str], names: tuple[str, ...], launcher: str) -> None:

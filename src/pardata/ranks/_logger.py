@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from pardata.ranks._launcher import detect
+from pardata.ranks._process import process
 
 if TYPE_CHECKING:
     _Adapter = logging.LoggerAdapter[logging.Logger]
 else:
     _Adapter = logging.LoggerAdapter  # takes no argument before Python 3.11
-
-# Which lines `once=True` has said. A process says a line once however many adapters it makes.
-_said: set[tuple[str, int, str]] = set()
 
 
 class RankLogger(_Adapter):
@@ -39,9 +37,9 @@ class RankLogger(_Adapter):
         if once:
             # Not formatted: what does not go together is logging's to report, and ends no run.
             key = (self.logger.name, level, f"{msg} {args!r}")
-            if key in _said:
+            if key in process.said:  # by whichever adapter
                 return
-            _said.add(key)
+            process.said.add(key)
         prefix = f"[{rank}/{size}] "
         text = prefix + str(msg).replace("\n", "\n" + prefix)
         # 2: past this frame, so that the record shows the caller's file and line.

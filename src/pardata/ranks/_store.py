@@ -1,7 +1,8 @@
 """Small messages between ranks over the process group's own key-value store.
 
 Nothing here is a collective of the backend: a wait has a timeout of its own, a rank that does not
-come is named, and the group is usable afterwards.
+come is named, and the group is usable afterwards. Failures are sent here (``_failure`` records
+them): as a value like any other, or by `call_off` to those who would wait in vain.
 """
 
 import json
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from pardata.ranks._call_site import call_site
 from pardata.ranks._failure import as_consequence
+from pardata.ranks._table import ranks_text, table_of
 
 _T = TypeVar("_T")
 
@@ -81,8 +83,9 @@ def _exchange(
         # Everyone is here, so everyone has read the turn before: two keys a rank is all we keep.
         channel.store.delete_key(f"exchange/{turn - 1}/{peer.rank}")
     if len(set(places)) > 1:
-        table = "\n".join(f"  rank {rank}: {name}" for rank, name in enumerate(places))
-        msg = f"every rank must make the same calls in the same order, but here:\n{table}"
+        msg = (
+            f"every rank must make the same calls in the same order, but here:\n{table_of(places)}"
+        )
         raise RuntimeError(msg)
     return [text for _, text in there]
 
@@ -211,7 +214,7 @@ def _answered(timeout: timedelta, work: Callable[[], _T]) -> _T:
     """Return what `work` finds in the store, or raise where the store does not answer.
 
     In a thread, for torch waits without an end for a store whose process is stopped, or is behind a
-    link that was cut.
+    link that was cut: https://github.com/pytorch/pytorch/issues/129367
     """
     outcome: list[_T | BaseException] = []
 
@@ -241,25 +244,3 @@ def _answered(timeout: timedelta, work: Callable[[], _T]) -> _T:
     if isinstance(found, BaseException):
         raise found
     return found
-
-
-def ranks_text(ranks: list[int]) -> str:
-    """Write ``[1]`` as "rank 1" and ``[1, 2]`` as "ranks 1, 2"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def check_out(store: dist.Store, size: int, *, hosts_store: bool) -> bool:
-    """Say that this rank needs the store no more; where it lives here, wait until none does.
-
-    Returns whether all ranks said so.
-    """
-    if size == 1:
-        return True
-    try:
-        if store.add("left", 1) == size:
-            store.set("all-left", "")
-        if hosts_store:
-            store.wait(["all-left"], timedelta(seconds=30))
-    except RuntimeError:
-        return False
-    return True

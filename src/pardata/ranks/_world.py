@@ -1,16 +1,13 @@
-"""Which process am I? Asking about the process group, and leaving it.
+"""Which process am I? Asking about the process group.
 
 What `init` found is kept beside torch's own group and valid only for that group and this process,
 so a group that somebody else destroys, or a fork, cannot leave a stale answer.
 """
 
-import atexit
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -18,12 +15,12 @@ from torch.distributed import distributed_c10d
 from torch.utils.data import get_worker_info
 from typing_extensions import Self
 
+from pardata.ranks._backend import runs_on_gpus
 from pardata.ranks._launcher import detect, launcher_text, whole_number
-from pardata.ranks._logger import get_logger
-from pardata.ranks._store import Channel, check_out
+from pardata.ranks._process import process
+from pardata.ranks._store import Channel
 
-_log = get_logger(__name__)
-
+_CPU = torch.device("cpu")
 # What Ray Train and torchrun say beside the group.
 _LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK")
 
@@ -71,39 +68,35 @@ class World:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        # With an exception under way the other ranks may be anywhere: waiting for them would turn
-        # an error into a hang.
-        if self._leaves and kind is None:
-            _leave()
-        elif self._leaves:
-            atexit.unregister(_leave_at_exit)  # a SystemExit is forgotten by then
-            found = joined()
-            if isinstance(error, SystemExit) and error.code and found is not None:
-                found.on_failed_exit(error)
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if self._leaves and isinstance(process.joined, Joined):
+            process.joined.at_the_end(error)
+
+
+def default_group() -> object | None:
+    """Return torch's default process group, whoever made it."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    return None
 
 
 @dataclass(frozen=True)
 class Joined:
-    """What `init` keeps: the world it found, for which group and process, and what to take back."""
+    """What `init` found, for which group and process, and what it left to be done.
+
+    Attributes:
+        at_the_end: for the end of ``with init()``, called with the exception under way.
+        on_leaving: called before the group is left.
+    """
 
     world: World
-    group: object
-    pid: int
     channel: Channel
-    hosts_store: bool
-    made_here: bool
+    hosts_store: bool = False
+    made_here: bool = False
+    group: object = field(default_factory=default_group)
+    pid: int = field(default_factory=os.getpid)
+    at_the_end: Callable[[BaseException | None], None] = lambda _: None
     on_leaving: Callable[[], None] = lambda: None
-    # For a SystemExit that is no success: `sys.excepthook` never hears of it.
-    on_failed_exit: Callable[[BaseException], None] = lambda _: None
-
-
-_joined: Joined | None = None
 
 
 def world() -> World:
@@ -149,41 +142,27 @@ def channel() -> Channel:
 
 def joined() -> Joined | None:
     """Return what `init` found, if that still holds."""
-    return _joined if _joined is not None and _joined.group is default_group() else None
-
-
-def remember(found: Joined) -> None:
-    """Keep what `init` found, and leave at exit the group that it made."""
-    global _joined  # noqa: PLW0603  # the one piece of state, see the module's docstring
-    if found.made_here:
-        atexit.unregister(_leave_at_exit)  # once is enough
-        atexit.register(_leave_at_exit)
-    _joined = found
+    found = process.joined
+    return found if isinstance(found, Joined) and found.group is default_group() else None
 
 
 def is_child() -> bool:
     """Whether this is a forked child or a DataLoader worker, which must not touch the group."""
-    forked = _joined is not None and _joined.pid != os.getpid()
+    found = process.joined
+    forked = isinstance(found, Joined) and found.pid != os.getpid()
     return forked or get_worker_info() is not None
 
 
 def _opted_out() -> bool:
     # `init` may still make this process its group of one.
-    return _joined is None and os.environ.get("PARDATA_LAUNCHER") == "none"
-
-
-def default_group() -> object | None:
-    """Return torch's default process group, whoever made it."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.group.WORLD
-    return None
+    return process.joined is None and os.environ.get("PARDATA_LAUNCHER") == "none"
 
 
 def single_world() -> World:
     """Describe a process that is alone."""
     # A child must not wake the GPU that its parent uses.
     on_gpu = not is_child() and torch.cuda.is_available()
-    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    device = torch.device("cuda", 0) if on_gpu else _CPU
     return World(0, 1, 0, 1, 0, 1, device, None, "single")
 
 
@@ -197,10 +176,8 @@ def existing_world(device: torch.device | None) -> World:
     parts = dict(part.split(":") for part in dist.get_backend_config().split(","))
     backend = dist.get_backend_config() if len(set(parts.values())) > 1 else parts.popitem()[1]
     if device is None:
-        on_gpu = "nccl" in backend
-        device = (
-            torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        )
+        on_gpu = runs_on_gpus(backend)
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else _CPU
     nodes = -(-size // local_size)
     return World(rank, size, local_rank, local_size, node, nodes, device, backend, "existing")
 
@@ -211,25 +188,3 @@ def make_channel(timeout: timedelta | None) -> Channel:
     store = distributed_c10d._get_default_store()  # noqa: SLF001
     default = distributed_c10d.default_pg_timeout
     return Channel(dist.PrefixStore("pardata", store), default if timeout is None else timeout)
-
-
-def _leave_at_exit() -> None:
-    # Set by the interpreter for an exception that nobody caught.
-    if getattr(sys, "last_value", None) is None:
-        _leave()
-
-
-def _leave() -> None:
-    global _joined  # see `remember`
-    left, _joined = _joined, None
-    if left is None or not left.made_here or left.pid != os.getpid():
-        return
-    if left.group is not default_group():
-        return  # the user has destroyed it already
-    os.environ.pop("PARDATA_JOINED", None)
-    left.on_leaving()
-    hosts = left.hosts_store
-    if not check_out(left.channel.store, left.world.size, hosts_store=hosts):
-        # Their own error says why; this process has finished.
-        _log.warning("not all ranks left the process group: another rank failed or was killed")
-    dist.destroy_process_group()

@@ -3,37 +3,31 @@
 import ctypes
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 _NUMPY_WORDS = 624  # of the Mersenne Twister
 
 
-class Default(Protocol):
-    """One default generator of this process."""
+@dataclass(frozen=True, eq=False)
+class Default:
+    """One default generator of this process: how it is seeded, its state kept, seen and set."""
 
-    def seed(self, number: int) -> None: ...
-    def state(self) -> Any: ...
-    def restore(self, state: Any) -> None: ...
-    def moved_since(self, state: Any) -> bool: ...
-
-
-class _Python:
-    def seed(self, number: int) -> None:
-        random.seed(number)
-
-    def state(self) -> Any:
-        return random.getstate()
-
-    def restore(self, state: Any) -> None:
-        random.setstate(state)
+    seed: Callable[[int], object]
+    state: Callable[[], Any]
+    now: Callable[[], Any]
+    restore: Callable[[Any], object]
 
     def moved_since(self, state: Any) -> bool:
-        return bool(random.getstate() != state)
+        """Return whether somebody drew from it, or seeded it."""
+        now = self.now()
+        same = torch.equal(now, state) if isinstance(now, torch.Tensor) else now == state
+        return not same
 
 
 class _NumPyState(NamedTuple):
@@ -48,84 +42,60 @@ class _NumPy:
     """NumPy's, which takes 35 microseconds to hand out its state, and 40 to take one.
 
     So where the words in memory are seen to be those that it hands out, they are read and written
-    there.
+    there. (To exchange its bit generator takes less than one, but forgets the second of two normal
+    numbers, of which only the whole state tells.)
     """
 
     def __init__(self, numpy: Any) -> None:
-        self._random = numpy.random
+        self._numpy = numpy
         self._last: _NumPyState | None = None
 
     def seed(self, number: int) -> None:
-        self._random.seed(number % 2**32)
+        self._numpy.random.seed(number % 2**32)
 
     def state(self) -> _NumPyState:
-        if self._last is None or not self._has_words_of(self._last):
-            self._last = self._read()
+        self._last = self.now()
         return self._last
 
+    def now(self) -> _NumPyState:
+        if self._last is not None and self._is_in_memory(self._last):
+            return self._last
+        kind, words, position, has_normal, normal = self._numpy.random.get_state()
+        whole = kind, words.tobytes(), position, has_normal, normal
+        raw = whole[1] + position.to_bytes(4, sys.byteorder)
+        found = _NumPyState(whole, raw, self._address() if kind == "MT19937" else 0)
+        is_plain = not has_normal and self._is_in_memory(found)
+        return found if is_plain else found._replace(words=b"")
+
     def restore(self, state: _NumPyState) -> None:
-        if not state.words or self._address() != state.address:
-            self._random.set_state(state.whole)
-            return
-        self._random.seed(0)  # forgets the second of two normal numbers, which is not in the words
-        with self._random.get_bit_generator().lock:
-            ctypes.memmove(state.address, state.words, len(state.words))
-
-    def moved_since(self, state: _NumPyState) -> bool:
         if state.words and self._address() == state.address:
-            return not self._has_words_of(state)
-        _, words, *rest = self._random.get_state()
-        return bool(rest != list(state.whole[2:]) or words.tobytes() != state.whole[1].tobytes())
+            self._numpy.random.seed(0)  # forgets the second of two normal numbers
+            with self._numpy.random.get_bit_generator().lock:
+                ctypes.memmove(state.address, state.words, len(state.words))
+        else:
+            kind, words, *rest = state.whole
+            words = self._numpy.frombuffer(words, self._numpy.uint32)
+            self._numpy.random.set_state((kind, words, *rest))
+        self._last = state
 
-    def _read(self) -> _NumPyState:
-        whole = self._random.get_state()
-        kind, words, position, has_normal, _ = whole
-        raw = words.tobytes() + position.to_bytes(4, sys.byteorder)
-        address = self._address()
-        plain = kind == "MT19937" and not has_normal and address != 0
-        if not plain or ctypes.string_at(address, len(raw)) != raw:
-            raw = b""
-        return _NumPyState(whole, raw, address)
-
-    def _has_words_of(self, state: _NumPyState) -> bool:
-        size = len(state.words)
-        return (
-            size > 0
-            and self._address() == state.address
-            and ctypes.string_at(state.address, size) == state.words
-        )
+    def _is_in_memory(self, state: _NumPyState) -> bool:
+        known = state.words and 0 != self._address() == state.address
+        return bool(known and ctypes.string_at(state.address, len(state.words)) == state.words)
 
     def _address(self) -> int:
-        if not hasattr(self._random, "get_bit_generator"):  # NumPy before 1.24
+        if not hasattr(self._numpy.random, "get_bit_generator"):  # NumPy before 1.24
             return 0
-        address: int = self._random.get_bit_generator().ctypes.state_address
-        return address
-
-
-class _Torch:
-    def __init__(self, generator: torch.Generator) -> None:
-        self._generator = generator
-
-    def seed(self, number: int) -> None:
-        # Not torch.manual_seed, which seeds every device and takes a hundred times as long.
-        self._generator.manual_seed(number)
-
-    def state(self) -> Any:
-        return self._generator.get_state()
-
-    def restore(self, state: Any) -> None:
-        self._generator.set_state(state)
-
-    def moved_since(self, state: Any) -> bool:
-        return not torch.equal(self._generator.get_state(), state)
+        return int(self._numpy.random.get_bit_generator().ctypes.state_address)
 
 
 @cache
 def default_generators() -> tuple[Default, ...]:
     """Return those of this process: Python's, NumPy's where it is installed, PyTorch's."""
-    numpy = numpy_or_none()
-    python: list[Default] = [_Python()] if numpy is None else [_Python(), _NumPy(numpy)]
-    return (*python, _Torch(torch.default_generator))
+    found = [Default(random.seed, random.getstate, random.getstate, random.setstate)]
+    if (numpy := numpy_or_none()) is not None:
+        numpys = _NumPy(numpy)
+        found.append(Default(numpys.seed, numpys.state, numpys.now, numpys.restore))
+    return (*found, _of_torch(torch.default_generator))
 
 
 def seed_generators(
@@ -243,4 +213,10 @@ def _of(device: torch.device | None) -> tuple[Default, ...]:
         return ()
     torch.cuda.init()
     index = torch.cuda.current_device() if device.index is None else device.index
-    return (_Torch(torch.cuda.default_generators[index]),)
+    return (_of_torch(torch.cuda.default_generators[index]),)
+
+
+def _of_torch(generator: torch.Generator) -> Default:
+    # Not torch.manual_seed, which seeds every device and takes a hundred times as long.
+    state = generator.get_state
+    return Default(generator.manual_seed, state, state, generator.set_state)

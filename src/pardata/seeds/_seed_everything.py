@@ -1,13 +1,12 @@
 """One seed for all generators."""
 
 import os
-import random
 
 import torch
 
-from pardata.ranks._arguments import check_flag
+from pardata.ranks._arguments import check_flag, check_integer
 from pardata.ranks._world import require_world
-from pardata.seeds._generators import numpy_or_none
+from pardata.seeds._generators import seed_generators
 from pardata.seeds._mix import mix
 
 
@@ -31,9 +30,7 @@ def seed_everything(seed: int, *, per_rank: bool = False, deterministic: bool = 
     >>> seed_everything(0)
     0
     """
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        msg = f"`seed` must be an integer, but is {seed!r}"
-        raise TypeError(msg)
+    check_integer("seed", seed)
     if not 0 <= seed < 2**63:
         msg = f"`seed` must be between 0 and 2**63 - 1, but is {seed}"
         raise ValueError(msg)
@@ -41,10 +38,8 @@ def seed_everything(seed: int, *, per_rank: bool = False, deterministic: bool = 
     check_flag("deterministic", deterministic)
     if per_rank:
         seed = mix(seed, require_world("seed_everything(per_rank=True)").rank)
-    random.seed(seed)
-    if (numpy := numpy_or_none()) is not None:
-        numpy.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    seed_generators(seed)
+    torch.manual_seed(seed)  # of every device
     if deterministic:
         # cuBLAS reads it when it starts; see torch.use_deterministic_algorithms.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -6,8 +6,8 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
+from logged import Keeper
 from on_ranks import caught, run
-from test_logging import Keeper
 from torch.utils.data import Dataset
 
 from pardata import make_loader

@@ -1,0 +1,76 @@
+"""Leaving the group that `init` made: at the end of its block, or when the process exits."""
+
+import atexit
+import os
+import sys
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from pardata.launch._uncaught import report_exit
+from pardata.ranks._logger import get_logger
+from pardata.ranks._process import process
+from pardata.ranks._world import Joined, default_group
+
+_log = get_logger(__name__)
+
+_PATIENCE = timedelta(seconds=30)
+
+
+def remember(found: Joined) -> None:
+    """Keep what `init` found, and leave at exit the group that it made."""
+    if found.made_here:
+        atexit.unregister(_leave_at_exit)  # once is enough
+        atexit.register(_leave_at_exit)
+    process.joined = found
+
+
+def leave_at_the_end(error: BaseException | None) -> None:
+    """Leave at the end of a block, unless an exception is under way.
+
+    The other ranks may then be anywhere: waiting for them would turn an error into a hang.
+    """
+    if error is None:
+        leave()
+        return
+    atexit.unregister(_leave_at_exit)  # a SystemExit is forgotten by then
+    if isinstance(error, SystemExit) and error.code:
+        report_exit(error)
+
+
+def leave() -> None:
+    """Leave the group that `init` made in this process, once no rank needs its store."""
+    left, process.joined = process.joined, None
+    if not isinstance(left, Joined) or not left.made_here or left.pid != os.getpid():
+        return
+    if left.group is not default_group():
+        return  # the user has destroyed it already
+    os.environ.pop("PARDATA_JOINED", None)
+    left.on_leaving()
+    if not check_out(left.channel.store, left.world.size, hosts_store=left.hosts_store):
+        # Their own error says why; this process has finished.
+        _log.warning("not all ranks left the process group: another rank failed or was killed")
+    dist.destroy_process_group()
+
+
+def check_out(store: dist.Store, size: int, *, hosts_store: bool) -> bool:
+    """Say that this rank needs the store no more; where it lives here, wait until none does.
+
+    Returns whether all ranks said so.
+    """
+    if size == 1:
+        return True
+    try:
+        if store.add("left", 1) == size:
+            store.set("all-left", "")
+        if hosts_store:
+            store.wait(["all-left"], _PATIENCE)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _leave_at_exit() -> None:
+    # Set by the interpreter for an exception that nobody caught.
+    if getattr(sys, "last_value", None) is None:
+        leave()

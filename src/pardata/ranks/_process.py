@@ -1,0 +1,24 @@
+"""What `init` found, opened and said: all the state that the library keeps in a process."""
+
+from dataclasses import dataclass, field
+
+from torch.distributed import Store
+
+
+@dataclass
+class Process:
+    """One process of a run.
+
+    Attributes:
+        joined: the `Joined` that `init` left; `joined` of ``_world`` tells whether it still holds.
+        stores: the stores that this process opened, by the run, with whether it serves them. Kept
+            to its end: a rank that joins again at once must not meet a store that is just closing.
+        said: what a logger has said with ``once=True``: logger, level and line.
+    """
+
+    joined: object = None
+    stores: dict[str, tuple[Store, bool]] = field(default_factory=dict)
+    said: set[tuple[str, int, str]] = field(default_factory=set)
+
+
+process = Process()

@@ -1,0 +1,34 @@
+"""What the tests of joining share: torchrun itself, and the variables of other launchers."""
+
+import os
+import subprocess
+import sys
+
+
+def torchrun(script, size, folder, *arguments, options=(), **env):
+    """Run a script under torchrun and return what it did; its sockets lie in `folder`."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return subprocess.run(
+        [*command, f"--nproc-per-node={size}", *options, str(script), *arguments],
+        env={**os.environ, "TMPDIR": str(folder), **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def open_mpi_variables(rank, size, port, local_size=None):
+    """Return Open MPI's variables, which say nothing about the number of nodes."""
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    local_size = local_size or size
+    values = map(str, (rank, size, rank % local_size, local_size))
+    env = {f"OMPI_COMM_WORLD_{name}": value for name, value in zip(names, values, strict=True)}
+    return env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def mpich_variables(rank, size, port):
+    """Return MPICH's variables on one host."""
+    names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    env = dict(zip(names, map(str, (rank, size) * 2), strict=True))
+    return env | {"MASTER_PORT": str(port)}

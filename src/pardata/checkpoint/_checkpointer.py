@@ -119,13 +119,15 @@ class Checkpointer:
             self._kept = snapshot
             self._start(here, draft, snapshot.parts)
             return
-        if snapshot.parts:
-            path = rank_zero_call(self._folder.begin, step)
-            try:
-                shards.write(path, snapshot.parts)
-            except OSError:  # on all ranks
-                rank_zero_call(self._folder.fail)
-                raise
+        if not snapshot.parts:
+            rank_zero_call(self._folder.write, draft)
+            return
+        path = rank_zero_call(self._folder.begin, step)
+        try:
+            shards.write(path, snapshot.parts)
+        except OSError:  # on all ranks
+            rank_zero_call(self._folder.fail)
+            raise
         rank_zero_call(self._folder.finish, draft)
 
     def restore(self, **objects: Any) -> dict[str, Any] | None:
@@ -233,9 +235,12 @@ class Checkpointer:
             written = shards.start_writing(path, parts, self._group)
 
         def work() -> None:
+            if written is None:
+                if here.is_main:
+                    self._folder.write(draft)
+                return
             try:
-                if written is not None:
-                    written()
+                written()
             except OSError:
                 if here.is_main:
                     self._folder.fail()

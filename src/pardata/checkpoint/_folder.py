@@ -56,6 +56,11 @@ class Folder:
         self._unfinished: Path | None = None
         self._began = 0.0
 
+    def write(self, draft: Draft) -> None:
+        """Write a checkpoint that rank 0 has all of."""
+        self.begin(draft.step)
+        self.finish(draft)
+
     def begin(self, step: int) -> Path:
         """Return the folder where a checkpoint is to be written before it has its name."""
         self._began = time.perf_counter()
@@ -65,6 +70,7 @@ class Folder:
                 self._attempt = Attempt(self._directory, after=self._attempt)
                 self._remove_leftovers(self._attempt.number)
             self._attempt.check()
+            self._remove_unfinished()  # of a save that stopped half-way
             self._name = Name(self._attempt.number, step)
             self._unfinished = self._directory / f"{_UNFINISHED}{self._name}"
             shutil.rmtree(self._unfinished, ignore_errors=True)
@@ -73,16 +79,16 @@ class Folder:
 
     def finish(self, draft: Draft) -> None:
         """Write rank 0's part, make all that was written since `begin` a checkpoint, and prune."""
-        path = self._unfinished or self.begin(draft.step)
-        assert self._attempt is not None  # noqa: S101  # `begin` made it
+        attempt, path = self._attempt, self._unfinished
+        assert attempt is not None and path is not None  # noqa: S101, PT018  # `begin` was called
         with self._cleaned_after_errors(draft.step):
             save(draft.contents, path / STATE)
             size = write_manifest(path, {"step": draft.step, **draft.facts})
-            self._attempt.check()
+            attempt.check()
             path.rename(self._directory / str(self._name))
             self._unfinished = None
             sync(self._directory)
-            self._prune(self._attempt)
+            self._prune(attempt)
         seconds = time.perf_counter() - self._began
         text = "saved step %d to %s, %.1f MB in %.2f s"
         _log.info(text, draft.step, self._directory, size / 1e6, seconds)

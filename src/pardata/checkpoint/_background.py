@@ -3,8 +3,8 @@
 import atexit
 import os
 import sys
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from pardata.ranks._logger import get_logger
 
@@ -22,32 +22,23 @@ class Background:
     """
 
     def __init__(self, work: Callable[[], None], what: str) -> None:
-        self._work = work
         self._what = what
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=f"pardata: {what}")
-        self._thread.start()
+        executor = ThreadPoolExecutor(1, thread_name_prefix=f"pardata: {what}")
+        self._future = executor.submit(work)
+        executor.shutdown(wait=False)  # it takes no other work
         atexit.register(self._check_at_exit)
 
     def join(self) -> None:
-        """Wait for the end, and raise what the work has raised. Once."""
-        self._thread.join()
+        """Wait for the end, and raise what the work has raised."""
         atexit.unregister(self._check_at_exit)
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _run(self) -> None:
-        try:
-            self._work()
-        except BaseException as error:  # noqa: BLE001  # raised by `join`, or told at exit
-            self._error = error
+        self._future.result()
 
     def _check_at_exit(self) -> None:
         # Threads have ended by now.
-        if self._error is None:
+        error = self._future.exception()
+        if error is None:
             return
-        _log.error("%s failed: %s", self._what, self._error, ranks="all")
+        _log.error("%s failed: %s", self._what, error, ranks="all")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # nothing else can change the exit status here

@@ -1,25 +1,26 @@
 """The state of a run: saved so that it survives, restored into any strategy and world size."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from typing_extensions import Self
 
-from pardata.checkpoint import _state as states
-from pardata.checkpoint._comparison import agree_on_options, agree_on_states
-from pardata.checkpoint._newest import Found, newest
-from pardata.checkpoint._writer import Files, Writer
+from pardata.checkpoint import _shards as shards
+from pardata.checkpoint._background import Background
+from pardata.checkpoint._checkpoint import Checkpoint, newest
+from pardata.checkpoint._comparison import agree_on, agree_on_all
+from pardata.checkpoint._export import write_weights
+from pardata.checkpoint._folder import Draft, Folder
+from pardata.checkpoint._state import Snapshot, is_stateful, load
 from pardata.collective._agreement import agree
 from pardata.collective._rank_zero import rank_zero_call
-from pardata.model._weight_file import write_weights
-from pardata.ranks._arguments import check_flag
+from pardata.ranks._arguments import check_flag, check_integer
 from pardata.ranks._logger import get_logger
-from pardata.ranks._version import __version__
 from pardata.ranks._world import World, require_world
 from pardata.seeds._generators import restore_generators
 
@@ -45,8 +46,8 @@ class Checkpointer:
             ends before ends with status 1. The interpreter waits for the last one.
 
     Raises:
-        ValueError: for a `keep` or `keep_every` that is no positive integer.
-        TypeError: for an `asynchronous` that is no bool.
+        ValueError: for a `keep` or `keep_every` below 1.
+        TypeError: for one that is no integer, and for an `asynchronous` that is no bool.
 
     >>> import tempfile
     >>> model = torch.nn.Linear(2, 2)
@@ -64,11 +65,12 @@ class Checkpointer:
         keep_every: int | None = None,
         asynchronous: bool = False,
     ) -> None:
-        _check_count("keep", keep)
+        check_integer("keep", keep, least=1)
         if keep_every is not None:
-            _check_count("keep_every", keep_every)
-        self._directory = Path(directory)
+            check_integer("keep_every", keep_every, least=1)
         check_flag("asynchronous", asynchronous)
+        self._directory = Path(directory)
+        self._asynchronous = asynchronous
         # What must be the same on all ranks, else they would write to different places.
         self._options = {
             "directory": str(self._directory),
@@ -76,8 +78,10 @@ class Checkpointer:
             "keep_every": keep_every,
             "asynchronous": asynchronous,
         }
-        files = Files(self._directory, keep=keep, keep_every=keep_every)
-        self._writer = Writer(files, asynchronous=asynchronous)
+        self._folder = Folder(self._directory, keep=keep, keep_every=keep_every)
+        self._background: Background | None = None
+        self._kept: Snapshot | None = None
+        self._group: Any = None  # for messages in the background
 
     def save(self, step: int, **objects: Any) -> None:
         """Save the state of `objects`, then remove what is older than `keep` others. Collective.
@@ -91,25 +95,40 @@ class Checkpointer:
                 of every rank are is saved beside them.
 
         Raises:
-            TypeError: for what could be loaded only by running code; names it.
-            ValueError: for a step that is no whole number from 0.
+            TypeError: for what could be loaded only by running code; names it. For a step that is
+                no integer.
+            ValueError: for a step below 0.
             RuntimeError: where ranks differ, and where another run has taken over the directory.
             OSError: on every rank, where it cannot be written; what was there before stands.
         """
         here = require_world("Checkpointer.save")
         self.wait()
-        tree: dict[str, states.Tree] = {}
+        snapshot = Snapshot()
 
         def take() -> dict[str, object]:
-            _check_step(step)
-            tree.update({name: states.state_of(name, thing) for name, thing in objects.items()})
+            check_integer("step", step, least=0)
+            snapshot.take(here, objects, copy=self._asynchronous and here.rank == 0)
             return {"step": step, "objects": list(objects), **self._options}
 
-        agree_on_options(here, "Checkpointer.save", take)
-        generators = agree_on_states(here, "Checkpointer.save", tree)
-        whole, sharded = states.split(tree)
-        contents = {"objects": whole, "generators": generators}
-        self._writer.write(here, step, contents, sharded, _facts(here, objects))
+        generators = agree_on_all(here, "Checkpointer.save", take, snapshot.texts)
+        contents = {"objects": snapshot.trees, "generators": generators}
+        draft = Draft(step, contents, snapshot.facts)
+        if self._asynchronous:
+            # Else its tensors would be freed as `save` returns, and with each it would give way to
+            # the thread that writes, which may hold the interpreter for 30 ms.
+            self._kept = snapshot
+            self._start(here, draft, snapshot.parts)
+            return
+        if not snapshot.parts:
+            rank_zero_call(self._folder.write, draft)
+            return
+        path = rank_zero_call(self._folder.begin, step)
+        try:
+            shards.write(path, snapshot.parts)
+        except OSError:  # on all ranks
+            rank_zero_call(self._folder.fail)
+            raise
+        rank_zero_call(self._folder.finish, draft)
 
     def restore(self, **objects: Any) -> dict[str, Any] | None:
         """Give `objects` the state of the newest checkpoint that is whole. Collective.
@@ -138,32 +157,22 @@ class Checkpointer:
             _check_stateful(objects)
             return {"objects": list(objects), **self._options}
 
-        agree_on_options(here, "Checkpointer.restore", check)
+        agree_on(here, "Checkpointer.restore", check)
         found = newest(here, self._directory)
         if found is None:
             return None
-        _check_names(objects, found)
-        tree = found.states_of(objects)
+        trees = found.states_of(objects)
 
-        def load() -> dict[str, object]:
+        def give() -> dict[str, object]:
             for name, thing in objects.items():
                 with _naming(name, thing):
-                    states.load(thing, tree[name])
+                    load(thing, trees[name])
             _restore_generators(found.contents["generators"], here)
             return {}
 
-        agree(here, "Checkpointer.restore (loading)", load)
-        saved = found.manifest["identity"]
-        _log.info(
-            "restored step %d of %s, saved by %d process(es)%s with torch %s",
-            found.name.step,
-            self._directory,
-            saved["processes"],
-            "".join(f", {name} under {kind!r}" for name, kind in saved["strategies"].items()),
-            saved["torch"],
-        )
-        values = {name: found.contents["objects"][name] for name in found.manifest["values"]}
-        return {"step": found.name.step, **values}
+        agree(here, "Checkpointer.restore (loading)", give)
+        _log_restored(found, self._directory)
+        return {"step": found.manifest["step"], **found.values}
 
     def export(self, path: str | os.PathLike[str], *, name: str = "model") -> None:
         """Write the bare weights of the newest whole checkpoint to a file, for others. Collective.
@@ -188,41 +197,58 @@ class Checkpointer:
         if found is None:
             msg = f"there must be a checkpoint in {self._directory} to export, but there is none"
             raise FileNotFoundError(msg)
-        _check_names([name], found)
-        tree = found.states_of({name: None})
-        rank_zero_call(write_weights, Path(path), tree[name])
+        tree = found.states_of({name: None})[name]
+        rank_zero_call(write_weights, Path(path), tree)
 
     def wait(self) -> None:
         """Wait for the last asynchronous save, and raise its error on every rank. Collective."""
-        self._writer.wait()
+        if self._background is None:
+            return
+        background, self._background, self._kept = self._background, None, None
+        try:
+            rank_zero_call(background.join)  # however long it takes
+        except BaseException:
+            with suppress(Exception):  # this rank's own, which says no more
+                background.join()
+            raise
+
+        def join() -> dict[str, object]:
+            background.join()
+            return {}
+
+        agree(require_world("Checkpointer.wait"), "Checkpointer.wait", join)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # After an error the other ranks may be anywhere; the interpreter waits for the thread.
         if kind is None:
             self.wait()
 
+    def _start(self, here: World, draft: Draft, parts: dict[str, torch.Tensor]) -> None:
+        """Begin to write in the background. Collective."""
+        written: Callable[[], None] | None = None
+        if parts:
+            path = rank_zero_call(self._folder.begin, draft.step)
+            self._group = self._group or dist.new_group(backend="gloo")
+            written = shards.start_writing(path, parts, self._group)
 
-def _facts(here: World, objects: Mapping[str, object]) -> dict[str, Any]:
-    """Return what the manifest says of this run."""
-    strategies = {name: states.strategy_of(thing) for name, thing in objects.items()}
-    return {
-        "values": [name for name, thing in objects.items() if not states.is_stateful(thing)],
-        "identity": {
-            "pardata": __version__,
-            "torch": str(torch.__version__),
-            "processes": here.size,
-            "threads": torch.get_num_threads(),
-            "strategies": {name: kind for name, kind in strategies.items() if kind is not None},
-        },
-    }
+        def work() -> None:
+            if written is None:
+                if here.is_main:
+                    self._folder.write(draft)
+                return
+            try:
+                written()
+            except OSError:
+                if here.is_main:
+                    self._folder.fail()
+                raise
+            if here.is_main:
+                self._folder.finish(draft)
+
+        self._background = Background(work, f"the checkpoint of step {draft.step}")
 
 
 @contextmanager
@@ -247,21 +273,9 @@ def _restore_generators(saved: list[dict[str, Any]], here: World) -> None:
         )
 
 
-def _check_step(step: object) -> None:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        msg = f"`step` must be a whole number from 0, but is {step!r}"
-        raise ValueError(msg)
-
-
-def _check_count(name: str, count: object) -> None:
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        msg = f"`{name}` must be a positive integer, but is {count!r}"
-        raise ValueError(msg)
-
-
 def _check_stateful(objects: Mapping[str, object]) -> None:
     for name, thing in objects.items():
-        if not states.is_stateful(thing):
+        if not is_stateful(thing):
             msg = (
                 f"`restore` must be given what has state_dict and load_state_dict, but `{name}` "
                 f"is a {type(thing).__name__}: values are in what it returns"
@@ -269,13 +283,13 @@ def _check_stateful(objects: Mapping[str, object]) -> None:
             raise TypeError(msg)
 
 
-def _check_names(wanted: Iterable[str], found: Found) -> None:
-    saved = [name for name in found.contents["objects"] if name not in found.manifest["values"]]
-    missing = [name for name in wanted if name not in saved]
-    if missing:
-        msg = (
-            f"what is asked for must have been saved as something with a state, but "
-            f"{', '.join(map(repr, missing))} not; the checkpoint {found.path} has "
-            f"{', '.join(map(repr, saved)) or 'none'}"
-        )
-        raise ValueError(msg)
+def _log_restored(found: Checkpoint, directory: Path) -> None:
+    saved = found.manifest["identity"]
+    _log.info(
+        "restored step %d of %s, saved by %d process(es)%s with torch %s",
+        found.manifest["step"],
+        directory,
+        saved["processes"],
+        "".join(f", {name} under {kind!r}" for name, kind in saved["strategies"].items()),
+        saved["torch"],
+    )

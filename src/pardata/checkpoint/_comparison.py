@@ -5,8 +5,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pardata.checkpoint import _state as states
-from pardata.collective._agreement import agree, require_same
+from pardata.collective._agreement import Facts, agree, require_same
 from pardata.ranks._store import collect, publish
 from pardata.ranks._world import World, channel
 from pardata.seeds._generators import generator_states
@@ -15,52 +14,59 @@ _CURE = (
     "Pass the same on all ranks: `all_gather` collects what is not, and `rank_zero_call` gives all "
     "the name of a directory that rank 0 has made."
 )
+_DIGEST = "the digest of the details"
 
 
-def agree_on_options(here: World, place: str, options: Callable[[], Mapping[str, object]]) -> None:
-    """Require all ranks to pass the same. Collective.
+def agree_on(here: World, place: str, options: Callable[[], Facts]) -> None:
+    """Require all ranks to pass the same options, by name. Collective.
 
-    Args:
-        here: the world.
-        place: the name of the call.
-        options: returns it by name. What it raises is raised on every rank.
+    What `options` raises is raised on every rank.
     """
     require_same(place, agree(here, place, options), _CURE)
 
 
-def agree_on_states(
-    here: World, place: str, tree: Mapping[str, states.Tree]
+def agree_on_all(
+    here: World, place: str, options: Callable[[], Facts], details: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """Require all ranks to have the same in a tree, but for the values of tensors. Collective.
+    """Require all ranks to pass the same options and details. Collective.
+
+    Args:
+        here: the world.
+        place: the name of the call.
+        options: returns them by name. What it raises is raised on every rank.
+        details: are there after that. They are compared by a digest, and told where that differs.
 
     Returns:
         Where the default generators of all ranks are, on rank 0.
     """
     if here.size == 1:
+        options()
         return [generator_states(here.device)]
-    leaves = states.leaves(tree)
-    digest = hashlib.sha256(json.dumps(leaves, sort_keys=True).encode()).hexdigest()
 
-    def tell() -> dict[str, object]:
-        publish(channel(), _key(here.rank), json.dumps(generator_states(here.device)))
-        return {"states": digest}
+    def tell() -> Facts:
+        facts = options()
+        if here.rank > 0:
+            publish(channel(), _key(here.rank), json.dumps(generator_states(here.device)))
+        digest = hashlib.sha256(json.dumps(details, sort_keys=True).encode()).hexdigest()
+        return {**facts, _DIGEST: digest}
 
-    told = agree(here, f"{place} (states)", tell)
-    if len({str(facts["states"]) for facts in told}) > 1:
-        told = agree(here, f"{place} (in detail)", lambda: leaves)
+    told = agree(here, place, tell)
+    digests = {facts.pop(_DIGEST) for facts in told}
+    require_same(place, told, _CURE)
+    if len(digests) > 1:
+        told = agree(here, f"{place} (in detail)", lambda: details)
         paths = list(dict.fromkeys(path for facts in told for path in facts))
         filled = [{path: facts.get(path, "(nothing)") for path in paths} for facts in told]
         require_same(place, filled, _CURE)
-    return _told_generators(here, place)
+    return _generators_of_all(here, place) if here.rank == 0 else []
 
 
-def _told_generators(here: World, place: str) -> list[dict[str, Any]]:
+def _generators_of_all(here: World, place: str) -> list[dict[str, Any]]:
     # Not by an exchange, which would take them from all to all.
-    if not here.is_main:
-        return []
     line = channel()
-    keys = [_key(rank) for rank in range(here.size)]
-    return [json.loads(collect(line, key, 1, place, line.timeout)) for key in keys]
+    keys = [_key(rank) for rank in range(1, here.size)]
+    others = [json.loads(collect(line, key, 1, place, line.timeout)) for key in keys]
+    return [generator_states(here.device), *others]
 
 
 def _key(rank: int) -> str:

@@ -1,209 +1,141 @@
-"""The checkpoints of a run, in one directory: each is complete or not there, and the newest known.
+"""The directory of a run's checkpoints, as rank 0 writes to it: each is complete or not there.
 
 A checkpoint is written below a name of its own, synced to the disk, and renamed; so whatever is
-killed when, what has a checkpoint's name is whole. Its name begins with the number of an attempt at
-the run. A writer claims the next number by a file that must not exist yet, and looks for a higher
-one before it adds or removes anything. So of two writers the older stops, and what it had still to
-add is neither newer than what the other one wrote nor in its place.
+killed when, what has a checkpoint's name is whole.
 """
 
-import errno
-import json
-import os
-import re
-import secrets
 import shutil
-import socket
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pardata.checkpoint._manifest import write_manifest
-from pardata.model._weight_file import sync
+from pardata.checkpoint._attempt import Attempt, Name, names
+from pardata.checkpoint._disk import save, sync
+from pardata.checkpoint._manifest import STATE, write_manifest
+from pardata.ranks._logger import get_logger
+
+_log = get_logger(__name__)
 
 _UNFINISHED = ".unfinished-"
 _REMOVED = ".removed-"
 
 
-@dataclass(frozen=True, order=True)
-class Name:
-    """The name of a checkpoint; the newest is the largest."""
+@dataclass(frozen=True)
+class Draft:
+    """A checkpoint that is to be.
 
-    attempt: int
-    step: int
-
-    def __str__(self) -> str:
-        return f"attempt-{self.attempt:04d}-step-{self.step:09d}"
-
-    @classmethod
-    def parse(cls, text: str) -> "Name | None":
-        """Return the name that was written as `text`, if one was."""
-        match = re.fullmatch(r"attempt-(\d{4,})-step-(\d{9,})", text, re.ASCII)
-        name = match and cls(int(match[1]), int(match[2]))
-        return name if str(name) == text else None
-
-
-def names(directory: Path) -> list[Name]:
-    """Return the names of all checkpoints, from the oldest to the newest."""
-    try:
-        found = [Name.parse(entry.name) for entry in directory.iterdir()]
-    except FileNotFoundError:
-        return []
-    return sorted(name for name in found if name is not None)
-
-
-class Attempt:
-    """A right to write in a directory, until somebody claims the next one.
-
-    Args:
-        directory: made where it is not there.
-        after: the attempt of this very run that the new one takes the place of.
-
-    Raises:
-        OSError: where nothing can be written there.
-        RuntimeError: where somebody else came after `after`.
+    Attributes:
+        step: of the run.
+        contents: what rank 0 writes.
+        facts: of the manifest.
     """
 
-    def __init__(self, directory: Path, *, after: "Attempt | None" = None) -> None:
-        if after is not None:
-            after.check()  # before anything is made
-        if directory.exists() and not directory.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
-        directory.mkdir(parents=True, exist_ok=True)
+    step: int
+    contents: Any
+    facts: Mapping[str, Any]
+
+
+class Folder:
+    """Writes drafts into a directory, and removes what is older than `keep` others.
+
+    Args:
+        directory: made by the first draft.
+        keep: how many of the newest to keep.
+        keep_every: also keep those of steps that are multiples of this.
+    """
+
+    def __init__(self, directory: Path, *, keep: int, keep_every: int | None) -> None:
         self._directory = directory
-        # No two are the same, also where the directory was emptied and the numbers begin anew.
-        self._claimed = json.dumps(_self_description())
-        self.number = self._claim() if after is None else self._succeed(after)
-        self.check()
-        for older, path in _claims(directory):
-            if older < self.number:
-                path.unlink(missing_ok=True)
-        self._remove_leftovers()
+        self._keep = keep
+        self._keep_every = keep_every
+        self._attempt: Attempt | None = None
+        self._name: Name | None = None
+        self._unfinished: Path | None = None
+        self._began = 0.0
 
-    def begin(self, name: Name) -> Path:
-        """Return a new directory to write a checkpoint in, for `commit` or `abandon`."""
-        self.check()
-        self.abandon(name)
-        unfinished = self.unfinished(name)
-        unfinished.mkdir()
-        return unfinished
+    def write(self, draft: Draft) -> None:
+        """Write a checkpoint that rank 0 has all of."""
+        self.begin(draft.step)
+        self.finish(draft)
 
-    def abandon(self, name: Name) -> None:
-        """Remove what was written since `begin`, if it is not a checkpoint by now."""
-        _remove(self.unfinished(name))
+    def begin(self, step: int) -> Path:
+        """Return the folder where a checkpoint is to be written before it has its name."""
+        self._began = time.perf_counter()
+        with self._cleaned_after_errors(step):
+            if self._attempt is None or (self._name is not None and step <= self._name.step):
+                # A step that comes again is newer than the first one all the same.
+                self._attempt = Attempt(self._directory, after=self._attempt)
+                self._remove_leftovers(self._attempt.number)
+            self._attempt.check()
+            self._remove_unfinished()  # of a save that stopped half-way
+            self._name = Name(self._attempt.number, step)
+            self._unfinished = self._directory / f"{_UNFINISHED}{self._name}"
+            shutil.rmtree(self._unfinished, ignore_errors=True)
+            self._unfinished.mkdir()
+            return self._unfinished
 
-    def commit(self, name: Name, facts: Mapping[str, Any]) -> int:
-        """Make what was written since `begin` a checkpoint, in one step; return its bytes."""
-        unfinished = self.unfinished(name)
-        size = write_manifest(unfinished, {"step": name.step, **facts})
-        self.check()
-        unfinished.rename(self._directory / str(name))
-        sync(self._directory)
-        return size
+    def finish(self, draft: Draft) -> None:
+        """Write rank 0's part, make all that was written since `begin` a checkpoint, and prune."""
+        attempt, path = self._attempt, self._unfinished
+        assert attempt is not None and path is not None  # noqa: S101, PT018  # `begin` was called
+        with self._cleaned_after_errors(draft.step):
+            save(draft.contents, path / STATE)
+            size = write_manifest(path, {"step": draft.step, **draft.facts})
+            attempt.check()
+            path.rename(self._directory / str(self._name))
+            self._unfinished = None
+            sync(self._directory)
+            self._prune(attempt)
+        seconds = time.perf_counter() - self._began
+        text = "saved step %d to %s, %.1f MB in %.2f s"
+        _log.info(text, draft.step, self._directory, size / 1e6, seconds)
 
-    def prune(self, keep: int, keep_every: int | None) -> None:
-        """Remove all but the `keep` newest and those of every `keep_every` steps."""
-        self.check()
-        for name in names(self._directory)[:-keep]:
-            kept = keep_every is not None and name.step % keep_every == 0
-            if not kept and name.attempt <= self.number:
+    def fail(self) -> None:
+        """Remove what was begun, and raise where another run has taken over or all is gone."""
+        self._remove_unfinished()
+        if self._attempt is not None:
+            self._attempt.check()
+
+    def _remove_unfinished(self) -> None:
+        if self._unfinished is not None:
+            shutil.rmtree(self._unfinished, ignore_errors=True)
+            self._unfinished = None
+
+    def _prune(self, attempt: Attempt) -> None:
+        attempt.check()
+        for name in names(self._directory)[: -self._keep]:
+            kept = self._keep_every is not None and name.step % self._keep_every == 0
+            if not kept and name.attempt <= attempt.number:
                 # Half of it removed must not look like a checkpoint.
                 removed = self._directory / f"{_REMOVED}{name}"
                 with suppress(FileNotFoundError):  # the older run was at it when this one began
                     (self._directory / str(name)).rename(removed)
-                    _remove(removed)
+                    shutil.rmtree(removed, ignore_errors=True)
 
-    def check(self) -> None:
-        """Raise if somebody has claimed another attempt since, or the directory is gone."""
-        if not self._directory.is_dir():
-            msg = (
-                f"the directory of the checkpoints must stay, but {self._directory} is gone: was "
-                f"it removed, or its disk unmounted?"
-            )
-            raise FileNotFoundError(msg)
-        if not _claims(self._directory):
-            with suppress(FileExistsError):
-                self._write_claim(self.number)  # somebody has emptied it, and not written yet
-        newest, path = max(_claims(self._directory), default=(0, Path()))
-        if newest != self.number or _text(path) != self._claimed:
-            msg = (
-                f"one run at a time must write to {self._directory}, but this is attempt "
-                f"{self.number} and attempt {newest} has begun ({_who(path)}): this run is the "
-                f"older one and must end; give it a directory of its own if both are wanted"
-            )
-            raise RuntimeError(msg)
-
-    def unfinished(self, name: Name) -> Path:
-        """Return where a checkpoint is written."""
-        return self._directory / f"{_UNFINISHED}{name}"
-
-    def _claim(self) -> int:
-        while True:
-            claimed = [number for number, _ in _claims(self._directory)]
-            used = [name.attempt for name in names(self._directory)]
-            number = max([0, *claimed, *used]) + 1
-            with suppress(FileExistsError):  # another one was quicker: so this one is the newer
-                self._write_claim(number)
-                return number
-
-    def _succeed(self, after: "Attempt") -> int:
-        # The very next number, or none: a run that has been told that it is the older one must
-        # not become the newest by trying again.
-        number = after.number + 1
-        with suppress(FileExistsError):
-            self._write_claim(number)
-        return number
-
-    def _write_claim(self, number: int) -> None:
-        path = self._directory / f"attempt-{number:04d}.json"
-        with path.open("x") as file:
-            try:
-                file.write(self._claimed)
-                file.flush()
-            except OSError:
-                path.unlink(missing_ok=True)  # who cannot write must not keep others from it
-                raise
-
-    def _remove_leftovers(self) -> None:
+    def _remove_leftovers(self, attempt: int) -> None:
         """Remove what earlier attempts were killed over."""
         for entry in list(self._directory.iterdir()):
             for prefix in (_UNFINISHED, _REMOVED):
                 name = Name.parse(entry.name.removeprefix(prefix))
-                if entry.name.startswith(prefix) and name and name.attempt < self.number:
-                    _remove(entry)
+                if entry.name.startswith(prefix) and name and name.attempt < attempt:
+                    shutil.rmtree(entry, ignore_errors=True)
 
-
-def _claims(directory: Path) -> list[tuple[int, Path]]:
-    found = [(re.fullmatch(r"attempt-(\d{4,})\.json", p.name), p) for p in directory.iterdir()]
-    return [(int(match[1]), path) for match, path in found if match]
-
-
-def _self_description() -> dict[str, object]:
-    since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-    token = secrets.token_hex(8)
-    return {"host": socket.gethostname(), "process": os.getpid(), "since": since, "token": token}
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (OSError, ValueError):  # removed by a third, or not ours
-        return ""
-
-
-def _who(claim: Path) -> str:
-    try:
-        facts = json.loads(_text(claim))
-        return f"process {facts['process']} on {facts['host']}, since {facts['since']}"
-    except (ValueError, TypeError, KeyError):  # being written
-        return "by another process"
-
-
-def _remove(path: Path) -> None:
-    if path.is_symlink() or path.is_file():
-        path.unlink(missing_ok=True)
-    else:
-        shutil.rmtree(path, ignore_errors=True)
+    @contextmanager
+    def _cleaned_after_errors(self, step: int) -> Iterator[None]:
+        """Remove what was begun where it fails, and say which step it was of."""
+        try:
+            yield
+        except BaseException as error:
+            self._remove_unfinished()
+            if isinstance(error, FileNotFoundError) and self._attempt is not None:
+                self._attempt.check()  # it may know why
+            if not isinstance(error, OSError) or error.errno is None:
+                raise
+            msg = (
+                f"{error.strerror}, while saving step {step}: the checkpoints before it stand in "
+                f"{self._directory}"
+            )
+            raise OSError(error.errno, msg, error.filename) from error

@@ -20,6 +20,13 @@ def _never(_: Any) -> bool:
     return False
 
 
+def is_special(part: object) -> bool:
+    """Whether a container is more than its items: no dict, and no list or tuple but a plain one."""
+    if isinstance(part, list | tuple):
+        return type(part) not in (list, tuple)
+    return isinstance(part, Mapping) and not isinstance(part, dict)
+
+
 def leaves(
     tree: Any, *, is_leaf: _Test = _never, keys: _Keys = iter, path: Path = ()
 ) -> Iterator[tuple[Path, Any]]:

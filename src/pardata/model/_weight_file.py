@@ -1,12 +1,10 @@
 """Files of bare weights: PyTorch's own, and safetensors where they are installed."""
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 
 def read_weights(path: str | os.PathLike[str]) -> Any:
@@ -16,7 +14,7 @@ def read_weights(path: str | os.PathLike[str]) -> Any:
         OSError: for what cannot be opened.
         RuntimeError: for a file that holds something else, or is damaged.
     """
-    tensors = _safetensors(path) if Path(path).suffix == ".safetensors" else None
+    tensors = safetensors_for(path) if Path(path).suffix == ".safetensors" else None
     try:
         if tensors is not None:
             return tensors.load_file(path)
@@ -35,66 +33,8 @@ def read_weights(path: str | os.PathLike[str]) -> Any:
         raise RuntimeError(msg) from error
 
 
-def write_weights(path: Path, state: Mapping[str, Any]) -> None:
-    """Write a state dict to a file that is there as a whole or not at all.
-
-    Raises:
-        TypeError: for what is no state dict.
-        ImportError: for safetensors that are not installed.
-    """
-    _check(state)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".unfinished-{path.name}")
-    try:
-        if path.suffix == ".safetensors":
-            # Of tied weights each has its own, as the format wants.
-            own = {name: tensor.clone().contiguous() for name, tensor in state.items()}
-            _safetensors(path).save_file(own, unfinished)
-        else:
-            save(state, unfinished)
-        sync(unfinished)
-        unfinished.replace(path)
-        sync(path.parent)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def save(thing: Any, path: Path) -> None:
-    """Write as ``torch.save`` does, and raise an `OSError` where the disk is full.
-
-    PyTorch raises a `RuntimeError` then, about positions in the file.
-    """
-    with path.open("wb") as file:
-        try:
-            torch.save(thing, file)
-        except RuntimeError as error:
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
-            raise
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or the names in a directory, are on the disk."""
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
-
-
-def _check(state: object) -> None:
-    if isinstance(state, Mapping):
-        others = [name for name, value in state.items() if not isinstance(value, Tensor)]
-        if not others:
-            return
-        what = f"has {others[0]!r}, which is none"
-    else:
-        what = f"is a {type(state).__name__}"
-    msg = f"what is exported must be the weights of a module, all of them tensors, but it {what}"
-    raise TypeError(msg)
-
-
-def _safetensors(path: str | os.PathLike[str]) -> Any:
+def safetensors_for(path: str | os.PathLike[str]) -> Any:
+    """Return the module that reads and writes safetensors, which `path` is to be."""
     try:
         import safetensors.torch  # noqa: PLC0415  # pardata does not require it
     except ImportError as error:

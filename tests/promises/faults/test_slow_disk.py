@@ -10,7 +10,7 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parents[2]))
-from checkpoints import Run
+from checkpoint_zoo import Run
 from launched import launched
 
 from pardata import Checkpointer, init

@@ -2,22 +2,18 @@
 
 import pickle
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from checkpoints import leftovers, log_lines
+from checkpoint_zoo import Harm, leftovers, log_lines, paths, sign
 from on_ranks import caught, run, run_caught
-from test_checkpoint_manifest import manifest_of, sign
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from pardata import Checkpointer, all_reduce_sum, world
+from pardata import Checkpointer, all_reduce_sum, rank_zero_call, world
 from pardata.checkpoint import _shards as shards
-from pardata.checkpoint._folder import names
-from pardata.checkpoint._manifest import UnusableError, _size_and_digest
+from pardata.checkpoint._attempt import Attempt, names
 
 DTYPES = [torch.float32, torch.bfloat16, torch.complex64, torch.int64]
 
@@ -39,13 +35,13 @@ def tensors(factor=1):
 
 
 def write(directory):
-    shards.write(directory / shards.FOLDER, tensors())
+    shards.write(directory, tensors())
 
 
 def read(directory):
     targets = tensors(0)
     targets["torch.int64"] = None
-    found = shards.read(directory / shards.FOLDER, targets)
+    found = shards.read(directory, targets)
     whole = found.pop("torch.int64")
     return whole, {name: tensor.to_local() for name, tensor in found.items()}
 
@@ -134,15 +130,11 @@ def test_a_part_that_cannot_be_written_is_an_error_on_every_rank_and_leaves_noth
 
 
 def write_under_another(directory, asynchronous):
-    from pardata.checkpoint._folder import Attempt
-
     checkpointer = Checkpointer(directory, asynchronous=asynchronous)
     thing = Thing([sharded(torch.arange(10.0)), sharded(torch.ones(2))])
     save = lambda step: (checkpointer.save(step, thing=thing), checkpointer.wait())  # noqa: E731
     save(1)
-    if world().is_main:
-        Attempt(directory)
-    dist.barrier()
+    rank_zero_call(lambda: Attempt(directory) and None)
     return [caught(save, step) for step in (2, 2, 1, 3)], leftovers(directory)
 
 
@@ -159,23 +151,8 @@ def test_the_older_of_two_runs_is_told_on_every_rank_however_often_it_tries(asyn
 # --- made up by somebody who means harm
 
 
-class Harm:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
-
-
-def resign(path):
-    manifest = manifest_of(path)
-    files = {str(f.relative_to(path)): _size_and_digest(f) for f in path.rglob("*")
-             if f.is_file() and f.name != "manifest.json"}  # fmt: skip
-    sign(path, {**manifest, "files": files})
-
-
 def with_bytes(metadata, tmp_path):
-    metadata.state_dict_metadata["torch.int64"] = BytesStorageMetadata()
+    metadata.state_dict_metadata["thing.torch.int64"] = BytesStorageMetadata()
 
 
 def with_path(path):
@@ -186,20 +163,15 @@ def with_path(path):
     return change
 
 
-def without(metadata, tmp_path):
-    del metadata.state_dict_metadata["torch.int64"]
-
-
 def replaced(metadata, tmp_path):
     metadata.state_dict_metadata = "x"
 
 
 FORGED = {
-    "bytes": (with_bytes, "'torch.int64' is a BytesStorageMetadata, which might run code"),
-    "above": (with_path("../state.pt"), "'../state.pt' is no name of a file"),
-    "absolute": (with_path("{}/secret"), "is no name of a file"),
+    "bytes": (with_bytes, "'thing.torch.int64' is a BytesStorageMetadata, which might run code"),
+    "above": (with_path("../state.pt"), "needs '../state.pt', which is no file in it"),
+    "absolute": (with_path("{}/secret"), "which is no file in it"),
     "another": (with_path("other"), "needs 'other', which is no file in it"),
-    "missing": (without, "must have all sharded tensors, but ['torch.int64'] are missing"),
     "replaced": (replaced, "must hold tensors and nothing else, but 'str' object has no"),
 }
 PICKLES = {
@@ -228,18 +200,14 @@ def save_for_forgers(directory):
     checkpointer.save(2, thing=Own({str(k): v for k, v in tensors().items()}))
 
 
-def forge_metadata(path, change, tmp_path):
-    file = path / "sharded" / ".metadata"
+def metadata_of(checkpoint):
+    return checkpoint / "sharded" / ".metadata"
+
+
+def forged(change, file, tmp_path):
     metadata = pickle.loads(file.read_bytes())
-    # The names of the tensors in a checkpoint are paths.
-    for table in (metadata.state_dict_metadata,):
-        for name in list(table):
-            table[name.removeprefix("thing.")] = table.pop(name)
     change(metadata, tmp_path)
-    table = metadata.state_dict_metadata
-    if isinstance(table, dict):
-        metadata.state_dict_metadata = {f"thing.{name}": kind for name, kind in table.items()}
-    file.write_bytes(pickle.dumps(metadata))
+    return pickle.dumps(metadata)
 
 
 def restore_each(directory):
@@ -254,41 +222,34 @@ def restore_each(directory):
 
 def test_metadata_that_was_made_up_is_passed_over_and_runs_no_code(tmp_path):
     run(save_for_forgers, tmp_path / "saved", world_size=2)
-    for name, (change, _) in FORGED.items():
-        directory = shutil.copytree(tmp_path / "saved", tmp_path / "forged" / name)
-        path = directory / str(names(directory)[-1])
-        forge_metadata(path, change, tmp_path)
-        resign(path)
-    for name, make in PICKLES.items():
-        directory = shutil.copytree(tmp_path / "saved", tmp_path / "forged" / name)
-        path = directory / str(names(directory)[-1])
-        (path / "sharded" / ".metadata").write_bytes(make(tmp_path / "harm"))
-        resign(path)
+    for name in (*FORGED, *PICKLES):
+        checkpoint = paths(shutil.copytree(tmp_path / "saved", tmp_path / "forged" / name))[-1]
+        file = metadata_of(checkpoint)
+        if name in FORGED:
+            file.write_bytes(forged(FORGED[name][0], file, tmp_path))
+        else:
+            file.write_bytes(PICKLES[name](tmp_path / "harm"))
+        sign(checkpoint)
     for rank, found in enumerate(run(restore_each, tmp_path / "forged", world_size=2)):
         assert len(found) == len(FORGED) + len(PICKLES)
         for name, values, lines in found:
             assert values == {"step": 1, "thing": 1}, name
             if rank == 0:
                 why = FORGED[name][1] if name in FORGED else "must hold tensors and nothing else"
-                assert why.replace("torch.int64", "thing.torch.int64") in lines[0]
+                assert why in lines[0]
     assert not (tmp_path / "harm").exists()
 
 
-def test_metadata_that_is_not_there_is_told(tmp_path):
-    with pytest.raises(UnusableError, match=r"sharded/\.metadata is missing"):
-        shards.check(tmp_path, ["x"], {})
-
-
-def read_with_a_damaged_part(directory):
+def restore(directory):
     return Checkpointer(directory).restore()
 
 
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", "__1_0.distcp"])
 def test_a_damaged_part_is_passed_over_on_every_rank(file, tmp_path):
     run(save_for_forgers, tmp_path, world_size=2)
-    part = tmp_path / str(names(tmp_path)[-1]) / "sharded" / file
+    part = paths(tmp_path)[-1] / "sharded" / file
     content = bytearray(part.read_bytes())
     content[len(content) // 2] ^= 1
     part.write_bytes(content)
     expected = {"step": 1, "thing": 1}
-    assert run_caught(read_with_a_damaged_part, tmp_path, world_size=2) == [expected] * 2
+    assert run_caught(restore, tmp_path, world_size=2) == [expected] * 2

@@ -1,16 +1,17 @@
-"""What the tests of checkpoints share: a small run, and a digest of all that must survive of it."""
+"""What the tests of checkpoints share: a small run, a digest of all that must survive, forgery."""
 
 import hashlib
 import json
 import logging
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from pardata import Checkpointer, backward, fingerprint, make_loader, wrap_model
-from pardata.checkpoint._folder import names
-from pardata.checkpoint._manifest import verified
+from pardata.checkpoint._attempt import names
+from pardata.checkpoint._manifest import _digest, _size_and_digest, verified
 
 STRATEGIES = ("none", "dp", "ddp", "fsdp", "exact")
 OPTIMIZERS = {
@@ -110,3 +111,31 @@ def log_lines():
     logging.getLogger("pardata").addHandler(handler)
     logging.getLogger("pardata").setLevel(logging.INFO)
     return lines
+
+
+def paths(directory):
+    """Return the folders of all checkpoints, from the oldest to the newest."""
+    return [directory / str(name) for name in names(directory)]
+
+
+# --- made up by somebody who means harm
+
+
+class Harm:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def sign(checkpoint, **facts):
+    """Give a checkpoint a manifest of what is in it now, with the right checksums."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text())["manifest"]
+    found = [f for f in checkpoint.rglob("*") if f.is_file() and f.name != "manifest.json"]
+    files = {str(f.relative_to(checkpoint)): _size_and_digest(f) for f in found}
+    manifest |= {"files": files, **facts}
+    signed = {"sha256": _digest(manifest), "manifest": manifest}
+    (checkpoint / "manifest.json").write_text(json.dumps(signed))

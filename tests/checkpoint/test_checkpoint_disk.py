@@ -3,17 +3,16 @@
 import resource
 import shutil
 import subprocess
-import sys
 import threading
 
 import pytest
 import torch
-from checkpoints import leftovers, save_steps, whole_steps
+from checkpoint_zoo import leftovers, save_steps, whole_steps
 from on_ranks import caught, run_caught
 from torch import nn
 
 from pardata import Checkpointer, all_reduce_sum, rank_zero_call, world
-from pardata.checkpoint._folder import Attempt
+from pardata.checkpoint._attempt import Attempt
 
 MODES = [False, True]
 LARGE = 1_000_000  # numbers: more bytes than `limited` leaves room for
@@ -184,12 +183,7 @@ def test_the_older_run_is_told_on_every_rank_however_often_it_tries(size, asynch
     assert (whole_steps(tmp_path), leftovers(tmp_path)) == ([5], [])
 
 
-# --- which are kept
-
-
-def test_the_newest_are_kept_and_those_of_every_so_many_steps(tmp_path):
-    save_steps(tmp_path, *range(12), keep=2, keep_every=5)
-    assert whole_steps(tmp_path) == [0, 5, 10, 11]
+# --- one after the other
 
 
 def test_a_step_that_comes_again_or_goes_back_is_the_newest(tmp_path):
@@ -297,32 +291,3 @@ def leave_by_an_error(checkpointer):
 def test_an_error_of_the_block_is_not_hidden(tmp_path):
     with pytest.raises(ArithmeticError, match="training failed"):
         leave_by_an_error(Checkpointer(tmp_path, asynchronous=True))
-
-
-ENDING = """if True:
-    import resource, sys, torch
-    from pardata import Checkpointer
-    checkpointer = Checkpointer(sys.argv[1], asynchronous=True)
-    if sys.argv[3] == "full":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
-    checkpointer.save(4, value=torch.ones(3_000_000))
-    {"end": lambda: 0, "exit": lambda: sys.exit(0), "raise": lambda: 1 / 0}[sys.argv[2]]()
-"""
-
-
-@pytest.mark.parametrize(("how", "status"), [("end", 0), ("exit", 0), ("raise", 1)])
-def test_a_process_that_ends_finishes_the_last_one(how, status, tmp_path):
-    command = [sys.executable, "-c", ENDING, tmp_path, how, "room"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == status
-    assert ("ZeroDivisionError" in ended.stderr) == bool(status)
-    assert whole_steps(tmp_path) == [4]
-
-
-@pytest.mark.parametrize("how", ["end", "exit", "raise"])
-def test_a_process_whose_last_one_fails_says_so_and_ends_with_status_1(how, tmp_path):
-    command = [sys.executable, "-c", ENDING, tmp_path, how, "full"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 1
-    assert "[0/1] the checkpoint of step 4 failed: [Errno 27] File too large, while" in ended.stderr
-    assert (whole_steps(tmp_path), leftovers(tmp_path)) == ([], [])

@@ -1,0 +1,195 @@
+"""Two runs in one directory: the newer one writes, the older is told. Names, and what is kept."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_zoo import leftovers, paths, whole_steps
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pardata.checkpoint._attempt import Attempt, Name, names
+from pardata.checkpoint._folder import Draft, Folder
+
+
+class Writer(Folder):
+    """A folder's rank 0, which begins and finishes when it is told to."""
+
+    def __init__(self, directory, keep=2, keep_every=None):
+        super().__init__(directory, keep=keep, keep_every=keep_every)
+        self.step = None
+
+    def act(self, action, step=None):
+        """Return the path of the checkpoint that was finished, if one was."""
+        begun, self.step = self.step, None
+        if action == "begin":
+            self.begin(step)
+            self.step = step
+        elif action == "fail":
+            self.fail()
+        elif action == "write":
+            self.write(self.draft(step))
+            return self._directory / str(self._name)
+        elif begun is not None:
+            self.finish(self.draft(begun))
+            return self._directory / str(self._name)
+        return None
+
+    def draft(self, step):
+        return Draft(step, f"{id(self)} {step}", {})
+
+
+# --- names
+
+
+@given(st.integers(1, 10**6), st.integers(0, 10**12))
+def test_a_name_is_read_as_it_is_written(attempt, step):
+    name = Name(attempt, step)
+    assert Name.parse(str(name)) == name
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["attempt-1-step-1", "attempt-0001-step-000000001.bak", "attempt-00001-step-000000001",
+     "attempt-0001-step-0000000001", "attempt-000\u0661-step-000000001", "attempt-0001.json", ""],
+)  # fmt: skip
+def test_what_is_written_otherwise_is_no_name(text):
+    assert Name.parse(text) is None
+
+
+def test_names_are_sorted_by_number_where_they_outgrow_their_digits(tmp_path):
+    all_names = [Name(9999, 10**9 + 1), Name(10000, 5), Name(10000, 10**10)]
+    for name in reversed(all_names):
+        (tmp_path / str(name)).mkdir()
+    (tmp_path / "notes.txt").touch()
+    assert names(tmp_path) == all_names
+    assert names(tmp_path / "nowhere") == []
+
+
+# --- one run
+
+
+def test_what_is_begun_is_a_checkpoint_once_it_is_finished_and_nothing_if_it_fails(tmp_path):
+    writer = Writer(tmp_path / "a" / "b")
+    (writer.begin(3) / "part").write_text("half")
+    assert whole_steps(tmp_path / "a" / "b") == []
+    writer.fail()
+    assert leftovers(tmp_path / "a" / "b") == []
+    writer.act("write", 4)
+    assert (whole_steps(tmp_path / "a" / "b"), leftovers(tmp_path / "a" / "b")) == ([4], [])
+
+
+@pytest.mark.parametrize(
+    ("keep", "keep_every", "kept"),
+    [(1, None, [12]), (2, None, [10, 12]), (1, 4, [0, 4, 8, 12]), (2, 5, [0, 10, 12]),
+     (99, 1, [0, 2, 4, 6, 8, 10, 12])],
+)  # fmt: skip
+def test_the_newest_are_kept_and_those_of_every_so_many_steps(keep, keep_every, kept, tmp_path):
+    writer = Writer(tmp_path, keep, keep_every)
+    for step in range(0, 14, 2):
+        writer.act("write", step)
+    assert (whole_steps(tmp_path), leftovers(tmp_path)) == (kept, [])
+
+
+def test_the_newest_is_the_last_one_written_where_steps_go_back(tmp_path):
+    Writer(tmp_path, keep=1).act("write", 100)
+    Writer(tmp_path, keep=1).act("write", 50)
+    assert whole_steps(tmp_path) == [50]
+
+
+def test_a_new_attempt_removes_what_the_last_one_was_killed_over(tmp_path):
+    (Writer(tmp_path).begin(3) / "sharded").mkdir()
+    (tmp_path / ".removed-attempt-0001-step-000000001").mkdir()
+    (tmp_path / ".unfinished-mine").mkdir()
+    Writer(tmp_path).act("write", 3)
+    assert leftovers(tmp_path) == [".unfinished-mine"]
+    assert [path.name for path in tmp_path.glob("*.json")] == ["attempt-0002.json"]
+
+
+# --- two runs
+
+
+def test_the_older_of_two_is_told_who_the_other_one_is_and_changes_nothing(tmp_path):
+    older, newer = Writer(tmp_path), Writer(tmp_path)
+    older.act("write", 1)
+    older.act("begin", 2)
+    newer.act("write", 1)
+    before = sorted(tmp_path.rglob("*"))
+    for action, step in (("finish", 2), ("fail", 2), ("begin", 3), ("write", 1), ("write", 9)):
+        with pytest.raises(RuntimeError) as raised:
+            older.act(action, step)
+        assert str(raised.value).startswith(
+            f"one run at a time must write to {tmp_path}, but this is attempt 1 and attempt 2 has "
+            f"begun (process {os.getpid()} on "
+        )
+        assert "this run is the older one and must end; give it a directory" in str(raised.value)
+        assert sorted(tmp_path.rglob("*")) == before
+    newer.act("write", 2)
+    newer.act("write", 3)
+    assert names(tmp_path) == [Name(2, 2), Name(2, 3)]
+
+
+def test_the_older_one_stays_the_older_one_also_where_the_directory_was_emptied(tmp_path):
+    directory = tmp_path / "run"
+    older = Attempt(directory)
+    shutil.rmtree(directory)
+    newer = Attempt(directory)
+    assert newer.number == older.number
+    with pytest.raises(RuntimeError, match="this run is the older one"):
+        older.check()
+    newer.check()
+
+
+def test_the_only_one_goes_on_where_the_directory_was_emptied(tmp_path):
+    writer = Writer(tmp_path)
+    writer.act("begin", 3)
+    (tmp_path / "attempt-0001.json").unlink()
+    writer.act("finish")
+    assert whole_steps(tmp_path) == [3]
+    assert Attempt(tmp_path).number == 2
+
+
+def test_a_claim_that_cannot_be_read_is_one_all_the_same(tmp_path):
+    attempt = Attempt(tmp_path)
+    for content in (b"", b"[]", b"\xff", b'{"host": 1}'):
+        (tmp_path / "attempt-0007.json").write_bytes(content)
+        with pytest.raises(RuntimeError, match=r"attempt 7 has begun \(by another process\)"):
+            attempt.check()
+
+
+ACTIONS = st.lists(
+    st.tuples(st.integers(0, 2), st.sampled_from(["new", "begin", "finish", "write", "fail"])),
+    max_size=20,
+)
+
+
+@settings(max_examples=60)
+@given(ACTIONS)
+def test_however_several_runs_interleave_the_newest_alone_adds_and_removes(actions):
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        writers = [Writer(directory) for _ in range(3)]
+        contents, newest = {}, None
+        for step, (number, action) in enumerate(actions):
+            if action == "new":
+                writers[number] = Writer(directory)
+                continue
+            before = names(directory)
+            writer = writers[number]
+            claims = writer._attempt is None
+            try:
+                finished = writer.act(action, step)
+            except RuntimeError:
+                assert writer is not newest
+                assert names(directory) == before
+                continue
+            newest = writer if claims and writer._attempt is not None else newest
+            assert writer is newest or names(directory) == before
+            if finished is not None:
+                contents[finished] = f"{id(writer)} {writer._name.step}"
+        whole_steps(directory)
+        for path in paths(directory):
+            assert torch.load(path / "state.pt", weights_only=True) == contents[path]

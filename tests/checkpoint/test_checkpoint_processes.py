@@ -1,0 +1,239 @@
+"""Processes that save: killed at any moment, ending as they like, several at the same moment."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from checkpoint_zoo import leftovers, whole_steps
+
+from pardata import Checkpointer
+from pardata.checkpoint._attempt import Attempt
+
+# --- processes that end as any program does, without the two seconds that importing torch takes
+
+SERVER = """if True:
+    import os, sys, json, resource
+    import torch, pardata
+    pids = {}
+    for line in sys.stdin:
+        code, output, *argv = json.loads(line)
+        if code is None:
+            print(os.waitstatus_to_exitcode(os.waitpid(output, 0)[1]), flush=True)
+            continue
+        pid = os.fork()
+        if pid == 0:
+            break
+        print(pid, flush=True)
+    else:
+        sys.exit()
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for number in (1, 2):
+        os.dup2(file, number)
+    sys.argv[1:] = argv
+    exec(code)
+"""
+
+
+class Programs:
+    """Starts Python programs; what they print goes to a file each."""
+
+    def __init__(self, directory):
+        self._directory = directory
+        self._started = 0
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        self._server = subprocess.Popen([sys.executable, "-c", SERVER], text=True, env=env, **pipes)
+
+    def start(self, code, *argv):
+        """Return the process's id and the file of what it prints."""
+        self._started += 1
+        output = self._directory / f"output-{self._started}"
+        return self._ask(code, str(output), *map(str, argv)), output
+
+    def status(self, pid):
+        """Return the exit status of a program, once it has ended."""
+        return self._ask(None, pid)
+
+    def _ask(self, *job):
+        print(json.dumps(job), file=self._server.stdin, flush=True)
+        return int(self._server.stdout.readline())
+
+    def end(self):
+        self._server.communicate(timeout=100)
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    started = Programs(tmp_path_factory.mktemp("programs"))
+    yield started
+    started.end()
+
+
+def line_of(output, count, seconds=100):
+    """Wait for a line of what a program prints, and return it."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        lines = output.read_text().split("\n")[:-1] if output.exists() else []
+        if len(lines) >= count:
+            return lines[count - 1]
+        time.sleep(0.001)
+    message = f"no {count} lines in {output.read_text()!r}"
+    raise TimeoutError(message)
+
+
+# --- the end of a process
+
+
+ENDING = """if True:
+    from pardata import Checkpointer
+    checkpointer = Checkpointer(sys.argv[1], asynchronous=True)
+    if sys.argv[3] == "full":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+    checkpointer.save(4, value=torch.ones(3_000_000))
+    {"end": lambda: 0, "exit": lambda: sys.exit(5), "raise": lambda: 1 / 0}[sys.argv[2]]()
+"""
+
+
+@pytest.mark.parametrize(("how", "status"), [("end", 0), ("exit", 5), ("raise", 1)])
+def test_a_process_that_ends_finishes_the_last_one(how, status, programs, tmp_path):
+    pid, output = programs.start(ENDING, tmp_path, how, "room")
+    assert programs.status(pid) == status
+    assert ("ZeroDivisionError" in output.read_text()) == (how == "raise")
+    assert whole_steps(tmp_path) == [4]
+
+
+@pytest.mark.parametrize("how", ["end", "exit", "raise"])
+def test_a_process_whose_last_one_fails_says_so_and_ends_with_status_1(how, programs, tmp_path):
+    pid, output = programs.start(ENDING, tmp_path, how, "full")
+    assert programs.status(pid) == 1
+    told = output.read_text()
+    assert "[0/1] the checkpoint of step 4 failed: [Errno 27] File too large, while" in told
+    assert (whole_steps(tmp_path), leftovers(tmp_path)) == ([], [])
+
+
+ASKING = """if True:
+    from pardata import Checkpointer
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+    checkpointer = Checkpointer(sys.argv[1], asynchronous=True)
+    checkpointer.save(4, value=torch.ones(3_000_000))
+    try:
+        checkpointer.wait()
+    except OSError as error:
+        print("caught", error)
+"""
+
+
+def test_an_error_that_was_asked_for_gives_no_status(programs, tmp_path):
+    pid, output = programs.start(ASKING, tmp_path)
+    assert programs.status(pid) == 0
+    assert output.read_text().startswith("caught [Errno 27] File too large, while saving step 4")
+
+
+# --- several that come at the same moment
+
+
+CLAIM = """if True:
+    import time
+    from pathlib import Path
+    from pardata.checkpoint._attempt import Attempt
+    directory, go = map(Path, sys.argv[1:])
+    while not (go / "claim").exists():
+        time.sleep(0.0001)
+    try:
+        attempt = Attempt(directory)
+        print("claimed", flush=True)
+        while not (go / "check").exists():
+            time.sleep(0.01)
+        attempt.check()
+        print("goes on", flush=True)
+    except RuntimeError:
+        print("older\\nolder", flush=True)
+"""
+
+
+def test_of_several_that_claim_at_the_same_moment_one_goes_on(programs, tmp_path):
+    claiming = [programs.start(CLAIM, tmp_path / "run", tmp_path) for _ in range(3)]
+    (tmp_path / "claim").touch()
+    for _, output in claiming:
+        line_of(output, 1)
+    (tmp_path / "check").touch()
+    told = {line_of(output, 2): pid for pid, output in claiming}
+    assert [programs.status(pid) for pid, _ in claiming] == [0] * 3
+    assert sorted(line_of(output, 2) for _, output in claiming) == ["goes on", "older", "older"]
+    [path] = (tmp_path / "run").glob("*.json")
+    assert json.loads(path.read_text())["process"] == told["goes on"]
+
+
+NO_ROOM = """if True:
+    from pathlib import Path
+    from pardata.checkpoint._attempt import Attempt
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, 20))
+    try:
+        Attempt(Path(sys.argv[1]))
+    except OSError as error:
+        print(error.strerror)
+"""
+
+
+def test_a_claim_that_cannot_be_written_keeps_nobody_from_writing(programs, tmp_path):
+    own = Attempt(tmp_path)
+    pid, output = programs.start(NO_ROOM, tmp_path)
+    assert (programs.status(pid), output.read_text()) == (0, "File too large\n")
+    own.check()
+    assert [path.name for path in tmp_path.iterdir()] == ["attempt-0001.json"]
+
+
+# --- killed at any moment
+
+
+SAVE = """if True:
+    from pardata import Checkpointer
+    value = torch.zeros(200_000)
+    checkpointer = Checkpointer(sys.argv[1], keep=2, asynchronous=sys.argv[2] == "asynchronous")
+    found = checkpointer.restore()
+    step = 0 if found is None else found["step"]
+    print("saved", step, flush=True)
+    while True:
+        step += 1
+        checkpointer.save(step, value=value.fill_(step))
+        checkpointer.wait()
+        print("saved", step, flush=True)
+"""
+
+
+def kill_while_it_saves(programs, directory, how, seconds):
+    """Return the last step that was reported as saved."""
+    pid, output = programs.start(SAVE, directory, how)
+    line_of(output, 2)
+    time.sleep(seconds)
+    os.kill(pid, signal.SIGKILL)
+    assert programs.status(pid) == -signal.SIGKILL
+    return int(output.read_text().split("\n")[-2].split()[1])
+
+
+def check_that_kills_lose_nothing(programs, directory, moments):
+    reported = 0
+    for number, seconds in enumerate(moments):
+        how = ("plain", "asynchronous")[number % 2]
+        reported = max(reported, kill_while_it_saves(programs, directory, how, seconds))
+        steps = whole_steps(directory)
+        assert reported <= max(steps) <= reported + 1
+        assert 1 <= len(steps) <= 3
+    checkpointer = Checkpointer(directory)
+    found = checkpointer.restore()
+    assert set(found["value"].tolist()) == {found["step"]}
+    checkpointer.save(found["step"] + 1)
+    assert leftovers(directory) == []
+
+
+def test_a_kill_at_any_moment_leaves_the_last_one_that_was_reported(programs, tmp_path):
+    check_that_kills_lose_nothing(programs, tmp_path, [0.0, 0.011, 0.02])
+
+
+@pytest.mark.soak
+def test_200_kills_leave_the_last_one_that_was_reported(programs, tmp_path):
+    check_that_kills_lose_nothing(programs, tmp_path, [0.0005 * k for k in range(200)])

@@ -2,7 +2,8 @@
 
 import zlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,11 +14,10 @@ from pardata.data._microbatches import Microbatches
 from pardata.gradient import _fixed_point
 from pardata.gradient._count import Piece, Pieces
 from pardata.gradient._exact_buffers import Buffers
-from pardata.gradient._exact_report import Largest, Report, Sameness
-from pardata.gradient._exact_sums import Sums, emptied
+from pardata.gradient._exact_report import Report, exchanged
+from pardata.gradient._exact_sums import Sums
 from pardata.gradient._step import Step
 from pardata.model._exact import ExactModel, check_kernels
-from pardata.model._unwrap import unwrap
 from pardata.ranks._logger import get_logger
 from pardata.seeds._generators import forked_seed
 from pardata.seeds._mix import mix
@@ -45,23 +45,42 @@ class ExactStep(Step):
                 f"the same at every world size"
             )
             raise TypeError(msg)
-        self._wrapper = wrapper
-        self._refusal = _refusal(model, wrapper)
         self._batch = batch
-        module, device = unwrap(model), self.sharing.device
-        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self._buffers = Buffers(module, device)
-        self._largest = Largest([_LOSS, *trained, *self._buffers.floating], device)
-        # Given back by a step that ends well: what a failed one left may still be sent.
-        buckets, wrapper._buckets = emptied(wrapper._buckets, trained, device), []  # noqa: SLF001  # our own class
-        self._sums = Sums(trained, size, self._largest, self._is_same, buckets)
+        self._exact = exact = wrapper.exact
+        self._refusal = _refusal(model, exact.threads)
+        device = self.sharing.device
+        self._buffers = Buffers(exact.module, device)
+        named = exact.module.named_parameters()
+        self._parameters = {name: p for name, p in named if p.requires_grad}
+        self._sums = Sums(self._parameters, size, device, exact.scratch)
+        exact.scratch = None  # until this step ends well: what a failed one left may still be sent
+        self._weight = 0.0  # of the microbatch that is run
         self._first = _NONE
-        self._words = [_fixed_point.zeros(1, device) for _ in range(2)]  # of the loss
-        self._device = device
+        self._loss_words = _fixed_point.zeros(2, device)
+        self._loss_peak = torch.zeros(1, dtype=torch.float64, device=device)
 
-    def whole(self, pieces: Pieces) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Take the gradients as they are made; then add up those of all ranks."""
-        return self._whole()
+    @contextmanager
+    def whole(self, pieces: Pieces) -> Iterator[None]:  # noqa: ARG002
+        """Run the microbatches of this rank in the block; then add up what all ranks have."""
+        self._exact.hook_parameters()
+        self._sums.agree_on(self._key())
+        failed: Exception | None = self._refusal  # also where this rank runs nothing
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  # raised below: the others wait for this rank
+            failed = error
+        try:
+            report = self._added_up(failed)
+        except Exception:
+            self._buffers.restore()
+            raise
+        self._loss = _fixed_point.value(*self._loss_words.split(1))[0]
+        if report.overflow:
+            self._skip(report)
+            return
+        self._buffers.apply()
+        self._sums.set_gradients(report.used, report.large)
+        self._exact.scratch = self._sums.buckets
 
     @contextmanager
     def around(self, piece: Piece, *, last: bool) -> Iterator[None]:
@@ -71,97 +90,73 @@ class ExactStep(Step):
         batch, number = self._batch, piece.number or 0
         self._sums.begin(last=last)
         self._buffers.restore()
+        self._weight = 0.0
         seed = mix(batch.seed, batch.epoch, batch.step, number, *b"backward")
-        with forked_seed(seed, self._device):
+        # What has a gradient before `run`, or where nothing counts, is used and adds nothing.
+        used_only = partial(self._sums.add, weight=0.0)
+        with forked_seed(seed, self.sharing.device), self._exact.gradients_to(used_only):
             yield
         is_first = piece.count > 0 and self._first == _NONE
         self._first = number if is_first else self._first
-        self._buffers.take(self._sums.weight, self._largest, is_first=is_first)
-        self._largest.end()
+        self._buffers.add(self._weight, is_first=is_first)
 
     def run(self, loss: Tensor, part: float) -> None:
         """Run the backward of a microbatch, which is `part` of the global batch."""
-        self._sums.weight = part
-        self._largest.see(_LOSS, loss)
-        _fixed_point.add(loss.to(self._device), part, *self._words)
-        loss.backward()
+        self._weight = part
+        here = loss.to(self.sharing.device)
+        self._loss_peak = torch.maximum(self._loss_peak, _fixed_point.largest(here))
+        _fixed_point.add(here, part, *self._loss_words.split(1))
+        with self._exact.gradients_to(partial(self._sums.add, weight=part)):
+            loss.backward()
 
     def loss(self) -> Tensor:
         """Return the mean loss of the global batch, which is known by now."""
         return self._loss.to(self._dtype)
 
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
-        self._same = Sameness(self._key(), self._device, self.sharing.size)
-        failed = self._refusal  # also where this rank runs nothing
-        with self._wrapper._taking(self._sums.take):  # noqa: SLF001  # our own class
-            try:
-                yield
-            except Exception as error:  # noqa: BLE001  # raised below: the others wait for this rank
-                failed = error
-        try:
-            report = self._together(failed)
-        except Exception:
-            self._buffers.restore()
-            raise
-        self._loss = _fixed_point.value(*self._words)[0]
-        if report.overflow:
-            self._skip(report)
-            return
-        self._buffers.apply()
-        for name, parameter in self._sums.parameters.items():
-            if name in report.used:
-                parameter.grad = self._sums.gradient(name)
-        self._wrapper._buckets = self._sums.buckets  # noqa: SLF001  # our own class
-
-    def _together(self, failed: Exception | None) -> Report:
+    def _added_up(self, failed: Exception | None) -> Report:
         """Add up what all ranks have, or raise. Collective."""
-        if not self._is_same():
+        if not self._sums.agreed():
             msg = (
                 f"every rank must be at the same step of the same loader and train the same "
                 f"parameters, but they differ; this one is at step {self._batch.step} of epoch "
-                f"{self._batch.epoch} and trains {len(self._sums.parameters)} parameters: call "
+                f"{self._batch.epoch} and trains {len(self._parameters)} parameters: call "
                 f"backward equally often, and freeze the same, on every rank"
             )
             raise failed or RuntimeError(msg)
-        self._sums.send_rest()
-        report = self._exchanged(failed)
+        late = self._sums.send_rest()
+        report = exchanged(
+            [_LOSS, *self._parameters, *self._buffers.floating],
+            torch.cat([self._loss_peak, self._sums.peaks, self._buffers.peaks]),
+            self._sums.used,
+            self._sums.sparse,
+            late,
+            first=self._first,
+            failed=failed is not None,
+            size=self.sharing.size,
+        )
+        self._add_up_small(is_first=report.first == self._first)
         self._sums.receive(report.late, report.large)
         self._check(report, failed)
         return report
 
-    def _is_same(self) -> bool:
-        return self._same.holds()
+    def _add_up_small(self, *, is_first: bool) -> None:
+        """Add up the words of loss and buffers; what counts is of the rank that has the first."""
+        buffers = self._buffers
+        if not is_first:
+            buffers.others.zero_()
+        if self.sharing.size > 1:
+            parts = [self._loss_words, buffers.low, buffers.high, buffers.others]
+            together = torch.cat(parts)
+            dist.all_reduce(together)
+            for part, total in zip(parts, together.split([len(p) for p in parts]), strict=True):
+                part.copy_(total)
 
     def _key(self) -> int:
         """Return a number that is the same on all ranks which send the same at the same step."""
         batch = self._batch
-        sizes = [(name, p.numel()) for name, p in self._sums.parameters.items()]
-        sent = repr([sizes, self._buffers.names, len(self._buffers.sums[0])])
+        sizes = [(name, p.numel()) for name, p in self._parameters.items()]
+        sent = repr([sizes, self._buffers.shapes, len(self._buffers.low)])
         return mix(batch.seed, batch.epoch, batch.step, *batch.counts, zlib.crc32(sent.encode()))
-
-    def _exchanged(self, failed: Exception | None) -> Report:
-        """Add up what is small, and return what all ranks say. Collective."""
-        size, buffers = self.sharing.size, self._buffers
-        report = Report.exchanged(
-            self._largest,
-            self._sums.used,
-            self._sums.sparse,
-            self._sums.late(),
-            first=self._first,
-            failed=failed is not None,
-            size=size,
-        )
-        if report.first != self._first:
-            buffers.others.zero_()
-        if size > 1:
-            parts = [*self._words, *buffers.sums, buffers.others]
-            flat = torch.cat([part.reshape(-1) for part in parts])
-            dist.all_reduce(flat)
-            sums = flat.split([part.numel() for part in parts])
-            for part, total in zip(parts, sums, strict=True):
-                part.copy_(total.view(part.shape))
-        return report
 
     def _check(self, report: Report, failed: Exception | None) -> None:
         if failed is not None:
@@ -175,7 +170,7 @@ class ExactStep(Step):
                 f"`{min(report.sparse)}` is sparse: make the embedding with sparse=False"
             )
             raise TypeError(msg)
-        if report.overflow and self._wrapper._on_overflow == "raise":  # noqa: SLF001  # our own class
+        if report.overflow and self._exact.on_overflow == "raise":
             raise OverflowError(self._text(report))
 
     def _skip(self, report: Report) -> None:
@@ -189,7 +184,7 @@ class ExactStep(Step):
         what = f"the change of the buffer `{name}`"
         if name == _LOSS:
             what = name
-        elif name in self._sums.parameters:
+        elif name in self._parameters:
             what = f"the gradient of `{name}`"
         return (
             f"numbers must be finite and at most 2**46 under strategy 'exact', but the largest of "
@@ -198,22 +193,15 @@ class ExactStep(Step):
         )
 
 
-def _refusal(model: nn.Module, wrapper: ExactModel) -> Exception | None:
+def _refusal(model: nn.Module, threads: int) -> RuntimeError | None:
     """Return why this rank may not compute: raised within the step, so that the others hear it."""
     try:
         check_kernels(model)
-        _check_threads(wrapper)
     except RuntimeError as error:
         return error
-    return None
-
-
-def _check_threads(wrapper: ExactModel) -> None:
-    wanted, found = wrapper._threads, torch.get_num_threads()  # noqa: SLF001  # our own class
-    if wanted != found:
-        msg = (
-            f"an exact run must keep its {wanted} thread(s), but PyTorch now has {found}: leave "
-            f"torch.set_num_threads alone, or pass wrap_model(..., threads={found}) from the "
-            f"beginning"
-        )
-        raise RuntimeError(msg)
+    if threads == (now := torch.get_num_threads()):
+        return None
+    return RuntimeError(
+        f"an exact run must keep its {threads} thread(s), but PyTorch now has {now}: leave "
+        f"torch.set_num_threads alone, or pass wrap_model(..., threads={now}) from the beginning"
+    )

@@ -115,8 +115,16 @@ def test_it_wraps_at_size_1_too_and_reads_and_writes_through():
     ("options", "kind", "text"),
     [
         ({"threads": 0}, ValueError, "`threads` must be an integer of at least 1, but is 0: pass"),
-        ({"threads": True}, TypeError, "`threads` must be an integer of at least 1, but is True: pass"),
-        ({"threads": 1.0}, TypeError, "`threads` must be an integer of at least 1, but is 1.0: pass"),
+        (
+            {"threads": True},
+            TypeError,
+            "`threads` must be an integer of at least 1, but is True: pass",
+        ),
+        (
+            {"threads": 1.0},
+            TypeError,
+            "`threads` must be an integer of at least 1, but is 1.0: pass",
+        ),
         ({"on_overflow": "stop"}, ValueError, "must be 'raise' or 'skip', but is 'stop'"),
         ({"bucket": 3}, TypeError, "'bucket' is not; there are on_overflow, threads"),
         ({"sync_batchnorm": True}, ValueError, "`sync_batchnorm` must be False under strategy 'ex"),

@@ -7,13 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pardata.data._microbatches import Microbatches
-from pardata.gradient import _fixed_point
 from pardata.gradient._count import Piece, Pieces
-from pardata.gradient._exact_buffers import Buffers
+from pardata.gradient._exact_means import LOSS, Means
 from pardata.gradient._exact_report import Report, exchanged
 from pardata.gradient._exact_sums import Sums
 from pardata.gradient._step import Step
@@ -23,9 +21,6 @@ from pardata.seeds._generators import forked_seed
 from pardata.seeds._mix import mix
 
 _log = get_logger(__name__)
-
-_LOSS = "the loss"
-_NONE = 2**53  # the number of a microbatch that there is not
 
 
 class ExactStep(Step):
@@ -47,17 +42,15 @@ class ExactStep(Step):
             raise TypeError(msg)
         self._batch = batch
         self._exact = exact = wrapper.exact
-        self._refusal = _refusal(model, exact.threads)
+        # Raised within the step, so that the others hear it.
+        self._refusal = exact.refusal(model)
         device = self.sharing.device
-        self._buffers = Buffers(exact.module, device)
+        self._means = Means(exact.module, device)
         named = exact.module.named_parameters()
         self._parameters = {name: p for name, p in named if p.requires_grad}
         self._sums = Sums(self._parameters, size, device, exact.scratch)
-        exact.scratch = None  # until this step ends well: what a failed one left may still be sent
-        self._weight = 0.0  # of the microbatch that is run
-        self._first = _NONE
-        self._loss_words = _fixed_point.zeros(2, device)
-        self._loss_peak = torch.zeros(1, dtype=torch.float64, device=device)
+        exact.scratch = []  # until this step ends well: what a failed one left may still be sent
+        self._number = 0  # of the microbatch that is run
 
     @contextmanager
     def whole(self, pieces: Pieces) -> Iterator[None]:  # noqa: ARG002
@@ -72,42 +65,34 @@ class ExactStep(Step):
         try:
             report = self._added_up(failed)
         except Exception:
-            self._buffers.restore()
+            self._means.restore()
             raise
-        self._loss = _fixed_point.value(*self._loss_words.split(1))[0]
         if report.overflow:
             self._skip(report)
             return
-        self._buffers.apply()
+        self._means.apply()
         self._sums.set_gradients(report.used, report.large)
-        self._exact.scratch = self._sums.buckets
+        self._exact.scratch = self._sums.scratch
 
     @contextmanager
     def around(self, piece: Piece, *, last: bool) -> Iterator[None]:
         """Let the microbatch begin as any other: from the step's buffers, under its own seed."""
         if self._refusal is not None:
             raise self._refusal
-        batch, number = self._batch, piece.number or 0
+        batch, self._number = self._batch, piece.number or 0
         self._sums.begin(last=last)
-        self._buffers.restore()
-        self._weight = 0.0
-        seed = mix(batch.seed, batch.epoch, batch.step, number, *b"backward")
+        self._means.restore()
+        seed = mix(batch.seed, batch.epoch, batch.step, self._number, *b"backward")
         # What has a gradient before `run`, or where nothing counts, is used and adds nothing.
         used_only = partial(self._sums.add, weight=0.0)
         with forked_seed(seed, self.sharing.device), self._exact.gradients_to(used_only):
             yield
-        is_first = piece.count > 0 and self._first == _NONE
-        self._first = number if is_first else self._first
-        self._buffers.add(self._weight, is_first=is_first)
 
     def run(self, loss: Tensor, part: float) -> None:
         """Run the backward of a microbatch, which is `part` of the global batch."""
-        self._weight = part
-        here = loss.to(self.sharing.device)
-        self._loss_peak = torch.maximum(self._loss_peak, _fixed_point.largest(here))
-        _fixed_point.add(here, part, *self._loss_words.split(1))
         with self._exact.gradients_to(partial(self._sums.add, weight=part)):
             loss.backward()
+        self._means.add(loss, part, self._number)
 
     def loss(self) -> Tensor:
         """Return the mean loss of the global batch, which is known by now."""
@@ -125,37 +110,25 @@ class ExactStep(Step):
             raise failed or RuntimeError(msg)
         late = self._sums.send_rest()
         report = exchanged(
-            [_LOSS, *self._parameters, *self._buffers.floating],
-            torch.cat([self._loss_peak, self._sums.peaks, self._buffers.peaks]),
+            [*self._means.names, *self._parameters],
+            torch.cat([self._means.peaks, self._sums.peaks]),
             self._sums.used,
             self._sums.sparse,
             late,
-            first=self._first,
+            first=self._means.first,
             failed=failed is not None,
             size=self.sharing.size,
         )
-        self._add_up_small(is_first=report.first == self._first)
+        self._loss = self._means.add_up(report.first, self.sharing.size)
         self._sums.receive(report.late, report.large)
         self._check(report, failed)
         return report
-
-    def _add_up_small(self, *, is_first: bool) -> None:
-        """Add up the words of loss and buffers; what counts is of the rank that has the first."""
-        buffers = self._buffers
-        if not is_first:
-            buffers.others.zero_()
-        if self.sharing.size > 1:
-            parts = [self._loss_words, buffers.low, buffers.high, buffers.others]
-            together = torch.cat(parts)
-            dist.all_reduce(together)
-            for part, total in zip(parts, together.split([len(p) for p in parts]), strict=True):
-                part.copy_(total)
 
     def _key(self) -> int:
         """Return a number that is the same on all ranks which send the same at the same step."""
         batch = self._batch
         sizes = [(name, p.numel()) for name, p in self._parameters.items()]
-        sent = repr([sizes, self._buffers.shapes, len(self._buffers.low)])
+        sent = repr([sizes, self._means.shapes, self._means.names])
         return mix(batch.seed, batch.epoch, batch.step, *batch.counts, zlib.crc32(sent.encode()))
 
     def _check(self, report: Report, failed: Exception | None) -> None:
@@ -174,34 +147,18 @@ class ExactStep(Step):
             raise OverflowError(self._text(report))
 
     def _skip(self, report: Report) -> None:
-        self._buffers.restore()
-        if _LOSS in report.overflow:
+        self._means.restore()
+        if LOSS in report.overflow:
             self._loss.fill_(torch.nan)
         _log.warning("skipped step %d: %s", self._batch.step, self._text(report), ranks=[0])
 
     def _text(self, report: Report) -> str:
-        name, number = next(iter(report.overflow.items()))
-        what = f"the change of the buffer `{name}`"
-        if name == _LOSS:
-            what = name
-        elif name in self._parameters:
-            what = f"the gradient of `{name}`"
+        names = LOSS, *self._parameters, *report.overflow  # in this order
+        name = next(name for name in names if name in report.overflow)
+        kinds = dict.fromkeys(self._parameters, "the gradient of `{}`") | {LOSS: "{}"}
+        what = kinds.get(name, "the change of the buffer `{}`").format(name)
         return (
             f"numbers must be finite and at most 2**46 under strategy 'exact', but the largest of "
-            f"{what} is {number:g} ({len(report.overflow)} such): lower the learning rate, clip "
+            f"{what} is {report.overflow[name]:g} ({len(report.overflow)} such): lower the learning rate, clip "
             f"inside the model, or pass wrap_model(..., on_overflow='skip') to leave such steps out"
         )
-
-
-def _refusal(model: nn.Module, threads: int) -> RuntimeError | None:
-    """Return why this rank may not compute: raised within the step, so that the others hear it."""
-    try:
-        check_kernels(model)
-    except RuntimeError as error:
-        return error
-    if threads == (now := torch.get_num_threads()):
-        return None
-    return RuntimeError(
-        f"an exact run must keep its {threads} thread(s), but PyTorch now has {now}: leave "
-        f"torch.set_num_threads alone, or pass wrap_model(..., threads={now}) from the beginning"
-    )

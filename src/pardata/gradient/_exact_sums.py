@@ -24,28 +24,20 @@ class Bucket(_fixed_point.Words):
         work: what is waited for, where there are other ranks.
     """
 
-    def __init__(self, places: dict[str, slice], device: torch.device) -> None:
-        super().__init__(max((place.stop for place in places.values()), default=0), device)
+    def __init__(self, places: dict[str, slice], low: Tensor) -> None:
+        super().__init__(low)
         self.places = places
-        self._begin()
-
-    def _begin(self) -> None:
-        self.missing = set(self.places)
+        self.missing = set(places)
         self.is_sent = False
         self.late: _fixed_point.Words | None = None
         self.work: Any = None
-
-    def clear(self) -> None:
-        """Begin a step: there is nothing in any sum, and nothing is sent."""
-        super().clear()
-        self._begin()
 
     def open(self) -> _fixed_point.Words:
         """Return the words to which more can be added."""
         if not self.is_sent:
             return self
         if self.late is None:
-            self.late = _fixed_point.Words(len(self.low), self.low.device)
+            self.late = _fixed_point.Words(torch.empty_like(self.low))
         return self.late
 
 
@@ -66,10 +58,10 @@ class Sums:
         parameters: those that are trained, by name.
         size: how many ranks there are.
         device: of the parameters.
-        buckets: of the step before, if any: used again where they fit, as DDP's are.
+        scratch: the memory of the step before: used again where it fits, as DDP's buckets are.
 
     Attributes:
-        buckets: with the sums.
+        scratch: the memory of this step, for the next.
         peaks: of each parameter, the largest that a microbatch would add.
         used: which parameters have had a gradient, be it of weight 0.
         sparse: of which it was sparse.
@@ -80,12 +72,13 @@ class Sums:
         parameters: dict[str, nn.Parameter],
         size: int,
         device: torch.device,
-        buckets: list[Bucket] | None,
+        scratch: list[Tensor],
     ) -> None:
         self._parameters = parameters
         self._size = size
-        self.buckets = _cleared(buckets or [], list(_filled(parameters)), device)
-        bucket_of = {name: bucket for bucket in self.buckets for name in bucket.places}
+        self._buckets = _empty(list(_filled(parameters)), device, scratch)
+        self.scratch = [bucket.low for bucket in self._buckets]
+        bucket_of = {name: bucket for bucket in self._buckets for name in bucket.places}
         # By the parameter itself: it may have got another name since it was hooked.
         self._summands = {
             parameter: _Summand(name, index, bucket_of[name])
@@ -153,7 +146,7 @@ class Sums:
         """
         self._end()
         self._send(only_complete=False)
-        return [bucket.late is not None for bucket in self.buckets]
+        return [bucket.late is not None for bucket in self._buckets]
 
     def receive(self, late: list[bool], large: set[str]) -> None:
         """Wait until the sums are those of all ranks.
@@ -162,7 +155,7 @@ class Sums:
             late: what all ranks say of theirs.
             large: the parameters of which any has a gradient that needs high words.
         """
-        for bucket, is_late in zip(self.buckets, late, strict=True):
+        for bucket, is_late in zip(self._buckets, late, strict=True):
             if bucket.work is not None:
                 bucket.work.wait()
             is_large = not large.isdisjoint(bucket.places)
@@ -207,7 +200,7 @@ class Sums:
 
     def _send(self, *, only_complete: bool) -> None:
         # In the same order on every rank, whichever is complete first.
-        for bucket in self.buckets[self._sent :]:
+        for bucket in self._buckets[self._sent :]:
             if (only_complete and bucket.missing) or not self.agreed():
                 return
             self._sent += 1
@@ -216,15 +209,14 @@ class Sums:
                 bucket.work = dist.all_reduce(bucket.low, async_op=True)
 
 
-def _cleared(
-    buckets: list[Bucket], wanted: list[dict[str, slice]], device: torch.device
+def _empty(
+    wanted: list[dict[str, slice]], device: torch.device, scratch: list[Tensor]
 ) -> list[Bucket]:
-    """Return empty buckets with these places on a device: the given ones, where they fit."""
-    if [bucket.places for bucket in buckets] != wanted or buckets[0].low.device != device:
-        return [Bucket(places, device) for places in wanted]
-    for bucket in buckets:
-        bucket.clear()
-    return buckets
+    """Return empty buckets with the `wanted` places, in the memory of `scratch` if that fits."""
+    lengths = [max((place.stop for place in places.values()), default=0) for places in wanted]
+    if [len(low) for low in scratch] != lengths or scratch[0].device != device:
+        scratch = [_fixed_point.zeros(length, device) for length in lengths]
+    return [Bucket(places, low) for places, low in zip(wanted, scratch, strict=True)]
 
 
 def _filled(parameters: dict[str, nn.Parameter]) -> Iterator[dict[str, slice]]:

@@ -101,14 +101,14 @@ def value(low: Tensor, high: Tensor | None = None, out: Tensor | None = None) ->
 
 
 class Words:
-    """Sums of `count` numbers: low words, and high ones from the first large number on.
+    """Sums of nothing so far: low words, and high ones from the first large number on.
 
-    Attributes:
-        low: int64, of shape (count,).
+    Args:
+        low: of shape (n,): the memory of the low words.
     """
 
-    def __init__(self, count: int, device: torch.device) -> None:
-        self.low = zeros(count, device)
+    def __init__(self, low: Tensor) -> None:
+        self.low = low.zero_()
         self._high: Tensor | None = None
 
     @property
@@ -116,11 +116,6 @@ class Words:
         if self._high is None:
             self._high = torch.zeros_like(self.low)
         return self._high
-
-    def clear(self) -> None:
-        """Make all of them sums of nothing."""
-        self.low.zero_()
-        self._high = None
 
     def add(self, numbers: Tensor, weight: float, place: slice, peak: Tensor) -> None:
         """Add ``weight * numbers`` to the sums at `place`, and look at them: add to `peak`.

@@ -100,7 +100,7 @@ class Exactness:
         threads: as `ExactModel` was given them.
         on_overflow: likewise.
         receive: is handed the gradients that are made now; None while no microbatch is run.
-        scratch: what a step leaves to the next. Neither copied nor pickled, as the hooks.
+        scratch: memory that a step leaves to the next. Neither copied nor pickled, as the hooks.
     """
 
     def __init__(self, module: nn.Module, threads: int, on_overflow: str) -> None:
@@ -108,7 +108,7 @@ class Exactness:
         self.threads = threads
         self.on_overflow = on_overflow
         self.receive: Receive | None = None
-        self.scratch: Any = None
+        self.scratch: list[torch.Tensor] = []
         self._hooked: set[nn.Parameter] = set()
         self.hook_parameters()
 
@@ -118,12 +118,26 @@ class Exactness:
     def hook_parameters(self) -> None:
         """Hook every parameter that is not yet, frozen ones too: they may be trained later."""
         for parameter in self.module.parameters():
-            if parameter in self._hooked or not _can_be_trained(parameter):
-                continue
-            trained = parameter.requires_grad
-            parameter.requires_grad_().register_post_accumulate_grad_hook(_Hook(self))
-            parameter.requires_grad_(trained)
-            self._hooked.add(parameter)
+            can_be_trained = parameter.is_floating_point() or parameter.is_complex()
+            if can_be_trained and parameter not in self._hooked and not parameter.is_inference():
+                trained = parameter.requires_grad
+                parameter.requires_grad_().register_post_accumulate_grad_hook(_Hook(self))
+                parameter.requires_grad_(trained)
+                self._hooked.add(parameter)
+
+    def refusal(self, model: nn.Module) -> RuntimeError | None:
+        """Return why this process may not compute with `model`: its kernels would be others."""
+        try:
+            check_kernels(model)
+        except RuntimeError as error:
+            return error
+        if (threads := torch.get_num_threads()) == self.threads:
+            return None
+        return RuntimeError(
+            f"an exact run must keep its {self.threads} thread(s), but PyTorch now has {threads}: "
+            f"leave torch.set_num_threads alone, or pass wrap_model(..., threads={threads}) from "
+            f"the beginning"
+        )
 
     @contextmanager
     def gradients_to(self, receive: Receive) -> Iterator[None]:
@@ -133,11 +147,6 @@ class Exactness:
             yield
         finally:
             self.receive = before
-
-
-def _can_be_trained(parameter: nn.Parameter) -> bool:
-    kind = parameter.is_floating_point() or parameter.is_complex()
-    return kind and not parameter.is_inference()
 
 
 class _Hook:

@@ -19,6 +19,7 @@ class Means:
     Attributes:
         names: of what has a mean: the loss, and floating-point buffers.
         peaks: of each of those, the largest loss or change.
+        count: of the numbers in those.
         shapes: of all buffers, by name.
         first: the number of the first microbatch here that counts.
     """
@@ -33,8 +34,8 @@ class Means:
         self.names = [LOSS, *self._floating]
         self.peaks = torch.zeros(len(self.names), dtype=torch.float64, device=device)
         self._before = self._flat(self._start, self._floating, torch.float64)
-        count = 1 + len(self._before)
-        self._low, self._high = _fixed_point.zeros(2 * count, device).split(count)
+        self.count = 1 + len(self._before)
+        self._low, self._high = _fixed_point.zeros(2 * self.count, device).split(self.count)
         self.first = _NONE
         # As that leaves them; 0 before.
         self._counts = torch.zeros_like(self._flat(self._start, self._counting, torch.int64))

@@ -15,7 +15,7 @@ from pardata.gradient._exact_means import LOSS, Means
 from pardata.gradient._exact_report import Report, exchanged
 from pardata.gradient._exact_sums import Sums
 from pardata.gradient._step import Step
-from pardata.model._exact import ExactModel, check_kernels
+from pardata.model._exact import ExactModel
 from pardata.ranks._logger import get_logger
 from pardata.seeds._generators import forked_seed
 from pardata.seeds._mix import mix
@@ -128,7 +128,7 @@ class ExactStep(Step):
         """Return a number that is the same on all ranks which send the same at the same step."""
         batch = self._batch
         sizes = [(name, p.numel()) for name, p in self._parameters.items()]
-        sent = repr([sizes, self._means.shapes, self._means.names])
+        sent = repr([sizes, self._means.shapes, self._means.count])
         return mix(batch.seed, batch.epoch, batch.step, *batch.counts, zlib.crc32(sent.encode()))
 
     def _check(self, report: Report, failed: Exception | None) -> None:
@@ -155,10 +155,11 @@ class ExactStep(Step):
     def _text(self, report: Report) -> str:
         names = LOSS, *self._parameters, *report.overflow  # in this order
         name = next(name for name in names if name in report.overflow)
+        peak = report.overflow[name]
         kinds = dict.fromkeys(self._parameters, "the gradient of `{}`") | {LOSS: "{}"}
         what = kinds.get(name, "the change of the buffer `{}`").format(name)
         return (
             f"numbers must be finite and at most 2**46 under strategy 'exact', but the largest of "
-            f"{what} is {report.overflow[name]:g} ({len(report.overflow)} such): lower the learning rate, clip "
+            f"{what} is {peak:g} ({len(report.overflow)} such): lower the learning rate, clip "
             f"inside the model, or pass wrap_model(..., on_overflow='skip') to leave such steps out"
         )

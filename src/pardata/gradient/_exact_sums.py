@@ -88,7 +88,6 @@ class Sums:
         self._now = torch.zeros_like(self.peaks)  # those of this microbatch
         self.used: set[str] = set()
         self.sparse: set[str] = set()
-        self._sent = 0
         self._is_last = False
 
     def agree_on(self, key: int) -> None:
@@ -200,10 +199,11 @@ class Sums:
 
     def _send(self, *, only_complete: bool) -> None:
         # In the same order on every rank, whichever is complete first.
-        for bucket in self._buckets[self._sent :]:
+        for bucket in self._buckets:
+            if bucket.is_sent:
+                continue
             if (only_complete and bucket.missing) or not self.agreed():
                 return
-            self._sent += 1
             bucket.is_sent = True
             if self._size > 1:
                 bucket.work = dist.all_reduce(bucket.low, async_op=True)

@@ -41,10 +41,11 @@ class Means:
         self._counts = torch.zeros_like(self._flat(self._start, self._counting, torch.int64))
 
     def restore(self) -> None:
-        """Put back what was there at the start of the step."""
+        """Put back what was there at the start of the step, but for what has another shape now."""
         for name, buffer in _real(self._module).items():
-            if name in self._start:
-                buffer.copy_(self._start[name])
+            start = self._start.get(name)
+            if start is not None and start.shape == buffer.shape:
+                buffer.copy_(start)
 
     def add(self, loss: Tensor, weight: float, number: int) -> None:
         """Add ``weight`` times the loss of microbatch `number` and what it has changed."""

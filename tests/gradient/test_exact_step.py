@@ -1,45 +1,40 @@
 """One step of `backward` under strategy "exact": the same bits at every size, and what it refuses.
 
-Each scenario runs at each size, on every rank, all of them in one job; what it returns must be the
-same everywhere.
+Each scenario runs at each size, on every rank, all of them in one job. It asserts what holds for
+one step, and what it returns must be the same everywhere.
 """
 
+import contextlib
 import functools
 import hashlib
 import logging
 import math
 import random
 import traceback
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # the usual name
 from on_ranks import run
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
-from pardata import (
-    Microbatches,
-    backward,
-    check_in_sync,
-    fingerprint,
-    make_loader,
-    unwrap,
-    world,
-    wrap_model,
-)
-from pardata.gradient import _exact_sums
+import pardata
+from pardata import backward, fingerprint, unwrap, world, wrap_model
+from pardata.gradient import _exact_sums, _fixed_point
+from pardata.gradient._fixed_point import LARGEST
 
 SIZES = [1, 2, 3, 4]
+REENTRANT = functools.partial(checkpoint, use_reentrant=True)
 
 
 class Net(nn.Module):
     """Batch norm, dropout, and a middle that may be checkpointed."""
 
-    def __init__(self, around=None):
+    def __init__(self, around=lambda part, hidden: part(hidden)):
         super().__init__()
         self.first = nn.Linear(6, 8)
         self.norm = nn.BatchNorm1d(8)
@@ -49,10 +44,17 @@ class Net(nn.Module):
 
     def forward(self, rows):
         hidden = torch.relu(self.norm(self.first(rows)))
-        run_middle = self.around or (lambda part, hidden: part(hidden))
         # Twice: with reentrant checkpointing each of its gradients then comes by itself.
-        hidden = run_middle(self.middle, hidden) + run_middle(self.middle, hidden)
-        return self.last(hidden)
+        return self.last(self.around(self.middle, hidden) + self.around(self.middle, hidden))
+
+
+class Smooth(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, rows):
+        return self.last(torch.tanh(self.first(rows)))
 
 
 def seeded(kind=Net, *args, dtype=None, **options):
@@ -68,8 +70,9 @@ def rows_of(count, dtype=torch.float32):
 
 
 def steps(count=22, batch_size=22, dtype=torch.float32):
+    """Return a loader, of whose last step the last microbatch has two rows."""
     data = TensorDataset(*rows_of(count, dtype))
-    return make_loader(
+    return pardata.make_loader(
         data, batch_size, shuffle=True, drop_last=False, microbatch_size=4, seed=5, num_workers=0
     )
 
@@ -97,15 +100,24 @@ def one_step(model, loss_fn=loss_fn, loader=None, **options):
     return outcome(model, backward(model, loss_fn, batch, **options))
 
 
-def raised(fn, *args, **options):
+def again(model):
+    model.norm.reset_running_stats()
+    return one_step(model)
+
+
+@contextlib.contextmanager
+def refused(*texts):
+    """Expect an error that holds each text; on the other ranks too."""
     try:
-        fn(*args, **options)
+        yield
     except Exception as error:  # noqa: BLE001  # its type is looked at
-        return f"{type(error).__name__}: {error}"
-    return None
+        found = f"{type(error).__name__}: {error}"
+        assert all(text in found for text in texts), found
+    else:
+        raise AssertionError(texts)
 
 
-# Scenarios, in rank and size
+# Scenarios, in rank and size: the same bits
 
 
 def plain():
@@ -128,27 +140,18 @@ def low_precision():
 
 
 def checkpointed():
-    told = {}
-    for name, options in {
-        "reentrant": {"use_reentrant": True},
-        "not": {"use_reentrant": False},
-    }.items():
-        told[name] = one_step(seeded(Net, functools.partial(checkpoint, **options)))
-    return told
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.into, self.out = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
-        self.out.weight = self.into.weight
-
-    def forward(self, rows):
-        return self.out(torch.tanh(self.into(rows)))
+    kept = functools.partial(checkpoint, use_reentrant=False)
+    reentrant, other = one_step(seeded(Net, REENTRANT)), one_step(seeded(Net, kept))
+    assert other == plain()
+    assert reentrant["loss bits"] == other["loss bits"]
+    return reentrant
 
 
 def tied():
-    return one_step(seeded(Tied))
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 6, bias=False))
+    net[2].weight = net[0].weight
+    return one_step(wrap_model(net, "exact"))
 
 
 def ranks_without():
@@ -158,30 +161,26 @@ def ranks_without():
 
 def counted():
     """The first microbatch counts nothing, be its loss NaN, and others differ by 100 times."""
-    model = seeded()
-    counts = iter([0, 300, 3, 0, 70, 1])
     (batch, *_) = steps()
-    all_counts = list(counts)
+    counts = [0, 300, 3, 0, 70, 1][batch.first :]
+    count_of = {id(microbatch): count for microbatch, count in zip(batch, counts, strict=False)}
 
     def poisoned(model, microbatch):
-        loss = loss_fn(model, microbatch)
-        return loss * math.nan if weight(microbatch) == 0 else loss
+        return loss_fn(model, microbatch) * (1 if count_of[id(microbatch)] else math.nan)
 
-    own = [all_counts[batch.first + n] for n in range(len(batch))]
-    by_id = {id(microbatch): count for microbatch, count in zip(batch, own, strict=True)}
-
-    def weight(microbatch):
-        return by_id[id(microbatch)]
-
-    told = outcome(model, backward(model, poisoned, batch, count=weight))
-    return told, model.norm.num_batches_tracked.item(), math.isfinite(told["loss"])
+    model = seeded()
+    loss = backward(model, poisoned, batch, count=lambda microbatch: count_of[id(microbatch)])
+    assert loss.isfinite()
+    assert model.norm.num_batches_tracked == 1
+    return outcome(model, loss)
 
 
 def clipped():
     model = seeded()
     one_step(model)
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-    return norm.item(), outcome(model, norm)
+    assert norm > 0.01
+    return outcome(model, norm)
 
 
 def added_to():
@@ -190,13 +189,9 @@ def added_to():
     once = [p.grad.clone() for p in model.parameters()]
     for p in model.parameters():
         p.grad = torch.full_like(p, 3.0)
-    told = one_step_again(model)
-    return told, all(torch.equal(p.grad, g + 3) for p, g in zip(model.parameters(), once, strict=1))
-
-
-def one_step_again(model):
-    model.norm.reset_running_stats()
-    return one_step(model)
+    told = again(model)
+    assert all(torch.equal(p.grad, g + 3) for p, g in zip(model.parameters(), once, strict=True))
+    return told
 
 
 class Sparing(nn.Module):
@@ -217,7 +212,10 @@ def unused():
     model = seeded(Sparing)
     model.had.grad = torch.tensor([1.5, -0.0])
     told = one_step(model)
-    return told, bits(model.had.grad) == bits(torch.tensor([1.5, -0.0]))
+    assert told["had"] == bits(torch.tensor([1.5, -0.0]))
+    assert told["never.weight"] is told["frozen.weight"] is None
+    assert told["rarely.weight"] is not None
+    return told
 
 
 def generators():
@@ -231,8 +229,10 @@ def generators():
         return loss_fn(model, batch) * (1 + drawn)
 
     before = states()
-    first, second = one_step(model, drawing), one_step_again(model)
-    return first, second, before == states()
+    first, second = one_step(model, drawing), again(model)
+    assert before == states()
+    assert first["loss"] != second["loss"]
+    return first, second
 
 
 def states():
@@ -248,51 +248,91 @@ class Buffered(nn.Module):
         self.last = nn.Linear(6, 3)
         self.register_buffer("constant", torch.tensor([-0.0, math.nan, math.inf, 1 / 3]))
         self.register_buffer("turns", torch.tensor([1 - 2j]))
+        self.register_buffer("odd", torch.tensor([True, False]))
         self.register_buffer("hidden", torch.zeros(1), persistent=False)
+        self.register_buffer("shared", self.hidden)
 
     def forward(self, rows):
         if self.training:
             self.turns.mul_(1j)
+            self.odd.logical_not_()
             self.hidden += 0.1
+            self.register_buffer("new", rows.mean(0).detach())  # is left alone
         return self.last(self.whole(self.norm(rows)))
 
 
 def buffers():
+    """They are the mean over microbatches; what counts advances once; constants keep their bits."""
     model = seeded(Buffered)
     before = bits(model.constant)
     told = one_step(model)
+    assert bits(model.constant) == before
+    del told["new"], unwrap(model).new
     # What a single process computes with plain PyTorch: the mean over microbatches.
     torch.manual_seed(0)
-    loader = make_loader(
+    loader = pardata.make_loader(
         TensorDataset(*rows_of(22)), 22, shuffle=True, drop_last=False, seed=5, distributed=False
     )
     ((rows, _),) = loader
-    parts = rows.split(4)
-    mean = sum(len(part) / 22 * part.double().mean(0) for part in parts) * 0.1
-    near = torch.allclose(model.norm.running_mean.double(), mean, rtol=1e-5, atol=1e-8)
-    tracked = model.norm.num_batches_tracked.item()
+    mean = sum(len(part) / 22 * part.double().mean(0) for part in rows.split(4)) * 0.1
+    torch.testing.assert_close(model.norm.running_mean.double(), mean, rtol=1e-5, atol=1e-8)
+    assert model.norm.num_batches_tracked == 1
+    assert model.odd.tolist() == [False, True]
     one_step(model)
-    return (
-        told,
-        (bits(model.constant) == before, near, tracked),
-        (model.norm.num_batches_tracked.item(), model.turns.tolist(), model.hidden.item()),
-    )
+    assert model.norm.num_batches_tracked == 2
+    assert model.turns.tolist() == [-1 + 2j]  # a quarter turn a step
+    assert model.hidden.item() == pytest.approx(0.2)
+    return told
 
 
 def in_evaluation():
     model = seeded(Buffered).eval()
     before = fingerprint(model)
-    return one_step(model), fingerprint(model) == before
+    told = one_step(model)
+    assert fingerprint(model) == before
+    return told
 
 
-def bucketed():
-    """Buckets of 20 numbers: some are complete before the last gradient of a parameter comes."""
-    told = [checkpointed(), tied(), unused()]
-    before, _exact_sums._BUCKET = _exact_sums._BUCKET, 20
+def scaled(factor):
+    return one_step(seeded(Net, REENTRANT), lambda model, batch: loss_fn(model, batch) * factor)
+
+
+def small_buckets():
+    """Buckets of 20 numbers: some are complete before the last gradient of a parameter comes.
+
+    And some of what comes late is large, on some ranks.
+    """
+
+    def found():
+        return [checkpointed(), tied(), unused(), complex_numbers(), scaled(30), scaled(1e7)]
+
+    expected, before = found(), _exact_sums._BUCKET
+    _exact_sums._BUCKET = 20
     try:
-        return told == [checkpointed(), tied(), unused()], told
+        assert found() == expected
     finally:
         _exact_sums._BUCKET = before
+    return expected
+
+
+def sent_early():
+    """What is complete is sent while the last microbatch's backward still runs."""
+    sent, seen = [], []
+    reduce, before = dist.all_reduce, _exact_sums._BUCKET
+
+    def noting(words, *args, **options):
+        sent.append(len(words))
+        return reduce(words, *args, **options)
+
+    model = seeded(Smooth)
+    model.first.weight.register_hook(lambda _: seen.append([n for n in sent if n == 27]))
+    _exact_sums._BUCKET, dist.all_reduce = 27, noting
+    try:
+        told = one_step(model)
+    finally:
+        _exact_sums._BUCKET, dist.all_reduce = before, reduce
+    assert world().size == 1 or seen == [[]] * (len(seen) - 1) + [[27]], (seen, sent)
+    return told
 
 
 def float64():
@@ -302,20 +342,9 @@ def float64():
     net = Smooth().double()
     rows, targets = rows_of(22, torch.float64)
     F.cross_entropy(net(rows), targets).backward()
-    worst = max(
-        ((ours.grad - theirs.grad).abs().max() / theirs.grad.abs().max()).item()
-        for ours, theirs in zip(unwrap(model).parameters(), net.parameters(), strict=True)
-    )
-    return told, worst < 1e-12
-
-
-class Smooth(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
-
-    def forward(self, rows):
-        return self.last(torch.tanh(self.first(rows)))
+    for ours, theirs in zip(unwrap(model).parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-12)
+    return told
 
 
 class Turning(nn.Module):
@@ -332,6 +361,41 @@ def complex_numbers():
     return one_step(seeded(Turning))
 
 
+LAYOUTS = {
+    "scalar": torch.tensor(2.5),
+    "empty": torch.empty(0, 3),
+    "transposed": torch.arange(6.0).view(2, 3).t(),
+    "channels_last": torch.arange(24.0).view(1, 2, 3, 4).to(memory_format=torch.channels_last),
+    "turned": torch.tensor([[1 + 2j, -0.5j], [0, 1]]).t(),
+    "low": torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+    "high": torch.tensor([1.0, 2.0], dtype=torch.float64),
+}
+
+
+class Layouts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        for name, start in LAYOUTS.items():
+            self.register_parameter(name, nn.Parameter(start.clone()))
+
+    def forward(self, rows):
+        parts = [(p * p.detach()).sum().abs() for p in self.parameters()]
+        return sum(part.float() for part in parts) * rows.mean()
+
+
+def layouts():
+    """A gradient has the shape, dtype and layout of its parameter."""
+    model = seeded(Layouts)
+    told = one_step(model, mean_output)
+    for p in model.parameters():
+        assert (p.grad.dtype, p.grad.stride()) == (p.dtype, p.stride())
+        assert not p.grad.requires_grad
+        if p.ndim > 1 and p.numel() and p.is_floating_point():  # the gradient is a multiple of it
+            factor = (p.grad / p.detach()).reshape(-1)[-1]
+            torch.testing.assert_close(p.grad, p.detach() * factor)
+    return told
+
+
 def several_steps():
     model = seeded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
@@ -340,8 +404,11 @@ def several_steps():
         optimizer.zero_grad()
         losses.append(backward(model, loss_fn, batch).item())
         optimizer.step()
-        check_in_sync(model)
+        pardata.check_in_sync(model)
     return losses, fingerprint(model)
+
+
+# Refused
 
 
 class Exploding(nn.Module):
@@ -366,28 +433,50 @@ def mean_output(model, batch):
 
 
 def overflowing():
-    told = {}
-    for factor in (math.inf, math.nan, 1e15):
+    """It is named with its value, and leaves all as it was."""
+    text = "OverflowError: numbers must be finite and at most 2**46"
+    found = []
+    for factor, shown in (
+        *((math.inf, "inf"), (math.nan, "nan"), (1e15, "1e+15")),
+        *((LARGEST * (1 + 2**-23), "7.03688e+13"), (-1e14, "1e+14")),
+    ):
         model = seeded(Exploding, factor)
         before = fingerprint(model)
-        text = raised(one_step, model, mean_output)
-        grads = [p.grad for p in model.parameters()]
-        model.factor = 1.0
-        told[str(factor)] = text, fingerprint(model) == before, grads, one_step(model, mean_output)
-    model = seeded(Exploding, 1.0)
+        what = f"the largest of the gradient of `wild` is {shown} (1 such)"
+        with refused(text, what, "on_overflow='skip'"):
+            one_step(model, mean_output)
+        assert fingerprint(model) == before
+        assert model.calm.grad is model.wild.grad is None
+        model.factor = LARGEST  # is allowed
+        found.append(one_step(model, mean_output))
+        assert model.wild.grad[0] > 2**40
 
     def infinite(model, batch):
         return mean_output(model, batch) + (math.inf if len(batch[0]) == 2 else 0.0)
-
-    told["loss"] = raised(one_step, model, infinite)
 
     def spoiling(model, batch):
         loss = mean_output(model, batch)
         unwrap(model).seen.fill_(math.nan)
         return loss
 
-    told["buffer"] = raised(one_step, model, spoiling)
-    return told
+    model = seeded(Exploding, 1.0)
+    with refused(text, "the largest of the loss is inf (1 such)"):
+        one_step(model, infinite)
+    with refused(text, "the largest of the change of the buffer `seen` is nan"):
+        one_step(model, spoiling)
+    return found
+
+
+def overflowing_together():
+    """What two gradients of a parameter would add up to in one microbatch counts."""
+
+    def twice(model, batch):
+        rows = torch.full((1, 6), 0.6 * LARGEST, requires_grad=True)
+        many = sum(REENTRANT(model.weight.mul, rows).sum() for _ in range(2))
+        return many - many.detach() + 0 * model(batch[0]).sum()
+
+    with refused("OverflowError", "the gradient of `weight` is 8.44425e+13 (1 such)"):
+        one_step(seeded(nn.Linear, 6, 1), twice)
 
 
 def skipping():
@@ -399,39 +488,54 @@ def skipping():
     model.calm.grad = torch.full((3,), 7.0)
     before = fingerprint(model)
     one_step(model, mean_output)
-    kept = model.calm.grad.tolist(), model.wild.grad, fingerprint(model) == before
+    assert model.calm.grad.tolist() == [7.0] * 3
+    assert model.wild.grad is None
     model.zero_grad()
     optimizer = torch.optim.AdamW(model.parameters())
     one_step(model, mean_output)
     optimizer.step()
-    untouched = fingerprint(model) == before
+    assert fingerprint(model) == before
     logging.getLogger("pardata").removeHandler(handler)
+    assert len(lines) == (2 if world().rank == 0 else 0)
+    assert all("skipped step 0: numbers must be finite" in line for line in lines)
     # That the loss itself is infinite is seen in what comes back.
-    loss = one_step(model, lambda model, batch: mean_output(model, batch) * math.inf)["loss"]
+    told = one_step(model, lambda model, batch: mean_output(model, batch) * math.inf)
+    assert math.isnan(told["loss"])
     model.factor = 1.0
-    told = one_step(model, mean_output)
-    expected_lines = 2 if world().rank == 0 else 0
-    says = all("skipped step 0: numbers must be finite" in line for line in lines)
-    return kept, untouched, math.isnan(loss), told, len(lines) == expected_lines, says
-
-
-class Sparse(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(9, 3, sparse=True)
-
-    def forward(self, rows):
-        return self.table((rows[:, 0] > 0).long())
+    return one_step(model, mean_output)
 
 
 def sparse():
-    return raised(one_step, seeded(Sparse))
+    with refused(
+        "TypeError: gradients must be dense under strategy 'exact', but that of `weight` is ",
+        "sparse: make the embedding with sparse=False",
+    ):
+        one_step(
+            seeded(functools.partial(nn.Embedding, 9, 3, sparse=True)),
+            lambda model, batch: model((batch[0] > 0).long()).mean(),
+        )
+
+
+CHANGES = {
+    "(3,)": lambda net: setattr(net, "cache", torch.zeros(3)),
+    "None": lambda net: setattr(net, "cache", None),
+    "None: keep": lambda net: delattr(net, "cache"),
+}
+
+
+def buffers_of_other_shapes():
+    text = "a buffer must keep its shape within a step under strategy 'exact', but `cache` was (2,)"
+    for shown, change in CHANGES.items():
+        net = nn.Linear(6, 3)
+        net.register_buffer("cache", torch.zeros(2))
+        net.register_forward_pre_hook(lambda net, _, change=change: change(net))
+        with refused(text, f" and is {shown}"):
+            one_step(wrap_model(net, "exact"))
 
 
 def failing_on_one_rank():
-    """An error of the user's on the last rank, in each place of its code."""
+    """An error of the user's on the last rank, in each place of its code, is one on all."""
     is_last = world().rank == world().size - 1
-    told = []
     model = seeded()
 
     def in_loss(model, batch):
@@ -441,10 +545,7 @@ def failing_on_one_rank():
         return loss_fn(model, batch)
 
     def after_some(model, batch):
-        if is_last and len(batch[0]) == 2:
-            message = "no such file"
-            raise OSError(message)
-        return loss_fn(model, batch)
+        return in_loss(model, batch) if len(batch[0]) == 2 else loss_fn(model, batch)
 
     def no_loss(model, batch):
         return None if is_last else loss_fn(model, batch)
@@ -455,51 +556,48 @@ def failing_on_one_rank():
     def without_model(model, batch):
         return torch.zeros((), requires_grad=True) if is_last else loss_fn(model, batch)
 
+    before = fingerprint(model)
+    others = "RuntimeError: every rank must run its microbatches, but another one failed: see"
     for wrong in (in_loss, after_some, no_loss, no_gradient, without_model):
-        before = fingerprint(model)
-        text = raised(one_step, model, wrong)
-        others = "RuntimeError: every rank must run its microbatches, but another one failed: see"
-        told.append((text is not None, is_last or text.startswith(others)))
-        told.append(fingerprint(model) == before)
-        told.append(all(p.grad is None for p in model.parameters()))
-
-    def miscount(microbatch):
-        return -1 if is_last else 4
-
-    text = raised(one_step, model, count=miscount)
-    told.append("up, but returned -1" in text or "on 1 other rank(s)" in text)
-    told.append("all its microbatches count 0" in raised(one_step, model, count=lambda _: 0))
-    return told, one_step(model)
+        with refused("" if is_last else others):
+            one_step(model, wrong)
+        assert fingerprint(model) == before
+        assert all(p.grad is None for p in model.parameters())
+    with refused("up, but returned -1" if is_last else "on 1 other rank(s)"):
+        one_step(model, count=lambda _: -1 if is_last else 4)
+    with refused("all its microbatches count 0"):
+        one_step(model, count=lambda _: 0)
+    return one_step(model)
 
 
 def at_other_steps():
+    """Ranks at other steps, or with other parameters, or other buffers, find out."""
     here = world()
-    if here.size == 1:
-        return True
-    told = []
     model = seeded()
-    loader = steps(40, 20)
-    batches = list(loader)
-    own = batches[1] if here.rank == here.size - 1 else batches[0]
-    told.append(raised(backward, model, loss_fn, own))
-    unwrap(model).first.requires_grad_(here.rank > 0)
-    told.append(raised(backward, model, loss_fn, batches[0]))
-    unwrap(model).first.requires_grad_(True)
-    if here.rank == 0:
-        unwrap(model).register_buffer("extra", torch.zeros(3))
-    told.append(raised(backward, model, loss_fn, batches[0]))
-    if here.rank == 0:
-        del unwrap(model).extra
-    text = "RuntimeError: every rank must be at the same step of the same loader and train the sa"
-    assert all(p.grad is None for p in model.parameters())
-    works = bool(backward(model, loss_fn, batches[0]) > 0)
-    return works and all(line.startswith(text) for line in told)
+    batches = list(steps(40, 20))
+    if here.size > 1:
+        text = "RuntimeError: every rank must be at the same step of the same loader and train the "
+        with refused(text):
+            backward(model, loss_fn, batches[here.rank == here.size - 1])
+        unwrap(model).first.requires_grad_(here.rank > 0)
+        with refused(text):
+            backward(model, loss_fn, batches[0])
+        unwrap(model).first.requires_grad_(True)
+        if here.rank == 0:
+            unwrap(model).register_buffer("extra", torch.zeros(3))
+        with refused(text):
+            backward(model, loss_fn, batches[0])
+        if here.rank == 0:
+            del unwrap(model).extra
+        assert all(p.grad is None for p in model.parameters())
+    return backward(model, loss_fn, batches[0]).item()
 
 
 SCENARIOS = [
     *(plain, autocast, low_precision, checkpointed, tied, ranks_without, counted, clipped),
-    *(added_to, unused, generators, buffers, in_evaluation, bucketed, float64, complex_numbers),
-    *(several_steps, overflowing, skipping, sparse, failing_on_one_rank, at_other_steps),
+    *(added_to, unused, generators, buffers, in_evaluation, small_buckets, sent_early, float64),
+    *(complex_numbers, layouts, several_steps, overflowing, overflowing_together, skipping, sparse),
+    *(buffers_of_other_shapes, failing_on_one_rank, at_other_steps),
 ]
 
 
@@ -508,154 +606,35 @@ def every_scenario():
 
 
 def told_by(scenario):
+    """Return what a scenario tells, and what went wrong: the others shall run."""
     try:
-        return scenario()
-    except Exception:  # noqa: BLE001  # the others shall run
-        return Broken(traceback.format_exc())
-
-
-@dataclass(frozen=True)
-class Broken:
-    text: str
+        return scenario(), None
+    except Exception:  # noqa: BLE001  # shown by the test
+        return None, traceback.format_exc()
 
 
 @functools.cache
 def told_at(size):
-    """Return what each scenario returns, by name, on each rank."""
+    """Return what each scenario tells, by name, on each rank."""
     return run(every_scenario, world_size=size, timeout=200)
-
-
-def told(name):
-    return told_at(1)[0][name]
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_a_step_leaves_the_same_bits_on_every_rank_at_every_size(scenario):
     name = scenario.__name__
-    reference = told(name)
+    reference, _ = told_at(1)[0][name]
     for size in SIZES:
         for rank, facts in enumerate(told_at(size)):
-            assert not isinstance(facts[name], Broken), f"{size} {rank} {facts[name].text}"
-            assert repr(facts[name]) == repr(reference), (size, rank)  # NaN is equal to NaN
+            found, broken = facts[name]
+            assert broken is None, f"rank {rank} of {size}: {broken}"
+            assert repr(found) == repr(reference), (size, rank)  # NaN is equal to NaN
 
 
-def test_a_bare_mean_of_microbatches_is_what_came_out():
-    loss = told("plain")["loss"]
-    assert told("checkpointed")["not"]["loss"] == pytest.approx(loss)
+# In a single process
 
 
-def test_checkpointing_changes_nothing_but_rounding_and_hooks_fire_several_times():
-    first = told("checkpointed")
-    assert first["not"] == told("plain")
-    assert first["reentrant"]["loss bits"] == told("plain")["loss bits"]
-
-
-def test_a_microbatch_that_counts_nothing_leaves_nothing_and_counters_advance_once():
-    _, tracked, finite = told("counted")
-    assert tracked == 1
-    assert finite
-
-
-def test_gradients_are_clipped_by_the_norm_of_the_global_one():
-    norm, _ = told("clipped")
-    assert norm > 0.01
-
-
-def test_what_was_in_grad_is_counted_once():
-    assert told("added_to")[1]
-
-
-def test_a_parameter_that_no_microbatch_uses_keeps_its_grad():
-    outcome, kept = told("unused")
-    assert kept
-    assert outcome["never.weight"] is None
-    assert outcome["frozen.weight"] is None
-    assert outcome["rarely.weight"] is not None
-
-
-def test_generators_are_put_back():
-    first, second, kept = told("generators")
-    assert kept
-    assert first["loss"] != second["loss"]
-
-
-def test_buffers_are_the_mean_over_microbatches_counters_advance_once_constants_keep_their_bits():
-    _, (constant, near, tracked), (later, turns, hidden) = told("buffers")
-    assert constant
-    assert near
-    assert (tracked, later) == (1, 2)
-    assert turns == [-1 + 2j]  # a quarter turn a step
-    assert hidden == pytest.approx(0.2)
-
-
-def test_in_evaluation_no_buffer_changes():
-    assert told("in_evaluation")[1]
-
-
-def test_the_size_of_buckets_does_not_show():
-    assert told("bucketed")[0]
-
-
-def test_in_float64_it_is_the_plain_gradient():
-    assert told("float64")[1]
-
-
-def test_overflow_is_named_with_its_value_and_leaves_all_as_it_was():
-    outcomes = told("overflowing")
-    for factor, shown in (("inf", "inf"), ("nan", "nan"), ("1000000000000000.0", "1e+15")):
-        text, same, gradients, next_step = outcomes[factor]
-        assert text.startswith("OverflowError: numbers must be finite and at most 2**46")
-        assert f"the largest of the gradient of `wild` is {shown} (1 such)" in text
-        assert "on_overflow='skip'" in text
-        assert same
-        assert gradients == [None, None]
-        assert next_step["wild"] is not None
-    assert "the largest of the loss is inf (1 such)" in outcomes["loss"]
-    assert "the largest of the change of the buffer `seen` is nan" in outcomes["buffer"]
-
-
-def test_a_step_that_overflows_is_skipped_if_told_so():
-    (calm, wild, same), untouched, loss_is_nan, next_step, once, says = told("skipping")
-    assert calm == [7.0] * 3
-    assert wild is None
-    assert same
-    assert untouched
-    assert loss_is_nan
-    assert next_step["wild"] is not None
-    assert once
-    assert says
-
-
-def test_a_sparse_gradient_is_refused_with_its_cure():
-    text = told("sparse")
-    assert text.startswith("TypeError: gradients must be dense under strategy 'exact', but that")
-    assert "`table.weight` is sparse: make the embedding with sparse=False" in text
-
-
-def test_an_error_on_one_rank_is_one_on_all_and_the_next_step_works():
-    facts, _ = told("failing_on_one_rank")
-    assert facts == [(True, True), True, True] * 5 + [True, True]
-
-
-def test_ranks_at_other_steps_or_with_other_parameters_find_out():
-    for size in SIZES[1:]:
-        assert all(facts["at_other_steps"] for facts in told_at(size))
-
-
-# By hand
-
-
-def batch_of(batches, counts, first=0):
-    return Microbatches(batches, epoch=0, step=0, first=first, counts=counts)
-
-
-def test_how_a_step_is_cut_is_part_of_it_but_not_who_runs_it():
-    rows, targets = rows_of(8)
-    batches = [(rows[:4], targets[:4]), (rows[4:], targets[4:])]
-    one = one_step(seeded(Smooth), loader=[batch_of(batches, [4, 4])])
-    assert one["loss"] == pytest.approx(
-        F.cross_entropy(unwrap(seeded(Smooth))(rows), targets).item(), rel=1e-6
-    )
+def batch_of(batches, counts):
+    return pardata.Microbatches(batches, epoch=0, step=0, first=0, counts=counts)
 
 
 def test_a_loss_that_its_own_backward_needs_is_left_alone():
@@ -671,14 +650,42 @@ def test_a_loss_that_its_own_backward_needs_is_left_alone():
 
 def test_gradients_of_microbatches_are_added_as_math_fsum_does():
     model = seeded(Smooth, dtype=torch.float64)
-    rows, targets = rows_of(40, torch.float64)
+    batches = [
+        (row[None], target[None]) for row, target in zip(*rows_of(40, torch.float64), strict=True)
+    ]
     singles = []
-    for row, target in zip(rows, targets, strict=True):
+    for batch in batches:
         net = Smooth().double()
         net.load_state_dict(unwrap(model).state_dict())
-        F.cross_entropy(net(row[None]), target[None]).backward()
+        loss_fn(net, batch).backward()
         singles.append(net.last.bias.grad.tolist())
-    batches = [(row[None], target[None]) for row, target in zip(rows, targets, strict=True)]
     one_step(model, loader=[batch_of(batches, [1] * 40)])
     for ours, many in zip(model.last.bias.grad.tolist(), zip(*singles, strict=True), strict=True):
         assert ours == pytest.approx(math.fsum(many) / 40, rel=1e-14, abs=1e-18)
+
+
+def test_too_many_gradients_of_a_parameter_are_refused(monkeypatch):
+    monkeypatch.setattr(_fixed_point, "MOST", 5)  # one less than there are microbatches
+    text = (
+        r"at most 5 gradients on each of 1 ranks .* `last\.bias` got more: make `microbatch_size`"
+    )
+    with pytest.raises(OverflowError, match=text):
+        one_step(seeded(Smooth))
+
+
+def test_the_memory_of_a_step_is_that_of_the_step_before_where_it_fits():
+    model = seeded(Smooth)
+    expected = one_step(model)
+    (before,) = model.exact.scratch
+    assert before.any()
+    model.zero_grad()
+    assert one_step(model) == expected
+    assert model.exact.scratch[0] is before
+    with pytest.raises(TypeError):
+        one_step(model, lambda model, batch: None)
+    assert model.exact.scratch == []  # what a step leaves that fails may still be sent
+    one_step(model)
+    model.first.requires_grad_(False)
+    model.zero_grad()
+    one_step(model)
+    assert len(model.exact.scratch[0]) == 27

@@ -134,7 +134,7 @@ CASES = {
              "device_ids"),
         case("wrap_model(net(), 'exact', deterministic=True)", "TypeError",
              "'deterministic' is not; there are on_overflow, threads"),
-        case("wrap_model(net(), 'exact', threads=0)", "ValueError", "`threads` must be a positive",
+        case("wrap_model(net(), 'exact', threads=0)", "ValueError", "`threads` must be an integer",
              "is 0"),
         case("wrap_model(net(), 'exact', threads=1 + rank)", "RuntimeError", "the same model",
              "`the options`", "'threads': 1", "'threads': 2", sizes=MANY),

@@ -2,30 +2,25 @@
 
 import zlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pardata.data._microbatches import Microbatches
-from pardata.gradient import _fixed_point
 from pardata.gradient._count import Piece, Pieces
-from pardata.gradient._exact_buffers import Buffers
-from pardata.gradient._exact_report import Largest, Report, Sameness
-from pardata.gradient._exact_sums import Sums, emptied
+from pardata.gradient._exact_means import LOSS, Means
+from pardata.gradient._exact_report import Report, exchanged
+from pardata.gradient._exact_sums import Sums
 from pardata.gradient._step import Step
-from pardata.model._exact import ExactModel, check_kernels
-from pardata.model._unwrap import unwrap
+from pardata.model._exact import ExactModel
 from pardata.ranks._logger import get_logger
 from pardata.seeds._generators import forked_seed
 from pardata.seeds._mix import mix
 
 _log = get_logger(__name__)
-
-_LOSS = "the loss"
-_NONE = 2**53  # the number of a microbatch that there is not
 
 
 class ExactStep(Step):
@@ -45,123 +40,96 @@ class ExactStep(Step):
                 f"the same at every world size"
             )
             raise TypeError(msg)
-        self._wrapper = wrapper
-        self._refusal = _refusal(model, wrapper)
         self._batch = batch
-        module, device = unwrap(model), self.sharing.device
-        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self._buffers = Buffers(module, device)
-        self._largest = Largest([_LOSS, *trained, *self._buffers.floating], device)
-        # Given back by a step that ends well: what a failed one left may still be sent.
-        buckets, wrapper._buckets = emptied(wrapper._buckets, trained, device), []  # noqa: SLF001  # our own class
-        self._sums = Sums(trained, size, self._largest, self._is_same, buckets)
-        self._first = _NONE
-        self._words = [_fixed_point.zeros(1, device) for _ in range(2)]  # of the loss
-        self._device = device
+        self._exact = exact = wrapper.exact
+        # Raised within the step, so that the others hear it.
+        self._refusal = exact.refusal(model)
+        device = self.sharing.device
+        self._means = Means(exact.module, device)
+        named = exact.module.named_parameters()
+        self._parameters = {name: p for name, p in named if p.requires_grad}
+        self._sums = Sums(self._parameters, size, device, exact.scratch)
+        exact.scratch = []  # until this step ends well: what a failed one left may still be sent
+        self._number = 0  # of the microbatch that is run
 
-    def whole(self, pieces: Pieces) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Take the gradients as they are made; then add up those of all ranks."""
-        return self._whole()
+    @contextmanager
+    def whole(self, pieces: Pieces) -> Iterator[None]:  # noqa: ARG002
+        """Run the microbatches of this rank in the block; then add up what all ranks have."""
+        self._exact.hook_parameters()
+        self._sums.agree_on(self._key())
+        failed: Exception | None = self._refusal  # also where this rank runs nothing
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  # raised below: the others wait for this rank
+            failed = error
+        try:
+            report = self._added_up(failed)
+        except Exception:
+            self._means.restore()
+            raise
+        if report.overflow:
+            self._skip(report)
+            return
+        self._means.apply()
+        self._sums.set_gradients(report.used, report.large)
+        self._exact.scratch = self._sums.scratch
 
     @contextmanager
     def around(self, piece: Piece, *, last: bool) -> Iterator[None]:
         """Let the microbatch begin as any other: from the step's buffers, under its own seed."""
         if self._refusal is not None:
             raise self._refusal
-        batch, number = self._batch, piece.number or 0
+        batch, self._number = self._batch, piece.number or 0
         self._sums.begin(last=last)
-        self._buffers.restore()
-        seed = mix(batch.seed, batch.epoch, batch.step, number, *b"backward")
-        with forked_seed(seed, self._device):
+        self._means.restore()
+        seed = mix(batch.seed, batch.epoch, batch.step, self._number, *b"backward")
+        # What has a gradient before `run`, or where nothing counts, is used and adds nothing.
+        used_only = partial(self._sums.add, weight=0.0)
+        with forked_seed(seed, self.sharing.device), self._exact.gradients_to(used_only):
             yield
-        is_first = piece.count > 0 and self._first == _NONE
-        self._first = number if is_first else self._first
-        self._buffers.take(self._sums.weight, self._largest, is_first=is_first)
-        self._largest.end()
 
     def run(self, loss: Tensor, part: float) -> None:
         """Run the backward of a microbatch, which is `part` of the global batch."""
-        self._sums.weight = part
-        self._largest.see(_LOSS, loss)
-        _fixed_point.add(loss.to(self._device), part, *self._words)
-        loss.backward()
+        with self._exact.gradients_to(partial(self._sums.add, weight=part)):
+            loss.backward()
+        self._means.add(loss, part, self._number)
 
     def loss(self) -> Tensor:
         """Return the mean loss of the global batch, which is known by now."""
         return self._loss.to(self._dtype)
 
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
-        self._same = Sameness(self._key(), self._device, self.sharing.size)
-        failed = self._refusal  # also where this rank runs nothing
-        with self._wrapper._taking(self._sums.take):  # noqa: SLF001  # our own class
-            try:
-                yield
-            except Exception as error:  # noqa: BLE001  # raised below: the others wait for this rank
-                failed = error
-        try:
-            report = self._together(failed)
-        except Exception:
-            self._buffers.restore()
-            raise
-        self._loss = _fixed_point.value(*self._words)[0]
-        if report.overflow:
-            self._skip(report)
-            return
-        self._buffers.apply()
-        for name, parameter in self._sums.parameters.items():
-            if name in report.used:
-                parameter.grad = self._sums.gradient(name)
-        self._wrapper._buckets = self._sums.buckets  # noqa: SLF001  # our own class
-
-    def _together(self, failed: Exception | None) -> Report:
+    def _added_up(self, failed: Exception | None) -> Report:
         """Add up what all ranks have, or raise. Collective."""
-        if not self._is_same():
+        if not self._sums.agreed():
             msg = (
                 f"every rank must be at the same step of the same loader and train the same "
                 f"parameters, but they differ; this one is at step {self._batch.step} of epoch "
-                f"{self._batch.epoch} and trains {len(self._sums.parameters)} parameters: call "
+                f"{self._batch.epoch} and trains {len(self._parameters)} parameters: call "
                 f"backward equally often, and freeze the same, on every rank"
             )
             raise failed or RuntimeError(msg)
-        self._sums.send_rest()
-        report = self._exchanged(failed)
+        late = self._sums.send_rest()
+        report = exchanged(
+            [*self._means.names, *self._parameters],
+            torch.cat([self._means.peaks, self._sums.peaks]),
+            self._sums.used,
+            self._sums.sparse,
+            late,
+            first=self._means.first,
+            failed=failed is not None,
+            size=self.sharing.size,
+        )
+        self._loss = self._means.add_up(report.first, self.sharing.size)
         self._sums.receive(report.late, report.large)
         self._check(report, failed)
         return report
 
-    def _is_same(self) -> bool:
-        return self._same.holds()
-
     def _key(self) -> int:
         """Return a number that is the same on all ranks which send the same at the same step."""
         batch = self._batch
-        sizes = [(name, p.numel()) for name, p in self._sums.parameters.items()]
-        sent = repr([sizes, self._buffers.names, len(self._buffers.sums[0])])
+        sizes = [(name, p.numel()) for name, p in self._parameters.items()]
+        sent = repr([sizes, self._means.shapes, self._means.count])
         return mix(batch.seed, batch.epoch, batch.step, *batch.counts, zlib.crc32(sent.encode()))
-
-    def _exchanged(self, failed: Exception | None) -> Report:
-        """Add up what is small, and return what all ranks say. Collective."""
-        size, buffers = self.sharing.size, self._buffers
-        report = Report.exchanged(
-            self._largest,
-            self._sums.used,
-            self._sums.sparse,
-            self._sums.late(),
-            first=self._first,
-            failed=failed is not None,
-            size=size,
-        )
-        if report.first != self._first:
-            buffers.others.zero_()
-        if size > 1:
-            parts = [*self._words, *buffers.sums, buffers.others]
-            flat = torch.cat([part.reshape(-1) for part in parts])
-            dist.all_reduce(flat)
-            sums = flat.split([part.numel() for part in parts])
-            for part, total in zip(parts, sums, strict=True):
-                part.copy_(total.view(part.shape))
-        return report
 
     def _check(self, report: Report, failed: Exception | None) -> None:
         if failed is not None:
@@ -175,45 +143,23 @@ class ExactStep(Step):
                 f"`{min(report.sparse)}` is sparse: make the embedding with sparse=False"
             )
             raise TypeError(msg)
-        if report.overflow and self._wrapper._on_overflow == "raise":  # noqa: SLF001  # our own class
+        if report.overflow and self._exact.on_overflow == "raise":
             raise OverflowError(self._text(report))
 
     def _skip(self, report: Report) -> None:
-        self._buffers.restore()
-        if _LOSS in report.overflow:
+        self._means.restore()
+        if LOSS in report.overflow:
             self._loss.fill_(torch.nan)
         _log.warning("skipped step %d: %s", self._batch.step, self._text(report), ranks=[0])
 
     def _text(self, report: Report) -> str:
-        name, number = next(iter(report.overflow.items()))
-        what = f"the change of the buffer `{name}`"
-        if name == _LOSS:
-            what = name
-        elif name in self._sums.parameters:
-            what = f"the gradient of `{name}`"
+        names = LOSS, *self._parameters, *report.overflow  # in this order
+        name = next(name for name in names if name in report.overflow)
+        peak = report.overflow[name]
+        kinds = dict.fromkeys(self._parameters, "the gradient of `{}`") | {LOSS: "{}"}
+        what = kinds.get(name, "the change of the buffer `{}`").format(name)
         return (
             f"numbers must be finite and at most 2**46 under strategy 'exact', but the largest of "
-            f"{what} is {number:g} ({len(report.overflow)} such): lower the learning rate, clip "
+            f"{what} is {peak:g} ({len(report.overflow)} such): lower the learning rate, clip "
             f"inside the model, or pass wrap_model(..., on_overflow='skip') to leave such steps out"
         )
-
-
-def _refusal(model: nn.Module, wrapper: ExactModel) -> Exception | None:
-    """Return why this rank may not compute: raised within the step, so that the others hear it."""
-    try:
-        check_kernels(model)
-        _check_threads(wrapper)
-    except RuntimeError as error:
-        return error
-    return None
-
-
-def _check_threads(wrapper: ExactModel) -> None:
-    wanted, found = wrapper._threads, torch.get_num_threads()  # noqa: SLF001  # our own class
-    if wanted != found:
-        msg = (
-            f"an exact run must keep its {wanted} thread(s), but PyTorch now has {found}: leave "
-            f"torch.set_num_threads alone, or pass wrap_model(..., threads={found}) from the "
-            f"beginning"
-        )
-        raise RuntimeError(msg)

@@ -1,6 +1,7 @@
 """The gradients of a step as sums in fixed point, sent in buckets while the backward still runs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,67 +9,60 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pardata.gradient import _fixed_point
-from pardata.gradient._exact_report import Largest
 
 _BUCKET = 2**20  # numbers that are sent together: 8 MiB
 
 
-class Bucket:
-    """Parameters whose sums are sent together: low words as soon as all of them are complete."""
+class Bucket(_fixed_point.Words):
+    """Parameters whose sums are sent together: low words as soon as all of them are complete.
 
-    def __init__(self, places: dict[str, slice], device: torch.device) -> None:
+    Attributes:
+        places: of each parameter, by name.
+        missing: the parameters whose last gradient has not come.
+        is_sent: whether the low words are on their way, to which nothing more can be added.
+        late: the words of what came after that.
+        work: what is waited for, where there are other ranks.
+    """
+
+    def __init__(self, places: dict[str, slice], low: Tensor) -> None:
+        super().__init__(low)
         self.places = places
-        self._length = max((place.stop for place in places.values()), default=0)
-        self._device = device
-        self.low = torch.empty(self._length, dtype=torch.int64, device=device)
-        self.empty()
-
-    def empty(self) -> None:
-        """Begin a step: there is nothing in any sum, and nothing is sent."""
-        self.low.zero_()
-        self._late: Tensor | None = None  # low words of what came when those had been sent
-        self._high: Tensor | None = None  # sent at the end, and only where there are any
-        self.waits_for = set(self.places)
+        self.missing = set(places)
         self.is_sent = False
-        self.work: Any = None  # what is waited for, where there are other ranks
+        self.late: _fixed_point.Words | None = None
+        self.work: Any = None
 
-    @property
-    def is_late(self) -> bool:
-        return self._late is not None
+    def open(self) -> _fixed_point.Words:
+        """Return the words to which more can be added."""
+        if not self.is_sent:
+            return self
+        if self.late is None:
+            self.late = _fixed_point.Words(torch.empty_like(self.low))
+        return self.late
 
-    @property
-    def high(self) -> Tensor:
-        if self._high is None:
-            self._high = self._zeros()
-        return self._high
 
-    @property
-    def late(self) -> Tensor:
-        if self._late is None:
-            self._late = self._zeros()
-        return self._late
+@dataclass
+class _Summand:
+    """A parameter: where its sum is, and how many gradients are in it."""
 
-    def open(self) -> Tensor:
-        """Return the low words to which more can be added."""
-        return self.late if self.is_sent else self.low
-
-    def _zeros(self) -> Tensor:
-        return _fixed_point.zeros(self._length, self._device)
+    name: str
+    index: int
+    bucket: Bucket
+    count: int = 0
 
 
 class Sums:
-    """Takes the gradients of this rank's microbatches, and adds up those of all ranks.
+    """Adds up the gradients of this rank's microbatches, and those of all ranks.
 
     Args:
         parameters: those that are trained, by name.
         size: how many ranks there are.
-        largest: is shown every gradient.
-        may_send: whether the ranks have the same to send; asked before anything is.
-        buckets: of these parameters.
+        device: of the parameters.
+        scratch: the memory of the step before: used again where it fits, as DDP's buckets are.
 
     Attributes:
-        buckets: with the sums.
-        weight: of the microbatch that is run.
+        scratch: the memory of this step, for the next.
+        peaks: of each parameter, the largest that a microbatch would add.
         used: which parameters have had a gradient, be it of weight 0.
         sparse: of which it was sparse.
     """
@@ -77,64 +71,81 @@ class Sums:
         self,
         parameters: dict[str, nn.Parameter],
         size: int,
-        largest: Largest,
-        may_send: Callable[[], bool],
-        buckets: list[Bucket],
+        device: torch.device,
+        scratch: list[Tensor],
     ) -> None:
-        self.parameters = parameters
-        # By the parameter itself: it may have got another name since it was hooked.
-        self._names = {parameter: name for name, parameter in parameters.items()}
-        self._may_send = may_send
+        self._parameters = parameters
         self._size = size
-        self._largest = largest
-        self.buckets = buckets
-        self._bucket_of = {name: bucket for bucket in buckets for name in bucket.places}
-        self._sent = 0
-        self._is_last = False
-        self._taken = dict.fromkeys(parameters, 0)
-        self._large: set[str] = set()
-        self.weight = 0.0
+        self._buckets = _empty(list(_filled(parameters)), device, scratch)
+        self.scratch = [bucket.low for bucket in self._buckets]
+        bucket_of = {name: bucket for bucket in self._buckets for name in bucket.places}
+        # By the parameter itself: it may have got another name since it was hooked.
+        self._summands = {
+            parameter: _Summand(name, index, bucket_of[name])
+            for index, (name, parameter) in enumerate(parameters.items())
+        }
+        self.peaks = torch.zeros(len(parameters), dtype=torch.float64, device=device)
+        self._now = torch.zeros_like(self.peaks)  # those of this microbatch
         self.used: set[str] = set()
         self.sparse: set[str] = set()
+        self._is_last = False
+
+    def agree_on(self, key: int) -> None:
+        """Ask all ranks whether they send the same, which `key` stands for. Collective.
+
+        For gloo ends a process that is sent more or less than it expects.
+        """
+        self._keys = torch.tensor([key, -key], device=self.peaks.device)
+        self._asked: Any = None
+        if self._size > 1:
+            self._asked = dist.all_reduce(self._keys, dist.ReduceOp.MAX, async_op=True)
+        self._agreed: bool | None = None
+
+    def agreed(self) -> bool:
+        """Return whether all have the same key. Nothing is sent where they have not."""
+        if self._agreed is None:
+            if self._asked is not None:
+                self._asked.wait()
+            highest, lowest = self._keys.tolist()
+            self._agreed = highest == -lowest
+        return self._agreed
 
     def begin(self, *, last: bool) -> None:
-        """Begin a microbatch, of no weight until it is given one."""
-        self.weight, self._is_last = 0.0, last
-        if last:
-            for bucket in self.buckets:
-                bucket.waits_for = set(bucket.places)
+        """Begin a microbatch."""
+        self._end()
+        self._is_last = last
 
-    def take(self, parameter: nn.Parameter) -> None:
-        """Take the gradient that `parameter` has got, which may be one of several, and add it."""
+    def add(self, parameter: nn.Parameter, weight: float) -> None:
+        """Add ``weight`` times the gradient that `parameter` has got, be it one of several."""
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None  # noqa: S101  # PyTorch has just set it
-        name = self._names.get(parameter)
-        if name is None:
+        summand = self._summands.get(parameter)
+        if summand is None:
             msg = (
                 f"what is trained must not change within a step under strategy 'exact', but a "
                 f"parameter of shape {tuple(parameter.shape)} got a gradient that was frozen, or "
                 f"not there, when it began: call requires_grad_() before backward"
             )
             raise RuntimeError(msg)
-        bucket = self._bucket_of[name]
-        self.used.add(name)
+        self.used.add(summand.name)
         if gradient.layout != torch.strided:
-            self.sparse.add(name)
-        elif self.weight:
-            self._count(name)
-            numbers = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-            self._add(name, numbers)
-        bucket.waits_for.discard(name)
+            self.sparse.add(summand.name)
+        elif weight:
+            self._count(summand)
+            place, peak = summand.bucket.places[summand.name], self._now[summand.index]
+            summand.bucket.open().add(gradient, weight, place, peak)
         if self._is_last:
+            summand.bucket.missing.discard(summand.name)
             self._send(only_complete=True)
 
-    def send_rest(self) -> None:
-        """Send what has not been sent yet. Collective, as is all that follows."""
-        self._send(only_complete=False)
+    def send_rest(self) -> list[bool]:
+        """Send what has not been sent; say of each bucket whether something came too late for that.
 
-    def late(self) -> list[bool]:
-        """Return for each bucket whether something came after it had been sent."""
-        return [bucket.is_late for bucket in self.buckets]
+        Collective, as is all that follows.
+        """
+        self._end()
+        self._send(only_complete=False)
+        return [bucket.late is not None for bucket in self._buckets]
 
     def receive(self, late: list[bool], large: set[str]) -> None:
         """Wait until the sums are those of all ranks.
@@ -143,78 +154,69 @@ class Sums:
             late: what all ranks say of theirs.
             large: the parameters of which any has a gradient that needs high words.
         """
-        self._large = large
-        for bucket, is_late in zip(self.buckets, late, strict=True):
+        for bucket, is_late in zip(self._buckets, late, strict=True):
             if bucket.work is not None:
                 bucket.work.wait()
+            is_large = not large.isdisjoint(bucket.places)
             if is_late:
-                self._all_reduce(bucket.late)
-                bucket.low += bucket.late
-            if large.intersection(bucket.places):
-                self._all_reduce(bucket.high)
+                rest = bucket.open()
+                bucket.low.add_(self._summed(rest.low))
+                if is_large:
+                    bucket.high.add_(rest.high)
+            if is_large:
+                self._summed(bucket.high)
 
-    def gradient(self, name: str) -> Tensor:
-        """Return the sum for this parameter, in its shape and dtype."""
-        # In the parameter's own layout, as PyTorch's gradients: fused optimizers insist on it.
-        gradient = torch.empty_like(self.parameters[name], requires_grad=False)
-        numbers = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-        bucket = self._bucket_of[name]
-        place = bucket.places[name]
-        high = bucket.high[place] if name in self._large else None
-        if numbers.is_contiguous():
-            _fixed_point.value(bucket.low[place], high, numbers.view(-1))
-        else:
-            numbers.copy_(_fixed_point.value(bucket.low[place], high).view(numbers.shape))
-        return gradient
+    def set_gradients(self, used: set[str], large: set[str]) -> None:
+        """Set the gradient of each parameter that is `used`; `large` as above."""
+        for parameter, summand in self._summands.items():
+            if summand.name in used:
+                place = summand.bucket.places[summand.name]
+                high = summand.bucket.high[place] if summand.name in large else None
+                # In the parameter's own layout, as PyTorch's: fused optimizers insist on it.
+                gradient = torch.empty_like(parameter, requires_grad=False)
+                parameter.grad = _fixed_point.value(summand.bucket.low[place], high, gradient)
 
-    def _add(self, name: str, numbers: Tensor) -> None:
-        bucket = self._bucket_of[name]
-        place = bucket.places[name]
-        is_large = self._largest.see(name, numbers) > _fixed_point.SMALL
-        # A GPU is not waited for: it may write high words, of zero, that nobody asks for.
-        high = bucket.high[place] if is_large.is_cuda or is_large else None
-        _fixed_point.add(numbers, self.weight, bucket.open()[place], high, is_large)
+    def _end(self) -> None:
+        """End a microbatch, if one was run."""
+        self.peaks = torch.maximum(self.peaks, self._now)  # NaN if either is
+        self._now.zero_()
 
-    def _all_reduce(self, words: Tensor) -> None:
+    def _summed(self, words: Tensor) -> Tensor:
         if self._size > 1:
             dist.all_reduce(words)
+        return words
 
-    def _count(self, name: str) -> None:
-        self._taken[name] += 1
+    def _count(self, summand: _Summand) -> None:
+        summand.count += 1
         most = _fixed_point.MOST // self._size
-        if self._taken[name] > most:
+        if summand.count > most:
             msg = (
                 f"a step must give a parameter at most {most} gradients on each of {self._size} "
-                f"ranks under strategy 'exact', but `{name}` got more: make `microbatch_size` "
-                f"larger"
+                f"ranks under strategy 'exact', but `{summand.name}` got more: make "
+                f"`microbatch_size` larger"
             )
             raise OverflowError(msg)
 
     def _send(self, *, only_complete: bool) -> None:
         # In the same order on every rank, whichever is complete first.
-        while self._sent < len(self.buckets):
-            bucket = self.buckets[self._sent]
-            if (only_complete and bucket.waits_for) or not self._may_send():
+        for bucket in self._buckets:
+            if bucket.is_sent:
+                continue
+            if (only_complete and bucket.missing) or not self.agreed():
                 return
-            self._sent += 1
             bucket.is_sent = True
             if self._size > 1:
                 bucket.work = dist.all_reduce(bucket.low, async_op=True)
 
 
-def emptied(
-    buckets: list[Bucket], parameters: dict[str, nn.Parameter], device: torch.device
+def _empty(
+    wanted: list[dict[str, slice]], device: torch.device, scratch: list[Tensor]
 ) -> list[Bucket]:
-    """Return empty buckets for these parameters on a device: the given ones, where they fit.
-
-    So the memory of a step's words is that of the step before, as with DDP's buckets.
-    """
-    wanted = list(_filled(parameters))
-    if [bucket.places for bucket in buckets] != wanted or buckets[0].low.device != device:
-        return [Bucket(places, device) for places in wanted]
-    for bucket in buckets:
-        bucket.empty()
-    return buckets
+    """Return empty buckets with the `wanted` places, in the memory of `scratch` if that fits."""
+    lengths = [max((place.stop for place in places.values()), default=0) for places in wanted]
+    if [len(low) for low in scratch] != lengths or scratch[0].device != device:
+        scratch = [_fixed_point.zeros(length, device) for length in lengths]
+    return [Bucket(places, low) for places, low in zip(wanted, scratch, strict=True)]
 
 
 def _filled(parameters: dict[str, nn.Parameter]) -> Iterator[dict[str, slice]]:

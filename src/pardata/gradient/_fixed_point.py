@@ -8,7 +8,7 @@ of itself. What is larger takes a second word, the multiple of 2**-16, and leave
 first. No scale depends on the numbers: it would be one more thing that differs between runs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -41,26 +41,26 @@ def add(
     """Add ``weight * numbers``, rounded once in float64 and once to the fixed point, to words.
 
     Args:
-        numbers: of n elements and any shape and floating dtype. What is not finite, or beyond
-            `LARGEST`, makes words of no meaning: look at `largest` first, or after.
+        numbers: n of any shape and floating dtype; a complex one is two. What is not finite, or
+            beyond `LARGEST`, makes words of no meaning: look at `largest` first, or after.
         weight: of all of them.
         low: of shape (n,).
         high: likewise; may be missing where none of the numbers is beyond `SMALL`.
         is_large: without dimensions; where it is false, `high` is left alone. So that the same
             words are made where a look at the numbers would wait for a GPU.
     """
-    flat = numbers.detach().reshape(-1)
+    flat = _real(numbers.detach()).reshape(-1)
     for block in _blocks(flat):
         # A copy, also of float64: what is added is left as it is. To scale by a power of two is
         # exact, so the only rounding is that of the weighted number.
         rest = flat[block].to(torch.float64, copy=True).mul_(weight * _LOW)
         if high is not None:
-            whole = (rest * (_HIGH / _LOW)).round_()
+            multiple = (rest * (_HIGH / _LOW)).round_()
             if is_large is not None:
-                whole.mul_(is_large)
-            high[block] += whole.long()
+                multiple.mul_(is_large)
+            high[block] += multiple.long()
             # Exact: both have few bits, the difference fewer.
-            rest.sub_(whole, alpha=_LOW / _HIGH)
+            rest.sub_(multiple, alpha=_LOW / _HIGH)
         low[block] += rest.round_().long()
 
 
@@ -68,8 +68,13 @@ def largest(numbers: Tensor) -> Tensor:
     """Return the largest magnitude, in float64 and without dimensions; NaN if any is."""
     if not numbers.numel():
         return torch.zeros((), dtype=torch.float64, device=numbers.device)
-    least, greatest = numbers.detach().aminmax()  # thirty times as fast as the norm
+    least, greatest = _real(numbers.detach()).aminmax()  # thirty times as fast as the norm
     return torch.maximum(-least, greatest).double()
+
+
+def largest_of_each(parts: Sequence[Tensor]) -> Tensor:
+    """Return the `largest` of each of some tensors."""
+    return torch.stack([largest(numbers) for numbers in parts])
 
 
 def value(low: Tensor, high: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -78,15 +83,59 @@ def value(low: Tensor, high: Tensor | None = None, out: Tensor | None = None) ->
     Args:
         low: of shape (n,).
         high: likewise; where it is missing, nothing was added to it.
-        out: filled and returned, of shape (n,) and any floating dtype; a new one is float64.
+        out: filled and returned: n numbers of any shape, layout and floating dtype; a complex one
+            is two. A new one is float64.
     """
-    sums = torch.empty_like(low, dtype=torch.float64) if out is None else out
+    target = torch.empty_like(low, dtype=torch.float64) if out is None else out
+    numbers = _real(target)
+    is_flat = numbers.is_contiguous()
+    sums = numbers.view(-1) if is_flat else torch.empty_like(low, dtype=torch.float64)
     for block in _blocks(sums):
-        numbers = low[block].double().mul_(1 / _LOW)
+        part = low[block].double().mul_(1 / _LOW)
         if high is not None:
-            numbers.add_(high[block].double(), alpha=1 / _HIGH)
-        sums[block] = numbers
-    return sums
+            part.add_(high[block].double(), alpha=1 / _HIGH)
+        sums[block] = part
+    if not is_flat:
+        numbers.copy_(sums.view(numbers.shape))
+    return target
+
+
+class Words:
+    """Sums of nothing so far: low words, and high ones from the first large number on.
+
+    Args:
+        low: of shape (n,): the memory of the low words.
+    """
+
+    def __init__(self, low: Tensor) -> None:
+        self.low = low.zero_()
+        self._high: Tensor | None = None
+
+    @property
+    def high(self) -> Tensor:
+        if self._high is None:
+            self._high = torch.zeros_like(self.low)
+        return self._high
+
+    def add(self, numbers: Tensor, weight: float, place: slice, peak: Tensor) -> None:
+        """Add ``weight * numbers`` to the sums at `place`, and look at them: add to `peak`.
+
+        Args:
+            numbers: as `add` takes them.
+            weight: likewise.
+            place: where their sums are.
+            peak: the sum of the largest of all that came for this place and has its weight in
+                common, without dimensions: what those add up to is no larger.
+        """
+        peak += largest(numbers)
+        is_large = peak > SMALL
+        # A GPU is not waited for: it may write high words, of zero, that nobody asks for.
+        high = self.high[place] if is_large.is_cuda or is_large else None
+        add(numbers, weight, self.low[place], high, is_large)
+
+
+def _real(numbers: Tensor) -> Tensor:
+    return torch.view_as_real(numbers) if numbers.is_complex() else numbers
 
 
 def _blocks(flat: Tensor) -> Iterator[slice]:

@@ -10,13 +10,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pardata.model._read_through import ReadThrough
 from pardata.model._unwrap import Wrapper, layers, unwrap
+from pardata.ranks._arguments import check_integer
 
-# What receives a parameter as soon as it has got a gradient.
-Take = Callable[[nn.Parameter], None]
+# Is handed each parameter as soon as it has got a gradient.
+Receive = Callable[[nn.Parameter], None]
 
 _RECORD = "exact"  # in the metadata of a state dict
 
@@ -30,18 +31,22 @@ class ExactModel(ReadThrough, Wrapper):
             the whole process.
         on_overflow: what a gradient that is infinite, NaN or beyond 2**46 leads to: ``"raise"`` an
             error, or ``"skip"``: a warning, and a step that leaves gradients and buffers alone.
+
+    Attributes:
+        exact: what `backward` asks of this wrapper.
     """
 
+    exact: "Exactness"
+
     def __init__(self, module: nn.Module, *, threads: int = 1, on_overflow: str = "raise") -> None:
-        _check_options(threads, on_overflow)
+        check_integer("threads", threads, least=1)
+        if on_overflow not in ("raise", "skip"):
+            msg = f"`on_overflow` must be 'raise' or 'skip', but is {on_overflow!r}"
+            raise ValueError(msg)
         super().__init__(module)
-        self._threads = threads
-        self._on_overflow = on_overflow
-        self._take: Take | None = None
-        self._buckets: list[Any] = []  # the words of the step before
-        self._watched: dict[nn.Parameter, Any] = {}
         torch.set_num_threads(threads)
-        self._watch()
+        # Not through the attribute, which would be written to the module.
+        self.__dict__["exact"] = Exactness(unwrap(module), threads, on_overflow)
         self._log_hidden_names()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -86,71 +91,93 @@ class ExactModel(ReadThrough, Wrapper):
         )
         raise ValueError(msg)
 
+
+class Exactness:
+    """What a step asks of an exact model: its options, its gradients, and room between steps.
+
+    Attributes:
+        module: whose parameters are hooked.
+        threads: as `ExactModel` was given them.
+        on_overflow: likewise.
+        receive: is handed the gradients that are made now; None while no microbatch is run.
+        scratch: memory that a step leaves to the next. Neither copied nor pickled, as the hooks.
+    """
+
+    def __init__(self, module: nn.Module, threads: int, on_overflow: str) -> None:
+        self.module = module
+        self.threads = threads
+        self.on_overflow = on_overflow
+        self.receive: Receive | None = None
+        self.scratch: list[torch.Tensor] = []
+        self._hooked: set[nn.Parameter] = set()
+        self.hook_parameters()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Exactness, (self.module, self.threads, self.on_overflow)
+
+    def hook_parameters(self) -> None:
+        """Hook every parameter that is not yet, frozen ones too: they may be trained later."""
+        for parameter in self.module.parameters():
+            can_be_trained = parameter.is_floating_point() or parameter.is_complex()
+            if can_be_trained and parameter not in self._hooked and not parameter.is_inference():
+                trained = parameter.requires_grad
+                parameter.requires_grad_().register_post_accumulate_grad_hook(_Hook(self))
+                parameter.requires_grad_(trained)
+                self._hooked.add(parameter)
+
+    def refusal(self, model: nn.Module) -> RuntimeError | None:
+        """Return why this process may not compute with `model`: its kernels would be others."""
+        try:
+            check_kernels(model)
+        except RuntimeError as error:
+            return error
+        if (threads := torch.get_num_threads()) == self.threads:
+            return None
+        return RuntimeError(
+            f"an exact run must keep its {self.threads} thread(s), but PyTorch now has {threads}: "
+            f"leave torch.set_num_threads alone, or pass wrap_model(..., threads={threads}) from "
+            f"the beginning"
+        )
+
     @contextmanager
-    def _taking(self, take: Take) -> Iterator[None]:
-        """Hand the gradients that are made in the block to `take`."""
-        self._watch()
-        self._take = take
-        _taking.append(self)
+    def gradients_to(self, receive: Receive) -> Iterator[None]:
+        """Hand the gradients that are made in the block to `receive`."""
+        before, self.receive = self.receive, receive
         try:
             yield
         finally:
-            self._take = None
-            _taking.remove(self)
-
-    def _watch(self) -> None:
-        """Hook every parameter that is not yet, frozen ones too: they may be trained later."""
-        for parameter in unwrap(self).parameters():
-            if parameter in self._watched or not _can_be_trained(parameter):
-                continue
-            trained = parameter.requires_grad
-            # A weak reference, for the parameter may outlive its wrapper.
-            hook = _hook(weakref.ref(self))
-            handle = parameter.requires_grad_().register_post_accumulate_grad_hook(hook)
-            parameter.requires_grad_(trained)
-            self._watched[parameter] = handle
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Neither copies nor pickles have hooks: they are made anew.
-        return {**super().__getstate__(), "_watched": {}, "_take": None, "_buckets": []}  # type: ignore[no-untyped-call]
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._watch()
+            self.receive = before
 
 
-# Those of which a step is running.
-_taking: list[ExactModel] = []
+class _Hook:
+    """Hands a gradient on to the step that is run, and refuses it where none is."""
 
+    def __init__(self, exact: Exactness) -> None:
+        self.exact = weakref.ref(exact)  # for the parameter may outlive its wrapper
 
-def _can_be_trained(parameter: nn.Parameter) -> bool:
-    kind = parameter.is_floating_point() or parameter.is_complex()
-    return kind and not parameter.is_inference()
-
-
-def _hook(owner: "weakref.ref[ExactModel]") -> Callable[[Tensor], None]:
-    def hand_on(parameter: Any) -> None:
-        model = owner()
-        if model is None:
+    def __call__(self, parameter: Any) -> None:
+        exact = self.exact()
+        if exact is None:
             return
-        if model._take is not None:  # noqa: SLF001  # our own class
-            model._take(parameter)  # noqa: SLF001  # as above
-        elif not any(parameter in other._watched for other in _taking):  # noqa: SLF001  # as above
+        if exact.receive is not None:
+            exact.receive(parameter)
+        elif not _is_received(parameter):
             parameter.grad = None  # of this rank alone: a later `backward` would add to it
+            named = exact.module.named_parameters()
+            name = next((name for name, p in named if p is parameter), "a former parameter")
             msg = (
                 f"under strategy 'exact' only `pardata.backward` must run a backward, but "
-                f"`{_name_of(model, parameter)}` got a gradient from another: call "
-                f"backward(model, loss_fn, batch) in place of loss.backward()"
+                f"`{name}` got a gradient from another: call backward(model, loss_fn, batch) in "
+                f"place of loss.backward()"
             )
             raise RuntimeError(msg)
 
-    return hand_on
 
-
-def _name_of(model: nn.Module, parameter: Tensor) -> str:
-    """Return the name of a parameter, for an error message."""
-    named = unwrap(model).named_parameters()
-    return next((name for name, own in named if own is parameter), "a former parameter")
+def _is_received(parameter: nn.Parameter) -> bool:
+    """Whether another wrapper of the same parameter runs a step: a model may be wrapped again."""
+    hooks: Any = parameter._post_accumulate_grad_hooks  # noqa: SLF001  # torch has no public name
+    wrappers = [hook.exact() for hook in hooks.values() if isinstance(hook, _Hook)]
+    return any(exact is not None and exact.receive is not None for exact in wrappers)
 
 
 def kernels(model: nn.Module) -> dict[str, object]:
@@ -166,15 +193,6 @@ def kernels(model: nn.Module) -> dict[str, object]:
         facts["CUDA"] = torch.version.cuda
         facts["cuDNN"] = torch.backends.cudnn.version()
     return facts
-
-
-def _check_options(threads: object, on_overflow: object) -> None:
-    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
-        msg = f"`threads` must be a positive integer, but is {threads!r}"
-        raise ValueError(msg)
-    if on_overflow not in ("raise", "skip"):
-        msg = f"`on_overflow` must be 'raise' or 'skip', but is {on_overflow!r}"
-        raise ValueError(msg)
 
 
 def check_kernels(model: nn.Module) -> None:

@@ -1,0 +1,120 @@
+"""Loss and buffers of an exact step: means of what its microbatches leave, all from one start."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pardata.gradient import _fixed_point
+
+LOSS = "the loss"
+_NONE = 2**53  # the number of a microbatch that there is not
+
+
+class Means:
+    """The mean loss, and that of what microbatches make of a module's buffers, each from the start.
+
+    Floating-point buffers, as batch norm's statistics, become the mean of what each microbatch
+    leaves, weighted like gradients; others, which count, become what the first of them leaves.
+
+    Attributes:
+        names: of what has a mean: the loss, and floating-point buffers.
+        peaks: of each of those, the largest loss or change.
+        count: of the numbers in those.
+        shapes: of all buffers, by name.
+        first: the number of the first microbatch here that counts.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._module = module
+        self._device = device
+        self._start = {name: buffer.clone() for name, buffer in _real(module).items()}
+        self.shapes = _shapes(module)
+        self._floating = [name for name, b in self._start.items() if b.is_floating_point()]
+        self._counting = [name for name in self._start if name not in self._floating]
+        self.names = [LOSS, *self._floating]
+        self.peaks = torch.zeros(len(self.names), dtype=torch.float64, device=device)
+        self._before = self._flat(self._start, self._floating, torch.float64)
+        self.count = 1 + len(self._before)
+        self._low, self._high = _fixed_point.zeros(2 * self.count, device).split(self.count)
+        self.first = _NONE
+        # As that leaves them; 0 before.
+        self._counts = torch.zeros_like(self._flat(self._start, self._counting, torch.int64))
+
+    def restore(self) -> None:
+        """Put back what was there at the start of the step, but for what has another shape now."""
+        for name, buffer in _real(self._module).items():
+            start = self._start.get(name)
+            if start is not None and start.shape == buffer.shape:
+                buffer.copy_(start)
+
+    def add(self, loss: Tensor, weight: float, number: int) -> None:
+        """Add ``weight`` times the loss of microbatch `number` and what it has changed."""
+        now = self._now()
+        after = self._flat(now, self._floating, torch.float64)
+        same = (after == self._before) | (after.isnan() & self._before.isnan())
+        change = (after - self._before).masked_fill_(same, 0.0)
+        loss = loss.detach().reshape(1).to(change)
+        peaks = _fixed_point.largest_of_each([loss, *self._split(change, self._floating)])
+        self.peaks = torch.maximum(self.peaks, peaks)  # NaN if either is
+        _fixed_point.add(torch.cat([loss, change]), weight, self._low, self._high)
+        if self.first == _NONE:
+            self.first = number
+            self._counts = self._flat(now, self._counting, torch.int64)
+
+    def add_up(self, first: int, size: int) -> Tensor:
+        """Add up those of all ranks, of which one has the `first` microbatch. Return the mean loss.
+
+        Collective.
+        """
+        if first != self.first:
+            self._counts.zero_()
+        if size > 1:
+            parts = self._low, self._high, self._counts
+            together = torch.cat(parts)
+            dist.all_reduce(together)
+            self._low, self._high, self._counts = together.split([len(part) for part in parts])
+        return _fixed_point.value(self._low[:1], self._high[:1])[0]
+
+    def apply(self) -> None:
+        """Set the buffers, from sums that are those of all ranks."""
+        now = self._now()
+        low, high = self._low[1:], self._high[1:]
+        means = self._before + _fixed_point.value(low, high)
+        # Where nothing was added, not even 0.0, for -0.0 would become that.
+        means = torch.where((low != 0) | (high != 0), means, self._before)
+        for names, flat in ((self._floating, means), (self._counting, self._counts)):
+            for name, part in zip(names, self._split(flat, names), strict=True):
+                now[name].copy_(part.view(now[name].shape))
+
+    def _now(self) -> dict[str, Tensor]:
+        """Return the buffers as they are: those that there were, in their shapes."""
+        now = _shapes(self._module)
+        for name, shape in self.shapes.items():
+            if now.get(name) != shape:
+                msg = (
+                    f"a buffer must keep its shape within a step under strategy 'exact', but "
+                    f"`{name}` was {shape} and is {now.get(name)}: keep what grows in a plain "
+                    f"attribute, or give the buffer its full size from the beginning"
+                )
+                raise RuntimeError(msg)
+        return _real(self._module)
+
+    def _flat(self, buffers: dict[str, Tensor], names: list[str], dtype: torch.dtype) -> Tensor:
+        parts = [buffers[name].reshape(-1).to(self._device, dtype) for name in names]
+        return torch.cat([torch.empty(0, dtype=dtype, device=self._device), *parts])
+
+    def _split(self, flat: Tensor, names: list[str]) -> tuple[Tensor, ...]:
+        parts: tuple[Tensor, ...] = flat.split([self._start[name].numel() for name in names])
+        return parts
+
+
+def _real(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers of a module, complex numbers as two real ones."""
+    return {
+        name: torch.view_as_real(b.data) if b.is_complex() else b.data
+        for name, b in module.named_buffers()
+    }
+
+
+def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(buffer.shape) for name, buffer in module.named_buffers()}

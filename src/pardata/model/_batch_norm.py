@@ -92,6 +92,20 @@ _SYNCHRONISED: dict[Any, type[SyncBatchNormCPU]] = {
 }
 
 
+def with_synchronised_batch_norms(model: nn.Module) -> nn.Module:
+    """Return a model whose batch norms are over all ranks.
+
+    Raises:
+        ValueError: names the first that cannot be.
+    """
+    check_batch_norms(model)
+    if not any(parameter.device.type == "cpu" for parameter in model.parameters()):
+        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        return converted
+    synchronise_batch_norms(model)  # by ours: PyTorch's refuses CPU tensors
+    return model
+
+
 def synchronise_batch_norms(model: nn.Module) -> None:
     """Make each batch norm in `model` one over all ranks, in place."""
     for module in model.modules():

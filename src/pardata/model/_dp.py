@@ -1,6 +1,6 @@
 """Strategy "dp": PyTorch's DataParallel, reading through to its module."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -8,6 +8,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 
 from pardata.model._read_through import ReadThrough
+from pardata.model._replication import Settings, Strategy, move
+from pardata.ranks._arguments import checked_device
+from pardata.ranks._logger import get_logger
+
+_log = get_logger(__name__)
 
 
 class ReadThroughDP(ReadThrough, DataParallel[nn.Module]):
@@ -62,3 +67,44 @@ def _rows(values: Iterable[Any], dim: int) -> int:
         if isinstance(value, list | tuple) and (rows := _rows(value, dim)):
             return rows
     return 0
+
+
+class Scattered(Strategy):
+    """Strategy "dp"."""
+
+    name = "dp"
+    wrapper = DataParallel
+    is_collective = False
+
+    def options_of(self) -> Callable[..., object]:
+        return DataParallel
+
+    def check(self, model: nn.Module, settings: Settings) -> None:
+        super().check(model, settings)
+        size = settings.here.size
+        if size > 1 or settings.sync_batchnorm:
+            what = f"{size} processes" if size > 1 else "sync_batchnorm=True"
+            msg = (
+                f"strategy 'dp' must run in one process, without SyncBatchNorm, but has {what}: "
+                f"use 'ddp', with one process per GPU"
+            )
+            raise ValueError(msg)
+
+    def place(self, model: nn.Module, settings: Settings) -> None:
+        device, ids = settings.device, settings.options.get("device_ids")
+        if device is None:
+            # Without a GPU DataParallel ignores device_ids, and runs all the same.
+            first = ids[0] if ids and torch.cuda.is_available() else settings.here.device
+            device = torch.device("cuda", first) if isinstance(first, int) else first
+        move(model, checked_device(device))
+
+    def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
+        wrapped = ReadThroughDP(model, **settings.options)
+        if len(wrapped.device_ids) < 2:
+            _log.info(
+                "strategy 'dp' did not scatter: it has %d GPU(s), and splits a batch over two or "
+                "more",
+                len(wrapped.device_ids),
+                once=True,
+            )
+        return wrapped

@@ -1,20 +1,18 @@
 """Is this a model that the strategy can take, and is it the same on every rank?"""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from pardata.model._exact import ExactModel
 from pardata.model._unwrap import is_parallel
 
 
-def check_not_wrapped(model: nn.Module, strategy: str) -> None:
+def check_not_wrapped(model: nn.Module, *, but_for_sharded_parts: bool) -> None:
     """Refuse what is wrapped already."""
-    # Parts that fully_shard has taken already are how one shards block by block.
-    if is_parallel(model, but_for_sharded_parts=strategy == "fsdp"):
+    if is_parallel(model, but_for_sharded_parts=but_for_sharded_parts):
         msg = (
             f"`model` must not be wrapped yet, but is or holds a wrapped module "
             f"({type(model).__name__}): pass unwrap(model), or wrap once, at the outside"
@@ -22,7 +20,8 @@ def check_not_wrapped(model: nn.Module, strategy: str) -> None:
         raise ValueError(msg)
 
 
-def _check_trainable(model: nn.Module, strategy: str) -> None:
+def check_trainable(model: nn.Module, strategy: str) -> None:
+    """Refuse a model that is not ready, or has nothing to train."""
     tensors = [*model.parameters(), *model.buffers()]
     if any(is_lazy(tensor) for tensor in tensors):
         msg = "`model` must be initialised, but has lazy parameters: run one forward pass first"
@@ -41,17 +40,11 @@ def _check_trainable(model: nn.Module, strategy: str) -> None:
         raise ValueError(msg)
 
 
-def check_options(strategy: str, options: dict[str, Any]) -> None:
-    """Refuse options that the wrapped class does not have."""
-    # "none" takes what "ddp" would, for "auto" becomes either.
-    classes: dict[str, type[nn.Module]] = {"dp": DataParallel, "exact": ExactModel}
-    target = classes.get(strategy, DistributedDataParallel)
-    if strategy == "fsdp":
-        from torch.distributed.fsdp import fully_shard  # noqa: PLC0415  # half a second
-
-        known = set(inspect.signature(fully_shard).parameters) - {"module"}
-    else:
-        known = set(inspect.signature(target.__init__).parameters) - {"self", "module"}
+def check_options(
+    strategy: str, options: dict[str, Any], takes_them: Callable[..., object]
+) -> None:
+    """Refuse options that what takes a strategy's options does not know."""
+    known = set(inspect.signature(takes_them).parameters) - {"module"}
     unknown = sorted(options.keys() - known)
     if unknown:
         msg = (
@@ -61,13 +54,9 @@ def check_options(strategy: str, options: dict[str, Any]) -> None:
         raise TypeError(msg)
 
 
-def signature(model: nn.Module, strategy: str, options: dict[str, Any]) -> dict[str, object]:
-    """Describe what must be the same on all ranks, or refuse a model that cannot be trained."""
-    if strategy == "none":  # takes everything, lazy modules too
-        return {}
-    _check_trainable(model, strategy)
-    # Options too: ranks that differ in find_unused_parameters would wait for each other for ever.
-    facts: dict[str, object] = {"the strategy": strategy, "the options": options}
+def signature(model: nn.Module, facts: dict[str, object]) -> dict[str, object]:
+    """Return `facts`, and those of a model that must be the same on all ranks."""
+    facts = dict(facts)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         trained = ", trained" if tensor.requires_grad else ""
         facts[name] = f"{tuple(tensor.shape)} {tensor.dtype}{trained}".replace("torch.", "")

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pardata.model._state_dict import NO_ASSIGN, LoadedKeys, load_whole
 from pardata.model._unwrap import unwrap
-from pardata.model._weights import NO_ASSIGN, LoadedKeys, load_weights
 from pardata.ranks._logger import get_logger
 
 _log = get_logger(__name__)
@@ -95,7 +95,7 @@ class ReadThrough(nn.Module):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> LoadedKeys:
         """Load as `load_weights` does."""
-        return load_weights(self, state_dict, strict=strict, assign=assign)
+        return load_whole(self, state_dict, strict=strict, assign=assign)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any

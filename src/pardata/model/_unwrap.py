@@ -1,6 +1,6 @@
 """The module inside its wrappers."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -36,24 +36,23 @@ def unwrap(model: nn.Module) -> nn.Module:
     True
     """
     check_module(model)
-    *_, innermost = layers(model)
-    return innermost
+    return layers(model)[-1]
 
 
-def layers(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield `model` and, from the outside to the inside, what its wrappers wrap."""
-    inner: nn.Module | None = model
-    while inner is not None:
-        yield inner
-        inner = _inside(inner)
+def layers(model: nn.Module) -> list[nn.Module]:
+    """Return `model` and, from the outside to the inside, what its wrappers wrap."""
+    found = [model]
+    while (inner := _inside(found[-1])) is not None:
+        found.append(inner)
+    return found
 
 
 def is_parallel(model: nn.Module, *, but_for_sharded_parts: bool = False) -> bool:
     """Whether `model` is, or holds at any depth, a module that a strategy has wrapped."""
-    whole = unwrap(model)
+    innermost = unwrap(model)
     return any(
-        isinstance(module, DataParallel | DistributedDataParallel | Wrapper)
-        or (is_sharded(module) and (module is whole or not but_for_sharded_parts))
+        _is_wrapper(module)
+        or (is_sharded(module) and (module is innermost or not but_for_sharded_parts))
         for module in model.modules()
     )
 
@@ -66,12 +65,14 @@ def is_sharded(module: nn.Module) -> bool:
     return not names.isdisjoint({"FSDPModule", "FullyShardedDataParallel"})
 
 
+def _is_wrapper(module: nn.Module) -> bool:
+    return isinstance(module, DataParallel | DistributedDataParallel | Wrapper)
+
+
 def _inside(model: nn.Module) -> nn.Module | None:
-    if isinstance(model, DataParallel | DistributedDataParallel | Wrapper):
-        inside: nn.Module = model.module
-        return inside
+    name = "module" if _is_wrapper(model) else None
     # torch.compile's OptimizedModule; importing its class would import all of dynamo.
     if type(model).__name__ == "OptimizedModule":
-        inner = model._modules.get("_orig_mod")  # noqa: SLF001  # what torch.compile has made of it
-        return inner if isinstance(inner, nn.Module) else None
-    return None
+        name = "_orig_mod"
+    # As it lies there: what reads through would look further.
+    return None if name is None else model._modules.get(name)  # noqa: SLF001  # no public name

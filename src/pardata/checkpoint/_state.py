@@ -15,7 +15,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from pardata.model._unwrap import Wrapper, layers, unwrap
+from pardata.model import _strategy
+from pardata.model._unwrap import unwrap
 from pardata.model._weights import load_weights
 
 Tree: TypeAlias = Any
@@ -140,25 +141,12 @@ def is_distributed(value: object) -> bool:
 
 def strategy_of(thing: object) -> str | None:
     """Return the strategy of a model, or None for anything else."""
-    if not isinstance(thing, nn.Module):
-        return None
-    for layer in layers(thing):
-        if isinstance(layer, Wrapper):
-            return "exact"
-        if isinstance(layer, nn.parallel.DistributedDataParallel):
-            return "ddp"
-        if isinstance(layer, nn.DataParallel):
-            return "dp"
-    is_sharded = any(map(is_distributed, unwrap(thing).parameters()))
-    return "fsdp" if is_sharded else "none"
+    return _strategy.strategy_of(thing).name if isinstance(thing, nn.Module) else None
 
 
 def _state_dict(thing: Any) -> Any:
-    if not isinstance(thing, nn.Module):
-        return thing.state_dict()
-    # Exact's own records in it by which kernels it was trained; the names are plain either way.
-    own = (layer for layer in layers(thing) if isinstance(layer, Wrapper))
-    return next(own, unwrap(thing)).state_dict()
+    is_model = isinstance(thing, nn.Module)
+    return _strategy.strategy_of(thing).state_dict(thing) if is_model else thing.state_dict()
 
 
 def _mapped(tree: Tree, change: Callable[[str, Any], Any], path: str) -> Tree:

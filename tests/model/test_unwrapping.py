@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from pardata import unwrap, wrap_model
-from pardata.model._unwrap import is_parallel, is_sharded
+from pardata.model._unwrap import ShardedModule, is_parallel
 
 FSDP_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
 
@@ -71,7 +71,12 @@ def sharded(compile_first):
     net = nn.Linear(2, 2)
     model = wrap_model(compiled(net) if compile_first else net, "fsdp")
     model(torch.ones(3, 2)).sum().backward()
-    return unwrap(model) is net, is_sharded(net), is_parallel(model), list(net.state_dict())
+    return (
+        unwrap(model) is net,
+        isinstance(net, ShardedModule),
+        is_parallel(model),
+        list(net.state_dict()),
+    )
 
 
 @pytest.mark.skipif(not FSDP_ON_CPU, reason="fully_shard of this torch needs a GPU")

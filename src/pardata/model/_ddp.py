@@ -61,12 +61,13 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
     @contextmanager
     def _buffers_once(self) -> Iterator[None]:
         """Equalise the buffers after the block and not within it. Collective."""
-        syncs, self._syncs_buffers = self._syncs_buffers, False
+        own = self.__dict__  # nn.Module's way to set an attribute takes longer
+        syncs, own["_syncs_buffers"] = self._syncs_buffers, False
         try:
             yield
         finally:
-            self._syncs_buffers = syncs
-        if syncs and unwrap(self).training:
+            own["_syncs_buffers"] = syncs
+        if syncs and self.modules_buffers and unwrap(self).training:
             self._broadcast_buffers()
 
     @property

@@ -13,18 +13,16 @@ from pardata.model._replication import (
     with_batch_norms,
 )
 from pardata.model._state_dict import LoadedKeys, load_sharded
-from pardata.model._unwrap import is_sharded, unwrap
+from pardata.model._unwrap import ShardedModule, unwrap
 
 
 class Sharded(Strategy):
     """Strategy "fsdp"."""
 
     name = "fsdp"
+    wrapper = ShardedModule
     needs_group = True
     takes_sharded_parts = True
-
-    def recognises(self, layer: nn.Module) -> bool:
-        return is_sharded(layer)
 
     def options_of(self) -> Callable[..., object]:
         from torch.distributed.fsdp import fully_shard  # noqa: PLC0415  # half a second

@@ -43,21 +43,17 @@ class Strategy(ABC):
 
     Attributes:
         name: by which `wrap_model` takes it.
-        wrapper: the class that stands around the module, if one does.
+        wrapper: the class by which one of a model's `layers` is known to be of this strategy.
         is_collective: whether all ranks wrap together, and compare what they wrap.
         needs_group: whether that needs a process group of one rank, too.
         takes_sharded_parts: whether parts of the model may be wrapped before it, block by block.
     """
 
     name: str
-    wrapper: type[nn.Module] | tuple[()] = ()
+    wrapper: type | tuple[()] = ()
     is_collective = True
     needs_group = False
     takes_sharded_parts = False
-
-    def recognises(self, layer: nn.Module) -> bool:
-        """Whether one of the `layers` of a model is of this strategy."""
-        return isinstance(layer, self.wrapper)
 
     def options_of(self) -> Callable[..., object]:
         """Return what takes the options of `wrap_model`, after the module."""

@@ -93,7 +93,7 @@ def replica_of(model: nn.Module) -> Replica:
     found = layers(model)
     for strategy in _STRATEGIES:
         for layer in found:
-            if strategy.recognises(layer):
+            if isinstance(layer, strategy.wrapper):
                 return Replica(strategy, layer, found[-1])
     return Replica(NONE, model, found[-1])
 

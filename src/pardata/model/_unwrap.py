@@ -1,5 +1,6 @@
 """The module inside its wrappers."""
 
+from abc import ABC
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,19 @@ class Wrapper(nn.Module):
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Refuse weights that this wrapper's module must not load."""
+
+
+class ShardedModule(ABC):  # noqa: B024  # its subclasses are found, not made
+    """Every module that ``fully_shard`` or FSDP's older wrapper has taken, for `isinstance`.
+
+    By name: importing torch.distributed.fsdp costs half a second, and whoever has a sharded module
+    has paid it already.
+    """
+
+    @classmethod
+    def __subclasshook__(cls, kind: type) -> bool:
+        names = {one.__name__ for one in kind.__mro__}
+        return not names.isdisjoint({"FSDPModule", "FullyShardedDataParallel"})
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -52,17 +66,11 @@ def is_parallel(model: nn.Module, *, but_for_sharded_parts: bool = False) -> boo
     innermost = unwrap(model)
     return any(
         _is_wrapper(module)
-        or (is_sharded(module) and (module is innermost or not but_for_sharded_parts))
+        or (
+            isinstance(module, ShardedModule) and (module is innermost or not but_for_sharded_parts)
+        )
         for module in model.modules()
     )
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Whether ``fully_shard`` or FSDP's older wrapper has taken this very module."""
-    # By name: importing torch.distributed.fsdp costs half a second, and whoever has a sharded
-    # module has paid it already.
-    names = {cls.__name__ for cls in type(module).__mro__}
-    return not names.isdisjoint({"FSDPModule", "FullyShardedDataParallel"})
 
 
 def _is_wrapper(module: nn.Module) -> bool:

@@ -1,7 +1,6 @@
 """Strategy "ddp": PyTorch's DistributedDataParallel, reading through, with equal buffers."""
 
 import functools
-import inspect
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +14,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from pardata.model._read_through import ReadThrough
-from pardata.model._replication import Settings, Strategy, with_batch_norms
 from pardata.model._unwrap import unwrap
 
 
@@ -174,28 +172,3 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
 
     def _holds(self, module: nn.Module) -> bool:
         return any(own is module for own in self.module.modules())
-
-
-class Replicated(Strategy):
-    """Strategy "ddp"."""
-
-    name = "ddp"
-    needs_group = True
-    wrapper = DistributedDataParallel
-
-    def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
-        model = with_batch_norms(model, settings)
-        options = {"gradient_as_bucket_view": True, **settings.options}
-        # PyTorch's flag, by its new and its old name: ours replaces the broadcast it is for.
-        asked = [options.pop(name, None) for name in ("forward_sync_buffers", "broadcast_buffers")]
-        options[_sync_flag()] = False
-        devices = {parameter.device for parameter in model.parameters()}
-        if len(devices) == 1 and (only := devices.pop()).type != "cpu":
-            options.setdefault("device_ids", [only])
-        return ReadThroughDDP(model, sync_buffers=False not in asked, **options)
-
-
-def _sync_flag() -> str:
-    new = "forward_sync_buffers"  # from torch 2.13 on, where the old name warns
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    return new if new in known else "broadcast_buffers"

@@ -1,18 +1,14 @@
 """Strategy "dp": PyTorch's DataParallel, reading through to its module."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 
+from pardata.collective._tree import leaves
 from pardata.model._read_through import ReadThrough
-from pardata.model._replication import Settings, Strategy, move
-from pardata.ranks._arguments import checked_device
-from pardata.ranks._logger import get_logger
-
-_log = get_logger(__name__)
 
 
 class ReadThroughDP(ReadThrough, DataParallel[nn.Module]):
@@ -38,11 +34,10 @@ class ReadThroughDP(ReadThrough, DataParallel[nn.Module]):
         first = outputs[0]
         if isinstance(first, Tensor) and first.ndim == 0 and first.is_floating_point():
             return self._mean(outputs, output_device)
+        # By the constructors, as PyTorch does: the outputs of some libraries know no other way.
         if isinstance(first, Mapping):
-            return type(first)(  # type: ignore[call-arg]  # dict and its kind, as PyTorch asks
-                (key, self.gather([output[key] for output in outputs], output_device))
-                for key in first
-            )
+            columns = ((key, [output[key] for output in outputs]) for key in first)
+            return type(first)((key, self.gather(own, output_device)) for key, own in columns)  # type: ignore[call-arg]  # dict and its kind
         if isinstance(first, tuple | list):
             parts = [self.gather(part, output_device) for part in zip(*outputs, strict=True)]
             return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
@@ -59,52 +54,5 @@ class ReadThroughDP(ReadThrough, DataParallel[nn.Module]):
 
 def _rows(values: Iterable[Any], dim: int) -> int:
     """Return the rows of the first tensor found."""
-    for value in values:
-        if isinstance(value, Tensor):
-            return value.shape[dim] if value.ndim > dim else 1
-        if isinstance(value, Mapping):
-            value = list(value.values())  # noqa: PLW2901  # look inside
-        if isinstance(value, list | tuple) and (rows := _rows(value, dim)):
-            return rows
-    return 0
-
-
-class Scattered(Strategy):
-    """Strategy "dp"."""
-
-    name = "dp"
-    wrapper = DataParallel
-    is_collective = False
-
-    def options_of(self) -> Callable[..., object]:
-        return DataParallel
-
-    def check(self, model: nn.Module, settings: Settings) -> None:
-        super().check(model, settings)
-        size = settings.here.size
-        if size > 1 or settings.sync_batchnorm:
-            what = f"{size} processes" if size > 1 else "sync_batchnorm=True"
-            msg = (
-                f"strategy 'dp' must run in one process, without SyncBatchNorm, but has {what}: "
-                f"use 'ddp', with one process per GPU"
-            )
-            raise ValueError(msg)
-
-    def place(self, model: nn.Module, settings: Settings) -> None:
-        device, ids = settings.device, settings.options.get("device_ids")
-        if device is None:
-            # Without a GPU DataParallel ignores device_ids, and runs all the same.
-            first = ids[0] if ids and torch.cuda.is_available() else settings.here.device
-            device = torch.device("cuda", first) if isinstance(first, int) else first
-        move(model, checked_device(device))
-
-    def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
-        wrapped = ReadThroughDP(model, **settings.options)
-        if len(wrapped.device_ids) < 2:
-            _log.info(
-                "strategy 'dp' did not scatter: it has %d GPU(s), and splits a batch over two or "
-                "more",
-                len(wrapped.device_ids),
-                once=True,
-            )
-        return wrapped
+    tensors = (leaf for _, leaf in leaves(list(values)) if isinstance(leaf, Tensor))
+    return next((tensor.shape[dim] if tensor.ndim > dim else 1 for tensor in tensors), 0)

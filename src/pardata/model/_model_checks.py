@@ -2,12 +2,17 @@
 
 import inspect
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from pardata.model._unwrap import is_parallel
+from pardata.ranks._table import table_of
+
+# Kinds of options that can be compared between ranks.
+_PLAIN = (bool, int, float, str)
 
 
 def check_not_wrapped(model: nn.Module, *, but_for_sharded_parts: bool) -> None:
@@ -54,9 +59,12 @@ def check_options(
         raise TypeError(msg)
 
 
-def signature(model: nn.Module, facts: dict[str, object]) -> dict[str, object]:
-    """Return `facts`, and those of a model that must be the same on all ranks."""
-    facts = dict(facts)
+def facts_of(model: nn.Module, strategy: str, options: dict[str, Any]) -> dict[str, object]:
+    """Describe what must be the same on all ranks."""
+    # Options too: ranks that differ in find_unused_parameters would wait for each other for ever.
+    plain = {key: value for key, value in options.items() if isinstance(value, _PLAIN)}
+    plain.pop("output_device", None)  # each rank's own
+    facts: dict[str, object] = {"the strategy": strategy, "the options": plain}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         trained = ", trained" if tensor.requires_grad else ""
         facts[name] = f"{tuple(tensor.shape)} {tensor.dtype}{trained}".replace("torch.", "")
@@ -64,25 +72,14 @@ def signature(model: nn.Module, facts: dict[str, object]) -> dict[str, object]:
 
 
 def check_same_models(told: list[dict[str, object]]) -> None:
-    """Raise, naming the first difference, if the ranks hold different models."""
-    reference = told[0]
-    for rank, facts in enumerate(told):
-        if list(facts.items()) == list(reference.items()):
-            continue
-        pairs = zip([*reference, None], [*facts, None], strict=False)
-        first, other = next(
-            (ours, theirs)
-            for ours, theirs in pairs
-            if ours != theirs or reference[str(ours)] != facts[str(ours)]
-        )
-        msg = (
-            f"every rank must pass the same model to `wrap_model`, but rank {rank} differs from "
-            f"rank 0, first here:\n"
-            f"  rank 0: {_entry(reference, first)}\n  rank {rank}: {_entry(facts, other)}\n"
-            f"Build the same model, in the same order, on every rank."
-        )
-        raise RuntimeError(msg)
-
-
-def _entry(facts: dict[str, object], name: str | None) -> str:
-    return "no further parameter or buffer" if name is None else f"`{name}` {facts[name]}"
+    """Raise, with a table of the first difference, if the ranks hold different models."""
+    models = [[f"`{name}` {fact}" for name, fact in facts.items()] for facts in told]
+    if all(model == models[0] for model in models):
+        return
+    entries = zip_longest(*models, fillvalue="no further parameter or buffer")
+    first = next(entry for entry in entries if len(set(entry)) > 1)
+    msg = (
+        f"every rank must pass the same model to `wrap_model`, but they differ, first here:\n"
+        f"{table_of(first)}\nBuild the same model, in the same order, on every rank."
+    )
+    raise RuntimeError(msg)

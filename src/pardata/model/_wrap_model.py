@@ -6,9 +6,10 @@ import torch
 from torch import nn
 
 from pardata.collective._agreement import agree
-from pardata.model._model_checks import check_same_models, signature
+from pardata.model._model_checks import check_same_models, facts_of
 from pardata.model._replication import Settings
-from pardata.model._strategy import StrategyName, is_collective, named
+from pardata.model._strategy import STRATEGIES, StrategyName, named
+from pardata.ranks._arguments import checked_device
 from pardata.ranks._world import require_world
 
 
@@ -77,12 +78,14 @@ def wrap_model(
     def checked() -> dict[str, object]:
         chosen = named(name)
         chosen.check(model, settings)
-        facts = signature(model, settings.facts(name)) if chosen.is_collective else {}
-        chosen.place(model, settings)  # here, where the others hear of it if it does not fit
-        return facts
+        target = checked_device(chosen.device(settings))
+        if len({parameter.device for parameter in model.parameters()}) < 2:
+            model.to(target)  # else somebody placed its parts by hand
+        told = {**options, "sync_batchnorm": sync_batchnorm}
+        return facts_of(model, name, told) if chosen.is_collective else {}
 
-    if is_collective(name):
-        check_same_models(agree(here, "wrap_model", checked))
-    else:
+    if any(one.name == name and not one.is_collective for one in STRATEGIES):
         checked()
+    else:  # an unknown one too: the other ranks may have it right, and wait
+        check_same_models(agree(here, "wrap_model", checked))
     return named(name).wrap(model, settings)

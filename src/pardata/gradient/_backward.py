@@ -194,11 +194,5 @@ def _check_alone(model: nn.Module, module: nn.Module, here: World) -> None:
             f"module, and nobody would synchronise the rest: wrap once, at the outside"
         )
         raise ValueError(msg)
-    _log.warning(
-        "no strategy keeps the replicas of %s equal: each of the %d ranks trains its own; pass "
-        "what wrap_model returned",
-        name,
-        here.size,
-        ranks=[0],
-        once=True,
-    )
+    what = f"no strategy keeps the replicas of {name} equal: each of the {here.size} ranks trains"
+    _log.warning("%s its own; pass what wrap_model returned", what, ranks=[0], once=True)

@@ -115,15 +115,9 @@ class ReadThrough(nn.Module):
     def _log_hidden_names(self) -> None:
         hidden = sorted(name for name in _own_names(self.module) if _is_hidden(self, name))
         if hidden:
-            _log.warning(
-                "%s hides %s of %s: read it as unwrap(model).%s",
-                type(self).__name__,
-                ", ".join(f"`{name}`" for name in hidden),
-                type(self.module).__name__,
-                hidden[0],
-                ranks=[0],
-                once=True,
-            )
+            names = ", ".join(f"`{name}`" for name in hidden)
+            hides = f"{type(self).__name__} hides {names} of {type(self.module).__name__}"
+            _log.warning("%s: read it as unwrap(model).%s", hides, hidden[0], ranks=[0], once=True)
 
 
 def _path_inside(wrapper: nn.Module) -> str:

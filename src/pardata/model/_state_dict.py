@@ -74,26 +74,20 @@ def _read_state(state: object) -> Mapping[str, Any]:
     if not isinstance(state, Mapping):
         msg = f"`state_or_path` must be a state dict or a path, but is a {type(state).__name__}"
         raise TypeError(msg)
-    odd = [key for key in state if not isinstance(key, str)]
-    if odd:
-        msg = (
-            f"`state_or_path` must map names to tensors, but has the key {odd[0]!r} "
-            f"({type(odd[0]).__name__}): pass what a model's state_dict() returned"
-        )
-        raise TypeError(msg)
-    nested = [
-        key
-        for key, value in state.items()
+    for key, value in state.items():
+        if not isinstance(key, str):
+            msg = (
+                f"`state_or_path` must map names to tensors, but has the key {key!r} "
+                f"({type(key).__name__}): pass what a model's state_dict() returned"
+            )
+            raise TypeError(msg)
         # What a module's get_extra_state() returns may well be a dict.
-        if isinstance(value, Mapping) and not str(key).endswith("_extra_state")
-    ]
-    if nested:
-        msg = (
-            f"`state_or_path` must map names to tensors, but {nested[0]!r} holds a dict: if this "
-            f"is a checkpoint of several things, pass the model's part, as "
-            f"checkpoint[{nested[0]!r}]"
-        )
-        raise TypeError(msg)
+        if isinstance(value, Mapping) and not key.endswith("_extra_state"):
+            msg = (
+                f"`state_or_path` must map names to tensors, but {key!r} holds a dict: if this is "
+                f"a checkpoint of several things, pass the model's part, as checkpoint[{key!r}]"
+            )
+            raise TypeError(msg)
     return state
 
 

@@ -37,12 +37,8 @@ class _Alone(Strategy):
 
     def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
         if settings.here.size > 1:
-            _log.warning(
-                "strategy 'none' in a world of %d: each rank trains a model of its own",
-                settings.here.size,
-                ranks=[0],
-                once=True,
-            )
+            text = "strategy 'none' in a world of %d: each rank trains a model of its own"
+            _log.warning(text, settings.here.size, ranks=[0], once=True)
         return model
 
 
@@ -72,12 +68,8 @@ class _Scattered(Strategy):
     def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
         wrapped = ReadThroughDP(model, **settings.options)
         if len(wrapped.device_ids) < 2:
-            _log.info(
-                "strategy 'dp' did not scatter: it has %d GPU(s), and splits a batch over two or "
-                "more",
-                len(wrapped.device_ids),
-                once=True,
-            )
+            has = f"strategy 'dp' did not scatter: it has {len(wrapped.device_ids)} GPU(s)"
+            _log.info("%s, and splits a batch over two or more", has, once=True)
         return wrapped
 
 
@@ -159,11 +151,8 @@ class _Exact(Strategy):
         require_same(place, agree(settings.here, place, checked), cure)
         if settings.here.size > 1:
             _broadcast_weights(model)
-        _log.info(
-            "strategy 'exact' computes with %d thread(s) on each rank, whatever their number",
-            torch.get_num_threads(),
-            once=True,
-        )
+        text = "strategy 'exact' computes with %d thread(s) on each rank, whatever their number"
+        _log.info(text, torch.get_num_threads(), once=True)
         return wrapped
 
     def state_dict(self, model: nn.Module) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ from pardata.collective._agreement import agree, require_same
 from pardata.model._state_dict import LoadedKeys
 from pardata.model._strategy import strategy_of
 from pardata.model._unwrap import unwrap
+from pardata.ranks._table import table_of
 from pardata.ranks._world import require_world
 
 
@@ -84,31 +85,24 @@ def check_in_sync(model: nn.Module) -> None:
     digests: dict[str, str] = {}
 
     def combined() -> dict[str, object]:
-        plain = unwrap(model)
+        state = unwrap(model).state_dict()
         if here.size > 1:
-            whole = [(name, t) for name, t in plain.state_dict().items() if _is_whole(t)]
-            digests.update((name, _digest(tensor)) for name, tensor in whole)
-        return {"all": _combined(digests)}
+            whole = {name: value for name, value in state.items() if _is_whole(value)}
+            digests.update((name, _digest(tensor)) for name, tensor in whole.items())
+        return {"all": hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()}
 
     told = agree(here, "check_in_sync", combined)
-    if len({str(facts["all"]) for facts in told}) == 1:
+    if all(facts == told[0] for facts in told):
         return
     told = agree(here, "check_in_sync (in detail)", lambda: digests)
-    require_same(
-        "check_in_sync",
-        [{"the parameter names": sorted(facts)} for facts in told],
-        "Build the same model on every rank.",
-    )
+    names: list[dict[str, object]] = [{"the parameter names": sorted(facts)} for facts in told]
+    require_same("check_in_sync", names, "Build the same model on every rank.")
     differing = [name for name in digests if len({facts[name] for facts in told}) > 1]
-    first = differing[0]
-    groups: dict[object, list[int]] = {}
-    for rank, facts in enumerate(told):
-        groups.setdefault(facts[first], []).append(rank)
-    holders = " | ".join(", ".join(map(str, ranks)) for ranks in groups.values())
+    table = table_of([f"SHA-256 {str(facts[differing[0]])[:16]}…" for facts in told])
     msg = (
-        f"every rank must hold the same weights, but `{first}` differs between ranks "
-        f"{holders} ({len(differing)} of {len(digests)} parameters and buffers differ): was it "
-        f"changed on some ranks only, or trained without the wrapped model's forward?"
+        f"every rank must hold the same weights, but `{differing[0]}` differs between ranks "
+        f"({len(differing)} of {len(digests)} parameters and buffers differ):\n{table}\n"
+        f"Was it changed on some ranks only, or trained without the wrapped model's forward?"
     )
     raise RuntimeError(msg)
 
@@ -129,10 +123,6 @@ def _digest(tensor: Tensor) -> str:
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     _update(digest, tensor)
     return digest.hexdigest()
-
-
-def _combined(digests: Mapping[str, str]) -> str:
-    return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()
 
 
 def _update(digest: "hashlib._Hash", tensor: Tensor) -> None:

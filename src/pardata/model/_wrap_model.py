@@ -1,16 +1,20 @@
 """One argument chooses how replicas are kept equal."""
 
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import nn
 
 from pardata.collective._agreement import agree
-from pardata.model._model_checks import check_same_models, facts_of
 from pardata.model._replication import Settings
 from pardata.model._strategy import STRATEGIES, StrategyName, named
 from pardata.ranks._arguments import checked_device
+from pardata.ranks._table import table_of
 from pardata.ranks._world import require_world
+
+# Kinds of options that can be compared between ranks.
+_PLAIN = (bool, int, float, str)
 
 
 def wrap_model(
@@ -82,10 +86,36 @@ def wrap_model(
         if len({parameter.device for parameter in model.parameters()}) < 2:
             model.to(target)  # else somebody placed its parts by hand
         told = {**options, "sync_batchnorm": sync_batchnorm}
-        return facts_of(model, name, told) if chosen.is_collective else {}
+        return _facts_of(model, name, told) if chosen.is_collective else {}
 
     if any(one.name == name and not one.is_collective for one in STRATEGIES):
         checked()
     else:  # an unknown one too: the other ranks may have it right, and wait
-        check_same_models(agree(here, "wrap_model", checked))
+        _check_same_models(agree(here, "wrap_model", checked))
     return named(name).wrap(model, settings)
+
+
+def _facts_of(model: nn.Module, strategy: str, options: dict[str, Any]) -> dict[str, object]:
+    """Describe what must be the same on all ranks."""
+    # Options too: ranks that differ in find_unused_parameters would wait for each other for ever.
+    plain = {key: value for key, value in options.items() if isinstance(value, _PLAIN)}
+    plain.pop("output_device", None)  # each rank's own
+    facts: dict[str, object] = {"the strategy": strategy, "the options": plain}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        trained = ", trained" if tensor.requires_grad else ""
+        facts[name] = f"{tuple(tensor.shape)} {tensor.dtype}{trained}".replace("torch.", "")
+    return facts
+
+
+def _check_same_models(told: list[dict[str, object]]) -> None:
+    """Raise, with a table of the first difference, if the ranks hold different models."""
+    models = [[f"`{name}` {fact}" for name, fact in facts.items()] for facts in told]
+    if all(model == models[0] for model in models):
+        return
+    entries = zip_longest(*models, fillvalue="no further parameter or buffer")
+    first = next(entry for entry in entries if len(set(entry)) > 1)
+    msg = (
+        f"every rank must pass the same model to `wrap_model`, but they differ, first here:\n"
+        f"{table_of(first)}\nBuild the same model, in the same order, on every rank."
+    )
+    raise RuntimeError(msg)

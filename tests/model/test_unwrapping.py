@@ -4,24 +4,16 @@ import itertools
 
 import pytest
 import torch
+from model_zoo import needs_fsdp
 from on_ranks import run
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from pardata import unwrap, wrap_model
-from pardata.model._unwrap import is_parallel, is_sharded
-
-FSDP_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
 
 
 def compiled(model):
     return torch.compile(model, backend="eager")
-
-
-def test_a_bare_module_comes_back_as_it_is():
-    net = nn.Linear(2, 2)
-    assert unwrap(net) is net
-    assert not is_parallel(net)
 
 
 def test_a_module_with_children_named_like_wrappers_is_not_peeled():
@@ -47,35 +39,29 @@ def test_any_nesting_of_compile_and_data_parallel_is_peeled(layers):
     assert unwrap(model) is net
 
 
-def nested(order):
-    net = model = nn.Linear(2, 2)
-    for layer in order:
-        model = {"compile": compiled, "ddp": DistributedDataParallel, "ours": ours}[layer](model)
-    same = unwrap(model) is net
-    model(torch.ones(3, 2)).sum().backward()
-    return same, unwrap(nn.Sequential(model)) is not net, is_parallel(nn.Sequential(model))
+def nested():
+    ways = {"compile": compiled, "ddp": DistributedDataParallel, "ours": wrap_model}
+    for order in (["ddp"], ["ours"], ["compile", "ours"], ["ours", "compile"], ["compile", "ddp"]):
+        net = model = nn.Linear(2, 2)
+        for layer in order:
+            model = ways[layer](model)
+        assert unwrap(model) is net
+        assert isinstance(unwrap(nn.Sequential(model)), nn.Sequential)
+        model(torch.ones(3, 2)).sum().backward()
 
 
-def ours(model):
-    return wrap_model(model, "ddp")
+def test_ddp_is_peeled_inside_and_outside_of_compile():
+    run(nested, world_size=2)
 
 
-@pytest.mark.parametrize(
-    "order", [("ddp",), ("ours",), ("compile", "ours"), ("ours", "compile"), ("compile", "ddp")]
-)
-def test_ddp_is_peeled_inside_and_outside_of_compile(order):
-    assert run(nested, order, world_size=2) == [(True, True, True)] * 2
+@needs_fsdp
+def test_a_sharded_module_is_its_own_inside():
+    run(sharded, world_size=2)
 
 
-def sharded(compile_first):
-    net = nn.Linear(2, 2)
-    model = wrap_model(compiled(net) if compile_first else net, "fsdp")
-    model(torch.ones(3, 2)).sum().backward()
-    return unwrap(model) is net, is_sharded(net), is_parallel(model), list(net.state_dict())
-
-
-@pytest.mark.skipif(not FSDP_ON_CPU, reason="fully_shard of this torch needs a GPU")
-@pytest.mark.parametrize("compile_first", [False, True])
-def test_a_sharded_module_is_its_own_inside(compile_first):
-    expected = (True, True, True, ["weight", "bias"])
-    assert run(sharded, compile_first, world_size=2) == [expected] * 2
+def sharded():
+    for make in (lambda net: net, compiled):
+        net = nn.Linear(2, 2)
+        model = wrap_model(make(net), "fsdp")
+        model(torch.ones(3, 2)).sum().backward()
+        assert unwrap(model) is net

@@ -114,6 +114,7 @@ def the_model() -> None:
         nn.Module,
     )
     wrap_model(net, strategy="dp", device_ids=[0, 1], device=torch.device("cuda"))
+    wrap_model(net, "dpp")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # no such
     assert_type(unwrap(wrap_model(net)), nn.Module)
 
     loaded = load_weights(net, {"weight": torch.ones(1)}, strict=False, assign=True)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from pardata.checkpoint import _shards as shards
 from pardata.checkpoint._safe_types import require_safe
 from pardata.collective._tree import Path, is_special, mapped
-from pardata.model._unwrap import Wrapper, layers, unwrap
+from pardata.model import _strategy
+from pardata.model._unwrap import unwrap
 from pardata.model._weights import load_weights
 from pardata.ranks._version import __version__
 from pardata.ranks._world import World
@@ -131,25 +132,13 @@ def is_stateful(thing: object) -> bool:
 
 def strategy_of(thing: object) -> str | None:
     """Return the strategy of a model, or None for anything else."""
-    if not isinstance(thing, nn.Module):
-        return None
-    for layer in layers(thing):
-        if isinstance(layer, Wrapper):
-            return "exact"
-        if isinstance(layer, nn.parallel.DistributedDataParallel):
-            return "ddp"
-        if isinstance(layer, nn.DataParallel):
-            return "dp"
-    return "fsdp" if any(map(_is_sharded, unwrap(thing).parameters())) else "none"
+    return _strategy.strategy_of(thing).name if isinstance(thing, nn.Module) else None
 
 
 def state_dict_of(thing: Any) -> Any:
     """Return the state of a thing, of a model with its plain names."""
-    if not isinstance(thing, nn.Module):
-        return thing.state_dict()
-    # Exact's own records in it by which kernels it was trained; the names are plain either way.
-    own = (layer for layer in layers(thing) if isinstance(layer, Wrapper))
-    return next(own, unwrap(thing)).state_dict()
+    is_model = isinstance(thing, nn.Module)
+    return _strategy.strategy_of(thing).state_dict(thing) if is_model else thing.state_dict()
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:

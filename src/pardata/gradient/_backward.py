@@ -6,20 +6,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
-from torch.nn.parallel import DistributedDataParallel
 
 from pardata.collective._explanation import explained
 from pardata.data._batch import tensors_of
 from pardata.data._microbatches import Microbatches
 from pardata.gradient._count import Count, Pieces
 from pardata.gradient._exact_step import ExactStep
+from pardata.gradient._stand_in import add_zeros
 from pardata.gradient._step import ReplicatedStep, ShardedStep, Step
 from pardata.model._batch_norm import is_synchronised
 from pardata.model._buffers import kept_buffers
-from pardata.model._exact import ExactModel
-from pardata.model._unwrap import is_parallel, is_sharded, layers, unwrap
-from pardata.ranks._arguments import check_module
+from pardata.model._replication import Strategy
+from pardata.model._strategy import DDP, DP, EXACT, FSDP, NONE, Replica, replica_of
+from pardata.model._unwrap import is_parallel
 from pardata.ranks._logger import get_logger
 from pardata.ranks._world import World, require_world
 from pardata.seeds._generators import kept_generators
@@ -72,44 +71,43 @@ def backward(
     True
     """
     here = require_world("backward")
-    check_module(model)
-    step = _step_of(model, batch, here)
-    _check_equally_many(model, batch, step.sharing.size)
+    replica = replica_of(model)
+    step = _STEPS[replica.strategy](replica, model, batch, here)
+    _check_equally_many(replica.module, batch, step.sharing.size)
     if here.size > 1 and step.sharing.size == 1:
-        _check_alone(model, here)
+        _check_alone(model, replica.module, here)
     pieces = Pieces.of(batch, count, step.sharing)
-    with explained("backward", batch), _gradients_aside(model), step.whole(pieces):
-        for left, piece in zip(reversed(range(len(pieces.own))), pieces.own, strict=True):
-            with step.around(piece, last=left == 0):
-                if piece.count:
-                    with _outputs_of(model):
-                        loss = _checked(loss_fn(model, piece.microbatch))
-                    step.run(loss, piece.count / pieces.total())
-                else:
-                    _take_part(model, loss_fn, piece.microbatch, pieces)
-        pieces.total()  # where nothing was run, an error is raised here
     with explained("backward", batch):
+        with _gradients_aside(replica.module), step.whole(pieces):
+            for left, piece in zip(reversed(range(len(pieces.own))), pieces.own, strict=True):
+                with step.around(piece, last=left == 0):
+                    if piece.count:
+                        with _forward_of(model):
+                            loss = _checked(loss_fn(model, piece.microbatch))
+                        step.run(loss, piece.count / pieces.total())
+                    else:
+                        _take_part(model, replica.module, loss_fn, piece.microbatch, pieces)
+            if not pieces.own:
+                pieces.total()  # raises where the others do
         return step.loss()
 
 
-def _step_of(model: nn.Module, batch: Any, here: World) -> Step:
-    for layer in layers(model):
-        if isinstance(layer, DistributedDataParallel):
-            return ReplicatedStep(model, layer)
-        if isinstance(layer, ExactModel):
-            return ExactStep(model, layer, batch, here.size)
-        # What fully_shard took; FSDP's older wrapper has no such method, and torch.compile's hands
-        # on that of the module inside.
-        if is_sharded(layer) and hasattr(layer, "set_requires_gradient_sync"):
-            return ShardedStep(model, layer)
-    return Step(model)
+# What a step does under each strategy. Here, and no part of the strategies themselves: those stand
+# in the room of models, which comes before this one and knows neither steps nor batches.
+_STEPS: dict[Strategy, Callable[[Replica, nn.Module, Any, World], Step]] = {
+    NONE: lambda replica, *_: Step(replica.module),
+    DP: lambda replica, *_: Step(replica.module),
+    DDP: lambda replica, *_: ReplicatedStep(replica.module, replica.wrapper),
+    FSDP: lambda replica, *_: ShardedStep(replica.wrapper),
+    EXACT: lambda replica, model, batch, here: ExactStep(model, replica.wrapper, batch, here.size),
+}
 
 
-def _check_equally_many(model: nn.Module, batch: Any, size: int) -> None:
+def _check_equally_many(module: nn.Module, batch: Any, size: int) -> None:
     """Refuse a step in which a stand-in would enter the statistics that all ranks share."""
     if not isinstance(batch, Microbatches) or len(batch.counts) % size == 0:
         return
-    if any(is_synchronised(module) and module.training for module in model.modules()):
+    if any(is_synchronised(part) and part.training for part in module.modules()):
         msg = (
             f"`batch` must be equally many microbatches on each of the {size} ranks for a model "
             f"with SyncBatchNorm, whose forwards they run together, but is {len(batch.counts)} in "
@@ -117,111 +115,6 @@ def _check_equally_many(model: nn.Module, batch: Any, size: int) -> None:
             f"the number of ranks, with drop_last=True, or leave out sync_batchnorm"
         )
         raise ValueError(msg)
-
-
-def _take_part(model: nn.Module, loss_fn: LossFn, microbatch: Any, pieces: Pieces) -> None:
-    """Run forward and backward for the other ranks' sake, and leave nothing behind but zeros."""
-    whole = unwrap(model)
-    # Statistics over all ranks are made of what counts nothing too, and have a gradient by it.
-    shared = [module for module in whole.modules() if is_synchronised(module) and module.training]
-    # The backward too: parts that are checkpointed run again in it.
-    with kept_buffers(whole, but_of=shared), kept_generators(next(whole.parameters()).device):
-        with _outputs_of(model) as outputs:
-            loss = loss_fn(model, microbatch)
-        pieces.total()
-        _add_zeros(outputs, loss, everywhere=not shared)
-
-
-def _add_zeros(outputs: list[Tensor], loss: Any, *, everywhere: bool) -> None:
-    """Run a backward from 0 times `outputs`, which adds zeros where that of `loss` would add.
-
-    Zeros `everywhere`, or what the backward makes of them.
-    """
-    trained = [output for output in outputs if output.requires_grad]
-    # Not from the loss, which may be NaN, or no function of the outputs where nothing counts; but
-    # from what it is made of, as FSDP needs gradients of the same parameters on all ranks.
-    made_of = _edges([loss] if isinstance(loss, Tensor) and loss.requires_grad else [])
-    used = [output for output in trained if _edges_at([output])[0] in made_of]
-    starts = used or trained or [loss]
-    # 0 times what is NaN inside the model is NaN as well, a loss that it computes itself say.
-    ends = {node for node, _ in _edges(starts) if hasattr(node, "variable")}
-    hooks = [node.register_prehook(_zeros) for node in ends if everywhere]
-    try:
-        torch.autograd.backward(starts, [torch.zeros_like(start) for start in starts])
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-# The result of a node of autograd's graph, and which of its results it is.
-_Edge = tuple[Node, int]
-
-
-def _edges(tensors: list[Tensor]) -> set[_Edge]:
-    """Return all that `tensors` are made of, down to the leaves, in autograd's graph."""
-    found = set[_Edge]()
-    ahead = _edges_at(tensors)
-    while ahead:
-        edge = ahead.pop()
-        if edge not in found:
-            found.add(edge)
-            ahead.extend((node, number) for node, number in edge[0].next_functions if node)
-    return found
-
-
-def _edges_at(tensors: list[Tensor]) -> list[_Edge]:
-    edges = map(get_gradient_edge, tensors)
-    return [(edge.node, edge.output_nr) for edge in edges]
-
-
-def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    return tuple(None if g is None else torch.zeros_like(g) for g in gradients)
-
-
-@contextmanager
-def _outputs_of(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Collect what the training forwards of `model` in this block return.
-
-    Raises:
-        RuntimeError: where there was none.
-    """
-    outputs: list[Tensor] = []
-    calls = 0
-
-    def note(_module: nn.Module, _args: object, output: Any) -> None:
-        nonlocal calls
-        if torch.is_grad_enabled():
-            calls += 1
-            outputs.extend(tensors_of(output))
-
-    hook = model.register_forward_hook(note)
-    try:
-        yield outputs
-    finally:
-        hook.remove()
-    if calls == 0:
-        msg = (
-            "`loss_fn` must run the model that it is given, with gradients, but did not, so that "
-            "none would be synchronised: call model(…), and not a module inside it"
-        )
-        raise RuntimeError(msg)
-
-
-@contextmanager
-def _gradients_aside(model: nn.Module) -> Iterator[None]:
-    """Put away the gradients that are there, and add them to the new ones after the block."""
-    # Copies: under DDP a gradient may be a part of the memory that the next one is reduced in.
-    before = [(p, p.grad.clone()) for p in unwrap(model).parameters() if p.grad is not None]
-    for parameter, _ in before:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in before:
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                parameter.grad += gradient
 
 
 def _checked(loss: Any) -> Tensor:
@@ -235,20 +128,74 @@ def _checked(loss: Any) -> Tensor:
     return loss.reshape(())
 
 
-def _check_alone(model: nn.Module, here: World) -> None:
+def _take_part(
+    model: nn.Module, module: nn.Module, loss_fn: LossFn, microbatch: Any, pieces: Pieces
+) -> None:
+    """Run forward and backward for the other ranks' sake, and leave nothing behind but zeros."""
+    # Statistics over all ranks are made of what counts nothing too, and have a gradient by it.
+    shared = [part for part in module.modules() if is_synchronised(part) and part.training]
+    outputs: list[Tensor] = []
+    # The backward too: parts that are checkpointed run again in it.
+    with kept_buffers(module, but_of=shared), kept_generators(next(module.parameters()).device):
+        with _forward_of(model, lambda output: outputs.extend(tensors_of(output))):
+            loss = loss_fn(model, microbatch)
+        pieces.total()
+        add_zeros(outputs, loss, everywhere=not shared)
+
+
+@contextmanager
+def _forward_of(model: nn.Module, see: Callable[[Any], object] = lambda _: None) -> Iterator[None]:
+    """Show to `see` what each training forward of `model` in this block returns.
+
+    Raises:
+        RuntimeError: where there was none.
+    """
+    ran = False
+
+    def note(_module: nn.Module, _args: object, output: Any) -> None:
+        nonlocal ran
+        if torch.is_grad_enabled():
+            ran = True
+            see(output)
+
+    hook = model.register_forward_hook(note)
+    try:
+        yield
+    finally:
+        hook.remove()
+    if not ran:
+        msg = (
+            "`loss_fn` must run the model that it is given, with gradients, but did not, so that "
+            "none would be synchronised: call model(…), and not a module inside it"
+        )
+        raise RuntimeError(msg)
+
+
+@contextmanager
+def _gradients_aside(module: nn.Module) -> Iterator[None]:
+    """Put away the gradients that are there, and add them to the new ones after the block."""
+    # Copies: under DDP a gradient may be a part of the memory that the next one is reduced in.
+    before = [(p, p.grad.clone()) for p in module.parameters() if p.grad is not None]
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in before:
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad += gradient
+
+
+def _check_alone(model: nn.Module, module: nn.Module, here: World) -> None:
     """Say that nobody synchronises the model, or refuse it where a part of it is synchronised."""
     name = type(model).__name__
-    if is_parallel(unwrap(model)):
+    if is_parallel(module):
         msg = (
             f"`model` must be what wrap_model returned, but this {name} only holds a wrapped "
             f"module, and nobody would synchronise the rest: wrap once, at the outside"
         )
         raise ValueError(msg)
-    _log.warning(
-        "no strategy keeps the replicas of %s equal: each of the %d ranks trains its own; pass "
-        "what wrap_model returned",
-        name,
-        here.size,
-        ranks=[0],
-        once=True,
-    )
+    what = f"no strategy keeps the replicas of {name} equal: each of the {here.size} ranks trains"
+    _log.warning("%s its own; pass what wrap_model returned", what, ranks=[0], once=True)

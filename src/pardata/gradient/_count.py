@@ -25,13 +25,15 @@ class Sharing:
         size: how many ranks.
         group: their process group; None for that of the world.
         device: where the group reduces.
-        at_least: how many microbatches a rank must run, of its own number and the largest.
+        least: how many microbatches a rank must run at least.
+        equally_many: whether every rank must run as many as the one that has most.
     """
 
     size: int
     group: Any
     device: torch.device
-    at_least: Callable[[int, int], int]
+    least: int
+    equally_many: bool
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,13 @@ class Pieces:
 
     Attributes:
         own: what is run, in this order.
+        most: the microbatches of the rank that has most.
         total: returns what the microbatches of all ranks count; raises, on every rank, where one
             of them could not be counted, or all count 0.
     """
 
     own: list[Piece]
+    most: int
     total: Callable[[], int]
 
     @classmethod
@@ -61,24 +65,24 @@ class Pieces:
         """Return what `batch` is made of. Communicates only where no plan says what counts."""
         if not isinstance(batch, Microbatches):
             counts, total = _counted([batch], samples_of if count is None else count, sharing)
-            return cls([Piece(batch, counts[0], 0)], total)
+            return cls([Piece(batch, counts[0], 0)], 1, total)
         _check_shared_alike(batch, sharing)
+        held, first = batch[:], batch.first
         if count is None:
-            counts, total = _planned(batch, sharing)
+            counts, total = _planned(batch.counts, slice(first, first + len(held)), sharing)
         else:
-            counts, total = _counted(list(batch), count, sharing)
-        numbers = range(batch.first, batch.first + len(batch))
-        own = [Piece(*facts) for facts in zip(batch, counts, numbers, strict=True)]
+            counts, total = _counted(held, count, sharing)
+        own = [Piece(*facts, first + n) for n, facts in enumerate(zip(held, counts, strict=True))]
         most = -(-len(batch.counts) // sharing.size)
-        missing = max(0, sharing.at_least(len(own), most) - len(own))
-        if missing and batch.stand_in is None:
+        wanted = max(sharing.least, most if sharing.equally_many else 0)
+        if len(own) < wanted and batch.stand_in is None:
             msg = (
                 f"a rank must have a microbatch to run where the others run one, but {batch!r} "
                 f"has none: give it a stand_in, any microbatch of the step"
             )
             raise ValueError(msg)
         # First, so that what synchronises is a microbatch of this rank's own, if it has one.
-        return cls([Piece(batch.stand_in, 0)] * missing + own, total)
+        return cls([Piece(batch.stand_in, 0)] * (wanted - len(own)) + own, most, total)
 
 
 def _check_shared_alike(batch: Microbatches[Any], sharing: Sharing) -> None:
@@ -90,15 +94,17 @@ def _check_shared_alike(batch: Microbatches[Any], sharing: Sharing) -> None:
         raise ValueError(msg)
 
 
-def _planned(batch: Microbatches[Any], sharing: Sharing) -> tuple[list[int], Callable[[], int]]:
-    counts = list(batch.counts[batch.first : batch.first + len(batch)])
-    total = sum(counts if sharing.size == 1 else batch.counts)
-    return counts, lambda: _positive(total)
+def _planned(
+    counts: Sequence[int], here: slice, sharing: Sharing
+) -> tuple[Sequence[int], Callable[[], int]]:
+    """Take what the loader has counted: all of it, and what is this rank's."""
+    total = sum(counts[here] if sharing.size == 1 else counts)
+    return counts[here], lambda: _positive(total)
 
 
 def _counted(
-    microbatches: list[Any], count: Count, sharing: Sharing
-) -> tuple[list[int], Callable[[], int]]:
+    microbatches: Sequence[Any], count: Count, sharing: Sharing
+) -> tuple[Sequence[int], Callable[[], int]]:
     """Count the microbatches here, and begin to add up those of all ranks."""
     error: Exception | None = None
     counts = [0] * len(microbatches)

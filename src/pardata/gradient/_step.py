@@ -12,27 +12,26 @@ from torch.nn.parallel import DistributedDataParallel
 from pardata.gradient._count import Piece, Pieces, Sharing
 from pardata.model._buffers import EqualBuffers
 from pardata.model._ddp import ReadThroughDDP
-from pardata.model._unwrap import unwrap
 
 
 class Step:
     """Of a model that no other process trains: strategies "none" and "dp".
 
     Args:
-        model: as `wrap_model` returned it.
+        model: or the module inside it.
         group: of the ranks that train it.
         size: how many those are.
     """
 
+    # How many microbatches a rank must run, as in `Sharing`.
+    _least = 0
+    _equally_many = False
+
     def __init__(self, model: nn.Module, group: Any = None, size: int = 1) -> None:
-        self._model = model
-        first = next(unwrap(model).parameters(), torch.empty(0))
-        self.sharing = Sharing(size, group, first.device, self._at_least)
+        first = next(model.parameters(), torch.empty(0))
+        self.sharing = Sharing(size, group, first.device, self._least, self._equally_many)
         self._dtype = torch.promote_types(first.dtype, torch.float32).to_real()
         self._loss = torch.zeros((), dtype=torch.float64, device=first.device)
-
-    def _at_least(self, own: int, most: int) -> int:  # noqa: ARG002  # for the other strategies
-        return own
 
     def whole(self, pieces: Pieces) -> AbstractContextManager[None]:  # noqa: ARG002
         """Return the context of the whole step."""
@@ -58,7 +57,9 @@ class Step:
 class ReplicatedStep(Step):
     """Strategy "ddp": every rank runs at least one microbatch, the last of which synchronises."""
 
-    def __init__(self, model: nn.Module, wrapper: DistributedDataParallel) -> None:
+    _least = 1
+
+    def __init__(self, module: nn.Module, wrapper: DistributedDataParallel) -> None:
         if not wrapper.require_backward_grad_sync:
             msg = (
                 "`backward` must synchronise, but is called under no_sync(): leave out no_sync(), "
@@ -67,21 +68,18 @@ class ReplicatedStep(Step):
             )
             raise ValueError(msg)
         group = wrapper.process_group
-        super().__init__(model, group, dist.get_world_size(group))
+        super().__init__(module, group, dist.get_world_size(group))
         self._wrapper = wrapper
 
-    def _at_least(self, own: int, most: int) -> int:
-        if most > 1 and self._wrapper.static_graph:
+    def whole(self, pieces: Pieces) -> AbstractContextManager[None]:
+        if pieces.most > 1 and self._wrapper.static_graph:
             msg = (
                 f"`static_graph` must be False where a rank has more than one microbatch, here "
-                f"{most}, for PyTorch cannot accumulate with it: leave it out of wrap_model"
+                f"{pieces.most}, for PyTorch cannot accumulate with it: leave it out of wrap_model"
             )
             raise ValueError(msg)
-        return max(own, 1)
-
-    def whole(self, pieces: Pieces) -> AbstractContextManager[None]:  # noqa: ARG002
         if isinstance(self._wrapper, ReadThroughDDP):
-            return self._wrapper._buffers_once()  # noqa: SLF001  # our own class
+            return self._wrapper._buffers_once()  # noqa: SLF001  # a public name would hide the model's
         return nullcontext()
 
     @contextmanager
@@ -95,16 +93,24 @@ class ReplicatedStep(Step):
             self._wrapper._check_reducer_finalized()  # noqa: SLF001  # torch has no public name
         except RuntimeError as error:
             if isinstance(self._wrapper, ReadThroughDDP):
-                self._wrapper._name_unused(error)  # noqa: SLF001  # our own class
+                self._wrapper._name_unused(error)  # noqa: SLF001  # as above
             raise
 
 
 class ShardedStep(Step):
     """Strategy "fsdp": every forward and backward is collective, so all ranks run equally many."""
 
-    def __init__(self, model: nn.Module, sharded: Any) -> None:
+    _equally_many = True
+
+    def __init__(self, sharded: Any) -> None:
+        if not hasattr(sharded, "set_requires_gradient_sync"):
+            msg = (
+                f"`model` must be sharded by fully_shard, but is in FSDP's older wrapper, "
+                f"{type(sharded).__name__}: pass what wrap_model(model, 'fsdp') returned"
+            )
+            raise TypeError(msg)
         size = dist.get_world_size()
-        super().__init__(model, None, size)
+        super().__init__(sharded, None, size)
         self._sharded = sharded
         for parameter in sharded.parameters():
             mesh = getattr(parameter, "device_mesh", None)
@@ -114,9 +120,6 @@ class ShardedStep(Step):
                     f"{mesh.size()}: give fully_shard a mesh of all ranks"
                 )
                 raise ValueError(msg)
-
-    def _at_least(self, own: int, most: int) -> int:  # noqa: ARG002
-        return most
 
     def whole(self, pieces: Pieces) -> AbstractContextManager[None]:
         hook = EqualBuffers.of(self._sharded)

@@ -92,36 +92,34 @@ _SYNCHRONISED: dict[Any, type[SyncBatchNormCPU]] = {
 }
 
 
-def synchronise_batch_norms(model: nn.Module) -> None:
-    """Make each batch norm in `model` one over all ranks, in place."""
-    for module in model.modules():
-        if isinstance(module, _BatchNorm) and not is_synchronised(module):
-            # The class alone: parameters, hooks, the mode and whoever holds the module stay.
-            takes = type(module)._check_input_dim  # noqa: SLF001
-            module.__class__ = _SYNCHRONISED.get(takes, SyncBatchNormCPU)
-
-
 def is_synchronised(module: nn.Module) -> bool:
     """Whether it is a batch norm over all ranks, PyTorch's or ours."""
     return isinstance(module, SyncBatchNormCPU | nn.SyncBatchNorm)
 
 
-def check_batch_norms(model: nn.Module) -> None:
-    """Refuse batch norms that do more than PyTorch's: being replaced they would lose it.
+def with_synchronised_batch_norms(model: nn.Module) -> nn.Module:
+    """Return the model, with batch norms over all ranks.
 
     Raises:
-        ValueError: names the first such module.
+        ValueError: names the first that does more than PyTorch's: being replaced it would lose it.
     """
-    for name, module in model.named_modules():
-        if not isinstance(module, _BatchNorm) or is_synchronised(module):
-            continue
+    names = {module: name for name, module in model.named_modules()}
+    plain = [m for m in names if isinstance(m, _BatchNorm) and not is_synchronised(m)]
+    for module in plain:
         if getattr(module.forward, "__func__", None) is not _BatchNorm.forward:
             msg = (
                 f"`sync_batchnorm` must find batch norms with PyTorch's own forward, to replace "
-                f"it, but `{name or 'model'}` ({type(module).__name__}) has another: put what it "
-                f"adds into a module beside an nn.BatchNorm1d, 2d or 3d"
+                f"it, but `{names[module] or 'model'}` ({type(module).__name__}) has another: put "
+                f"what it adds into a module beside an nn.BatchNorm1d, 2d or 3d"
             )
             raise ValueError(msg)
+    if all(parameter.device.type != "cpu" for parameter in model.parameters()):
+        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        return converted
+    for module in plain:  # by ours: PyTorch's refuses CPU tensors
+        # The class alone: parameters, hooks, the mode and whoever holds the module stay.
+        module.__class__ = _SYNCHRONISED.get(type(module)._check_input_dim, SyncBatchNormCPU)  # noqa: SLF001  # torch has no public name
+    return model
 
 
 def _statistics(rows: Tensor) -> tuple[Tensor, Tensor, int]:

@@ -1,8 +1,7 @@
 """Strategy "ddp": PyTorch's DistributedDataParallel, reading through, with equal buffers."""
 
-import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -59,12 +58,13 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
     @contextmanager
     def _buffers_once(self) -> Iterator[None]:
         """Equalise the buffers after the block and not within it. Collective."""
-        syncs, self._syncs_buffers = self._syncs_buffers, False
+        own = self.__dict__  # nn.Module's way to set an attribute takes longer
+        syncs, own["_syncs_buffers"] = self._syncs_buffers, False
         try:
             yield
         finally:
-            self._syncs_buffers = syncs
-        if syncs and unwrap(self).training:
+            own["_syncs_buffers"] = syncs
+        if syncs and self.modules_buffers and unwrap(self).training:
             self._broadcast_buffers()
 
     @property
@@ -132,28 +132,21 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
 
     def _passed_through(self, name: str, value: Any) -> Any:
         if isinstance(value, MethodType) and value.__self__ is unwrap(self):
-            return self._guarded(name, value)
+            return self._refusing_forwards(name)(value)
         return value
 
-    def _guarded(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `method`, made to raise if it trains submodules whose gradients nobody syncs."""
-
-        @functools.wraps(method)
-        def guarded(*args: Any, **kwargs: Any) -> Any:
-            with self._refusing_forwards(name):
-                return method(*args, **kwargs)
-
-        return guarded
-
-    @contextmanager
+    @contextmanager  # which decorates, too
     def _refusing_forwards(self, name: str) -> Iterator[None]:
+        """Raise in a block, or a method, that trains submodules whose gradients nobody syncs."""
+
         def refuse(module: nn.Module, _args: object) -> None:
             if self._forward_runs or not torch.is_grad_enabled():
                 return
             # A checkpointed part runs again in the backward of a forward that was in order.
             if torch._C._current_graph_task_id() >= 0:  # noqa: SLF001  # torch has no public name
                 return
-            if any(p.requires_grad for p in module.parameters()) and self._holds(module):
+            trains = any(parameter.requires_grad for parameter in module.parameters())
+            if trains and any(own is module for own in self.module.modules()):
                 msg = (
                     f"`{name}` must not train through DistributedDataParallel, but it runs "
                     f"{type(module).__name__} with gradients, which would not be synchronised: "
@@ -168,6 +161,3 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
             yield
         finally:
             handle.remove()
-
-    def _holds(self, module: nn.Module) -> bool:
-        return any(own is module for own in self.module.modules())

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 
+from pardata.collective._tree import leaves
 from pardata.model._read_through import ReadThrough
 
 
@@ -33,11 +34,10 @@ class ReadThroughDP(ReadThrough, DataParallel[nn.Module]):
         first = outputs[0]
         if isinstance(first, Tensor) and first.ndim == 0 and first.is_floating_point():
             return self._mean(outputs, output_device)
+        # By the constructors, as PyTorch does: the outputs of some libraries know no other way.
         if isinstance(first, Mapping):
-            return type(first)(  # type: ignore[call-arg]  # dict and its kind, as PyTorch asks
-                (key, self.gather([output[key] for output in outputs], output_device))
-                for key in first
-            )
+            columns = ((key, [output[key] for output in outputs]) for key in first)
+            return type(first)((key, self.gather(own, output_device)) for key, own in columns)  # type: ignore[call-arg]  # dict and its kind
         if isinstance(first, tuple | list):
             parts = [self.gather(part, output_device) for part in zip(*outputs, strict=True)]
             return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
@@ -54,11 +54,5 @@ class ReadThroughDP(ReadThrough, DataParallel[nn.Module]):
 
 def _rows(values: Iterable[Any], dim: int) -> int:
     """Return the rows of the first tensor found."""
-    for value in values:
-        if isinstance(value, Tensor):
-            return value.shape[dim] if value.ndim > dim else 1
-        if isinstance(value, Mapping):
-            value = list(value.values())  # noqa: PLW2901  # look inside
-        if isinstance(value, list | tuple) and (rows := _rows(value, dim)):
-            return rows
-    return 0
+    tensors = (leaf for _, leaf in leaves(list(values)) if isinstance(leaf, Tensor))
+    return next((tensor.shape[dim] if tensor.ndim > dim else 1 for tensor in tensors), 0)

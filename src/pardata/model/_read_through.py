@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pardata.model._state_dict import NO_ASSIGN, LoadedKeys, load_whole
 from pardata.model._unwrap import unwrap
-from pardata.model._weights import NO_ASSIGN, LoadedKeys, load_weights
 from pardata.ranks._logger import get_logger
 
 _log = get_logger(__name__)
@@ -95,7 +95,7 @@ class ReadThrough(nn.Module):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> LoadedKeys:
         """Load as `load_weights` does."""
-        return load_weights(self, state_dict, strict=strict, assign=assign)
+        return load_whole(self, state_dict, strict=strict, assign=assign)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
@@ -115,15 +115,9 @@ class ReadThrough(nn.Module):
     def _log_hidden_names(self) -> None:
         hidden = sorted(name for name in _own_names(self.module) if _is_hidden(self, name))
         if hidden:
-            _log.warning(
-                "%s hides %s of %s: read it as unwrap(model).%s",
-                type(self).__name__,
-                ", ".join(f"`{name}`" for name in hidden),
-                type(self.module).__name__,
-                hidden[0],
-                ranks=[0],
-                once=True,
-            )
+            names = ", ".join(f"`{name}`" for name in hidden)
+            hides = f"{type(self).__name__} hides {names} of {type(self.module).__name__}"
+            _log.warning("%s: read it as unwrap(model).%s", hides, hidden[0], ranks=[0], once=True)
 
 
 def _path_inside(wrapper: nn.Module) -> str:

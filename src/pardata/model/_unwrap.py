@@ -1,6 +1,7 @@
 """The module inside its wrappers."""
 
-from collections.abc import Iterator, Mapping
+from abc import ABC
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,19 @@ class Wrapper(nn.Module):
         """Refuse weights that this wrapper's module must not load."""
 
 
+class ShardedModule(ABC):  # noqa: B024  # its subclasses are found, not made
+    """Every module that ``fully_shard`` or FSDP's older wrapper has taken, for `isinstance`.
+
+    By name: importing torch.distributed.fsdp costs half a second, and whoever has a sharded module
+    has paid it already.
+    """
+
+    @classmethod
+    def __subclasshook__(cls, kind: type) -> bool:
+        names = {one.__name__ for one in kind.__mro__}
+        return not names.isdisjoint({"FSDPModule", "FullyShardedDataParallel"})
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the module inside what `wrap_model` and ``torch.compile`` put around it.
 
@@ -36,42 +50,37 @@ def unwrap(model: nn.Module) -> nn.Module:
     True
     """
     check_module(model)
-    *_, innermost = layers(model)
-    return innermost
+    return layers(model)[-1]
 
 
-def layers(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield `model` and, from the outside to the inside, what its wrappers wrap."""
-    inner: nn.Module | None = model
-    while inner is not None:
-        yield inner
-        inner = _inside(inner)
+def layers(model: nn.Module) -> list[nn.Module]:
+    """Return `model` and, from the outside to the inside, what its wrappers wrap."""
+    found = [model]
+    while (inner := _inside(found[-1])) is not None:
+        found.append(inner)
+    return found
 
 
 def is_parallel(model: nn.Module, *, but_for_sharded_parts: bool = False) -> bool:
     """Whether `model` is, or holds at any depth, a module that a strategy has wrapped."""
-    whole = unwrap(model)
+    innermost = unwrap(model)
     return any(
-        isinstance(module, DataParallel | DistributedDataParallel | Wrapper)
-        or (is_sharded(module) and (module is whole or not but_for_sharded_parts))
+        _is_wrapper(module)
+        or (
+            isinstance(module, ShardedModule) and (module is innermost or not but_for_sharded_parts)
+        )
         for module in model.modules()
     )
 
 
-def is_sharded(module: nn.Module) -> bool:
-    """Whether ``fully_shard`` or FSDP's older wrapper has taken this very module."""
-    # By name: importing torch.distributed.fsdp costs half a second, and whoever has a sharded
-    # module has paid it already.
-    names = {cls.__name__ for cls in type(module).__mro__}
-    return not names.isdisjoint({"FSDPModule", "FullyShardedDataParallel"})
+def _is_wrapper(module: nn.Module) -> bool:
+    return isinstance(module, DataParallel | DistributedDataParallel | Wrapper)
 
 
 def _inside(model: nn.Module) -> nn.Module | None:
-    if isinstance(model, DataParallel | DistributedDataParallel | Wrapper):
-        inside: nn.Module = model.module
-        return inside
+    name = "module" if _is_wrapper(model) else None
     # torch.compile's OptimizedModule; importing its class would import all of dynamo.
     if type(model).__name__ == "OptimizedModule":
-        inner = model._modules.get("_orig_mod")  # noqa: SLF001  # what torch.compile has made of it
-        return inner if isinstance(inner, nn.Module) else None
-    return None
+        name = "_orig_mod"
+    # As it lies there: what reads through would look further.
+    return None if name is None else model._modules.get(name)  # noqa: SLF001  # no public name

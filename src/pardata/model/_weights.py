@@ -3,28 +3,17 @@
 import ctypes
 import hashlib
 import os
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
 from pardata.collective._agreement import agree, require_same
-from pardata.model._unwrap import Wrapper, is_sharded, layers, unwrap
-from pardata.model._weight_file import read_weights
+from pardata.model._state_dict import LoadedKeys
+from pardata.model._strategy import strategy_of
+from pardata.model._unwrap import unwrap
+from pardata.ranks._table import table_of
 from pardata.ranks._world import require_world
-
-# What wrappers put into the names of parameters.
-_PREFIXES = ("module", "_orig_mod")
-
-NO_ASSIGN = "`assign` must be False for a wrapped model: assign to the module before wrapping it"
-
-
-class LoadedKeys(NamedTuple):
-    """What ``nn.Module.load_state_dict`` returns: the names that found no partner."""
-
-    missing_keys: list[str]
-    unexpected_keys: list[str]
 
 
 def load_weights(
@@ -58,17 +47,8 @@ def load_weights(
     >>> load_weights(net, {"module.weight": torch.ones(1, 1), "module.bias": torch.zeros(1)})
     LoadedKeys(missing_keys=[], unexpected_keys=[])
     """
-    plain = unwrap(model)
-    if is_sharded(plain):
-        return _load_sharded(plain, state_or_path, strict=strict, assign=assign)
-    if assign and plain is not model:
-        raise ValueError(NO_ASSIGN)
-    state = _read_state(state_or_path)
-    for layer in layers(model):
-        if isinstance(layer, Wrapper):
-            layer.check_state(state)
-    state = _renamed(state, plain)
-    return LoadedKeys(*plain.load_state_dict(state, strict=strict, assign=assign))
+    strategy = strategy_of(model)
+    return strategy.load(model, state_or_path, strict=strict, assign=assign)
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -105,151 +85,26 @@ def check_in_sync(model: nn.Module) -> None:
     digests: dict[str, str] = {}
 
     def combined() -> dict[str, object]:
-        plain = unwrap(model)
+        state = unwrap(model).state_dict()
         if here.size > 1:
-            whole = [(name, t) for name, t in plain.state_dict().items() if _is_whole(t)]
-            digests.update((name, _digest(tensor)) for name, tensor in whole)
-        return {"all": _combined(digests)}
+            whole = {name: value for name, value in state.items() if _is_whole(value)}
+            digests.update((name, _digest(tensor)) for name, tensor in whole.items())
+        return {"all": hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()}
 
     told = agree(here, "check_in_sync", combined)
-    if len({str(facts["all"]) for facts in told}) == 1:
+    if all(facts == told[0] for facts in told):
         return
     told = agree(here, "check_in_sync (in detail)", lambda: digests)
-    require_same(
-        "check_in_sync",
-        [{"the parameter names": sorted(facts)} for facts in told],
-        "Build the same model on every rank.",
-    )
+    names: list[dict[str, object]] = [{"the parameter names": sorted(facts)} for facts in told]
+    require_same("check_in_sync", names, "Build the same model on every rank.")
     differing = [name for name in digests if len({facts[name] for facts in told}) > 1]
-    first = differing[0]
-    groups: dict[object, list[int]] = {}
-    for rank, facts in enumerate(told):
-        groups.setdefault(facts[first], []).append(rank)
-    holders = " | ".join(", ".join(map(str, ranks)) for ranks in groups.values())
+    table = table_of([f"SHA-256 {str(facts[differing[0]])[:16]}…" for facts in told])
     msg = (
-        f"every rank must hold the same weights, but `{first}` differs between ranks "
-        f"{holders} ({len(differing)} of {len(digests)} parameters and buffers differ): was it "
-        f"changed on some ranks only, or trained without the wrapped model's forward?"
+        f"every rank must hold the same weights, but `{differing[0]}` differs between ranks "
+        f"({len(differing)} of {len(digests)} parameters and buffers differ):\n{table}\n"
+        f"Was it changed on some ranks only, or trained without the wrapped model's forward?"
     )
     raise RuntimeError(msg)
-
-
-def _read_state(state: object) -> Mapping[str, Any]:
-    if isinstance(state, str | os.PathLike):
-        state = read_weights(state)
-    if not isinstance(state, Mapping):
-        msg = f"`state_or_path` must be a state dict or a path, but is a {type(state).__name__}"
-        raise TypeError(msg)
-    odd = [key for key in state if not isinstance(key, str)]
-    if odd:
-        msg = (
-            f"`state_or_path` must map names to tensors, but has the key {odd[0]!r} "
-            f"({type(odd[0]).__name__}): pass what a model's state_dict() returned"
-        )
-        raise TypeError(msg)
-    nested = [
-        key
-        for key, value in state.items()
-        # What a module's get_extra_state() returns may well be a dict.
-        if isinstance(value, Mapping) and not str(key).endswith("_extra_state")
-    ]
-    if nested:
-        msg = (
-            f"`state_or_path` must map names to tensors, but {nested[0]!r} holds a dict: if this "
-            f"is a checkpoint of several things, pass the model's part, as "
-            f"checkpoint[{nested[0]!r}]"
-        )
-        raise TypeError(msg)
-    return state
-
-
-def _renamed(state: Mapping[str, Any], plain: nn.Module) -> dict[str, Any]:
-    """Give the entries of `state` the names that `plain` uses."""
-    known = plain.state_dict().keys()
-    renamed: OrderedDict[str, Any] = OrderedDict()
-    _keep_versions(state, renamed, plain)
-    by_core: dict[str, list[str]] = {}
-    for name in known:
-        by_core.setdefault(_core(name), []).append(name)
-    for name, value in state.items():
-        partner = _partner(name, by_core.get(_core(name), []))
-        if partner in renamed:
-            msg = f"`state_or_path` must name each parameter once, but {partner!r} comes twice"
-            raise ValueError(msg)
-        renamed[partner] = value
-    return renamed
-
-
-def _keep_versions(
-    state: Mapping[str, Any], renamed: OrderedDict[str, Any], plain: nn.Module
-) -> None:
-    """Pass on which version of each module wrote `state`: what may be missing goes by that."""
-    versions = {_core(path): facts for path, facts in getattr(state, "_metadata", {}).items()}
-    paths = [path for path, _ in plain.named_modules() if _core(path) in versions]
-    if paths:
-        metadata = OrderedDict((path, versions[_core(path)]) for path in paths)
-        renamed._metadata = metadata  # type: ignore[attr-defined]  # noqa: SLF001  # PyTorch's place for it
-
-
-def _partner(name: str, partners: list[str]) -> str:
-    """Return which of the names with the same core `name` stands for; `name` itself if none."""
-    if len(partners) == 1:
-        return partners[0]
-    # Several, where children are really called "module": the longest that wrappers can have
-    # taken in, which is `name` itself where that is one of them.
-    return max((own for own in partners if _is_within(own, name)), key=len, default=name)
-
-
-def _is_within(short: str, long: str) -> bool:
-    parts = iter(long.split("."))
-    return all(part in parts for part in short.split("."))
-
-
-def _core(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _PREFIXES)
-
-
-def _load_sharded(
-    plain: nn.Module, state_or_path: object, *, strict: bool, assign: bool
-) -> LoadedKeys:
-    # Costs half a second, which whoever has a sharded model has paid already.
-    from torch.distributed.checkpoint.state_dict import (  # noqa: PLC0415
-        StateDictOptions,
-        set_model_state_dict,
-    )
-
-    found: list[tuple[dict[str, Any], LoadedKeys]] = []
-
-    def check() -> dict[str, object]:
-        if assign:
-            raise ValueError(NO_ASSIGN)
-        state = _renamed(_read_state(state_or_path), plain)
-        found.append((state, _keys_of(plain, state, strict=strict)))
-        return {}
-
-    # The ranks load together, so none begins where another cannot.
-    agree(require_world("load_weights"), "load_weights", check)
-    ((state, keys),) = found
-    whole = not any(hasattr(value, "full_tensor") for value in state.values())
-    options = StateDictOptions(full_state_dict=whole, strict=False)
-    set_model_state_dict(plain, state, options=options)
-    return keys
-
-
-def _keys_of(plain: nn.Module, state: dict[str, Any], *, strict: bool) -> LoadedKeys:
-    # PyTorch passes over names that are missing, strict or not: look here.
-    names = plain.state_dict().keys()
-    keys = LoadedKeys(
-        [name for name in names if name not in state], [name for name in state if name not in names]
-    )
-    if strict and (keys.missing_keys or keys.unexpected_keys):
-        msg = (
-            f"the weights must have the names of {type(plain).__name__}, but missing are "
-            f"{keys.missing_keys} and unexpected {keys.unexpected_keys}: pass the weights of this "
-            f"model, or strict=False"
-        )
-        raise RuntimeError(msg)
-    return keys
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -268,10 +123,6 @@ def _digest(tensor: Tensor) -> str:
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     _update(digest, tensor)
     return digest.hexdigest()
-
-
-def _combined(digests: Mapping[str, str]) -> str:
-    return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()
 
 
 def _update(digest: "hashlib._Hash", tensor: Tensor) -> None:

@@ -1,32 +1,17 @@
-"""One argument chooses how replicas are kept equal: the strategies, side by side."""
+"""One argument chooses how replicas are kept equal."""
 
-import inspect
-from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from pardata.collective._agreement import agree, require_same
-from pardata.model._batch_norm import check_batch_norms, is_synchronised, synchronise_batch_norms
-from pardata.model._buffers import EqualBuffers
-from pardata.model._ddp import ReadThroughDDP
-from pardata.model._dp import ReadThroughDP
-from pardata.model._exact import ExactModel, check_kernels, kernels
-from pardata.model._model_checks import (
-    check_not_wrapped,
-    check_options,
-    check_same_models,
-    signature,
-)
-from pardata.model._unwrap import unwrap
-from pardata.ranks._arguments import check_flag, check_module, checked_device
-from pardata.ranks._logger import get_logger
-from pardata.ranks._world import World, require_world
-
-_log = get_logger(__name__)
+from pardata.collective._agreement import agree
+from pardata.model._replication import Settings
+from pardata.model._strategy import STRATEGIES, StrategyName, named
+from pardata.ranks._arguments import checked_device
+from pardata.ranks._table import table_of
+from pardata.ranks._world import require_world
 
 # Kinds of options that can be compared between ranks.
 _PLAIN = (bool, int, float, str)
@@ -34,7 +19,7 @@ _PLAIN = (bool, int, float, str)
 
 def wrap_model(
     model: nn.Module,
-    strategy: str = "auto",
+    strategy: StrategyName = "auto",
     *,
     device: torch.device | str | None = None,
     sync_batchnorm: bool = False,
@@ -89,213 +74,48 @@ def wrap_model(
     'Linear'
     """
     here = require_world("wrap_model")
-    if strategy == "auto":
-        strategy = "ddp" if here.size > 1 else "none"
+    name = strategy
+    if name == "auto":
+        name = "ddp" if here.size > 1 else "none"
+    settings = Settings(here, device, sync_batchnorm, options)
 
     def checked() -> dict[str, object]:
-        check_module(model)
-        check_not_wrapped(model, strategy)
-        _check_strategy(strategy)
-        check_options(strategy, options)
-        check_flag("sync_batchnorm", sync_batchnorm)
-        plain = {name: value for name, value in options.items() if isinstance(value, _PLAIN)}
-        plain.pop("output_device", None)  # each rank's own
-        facts = signature(model, strategy, {**plain, "sync_batchnorm": sync_batchnorm})
-        if strategy != "dp":  # here, where the others hear of it if a device is full or not there
-            _move(model, here.device if device is None else checked_device(device))
-        return facts
+        chosen = named(name)
+        chosen.check(model, settings)
+        target = checked_device(chosen.device(settings))
+        if len({parameter.device for parameter in model.parameters()}) < 2:
+            model.to(target)  # else somebody placed its parts by hand
+        told = {**options, "sync_batchnorm": sync_batchnorm}
+        return _facts_of(model, name, told) if chosen.is_collective else {}
 
-    if strategy in ("none", "dp"):
+    if any(one.name == name and not one.is_collective for one in STRATEGIES):
         checked()
     else:  # an unknown one too: the other ranks may have it right, and wait
-        check_same_models(agree(here, "wrap_model", checked))
-    return _STRATEGIES[strategy](model, here, device, sync_batchnorm, options)
+        _check_same_models(agree(here, "wrap_model", checked))
+    return named(name).wrap(model, settings)
 
 
-def _none(
-    model: nn.Module,
-    here: World,
-    _device: torch.device | str | None,
-    _sync_batchnorm: bool,
-    _options: dict[str, Any],
-) -> nn.Module:
-    if here.size > 1:
-        _log.warning(
-            "strategy 'none' in a world of %d: each rank trains a model of its own",
-            here.size,
-            ranks=[0],
-            once=True,
-        )
-    return model
+def _facts_of(model: nn.Module, strategy: str, options: dict[str, Any]) -> dict[str, object]:
+    """Describe what must be the same on all ranks."""
+    # Options too: ranks that differ in find_unused_parameters would wait for each other for ever.
+    plain = {key: value for key, value in options.items() if isinstance(value, _PLAIN)}
+    plain.pop("output_device", None)  # each rank's own
+    facts: dict[str, object] = {"the strategy": strategy, "the options": plain}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        trained = ", trained" if tensor.requires_grad else ""
+        facts[name] = f"{tuple(tensor.shape)} {tensor.dtype}{trained}".replace("torch.", "")
+    return facts
 
 
-def _dp(
-    model: nn.Module,
-    here: World,
-    device: torch.device | str | None,
-    sync_batchnorm: bool,
-    options: dict[str, Any],
-) -> nn.Module:
-    if here.size > 1 or sync_batchnorm:
-        what = f"{here.size} processes" if here.size > 1 else "sync_batchnorm=True"
-        msg = (
-            f"strategy 'dp' must run in one process, without SyncBatchNorm, but has {what}: use "
-            f"'ddp', with one process per GPU"
-        )
-        raise ValueError(msg)
-    ids = options.get("device_ids")
-    if device is None:
-        # Without a GPU DataParallel ignores device_ids, and runs all the same.
-        first = ids[0] if ids and torch.cuda.is_available() else here.device
-        device = torch.device("cuda", first) if isinstance(first, int) else first
-    _move(model, checked_device(device))
-    wrapped = ReadThroughDP(model, **options)
-    if len(wrapped.device_ids) < 2:
-        _log.info(
-            "strategy 'dp' did not scatter: it has %d GPU(s), and splits a batch over two or more",
-            len(wrapped.device_ids),
-            once=True,
-        )
-    return wrapped
-
-
-def _ddp(
-    model: nn.Module,
-    here: World,
-    _device: torch.device | str | None,
-    sync_batchnorm: bool,
-    options: dict[str, Any],
-) -> nn.Module:
-    _check_group(here, "ddp")
-    model = _with_sync_batchnorm(model) if sync_batchnorm and here.size > 1 else model
-    options = {"gradient_as_bucket_view": True, **options}
-    # PyTorch's flag, by its new and its old name: ours replaces the broadcast before the forward.
-    asked = [options.pop(name, None) for name in ("forward_sync_buffers", "broadcast_buffers")]
-    options[_sync_flag()] = False
-    devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) == 1 and (only := devices.pop()).type != "cpu":
-        options.setdefault("device_ids", [only])
-    return ReadThroughDDP(model, sync_buffers=False not in asked, **options)
-
-
-def _fsdp(
-    model: nn.Module,
-    here: World,
-    _device: torch.device | str | None,
-    sync_batchnorm: bool,
-    options: dict[str, Any],
-) -> nn.Module:
-    _check_group(here, "fsdp")
-    # Here and not above: it costs half a second.
-    from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
-    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
-
-    model = _with_sync_batchnorm(model) if sync_batchnorm and here.size > 1 else model
-    kind = next(model.parameters()).device.type
-    if kind == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):  # torch 2.6
-        msg = (
-            f"strategy 'fsdp' on a CPU needs a newer torch, but this is {torch.__version__}, whose "
-            f"fully_shard needs a GPU: install a newer one, or use 'ddp'"
-        )
-        raise RuntimeError(msg)
-    # fully_shard shards what each rank has; unlike DDP it does not begin from rank 0's weights.
-    _broadcast_weights(model)
-    options = {"mesh": init_device_mesh(kind, (here.size,)), **options}
-    # Inside torch.compile, as PyTorch advises: names and hooks are then those of the module.
-    fully_shard(unwrap(model), **options)
-    if here.size > 1:
-        unwrap(model).register_forward_hook(EqualBuffers())
-    return model
-
-
-def _exact(
-    model: nn.Module,
-    here: World,
-    _device: torch.device | str | None,
-    sync_batchnorm: bool,
-    options: dict[str, Any],
-) -> nn.Module:
-    if sync_batchnorm or any(map(is_synchronised, model.modules())):
-        msg = (
-            "`sync_batchnorm` must be False under strategy 'exact', but is True or was before: "
-            "make the model anew without it, for there batch norm takes the statistics of each "
-            "microbatch, which are the same at every world size"
-        )
-        raise ValueError(msg)
-    wrapped = ExactModel(model, **options)
-
-    def checked() -> dict[str, object]:
-        check_kernels(model)
-        return kernels(wrapped)
-
-    told = agree(here, "wrap_model(strategy='exact')", checked)
-    cure = "Start on machines and with versions that are alike, or use strategy 'ddp'."
-    require_same("wrap_model(strategy='exact')", told, cure)
-    if here.size > 1:
-        _broadcast_weights(model)
-    _log.info(
-        "strategy 'exact' computes with %d thread(s) on each rank, whatever their number",
-        torch.get_num_threads(),
-        once=True,
+def _check_same_models(told: list[dict[str, object]]) -> None:
+    """Raise, with a table of the first difference, if the ranks hold different models."""
+    models = [[f"`{name}` {fact}" for name, fact in facts.items()] for facts in told]
+    if all(model == models[0] for model in models):
+        return
+    entries = zip_longest(*models, fillvalue="no further parameter or buffer")
+    first = next(entry for entry in entries if len(set(entry)) > 1)
+    msg = (
+        f"every rank must pass the same model to `wrap_model`, but they differ, first here:\n"
+        f"{table_of(first)}\nBuild the same model, in the same order, on every rank."
     )
-    return wrapped
-
-
-_Wrap = Callable[[nn.Module, World, torch.device | str | None, bool, dict[str, Any]], nn.Module]
-_STRATEGIES: dict[str, _Wrap] = {
-    "none": _none,
-    "dp": _dp,
-    "ddp": _ddp,
-    "fsdp": _fsdp,
-    "exact": _exact,
-}
-
-
-def _broadcast_weights(model: nn.Module) -> None:
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            if not hasattr(tensor, "full_tensor"):  # sharded before: there is no copy to equalise
-                # As bytes: gloo of older torch knows no bool.
-                whole = tensor.data.contiguous()
-                dist.broadcast(whole.reshape(-1).view(torch.uint8), 0)
-                tensor.data.copy_(whole)
-
-
-def _check_strategy(strategy: str) -> None:
-    if not isinstance(strategy, str) or strategy not in _STRATEGIES:
-        names = ", ".join(repr(name) for name in ["auto", *_STRATEGIES])
-        msg = f"`strategy` must be one of {names}, but is {strategy!r}"
-        raise ValueError(msg)
-
-
-def _check_group(here: World, strategy: str) -> None:
-    if here.backend is None:
-        msg = (
-            f"strategy {strategy!r} needs a process group, but this process is in none: call "
-            f"`pardata.init()` first, or use strategy='auto'"
-        )
-        raise RuntimeError(msg)
-
-
-def _move(model: nn.Module, device: torch.device | str) -> None:
-    devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) < 2:  # else somebody placed its parts by hand
-        model.to(device)
-
-
-def _with_sync_batchnorm(model: nn.Module) -> nn.Module:
-    check_batch_norms(model)
-    if any(parameter.device.type == "cpu" for parameter in model.parameters()):
-        synchronise_batch_norms(model)  # by ours: PyTorch's refuses CPU tensors
-        return model
-    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    return converted
-
-
-def _sync_flag() -> str:
-    new = "forward_sync_buffers"  # from torch 2.13 on, where the old name warns
-    return (
-        new
-        if new in inspect.signature(DistributedDataParallel.__init__).parameters
-        else "broadcast_buffers"
-    )
+    raise RuntimeError(msg)

@@ -1,0 +1,153 @@
+"""State dicts: read, given the names of a module, and loaded into it, whole or sharded."""
+
+import os
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from pardata.collective._agreement import agree
+from pardata.model._unwrap import Wrapper, layers
+from pardata.model._weight_file import read_weights
+from pardata.ranks._world import require_world
+
+# What wrappers put into the names of parameters.
+_PREFIXES = ("module", "_orig_mod")
+
+NO_ASSIGN = "`assign` must be False for a wrapped model: assign to the module before wrapping it"
+
+
+class LoadedKeys(NamedTuple):
+    """What ``nn.Module.load_state_dict`` returns: the names that found no partner."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def load_whole(
+    model: nn.Module, state_or_path: object, *, strict: bool, assign: bool
+) -> LoadedKeys:
+    """Load into the module inside `model`, of which every rank has all."""
+    wrapped = layers(model)
+    if assign and len(wrapped) > 1:
+        raise ValueError(NO_ASSIGN)
+    state = _read_state(state_or_path)
+    for layer in wrapped:
+        if isinstance(layer, Wrapper):
+            layer.check_state(state)
+    plain = wrapped[-1]
+    return LoadedKeys(*plain.load_state_dict(_renamed(state, plain), strict=strict, assign=assign))
+
+
+def load_sharded(
+    plain: nn.Module, state_or_path: object, *, strict: bool, assign: bool
+) -> LoadedKeys:
+    """Load into a module of which each rank has a part. Collective."""
+    # Costs half a second, which whoever has a sharded model has paid already.
+    from torch.distributed.checkpoint.state_dict import (  # noqa: PLC0415
+        StateDictOptions,
+        set_model_state_dict,
+    )
+
+    found: list[tuple[dict[str, Any], LoadedKeys]] = []
+
+    def check() -> dict[str, object]:
+        if assign:
+            raise ValueError(NO_ASSIGN)
+        state = _renamed(_read_state(state_or_path), plain)
+        found.append((state, _keys_of(plain, state, strict=strict)))
+        return {}
+
+    # The ranks load together, so none begins where another cannot.
+    agree(require_world("load_weights"), "load_weights", check)
+    ((state, keys),) = found
+    whole = not any(hasattr(value, "full_tensor") for value in state.values())
+    options = StateDictOptions(full_state_dict=whole, strict=False)
+    set_model_state_dict(plain, state, options=options)
+    return keys
+
+
+def _read_state(state: object) -> Mapping[str, Any]:
+    if isinstance(state, str | os.PathLike):
+        state = read_weights(state)
+    if not isinstance(state, Mapping):
+        msg = f"`state_or_path` must be a state dict or a path, but is a {type(state).__name__}"
+        raise TypeError(msg)
+    for key, value in state.items():
+        if not isinstance(key, str):
+            msg = (
+                f"`state_or_path` must map names to tensors, but has the key {key!r} "
+                f"({type(key).__name__}): pass what a model's state_dict() returned"
+            )
+            raise TypeError(msg)
+        # What a module's get_extra_state() returns may well be a dict.
+        if isinstance(value, Mapping) and not key.endswith("_extra_state"):
+            msg = (
+                f"`state_or_path` must map names to tensors, but {key!r} holds a dict: if this is "
+                f"a checkpoint of several things, pass the model's part, as checkpoint[{key!r}]"
+            )
+            raise TypeError(msg)
+    return state
+
+
+def _renamed(state: Mapping[str, Any], plain: nn.Module) -> dict[str, Any]:
+    """Give the entries of `state` the names that `plain` uses."""
+    known = plain.state_dict().keys()
+    renamed: OrderedDict[str, Any] = OrderedDict()
+    _keep_versions(state, renamed, plain)
+    by_core: dict[str, list[str]] = {}
+    for name in known:
+        by_core.setdefault(_core(name), []).append(name)
+    for name, value in state.items():
+        partner = _partner(name, by_core.get(_core(name), []))
+        if partner in renamed:
+            msg = f"`state_or_path` must name each parameter once, but {partner!r} comes twice"
+            raise ValueError(msg)
+        renamed[partner] = value
+    return renamed
+
+
+def _keep_versions(
+    state: Mapping[str, Any], renamed: OrderedDict[str, Any], plain: nn.Module
+) -> None:
+    """Pass on which version of each module wrote `state`: what may be missing goes by that."""
+    versions = {_core(path): facts for path, facts in getattr(state, "_metadata", {}).items()}
+    paths = [path for path, _ in plain.named_modules() if _core(path) in versions]
+    if paths:
+        metadata = OrderedDict((path, versions[_core(path)]) for path in paths)
+        renamed._metadata = metadata  # type: ignore[attr-defined]  # noqa: SLF001  # PyTorch's place for it
+
+
+def _partner(name: str, partners: list[str]) -> str:
+    """Return which of the names with the same core `name` stands for; `name` itself if none."""
+    if len(partners) == 1:
+        return partners[0]
+    # Several, where children are really called "module": the longest that wrappers can have
+    # taken in, which is `name` itself where that is one of them.
+    return max((own for own in partners if _is_within(own, name)), key=len, default=name)
+
+
+def _is_within(short: str, long: str) -> bool:
+    parts = iter(long.split("."))
+    return all(part in parts for part in short.split("."))
+
+
+def _core(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _PREFIXES)
+
+
+def _keys_of(plain: nn.Module, state: dict[str, Any], *, strict: bool) -> LoadedKeys:
+    # PyTorch passes over names that are missing, strict or not: look here.
+    names = plain.state_dict().keys()
+    keys = LoadedKeys(
+        [name for name in names if name not in state], [name for name in state if name not in names]
+    )
+    if strict and (keys.missing_keys or keys.unexpected_keys):
+        msg = (
+            f"the weights must have the names of {type(plain).__name__}, but missing are "
+            f"{keys.missing_keys} and unexpected {keys.unexpected_keys}: pass the weights of this "
+            f"model, or strict=False"
+        )
+        raise RuntimeError(msg)
+    return keys

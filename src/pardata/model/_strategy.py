@@ -1,0 +1,238 @@
+"""The strategies, side by side, and which of them a model is under.
+
+Nothing else asks that. What a step of `backward` does under each stands in one table in the room
+of steps, which comes after this one.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from pardata.collective._agreement import Facts, agree, require_same
+from pardata.model._batch_norm import is_synchronised, with_synchronised_batch_norms
+from pardata.model._buffers import EqualBuffers
+from pardata.model._ddp import ReadThroughDDP
+from pardata.model._dp import ReadThroughDP
+from pardata.model._exact import ExactModel, check_kernels, kernels
+from pardata.model._replication import Settings, Strategy
+from pardata.model._state_dict import LoadedKeys, load_sharded
+from pardata.model._unwrap import ShardedModule, layers, unwrap
+from pardata.ranks._arguments import check_module
+from pardata.ranks._logger import get_logger
+
+_log = get_logger(__name__)
+
+StrategyName: TypeAlias = Literal["auto", "none", "dp", "ddp", "fsdp", "exact"]
+
+
+class _Alone(Strategy):
+    name = "none"
+    is_collective = needs_group = False
+    takes_all = True  # lazy modules too
+
+    def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
+        if settings.here.size > 1:
+            text = "strategy 'none' in a world of %d: each rank trains a model of its own"
+            _log.warning(text, settings.here.size, ranks=[0], once=True)
+        return model
+
+
+class _Scattered(Strategy):
+    name = "dp"
+    wrapper = DataParallel
+    is_collective = needs_group = False
+
+    def check(self, model: nn.Module, settings: Settings) -> None:
+        super().check(model, settings)
+        size = settings.here.size
+        if size > 1 or settings.sync_batchnorm:
+            what = f"{size} processes" if size > 1 else "sync_batchnorm=True"
+            msg = (
+                f"strategy 'dp' must run in one process, without SyncBatchNorm, but has {what}: "
+                f"use 'ddp', with one process per GPU"
+            )
+            raise ValueError(msg)
+
+    def device(self, settings: Settings) -> torch.device | str:
+        ids = settings.options.get("device_ids")
+        # Without a GPU DataParallel ignores device_ids, and runs all the same.
+        if settings.device is None and ids and torch.cuda.is_available():
+            return torch.device("cuda", ids[0]) if isinstance(ids[0], int) else ids[0]
+        return super().device(settings)
+
+    def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
+        wrapped = ReadThroughDP(model, **settings.options)
+        if len(wrapped.device_ids) < 2:
+            has = f"strategy 'dp' did not scatter: it has {len(wrapped.device_ids)} GPU(s)"
+            _log.info("%s, and splits a batch over two or more", has, once=True)
+        return wrapped
+
+
+class _Replicated(Strategy):
+    name = "ddp"
+    wrapper = DistributedDataParallel
+
+    def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
+        model = _with_batch_norms(model, settings)
+        options = {"gradient_as_bucket_view": True, **settings.options}
+        # PyTorch's flag, by its new and its old name: ours replaces the broadcast it is for.
+        asked = [options.pop(name, None) for name in ("forward_sync_buffers", "broadcast_buffers")]
+        options[_sync_flag()] = False
+        devices = {parameter.device for parameter in model.parameters()}
+        if len(devices) == 1 and (only := devices.pop()).type != "cpu":
+            options.setdefault("device_ids", [only])
+        return ReadThroughDDP(model, sync_buffers=False not in asked, **options)
+
+
+class _Sharded(Strategy):
+    name = "fsdp"
+    wrapper = ShardedModule
+    takes_sharded_parts = True
+
+    def options_of(self) -> Callable[..., object]:
+        from torch.distributed.fsdp import fully_shard  # noqa: PLC0415  # half a second
+
+        return fully_shard
+
+    def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
+        from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415  # as above
+
+        model = _with_batch_norms(model, settings)
+        kind = next(model.parameters()).device.type
+        if kind == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):  # torch 2.6
+            msg = (
+                f"strategy 'fsdp' on a CPU needs a newer torch, but this is {torch.__version__}, "
+                f"whose fully_shard needs a GPU: install a newer one, or use 'ddp'"
+            )
+            raise RuntimeError(msg)
+        # fully_shard shards what each rank has; unlike DDP it does not begin from rank 0's weights.
+        _broadcast_weights(model)
+        # Inside torch.compile, as PyTorch advises: names and hooks are then those of the module.
+        size, module = settings.here.size, unwrap(model)
+        mesh = init_device_mesh(kind, (size,))
+        self.options_of()(module, **{"mesh": mesh, **settings.options})
+        if size > 1:
+            module.register_forward_hook(EqualBuffers())
+        return model
+
+    def load(self, model: nn.Module, state: object, *, strict: bool, assign: bool) -> LoadedKeys:
+        return load_sharded(unwrap(model), state, strict=strict, assign=assign)
+
+
+class _Exact(Strategy):
+    name = "exact"
+    wrapper = ExactModel
+    needs_group = False
+
+    def check(self, model: nn.Module, settings: Settings) -> None:
+        super().check(model, settings)
+        if settings.sync_batchnorm or any(map(is_synchronised, model.modules())):
+            msg = (
+                "`sync_batchnorm` must be False under strategy 'exact', but is True or was before: "
+                "make the model anew without it, for there batch norm takes the statistics of each "
+                "microbatch, which are the same at every world size"
+            )
+            raise ValueError(msg)
+
+    def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
+        wrapped = ExactModel(model, **settings.options)
+
+        def checked() -> Facts:
+            check_kernels(model)
+            return kernels(wrapped)
+
+        place = "wrap_model(strategy='exact')"
+        cure = "Start on machines and with versions that are alike, or use strategy 'ddp'."
+        require_same(place, agree(settings.here, place, checked), cure)
+        if settings.here.size > 1:
+            _broadcast_weights(model)
+        text = "strategy 'exact' computes with %d thread(s) on each rank, whatever their number"
+        _log.info(text, torch.get_num_threads(), once=True)
+        return wrapped
+
+    def state_dict(self, model: nn.Module) -> Mapping[str, Any]:
+        # With the wrapper's record in it of the kernels by which it was trained.
+        state: Mapping[str, Any] = replica_of(model).wrapper.state_dict()
+        return state
+
+
+NONE, DP, DDP, FSDP, EXACT = _Alone(), _Scattered(), _Replicated(), _Sharded(), _Exact()
+
+# In the order in which they are looked for in a model: what reduces gradients first.
+STRATEGIES: tuple[Strategy, ...] = (EXACT, DDP, FSDP, DP, NONE)
+
+
+def named(name: object) -> Strategy:
+    """Return the strategy of a name.
+
+    Raises:
+        ValueError: for a name that no strategy has.
+    """
+    for strategy in STRATEGIES:
+        if name == strategy.name:
+            return strategy
+    names = ", ".join(map(repr, get_args(StrategyName)))
+    msg = f"`strategy` must be one of {names}, but is {name!r}"
+    raise ValueError(msg)
+
+
+class Replica(NamedTuple):
+    """This rank's copy of a model, taken apart.
+
+    Attributes:
+        strategy: that keeps it equal to the others' copies.
+        wrapper: the layer of the model by which the strategy is known; under "none" the outermost.
+        module: the module inside all layers.
+    """
+
+    strategy: Strategy
+    wrapper: Any
+    module: nn.Module
+
+
+def replica_of(model: nn.Module) -> Replica:
+    """Take a model apart.
+
+    Raises:
+        TypeError: for what is no module.
+    """
+    check_module(model)
+    found = layers(model)
+    for strategy in STRATEGIES:
+        for layer in found:
+            if isinstance(layer, strategy.wrapper):
+                return Replica(strategy, layer, found[-1])
+    return Replica(NONE, model, found[-1])
+
+
+def strategy_of(model: nn.Module) -> Strategy:
+    """Return the strategy that `wrap_model`, or PyTorch's own class, has put around a model."""
+    return replica_of(model).strategy
+
+
+def _sync_flag() -> str:
+    new = "forward_sync_buffers"  # from torch 2.13 on, where the old name warns
+    known = inspect.signature(DistributedDataParallel).parameters
+    return new if new in known else "broadcast_buffers"
+
+
+def _with_batch_norms(model: nn.Module, settings: Settings) -> nn.Module:
+    """Return the model with batch norms over all ranks, if that was asked for."""
+    wanted = settings.sync_batchnorm and settings.here.size > 1
+    return with_synchronised_batch_norms(model) if wanted else model
+
+
+def _broadcast_weights(model: nn.Module) -> None:
+    """Let all ranks begin from rank 0's weights."""
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if not hasattr(tensor, "full_tensor"):  # sharded before: there is no copy to equalise
+                # As bytes: gloo of older torch knows no bool.
+                sent = tensor.data.contiguous()
+                dist.broadcast(sent.reshape(-1).view(torch.uint8), 0)
+                tensor.data.copy_(sent)

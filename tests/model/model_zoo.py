@@ -1,0 +1,67 @@
+"""What the tests of this folder share: models, batches, what ranks have of them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pardata import wrap_model
+
+FSDP_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
+needs_fsdp = pytest.mark.skipif(
+    not FSDP_ON_CPU, reason=f"fully_shard of torch {torch.__version__} needs a GPU"
+)
+TOGETHER = ["ddp", "fsdp"] if FSDP_ON_CPU else ["ddp"]
+
+
+class Net(nn.Module):
+    """Batch norm in the middle, as most image models; a child called as PyTorch's wrappers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = nn.Linear(4, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, rows):
+        return self.last(torch.relu(self.norm(self.module(rows))))
+
+
+class Smooth(nn.Module):
+    """No batch norm: the gradient of a batch is the mean of its samples' gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, rows):
+        return self.last(torch.tanh(self.first(rows)))
+
+
+def seeded(kind=Net, seed=0):
+    torch.manual_seed(seed)
+    return kind()
+
+
+def batch(rows=12, seed=0):
+    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def own(tensor):
+    """Return this rank's share."""
+    return tensor.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def wrapped_as(strategy, model, **options):
+    """Wrap under a strategy, or with ``torch.compile`` outside or inside."""
+    if strategy == "compiled":
+        return torch.compile(wrap_model(model), backend="eager")
+    if strategy == "compiled inside ddp":
+        return wrap_model(torch.compile(model, backend="eager"), "ddp")
+    if strategy == "dp":
+        options = {"device": "cpu", "device_ids": [], **options}
+    return wrap_model(model, strategy, **options)

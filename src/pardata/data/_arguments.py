@@ -1,6 +1,6 @@
 """What make_loader is given: one value, that is checked once, and then says all there is to say."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -58,6 +58,11 @@ class Arguments:
         return self.here.size if self.is_shared else 1
 
     @property
+    def rank(self) -> int:
+        """The number of this process among those."""
+        return self.here.rank if self.is_shared else 0
+
+    @property
     def trains(self) -> bool:
         """Whether the order says that this is training."""
         return self.shuffle or self.sampler is not None
@@ -102,13 +107,14 @@ def given(**arguments: Any) -> Arguments:
 
 def checked(args: Arguments) -> Arguments:
     """Return the arguments with nothing left open but the seed; raise where one is wrong."""
-    drop_last = args.trains if args.drop_last is None else args.drop_last
-    args = replace(args, drop_last=drop_last)
+    args = replace(args, drop_last=args.trains if args.drop_last is None else args.drop_last)
     for name in ("shuffle", "drop_last", "sharded", "reproducible"):
         check_flag(name, getattr(args, name))
-    _check_dataset(args)
+    for error in _wrong_data(args):
+        raise error
     args = replace(args, length=_length_of(args))
-    _check_sizes(args)
+    for error in _wrong_sizes(args):
+        raise error
     if args.seed is not None:
         check_integer("seed", args.seed)
     check_integer("prefetch", args.prefetch, least=0)
@@ -133,77 +139,61 @@ def _with_workers(args: Arguments) -> Arguments:
     workers = choose_workers(args.num_workers, args.dataset, args.here)
     _check_timeout(args.timeout, args.num_workers)
     persist = workers > 0 if args.persistent_workers is None else args.persistent_workers
+    found = replace(args, num_workers=workers, persistent_workers=persist)
+    if workers or args.num_workers != "auto":
+        return found
     # DataLoader refuses these without workers, and "auto" may find none on some ranks only.
-    if args.num_workers != "auto" or workers:
-        return replace(args, num_workers=workers, persistent_workers=persist)
-    return replace(
-        args,
-        num_workers=0,
-        timeout=0,
-        multiprocessing_context=None,
-        prefetch_factor=None,
-        persistent_workers=False,
-    )
+    none = {"multiprocessing_context": None, "prefetch_factor": None}
+    return replace(found, timeout=0, persistent_workers=False, **none)
 
 
-def _check_dataset(args: Arguments) -> None:
-    """Raise where the data set cannot be read, or not in the order that is asked for."""
-    dataset, kind = args.dataset, type(args.dataset).__name__
-    if isinstance(dataset, IterableDataset):
+def _wrong_data(args: Arguments) -> Iterator[Exception]:
+    """Yield why the data set cannot be read, or not in the order that is asked for."""
+    kind = type(args.dataset).__name__
+    if isinstance(args.dataset, IterableDataset):
         if args.trains:
-            msg = (
+            yield ValueError(
                 f"`shuffle` and `sampler` must be left out for an IterableDataset, whose order is "
                 f"its own, but are given for {kind}: shuffle inside the data set"
             )
-            raise ValueError(msg)
         return
     if args.sharded:
-        msg = (
+        yield ValueError(
             f"`sharded` must be False for a data set that has indices, which are shared out here, "
             f"but is True for {kind}: leave it out"
         )
-        raise ValueError(msg)
-    check_no_class(dataset)
-    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-        msg = (
+    check_no_class(args.dataset)
+    if not (hasattr(args.dataset, "__getitem__") and hasattr(args.dataset, "__len__")):
+        yield TypeError(
             f"`dataset` must have __getitem__ and __len__, or be an IterableDataset, but {kind} is "
             f"neither: write a map-style data set, whose samples have numbers that can be shared "
             f"out"
         )
-        raise TypeError(msg)
-    if args.sampler is not None:
-        _check_sampler(args.sampler, shuffle=args.shuffle)
-
-
-def _check_sampler(sampler: object, *, shuffle: bool) -> None:
+    sampler = args.sampler
     if isinstance(sampler, DistributedSampler):
-        msg = (
+        yield ValueError(
             "`sampler` must yield the order of the whole data set, but is a DistributedSampler, "
             "which yields one rank's part: leave it out and pass shuffle=True"
         )
-        raise ValueError(msg)
-    if not hasattr(sampler, "__len__"):
-        msg = (
-            f"`sampler` must have a length, but {type(sampler).__name__} has none: give it __len__"
-        )
-        raise TypeError(msg)
-    if shuffle:
-        msg = (
+    if sampler is not None and not hasattr(sampler, "__len__"):
+        name = type(sampler).__name__
+        yield TypeError(f"`sampler` must have a length, but {name} has none: give it __len__")
+    if sampler is not None and args.shuffle:
+        yield ValueError(
             "`shuffle` must be False with a `sampler`, which is the order, but is True: choose one"
         )
-        raise ValueError(msg)
 
 
 def _length_of(args: Arguments) -> int | None:
     if args.sharded:
         return None  # what a rank's part says of itself is not the length of the whole
-    measured = args.dataset if args.sampler is None else args.sampler
+    name = "dataset" if args.sampler is None else "sampler"
+    measured = getattr(args, name)
     try:
         return len(measured)
     except (TypeError, NotImplementedError) as error:
         if isinstance(error, TypeError) and isinstance(args.dataset, IterableDataset):
             return None  # it may have none
-        name = "dataset" if args.sampler is None else "sampler"
         msg = (
             f"`{name}` must know its length, but len() of {type(measured).__name__} failed: "
             f"{error}: let its __len__ return a whole number"
@@ -211,8 +201,8 @@ def _length_of(args: Arguments) -> int | None:
         raise TypeError(msg) from error
 
 
-def _check_sizes(args: Arguments) -> None:
-    """Raise where the batch size does not go with the world or the data set."""
+def _wrong_sizes(args: Arguments) -> Iterator[Exception]:
+    """Yield why the batch size does not go with the world or the data set."""
     batch_size, microbatch_size, length = args.batch_size, args.microbatch_size, args.length
     least = args.size if microbatch_size is None else 1
     why = ", one a rank, as it counts the samples of all ranks together" if least > 1 else ""
@@ -220,36 +210,27 @@ def _check_sizes(args: Arguments) -> None:
     if microbatch_size is not None:
         check_integer("microbatch_size", microbatch_size, least=1)
         if microbatch_size > batch_size:
-            msg = (
+            yield ValueError(
                 f"`microbatch_size` must be at most the `batch_size` of {batch_size}, of which it "
                 f"is a piece, but is {microbatch_size}: make it smaller"
             )
-            raise ValueError(msg)
+        if args.sharded:
+            yield ValueError(
+                f"`microbatch_size` must be left out with `sharded`, as the steps of such streams "
+                f"depend on the number of ranks, but is {microbatch_size}: choose one"
+            )
     if length is not None and args.drop_last and batch_size > length:
-        msg = (
+        yield ValueError(
             f"`batch_size` must be at most the {length} samples of the data set, as drop_last "
             f"would leave no batch, but is {batch_size}: make it smaller, or pass drop_last=False"
         )
-        raise ValueError(msg)
-    if args.trains and not args.drop_last and microbatch_size is None and length is not None:
-        _check_last_batch(length % batch_size, length, args.size)
-    if args.sharded and microbatch_size is not None:
-        msg = (
-            f"`microbatch_size` must be left out with `sharded`, as the steps of such streams "
-            f"depend on the number of ranks, but is {microbatch_size!r}: choose one"
-        )
-        raise ValueError(msg)
-
-
-def _check_last_batch(samples: int, length: int, size: int) -> None:
-    """Raise where the last batch of a shuffled epoch leaves ranks without samples."""
-    if 0 < samples < size:
-        msg = (
-            f"the last batch must have a sample for each of the {size} ranks, but has {samples} "
+    last = 0 if length is None else length % batch_size
+    if args.trains and not args.drop_last and microbatch_size is None and 0 < last < args.size:
+        yield ValueError(
+            f"the last batch must have a sample for each of the {args.size} ranks, but has {last} "
             f"of {length}: a rank without one would leave the others waiting for its gradient; "
             f"pass drop_last=True, `microbatch_size` or another batch_size"
         )
-        raise ValueError(msg)
 
 
 def _check_timeout(timeout: object, num_workers: object) -> None:

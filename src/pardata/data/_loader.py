@@ -16,7 +16,7 @@ from pardata.data._placement import Placement
 from pardata.data._plan import Plan, Step
 from pardata.data._position import Position, Recipe
 from pardata.data._request import Fetched
-from pardata.data._source import Source
+from pardata.data._source import Indexed, Streamed
 from pardata.data._whole_batches import is_read_whole
 from pardata.ranks._arguments import check_integer
 from pardata.ranks._logger import get_logger
@@ -44,7 +44,7 @@ class Loader:
         dataset: Dataset[Any],
         recipe: Recipe,
         plan: Plan,
-        source: Source,
+        source: Indexed | Streamed,
         placement: Placement,
     ) -> None:
         self.dataset = dataset
@@ -217,7 +217,8 @@ class Loader:
         self._has_spoken = True
         if stats["wait_seconds"] < _LONG or stats["wait_share"] < _LONG_SHARE:
             return
-        cures = f"more num_workers (now {self._source.options.workers}) read in parallel"
+        workers = 0 if self._source.workers is None else self._source.workers.loader.num_workers
+        cures = f"more num_workers (now {workers}) read in parallel"
         if not is_read_whole(self.dataset):
             cures += (
                 ", cache_dataset decodes once, and batch_transform does a whole batch at a time"

@@ -107,7 +107,8 @@ def _each(stands_at: Callable[[Tensor], Tensor]) -> LookUp:
             positions = torch.arange(runs[0].start, runs[-1].stop)
         else:
             positions = torch.cat([torch.arange(run.start, run.stop) for run in runs])
-        return stands_at(positions).split([len(run) for run in runs])
+        found: tuple[Tensor, ...] = stands_at(positions).split([len(run) for run in runs])
+        return found
 
     return look_up
 

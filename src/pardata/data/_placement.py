@@ -30,9 +30,9 @@ class Placement:
     def placed(self, fetched: Fetched) -> list[Any]:
         """Return the batches of a step on the device and transformed, one by one."""
         step, batches, _ = fetched
-        if self.device is None or self.device.type == "cpu":
-            if self.transform is None and not self.pins:
-                return batches
+        on_cpu = self.device is None or self.device.type == "cpu"
+        if on_cpu and self.transform is None and not self.pins:
+            return batches
         return [self._placed(batch, step, n) for n, batch in enumerate(batches, step.first)]
 
     def _placed(self, batch: Any, step: Step, microbatch: int) -> Any:

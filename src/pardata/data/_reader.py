@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,27 @@ from pardata.seeds._generators import (
 )
 
 _log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Collation:
+    """How samples that were read become a batch, and what is said of those that cannot be read."""
+
+    collate_fn: Callable[[list[Any]], Any] | None
+    seeds: Seeds
+    rank: int  # of this process, also where nothing is shared out
+
+    def batch_of(self, samples: Any, step: Step, microbatch: int) -> Any:
+        if self.collate_fn is None:
+            return default_collate(samples)
+        with self.seeds.around(User.COLLATE_FN, step, microbatch):
+            return self.collate_fn(samples)
+
+    def unreadable(self, what: str, error: Exception) -> RuntimeError:
+        """Return the error that says what could not be read, where, and what happened."""
+        worker = get_worker_info()
+        where = f"on rank {self.rank}" + (f", worker {worker.id}" if worker else "")
+        return RuntimeError(f"{what} could not be read {where}: {type(error).__name__}: {error}")
 
 
 class StandsForDataset:
@@ -44,18 +66,16 @@ class StandsForDataset:
 class Reader(StandsForDataset, Dataset[Any]):
     """A data set as the loader's workers see it: asked for a `Request`, it returns batches."""
 
-    def __init__(
-        self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, seeds: Seeds, rank: int
-    ) -> None:
-        self._collate = collate_fn
-        self._seeds = seeds
-        self._rank = rank
-        self._read_whole = whole_batch_reader(dataset) if collate_fn is None else None
+    def __init__(self, dataset: Any, collation: Collation) -> None:
+        self._collation = collation
+        self._seeds = seeds = collation.seeds
+        plainly = collation.collate_fn is None
+        self._read_whole = whole_batch_reader(dataset) if plainly else None
         # A Subset has __getitems__ whatever it is of, and would read one by one itself.
         self._by_items = hasattr(dataset, "__getitems__") and is_read_whole(dataset)
         per_sample = self._read_whole is None and not self._by_items
         # Shared, so that workers which are started anew for each epoch look only once.
-        self._looks_twice = torch.tensor(seeds.reproducible and per_sample and rank == 0)
+        self._looks_twice = torch.tensor(seeds.reproducible and per_sample and collation.rank == 0)
         self._looks_twice.share_memory_()
         self._drawn_from: list[Default] = []  # the generators that the data set has been seen using
         self.dataset = dataset
@@ -81,11 +101,11 @@ class Reader(StandsForDataset, Dataset[Any]):
         if self._by_items:
             with self._seeds.around(User.GETITEMS, step, microbatch):
                 samples = self._got(self.dataset.__getitems__, indices)
-            if not isinstance(samples, list) and self._collate is None:
+            if not isinstance(samples, list) and self._collation.collate_fn is None:
                 return samples  # a whole batch: PyTorch's protocol has a list of samples
         else:
             samples = self._samples(step.epoch, indices)
-        return collated(samples, self._collate, self._seeds, step, microbatch)
+        return self._collation.batch_of(samples, step, microbatch)
 
     def _samples(self, epoch: int, indices: Sequence[Any]) -> list[Any]:
         """Return samples, each read with the generators seeded for it.
@@ -117,7 +137,7 @@ class Reader(StandsForDataset, Dataset[Any]):
             many = isinstance(index, Sequence | Tensor)
             numbers = index.tolist() if isinstance(index, Tensor) else index
             what = f"{'samples' if many else 'sample'} {numbers}"
-            raise unreadable(what, self._rank, error) from error
+            raise self._collation.unreadable(what, error) from error
 
     def _warn_of_a_generator_of_its_own(self, request: Request) -> None:
         """Read one sample twice under one seed: what differs is not reproducible."""
@@ -137,24 +157,3 @@ class Reader(StandsForDataset, Dataset[Any]):
                 index,
                 type(self.dataset).__name__,
             )
-
-
-def collated(
-    samples: Any,
-    collate_fn: Callable[[list[Any]], Any] | None,
-    seeds: Seeds,
-    step: Step,
-    microbatch: int,
-) -> Any:
-    """Return the batch of `samples`."""
-    if collate_fn is None:
-        return default_collate(samples)
-    with seeds.around(User.COLLATE_FN, step, microbatch):
-        return collate_fn(samples)
-
-
-def unreadable(what: str, rank: int, error: Exception) -> RuntimeError:
-    """Return the error that says what could not be read, where, and what happened."""
-    worker = get_worker_info()
-    where = f"on rank {rank}" + (f", worker {worker.id}" if worker else "")
-    return RuntimeError(f"{what} could not be read {where}: {type(error).__name__}: {error}")

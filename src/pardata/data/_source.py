@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
 
 from pardata.data._order import Order, Requests
@@ -18,103 +17,64 @@ from pardata.seeds._mix import mix
 
 
 @dataclass(frozen=True)
-class WorkerOptions:
-    """What a ``DataLoader`` needs to know beside what it reads."""
+class Workers:
+    """The ``DataLoader`` that reads for us, and the seed of its workers."""
 
-    of_workers: dict[str, Any]
-    pin_memory: bool
+    loader: DataLoader[Fetched]
     seed: int
     rank: int
 
-    @property
-    def workers(self) -> int:
-        """How many of them there are."""
-        number: int = self.of_workers["num_workers"]
-        return number
-
-    def loader(self, read: Any, sampler: Any = None) -> DataLoader[Fetched] | None:
-        """Return what reads for us; None where we read ourselves.
-
-        Without workers ``DataLoader`` does the same, and takes 90 microseconds a batch for it.
-        """
-        if not (self.workers or self.pin_memory):
-            return None
-        return DataLoader(
-            read,
-            batch_size=None,  # what is read of a step is a batch already
-            sampler=sampler,
-            collate_fn=_as_it_is,
-            pin_memory=self.pin_memory,
-            generator=torch.Generator(),
-            **self.of_workers,
-        )
-
-    def begun(self, loader: DataLoader[Fetched], epoch: int) -> Iterator[Fetched]:
-        """Return what `loader` reads of this epoch; its workers begin at once."""
+    def begun(self, epoch: int) -> Iterator[Fetched]:
+        """Return what they read of this epoch; they begin at once."""
         # From here it draws its workers' seed, and so leaves the user's generator be.
-        loader.generator.manual_seed(mix(self.seed, epoch, self.rank))
-        return iter(loader)
+        self.loader.generator.manual_seed(mix(self.seed, epoch, self.rank))
+        return iter(self.loader)
 
 
-class Source(Protocol):
-    """Yields what is read of the steps of an epoch."""
-
-    order: Order | None
-    options: WorkerOptions
-
-    def steps(self, start: Position) -> Iterator[Fetched]:
-        """Yield the steps after `start`."""
-        ...
-
-
+@dataclass(frozen=True)
 class Indexed:
-    """The steps of a data set that has indices."""
+    """The steps of a data set that has indices; without `workers`, they are read here."""
 
-    def __init__(self, reader: Reader, requests: Requests, options: WorkerOptions) -> None:
-        self.order: Order | None = requests.order
-        self.options = options
-        self._reader = reader
-        self._requests = requests
-        self._loader = options.loader(reader, requests)
+    reader: Reader
+    requests: Requests
+    workers: Workers | None
+
+    @property
+    def order(self) -> Order | None:
+        """In which order an epoch goes through the data set."""
+        return self.requests.order
 
     def steps(self, start: Position) -> Iterator[Fetched]:
         """Yield the steps after `start`. Collective where the order is a sampler's."""
-        self._requests.start_at(*start)
-        if self._loader is None:
-            return map(self._reader.__getitem__, self._requests)
-        return self.options.begun(self._loader, start.epoch)
+        self.requests.start_at(*start)
+        if self.workers is None:
+            return map(self.reader.__getitem__, self.requests)
+        return self.workers.begun(start.epoch)
 
 
+@dataclass(frozen=True)
 class Streamed:
-    """The steps of a stream: they end when all ranks have come to the end of theirs."""
+    """The steps of a stream: they end when all `ranks`, if there are others, are at their end."""
 
+    stream: Stream
+    workers: Workers | None
+    ranks: World | None
     order: Order | None = None
-
-    def __init__(self, stream: Stream, options: WorkerOptions, ranks: World | None) -> None:
-        self.options = options
-        self._stream = stream
-        self._ranks = ranks
-        self._loader = options.loader(stream)
 
     def steps(self, start: Position) -> Iterator[Fetched]:
         """Yield the steps after `start`. Collective, at each step, where there are ranks."""
-        stream, batch_size = self._stream, self._stream.plan.batch_size
-        first = -(-start.delivered // batch_size)
+        stream, plan = self.stream, self.stream.plan
+        first = -(-start.delivered // plan.batch_size)
         # Of streams that differ only reading again tells which worker delivered how much of its.
         again = first if stream.is_sharded else 0
         stream.start_at(start.epoch, 0 if again else start.delivered)
-        read = self._loader
-        fetched = iter(stream) if read is None else self.options.begun(read, start.epoch)
+        fetched = iter(stream) if self.workers is None else self.workers.begun(start.epoch)
         if not stream.is_sharded:
             fetched = alike(fetched, first)
-        if self._ranks is not None:
-            fetched = together(
-                fetched,
-                self._ranks,
-                sharded=stream.is_sharded,
-                drop_last=stream.plan.drop_last,
-            )
-        return _after(fetched, again, batch_size) if again else fetched
+        if self.ranks is not None:
+            sharded, drop_last = stream.is_sharded, plan.drop_last
+            fetched = together(fetched, self.ranks, sharded=sharded, drop_last=drop_last)
+        return _after(fetched, again, plan.batch_size) if again else fetched
 
 
 def _after(fetched: Iterator[Fetched], again: int, batch_size: int) -> Iterator[Fetched]:
@@ -126,5 +86,6 @@ def _after(fetched: Iterator[Fetched], again: int, batch_size: int) -> Iterator[
     yield from fetched
 
 
-def _as_it_is(fetched: Any) -> Any:
+def as_it_is(fetched: Any) -> Any:
+    """Return what is a batch already: in place of a ``collate_fn``."""
     return fetched

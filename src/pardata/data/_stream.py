@@ -1,7 +1,7 @@
 """Iterable data sets: each sample on one rank and one worker, in the same steps at every size."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import count, islice
 from typing import Any
@@ -12,8 +12,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from pardata.collective._tree import leaves
 from pardata.data._plan import Plan, Step, share
-from pardata.data._reader import StandsForDataset, collated, unreadable
-from pardata.data._request import Fetched, Seeds
+from pardata.data._reader import Collation, StandsForDataset
+from pardata.data._request import Fetched
 from pardata.seeds._generators import kept_generators, seed_generators
 from pardata.seeds._mix import mix
 
@@ -27,20 +27,10 @@ class Stream(StandsForDataset, IterableDataset[Fetched]):
     that no other yields: they are batched as they come.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        collate_fn: Callable[[list[Any]], Any] | None,
-        seeds: Seeds,
-        plan: Plan,
-        rank: int,
-        sharded: bool,  # noqa: FBT001  # like the others, which are not for users either
-    ) -> None:
+    def __init__(self, dataset: Any, collation: Collation, plan: Plan, *, sharded: bool) -> None:
         self.plan = plan
         self.is_sharded = sharded
-        self._collate = collate_fn
-        self._seeds = seeds
-        self._rank = rank  # that of the process, also where nothing is shared out
+        self._collation = collation
         # After which sample to begin, also for workers that live on: they have copies of all else.
         self._start = torch.zeros(2, dtype=torch.int64).share_memory_()
         self.dataset = dataset
@@ -61,7 +51,7 @@ class Stream(StandsForDataset, IterableDataset[Fetched]):
         self, epoch: int, delivered: int, worker_id: int, workers: int
     ) -> Iterator[Fetched]:
         batch_size = self.plan.batch_size
-        samples = _Seeded(self.dataset, self._seeds.seed, epoch, self._rank)
+        samples = _Seeded(self.dataset, self._collation, epoch)
         skipped = samples.skip(delivered)
         if skipped < delivered:
             raise not_of_this_stream(delivered, f"it ended after {skipped}")
@@ -85,8 +75,7 @@ class Stream(StandsForDataset, IterableDataset[Fetched]):
         plan = self.plan
         rows = len(share(plan.batch_size, plan.rank, plan.size))
         # A worker of its own seed, as the data set is to yield other samples in each.
-        seed = mix(self._seeds.seed, plan.rank, worker_id)
-        samples = _Seeded(self.dataset, seed, epoch, self._rank)
+        samples = _Seeded(self.dataset, self._collation, epoch, plan.rank, worker_id)
         for number in count(worker_id, workers):
             read = samples.take(rows)
             if not read or (len(read) < rows and plan.drop_last):
@@ -96,9 +85,9 @@ class Stream(StandsForDataset, IterableDataset[Fetched]):
             yield self._fetched(step, [range(len(read))], read)
 
     def _fetched(self, step: Step, runs: list[range], read: list[Any], digest: str = "") -> Fetched:
-        with kept_generators() if self._seeds.reproducible else nullcontext():
+        with kept_generators() if self._collation.seeds.reproducible else nullcontext():
             batches = [
-                collated([read[i] for i in run], self._collate, self._seeds, step, microbatch)
+                self._collation.batch_of([read[i] for i in run], step, microbatch)
                 for microbatch, run in enumerate(runs, step.first)
             ]
         return Fetched(step, batches, digest)
@@ -107,9 +96,10 @@ class Stream(StandsForDataset, IterableDataset[Fetched]):
 class _Seeded:
     """Samples of a stream, each drawn under a seed of its own, wherever and by whom it is read."""
 
-    def __init__(self, dataset: Any, seed: int, epoch: int, rank: int) -> None:
-        self._key = mix(seed, epoch)
-        self._rank = rank
+    def __init__(self, dataset: Any, collation: Collation, epoch: int, *own: int) -> None:
+        seed = collation.seeds.seed
+        self._key = mix(mix(seed, *own) if own else seed, epoch)
+        self._collation = collation
         self._drawn = 0
         with kept_generators():
             seed_generators(self._key)
@@ -117,7 +107,7 @@ class _Seeded:
                 self._samples = iter(dataset)
             except Exception as error:  # user code: whatever it raises, say where
                 what = "the stream"
-                raise unreadable(what, rank, error) from error
+                raise collation.unreadable(what, error) from error
 
     def skip(self, most: int) -> int:
         """Read the next `most` samples, or as many as there are; keep none, return how many."""
@@ -139,7 +129,7 @@ class _Seeded:
                 return
             except Exception as error:  # as above
                 what = f"sample {self._drawn - 1} of the stream"
-                raise unreadable(what, self._rank, error) from error
+                raise self._collation.unreadable(what, error) from error
             yield sample
 
 

@@ -143,7 +143,7 @@ def _with_workers(args: Arguments) -> Arguments:
     if workers or args.num_workers != "auto":
         return found
     # DataLoader refuses these without workers, and "auto" may find none on some ranks only.
-    none = {"multiprocessing_context": None, "prefetch_factor": None}
+    none: dict[str, Any] = {"multiprocessing_context": None, "prefetch_factor": None}
     return replace(found, timeout=0, persistent_workers=False, **none)
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
@@ -139,7 +140,10 @@ class CachedDataset(ReadsBatches):
         self._map()
         self._sample: Any = first.whole
         self._sample = self[0]  # whose parts do not hang on to the source's memory
-        self._batch: Any = default_collate([self._sample])
+        # Of no values, as there are numbers that DataLoader refuses.
+        self._batch: Any = default_collate(
+            [filled(self._sample, [torch.zeros(())] * len(self._order))]
+        )
         # The commonest form of all, which need not be walked through at each batch.
         self._is_flat = type(self._batch) is list and all(
             isinstance(column, Tensor) for column in self._batch

@@ -376,7 +376,7 @@ def test_ranks_with_other_data_sets_are_told_and_none_hangs(tmp_path, monkeypatc
             "Pass the same data set on every rank."
         )
         assert "but `the class` differ:\n" in found["class"].text
-        assert "Subset of test_caching.Samples" in found["class"].text
+        assert "Subset of cache_zoo.Samples" in found["class"].text
         if rank == 1:
             assert found["empty"].type == "ValueError"
             assert found["shape"].type == "RuntimeError"

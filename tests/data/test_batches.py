@@ -1,4 +1,4 @@
-"""Batches of any kind, moved and emptied. The "meta" device stands in for a GPU."""
+"""What becomes of a batch of any kind: read, moved, emptied. The "meta" device stands for a GPU."""
 
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from types import MappingProxyType
@@ -6,12 +6,16 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from torch.nn.utils.rnn import pack_sequence
+from data_zoo import Numbers, loader_of, steps
+from on_ranks import caught, run
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils.data import Subset, TensorDataset, get_worker_info
 
 from pardata import Microbatches
-from pardata.data._batch import emptied, moved, pinned, rows_of, tensors_of
+from pardata.data._batch import pinned, tensors_of
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
+Point = namedtuple("Point", ["x", "y"])  # noqa: PYI024  # the untyped kind must work too
 
 
 class Pair(NamedTuple):
@@ -22,17 +26,14 @@ class Pair(NamedTuple):
 class Graph:
     """A batch of a kind of its own."""
 
-    device = CPU
+    def __init__(self, device=CPU):
+        self.device = device
 
     def to(self, device):
-        graph = Graph()
-        graph.device = device
-        return graph
+        return Graph(device)
 
 
-def test_a_batch_for_the_cpu_is_left_as_it_is():
-    batch = [torch.ones(2), object()]
-    assert moved(batch, CPU) is batch
+# --- moved ---
 
 
 def test_what_is_on_the_cpu_is_pinned_and_all_else_stays_where_it_is(monkeypatch):
@@ -52,105 +53,116 @@ class Pinnable:
         return "pinned"
 
 
-def test_tensors_are_moved_at_any_depth():
-    batch = {"a": [torch.ones(2), (torch.ones(1), "text")], "b": 3}
-    there = moved(batch, OTHER)
-    assert there["a"][0].device == there["a"][1][0].device == OTHER
-    assert there["a"][1][1] == "text"
-    assert there["b"] == 3
-    assert batch["a"][0].device == CPU
+def moved(batch):
+    return next(iter(loader_of(1, 1, collate_fn=lambda _: batch, device=OTHER)))
 
 
-def test_an_object_is_moved_by_its_own_method():
-    assert moved([Graph()], OTHER)[0].device == OTHER
-
-
-def test_an_object_without_such_a_method_stays():
+def test_tensors_are_moved_at_any_depth_and_objects_by_their_own_method():
     thing = object()
-    assert moved([thing], OTHER) == [thing]
-
-
-def test_a_packed_sequence_is_moved_as_a_whole():
+    packed = pack_sequence([torch.ones(2)])
+    batch = {"a": [torch.ones(2), (torch.ones(1), "text")], "b": 3, "c": [Graph(), thing, packed]}
+    there = moved(batch)
+    assert there["a"][0].device == there["a"][1][0].device == OTHER
+    assert (there["a"][1][1], there["b"]) == ("text", 3)
+    assert there["c"][0].device == OTHER
+    assert there["c"][1] is thing
     # Its batch sizes must stay on the CPU: its parts cannot be moved one by one.
-    packed = moved((pack_sequence([torch.ones(2)]), 1), OTHER)[0]
-    assert packed.data.device == OTHER
-    assert packed.batch_sizes.device == CPU
+    assert (there["c"][2].data.device, there["c"][2].batch_sizes.device) == (OTHER, CPU)
+    assert batch["a"][0].device == batch["c"][0].device == CPU
 
 
-def change(kind, batch):
-    return emptied(batch) if kind == "emptied" else moved(batch, OTHER)
+@pytest.mark.parametrize("device", ["auto", None, "cpu", torch.device("cpu")])
+def test_on_a_cpu_batches_are_left_as_they_were_read(device):
+    made = []
+
+    def collate(samples):
+        made.append({"x": [torch.tensor(samples), object()]})
+        return made[-1]
+
+    for number, batch in enumerate(loader_of(7, 3, collate_fn=collate, device=device)):
+        assert batch is made[number]
 
 
-@pytest.mark.parametrize("kind", ["emptied", "moved"])
-def test_containers_keep_their_type(kind):
-    point = namedtuple("point", ["x", "y"])  # noqa: PYI024  # the untyped kind must work too
-    tensor = torch.ones(2, 3)
-    assert type(change(kind, (tensor,))) is tuple
-    assert type(change(kind, [tensor])) is list
-    assert type(change(kind, {"a": tensor})) is dict
-    assert type(change(kind, OrderedDict(a=tensor))) is OrderedDict
-    assert type(change(kind, UserDict(a=tensor))) is UserDict
-    assert type(change(kind, point(tensor, [tensor]))) is point
-    assert type(change(kind, Pair(tensor, []))) is Pair
-    assert change(kind, ()) == ()
-    assert change(kind, []) == []
-    assert change(kind, {}) == {}
+# --- without rows ---
+
+CONTAINERS = [
+    (torch.ones(2, 3),),
+    [torch.ones(2)],
+    {"a": torch.ones(2)},
+    OrderedDict(a=torch.ones(2)),
+    UserDict(a=torch.ones(2)),
+    defaultdict(list, a=torch.ones(2)),
+    Point(torch.ones(2), [torch.ones(2)]),
+    Pair(torch.ones(2), []),
+    (),
+    [],
+    {},
+    MappingProxyType({"a": torch.ones(2)}),
+]
+PLAIN = [
+    *(torch.ones(4, 3, 2, dtype=torch.float16), torch.zeros(4, dtype=torch.bool)),
+    *(torch.ones(0, 3), ["a", "b"], ("a", b"b"), [torch.ones(1), ("a",)]),
+]
+REFUSED = [
+    (object(), "object"),
+    (3, "int"),
+    ([torch.ones(1), None], "NoneType"),
+    ({"a": [1.5]}, "float"),
+    ("text", "str"),
+    (torch.tensor(3), "Tensor without dimensions"),
+    (pack_sequence([torch.ones(2)]), "PackedSequence"),
+    (Pair("a", "b"), "str"),
+]
 
 
-@pytest.mark.parametrize("kind", ["emptied", "moved"])
-def test_a_defaultdict_keeps_its_factory_and_the_input_its_values(kind):
-    batch = defaultdict(list, a=torch.ones(2))
-    changed = change(kind, batch)
-    assert changed.default_factory is list
-    assert list(changed) == ["a"]
-    assert batch["a"].shape == (2,)
-    assert batch["a"].device == CPU
+def _emptied(batches):
+    """Return what a rank without samples gets of each, or the error of all ranks."""
+    loaders = [loader_of(1, 2, collate_fn=lambda _, b=batch: b) for batch in batches]
+    return [caught(next, iter(loader)) for loader in loaders]
 
 
-def test_a_read_only_mapping_becomes_a_dict():
-    assert emptied(MappingProxyType({"a": torch.ones(2)}))["a"].shape == (0,)
+def kinds_of(batch):
+    """Return the types of a batch and of all that is in it."""
+    if isinstance(batch, dict | UserDict):
+        return type(batch), [kinds_of(value) for value in batch.values()]
+    if isinstance(batch, list | tuple):
+        return type(batch), [kinds_of(value) for value in batch]
+    return type(batch)
 
 
-def test_emptied_tensors_keep_dtype_and_other_dimensions():
-    batch = [torch.ones(4, 3, 2, dtype=torch.float16), torch.zeros(4, dtype=torch.bool)]
-    image, label = emptied(batch)
-    assert (image.shape, image.dtype) == ((0, 3, 2), torch.float16)
-    assert (label.shape, label.dtype) == ((0,), torch.bool)
-    assert batch[0].shape == (4, 3, 2)
+def test_a_batch_without_rows_keeps_its_containers():
+    _, found = run(_emptied, CONTAINERS[:-1], world_size=2)
+    for batch, whole in zip(found, CONTAINERS, strict=False):
+        assert kinds_of(batch) == kinds_of(whole)
+    assert found[5].default_factory is list
+    assert found[0][0].shape == (0, 3)
+    assert moved(CONTAINERS[-1]).keys() == {"a"}  # a read-only mapping becomes a dict
 
 
-def test_emptied_strings_are_no_strings():
-    assert emptied(["a", "b"]) == []
-    assert emptied(("a", b"b")) == ()
-    assert emptied([torch.ones(1), ("a",)])[1] == ()
+def test_tensors_without_rows_keep_their_dtype_and_strings_are_none():
+    _, (halves, flags, empty, names, others, both) = run(_emptied, PLAIN, world_size=2)
+    assert (halves.shape, halves.dtype) == ((0, 3, 2), torch.float16)
+    assert (flags.shape, flags.dtype, empty.shape) == ((0,), torch.bool, (0, 3))
+    assert (names, others, both[1]) == ([], (), ())
 
 
-def test_emptied_empty_batches_stay_empty():
-    assert emptied(torch.ones(0, 3)).shape == (0, 3)
-    assert emptied([]) == []
+def test_what_has_no_rows_is_refused_on_every_rank_with_a_cure():
+    for found in run(_emptied, [batch for batch, _ in REFUSED], world_size=2):
+        for raised, (_, kind) in zip(found, REFUSED, strict=True):
+            assert raised.type == "TypeError"
+            assert raised.text == (
+                f"a batch must be made of tensors, dicts, lists and tuples for a rank to get none "
+                f"of its rows, but this one holds a {kind}: use drop_last=True, or a batch size "
+                f"that leaves every rank a sample"
+            )
 
 
-@pytest.mark.parametrize(
-    ("batch", "kind"),
-    [
-        (object(), "object"),
-        (3, "int"),
-        ([torch.ones(1), None], "NoneType"),
-        ({"a": [1.5]}, "float"),
-        ("text", "str"),
-        (torch.tensor(3), "Tensor without dimensions"),
-        (pack_sequence([torch.ones(2)]), "PackedSequence"),
-        (Pair("a", "b"), "str"),
-    ],
-)
-def test_what_has_no_rows_is_refused_with_a_cure(batch, kind):
-    with pytest.raises(TypeError) as caught:
-        emptied(batch)
-    assert str(caught.value) == (
-        f"a batch must be made of tensors, dicts, lists and tuples for a rank to get none of its "
-        f"rows, but this one holds a {kind}: use drop_last=True, or a batch size that "
-        f"leaves every rank a sample"
-    )
+def test_alone_a_packed_sequence_is_a_batch_like_any_other():
+    (batch,) = loader_of(1, 1, collate_fn=lambda _: pack_sequence([torch.ones(2)]))
+    assert isinstance(batch, PackedSequence)
+
+
+# --- what is in it, as `backward` and the streams of a GPU ask ---
 
 
 def found_in(batch):
@@ -159,28 +171,97 @@ def found_in(batch):
 
 def test_tensors_are_found_in_order_and_once_each_however_they_are_nested():
     one, two, three = (torch.tensor(number) for number in (1, 2, 3))
+    own = Graph()
+    own.nodes, own.self = [two, own], own
     assert found_in({"a": one, "b": [two, (three,)]}) == [1, 2, 3]
     assert found_in([one, "text", one, Pair(two, [three])]) == [1, 2, 3]
-
-
-def test_a_stand_in_is_found_too_for_it_is_run_like_the_others():
-    # On a GPU its memory must not be taken by the stream that runs ahead.
+    assert found_in([own, UserDict(a=one, b=three)]) == [2, 1, 3]
     where = {"epoch": 0, "step": 0, "first": 1, "counts": (2, 2, 2)}
-    assert found_in(Microbatches([], **where, stand_in=[torch.tensor(7)])) == [7]
-    own = Microbatches([torch.tensor(1), torch.tensor(2)], **where)
-    assert found_in(own) == [1, 2]
+    assert found_in(Microbatches([one, two], **where)) == [1, 2]
+    # On a GPU its memory must not be taken by the stream that runs ahead.
+    assert found_in(Microbatches([], **where, stand_in=[three])) == [3]
 
 
-# --- rows ---
+# --- rows of data that are on another device ---
 
 
 @pytest.mark.parametrize("index", [5, -6])
 def test_an_index_out_of_range_is_told_before_it_reaches_another_device(index):
-    # There it would be no error but the end of the process: "meta" stands for a GPU.
-    with pytest.raises(IndexError, match=f"index {index} is out of range for 5 samples"):
-        rows_of(torch.empty(5, 2, device="meta"), torch.tensor([1, index]))
+    # There it would be no error but the end of the process.
+    data = TensorDataset(torch.empty(5, 2, device=OTHER))
+    with pytest.raises(RuntimeError, match=f"index {index} is out of range for 5 samples"):
+        list(loader_of(data, 2, sampler=[1, index], device=None))
+    ((rows,),) = loader_of(data, 2, sampler=[1, -5], device=None)
+    assert (rows.device, rows.shape) == (OTHER, (2, 2))
 
 
-def test_rows_may_be_on_another_device_than_their_indices():
-    rows = rows_of(torch.empty(5, 2, device="meta"), torch.tensor([1, -5]))
-    assert (rows.device.type, rows.shape) == ("meta", (2, 2))
+# --- data sets that read a whole batch ---
+
+
+class Whole(Numbers):
+    """Indexed by whole batches, of which it makes what `form` says."""
+
+    def __init__(self, form=list):
+        super().__init__(10)
+        self.form = form
+
+    def __getitem__(self, index):
+        raise AssertionError
+
+    def __getitems__(self, indices):
+        return self.form([indices_ok(index) ** 2 for index in indices])
+
+
+def indices_ok(index):
+    assert type(index) is int  # as those of a list are
+    return index
+
+
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_a_data_set_that_reads_whole_batches_is_asked_for_them(reproducible):
+    options = {"sampler": [3, 1, 2], "drop_last": False, "reproducible": reproducible}
+    assert steps(loader_of(Whole(), 2, **options)) == [[9, 1], [4]]
+    assert list(loader_of(Whole(), 2, collate_fn=sum, **options)) == [10, 4]
+    subset = Subset(Subset(Whole(), [5, 6, 7]), [2, 1])
+    assert steps(loader_of(subset, 2, reproducible=reproducible)) == [[49, 36]]
+
+
+def test_the_samples_of_a_whole_batch_are_collated_and_a_batch_is_taken_as_it_is():
+    def first(form, **options):
+        return next(iter(loader_of(Whole(form), 2, sampler=[2, 1], **options)))
+
+    collated = first(lambda numbers: [(number, number / 2) for number in numbers])
+    assert [part.tolist() for part in collated] == [[4, 1], [2.0, 0.5]]
+    assert first(torch.tensor).tolist() == [4, 1]
+    assert first(lambda numbers: {"x": numbers}) == {"x": [4, 1]}
+    assert first(lambda numbers: (numbers, len(numbers))) == ([4, 1], 2)
+    assert first(tuple, collate_fn=sum) == 5  # a collate_fn has the last word
+
+
+def test_an_error_in_a_whole_batch_names_its_samples_and_in_a_subset_of_others_the_sample():
+    with pytest.raises(RuntimeError, match=r"^samples \[0, 4\] could not be read on rank 0: Index"):
+        list(loader_of(Subset(Whole(), [1]), 2, sampler=[0, 4]))
+    for indices in ([0, 4], [0, -9]):
+        with pytest.raises(RuntimeError, match=r"^samples \[0, .*\] could .* rank 0: IndexError"):
+            list(loader_of(TensorDataset(torch.arange(3)), 2, sampler=indices))
+    with pytest.raises(RuntimeError, match=r"^sample 1 could not be read on rank 0: KeyError"):
+        list(loader_of(Subset({0: 0}, [0, 5]), 2))
+
+
+def _seen_by_a_worker(worker):
+    through = get_worker_info().dataset
+    through.offset = 10 * through.scale + len(through.dataset)
+    assert not hasattr(through, "colour")
+
+
+class Scaled(Numbers):
+    scale, offset = 2, 0
+
+    def __getitem__(self, index):
+        return index + self.offset
+
+
+@pytest.mark.parametrize("options", [{}, {"multiprocessing_context": "spawn"}])
+def test_the_attributes_of_the_data_set_are_seen_and_set_where_a_worker_finds_it(options):
+    loader = loader_of(Scaled(4), 2, num_workers=1, worker_init_fn=_seen_by_a_worker, **options)
+    assert steps(loader) == [[24, 25], [26, 27]]

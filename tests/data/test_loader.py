@@ -1,12 +1,12 @@
 """The loader: the same steps at every world size, epochs that advance, shares without rows."""
 
-import random
 from collections import namedtuple
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from data_zoo import ERRORS, Drawing, Numbers, loader_of, states, steps
 from on_ranks import Raised, caught, run
 from places import SHARED_DATA
 from torch.utils.data import Dataset, TensorDataset
@@ -16,7 +16,7 @@ from pardata import make_loader
 Point = namedtuple("Point", ["x", "name"])  # noqa: PYI024  # the untyped kind must work too
 
 
-class Samples(Dataset):
+class Samples(Numbers):
     """Of one kind, of which a batch is recognised."""
 
     def __init__(self, length, kind="number"):
@@ -39,36 +39,9 @@ class Samples(Dataset):
         }[self.kind]
 
 
-class Failing(Samples):
-    def __init__(self, error):
-        super().__init__(6)
-        self.error = error
-
-    def __getitem__(self, index):
-        if index == 4:
-            raise self.error
-        return index
-
-
-class Drawing(Samples):
-    """Draws from the default generators, as augmentations do."""
-
-    def __getitem__(self, index):
-        return random.random() + np.random.rand() + torch.rand(()).item()  # noqa: NPY002  # as users do
-
-
-class TwoArguments(Exception):  # noqa: N818  # a user's own
-    def __init__(self, code, text):
-        super().__init__(f"{code}: {text}")
-
-
 class OwnBatch:
     def __init__(self, samples):
         self.samples = samples
-
-
-def steps(loader):
-    return [batch.tolist() for batch in loader]
 
 
 def on_every_rank(fn, size, *args):
@@ -77,69 +50,6 @@ def on_every_rank(fn, size, *args):
 
 
 # --- the same at every world size ---
-
-
-def _many_loaders():
-    found = []
-    for length, batch_size, shuffle, drop_last in [
-        (23, 5, True, None),
-        (23, 5, False, None),
-        (23, 5, False, True),
-        (24, 4, True, False),
-        (9, 8, False, None),
-        (3, 5, False, None),
-    ]:
-        loader = make_loader(
-            Samples(length),
-            batch_size,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            seed=1,
-            num_workers=0,
-        )
-        found.append([steps(loader) for _ in range(3)])
-    return found
-
-
-def test_every_step_of_every_epoch_is_the_same_samples_at_every_world_size():
-    (alone,) = on_every_rank(_many_loaders, 1)
-    for size in (2, 3, 4):
-        ranks = run(_many_loaders, world_size=size)
-        for i, epochs in enumerate(alone):
-            for e, whole_steps in enumerate(epochs):
-                for k, whole in enumerate(whole_steps):
-                    shares = [found[i][e][k] for found in ranks]
-                    assert [sample for share in shares for sample in share] == whole
-                    counts = [len(share) for share in shares]
-                    assert max(counts) - min(counts) <= 1
-                assert {len(found[i][e]) for found in ranks} == {len(whole_steps)}
-
-
-def test_a_shuffled_epoch_is_new_each_time_and_drops_only_the_tail():
-    loader = make_loader(Samples(23), 5, shuffle=True, seed=1, num_workers=0)
-    epochs = [steps(loader) for _ in range(3)]
-    assert len({str(epoch) for epoch in epochs}) == 3
-    for epoch in epochs:
-        seen = [sample for batch in epoch for sample in batch]
-        assert len(set(seen)) == len(seen) == 20
-
-
-def _epochs_with_workers(workers):
-    loader = make_loader(Samples(10), 4, shuffle=True, seed=2, num_workers=workers)
-    found = [steps(loader) for _ in range(2)]
-    for _ in loader:
-        break
-    found.append(steps(loader))
-    loader.set_epoch(1)
-    return [*found, steps(loader)]
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_workers_persist_over_epochs_and_change_nothing(size):
-    with_workers = on_every_rank(_epochs_with_workers, size, 2)
-    assert with_workers == on_every_rank(_epochs_with_workers, size, 0)
-    for _, second, fourth, second_again in with_workers:
-        assert second == second_again != fourth
 
 
 def _mnist_seen():
@@ -200,25 +110,6 @@ def test_the_epoch_is_the_one_in_progress_else_the_next():
     assert loader.epoch == 3
 
 
-def test_an_epoch_begins_with_iter_and_not_with_the_first_batch():
-    loader = loader_of_six()
-    batches = iter(loader)
-    assert loader.epoch == 0
-    next(batches)
-    assert loader.epoch == 0
-    del batches
-    assert loader.epoch == 1
-
-
-def test_taking_one_batch_runs_an_epoch():
-    loader, other = (make_loader(range(99), 9, shuffle=True, num_workers=0) for _ in range(2))
-    first, second = next(iter(loader)), next(iter(loader))
-    assert loader.epoch == 2
-    assert torch.equal(first, next(iter(other)))
-    assert torch.equal(second, next(iter(other)))
-    assert not torch.equal(first, second)
-
-
 def test_a_loop_over_the_epochs_left_runs_each_of_them():
     loader = loader_of_six()
     loader.set_epoch(3)
@@ -243,12 +134,6 @@ def test_set_epoch_goes_back_to_the_same_order_and_changes_no_epoch_in_progress(
     assert found == epochs[1]
     assert loader.epoch == 0
     assert steps(loader) == epochs[0]
-
-
-@pytest.mark.parametrize("epoch", [-1, 1.0, "1", None, True])
-def test_an_epoch_that_is_no_whole_number_is_refused(epoch):
-    with pytest.raises(ValueError, match="`epoch` must be an integer that is not negative, but is"):
-        loader_of_six().set_epoch(epoch)
 
 
 def test_a_sample_that_cannot_be_read_ends_the_epoch_and_not_the_loader():
@@ -284,22 +169,7 @@ def test_beginning_the_next_epoch_leaves_the_newer_one_alone():
     assert len(list(new)) == 3
 
 
-def test_two_loaders_over_one_data_set_nest():
-    data = Samples(4)
-    outer, inner = (make_loader(data, 2, num_workers=0) for _ in range(2))
-    assert [(a.tolist(), b.tolist()) for a in outer for b in inner] == [
-        ([0, 1], [0, 1]),
-        ([0, 1], [2, 3]),
-        ([2, 3], [0, 1]),
-        ([2, 3], [2, 3]),
-    ]
-
-
 # --- the random state of the training process ---
-
-
-def states():
-    return str(random.getstate()), str(np.random.get_state()), str(torch.get_rng_state().tolist())  # noqa: NPY002  # the one that could be changed
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -416,24 +286,19 @@ def test_a_rank_without_microbatches_gets_none_and_the_first_of_the_step_to_stan
     (alone,) = on_every_rank(_microbatched, 1, workers)
     for size in (2, 3, 4):
         ranks = run(_microbatched, workers, world_size=size)
-        for steps, *told in ranks:
+        for batches, *told in ranks:
             assert told == list(alone[1:])  # what stands in is not counted as delivered
-            assert [step[:2] + step[3:5] for step in steps] == [s[:2] + s[3:5] for s in alone[0]]
-            assert {step[5] for step in steps} == {size}
+            assert [step[:2] + step[3:5] for step in batches] == [s[:2] + s[3:5] for s in alone[0]]
+            assert {step[5] for step in batches} == {size}
         for k, whole in enumerate(alone[0]):
-            assert [part for steps, *_ in ranks for part in steps[k][6]] == whole[6]
-            for steps, *_ in ranks:
-                first, own, stand_in = steps[k][2], *steps[k][6:]
+            assert [part for batches, *_ in ranks for part in batches[k][6]] == whole[6]
+            for batches, *_ in ranks:
+                first, own, stand_in = batches[k][2], *batches[k][6:]
                 rows = [int(row[0]) for row in stand_in]
                 assert rows == (own or whole[6])[0]
                 if not own:  # the very samples that the first rank has, augmentation included
                     assert first == len(whole[3])
                     assert stand_in == whole[7]
-
-
-def test_alone_the_first_microbatch_stands_in():
-    loader = make_loader(Samples(7), 4, microbatch_size=3, num_workers=0)
-    assert [step.stand_in.tolist() for step in loader] == [[0, 1, 2], [4, 5, 6]]
 
 
 def _transformed_stand_in():
@@ -456,36 +321,49 @@ def test_what_stands_in_is_collated_and_transformed_as_any_other():
 # --- errors in the data set ---
 
 
-ERRORS = [
-    (ValueError("torn file"), "ValueError: torn file"),
-    (KeyError("label"), "KeyError: 'label'"),
-    # Cannot be made again from its text, as a worker's errors are.
-    (TwoArguments(7, "lost"), "TwoArguments: 7: lost"),
-]
+class Failing(Numbers):
+    """Its fifth sample cannot be read."""
+
+    def __init__(self, error):
+        super().__init__(6)
+        self.error = error
+
+    def __getitem__(self, index):
+        if index == 4 and self.error is not None:
+            raise self.error
+        return index
 
 
 def _reading_fails(workers):
     # In a process of its own: the workers of a loader that failed hang on its traceback.
-    errors = [error for error, _ in ERRORS]
-    return [caught(steps, make_loader(Failing(error), 3, num_workers=workers)) for error in errors]
+    return {
+        text: caught(steps, loader_of(Failing(error), 3, num_workers=workers))
+        for text, error in ERRORS.items()
+    }
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_in_the_data_set_names_the_sample_the_rank_the_worker_and_what_it_was(workers):
-    (found,) = run(_reading_fails, workers, world_size=1)
-    for raised, (_, text) in zip(found, ERRORS, strict=True):
+    (found,) = run(_reading_fails, workers, world_size=1, fresh=True)
+    for text, raised in found.items():
         assert raised.type == "RuntimeError"
-        where = "rank 0, worker 0" if workers else "rank 0"
+        where = "rank 0, worker 1" if workers else "rank 0"
         assert f"sample 4 could not be read on {where}: {text}" in raised.text
 
 
-def _second_worker_fails():
-    return caught(steps, make_loader(Failing(ValueError("torn")), 3, num_workers=2))
-
-
-def test_an_error_names_the_worker_among_several():
-    (raised,) = run(_second_worker_fails, world_size=1)
-    assert "sample 4 could not be read on rank 0, worker 1: ValueError: torn" in raised.text
+@pytest.mark.parametrize(
+    ("raises", "options", "text"),
+    [
+        (KeyboardInterrupt(), {}, None),
+        (StopIteration("early"), {}, "sample 4 could not be read on rank 0: StopIteration: early"),
+        (None, {"collate_fn": {}.__getitem__}, None),
+    ],
+    ids=["an interrupt", "a stop", "in collate_fn"],
+)
+def test_what_is_no_error_of_a_sample_is_left_as_it_is(raises, options, text):
+    raised = caught(steps, loader_of(Failing(raises), 6, **options))
+    kind = type(raises).__name__ if raises is not None else "TypeError"
+    assert (raised.type, raised.text) == ("RuntimeError", text) if text else raised.type == kind
 
 
 def _rank_that_fails(distributed):
@@ -496,10 +374,10 @@ def _rank_that_fails(distributed):
 
 
 def test_the_rank_is_that_of_the_process_shared_or_not():
-    shared = run(_rank_that_fails, "auto", world_size=2)
+    shared = run(_rank_that_fails, "auto", world_size=2, fresh=True)
     assert shared[0] == [[0, 1, 2]]
     assert "sample 4 could not be read on rank 1, worker 0: ValueError: torn" in shared[1].text
-    one, other = run(_rank_that_fails, False, world_size=2)
+    one, other = run(_rank_that_fails, False, world_size=2, fresh=True)
     assert "sample 4 could not be read on rank 0: ValueError: torn" in one.text
     assert "sample 4 could not be read on rank 1, worker 0: ValueError: torn" in other.text
 
@@ -516,7 +394,7 @@ class FakeTime:
         return self.now
 
 
-class Slow(Samples):
+class Slow(Numbers):
     """Takes a second a sample."""
 
     clock: FakeTime
@@ -530,7 +408,7 @@ class Slow(Samples):
 def clock(monkeypatch):
     clock = FakeTime()
     for module in ("_loader", "_clock"):
-        monkeypatch.setattr(f"pardata.{module}.time", clock)
+        monkeypatch.setattr(f"pardata.data.{module}.time", clock)
     return clock
 
 
@@ -603,3 +481,4 @@ def test_stats_count_the_samples_of_all_ranks():
 def test_stats_before_the_first_epoch_are_zero():
     found = make_loader(TensorDataset(torch.ones(2)), 1).stats()
     assert (found["samples"], found["wait_seconds"], found["wait_share"]) == (0, 0, 0)
+    assert found["samples_per_second"] == 0 < found["seconds"]

@@ -10,24 +10,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from on_ranks import Raised, caught, run, run_caught
+from data_zoo import Drawing, Numbers, joined, loader_of, states, steps
+from on_ranks import caught, run, run_caught
 from places import SHARED_DATA
 from torch.utils.data import ConcatDataset, Dataset, RandomSampler, Subset, TensorDataset
 
-from pardata import Microbatches, make_loader
-
-
-class Drawing(Dataset):
-    """Draws from all three default generators, as augmentations do."""
-
-    def __init__(self, length=13):
-        self.length = length
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, index):
-        return index + random.random() + np.random.rand() + torch.rand(()).item()  # noqa: NPY002  # as users do
+from pardata import make_loader
 
 
 class DrawingSometimes(Drawing):
@@ -44,9 +32,9 @@ class DrawingSometimes(Drawing):
         return number
 
 
-class Plain(Drawing):
-    def __getitem__(self, index):
-        return index
+class Plain(Numbers):
+    def __init__(self, length=13):
+        super().__init__(length)
 
 
 class Named(Drawing):
@@ -85,36 +73,14 @@ class Generators(Drawing):
         return index + self.own.random()
 
 
-class Failing(Drawing):
-    def __getitem__(self, index):
-        number = super().__getitem__(index)
-        if index == 5:
-            raise ValueError
-        return number
-
-
-def rows(batch):
-    """Return what a batch holds, so that those of all ranks, one after another, are the step."""
-    if isinstance(batch, Microbatches):
-        return [part.tolist() for part in batch]
-    return batch.tolist()
-
-
 def epochs_of(data, count=2, **options):
-    loader = make_loader(data, 4, **{"num_workers": 0, "seed": 1, **options})
-    return [[rows(batch) for batch in loader] for _ in range(count)]
+    loader = loader_of(data, 4, **options)
+    return [steps(loader) for _ in range(count)]
 
 
-def joined(ranks):
+def epochs_joined(ranks):
     """Return the epochs of steps that the ranks' shares make up."""
-    return [
-        [[row for share in shares for row in share] for shares in zip(*steps, strict=True)]
-        for steps in zip(*ranks, strict=True)
-    ]
-
-
-def states():
-    return str(random.getstate()), str(np.random.get_state()), str(torch.get_rng_state().tolist())  # noqa: NPY002  # the one that could be changed
+    return [joined(epoch) for epoch in zip(*ranks, strict=True)]
 
 
 # --- real images ---
@@ -200,7 +166,7 @@ def test_the_same_images_to_the_last_bit_at_every_size_and_number_of_workers(
 ):
     ranks = run(_seen, pictures, [0, 1, 2, 4], world_size=size)
     for found in zip(*ranks, strict=True):
-        assert joined(found) == images_alone
+        assert epochs_joined(found) == images_alone
     hashes = [image for epoch in images_alone for step in epoch for image in step]
     assert len(hashes) == 3 * 2 * 48
     assert len(set(hashes)) > 0.95 * len(hashes)  # a flipped and shifted image may come again
@@ -234,7 +200,7 @@ def test_a_sample_is_the_same_whoever_reads_it(size):
     ranks = run(_samples, [0, 2], world_size=size)
     for name in SAMPLES:
         for found in zip(*(rank[name] for rank in ranks), strict=True):
-            assert joined(found) == alone[name][0], name
+            assert epochs_joined(found) == alone[name][0], name
         first, second = alone[name][0]
         assert sorted(first) != sorted(second), name
 
@@ -245,16 +211,6 @@ def test_a_sample_does_not_depend_on_the_order_or_the_batch():
     pieces = epochs_of(Drawing(), 1, microbatch_size=1)[0]
     assert sorted(row for step in shuffled for row in step) == ordered
     assert sorted(row for step in pieces for part in step for row in part) == ordered
-
-
-def test_a_sample_is_another_one_in_another_epoch_and_under_another_seed():
-    found = [*epochs_of(Drawing(), 3), *epochs_of(Drawing(), 3, seed=2)]
-    rests = [row % 1 for epoch in found for step in epoch for row in step]
-    assert len(set(rests)) == len(rests) == 6 * 13
-
-
-def test_workers_started_anew_for_each_epoch_make_no_difference():
-    assert epochs_of(Drawing(), num_workers=1, persistent_workers=False) == epochs_of(Drawing())
 
 
 # --- the training process ---
@@ -269,25 +225,6 @@ def test_the_generators_of_the_training_process_are_left_alone(workers, data):
         for _ in loader:
             assert states() == before
         assert states() == before
-
-
-def test_a_sample_that_cannot_be_read_leaves_them_alone_too():
-    loader = make_loader(Failing(), 4, num_workers=0)
-    before = states()
-    assert isinstance(caught(list, loader), Raised)
-    assert states() == before
-
-
-def _dropouts():
-    dropout = torch.nn.Dropout()
-    torch.manual_seed(3)
-    return [dropout(torch.ones(64)).tolist() for _ in make_loader(Drawing(), 4, num_workers=0)]
-
-
-def test_the_dropout_of_the_model_draws_as_if_there_were_no_loader():
-    dropout = torch.nn.Dropout()
-    torch.manual_seed(3)
-    assert [dropout(torch.ones(64)).tolist() for _ in range(4)] == _dropouts()
 
 
 def test_a_loop_that_seeds_does_not_change_the_samples():
@@ -311,12 +248,6 @@ def test_without_it_a_data_set_draws_from_the_generators_as_they_are():
     (found,) = epochs_of(Drawing(), 1, reproducible=False)
     assert [row for step in found for row in step] == expected
     assert states() == after
-
-
-def test_without_it_a_loader_of_samples_that_draw_nothing_draws_nothing():
-    before = states()
-    epochs_of(Plain(), reproducible=False, shuffle=True)
-    assert states() == before
 
 
 # --- collate_fn, batch_transform and __getitems__ that draw ---
@@ -396,12 +327,6 @@ def test_it_raises_at_a_later_step_too(what, since):
     assert f"`{what}` must draw no random numbers from a batch" in raised.text
 
 
-@pytest.mark.parametrize("what", WHAT)
-def test_it_raises_on_every_rank(what):
-    for _, raised, _ in run(_until_it_raises, what, "torch", 0, world_size=2):
-        assert f"`{what}` must draw no random numbers from a batch" in raised.text
-
-
 def _in_a_worker():
     # In a process of its own: the workers of a loader that failed hang on its traceback.
     return list(loader_that_draws("collate_fn", Draws("numpy"), num_workers=1))
@@ -455,7 +380,7 @@ def test_with_microbatches_they_draw_the_same_at_every_size(size):
     ranks = run(_microbatches, [0, 2], world_size=size)
     for name in MICROBATCHES:
         for found in zip(*(rank[name] for rank in ranks), strict=True):
-            assert joined(found) == alone[name][0], name
+            assert epochs_joined(found) == alone[name][0], name
         rests = [
             row % 1 for epoch in alone[name][0] for step in epoch for part in step for row in part
         ]
@@ -473,13 +398,6 @@ def test_collate_fn_and_batch_transform_do_not_draw_the_same_numbers():
         Plain(4), 4, microbatch_size=4, collate_fn=column, batch_transform=beside, num_workers=0
     )
     assert not torch.equal(batch[0][:, 0], batch[0][:, 1])
-
-
-def test_with_microbatches_too_the_training_process_is_left_alone():
-    for data, options in MICROBATCHES.values():
-        before = states()
-        epochs_of(data, microbatch_size=2, **options)
-        assert states() == before
 
 
 # --- a data set with a generator of its own ---

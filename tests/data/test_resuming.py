@@ -2,81 +2,20 @@
 
 import json
 import pickle
-import random
-from contextlib import contextmanager
-from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from data_zoo import Drawing, Numbers, at, loader_of, place, rows, steps
 from on_ranks import Raised, caught, run
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.utils.data import Dataset, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import SequentialSampler
 
-from pardata import Microbatches, make_loader, world
+from pardata import make_loader
 from pardata.data._shuffle import Shuffle
 from pardata.seeds._mix import mix
-
-
-class Numbers(Dataset):
-    def __init__(self, length):
-        self.length = length
-        self.read = 0
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, index):
-        self.read += 1
-        return index
-
-
-def loader_of(length=23, batch_size=5, **options):
-    options = {"num_workers": 0, "seed": 1, **options}
-    return make_loader(Numbers(length), batch_size, **options)
-
-
-def rows(batch):
-    """Return what a batch holds, so that those of all ranks, one after another, are the step."""
-    if isinstance(batch, Microbatches):
-        return [part.tolist() for part in batch]
-    return (batch[0] if isinstance(batch, list) else batch).tolist()
-
-
-def steps(loader):
-    return [rows(batch) for batch in loader]
-
-
-def go_on(loader, state, epochs, count):
-    """Load, deliver `count` batches of the epochs left, and stop in the body of the last one."""
-    if state is not None:
-        loader.load_state_dict(state)
-    found = []
-    if count == 0:
-        return found, loader.state_dict()
-    for _ in range(loader.epoch, epochs):
-        for batch in loader:
-            found.append((loader.epoch, rows(batch)))
-            if len(found) == count:
-                return found, loader.state_dict()
-    return found, loader.state_dict()
-
-
-def together(ranks):
-    """Join what the ranks got in each step, and check that they agree about all else."""
-    found, states = zip(*ranks, strict=True)
-    assert len({json.dumps(state) for state in states}) == 1
-    assert len({len(batches) for batches in found}) == 1
-    joined = []
-    for shares in zip(*found, strict=True):
-        assert len({epoch for epoch, _ in shares}) == 1
-        joined.append((shares[0][0], [row for _, share in shares for row in share]))
-    return joined, json.loads(json.dumps(states[0]))
-
 
 # --- what a state says ---
 
@@ -97,11 +36,6 @@ def test_a_state_is_a_few_numbers_that_survive_json():
         "shards": None,
     }
     assert json.loads(json.dumps(state)) == state
-
-
-def place(loader):
-    state = loader.state_dict()
-    return state["epoch"], state["delivered"]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -137,12 +71,6 @@ def test_an_error_in_the_body_counts_its_step_as_delivered():
 
     assert isinstance(caught(fail), Raised)
     assert place(loader) == (0, 5)
-
-
-def test_a_dropped_last_batch_is_never_delivered():
-    loader = loader_of(drop_last=True)
-    assert [place(loader) for _ in loader] == [(0, 5), (0, 10), (0, 15), (0, 20)]
-    assert place(loader) == (1, 0)
 
 
 def test_a_state_is_a_copy():
@@ -198,8 +126,7 @@ def test_the_next_iter_yields_the_rest_and_any_later_one_a_whole_epoch(shuffle):
 
 
 def test_after_a_break_in_the_rest_the_next_iter_is_the_next_epoch():
-    loader = loader_of()
-    loader.load_state_dict({**loader.state_dict(), "epoch": 2, "delivered": 5})
+    loader = at(loader_of(), 2, 5)
     assert rows(next(iter(loader))) == [5, 6, 7, 8, 9]
     assert place(loader) == (2, 10)
     assert loader.epoch == 3
@@ -219,38 +146,12 @@ def test_in_the_body_of_the_last_step_nothing_is_left_of_the_epoch():
         assert len(steps(loader)) == len(loader)
 
 
-def test_an_exhausted_epoch_goes_on_with_the_next():
-    saved, loader = loader_of(shuffle=True), loader_of(shuffle=True)
-    steps(saved)
-    loader.load_state_dict(saved.state_dict())
-    assert loader.epoch == 1
-    assert steps(loader) == steps(saved)
-
-
-def test_a_loop_over_the_epochs_left_goes_on_where_it_was():
-    epochs, loader = 3, loader_of(shuffle=True)
-    whole = [(epoch, batch) for epoch in range(epochs) for batch in steps(loader)]
-    for stop in range(len(whole) + 1):
-        first, state = go_on(loader_of(shuffle=True), None, epochs, stop)
-        rest, end = go_on(loader_of(shuffle=True), state, epochs, None)
-        assert first + rest == whole
-        assert (end["epoch"], end["delivered"]) == (epochs, 0)
-
-
-def test_a_state_goes_back_as_well_as_on():
-    loader = loader_of(shuffle=True)
-    whole = [steps(loader) for _ in range(2)]
-    start = loader_of(shuffle=True).state_dict()
-    loader.load_state_dict(start)
-    assert [steps(loader) for _ in range(2)] == whole
-
-
 def test_workers_that_live_on_go_on_there_too():
     loader = loader_of(shuffle=True, num_workers=2)
     whole = [steps(loader) for _ in range(2)]
     for _ in loader:
         break
-    loader.load_state_dict({**loader.state_dict(), "epoch": 1, "delivered": 10})
+    at(loader, 1, 10)
     assert steps(loader) == whole[1][2:]
 
 
@@ -267,12 +168,11 @@ def test_set_epoch_of_the_epoch_that_was_loaded_keeps_the_place():
 
 
 def test_set_epoch_of_another_one_begins_it_anew():
-    loader = loader_of()
-    loader.load_state_dict({**loader.state_dict(), "epoch": 1, "delivered": 15})
+    loader = at(loader_of(), 1, 15)
     loader.set_epoch(2)
     assert place(loader) == (2, 0)
     assert steps(loader)[0] == [0, 1, 2, 3, 4]
-    loader.load_state_dict({**loader.state_dict(), "epoch": 1, "delivered": 15})
+    at(loader, 1, 15)
     loader.set_epoch(0)
     loader.set_epoch(1)
     assert place(loader) == (1, 0)
@@ -292,146 +192,12 @@ def test_loading_in_the_body_of_a_loop_leaves_that_loop_alone():
     assert loader.epoch == 5
 
 
-def test_microbatches_know_their_step_after_loading_too():
-    loader = loader_of(microbatch_size=2)
-    loader.load_state_dict({**loader.state_dict(), "epoch": 3, "delivered": 15})
-    fourth, fifth = loader
-    assert (fourth.epoch, fourth.step, fourth.first, fourth.counts) == (3, 3, 0, (2, 2, 1))
-    assert (fifth.epoch, fifth.step, fifth.first, fifth.counts) == (3, 4, 0, (2, 1))
-
-
 def test_the_augmentation_of_a_sample_is_the_same_after_loading():
-    class Drawing(Numbers):
-        def __getitem__(self, index):
-            return index + random.random()
-
-    def loader():
-        return make_loader(Drawing(9), 2, shuffle=True, seed=3, num_workers=0)
-
-    whole = steps(loader())
-    later = loader()
-    later.load_state_dict({**later.state_dict(), "delivered": 4})
-    assert steps(later) == whole[2:]
-
-
-def _fingerprints(state):
-    loader = loader_of(shuffle=True)
-    if state is not None:
-        loader.load_state_dict(state)
-    found = [loader.fingerprint()]
-    found += [loader.fingerprint() for _ in loader]
-    return found, loader.state_dict()
-
-
-def test_a_fingerprint_is_the_same_after_loading_at_every_size():
-    ((whole, _),) = run(_fingerprints, None, world_size=1)
-    assert len(set(whole)) == len(whole) == 5
-    state = {**loader_of(shuffle=True).state_dict(), "delivered": 10}
-    for size in (1, 3):
-        for found, _ in run(_fingerprints, state, world_size=size):
-            assert found == whole[2:]
+    whole = steps(loader_of(Drawing(9), 2, shuffle=True))
+    assert steps(at(loader_of(Drawing(9), 2, shuffle=True), 0, 4)) == whole[2:]
 
 
 # --- from any size to any other ---
-
-
-@contextmanager
-def as_rank(rank, size):
-    """Let make_loader see a world of `size`: no process is needed where nothing is exchanged."""
-    here = replace(world(), rank=rank, size=size)
-
-    def told(here, place, facts):
-        return [json.loads(json.dumps(facts()))] * size
-
-    with (
-        patch("pardata.data._make_loader.require_world", lambda _: here),
-        patch("pardata.data._make_loader.agree", told),
-        patch("pardata.data._order.agree", told),
-    ):
-        yield
-
-
-def interrupted(plan, epochs, **options):
-    """Run `epochs`, stopped after so many steps and gone on at so many ranks as `plan` says."""
-    seen, state = [], None
-    for size, count in [*plan, (1, None)]:
-        ranks = []
-        for rank in range(size):
-            with as_rank(rank, size):
-                ranks.append(go_on(loader_of(**options), state, epochs, count))
-        found, state = together(ranks)
-        seen += found
-    assert (state["epoch"], state["delivered"]) == (max(epochs, state["epoch"]), 0)
-    return seen
-
-
-interruptions = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5)), max_size=6)
-
-
-@st.composite
-def loaders(draw):
-    """Arguments of a loader that goes with up to 4 ranks."""
-    length, batch_size = draw(st.integers(0, 30)), draw(st.integers(4, 9))
-    order = draw(st.sampled_from(["ordered", "shuffled", "sampled"] if length else ["ordered"]))
-    pieces = draw(st.sampled_from([None, 1, 2, 3, 4]))
-    no_share_is_empty = pieces is not None or length % batch_size in (0, 4, 5, 6, 7, 8)
-    keeps = [False] if order == "ordered" or no_share_is_empty else []
-    drops = [None, True] if batch_size <= length else [None] if order == "ordered" else []
-    assume(keeps or drops)
-    return {
-        "length": length,
-        "batch_size": batch_size,
-        "shuffle": order == "shuffled",
-        "drop_last": draw(st.sampled_from([*keeps, *drops])),
-        "microbatch_size": pieces,
-        "sampler": RandomSampler(range(length)) if order == "sampled" else None,
-    }
-
-
-@settings(max_examples=150)
-@given(interruptions, loaders())
-def test_the_rest_is_what_was_not_delivered_in_the_same_batches(plan, options):
-    epochs, loader = 2, loader_of(**options)
-    whole = [(epoch, batch) for epoch in range(epochs) for batch in steps(loader)]
-    assert interrupted(plan, epochs, **options) == whole
-    first = [row for epoch, batch in whole if epoch == 0 for row in batch]
-    if options["microbatch_size"]:
-        first = [row for part in first for row in part]
-    assert len(set(first)) == len(first)
-    left_out = options["length"] - len(first)
-    assert left_out in (0, options["length"] % options["batch_size"])
-
-
-KINDS = {
-    "ordered": (Numbers(23), {}),
-    "dropped": (Numbers(23), {"drop_last": True}),
-    "shuffled": (Numbers(23), {"shuffle": True}),
-    "microbatches": (Numbers(23), {"shuffle": True, "drop_last": False, "microbatch_size": 2}),
-    "sampled": (Numbers(23), {"sampler": RandomSampler(range(23))}),
-    "tensors": (TensorDataset(torch.arange(23)), {"shuffle": True}),
-}
-
-
-def _all_kinds(states, workers, epochs, count):
-    found = {}
-    for kind, (data, options) in KINDS.items():
-        loader = make_loader(data, 4, seed=5, num_workers=workers, **options)
-        found[kind] = go_on(loader, states.get(kind), epochs, count)
-    return found
-
-
-def test_real_ranks_and_workers_go_on_where_others_stopped():
-    (whole,) = run(_all_kinds, {}, 0, 3, None, world_size=1)
-    states, seen = {}, {kind: [] for kind in KINDS}
-    for size, workers, count in [(1, 2, 3), (3, 0, 4), (2, 2, 5), (1, 0, None)]:
-        ranks = run(_all_kinds, states, workers, 3, count, world_size=size)
-        for kind in KINDS:
-            found, states[kind] = together([rank[kind] for rank in ranks])
-            seen[kind] += found
-    for kind in KINDS:
-        assert seen[kind] == whole[kind][0], kind
-    assert len(seen["ordered"]) == 3 * 6
-    assert len(seen["shuffled"]) == 3 * 5
 
 
 def test_a_billion_samples_in_it_goes_on_at_once():
@@ -515,13 +281,6 @@ def test_what_is_no_state_of_a_loader_is_shown_in_short(state, shown):
     )
 
 
-def test_a_state_with_one_key_more_or_less_is_none():
-    state = loader_of().state_dict()
-    for other in ({**state, "more": 1}, {k: v for k, v in state.items() if k != "seed"}):
-        with pytest.raises(ValueError, match="must be what the state_dict"):
-            loader_of().load_state_dict(other)
-
-
 @pytest.mark.parametrize(
     ("epoch", "delivered"),
     [(0, 7), (0, 21), (0, 25), (0, 30), (0, -5), (-1, 5), (0, 5.0), ("0", 5), (0, None), (True, 5)],
@@ -537,16 +296,9 @@ def test_a_place_inside_a_batch_or_beyond_the_end_is_none(epoch, delivered):
     )
 
 
-def test_with_drop_last_the_dropped_tail_is_no_place_to_be():
-    loader = loader_of(drop_last=True)
-    loader.load_state_dict({**loader.state_dict(), "delivered": 20})
-    with pytest.raises(ValueError, match="is at sample 23 of epoch 0"):
-        loader.load_state_dict({**loader.state_dict(), "delivered": 23})
-
-
 def test_a_state_that_is_refused_changes_nothing():
     loader = loader_of()
-    loader.load_state_dict({**loader.state_dict(), "delivered": 20})
+    at(loader, 0, 20)
     assert isinstance(caught(loader.load_state_dict, {}), Raised)
     assert steps(loader) == [[20, 21, 22]]
 

@@ -1,14 +1,12 @@
 """Two readings of one sample: the same to the last bit, or not."""
 
 import math
-from collections import OrderedDict, namedtuple
+from collections import namedtuple
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
 from pardata.data._sameness import same
@@ -48,25 +46,16 @@ def itself():
 
 SAME = {
     "tensors": lambda: torch.tensor([1.5, NAN, math.inf, -0.0]),
-    "integers": lambda: torch.arange(3, dtype=torch.uint8),
-    "booleans": lambda: torch.tensor([True, False]),
     "halves": lambda: torch.tensor([1.5, NAN]).bfloat16(),
-    "complex numbers": lambda: torch.tensor([1 + 2j]),
-    "a tensor without dimensions": lambda: torch.tensor(3.5),
-    "an empty tensor": lambda: torch.ones(0, 3),
     "a tensor with a gradient": lambda: torch.ones(2, requires_grad=True),
     "a view": lambda: torch.arange(6).reshape(2, 3).T,
     "an array": lambda: np.array([1.5, NAN]),
     "an array of objects": lambda: np.array(["a" * 1000, (1, 2), torch.ones(2)], dtype=object),
-    "a NumPy number": lambda: np.float32(NAN),
     "an image": lambda: image(range(6)),
     "numbers": lambda: [1, 2.5, NAN, True, 2j],
     "text": lambda: ("a" * 1000, b"b" * 1000),
-    "nothing": lambda: None,
     "a dict": lambda: {"x": torch.tensor([NAN]), "y": [np.ones(2), {"z": "text"}]},
     "a namedtuple": lambda: Pair(torch.ones(2), (1, [2])),
-    "an empty list": list,
-    "a set": lambda: {1, 2},
     "a packed sequence": lambda: pack_sequence([torch.ones(2)]),
     "what has no equality": NoEquality,
     "what cannot be compared": lambda: [Quarrelsome(), Item(torch.ones(2))],
@@ -90,7 +79,6 @@ DIFFERENT = {
     "the view": (torch.arange(4).reshape(2, 2), torch.arange(4).reshape(2, 2).T),
     "the kind": (torch.ones(1), np.ones(1)),
     "integer and float": (1, 1.0),
-    "list and tuple": ([1], (1,)),
     "array": (np.array([1, 2]), np.array([2, 1])),
     "shape of arrays": (np.ones((2, 3)), np.ones((3, 2))),
     "type of arrays": (np.zeros(2, np.int32), np.zeros(2, np.float32)),
@@ -110,7 +98,6 @@ DIFFERENT = {
     "a part of what has parts": (Item([1, 2]), Item([1, 3])),
     "one part of two, of which one cannot be compared": ([Quarrelsome(), 1], [Quarrelsome(), 2]),
     "sets": ({1, 2}, {1, 3}),
-    "kind of dict": ({"x": 1}, OrderedDict(x=1)),
     "namedtuples": (Pair(1, 2), Pair(1, 3)),
 }
 
@@ -127,29 +114,3 @@ def test_images_are_the_same_if_their_pixels_size_and_mode_are():
     assert not same(image(range(6)), image([0, 1, 2, 3, 4, 6]))
     assert not same(image(range(6)), image(range(6), size=(3, 2)))
     assert not same(image(range(6)), image(range(6), mode="P"))
-
-
-samples = st.recursive(
-    st.integers(-2, 2) | st.floats() | st.text(max_size=2) | st.none() | st.booleans(),
-    lambda inner: (
-        st.lists(inner, max_size=2)
-        | st.lists(inner, max_size=2).map(tuple)
-        | st.dictionaries(st.text(max_size=1), inner, max_size=2)
-    ),
-    max_leaves=5,
-)
-
-
-@given(samples, samples)
-def test_the_same_is_what_prints_the_same(one, other):
-    # As `repr` tells 1 from True and 1.0, and takes NaN for NaN.
-    keyed = [repr(sorted_keys(value)).replace("-0.0", "0.0") for value in (one, other)]
-    assert same(one, other) is (keyed[0] == keyed[1])
-
-
-def sorted_keys(value):
-    if isinstance(value, dict):
-        return {key: sorted_keys(value[key]) for key in sorted(value)}
-    if isinstance(value, list | tuple):
-        return type(value)(map(sorted_keys, value))
-    return value

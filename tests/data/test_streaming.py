@@ -9,24 +9,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from logged import Keeper
+from data_zoo import ERRORS, Count, Keeper, Sized, at, flat, joined, loader_of, rows, states, steps
 from on_ranks import Raised, caught, run, run_caught
 from torch.utils.data import IterableDataset, get_worker_info
 
-from pardata import Microbatches, make_loader, progress
-
-
-class Count(IterableDataset):
-    def __init__(self, length):
-        self.length = length
-
-    def __iter__(self):
-        return iter(range(self.length))
-
-
-class Sized(Count):
-    def __len__(self):
-        return self.length
+from pardata import make_loader, progress
 
 
 class Pairs(Count):
@@ -130,11 +117,6 @@ class Failing(Count):
             yield number
 
 
-class TwoArguments(Exception):  # noqa: N818  # a user's own
-    def __init__(self, code, text):
-        super().__init__(f"{code}: {text}")
-
-
 class Waiting(Count):
     """On rank 1 does not read the second step before rank 0 has begun with the first."""
 
@@ -143,31 +125,6 @@ class Waiting(Count):
             if number == 4 and dist.get_rank() == 1:
                 dist.recv(torch.zeros(1), src=0)
             yield number
-
-
-def rows(batch):
-    """Return what a batch holds, so that those of all ranks, one after another, are the step."""
-    if isinstance(batch, Microbatches):
-        return [part.tolist() for part in batch]
-    return batch.tolist()
-
-
-def steps(loader):
-    return [rows(batch) for batch in loader]
-
-
-def flat(loader):
-    return [row for batch in loader for row in rows(batch)]
-
-
-def loader_of(data, batch_size=5, **options):
-    return make_loader(data, batch_size, **{"num_workers": 0, "seed": 1, **options})
-
-
-def joined(ranks):
-    """Return the steps that the ranks' shares make up."""
-    assert len({len(found) for found in ranks}) == 1
-    return [[row for share in shares for row in share] for shares in zip(*ranks, strict=True)]
 
 
 # --- the same at every size ---
@@ -209,18 +166,6 @@ def _cases(workers):
     return found
 
 
-def test_an_epoch_of_a_stream_is_all_of_it_again():
-    alone = _cases(0)
-    for name, (first, second, left, fourth) in alone.items():
-        data, options = CASES[name]
-        assert left == steps(_at_epoch(loader_of(data, **options), 2))[:2]
-        if not isinstance(data, Buffer):
-            assert first == second == fourth
-    assert alone["plain"][0] == [*([*range(i, i + 5)] for i in (0, 5, 10, 15)), [20, 21, 22]]
-    assert len(alone["dropped"][0]) == 4
-    assert alone["nothing"][0] == []
-
-
 def _cases_without_and_with_workers():
     return [_cases(0), _cases(2)]
 
@@ -245,13 +190,9 @@ def _at_epoch(loader, epoch):
 def test_a_shuffle_inside_the_stream_is_another_one_each_epoch_and_with_each_seed():
     loader = loader_of(Buffer(10))
     other = loader_of(Buffer(10), seed=2)
-    epochs = [flat(loader), flat(loader), flat(other)]
+    epochs = [flat(steps(loader)), flat(steps(loader)), flat(steps(other))]
     assert len({str(sorted(epoch)) for epoch in epochs}) == 3
-    assert flat(loader_of(Buffer(10))) == epochs[0]
-
-
-def states():
-    return str(random.getstate()), str(np.random.get_state()), str(torch.get_rng_state().tolist())  # noqa: NPY002  # the one that could be changed
+    assert flat(steps(loader_of(Buffer(10)))) == epochs[0]
 
 
 @pytest.mark.parametrize("reproducible", [True, False])
@@ -261,7 +202,7 @@ def test_the_generators_of_the_training_process_are_left_alone(workers, reproduc
     before = states()
     for _ in loader:
         assert states() == before
-    loader.load_state_dict({**loader.state_dict(), "delivered": 10})
+    at(loader, 0, 10)
     assert len(steps(loader)) == 2
     assert states() == before
 
@@ -271,17 +212,8 @@ def test_set_epoch_and_a_state_reach_workers_that_live_on():
     loader = loader_of(Buffer(13), num_workers=1)
     steps(loader)
     assert steps(_at_epoch(loader, 3)) == whole
-    loader.load_state_dict({**loader.state_dict(), "epoch": 3, "delivered": 5})
+    at(loader, 3, 5)
     assert steps(loader) == whole[1:]
-
-
-def test_what_the_loop_draws_does_not_reach_the_stream():
-    whole = steps(loader_of(Buffer(13)))
-    found = []
-    for batch in loader_of(Buffer(13)):
-        found.append(batch.tolist())
-        random.seed(torch.rand(()).item())
-    assert found == whole
 
 
 def _tail():
@@ -297,23 +229,6 @@ def test_a_rank_for_which_the_tail_has_nothing_gets_zero_rows_of_the_same_kind(s
         assert (last["x"].shape, last["x"].dtype, last["name"]) == ((0, 2), torch.float32, [])
 
 
-def _cannot_be_emptied():
-    return [type(batch).__name__ for batch in loader_of(Count(11), collate_fn=set)]
-
-
-def test_a_tail_that_cannot_be_emptied_raises_on_every_rank():
-    for raised in run_caught(_cannot_be_emptied, world_size=2):
-        assert raised.type == "TypeError"
-        assert "but this one holds a set: use drop_last=True" in raised.text
-
-
-def _microbatches():
-    return [
-        (batch.epoch, batch.step, batch.first, batch.counts, rows(batch))
-        for batch in loader_of(Count(11), microbatch_size=2)
-    ]
-
-
 def _stand_ins(workers):
     loader = loader_of(Count(23), 8, microbatch_size=3, num_workers=workers)
     found = [(step.size, step.seed, step.stand_in.tolist(), rows(step)) for step in loader]
@@ -324,29 +239,15 @@ def _stand_ins(workers):
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_rank_without_microbatches_of_a_stream_has_the_first_of_the_step_to_run(size, workers):
     ranks = run(_stand_ins, workers, world_size=size)
-    for steps, delivered in ranks:
+    for found, delivered in ranks:
         assert delivered == 23
         for (_, _, _, first), (shared_by, seed, stand_in, own) in zip(
-            ranks[0][0], steps, strict=True
+            ranks[0][0], found, strict=True
         ):
             assert (shared_by, seed) == (size, 1)
             assert stand_in == (own or first)[0]
-    idle = [not own for steps, _ in ranks for *_, own in steps]
+    idle = [not own for found, _ in ranks for *_, own in found]
     assert any(idle) == (size == 4)  # three microbatches a step
-
-
-def test_microbatches_of_a_stream_know_their_place():
-    first, second = run(_microbatches, world_size=2)
-    assert first == [
-        (0, 0, 0, (2, 2, 1), [[0, 1], [2, 3]]),
-        (0, 1, 0, (2, 2, 1), [[5, 6], [7, 8]]),
-        (0, 2, 0, (1,), [[10]]),
-    ]
-    assert second == [
-        (0, 0, 2, (2, 2, 1), [[4]]),
-        (0, 1, 2, (2, 2, 1), [[9]]),
-        (0, 2, 1, (1,), []),
-    ]
 
 
 def test_a_stream_without_end_is_left_by_a_break():
@@ -378,34 +279,11 @@ def test_a_rank_does_not_wait_for_what_the_others_read_for_the_step_after():
 # --- length ---
 
 
-def test_a_stream_with_a_length_gives_the_loader_one():
-    assert len(loader_of(Sized(23))) == 5
-    assert len(loader_of(Sized(23), drop_last=True)) == 4
-
-
-def test_a_loader_without_a_length_says_so():
-    with pytest.raises(TypeError) as caught:
-        len(loader_of(Count(23)))
-    assert str(caught.value) == (
-        "the length of a loader must be that of its data set, but Count has none: give it a "
-        "__len__, or count the batches"
-    )
-
-
 def test_progress_over_a_loader_without_a_length_has_no_total(capsys):
     assert [batch.tolist() for batch in progress(loader_of(Count(7)))] == [[0, 1, 2, 3, 4], [5, 6]]
     assert capsys.readouterr().err.startswith("2 in ")
     assert len(list(progress(loader_of(Sized(7))))) == 2
     assert capsys.readouterr().err.startswith("2/2 in ")
-
-
-def test_a_stream_has_no_fingerprint():
-    with pytest.raises(TypeError) as caught:
-        loader_of(Count(3)).fingerprint()
-    assert str(caught.value) == (
-        "the samples must have indices to be told apart, but those of Count, an IterableDataset, "
-        "have none: hash what you get"
-    )
 
 
 # --- stopping and going on ---
@@ -476,11 +354,11 @@ class Longer(Count):
 
 def test_where_a_stream_ends_is_not_for_its_length_to_say():
     loader = loader_of(Longer(27))
-    loader.load_state_dict({**loader.state_dict(), "delivered": 27})
+    at(loader, 0, 27)
     assert steps(loader) == []
     loader = loader_of(Sized(23), drop_last=True)
     with pytest.raises(ValueError, match="must be at the end of a batch of 5, but is at sample 27"):
-        loader.load_state_dict({**loader.state_dict(), "delivered": 27})
+        at(loader, 0, 27)
 
 
 PLACES = {
@@ -498,7 +376,7 @@ def _no_such_place(workers):
         own = kind == "sharded"
         data = Count(length) if own else kind(length)
         loader = loader_of(data, num_workers=workers, sharded=own)
-        loader.load_state_dict({**loader.state_dict(), "delivered": delivered})
+        at(loader, 0, delivered)
         found.append(caught(list, loader))
     return found
 
@@ -515,33 +393,12 @@ def test_to_go_on_where_the_stream_has_no_such_place_is_an_error_on_every_rank(s
             assert text in raised.text
 
 
-def test_where_each_rank_has_its_own_a_place_is_after_whole_steps():
-    loader = loader_of(Count(10), sharded=True)
-    with pytest.raises(ValueError, match="must be at the end of a batch of 5, but is at sample 7"):
-        loader.load_state_dict({**loader.state_dict(), "delivered": 7})
-
-
-def test_a_state_with_the_length_of_another_stream_is_refused():
-    with pytest.raises(ValueError, match="but length was 23 and is 24: make the loader as it was"):
-        loader_of(Sized(24)).load_state_dict(loader_of(Sized(23)).state_dict())
-
-
-@pytest.fixture
-def log():
-    plain, keeper = logging.getLogger("pardata.data._loader"), Keeper()
-    plain.addHandler(keeper)
-    plain.setLevel(logging.INFO)
-    yield keeper
-    plain.removeHandler(keeper)
-    plain.setLevel(logging.NOTSET)
-
-
-def test_that_a_stream_must_be_read_again_is_said(log):
-    loader = loader_of(Count(23))
-    loader.load_state_dict(loader.state_dict())
-    assert log.lines == []
-    loader.load_state_dict({**loader.state_dict(), "delivered": 15})
-    assert log.lines == ["[0/1] reads 15 samples again, to go on after them"]
+def test_that_a_stream_must_be_read_again_is_said():
+    with Keeper("pardata.data._loader", logging.INFO) as lines:
+        loader = at(loader_of(Count(23)), 0)
+        assert lines == []
+        at(loader, 0, 15)
+    assert lines == ["[0/1] reads 15 samples again, to go on after them"]
 
 
 def test_what_is_read_again_is_not_kept():
@@ -561,7 +418,7 @@ def test_what_is_read_again_is_not_kept():
             return (Sample() for _ in range(103))
 
     loader = loader_of(Heavy(), collate_fn=len)
-    loader.load_state_dict({**loader.state_dict(), "delivered": 100})
+    at(loader, 0, 100)
     assert list(loader) == [3]
     assert max(most) <= 5
 
@@ -578,7 +435,7 @@ def _all_of(data, workers=0, **options):
     ("data", "size"), [(SplitByWorker(20), 1), (SplitByWorker(20), 2), (SplitInRuns(20), 1)]
 )
 def test_a_stream_that_splits_itself_by_worker_is_found_out(data, size):
-    for raised in run_caught(_all_of, data, 2, world_size=size):
+    for raised in run_caught(_all_of, data, 2, world_size=size, fresh=True):
         assert isinstance(raised, Raised)
         assert raised.type == "RuntimeError"
         assert (
@@ -586,12 +443,6 @@ def test_a_stream_that_splits_itself_by_worker_is_found_out(data, size):
             "get_worker_info(), and draw from the default generators alone, or pass sharded=True "
             "if each rank and worker has its own"
         ) in raised.text
-
-
-def test_a_worker_init_fn_that_splits_the_stream_is_found_out_too():
-    raised = caught(lambda: _all_of(FromTo(), 2, worker_init_fn=each_its_own))
-    assert "every worker must read the same stream, but they differ" in raised.text
-    assert _all_of(FromTo(), 0) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
 def _split_by_rank():
@@ -775,10 +626,6 @@ def test_a_rank_with_nothing_at_all_raises_on_every_rank(size):
             )
 
 
-def test_streams_that_are_all_empty_have_no_step():
-    assert run(own_steps, (0, 0), 0, world_size=2) == [[[], []]] * 2
-
-
 def _drawn():
     return [own_steps((8, 8), 2, draws=True) for _ in range(2)]
 
@@ -828,34 +675,7 @@ def test_streams_of_their_own_go_on_after_the_last_step_whoever_has_ended(
             assert second == whole
 
 
-def test_streams_of_their_own_go_on_only_at_the_same_size():
-    def loader(workers):
-        return make_loader(Own(9), 3, sharded=True, num_workers=workers, seed=1)
-
-    raised = caught(loader(0).load_state_dict, loader(2).state_dict())
-    assert raised.type == "ValueError"
-    assert (
-        "shards was '1 ranks with 2 workers' and is '1 ranks with 0 workers': make" in raised.text
-    )
-
-
-def test_microbatches_of_streams_of_their_own_are_refused():
-    with pytest.raises(ValueError, match="`microbatch_size` must be left out") as caught:
-        make_loader(Own(9), 3, sharded=True, microbatch_size=1, num_workers=0)
-    assert str(caught.value) == (
-        "`microbatch_size` must be left out with `sharded`, as the steps of such streams depend on "
-        "the number of ranks, but is 1: choose one"
-    )
-
-
 # --- errors in the stream ---
-
-ERRORS = {
-    "ValueError: torn file": ValueError("torn file"),
-    "KeyError: 'label'": KeyError("label"),
-    # Cannot be made again from its text, as a worker's errors are.
-    "TwoArguments: 7: lost": TwoArguments(7, "lost"),
-}
 
 
 def _failing(error, at, rank, workers):
@@ -875,7 +695,7 @@ def _each_error(workers):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_names_the_sample_the_rank_and_what_it_was(workers):
-    (found,) = run(_each_error, workers, world_size=1)
+    (found,) = run(_each_error, workers, world_size=1, fresh=True)
     for text, (seen, raised) in found.items():
         assert seen == [[0, 1, 2, 3], [4, 5, 6, 7]]
         assert raised.type == "RuntimeError"
@@ -894,11 +714,11 @@ def _failing_on_rank_1():
 
 def test_an_error_on_one_rank_is_raised_on_every_rank_after_the_same_step():
     ranks = run(_failing_on_rank_1, world_size=3)
-    for number, at in enumerate([None, 0, 9]):
-        what = "the stream" if at is None else f"sample {at} of the stream"
+    for number, where in enumerate([None, 0, 9]):
+        what = "the stream" if where is None else f"sample {where} of the stream"
         own = f"{what} could not be read on rank 1: ValueError: torn"
         seen, raised = zip(*(rank[number] for rank in ranks), strict=True)
-        assert joined(seen) == [[0, 1, 2, 3], [4, 5, 6, 7]][: 2 * bool(at)]
+        assert joined(seen) == [[0, 1, 2, 3], [4, 5, 6, 7]][: 2 * bool(where)]
         assert {error.type for error in raised} == {"RuntimeError"}
         assert raised[1].text == own
         for rank in (0, 2):
@@ -920,8 +740,3 @@ def test_an_error_ends_the_epoch_and_not_the_loader():
     ranks = run(_after_an_error, world_size=2)
     assert [rank[:2] for rank in ranks] == [("RuntimeError", 1)] * 2
     assert joined([rank[2] for rank in ranks]) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
-def test_an_interrupt_is_no_error_of_the_stream():
-    with pytest.raises(KeyboardInterrupt):
-        steps(loader_of(Failing(8, KeyboardInterrupt(), 5)))

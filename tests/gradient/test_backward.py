@@ -852,16 +852,6 @@ def test_fsdp_takes_the_mean_of_the_buffers_under_compile_too(sizes):
 # --- what is refused ---
 
 
-@needs_fsdp
-@pytest.mark.parametrize("sizes", [(4, 4), (4,)])
-def test_fsdp_takes_the_mean_of_the_buffers_under_compile_too(sizes):
-    (plain, again), (compiled, others) = (
-        run(buffers_after_a_step, where, sizes, world_size=2) for where in ("plain", "outside")
-    )
-    assert plain == again
-    assert compiled == others == plain
-
-
 # --- what is refused: see tests/promises/test_misuse_models.py too ---
 
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from pardata.cache._cache_files import (
     MANIFEST,
@@ -19,7 +20,7 @@ from pardata.cache._cache_files import (
     publish,
     read_manifest,
 )
-from pardata.cache._sample import fields_of, kinds_of, of_kind, rebuilt, store
+from pardata.cache._sample import fields_of, filled, kinds_of, of_kind, store
 from pardata.cache._source import (
     Sample,
     check_source,
@@ -137,24 +138,28 @@ class CachedDataset(ReadsBatches):
         numbers = {field.path: number for number, field in enumerate(self._stored)}
         self._order = [numbers[path] for path in expected]
         self._map()
-        self._template: Any = first.whole
-        self._template = self[0]  # whose parts do not hang on to the source's memory
+        self._sample: Any = first.whole
+        self._sample = self[0]  # whose parts do not hang on to the source's memory
+        # Of no values, as there are numbers that DataLoader refuses.
+        self._batch: Any = default_collate(
+            [filled(self._sample, [torch.zeros(())] * len(self._order))]
+        )
+        # The commonest form of all, which need not be walked through at each batch.
+        self._is_flat = type(self._batch) is list and all(
+            isinstance(column, Tensor) for column in self._batch
+        )
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, index: int) -> Any:
-        parts = (
-            of_kind(kind, field[index].clone())
-            for kind, field in zip(self._kinds, self._fields, strict=True)
-        )
-        return rebuilt(self._template, parts)
+        stored = zip(self._kinds, self._fields, strict=True)
+        return filled(self._sample, (of_kind(kind, field[index].clone()) for kind, field in stored))
 
     def read_batch(self, indices: Tensor) -> Any:
         """Return the batch that ``default_collate`` would make of the samples at `indices`."""
-        return rebuilt(
-            self._template, (rows_of(field, indices) for field in self._fields), collated=True
-        )
+        columns = [rows_of(field, indices) for field in self._fields]
+        return columns if self._is_flat else filled(self._batch, columns)
 
     def _map(self) -> None:
         try:

@@ -1,42 +1,30 @@
 """A sample as fields of fixed shape: taken apart to be stored, and put together again."""
 
-from collections.abc import Iterator, Mapping, MutableMapping
-from copy import copy
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pardata.cache._cache_files import Field
+from pardata.collective._tree import in_brackets, leaves, mapped
 from pardata.seeds._generators import numpy_or_none
 
 _BANDS = ("L", "RGB", "RGBA", "CMYK", "YCbCr", "LA")  # image modes of 8 bits a band
 
 
-def leaves(sample: Any, path: str = "sample") -> Iterator[tuple[str, Any]]:
-    """Yield each part of `sample` with its path, as ``sample[0]['box']``."""
-    if isinstance(sample, Mapping):
-        for key, value in sample.items():
-            yield from leaves(value, f"{path}[{key!r}]")
-    elif isinstance(sample, list | tuple):
-        for index, value in enumerate(sample):
-            yield from leaves(value, f"{path}[{index}]")
-    else:
-        yield path, sample
-
-
 def parts_of(sample: Any) -> dict[str, Tensor]:
-    """Return each part of `sample` as a tensor, by its path.
+    """Return each part of `sample` as a tensor, by its path, as ``sample[0]['box']``.
 
     Raises:
         TypeError: for a part that is no tensor, array, image or number, naming its path, and for
             a sample without parts.
     """
-    parts = {path: as_tensor(leaf, path) for path, leaf in leaves(sample)}
-    if not parts:
+    named = {in_brackets("sample", path): leaf for path, leaf in leaves(sample)}
+    if not named:
         msg = f"`sample` must have at least one part, but is {sample!r}"
         raise TypeError(msg)
-    return parts
+    return {name: as_tensor(leaf, name) for name, leaf in named.items()}
 
 
 def fields_of(parts: Mapping[str, Tensor]) -> list[Field]:
@@ -71,21 +59,10 @@ def store(parts: Mapping[str, Tensor], into: list[Tensor], row: int, fields: lis
         rows[row] = tensor
 
 
-def rebuilt(template: Any, parts: Iterator[Any], *, collated: bool = False) -> Any:
-    """Return a sample like `template`, or a batch as ``default_collate`` makes it, of `parts`."""
-    if isinstance(template, Mapping):
-        items = {key: rebuilt(value, parts, collated=collated) for key, value in template.items()}
-        if type(template) is dict or not isinstance(template, MutableMapping):
-            return items
-        other = copy(template)  # a defaultdict keeps its factory
-        other.update(items)
-        return other
-    if isinstance(template, list | tuple):
-        values = [rebuilt(value, parts, collated=collated) for value in template]
-        if hasattr(template, "_fields"):
-            return type(template)(*values)
-        return values if collated else type(template)(values)
-    return next(parts)
+def filled(template: Any, parts: Iterable[Any]) -> Any:
+    """Return a sample, or a batch, like `template`, with these leaves."""
+    following = iter(parts)
+    return mapped(template, lambda *_: next(following))
 
 
 def kinds_of(sample: Any) -> list[str]:
@@ -103,9 +80,7 @@ def of_kind(kind: str, tensor: Tensor) -> Any:
 
 
 def _kind(leaf: Any) -> str:
-    if isinstance(leaf, Tensor):
-        return "tensor"
-    if hasattr(leaf, "dtype"):
+    if hasattr(leaf, "dtype") and not isinstance(leaf, Tensor):
         return "numpy number" if isinstance(leaf, numpy_or_none().generic) else "array"
     return "number" if isinstance(leaf, int | float) else "tensor"
 
@@ -117,24 +92,14 @@ def as_tensor(leaf: Any, path: str) -> Tensor:
         TypeError: for what is no dense tensor, array, image or number.
     """
     what = f"a {type(leaf).__name__}"
-    if type(leaf).__module__.startswith("PIL.") and hasattr(leaf, "mode"):
-        if leaf.mode in _BANDS:
-            width, height = leaf.size
-            flat = torch.frombuffer(bytearray(leaf.tobytes()), dtype=torch.uint8)
-            return flat.view(height, width, -1).permute(2, 0, 1)
+    if _is_image(leaf):
         what += f" of mode {leaf.mode}"
-    else:
+    elif isinstance(leaf, Tensor):
+        what += " that is sparse, quantized or nested"
+    convert = next((convert for is_one, convert in _CONVERSIONS if is_one(leaf)), None)
+    if convert is not None:
         try:
-            if isinstance(leaf, Tensor):
-                if leaf.layout == torch.strided and not (leaf.is_quantized or leaf.is_nested):
-                    return leaf.detach().cpu()
-                what += " that is sparse, quantized or nested"
-            elif hasattr(leaf, "__array__") and hasattr(leaf, "dtype"):
-                array = leaf.__array__()
-                # A copy, in the usual order: PyTorch takes no other, and warns of read-only ones.
-                return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C"))
-            elif isinstance(leaf, int | float):
-                return torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else None)
+            return convert(leaf)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             what += f" ({error})"
     msg = (
@@ -142,6 +107,41 @@ def as_tensor(leaf: Any, path: str) -> Tensor:
         f"{what}: convert it in the data set, or leave it out"
     )
     raise TypeError(msg)
+
+
+def _is_image(leaf: Any) -> bool:
+    return type(leaf).__module__.startswith("PIL.") and hasattr(leaf, "mode")
+
+
+def _is_dense(leaf: Any) -> bool:
+    if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:
+        return False
+    return not (leaf.is_quantized or leaf.is_nested)
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "__array__") and hasattr(leaf, "dtype") and not isinstance(leaf, Tensor)
+
+
+def _of_image(image: Any) -> Tensor:
+    width, height = image.size
+    flat = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+    return flat.view(height, width, -1).permute(2, 0, 1)
+
+
+def _of_array(array: Any) -> Tensor:
+    # A copy, in the usual order: PyTorch takes no other, and warns of read-only ones.
+    plain = array.__array__()
+    return torch.from_numpy(plain.astype(plain.dtype.newbyteorder("="), order="C"))
+
+
+_CONVERSIONS: list[tuple[Callable[[Any], bool], Callable[[Any], Tensor]]] = [
+    (lambda leaf: _is_image(leaf) and leaf.mode in _BANDS, _of_image),
+    (_is_dense, lambda tensor: tensor.detach().cpu()),
+    (_is_array, _of_array),
+    (lambda leaf: isinstance(leaf, float), lambda n: torch.tensor(n, dtype=torch.float64)),
+    (lambda leaf: isinstance(leaf, int), torch.tensor),
+]
 
 
 def _name(dtype: torch.dtype) -> str:

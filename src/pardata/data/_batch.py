@@ -1,12 +1,13 @@
 """What is done to a whole batch, whatever `collate_fn` made it of."""
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from copy import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+
+from pardata.collective._tree import Path, leaves, mapped
 
 
 def moved(batch: Any, device: torch.device) -> Any:
@@ -16,7 +17,7 @@ def moved(batch: Any, device: torch.device) -> Any:
     """
     if device.type == "cpu":
         return batch
-    return _mapped(
+    return _changed(
         batch,
         lambda tensor: tensor.to(device, non_blocking=True),
         lambda other: other.to(device) if hasattr(other, "to") else other,
@@ -28,7 +29,7 @@ def pinned(batch: Any) -> Any:
 
     An object of another kind is pinned by its own ``pin_memory``, if it has one.
     """
-    return _mapped(
+    return _changed(
         batch,
         lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor,
         lambda other: other.pin_memory() if hasattr(other, "pin_memory") else other,
@@ -62,58 +63,49 @@ def emptied(batch: Any) -> Any:
     Raises:
         TypeError: for a batch that holds something else, of which nobody knows the rows.
     """
-    return _mapped(batch, _without_rows, _empty_other)
+    return _changed(batch, _without_rows, _empty_other)
 
 
-def assembled(parts: Sequence[Any], places: Tensor) -> Any:
-    """Return one batch of the rows of `parts`, in their order put at `places`."""
-    first = parts[0]
-    if isinstance(first, Tensor):
-        rows = torch.cat(list(parts))
+def assembled(batches: Sequence[Any], places: Tensor) -> Any:
+    """Return one batch of the rows of `batches`, in their order put at `places`."""
+    columns = [dict(leaves(batch)) for batch in batches]
+
+    def put(path: Path, _: Any) -> Tensor:
+        rows = torch.cat([column[path] for column in columns])
         return torch.empty_like(rows).index_copy_(0, places.to(rows.device), rows)
-    if isinstance(first, Mapping):
-        return {key: assembled([part[key] for part in parts], places) for key in first}
-    columns = [assembled(column, places) for column in zip(*parts, strict=True)]
-    return type(first)(*columns) if hasattr(first, "_fields") else columns
+
+    return mapped(batches[0], put)
 
 
-def tensors_of(batch: Any) -> Iterator[Tensor]:
+def tensors_of(batch: Any, seen: dict[int, Any] | None = None) -> Iterator[Tensor]:
     """Yield every tensor in `batch`, however it is nested, and in the attributes of its objects."""
-    ahead = [batch]
-    seen: dict[int, Any] = {}  # what it holds lives on: another might get its number
-    while ahead:
-        item = ahead.pop()
-        if id(item) in seen or isinstance(item, str | bytes):
+    seen = {} if seen is None else seen  # what it holds lives on: another might get its number
+    for _, leaf in leaves(batch, is_leaf=lambda part: hasattr(part, "__dict__")):
+        if id(leaf) in seen:
             continue
-        seen[id(item)] = item
-        if isinstance(item, Tensor):
-            yield item
-            continue
-        # Of a collection too: Microbatches hold a stand-in beside what they are made of.
-        if hasattr(item, "__dict__"):
-            ahead.extend(reversed(list(vars(item).values())))
-        if isinstance(item, Mapping):
-            ahead.extend(reversed(list(item.values())))
-        elif isinstance(item, Sequence):
-            ahead.extend(reversed(item))
+        seen[id(leaf)] = leaf
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif hasattr(leaf, "__dict__"):
+            # Of a collection too: Microbatches hold a stand-in beside what they are made of.
+            yield from tensors_of([vars(leaf), _items(leaf)], seen)
 
 
-def _mapped(
+def _items(collection: Any) -> list[Any]:
+    if isinstance(collection, Mapping):
+        return list(collection.values())
+    return list(collection) if isinstance(collection, Sequence) else []
+
+
+def _changed(
     batch: Any, on_tensor: Callable[[Tensor], Tensor], on_other: Callable[[Any], Any]
 ) -> Any:
-    if isinstance(batch, Tensor):
-        return on_tensor(batch)
-    if isinstance(batch, Mapping):
-        items = {key: _mapped(value, on_tensor, on_other) for key, value in batch.items()}
-        if type(batch) is dict or not isinstance(batch, MutableMapping):
-            return items
-        other = copy(batch)  # as default_collate: a defaultdict keeps its factory
-        other.update(items)
-        return other
-    if isinstance(batch, list | tuple) and not _is_whole(batch):
-        values = [_mapped(value, on_tensor, on_other) for value in batch]
-        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-    return on_other(batch)
+    """Return `batch` with its tensors, and what is neither tensor nor collection, changed."""
+
+    def change(_: Path, leaf: Any) -> Any:
+        return on_tensor(leaf) if isinstance(leaf, Tensor) else on_other(leaf)
+
+    return mapped(batch, change, is_leaf=_is_whole)
 
 
 def _is_whole(batch: Any) -> bool:

@@ -1,4 +1,4 @@
-"""make_loader: checks its arguments, on all ranks together, and builds a Loader."""
+"""make_loader: checks its arguments, agrees on them with the other ranks, and builds a Loader."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,27 +9,17 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from pardata.collective._agreement import agree, require_same
-from pardata.data._checks import (
-    check_callables,
-    check_dataset,
-    check_numbers,
-    check_sizes,
-    check_streaming,
-    check_timeout,
-    check_training_shares,
-    length_of,
-)
-from pardata.data._loader import Loader, Setting
+from pardata.data._arguments import Arguments, checked, given
+from pardata.data._loader import Loader
 from pardata.data._order import Order, Requests
 from pardata.data._placement import Placement
 from pardata.data._plan import Plan
-from pardata.data._position import Identity
-from pardata.data._reader import Fetched, Reader, Seeds
-from pardata.data._stream import Cut, Stream
-from pardata.data._workers import choose_workers
-from pardata.ranks._arguments import check_flag, checked_device
+from pardata.data._position import Recipe
+from pardata.data._reader import Collation, Reader
+from pardata.data._request import Seeds
+from pardata.data._source import Indexed, Streamed, Workers, as_it_is
+from pardata.data._stream import Stream
 from pardata.ranks._logger import get_logger
-from pardata.ranks._world import World, require_world, world
 
 _log = get_logger(__name__)
 
@@ -125,126 +115,90 @@ def make_loader(
     >>> [batch.tolist() for (batch,) in make_loader(data, batch_size=2)]
     [[0, 1], [2, 3], [4]]
     """
-    here = _world_for(distributed)
-    training = shuffle or sampler is not None
-    drop_last = training if drop_last is None else drop_last
+    args = _agreed(given(**locals()))
+    _warn_of_uneven_shares(args)
+    return _built(args)
+
+
+def _agreed(args: Arguments) -> Arguments:
+    """Return the arguments, checked, and found to be the same on every rank. Collective."""
 
     def facts() -> dict[str, object]:
-        flags = {"shuffle": shuffle, "drop_last": drop_last, "sharded": sharded}
-        for name, flag in {**flags, "reproducible": reproducible}.items():
-            check_flag(name, flag)
-        check_dataset(dataset, sampler, shuffle=shuffle, sharded=sharded)
-        length = length_of(dataset, sampler, sharded=sharded)
-        check_sizes(batch_size, microbatch_size, length, here.size, drop_last=drop_last)
-        if training and not drop_last and microbatch_size is None and length is not None:
-            check_training_shares(batch_size, length, here.size)
-        check_streaming(sharded=sharded, microbatch_size=microbatch_size)
-        check_numbers(seed, prefetch)
-        check_callables(
-            collate_fn=collate_fn, batch_transform=batch_transform, worker_init_fn=worker_init_fn
-        )
-        _target(device, here)
-        DataLoader(dataset, **reading())  # refuses what it does while the other ranks listen
-        return {
-            "the length": length,
-            "batch_size": batch_size,
-            "microbatch_size": microbatch_size,
-            **flags,
-            "reproducible": reproducible,
-            "seed": seed,
-        }
+        nonlocal args
+        args = checked(args)
+        return {**args.compared(), "initial_seed": torch.initial_seed()}
 
-    def reading() -> dict[str, Any]:
-        workers = choose_workers(num_workers, dataset, here)
-        check_timeout(timeout, num_workers)
-        # DataLoader refuses these without workers, and "auto" may find none on some ranks only.
-        there = num_workers != "auto" or workers > 0
-        persist = workers > 0 if persistent_workers is None else persistent_workers
-        return {
-            "num_workers": workers,
-            "timeout": timeout if there else 0,
-            "worker_init_fn": worker_init_fn,
-            "multiprocessing_context": multiprocessing_context if there else None,
-            "prefetch_factor": prefetch_factor if there else None,
-            "persistent_workers": persist and there,
-        }
-
-    told = agree(here, "make_loader", facts)
+    told = agree(args.here, "make_loader", facts) if args.is_shared else [facts()]
+    initial: Any = [each.pop("initial_seed") for each in told]  # may differ: rank 0's is taken
     require_same("make_loader", told, "Pass the same data set and arguments on every rank.")
-    if seed is None:
-        seed = _seed_of_rank_zero(here)
-    _warn_of_uneven_shares(batch_size, microbatch_size, here.size, training=training)
-    options = reading()
-    workers: int = options["num_workers"]
-    target = _target(device, here)
-    loader_pins, we_pin = _who_pins(pin_memory, target, workers)
-    seeds = Seeds(seed, reproducible, microbatch_size is not None)
-    length = length_of(dataset, sampler, sharded=sharded)
-    order: Order | None = None
-    source: Requests | Stream
-    read: Reader | Stream
-    if isinstance(dataset, IterableDataset):
-        cut = Cut(batch_size, drop_last, microbatch_size, here.rank, here.size, sharded)
-        source = read = Stream(dataset, collate_fn, seeds, cut)
+    return args if args.seed is not None else replace(args, seed=initial[0])
+
+
+def _built(args: Arguments) -> Loader:
+    """Return the loader that the arguments, which have been checked and agreed on, describe."""
+    plan = Plan(
+        args.length, args.batch_size, args.drop_last, args.microbatch_size, args.rank, args.size
+    )
+    seeds = Seeds(args.seed, args.reproducible, args.microbatch_size is not None)
+    collation = Collation(args.collate_fn, seeds, args.here.rank)
+    loader_pins, we_pin = _who_pins(args)
+    ranks = args.here if args.size > 1 else None
+    source: Indexed | Streamed
+    if isinstance(args.dataset, IterableDataset):
+        stream = Stream(args.dataset, collation, plan, sharded=args.sharded)
+        source = Streamed(stream, _workers(args, stream, pin_memory=loader_pins), ranks)
     else:
-        assert length is not None  # noqa: S101  # checked above
-        order = Order(here, length, seed, shuffle, sampler)
-        plan = Plan(length, batch_size, drop_last, microbatch_size, here.rank, here.size)
-        source = Requests(plan, order, to_workers=workers > 0)
-        # The rank is that of the process, also where nothing is shared out.
-        read = Reader(dataset, collate_fn, seeds, world().rank)
-    loader: DataLoader[Fetched] = DataLoader(
+        order = Order(ranks, args.length, args.seed, args.shuffle, args.sampler)
+        requests = Requests(plan, order, to_workers=args.num_workers > 0)
+        reader = Reader(args.dataset, collation)
+        source = Indexed(reader, requests, _workers(args, reader, requests, pin_memory=loader_pins))
+    placement = Placement(args.device, args.batch_transform, seeds, args.prefetch, we_pin)
+    return Loader(args.dataset, _recipe(args), plan, source, placement)
+
+
+def _workers(
+    args: Arguments, read: Any, requests: Requests | None = None, *, pin_memory: bool
+) -> Workers | None:
+    """Return what reads for us; without workers, DataLoader takes 90 microseconds a batch more."""
+    if not (args.num_workers or pin_memory):
+        return None
+    loader: DataLoader[Any] = DataLoader(
         read,
         batch_size=None,  # what is read of a step is a batch already
-        sampler=source if isinstance(source, Requests) else None,
-        collate_fn=_as_it_is,
-        pin_memory=loader_pins,
+        sampler=requests,
+        collate_fn=as_it_is,
+        pin_memory=pin_memory,
         generator=torch.Generator(),
-        **options,
+        **args.of_workers(),
     )
-    steps = None if length is None else len(Plan(length, batch_size, drop_last))
-    identity = Identity(
-        length,
-        batch_size,
-        microbatch_size,
-        shuffle,
-        drop_last,
-        seed,
-        None if sampler is None else type(sampler).__name__,
-        f"{here.size} ranks with {workers} workers" if sharded else None,
+    return Workers(loader, args.seed, args.rank)
+
+
+def _recipe(args: Arguments) -> Recipe:
+    return Recipe(
+        args.length,
+        args.batch_size,
+        args.microbatch_size,
+        args.shuffle,
+        args.drop_last,
+        args.seed,
+        None if args.sampler is None else type(args.sampler).__name__,
+        f"{args.size} ranks with {args.num_workers} workers" if args.sharded else None,
     )
-    placement = Placement(target, batch_transform, seeds, prefetch, we_pin)
-    return Loader(
-        loader, dataset, Setting(here, identity, source, steps, order, sharded, placement)
-    )
 
 
-def _as_it_is(fetched: Any) -> Any:
-    return fetched
-
-
-def _target(device: torch.device | str | None, here: World) -> torch.device | None:
-    if device == "auto":
-        return here.device
-    return None if device is None else checked_device(device)
-
-
-def _who_pins(
-    pin_memory: bool | None,  # noqa: FBT001  # as the user passed it
-    target: torch.device | None,
-    workers: int,
-) -> tuple[bool, bool]:
+def _who_pins(args: Arguments) -> tuple[bool, bool]:
     """Return whether ``DataLoader`` pins the batches, and whether we do."""
+    pin_memory = args.pin_memory
     if pin_memory is None:
-        pin_memory = target is not None and target.type == "cuda"
+        pin_memory = args.device is not None and args.device.type == "cuda"
     # DataLoader refuses a tensor that is on a GPU already, which none that comes from a worker is.
-    ours = pin_memory and workers == 0 and torch.cuda.is_available()
+    ours = pin_memory and args.num_workers == 0 and torch.cuda.is_available()
     return pin_memory and not ours, ours
 
 
-def _warn_of_uneven_shares(
-    batch_size: int, microbatch_size: int | None, size: int, *, training: bool
-) -> None:
+def _warn_of_uneven_shares(args: Arguments) -> None:
+    batch_size, microbatch_size, size = args.batch_size, args.microbatch_size, args.size
     if microbatch_size is not None:
         pieces = -(-batch_size // microbatch_size)
         if pieces < size:
@@ -255,7 +209,7 @@ def _warn_of_uneven_shares(
                 ranks=[0],
                 once=True,
             )
-    elif training and batch_size % size:
+    elif args.trains and batch_size % size:
         _log.warning(
             "`batch_size` %d leaves %d ranks shares that differ by one sample, which "
             "`pardata.backward` weights, while a loss.backward() of one's own takes the plain mean "
@@ -264,26 +218,3 @@ def _warn_of_uneven_shares(
             ranks=[0],
             once=True,
         )
-
-
-def _world_for(distributed: object) -> World:
-    if distributed is False:
-        return replace(world(), rank=0, size=1)
-    if distributed is not True and distributed != "auto":
-        msg = f"`distributed` must be True, False or 'auto', but is {distributed!r}"
-        raise ValueError(msg)
-    here = require_world("make_loader")
-    if distributed is True and (here.backend is None or here.launcher == "single"):
-        msg = (
-            "`distributed` must be 'auto' or False without a launcher, but is True: start the "
-            "script with torchrun, srun or mpirun and call `pardata.init()` first"
-        )
-        raise RuntimeError(msg)
-    return here
-
-
-def _seed_of_rank_zero(here: World) -> int:
-    told = agree(here, "make_loader(seed=None)", lambda: {"seed": torch.initial_seed()})
-    seed = told[0]["seed"]
-    assert isinstance(seed, int)  # noqa: S101  # for the type checker: it went through JSON
-    return seed

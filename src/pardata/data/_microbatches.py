@@ -64,10 +64,5 @@ class Microbatches(Sequence[_T]):
         return self._batches[index]
 
     def __repr__(self) -> str:
-        last = self.first + len(self)
-        return (
-            f"Microbatches(epoch={self.epoch}, step={self.step}, "
-            f"{self.first} … {last - 1} of {len(self.counts)})"
-            if len(self)
-            else f"Microbatches(epoch={self.epoch}, step={self.step}, none of {len(self.counts)})"
-        )
+        own = f"{self.first} … {self.first + len(self) - 1}" if len(self) else "none"
+        return f"Microbatches(epoch={self.epoch}, step={self.step}, {own} of {len(self.counts)})"

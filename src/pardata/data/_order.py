@@ -1,9 +1,9 @@
 """In which order an epoch goes through the data set, and what each rank reads of it."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -12,14 +12,13 @@ from torch.utils.data import Sampler
 
 from pardata.collective._agreement import agree, require_same
 from pardata.data._plan import Plan
-from pardata.data._reader import Request
+from pardata.data._request import Indices, Request
 from pardata.data._shuffle import Shuffle
-from pardata.data._whole_batches import Indices
 from pardata.ranks._world import World
 from pardata.seeds._generators import forked_seed
 from pardata.seeds._mix import mix
 
-At: TypeAlias = Callable[[list[range]], list[Indices]]
+LookUp: TypeAlias = Callable[[list[range]], Iterable[Indices]]
 """From runs of positions to the indices of the samples there."""
 
 _AHEAD = 2**14  # positions that are looked up together: what costs is the call
@@ -27,17 +26,21 @@ _AHEAD = 2**14  # positions that are looked up together: what costs is the call
 
 @dataclass
 class Order:
-    """In which order an epoch goes through the data set."""
+    """In which order an epoch goes through the data set.
 
-    here: World
+    Attributes:
+        ranks: those that must go through it in the same; None where there is one alone.
+    """
+
+    ranks: World | None
     length: int
     seed: int
     shuffle: bool
     sampler: Sampler[Any] | None
     _has_drawn_twice: bool = field(default=False, init=False)
 
-    def __call__(self, epoch: int) -> At:
-        """Return what looks up positions of this epoch.
+    def of_epoch(self, epoch: int) -> LookUp:
+        """Return what looks up runs of positions of this epoch.
 
         With a sampler this is collective: it may be of the user's making, so the ranks compare.
         """
@@ -50,11 +53,10 @@ class Order:
 
     def fingerprint(self, epoch: int, delivered: int) -> str:
         """Return a hash of the indices at the first `delivered` positions of this epoch."""
-        at, digest = self(epoch), hashlib.sha256(f"{self.length}:".encode())
+        look_up, digest = self.of_epoch(epoch), hashlib.sha256(f"{self.length}:".encode())
         for start in range(0, delivered, _AHEAD):
-            (indices,) = at([range(start, min(start + _AHEAD, delivered))])
-            plain = indices.tolist() if isinstance(indices, Tensor) else indices
-            digest.update("".join(f"{index}," for index in plain).encode())
+            (indices,) = look_up([range(start, min(start + _AHEAD, delivered))])
+            digest.update("".join(f"{index}," for index in _as_list(indices)).encode())
         return digest.hexdigest()
 
     def _drawn(self, sampler: Sampler[Any], epoch: int) -> list[Any]:
@@ -75,7 +77,7 @@ class Order:
             return {"the order": digest}
 
         indices: list[Any] = []
-        told = agree(self.here, "iter(loader) with a sampler", draw)
+        told = agree(self.ranks, "iter(loader) with a sampler", draw) if self.ranks else [draw()]
         cure = "Make the sampler of the same arguments on every rank."
         require_same("make_loader(sampler=…)", told, cure)
         return indices
@@ -99,14 +101,16 @@ def _digest(indices: list[Any]) -> str:
     return hashlib.sha256(repr(indices).encode()).hexdigest()[:16]
 
 
-def _each(look_up: Callable[[Tensor], Tensor]) -> At:
-    def at(runs: list[range]) -> list[Indices]:
-        if not runs:
-            return []
-        positions = torch.cat([torch.arange(run.start, run.stop) for run in runs])
-        return list(look_up(positions).split([len(run) for run in runs]))
+def _each(stands_at: Callable[[Tensor], Tensor]) -> LookUp:
+    def look_up(runs: list[range]) -> Iterable[Indices]:
+        if all(one.stop == other.start for one, other in pairwise(runs)):  # one rank's are
+            positions = torch.arange(runs[0].start, runs[-1].stop)
+        else:
+            positions = torch.cat([torch.arange(run.start, run.stop) for run in runs])
+        found: tuple[Tensor, ...] = stands_at(positions).split([len(run) for run in runs])
+        return found
 
-    return at
+    return look_up
 
 
 class Requests(Sampler[Request]):
@@ -123,32 +127,31 @@ class Requests(Sampler[Request]):
 
     def start_at(self, epoch: int, delivered: int) -> None:
         """Let the next ``iter()`` begin after so many samples of this epoch."""
-        self._epoch, self._step = epoch, -(-delivered // self.plan.batch_size)
+        self._epoch, self._first = epoch, -(-delivered // self.plan.batch_size)
 
     def __iter__(self) -> Iterator[Request]:
         # The order is drawn here, for the epoch of now, and not at the first step.
-        return self._requests(self.order(self._epoch), self._epoch, self._step)
+        return self._requests(self.order.of_epoch(self._epoch), self._epoch, self._first)
 
-    def _requests(self, at: At, epoch: int, first_step: int) -> Iterator[Request]:
-        together = max(1, _AHEAD * self.plan.size // self.plan.batch_size)
-        for start in range(first_step, len(self.plan), together):
-            steps = range(start, min(start + together, len(self.plan)))
-            parts = [self.plan.parts(step) for step in steps]
-            read = [
-                runs if any(runs) else [self.plan.stand_in(step)]
-                for step, runs in zip(steps, parts, strict=True)
-            ]
-            found = iter(at([run for runs in read for run in runs]))
-            for step, own, runs in zip(steps, parts, read, strict=True):
-                yield Request(
-                    epoch,
-                    step,
-                    self.plan.microbatches(step).start,
-                    [self._sendable(next(found)) for _ in runs],
-                    self.plan.counts(step),
-                    sum(map(len, own)),
-                )
+    def _requests(self, look_up: LookUp, epoch: int, first: int) -> Iterator[Request]:
+        plan = self.plan
+        whole = plan.share_of(plan.batch_size)
+        together = max(1, _AHEAD * plan.size // plan.batch_size)
+        for start in range(first, len(plan), together):
+            steps = []
+            for number in range(start, min(start + together, len(plan))):
+                positions = plan.positions(number)
+                full = len(positions) == plan.batch_size
+                share = whole if full else plan.share_of(len(positions))
+                runs = [positions[run.start : run.stop] for run in share.runs]
+                steps.append((share.of(epoch, number), runs))
+            found = iter(look_up([run for _, runs in steps for run in runs]))
+            if self._to_workers:
+                # A tensor would cross as shared memory: a file and a system call each.
+                found = map(_as_list, found)
+            for step, runs in steps:
+                yield Request(step, list(islice(found, len(runs))))
 
-    def _sendable(self, indices: Indices) -> Indices:
-        # A tensor would cross to a worker as shared memory: a file and a system call each.
-        return indices.tolist() if self._to_workers and isinstance(indices, Tensor) else indices
+
+def _as_list(indices: Indices) -> Indices:
+    return indices.tolist() if isinstance(indices, Tensor) else indices

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from pardata.data._batch import moved, pinned, tensors_of
-from pardata.data._reader import Seeds, User
+from pardata.data._plan import Step
+from pardata.data._request import Fetched, Seeds, User
 
 
 @dataclass(frozen=True)
@@ -26,16 +27,22 @@ class Placement:
     prefetch: int
     pins: bool = False
 
-    def place(self, batch: Any, epoch: int, step: int, number: int) -> Any:
-        """Return one microbatch, or one rank's share, on the device and transformed."""
+    def placed(self, fetched: Fetched) -> list[Any]:
+        """Return the batches of a step on the device and transformed, one by one."""
+        step, batches, _ = fetched
+        on_cpu = self.device is None or self.device.type == "cpu"
+        if on_cpu and self.transform is None and not self.pins:
+            return batches
+        return [self._placed(batch, step, n) for n, batch in enumerate(batches, step.first)]
+
+    def _placed(self, batch: Any, step: Step, microbatch: int) -> Any:
         if self.pins:
             batch = pinned(batch)
         if self.device is not None:
             batch = moved(batch, self.device)
         if self.transform is None:
             return batch
-        around = self.seeds.around_part(User.BATCH_TRANSFORM, epoch, step, number, self.device)
-        with around:
+        with self.seeds.around(User.BATCH_TRANSFORM, step, microbatch, self.device):
             return self.transform(batch)
 
     def ahead(self, batches: Iterator[Any]) -> Iterator[Any]:

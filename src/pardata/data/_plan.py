@@ -5,6 +5,7 @@ positions kB … min((k+1)B, N)-1 of that order, whatever W is; each rank gets a
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 def share(count: int, rank: int, size: int) -> range:
@@ -18,15 +19,40 @@ def share(count: int, rank: int, size: int) -> range:
     return range(start, start + small + (rank < larger))
 
 
+class Step(NamedTuple):
+    """One step, as one rank sees it."""
+
+    epoch: int
+    number: int  # within the epoch
+    first: int  # the number, within the step, of this rank's first microbatch; of a share, 0
+    counts: tuple[int, ...]  # samples of each microbatch of the whole step, over all ranks
+    rows: int  # samples of this rank; where it has none, what it reads stands in for them
+    samples: int  # of the whole step, over all ranks
+
+
+class Share(NamedTuple):
+    """What one rank gets of a step, whatever the number of that step."""
+
+    runs: list[range]  # what it reads of the step's samples, one run a microbatch
+    first: int
+    counts: tuple[int, ...]
+    rows: int
+    samples: int
+
+    def of(self, epoch: int, number: int) -> Step:
+        """Return the step of this number."""
+        return Step(epoch, number, self.first, self.counts, self.rows, self.samples)
+
+
 @dataclass(frozen=True)
 class Plan:
     """How the positions of an epoch become steps, and a step the shares of the ranks.
 
     With a `microbatch_size` a step is cut into microbatches, of which the last may be short, and a
-    share is a run of whole ones; without, it is one run of samples.
+    share is a run of whole ones; without, it is one run of samples. A stream may have no `length`.
     """
 
-    length: int
+    length: int | None
     batch_size: int
     drop_last: bool
     microbatch_size: int | None = None
@@ -34,46 +60,33 @@ class Plan:
     size: int = 1
 
     def __len__(self) -> int:
+        assert self.length is not None  # noqa: S101  # for the type checker: who asks has one
         whole, rest = divmod(self.length, self.batch_size)
         return whole + (rest > 0 and not self.drop_last)
 
-    def step(self, index: int) -> range:
-        """Return the positions of the global batch of step `index`."""
-        start = index * self.batch_size
-        return range(start, min(start + self.batch_size, self.length))
+    def positions(self, number: int) -> range:
+        """Return the positions of the global batch of step `number`."""
+        start = number * self.batch_size
+        end = start + self.batch_size
+        return range(start, end if self.length is None else min(end, self.length))
 
-    def parts(self, index: int) -> list[range]:
-        """Return this rank's positions in step `index`, one run a microbatch.
+    def share_of(self, samples: int) -> Share:
+        """Return what this rank gets of a step of so many samples.
 
-        Without microbatches that is one run, which is empty where there are too few samples.
+        Where that is nothing it reads what stands in for it: the first microbatch of the step, to
+        be run where all ranks must run one, or the first sample, whose shape an empty batch takes.
         """
-        positions = self.step(index)
-        if self.microbatch_size is None:
-            own = share(len(positions), self.rank, self.size)
-            return [positions[own.start : own.stop]]
-        return [self._microbatch(positions, number) for number in self.microbatches(index)]
-
-    def stand_in(self, index: int) -> range:
-        """Return what a rank reads that has no samples in step `index`.
-
-        The first microbatch of the step, to be run where all ranks must run one; or the first
-        sample, whose shape an empty batch takes.
-        """
-        return self.step(index)[: self.microbatch_size or 1]
-
-    def microbatches(self, index: int) -> range:
-        """Return the numbers, within step `index`, of this rank's microbatches; of a share, 0."""
-        if self.microbatch_size is None:
-            return range(1)
-        return share(len(self.counts(index)), self.rank, self.size)
-
-    def counts(self, index: int) -> tuple[int, ...]:
-        """Return how many samples each microbatch of step `index` has, over all ranks."""
-        positions = self.step(index)
         size = self.microbatch_size or self.batch_size
-        whole, rest = divmod(len(positions), size)
-        return (size,) * whole + ((rest,) if rest else ())
-
-    def _microbatch(self, positions: range, number: int) -> range:
-        size = self.microbatch_size or self.batch_size
-        return positions[number * size : (number + 1) * size]
+        whole, rest = divmod(samples, size)
+        counts = (size,) * whole + ((rest,) if rest else ())
+        if self.microbatch_size is None:
+            first, runs = 0, [share(samples, self.rank, self.size)]
+        else:
+            numbers = share(len(counts), self.rank, self.size)
+            first, runs = (
+                numbers.start,
+                [range(samples)[n * size : (n + 1) * size] for n in numbers],
+            )
+        rows = sum(map(len, runs))
+        runs = runs if rows else [range(samples)[: self.microbatch_size or 1]]
+        return Share(runs, first, counts, rows, samples)

@@ -3,13 +3,12 @@
 import reprlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 _VERSION = 1
 
 
-@dataclass(frozen=True)
-class Position:
+class Position(NamedTuple):
     """An epoch, and how many of its samples have been delivered, over all ranks."""
 
     epoch: int
@@ -21,7 +20,7 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Identity:
+class Recipe:
     """What decides which samples are in which step: it must be the same to go on."""
 
     length: int | None  # None for a stream without
@@ -35,7 +34,7 @@ class Identity:
 
     def state(self, position: Position) -> dict[str, Any]:
         """Return what `position` reads, as JSON-like values."""
-        return {"version": _VERSION, **asdict(position), **asdict(self)}
+        return {"version": _VERSION, **position._asdict(), **asdict(self)}
 
     def position(self, state: Mapping[str, Any], *, is_stream: bool = False) -> Position:
         """Return the position that `state` holds.

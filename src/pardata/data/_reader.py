@@ -1,90 +1,48 @@
 """Reading a rank's part of a step, in a worker or here: seeded, collated, and errors say where."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
+from pardata.data._plan import Step
+from pardata.data._request import Fetched, Indices, Request, Seeds, User
 from pardata.data._sameness import same
-from pardata.data._whole_batches import Indices, is_read_whole, whole_batch_reader
+from pardata.data._whole_batches import is_read_whole, whole_batch_reader
 from pardata.ranks._logger import get_logger
 from pardata.seeds._generators import (
     Default,
     default_generators,
-    forked_seed,
     kept_generators,
-    no_draws,
     seed_generators,
 )
-from pardata.seeds._mix import mix
 
 _log = get_logger(__name__)
 
-_THOROUGH_EACH = 16  # steps: looking at every generator takes as long as a small batch
-
-
-class User(Enum):
-    """Who may draw random numbers for a microbatch: each draws others."""
-
-    COLLATE_FN = "collate_fn"
-    BATCH_TRANSFORM = "batch_transform"
-    GETITEMS = "__getitems__"
-
 
 @dataclass(frozen=True)
-class Request:
-    """What one rank reads for one step: the indices of each microbatch, or of its whole share."""
+class Collation:
+    """How samples that were read become a batch, and what is said of those that cannot be read."""
 
-    epoch: int
-    step: int
-    first: int
-    parts: list[Indices]
-    counts: tuple[int, ...]
-    rows: int
+    collate_fn: Callable[[list[Any]], Any] | None
+    seeds: Seeds
+    rank: int  # of this process, also where nothing is shared out
 
+    def batch_of(self, samples: Any, step: Step, microbatch: int) -> Any:
+        if self.collate_fn is None:
+            return default_collate(samples)
+        with self.seeds.around(User.COLLATE_FN, step, microbatch):
+            return self.collate_fn(samples)
 
-class Fetched(NamedTuple):
-    """What was read of one step; a named tuple, which ``DataLoader`` pins part by part."""
-
-    epoch: int
-    step: int
-    first: int
-    parts: list[Any]
-    counts: tuple[int, ...]  # samples of each microbatch of the whole step, over all ranks
-    rows: int  # samples of this rank; of none, `parts` holds what stands in for them
-    read: str = ""  # of a stream: a hash of what its reader read first
-
-
-@dataclass(frozen=True)
-class Seeds:
-    """From where randomness comes: `reproducible` seeds each sample and each microbatch."""
-
-    seed: int
-    reproducible: bool
-    microbatches: bool
-
-    def of_samples(self, epoch: int) -> Callable[[Any], int]:
-        """Return what gives the seed of each sample from its index."""
-        key = mix(self.seed, epoch)
-        # A sampler may yield indices of any kind.
-        return lambda index: mix(
-            key, *([index] if isinstance(index, int) else repr(index).encode())
-        )
-
-    def around_part(
-        self, user: "User", epoch: int, step: int, number: int, device: torch.device | None = None
-    ) -> AbstractContextManager[None]:
-        """Return the context in which `user` sees one microbatch, or one rank's share."""
-        if not self.reproducible:
-            return nullcontext()
-        if self.microbatches:
-            return forked_seed(mix(self.seed, epoch, step, number, *user.value.encode()), device)
-        return no_draws(user.value, device, thorough=step % _THOROUGH_EACH == 0)
+    def unreadable(self, what: str, error: Exception) -> RuntimeError:
+        """Return the error that says what could not be read, where, and what happened."""
+        worker = get_worker_info()
+        where = f"on rank {self.rank}" + (f", worker {worker.id}" if worker else "")
+        return RuntimeError(f"{what} could not be read {where}: {type(error).__name__}: {error}")
 
 
 class StandsForDataset:
@@ -108,51 +66,46 @@ class StandsForDataset:
 class Reader(StandsForDataset, Dataset[Any]):
     """A data set as the loader's workers see it: asked for a `Request`, it returns batches."""
 
-    def __init__(
-        self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, seeds: Seeds, rank: int
-    ) -> None:
-        self._collate = collate_fn
-        self._seeds = seeds
-        self._rank = rank
-        self._read_whole = whole_batch_reader(dataset) if collate_fn is None else None
+    def __init__(self, dataset: Any, collation: Collation) -> None:
+        self._collation = collation
+        self._seeds = seeds = collation.seeds
+        plainly = collation.collate_fn is None
+        self._read_whole = whole_batch_reader(dataset) if plainly else None
         # A Subset has __getitems__ whatever it is of, and would read one by one itself.
         self._by_items = hasattr(dataset, "__getitems__") and is_read_whole(dataset)
         per_sample = self._read_whole is None and not self._by_items
         # Shared, so that workers which are started anew for each epoch look only once.
-        self._looks_twice = torch.tensor(seeds.reproducible and per_sample and rank == 0)
+        self._looks_twice = torch.tensor(seeds.reproducible and per_sample and collation.rank == 0)
         self._looks_twice.share_memory_()
         self._drawn_from: list[Default] = []  # the generators that the data set has been seen using
         self.dataset = dataset
 
     def __getitem__(self, request: Request) -> Fetched:
-        """Return the batch of each part of the request."""
+        """Return what is asked for."""
+        step, asked = request
+        if self._read_whole is not None:
+            read = self._read_whole
+            return Fetched(step, [self._got(read, torch.as_tensor(each)) for each in asked])
         if self._looks_twice:
             self._warn_of_a_generator_of_its_own(request)
-        seeded = self._read_whole is None and self._seeds.reproducible
-        with kept_generators() if seeded else nullcontext():
-            parts = [
-                self._part(request, number, indices)
-                for number, indices in enumerate(request.parts, request.first)
+        with kept_generators() if self._seeds.reproducible else nullcontext():
+            batches = [
+                self._batch(step, microbatch, indices)
+                for microbatch, indices in enumerate(asked, step.first)
             ]
-        return Fetched(
-            request.epoch, request.step, request.first, parts, request.counts, request.rows
-        )
+        return Fetched(step, batches)
 
-    def _part(self, request: Request, number: int, indices: Indices) -> Any:
-        if self._read_whole is not None:
-            return self._said(self._read_whole, torch.as_tensor(indices))
+    def _batch(self, step: Step, microbatch: int, indices: Indices) -> Any:
+        """Return what ``collate_fn`` makes of the samples at `indices`."""
         indices = indices.tolist() if isinstance(indices, Tensor) else indices
         if self._by_items:
-            with self._around(User.GETITEMS, request, number):
-                samples = self._said(self.dataset.__getitems__, indices)
-            if not isinstance(samples, list) and self._collate is None:
+            with self._seeds.around(User.GETITEMS, step, microbatch):
+                samples = self._got(self.dataset.__getitems__, indices)
+            if not isinstance(samples, list) and self._collation.collate_fn is None:
                 return samples  # a whole batch: PyTorch's protocol has a list of samples
         else:
-            samples = self._samples(request.epoch, indices)
-        if self._collate is None:
-            return default_collate(samples)
-        with self._around(User.COLLATE_FN, request, number):
-            return self._collate(samples)
+            samples = self._samples(step.epoch, indices)
+        return self._collation.batch_of(samples, step, microbatch)
 
     def _samples(self, epoch: int, indices: Sequence[Any]) -> list[Any]:
         """Return samples, each read with the generators seeded for it.
@@ -174,30 +127,28 @@ class Reader(StandsForDataset, Dataset[Any]):
     def _sample(self, index: Any, seed_of: Callable[[Any], int]) -> Any:
         if self._drawn_from:
             seed_generators(seed_of(index), among=self._drawn_from)
-        return self._said(self.dataset.__getitem__, index)
+        return self._got(self.dataset.__getitem__, index)
 
-    def _around(self, user: User, request: Request, number: int) -> AbstractContextManager[None]:
-        return self._seeds.around_part(user, request.epoch, request.step, number)
-
-    def _said(self, get: Callable[[Any], Any], index: Any) -> Any:
+    def _got(self, get: Callable[[Any], Any], index: Any) -> Any:
+        """Return ``get(index)``; say where, if that raises."""
         try:
             return get(index)
-        except Exception as error:  # user code: whatever it raises, say where
+        except Exception as error:  # user code: whatever it raises
             many = isinstance(index, Sequence | Tensor)
             numbers = index.tolist() if isinstance(index, Tensor) else index
             what = f"{'samples' if many else 'sample'} {numbers}"
-            raise unreadable(what, self._rank, error) from error
+            raise self._collation.unreadable(what, error) from error
 
     def _warn_of_a_generator_of_its_own(self, request: Request) -> None:
         """Read one sample twice under one seed: what differs is not reproducible."""
         worker = get_worker_info()
-        first = next((indices[0] for indices in request.parts if len(indices)), None)
+        first = next((indices[0] for indices in request.indices if len(indices)), None)
         if first is None or (worker and worker.id):
             return
         self._looks_twice.fill_(False)
         index = first.item() if isinstance(first, Tensor) else first
         with kept_generators():
-            (one,), (other,) = (self._samples(request.epoch, [index]) for _ in range(2))
+            (one,), (other,) = (self._samples(request.step.epoch, [index]) for _ in range(2))
         if not same(one, other):
             _log.warning(
                 "sample %s of %s differs when read twice with the same seed, so that runs at "
@@ -206,10 +157,3 @@ class Reader(StandsForDataset, Dataset[Any]):
                 index,
                 type(self.dataset).__name__,
             )
-
-
-def unreadable(what: str, rank: int, error: Exception) -> RuntimeError:
-    """Return the error that says what could not be read, where, and what happened."""
-    worker = get_worker_info()
-    where = f"on rank {rank}" + (f", worker {worker.id}" if worker else "")
-    return RuntimeError(f"{what} could not be read {where}: {type(error).__name__}: {error}")

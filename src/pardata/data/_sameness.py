@@ -1,11 +1,12 @@
 """Whether two readings of one sample are the same, to the last bit."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from pardata.collective._tree import by_text, leaves
 
 
 def same(one: Any, other: Any) -> bool:
@@ -14,26 +15,24 @@ def same(one: Any, other: Any) -> bool:
     Tensors, arrays and numbers are equal where NaN stands in both, images where their pixels are.
     """
     try:
-        return _same(one, other)
+        ours, theirs = (dict(leaves(sample, keys=by_text)) for sample in (one, other))
+    except RecursionError:  # of what holds itself
+        return True
+    return ours.keys() == theirs.keys() and all(_same(ours[path], theirs[path]) for path in ours)
+
+
+def _same(one: Any, other: Any) -> bool:
+    try:
+        return type(one) is type(other) and _equal(one, other)
     except Exception:  # noqa: BLE001  # a user's objects: this is advice and must not end a run
         return True
 
 
-def _same(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
-        return False
+def _equal(one: Any, other: Any) -> bool:
+    """Return whether two leaves of one type are equal."""
     if isinstance(one, Tensor):
-        return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(
-            *(_bits(tensor) for tensor in (one, other))
-        )
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return _same_object(one, other)
-
-
-def _same_object(one: Any, other: Any) -> bool:
+        is_like = (one.dtype, one.shape) == (other.dtype, other.shape)
+        return is_like and torch.equal(_bits(one), _bits(other))
     if str(getattr(one, "dtype", "")) == "object":  # an array whose bytes are addresses
         return same(one.tolist(), other.tolist())
     if hasattr(one, "tobytes"):  # an array, a NumPy number, an image

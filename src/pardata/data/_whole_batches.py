@@ -1,7 +1,7 @@
 """Reading a whole batch in one operation, from data sets that allow it."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -11,7 +11,6 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from pardata.data._batch import assembled, rows_of
 
-Indices: TypeAlias = "Tensor | Sequence[int]"
 Read: TypeAlias = Callable[[Tensor], Any]
 
 

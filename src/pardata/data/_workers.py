@@ -7,26 +7,26 @@ from typing import Any
 import torch
 
 from pardata.data._whole_batches import is_read_whole
+from pardata.ranks._arguments import check_integer
 from pardata.ranks._cores import usable_cores
 from pardata.ranks._world import World
 
 _LONGEST_SOCKET = 107  # characters: `sun_path` of Linux's unix(7), without its last zero
 
 
-def choose_workers(num_workers: object, dataset: Any, here: World) -> int:
+def choose_workers(num_workers: Any, dataset: Any, here: World) -> int:
     """Return how many workers this rank gets, of which "auto" decides from data set and cores.
 
     Raises:
-        ValueError: for a number that is none, and where workers could not hand over a tensor.
+        TypeError, ValueError: for a number that is none or negative, and where workers could not
+            hand over a tensor.
     """
     if num_workers == "auto":
         num_workers = 0 if is_read_whole(dataset) else min(8, usable_cores(here) - 1)
-    if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 0:
-        msg = f"`num_workers` must be 'auto' or an integer from 0 up, but is {num_workers!r}"
-        raise ValueError(msg)
+    check_integer("num_workers", num_workers, least=0, why=" or 'auto'")
     if num_workers:
         _check_they_can_send()
-    return num_workers
+    return int(num_workers)
 
 
 def _check_they_can_send() -> None:

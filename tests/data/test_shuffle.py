@@ -5,10 +5,8 @@ from itertools import permutations
 
 import pytest
 import torch
-import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from on_ranks import run
 
 from pardata.data._shuffle import Shuffle
 from pardata.seeds._mix import mix
@@ -42,31 +40,9 @@ def test_every_number_comes_once(drawn, length, key):
         assert_bijective(length, key)
 
 
-@BOTH
-def test_every_number_comes_once_for_each_of_the_first_lengths(monkeypatch, drawn):
-    monkeypatch.setattr("pardata.data._shuffle._DRAWN", drawn)
-    for length in range(1, 130):
-        for key in range(3):
-            assert_bijective(length, key)
-
-
-@settings(max_examples=20)
-@given(st.integers(-400, 400).map(DRAWN.__add__) | st.integers(DRAWN, 120_000), keys)
-def test_every_number_comes_once_on_both_sides_of_what_is_drawn(length, key):
-    assert_bijective(length, key)
-
-
 @pytest.mark.parametrize("length", [DRAWN - 1, DRAWN, DRAWN + 1, 317**2, 317**2 + 1])
 def test_every_number_comes_once_at_the_edges(length):
     assert_bijective(length, 0)
-
-
-def test_up_to_65536_the_order_is_drawn_and_above_it_is_not(monkeypatch):
-    first = torch.arange(100)
-    before = [Shuffle(length, 1).at(first) for length in (DRAWN, DRAWN + 1)]
-    monkeypatch.setattr("pardata.data._shuffle._DRAWN", 0)
-    after = [Shuffle(length, 1).at(first) for length in (DRAWN, DRAWN + 1)]
-    assert [torch.equal(*pair) for pair in zip(before, after, strict=True)] == [False, True]
 
 
 @FAR
@@ -81,10 +57,6 @@ def test_what_is_far_too_long_to_draw_stays_in_range_and_distinct(length):
     assert found.min() >= 0
     assert found.max() < length
     assert len(found.unique()) == len(positions)
-
-
-def test_no_things_have_an_order_too():
-    assert Shuffle(0, 1).at(torch.arange(0)).tolist() == []
 
 
 @pytest.mark.parametrize("length", [1000, 10**6])
@@ -112,26 +84,18 @@ def chi_square(counts, expected):
     return ((counts - expected) ** 2 / expected).sum().item()
 
 
-def _half_of_the_orders_of_four():
-    orders = {whole: number for number, whole in enumerate(permutations(range(4)))}
-    counts, all_four = [0] * 24, torch.arange(4)
-    for seed in range(dist.get_rank(), 240_000, 2):
-        counts[orders[tuple(order(4, seed, 0, all_four).tolist())]] += 1
-    return counts
-
-
 def test_each_of_the_24_orders_of_four_comes_as_often_as_any_other():
-    # Two processes take half of the seeds each: the loop is the longest of this file.
-    halves = run(_half_of_the_orders_of_four, world_size=2, timeout=600)
-    counts = torch.tensor(halves).sum(0)
-    assert counts.sum() == 240_000
-    assert chi_square(counts, torch.full((24,), 10_000)) < 70.549  # 23 degrees of freedom
+    orders = {whole: number for number, whole in enumerate(permutations(range(4)))}
+    counts, all_four = torch.zeros(24), torch.arange(4)
+    for seed in range(24_000):
+        counts[orders[tuple(order(4, seed, 0, all_four).tolist())]] += 1
+    assert chi_square(counts, torch.full((24,), 1_000)) < 70.549  # 23 degrees of freedom
 
 
 @BOTH
 def test_each_number_is_as_likely_at_each_of_a_thousand_positions(monkeypatch, drawn):
     monkeypatch.setattr("pardata.data._shuffle._DRAWN", drawn)
-    length, seeds = 1000, 2000
+    length, seeds = 1000, 500
     counts = torch.zeros(length * length)
     for seed in range(seeds):
         counts[torch.arange(length) * length + order(length, seed)] += 1
@@ -208,19 +172,6 @@ def test_nothing_correlates(monkeypatch, length, drawn, orders):
         assert abs(correlation(here % 2, other % 2)) < 5 / math.sqrt(len(here)), name
 
 
-@BOTH
-@pytest.mark.parametrize(("seed", "epoch"), [(0, 1), (1, 0), (1, 1)])
-def test_two_orders_agree_in_as_many_places_as_by_chance(monkeypatch, drawn, seed, epoch):
-    # One place on average, with a variance of one.
-    monkeypatch.setattr("pardata.data._shuffle._DRAWN", drawn)
-    pairs = 400
-    same = sum(
-        (order(1000, 10 * number) == order(1000, 10 * number + seed, epoch)).sum().item()
-        for number in range(pairs)
-    )
-    assert abs(same - pairs) < 5 * math.sqrt(pairs)
-
-
 @given(st.integers(-(2**70), 2**70), st.integers(0, 10_000))
 def test_an_order_differs_by_epoch_and_by_seed_and_not_by_call(seed, epoch):
     found = order(50, seed, epoch).tolist()
@@ -229,49 +180,19 @@ def test_an_order_differs_by_epoch_and_by_seed_and_not_by_call(seed, epoch):
     assert found != order(50, seed + 1, epoch).tolist()
 
 
-def test_the_next_seed_is_not_the_next_epoch():
-    orders = {tuple(order(50, seed, epoch).tolist()) for seed in range(20) for epoch in range(20)}
-    assert len(orders) == 400
-
-
 # --- the same everywhere ---
 # What stands at the first three positions, in the middle and at the end; of up to ten, all.
 GOLDEN = [
     ((1, 0, 0), [0]),
-    ((2, 0, 0), [1, 0]),
     ((10, 0, 0), [2, 4, 6, 1, 8, 0, 7, 5, 9, 3]),
     ((10, 0, 1), [0, 8, 1, 6, 5, 7, 4, 9, 3, 2]),
     ((10, 1, 0), [6, 4, 7, 0, 8, 3, 9, 2, 5, 1]),
-    ((1000, 0, 0), [680, 633, 613, 383, 819]),
     ((1000, 0, 1), [698, 633, 658, 88, 503]),
-    ((1000, 1, 0), [361, 800, 949, 793, 591]),
-    ((60000, 0, 0), [14816, 35256, 19443, 15625, 22771]),
-    ((60000, 0, 1), [45534, 23883, 51791, 33371, 34778]),
-    ((60000, 1, 0), [49158, 361, 32666, 12250, 42513]),
     ((65536, 0, 0), [14816, 35256, 19443, 58240, 22771]),
-    ((65536, 0, 1), [45534, 23883, 61184, 20678, 34778]),
-    ((65536, 1, 0), [49158, 361, 32666, 53345, 42513]),
     ((65537, 0, 0), [33804, 2624, 52228, 9469, 44953]),
-    ((65537, 0, 1), [4718, 12299, 21179, 44354, 30724]),
     ((65537, 1, 0), [63181, 45414, 53882, 33377, 24559]),
-    ((10**6, 0, 0), [374700, 554877, 690672, 442661, 67731]),
     ((10**6, 0, 1), [200077, 597083, 660205, 897117, 788448]),
-    ((10**6, 1, 0), [535740, 2524, 914677, 860136, 681220]),
     ((10**9, 0, 0), [696_810_904, 679_178_506, 877_580_882, 266_555_817, 974_946_566]),
-    ((10**9, 0, 1), [499_534_792, 100_978_012, 166_693_118, 870_356_376, 495_984_445]),
-    ((10**9, 1, 0), [506_823_538, 464_558_653, 147_616_567, 915_737_915, 879_494_420]),
-    (
-        (10**12, 0, 0),
-        [26_236_710_859, 814_740_560_560, 311_114_588_626, 624_709_729_184, 871_841_806_256],
-    ),
-    (
-        (10**12, 0, 1),
-        [288_858_474_306, 596_556_062_915, 695_221_560_807, 651_507_644_446, 679_133_408_431],
-    ),
-    (
-        (10**12, 1, 0),
-        [329_175_291_992, 648_338_325_173, 355_442_277_120, 923_020_073_142, 786_640_113_865],
-    ),
 ]
 
 

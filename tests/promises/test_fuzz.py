@@ -1,6 +1,6 @@
 """Whatever comes from outside: variables, node lists, saved states and files of weights.
 
-A few examples of each; ``pytest -m soak tests/test_fuzz.py`` tries very many.
+A few examples of each; ``pytest -m soak tests/promises/test_fuzz.py`` tries very many.
 """
 
 import io

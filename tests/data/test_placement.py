@@ -5,32 +5,16 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from on_ranks import caught, run
-from torch.utils.data import Dataset, TensorDataset, get_worker_info
+from data_zoo import loader_of as any_loader_of
+from torch.utils.data import get_worker_info
 
-from pardata import Microbatches, make_loader
+from pardata import Microbatches
 from pardata.data._placement import Placement
-from pardata.data._reader import Seeds
+from pardata.data._request import Seeds
 
 
-class Numbers(Dataset):
-    def __init__(self, length=7):
-        self.length = length
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, index):
-        return index
-
-
-def loader_of(transform=None, data=None, **options):
-    data = Numbers() if data is None else data
-    return make_loader(data, 3, batch_transform=transform, **{"num_workers": 0, **options})
-
-
-def doubled(batch):
-    return batch * 2
+def loader_of(transform, **options):
+    return any_loader_of(7, 3, batch_transform=transform, **options)
 
 
 # --- pinned memory ---
@@ -77,15 +61,6 @@ def test_a_transform_gets_what_collate_fn_returned_and_may_return_anything():
     assert list(loader) == [("as it is", {0, 1, 2}), ("as it is", {3, 4, 5}), ("as it is", {6})]
 
 
-def test_a_transform_gets_a_batch_that_was_read_whole():
-    data = TensorDataset(torch.arange(7), torch.arange(7.0))
-    assert [batch.tolist() for batch in loader_of(lambda batch: batch[0] + batch[1], data)] == [
-        [0, 2, 4],
-        [6, 8, 10],
-        [12],
-    ]
-
-
 def test_a_transform_gets_one_microbatch_at_a_time():
     seen = []
 
@@ -98,31 +73,6 @@ def test_a_transform_gets_one_microbatch_at_a_time():
     assert [part.tolist() for part in first] == [[0, 2], [4]]
     assert [part.tolist() for part in (*second, *third)] == [[6, 8], [10], [12]]
     assert seen == [2, 1, 2, 1, 1]
-
-
-def _shares(microbatch_size):
-    def widened(batch):
-        return {"x": batch[:, None].double().expand(-1, 2)}
-
-    *_, last = loader_of(widened, microbatch_size=microbatch_size)
-    if microbatch_size:
-        return [part["x"].tolist() for part in last]
-    return last["x"].shape, last["x"].dtype
-
-
-def test_a_rank_without_samples_gets_zero_rows_of_what_the_transform_returns():
-    assert run(_shares, None, world_size=2) == [((1, 2), torch.float64), ((0, 2), torch.float64)]
-    assert run(_shares, 2, world_size=2) == [[[[6.0, 6.0]]], []]
-
-
-def _cannot_be_emptied():
-    return caught(list, loader_of(lambda batch: batch.sum()))
-
-
-def test_a_result_without_rows_raises_on_every_rank_where_one_has_no_sample():
-    for raised in run(_cannot_be_emptied, world_size=2):
-        assert raised.type == "TypeError"
-        assert "holds a Tensor without dimensions: use drop_last=True" in raised.text
 
 
 class Torn(Exception):  # noqa: N818  # a user's own
@@ -163,18 +113,6 @@ def test_an_error_in_a_transform_leaves_the_generators_alone():
 # --- devices ---
 
 
-@pytest.mark.parametrize("device", ["auto", None, "cpu", torch.device("cpu")])
-def test_on_a_cpu_batches_are_left_as_they_were_read(device):
-    made = []
-
-    def collate(samples):
-        made.append(torch.tensor(samples))
-        return made[-1]
-
-    for number, batch in enumerate(loader_of(collate_fn=collate, device=device)):
-        assert batch is made[number]
-
-
 def test_a_transform_runs_on_the_device():
     def collate(samples):
         return {"x": [torch.tensor(samples), "text"]}
@@ -197,13 +135,6 @@ def test_on_a_cpu_nothing_runs_ahead(prefetch):
     for step, batch in enumerate(loader):
         assert len(seen) == step + 1
         assert batch.tolist() == [*range(7)][3 * step : 3 * step + 3]
-
-
-@pytest.mark.parametrize("prefetch", [-1, 1.5, None, True, "1"])
-def test_a_number_of_batches_that_is_none_is_refused(prefetch):
-    raised = caught(lambda: loader_of(prefetch=prefetch))
-    assert raised.type == "ValueError"
-    assert raised.text == f"`prefetch` must be an integer from 0 up, but is {prefetch!r}"
 
 
 class Gpu:

@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 import warnings
-from collections import namedtuple
 from contextlib import contextmanager
 from functools import partial
 from io import BytesIO
@@ -23,14 +22,24 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from cache_zoo import (
+    LOOKS,
+    NOT_LOOKED_AT,
+    Point,
+    Samples,
+    at,
+    contents,
+    drawing,
+    equal,
+    pair,
+    unreadable,
+)
 from on_ranks import Raised, caught, run, run_caught
 from PIL import Image
 from places import SHARED_DATA
 from torch.utils.data import (
     ConcatDataset,
     DataLoader,
-    Dataset,
-    IterableDataset,
     Subset,
     TensorDataset,
     random_split,
@@ -39,62 +48,6 @@ from torch.utils.data import (
 from pardata import cache_dataset, make_loader
 from pardata.cache import _cache_dataset as _caching
 from pardata.testing._run import _context
-
-NOT_LOOKED_AT = 4  # of 10 samples: not among the 8 by which a change is noticed
-LOOKS = 17  # readings of the source where nothing is built: 8 samples twice, and the first
-
-Point = namedtuple("Point", ["x", "name"])  # noqa: PYI024  # the untyped kind must work too
-
-
-class Samples(Dataset):
-    """Makes its samples by a function of the index, and counts how often it is asked."""
-
-    def __init__(self, make, length=10, transform=None):
-        self.make, self.length, self.transform = make, length, transform
-        self.reads = []
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, index):
-        if not 0 <= index < self.length:
-            raise IndexError(index)
-        self.reads.append(index)
-        sample = self.make(index)
-        return sample if self.transform is None else self.transform(sample)
-
-
-def pair(index):
-    return torch.full((2, 3), float(index)), index
-
-
-def drawing(index):
-    drawn = random.random() + np.random.rand()  # noqa: NPY002  # as users do
-    return torch.rand(3) + drawn + index
-
-
-def equal(one, other):
-    """Whether two samples or batches are the same, in the types of their containers too."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, np.ndarray | np.generic):
-        return one.dtype == other.dtype and np.array_equal(one, other)
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return one == other
-
-
-def contents(directory):
-    """Return the files of a cache, without the lock."""
-    return {
-        str(path.relative_to(directory)): path.read_bytes()
-        for path in sorted(Path(directory).rglob("*"))
-        if path.is_file() and path.name != "pardata-lock"
-    }
 
 
 def lines(caplog):
@@ -111,16 +64,9 @@ def told(caplog):
 # --- samples and batches ---
 
 KINDS = {
-    "tensor": lambda i: torch.full((2, 3), float(i)),
-    "scalar tensor": torch.tensor,
-    "bool": lambda i: torch.tensor([i % 2 == 0, True]),
-    "bfloat16": lambda i: torch.full((3,), i / 3, dtype=torch.bfloat16),
-    "complex": lambda i: torch.full((3,), i + 1j),
-    "zero-size": lambda i: (torch.zeros(0, 4), i),
+    "tensors": pair,
+    "one tensor": lambda i: torch.full((2, 3), float(i)),
     "all zero-size": lambda i: torch.zeros(0, 4),
-    "array": lambda i: (np.full((2, 2), i, dtype=np.int16), np.float32(i / 3)),
-    "numbers": lambda i: (i, i / 3, i % 2 == 0, -i),
-    "namedtuple": lambda i: Point(torch.tensor(i), [i, i]),
     "nested": lambda i: {"a": [(i, {"b": torch.tensor([i])}), i / 2], "c": Point(i, (i,))},
 }
 
@@ -137,21 +83,6 @@ def test_samples_and_batches_are_those_of_the_source(tmp_path, name):
     assert equal(list(DataLoader(cached, 4)), plain)
     with pytest.raises(IndexError):
         cached[10]
-
-
-@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "LA"])
-def test_images_become_tensors_of_bytes(tmp_path, mode):
-    to_tensor = pytest.importorskip("torchvision.transforms.functional").pil_to_tensor
-    bands = len(Image.new(mode, (1, 1)).getbands())
-
-    def picture(index):
-        return Image.frombytes(mode, (4, 3), bytes(range(index, index + 12 * bands))), index
-
-    source = Samples(picture)
-    cached = cache_dataset(source, tmp_path)
-    expected = [(to_tensor(image), index) for image, index in map(picture, range(10))]
-    assert equal([cached[i] for i in range(10)], expected)
-    assert equal(list(make_loader(cached, 4, device=None)), list(DataLoader(expected, 4)))
 
 
 def test_real_digits_are_the_same():
@@ -190,12 +121,6 @@ def test_a_list_and_a_dict_of_samples_can_be_cached(tmp_path):
         assert cached.directory == tmp_path / str(number)
 
 
-def test_what_is_cached_can_be_cached_with_another_transform(tmp_path):
-    first = cache_dataset(Samples(pair), tmp_path / "1")
-    second = cache_dataset(Samples(lambda i: first[i][0] * 2), tmp_path / "2")
-    assert torch.equal(second[3], torch.full((2, 3), 6.0))
-
-
 def test_writing_to_a_sample_or_a_batch_does_not_change_the_cache(tmp_path):
     source = Samples(lambda i: {"x": torch.full((3,), i), "a": np.full(3, i), "n": torch.tensor(i)})
     cached = cache_dataset(source, tmp_path)
@@ -226,15 +151,6 @@ def test_reading_the_cache_does_not_read_the_source(tmp_path):
 # --- samples that cannot be stored, data sets that cannot be cached ---
 
 
-def at(index, odd, usual=pair):
-    return lambda i: odd(i) if i == index else usual(i)
-
-
-def unreadable(index):
-    msg = f"bad pixel {index}"
-    raise ValueError(msg)
-
-
 BAD = {
     "a shape": (
         at(NOT_LOOKED_AT, lambda i: (torch.zeros(2, 4), i)),
@@ -258,14 +174,6 @@ BAD = {
             "`sample[1]`: return the same parts for every sample"
         ),
     ),
-    "another structure": (
-        at(NOT_LOOKED_AT, lambda i: {"x": torch.zeros(2, 3), "y": i}),
-        "ValueError",
-        (
-            "sample 4 cannot be stored: it must have the same parts as the first sample, but lacks "
-            "`sample[0]`, lacks `sample[1]`, has `sample['x']` besides, has `sample['y']` besides"
-        ),
-    ),
     "text": (
         lambda i: {"image": torch.zeros(2), "name": f"{i}.jpg"},
         "TypeError",
@@ -274,24 +182,6 @@ BAD = {
             "image of 8 bits a band or a number, but is a str: convert it in the data set, or "
             "leave it out"
         ),
-    ),
-    "none": (
-        at(NOT_LOOKED_AT, lambda i: (torch.zeros(2, 3), None)),
-        "TypeError",
-        "sample 4 cannot be stored: `sample[1]` must be a dense tensor, an array, an image of 8",
-    ),
-    "an image with a palette": (
-        lambda i: Image.new("P", (2, 2)),
-        "TypeError",
-        (
-            "sample 0 cannot be stored: `sample` must be a dense tensor, an array, an image of 8 "
-            "bits a band or a number, but is a Image of mode P: convert it in the data set"
-        ),
-    ),
-    "nothing": (
-        lambda i: {},
-        "TypeError",
-        "sample 0 cannot be stored: `sample` must have at least one part, but is {}",
     ),
     "an unreadable first": (
         at(0, unreadable),
@@ -341,57 +231,6 @@ def test_an_image_file_that_is_cut_short_is_an_unreadable_sample(tmp_path):
         cache_dataset(Samples(opened), tmp_path)
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(10))
-
-    def __len__(self):
-        return 10
-
-
-class Lengthless(Dataset):
-    def __getitem__(self, index):
-        return index
-
-
-@pytest.mark.parametrize(
-    ("dataset", "kind", "text"),
-    [
-        (
-            Stream(),
-            TypeError,
-            (
-                "`dataset` must have __getitem__ and __len__ to be cached, but Stream has not: "
-                "write a map-style data set"
-            ),
-        ),
-        (Lengthless(), TypeError, "but Lengthless has not: write"),
-        (iter([1]), TypeError, "but list_iterator has not: write"),
-        (
-            Samples(pair, 0),
-            ValueError,
-            (
-                "`dataset` must have at least one sample to be cached, but Samples has none: look "
-                "at where it reads from"
-            ),
-        ),
-        ([], ValueError, "but list has none"),
-    ],
-)
-def test_a_data_set_that_cannot_be_cached_is_refused(tmp_path, dataset, kind, text):
-    with pytest.raises(kind, match=re.escape(text)):
-        cache_dataset(dataset, tmp_path / "cache")
-    assert not (tmp_path / "cache").exists()
-
-
-@pytest.mark.parametrize("workers", [-1, 1.0, True, "many", None])
-def test_another_number_of_workers_is_refused_though_the_cache_is_there(tmp_path, workers):
-    cache_dataset(Samples(pair), tmp_path)
-    text = f"`num_workers` must be 'auto' or an integer from 0 up, but is {workers!r}"
-    with pytest.raises(ValueError, match=re.escape(text)):
-        cache_dataset(Samples(pair), tmp_path, num_workers=workers)
-
-
 # --- several processes ---
 
 
@@ -419,13 +258,6 @@ def test_by_default_a_large_data_set_is_decoded_by_all_cores(
     readers = {cached[i] for i in range(length)}
     assert readers == {os.getpid()} if here else len(readers) == cores
     assert here or os.getpid() not in readers
-
-
-def test_a_long_name_of_the_temporary_directory_does_not_matter(tmp_path, monkeypatch):
-    # Workers hand over no tensors, so no socket has to be opened in it.
-    monkeypatch.setattr(_caching, "usable_cores", lambda world: 2)
-    monkeypatch.setattr("pardata.data._workers.get_temp_dir", lambda: "/" + "x" * 120)
-    assert len(cache_dataset(Samples(pair, 1024), tmp_path)) == 1024
 
 
 def _states():
@@ -544,7 +376,7 @@ def test_ranks_with_other_data_sets_are_told_and_none_hangs(tmp_path, monkeypatc
             "Pass the same data set on every rank."
         )
         assert "but `the class` differ:\n" in found["class"].text
-        assert "Subset of test_caching.Samples" in found["class"].text
+        assert "Subset of cache_zoo.Samples" in found["class"].text
         if rank == 1:
             assert found["empty"].type == "ValueError"
             assert found["shape"].type == "RuntimeError"

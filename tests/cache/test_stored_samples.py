@@ -1,0 +1,247 @@
+"""Samples in a cache: every kind of part and container comes back, and batches as DataLoader's."""
+
+import re
+import tempfile
+from collections import OrderedDict, UserDict, defaultdict
+from decimal import Decimal
+from enum import IntEnum
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from cache_zoo import Point, equal
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torch.utils.data import default_collate
+
+from pardata import cache_dataset, make_loader
+
+
+class Typed(NamedTuple):
+    box: object
+    label: object
+
+
+class Colour(IntEnum):
+    RED = 3
+
+
+class OwnList(list):
+    pass
+
+
+def stored(samples):
+    """Return the samples, and the batch of all, as they come out of a cache."""
+    with tempfile.TemporaryDirectory() as directory:
+        cached = cache_dataset(samples, directory, num_workers=0)
+        (batch,) = make_loader(cached, len(samples), device=None)
+        return [cached[index] for index in range(len(samples))], batch
+
+
+KINDS = {
+    "int": lambda i: i,
+    "large int": lambda i: i - 2**63,
+    "bool": lambda i: i % 2 == 0,
+    "nan and infinity": lambda i: [float("inf"), -0.0, 1e300][i],
+    "numpy float32": lambda i: np.float32(i / 3),
+    "numpy float64": lambda i: np.float64(i / 3),
+    "numpy bool": lambda i: np.bool_(i == 1),
+    "numpy complex": lambda i: np.complex64(i + 1j),
+    "numpy uint16": np.uint16,
+    "array": lambda i: np.arange(6, dtype=np.float32).reshape(2, 3) + i,
+    "array of a number": np.array,
+    "empty array": lambda i: np.zeros((0, 3), dtype=np.int16),
+    "tensor of a number": torch.tensor,
+    "empty tensor": lambda i: torch.zeros(2, 0),
+    "transposed tensor": lambda i: torch.arange(6).view(2, 3).t() + i,
+    "expanded tensor": lambda i: torch.tensor([i]).expand(3),
+    **{
+        f"{dtype} tensor": lambda i, dtype=dtype: torch.tensor([i, 1, 0]).to(getattr(torch, dtype))
+        for dtype in (
+            *("bool", "uint8", "int8", "int16", "int32", "uint16", "uint32", "uint64"),
+            *("float16", "bfloat16", "float32", "float64", "float8_e5m2", "complex128"),
+        )
+    },
+    # containers
+    "list": lambda i: [torch.tensor([i]), i],
+    "one": lambda i: (i,),
+    "dict": lambda i: {"x": torch.tensor([i]), 7: i, (1, 2): i / 2},
+    "nested": lambda i: {"a": [(i, {"b": torch.tensor(i)}), []], "c": ()},
+    "namedtuple": lambda i: Point(torch.tensor(i), [i, i]),
+    "typed namedtuple": lambda i: Typed(box=(i, i), label={"n": i}),
+    "OrderedDict": lambda i: OrderedDict(b=i, a=torch.tensor(i)),
+    "defaultdict": lambda i: defaultdict(list, a=i, b=(i,)),
+}
+
+
+# torch 2.6's own default_collate, of NumPy's bools
+@pytest.mark.filterwarnings("ignore:In future, it will be an error for 'np.bool'")
+@pytest.mark.parametrize("name", KINDS)
+def test_a_sample_comes_back_as_it_was_and_its_batch_as_the_data_loader_has_it(name):
+    samples = [KINDS[name](i) for i in range(3)]
+    back, batch = stored(samples)
+    assert equal(back, samples)
+    assert equal(batch, default_collate(samples))
+
+
+def test_what_comes_back_in_another_form_is_the_same_all_the_same():
+    frozen = np.arange(3)
+    frozen.flags.writeable = False
+    for array in (np.arange(3)[::-1], np.arange(3, dtype=">i4"), frozen, np.arange(6)[::2]):
+        (back,), batch = stored([array])
+        assert back.tolist() == batch[0].tolist() == array.tolist()
+    samples = [np.uint64(2**63 + i) for i in range(3)]  # which the DataLoader refuses
+    back, batch = stored(samples)
+    assert equal(back, samples)
+    assert equal(batch.numpy(), np.array(samples))
+    ((number, tensor, conjugate),), batch = stored(
+        [(Colour.RED, torch.ones(2, requires_grad=True) * 2, torch.tensor([1 + 2j]).conj())]
+    )
+    assert (type(number), number, batch[0].dtype) == (int, 3, torch.int64)
+    assert (tensor.requires_grad, tensor.tolist()) == (False, [2, 2])
+    assert conjugate.tolist() == [1 - 2j]
+
+
+def test_mappings_and_lists_of_other_classes_are_read():
+    for sample in (UserDict(a=1, b=torch.tensor(2)), MappingProxyType({"a": 1, "b": 2})):
+        (back,), batch = stored([sample])
+        assert dict(back) == dict(sample)
+        assert {key: value.tolist() for key, value in batch.items()} == {"a": [1], "b": [2]}
+    for sample in (OwnList([1, 2]), torch.Size([1, 2])):
+        (back,), batch = stored([sample])
+        assert list(back) == [1, 2]
+        assert [column.tolist() for column in batch] == [[1], [2]]
+
+
+@pytest.mark.parametrize("mode", ["L", "LA", "RGB", "RGBA", "CMYK", "YCbCr"])
+def test_an_image_becomes_bytes_of_bands_height_and_width(mode, tmp_path):
+    bands = len(Image.new(mode, (1, 1)).getbands())
+    values = np.arange(3 * 2 * bands, dtype=np.uint8).reshape(3, 2, bands)
+    image = Image.frombytes(mode, (2, 3), values.tobytes())
+    images = [image]
+    if mode == "RGB":
+        image.save(tmp_path / "a.png")
+        images.append(Image.open(tmp_path / "a.png"))
+    for back in stored(images)[0]:
+        assert (back.dtype, back.shape) == (torch.uint8, (bands, 3, 2))
+        assert np.array_equal(back.permute(1, 2, 0).numpy(), values)
+
+
+def nested_tensor():
+    with pytest.warns(UserWarning, match="nested"):
+        return torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+
+
+REFUSED = {
+    "text": (lambda: "text", "a str"),
+    "none": (lambda: None, "a NoneType"),
+    "a set": (lambda: {1}, "a set"),
+    "a decimal": (lambda: Decimal(1), "a Decimal"),
+    "complex": (lambda: 1j, "a complex"),
+    "a large int": (lambda: 2**63, "a int (Overflow"),
+    "a sparse tensor": (
+        lambda: torch.eye(2).to_sparse(),
+        "a Tensor that is sparse, quantized or nested",
+    ),
+    "a nested tensor": (nested_tensor, "a Tensor that is sparse, quantized or nested"),
+    "an array of text": (
+        lambda: np.array(["a"]),
+        "a ndarray (can't convert np.ndarray of type numpy.str_",
+    ),
+    "an array of objects": (lambda: np.array([None]), "a ndarray (can't convert"),
+    "a date": (lambda: np.datetime64("2020-01-01"), "a datetime64 (can't convert"),
+    **{
+        f"an image of mode {mode}": (
+            lambda mode=mode: Image.new(mode, (2, 2)),
+            f"a Image of mode {mode}",
+        )
+        for mode in ("1", "P", "I", "F", "HSV")
+    },
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_another_part_is_refused_by_its_path_with_the_cure(name, tmp_path):
+    make, what = REFUSED[name]
+    with pytest.raises(TypeError) as raised:
+        cache_dataset([{"image": 1, "rest": (0, make())}], tmp_path)
+    text = str(raised.value)
+    assert text.startswith(
+        "sample 0 cannot be stored: `sample['rest'][1]` must be a dense tensor, an array, an image "
+        f"of 8 bits a band or a number, but is {what}"
+    )
+    assert text.endswith(": convert it in the data set, or leave it out")
+
+
+@pytest.mark.parametrize("sample", [{}, (), {"a": []}])
+def test_a_sample_without_parts_is_refused(sample, tmp_path):
+    with pytest.raises(TypeError, match=re.escape(f"at least one part, but is {sample!r}")):
+        cache_dataset([sample], tmp_path)
+
+
+numbers = st.one_of(
+    st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False), st.booleans()
+).map(lambda value: lambda i: value)
+tensors = st.lists(st.integers(0, 3), max_size=3).map(
+    lambda shape: lambda i: torch.full(shape, i, dtype=torch.int32)
+)
+structures = st.recursive(
+    numbers | tensors,
+    lambda inner: st.one_of(
+        st.lists(inner, min_size=1, max_size=3).map(lambda fs: lambda i: [f(i) for f in fs]),
+        st.tuples(inner, inner).map(lambda fs: lambda i: Point(*(f(i) for f in fs))),
+        st.dictionaries(st.text(max_size=3) | st.integers(), inner, min_size=1, max_size=3).map(
+            lambda fs: lambda i: {key: f(i) for key, f in fs.items()}
+        ),
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=40)
+@given(structures)
+def test_any_nesting_comes_back_and_has_the_batch_of_the_data_loader(structure):
+    samples = [structure(i) for i in range(3)]
+    back, batch = stored(samples)
+    assert equal(back, samples)
+    assert equal(batch, default_collate(samples))
+
+
+UNLIKE = [
+    (
+        {"x": torch.zeros(3, 2), "y": 1},
+        (
+            "`sample['x']` must be float32 of shape (2, 3), as in the first sample, but is float32 of "
+            "shape (3, 2): resize, crop or convert it in the data set's transform"
+        ),
+    ),
+    ({"x": torch.zeros(()), "y": 1}, "but is float32 of shape (): resize"),
+    ({"x": torch.zeros(2, 3).double(), "y": 1}, "but is float64 of shape (2, 3): resize"),
+    ({"x": torch.zeros(2, 3), "y": True}, "but is bool of shape ()"),
+    (
+        {"x": torch.zeros(2, 3)},
+        (
+            "it must have the same parts as the first sample, but lacks `sample['y']`: return the same "
+            "parts for every sample"
+        ),
+    ),
+    ({"x": torch.zeros(2, 3), "z": 1, "y": 1}, "but has `sample['z']` besides: return"),
+    ((torch.zeros(2, 3), 1), "but lacks `sample['x']`, lacks `sample['y']`, has `sample[0]`"),
+    ({"x": [torch.zeros(2, 3)], "y": 1}, "lacks `sample['x']`, has `sample['x'][0]` besides"),
+]
+
+
+@pytest.mark.parametrize(("sample", "text"), UNLIKE)
+def test_a_sample_unlike_the_first_is_refused(sample, text, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        cache_dataset([{"x": torch.zeros(2, 3), "y": 1}, sample], tmp_path, num_workers=0)
+
+
+def test_keys_may_come_in_any_order():
+    samples = [{"x": torch.zeros(2, 3), "y": 1}, {"y": 2, "x": torch.ones(2, 3)}]
+    back, batch = stored(samples)
+    assert equal(back[1], {"x": torch.ones(2, 3), "y": 2})
+    assert equal(batch, default_collate(samples))

@@ -1,0 +1,143 @@
+"""What the tests of loading share: data sets, samplers, and what they ask of loaders."""
+
+import logging
+import random
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset, Sampler
+
+from pardata import Microbatches, make_loader
+
+
+class Numbers(Dataset):
+    """Each sample is its number; counts how many were read."""
+
+    def __init__(self, length=7):
+        self.length, self.read = length, 0
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        self.read += 1
+        return index
+
+
+class Drawing(Numbers):
+    """Draws from all three default generators, as augmentations do."""
+
+    def __init__(self, length=13):
+        super().__init__(length)
+
+    def __getitem__(self, index):
+        return index + random.random() + np.random.rand() + torch.rand(()).item()  # noqa: NPY002  # as users do
+
+
+class Count(IterableDataset):
+    """A stream of numbers."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __iter__(self):
+        return iter(range(self.length))
+
+
+class Sized(Count):
+    def __len__(self):
+        return self.length
+
+
+class Rotated(Sampler):
+    """Knows its epoch, as a DistributedSampler does, and which it was told."""
+
+    def __init__(self, length):
+        self.length, self.told = length, []
+
+    def __len__(self):
+        return self.length
+
+    def set_epoch(self, epoch):
+        self.told.append(epoch)
+
+    def __iter__(self):
+        return iter([(i + self.told[-1]) % self.length for i in range(self.length)])
+
+
+class TwoArguments(Exception):  # noqa: N818  # a user's own
+    """Cannot be made again from its text, as a worker's errors are."""
+
+    def __init__(self, code, text):
+        super().__init__(f"{code}: {text}")
+
+
+# What a data set raises, and how an error tells of it.
+ERRORS = {
+    "ValueError: torn file": ValueError("torn file"),
+    "KeyError: 'label'": KeyError("label"),
+    "TwoArguments: 7: lost": TwoArguments(7, "lost"),
+}
+
+
+class Keeper(logging.Handler):
+    """Keeps the lines of a log."""
+
+    def __init__(self, name, level=logging.NOTSET):
+        super().__init__()
+        self.lines = []
+        self.logger = logging.getLogger(name)
+        self.logger.addHandler(self)
+        self.logger.setLevel(level)
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+    def __enter__(self):
+        return self.lines
+
+    def __exit__(self, *_):
+        self.logger.removeHandler(self)
+        self.logger.setLevel(logging.NOTSET)
+
+
+def loader_of(data=23, batch_size=5, **options):
+    data = Numbers(data) if isinstance(data, int) else data
+    return make_loader(data, batch_size, **{"num_workers": 0, "seed": 1, **options})
+
+
+def rows(batch):
+    """Return what a batch holds, so that those of all ranks, one after another, are the step."""
+    if isinstance(batch, Microbatches):
+        return [part.tolist() for part in batch]
+    return (batch[0] if isinstance(batch, list) else batch).tolist()
+
+
+def steps(loader):
+    return [rows(batch) for batch in loader]
+
+
+def flat(lists):
+    return [item for part in lists for item in part]
+
+
+def joined(ranks):
+    """Return the steps that the ranks' shares make up."""
+    assert len({len(found) for found in ranks}) == 1
+    return [flat(shares) for shares in zip(*ranks, strict=True)]
+
+
+def place(loader):
+    state = loader.state_dict()
+    return state["epoch"], state["delivered"]
+
+
+def at(loader, epoch, delivered=0):
+    """Return the loader, to go on there."""
+    loader.load_state_dict({**loader.state_dict(), "epoch": epoch, "delivered": delivered})
+    return loader
+
+
+def states():
+    """Return where the generators of this process are."""
+    return str(random.getstate()), str(np.random.get_state()), str(torch.get_rng_state().tolist())  # noqa: NPY002  # the one that could be changed

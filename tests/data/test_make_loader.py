@@ -1,0 +1,403 @@
+"""make_loader: its arguments, and what a bad one gets, on every rank."""
+
+import multiprocessing
+import os
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from data_zoo import Count, Keeper, Rotated, Sized, flat
+from on_ranks import caught, run
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    Dataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from pardata import Loader, make_loader
+
+
+class WhoAmI(Dataset):
+    """Tells which process reads, and under which seed."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        info = get_worker_info()
+        return index, os.getpid(), -1 if info is None else info.seed
+
+
+def batches(*args, **options):
+    return [batch.tolist() for batch in make_loader(*args, **options)]
+
+
+# --- data sets ---
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        list(range(5)),
+        range(5),
+        tuple(range(5)),
+        Subset(range(10), [0, 1, 2, 3, 4]),
+        ConcatDataset([[0, 1], [2, 3, 4]]),
+    ],
+)
+def test_anything_with_items_and_a_length_is_a_data_set(dataset):
+    loader = make_loader(dataset, 2, num_workers=0)
+    assert isinstance(loader, Loader)
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
+    assert loader.dataset is dataset
+    assert loader.batch_size == 2
+    assert len(loader) == 3
+
+
+def test_a_tensor_dataset_and_a_subset_of_it_give_tensors():
+    data = TensorDataset(torch.arange(4), torch.arange(4.0))
+    assert [(x.tolist(), y.tolist()) for x, y in make_loader(data, 4)] == [([0, 1, 2, 3],) * 2]
+    ((x, _),) = make_loader(Subset(data, [3, 1]), 2)
+    assert x.tolist() == [3, 1]
+
+
+@pytest.mark.parametrize(("dataset", "length"), [(Count(10), None), (Sized(10), 3)])
+def test_a_stream_is_a_data_set_too_and_counts_its_steps_if_it_has_a_length(dataset, length):
+    loader = make_loader(dataset, 4, num_workers=0)
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert loader.dataset is dataset
+    assert length is None or len(loader) == length
+
+
+def test_an_empty_data_set_has_no_step():
+    loader = make_loader([], 2, num_workers=0)
+    assert len(loader) == 0
+    assert list(loader) == []
+    assert loader.epoch == 1
+
+
+# --- bad arguments, alone and on every rank ---
+
+
+def _sizes_at_the_edge():
+    size = dist.get_world_size()
+    found = [len(make_loader(range(10), size)), len(make_loader(range(10), 10, shuffle=True))]
+    for tail in range(size + 1):
+        data = range(2 * 8 + tail)
+        found.append(caught(lambda d=data: len(make_loader(d, 8, shuffle=True, drop_last=False))))
+        found.append(len(make_loader(data, 8)))
+        sampler = SequentialSampler(data)
+        with_sampler = caught(
+            lambda s=sampler: len(make_loader(range(30), 8, sampler=s, drop_last=False))
+        )
+        assert type(with_sampler) is type(found[-2])
+    return found
+
+
+def test_a_shuffled_tail_smaller_than_the_world_is_refused_and_no_other():
+    for found in run(_sizes_at_the_edge, world_size=3):
+        assert found[:2] == [4, 1]
+        shuffled, ordered = found[2::2], found[3::2]
+        assert ordered == [2, 3, 3, 3]
+        assert (shuffled[0], shuffled[3]) == (2, 3)
+        for tail in (1, 2):
+            assert shuffled[tail].type == "ValueError"
+            assert shuffled[tail].text == (
+                f"the last batch must have a sample for each of the 3 ranks, but has {tail} of "
+                f"{16 + tail}: a rank without one would leave the others waiting for its "
+                f"gradient; pass drop_last=True, `microbatch_size` or another batch_size"
+            )
+
+
+# --- distributed ---
+
+
+def _distributed(value):
+    return batches(range(4), 4, distributed=value, num_workers=0)
+
+
+@pytest.mark.parametrize("value", ["auto", True, False])
+def test_distributed_says_whether_the_ranks_share(value):
+    whole = [[0, 1, 2, 3]]
+    shared = [[[0, 1]], [[2, 3]]]
+    assert run(_distributed, value, world_size=2) == ([whole] * 2 if value is False else shared)
+
+
+def test_alone_auto_and_false_are_the_same_and_true_insists_on_a_launcher():
+    assert _distributed("auto") == _distributed(False) == [[0, 1, 2, 3]]
+    text = (
+        "`distributed` must be 'auto' or False without a launcher, but is True: start the script "
+        "with torchrun, srun or mpirun and call `pardata.init()` first"
+    )
+    with pytest.raises(RuntimeError, match=re.escape(text)):
+        _distributed(True)
+
+
+def _only_rank_one():
+    # No rank waits for another: only one of them makes a loader, of other arguments at that.
+    return batches(range(3), 2, distributed=False, num_workers=0) if dist.get_rank() else None
+
+
+def test_distributed_false_is_not_collective():
+    assert run(_only_rank_one, world_size=2) == [None, [[0, 1], [2]]]
+
+
+# --- the seed ---
+
+
+def _seedless():
+    torch.manual_seed(5 + dist.get_rank())
+    before = torch.get_rng_state()
+    order = batches(range(20), 4, shuffle=True, num_workers=0)
+    assert torch.equal(torch.get_rng_state(), before)
+    return order
+
+
+def test_no_seed_is_that_of_rank_zero():
+    torch.manual_seed(5)
+    alone = batches(range(20), 4, shuffle=True, num_workers=0)
+    one, other = run(_seedless, world_size=2)
+    assert [a + b for a, b in zip(one, other, strict=True)] == alone
+    assert alone == batches(range(20), 4, shuffle=True, seed=5, num_workers=0)
+    assert alone != batches(range(20), 4, shuffle=True, seed=6, num_workers=0)
+
+
+@pytest.mark.parametrize("seed", [-1, 0, 2**63, 2**64 + 1])
+def test_any_integer_is_a_seed(seed):
+    assert sorted(flat(batches(range(8), 4, shuffle=True, seed=seed, num_workers=0))) == [*range(8)]
+
+
+# --- shares that differ ---
+
+
+def _warnings_of(arguments):
+    with Keeper("pardata.data._make_loader") as lines:
+        for batch_size, options in arguments:
+            for _ in range(2):
+                make_loader(range(24), batch_size, num_workers=0, **options)
+    return lines
+
+
+def test_shares_that_differ_in_training_are_warned_about_once_on_rank_0():
+    arguments = [
+        (8, {"shuffle": True}),
+        (8, {"sampler": SequentialSampler(range(24))}),
+        (8, {}),
+        (9, {"shuffle": True}),
+        (8, {"shuffle": True, "microbatch_size": 2}),
+    ]
+    text = (
+        "[0/3] `batch_size` 8 leaves 3 ranks shares that differ by one sample, which "
+        "`pardata.backward` weights, while a loss.backward() of one's own takes the plain mean of "
+        "their gradients: use `pardata.backward`, or choose a multiple of 3"
+    )
+    assert run(_warnings_of, arguments, world_size=3) == [[text], [], []]
+    assert run(_warnings_of, arguments, world_size=1) == [[]]
+
+
+def test_ranks_that_will_idle_are_named_once_on_rank_0():
+    arguments = [(8, {"microbatch_size": 4}), (8, {"microbatch_size": 7}), (9, {})]
+    text = (
+        "[0/3] a `batch_size` of 8 in microbatches of {} is 2, fewer than the 3 ranks: ranks 2 to "
+        "2 idle; make `microbatch_size` smaller"
+    )
+    found = run(_warnings_of, arguments, world_size=3)
+    assert found == [[text.format(4), text.format(7)], [], []]
+    enough = [(8, {"microbatch_size": 3}), (9, {"microbatch_size": 3})]
+    assert run(_warnings_of, enough, world_size=3) == [[], [], []]
+
+
+# --- what is DataLoader's own ---
+
+
+def _note_worker(worker):
+    get_worker_info().dataset.dataset[0] = 100 + worker
+
+
+def _note_worker_in_a_tensor(worker):
+    get_worker_info().dataset.tensors = (torch.tensor([100 + worker, 1, 2, 3]),)
+
+
+def test_worker_init_fn_runs_in_each_worker_and_reaches_the_data_set():
+    data = [0, 1, 2, 3]
+    found = batches(data, 1, num_workers=2, worker_init_fn=_note_worker)
+    assert found == [[100], [1], [2], [3]]
+    assert data == [0, 1, 2, 3]
+    # Also where it is read by whole batches.
+    whole = TensorDataset(torch.arange(4))
+    loader = make_loader(whole, 1, num_workers=1, worker_init_fn=_note_worker_in_a_tensor)
+    assert [numbers.tolist() for (numbers,) in loader] == [[100], [1], [2], [3]]
+
+
+def test_a_collate_fn_is_given_one_microbatch_at_a_time():
+    loader = make_loader(range(7), 5, num_workers=0, collate_fn=sum, microbatch_size=2)
+    assert [list(step) for step in loader] == [[1, 5, 4], [11]]
+
+
+def inside(loader):
+    return loader._source.workers.loader
+
+
+def test_arguments_are_handed_on():
+    handed = {
+        "num_workers": 1,
+        "timeout": 7.5,
+        "prefetch_factor": 3,
+        "multiprocessing_context": multiprocessing.get_context("spawn"),
+        "persistent_workers": False,
+        "worker_init_fn": _note_worker,
+        "pin_memory": False,
+    }
+    loader = inside(make_loader(range(4), 2, **handed))
+    assert {name: getattr(loader, name) for name in handed} == handed
+    assert inside(make_loader(range(4), 2, num_workers=1)).persistent_workers is True
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory'")  # newer PyTorch warns where there is no GPU
+def test_what_is_for_workers_goes_with_auto_where_that_finds_none():
+    data = TensorDataset(torch.arange(4))
+    loader = make_loader(data, 2, timeout=30, prefetch_factor=3, pin_memory=True)
+    assert [batch.tolist() for (batch,) in loader] == [[0, 1], [2, 3]]
+    assert inside(make_loader(range(4), 2, num_workers=1, timeout=30)).timeout == 30
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"num_workers": 0, "prefetch_factor": 2}, "prefetch_factor option could only be"),
+        ({"num_workers": 0, "persistent_workers": True}, "persistent_workers option needs"),
+        ({"timeout": -1}, "`timeout` must be a number of seconds from 0 up, but is -1"),
+        ({"timeout": "5"}, "`timeout` must be a number of seconds from 0 up, but is '5'"),
+        ({"timeout": True}, "`timeout` must be a number of seconds from 0 up, but is True"),
+        ({"num_workers": 0, "timeout": 5}, "`timeout` must be 0 without workers, .*, but is 5"),
+    ],
+)
+def test_what_dataloader_refuses_is_refused(options, text):
+    with pytest.raises(ValueError, match=text):
+        make_loader(range(4), 2, **options)
+
+
+def test_batches_are_placed_on_the_device():
+    assert next(iter(make_loader(range(4), 2, num_workers=0))).device.type in ("cpu", "cuda")
+    for device in ("meta", torch.device("meta")):
+        loader = make_loader({0: 1.5, 1: 2.5}, 2, num_workers=0, device=device)
+        assert next(iter(loader)).device.type == "meta"
+    loader = make_loader(range(4), 2, num_workers=0, device=None)
+    assert next(iter(loader)).device.type == "cpu"
+
+
+def _worker_seeds():
+    loader = make_loader(WhoAmI(), 8, num_workers=1, seed=3)
+    return [int(seeds[0]) for _ in range(2) for _, _, seeds in loader]
+
+
+def test_workers_of_each_rank_have_a_seed_of_their_own_and_the_same_in_every_run():
+    one, other = run(_worker_seeds, world_size=2)
+    assert one[0] != other[0]
+    assert run(_worker_seeds, world_size=2) == [one, other]
+
+
+# --- samplers ---
+
+
+def _with_sampler(sampler, epochs=2):
+    loader = make_loader(range(12), 4, sampler=sampler, seed=1, num_workers=0)
+    return [[batch.tolist() for batch in loader] for _ in range(epochs)]
+
+
+SAMPLERS = {
+    "RandomSampler": RandomSampler(range(12)),
+    "WeightedRandomSampler": WeightedRandomSampler([1.0] * 6 + [0.0] * 6, 12),
+    "SubsetRandomSampler": torch.utils.data.SubsetRandomSampler(range(0, 12, 2)),
+    "SequentialSampler": SequentialSampler(range(12)),
+}
+
+
+def _with_all_samplers():
+    before = torch.get_rng_state()
+    found = {name: _with_sampler(sampler) for name, sampler in SAMPLERS.items()}
+    assert torch.equal(torch.get_rng_state(), before)
+    return found
+
+
+def test_a_sampler_gives_the_same_order_at_every_world_size():
+    alone = _with_all_samplers()
+    teams = {size: run(_with_all_samplers, world_size=size) for size in (2, 3)}
+    for name, epochs in alone.items():
+        assert (epochs[0] == epochs[1]) is (name == "SequentialSampler")
+        for team in teams.values():
+            for epoch, steps in enumerate(epochs):
+                shares = zip(*(ranks[name][epoch] for ranks in team), strict=True)
+                assert [flat(step) for step in shares] == steps
+    assert sorted(flat(alone["RandomSampler"][0])) == list(range(12))
+    assert max(flat(alone["WeightedRandomSampler"][0])) < 6
+    assert {i % 2 for i in flat(alone["SubsetRandomSampler"][0])} == {0}
+
+
+def test_a_sampler_is_told_the_epoch():
+    sampler = Rotated(4)
+    assert _with_sampler(sampler, 3) == [[[0, 1, 2, 3]], [[1, 2, 3, 0]], [[2, 3, 0, 1]]]
+    assert sampler.told == [0, 0, 1, 2]  # of the first epoch it is asked twice
+
+
+class Endless(Sampler):
+    yielded = 0
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        while True:
+            self.yielded += 1
+            yield 0
+
+
+def test_of_an_endless_sampler_no_more_is_drawn_than_shows_that_it_is():
+    sampler = Endless()
+    with pytest.raises(ValueError, match="as its length, 4, but yielded more: let its __iter__"):
+        _with_sampler(sampler)
+    assert sampler.yielded == 5
+
+
+class CountsItself(Sampler):
+    """Takes each time that it is asked for another epoch."""
+
+    epoch = -1
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        self.epoch += 1
+        return iter([(i + self.epoch) % 4 for i in range(4)])
+
+
+def test_a_sampler_that_would_yield_another_order_when_asked_again_is_refused():
+    loader = make_loader(range(4), 2, sampler=CountsItself(), num_workers=0)
+    text = r"but CountsItself yielded another for epoch 0 when asked again: .*\(generator=None\)"
+    for ask in (list, Loader.fingerprint):
+        with pytest.raises(ValueError, match=text):
+            ask(loader)
+        loader.set_epoch(0)
+
+
+def test_a_sampler_of_lists_reads_whole_batches_of_a_data_set_that_can():
+    # As DataLoader(sampler=BatchSampler(…)) does: an index is whatever the sampler yields.
+    class Grid(Dataset):
+        def __len__(self):
+            return 6
+
+        def __getitem__(self, index):
+            return torch.tensor(index)
+
+    sampler = BatchSampler(SequentialSampler(range(6)), 2, drop_last=False)
+    found = [batch.tolist() for batch in make_loader(Grid(), 2, sampler=sampler, num_workers=0)]
+    assert found == [[[0, 1], [2, 3]]]

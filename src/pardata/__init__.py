@@ -1,6 +1,5 @@
 """Parallel-training utilities for PyTorch: the same script in one process and in many."""
 
-from pardata._distribution import require_alone as _require_alone
 from pardata.cache import cache_dataset as cache_dataset
 from pardata.checkpoint import Checkpointer as Checkpointer
 from pardata.collective import StopSignal as StopSignal
@@ -55,5 +54,3 @@ __all__ = [
     "world",
     "wrap_model",
 ]
-
-_require_alone()

@@ -1,6 +1,7 @@
 """`python -m pardata`: reads the command line, and hands over to the doctor."""
 
 import argparse
+import faulthandler
 import math
 import sys
 
@@ -11,7 +12,7 @@ Show what pardata finds on this machine, and whether processes can train togethe
 
   env    what is there: the launcher and the variables that tell of it, GPUs, cores, threads,
          shared memory, limits, versions
-  check  a trial run: join, reduce, broadcast, measure latency and bandwidth, hand a batch over
+  check  a trial run: join, all-reduce, measure latency and bandwidth, take a batch from a worker
 
 Alone, `env` looks at this process and `check` starts two. Under a launcher (torchrun, srun,
 mpirun) every process runs the command; they join, and rank 0 prints one table of all ranks.
@@ -22,7 +23,6 @@ examples:
   python -m pardata check
   torchrun --standalone --nproc-per-node=2 -m pardata check
   srun -N 2 --ntasks-per-node=4 python -m pardata check --timeout 120
-  python -m pardata env --json
 
 exit status: 0 where all is well, warnings included; 1 where something will not work; 2 for a
 command line that is wrong.
@@ -39,14 +39,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("command", choices=("env", "check"), help="what to do")
-    parser.add_argument("--json", action="store_true", help="print for machines, as JSON")
-    parser.add_argument(
-        "--timeout",
-        type=_seconds,
-        default=60.0,
-        metavar="SECONDS",
-        help="how long to wait for other ranks (default: 60)",
-    )
+    how_long = "how long to wait for other ranks (default: 60)"
+    parser.add_argument("--timeout", type=_seconds, default=60, metavar="SECONDS", help=how_long)
     return parser.parse_args(arguments)
 
 
@@ -61,6 +55,14 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def main(arguments: list[str]) -> int:
+    """Do what the command line says, and return the exit status."""
+    chosen = parse(arguments)
+    # What waits for other ranks ends by itself and says why, the wait for the store of torch only
+    # after twice its timeout. Whatever else hangs ends here, and shows where it was.
+    faulthandler.dump_traceback_later(2 * chosen.timeout + 15, exit=True)
+    return examine(chosen.command, timeout=chosen.timeout)
+
+
 if __name__ == "__main__":
-    chosen = parse(sys.argv[1:])
-    sys.exit(examine(chosen.command, timeout=chosen.timeout, as_json=chosen.json))
+    sys.exit(main(sys.argv[1:]))

@@ -22,7 +22,7 @@ import pytest
 from places import ROOT
 
 import pardata
-from pardata import _distribution
+from pardata.doctor._installation import shared_package
 
 VERSION = pardata.__version__
 INFO = f"torch_pardata-{VERSION}.dist-info"
@@ -217,7 +217,7 @@ THEIRS = {
     "__init__.py": "from . import dataset, exceptions, loaders, schema\n"
     "from ._high_level import init, load_dataset\n",
     "dataset.py": "from ._dataset import Dataset\n",
-    "_dataset.py": "import pandas\n\nclass Dataset: ...\n",
+    "_dataset.py": "class Dataset: ...\n",
     "_high_level.py": "def init(): ...\ndef load_dataset(): ...\n",
     **{f"{name}.py": "" for name in ("exceptions", "loaders/__init__", "schema")},
 }
@@ -238,23 +238,23 @@ def theirs(tmp_path):
     return path
 
 
-def last_line(done):
-    assert done.returncode == 1, done.stdout
-    return done.stderr.splitlines()[-1]
+DOCTOR = """
+import runpy, sys
+sys.argv[1:] = ["env"]
+runpy.run_module("pardata", run_name="__main__")
+"""
 
 
 @pytest.mark.parametrize("ours_first", [True, False])
-def test_beside_the_other_pardata_the_first_import_says_so(ours_first, wheel, theirs, environment):
+def test_beside_the_other_pardata_the_doctor_says_so(ours_first, wheel, theirs, environment):
     for path in (wheel, theirs) if ours_first else (theirs, wheel):
         environment.pip("install", "--no-deps", "--no-index", path)
     environment.lend_packages()
-    assert last_line(environment.run("from pardata import init")) == (
-        f"ImportError: `torch-pardata` must not share an environment with the distribution "
-        f"`pardata`, an unrelated data-set tool, but the files of both are in "
-        f"{environment.site / 'pardata'}, and whichever came last has overwritten the other's "
-        f"`__init__.py`: remove both with `python -m pip uninstall --yes pardata "
-        f"torch-pardata`, then run `python -m pip install torch-pardata`"
-    )
+    done = environment.run(DOCTOR)
+    said = " ".join(done.stdout.split())
+    assert done.returncode == 1, done.stderr
+    assert "error installation `torch-pardata` must not share an environment with the" in said
+    assert "cure: remove both with `python -m pip uninstall --yes pardata torch-pardata`" in said
     environment.pip("uninstall", "--yes", "pardata", "torch-pardata")
     assert not (environment.site / "pardata").exists()
 
@@ -272,5 +272,4 @@ def test_the_other_pardata_elsewhere_on_the_path_is_no_trouble(wheel, theirs, en
 
 
 def test_no_file_of_ours_has_the_name_that_tells_the_other_pardata():
-    assert _distribution._THEIRS not in {path.name for path in ROOT.glob("src/pardata/**/*")}
-    _distribution.require_alone()
+    assert list(shared_package(ROOT / "src" / "pardata")) == []

@@ -175,6 +175,7 @@ def outcomes(size):
             subprocess.Popen(
                 [*command, str(rank), str(size), *map(str, ports)],
                 cwd=Path(__file__).parent,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
                 stdout=subprocess.PIPE,
                 text=True,
             )

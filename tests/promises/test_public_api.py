@@ -139,6 +139,7 @@ def test_importing_pardata_imports_nothing_that_torch_does_not_need():
         new = {name.split(".")[0] for name in new}
         new -= set(sys.stdlib_module_names)
         assert new <= {"pardata", "torch", "typing_extensions"}, new
+        assert "pardata.model" in sys.modules and "pardata.doctor" not in sys.modules
         print("numpy" in before, "numpy" in sys.modules)
     """
     before, after = python(code).split()

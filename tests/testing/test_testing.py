@@ -21,60 +21,35 @@ from pardata.testing import run
 SIZES = [1, 2, 3, 4]
 
 
-def report(*args):
+def described():
     here = pardata.world()
-    return here.rank, here.size, here.launcher, dist.get_backend(), args
+    return here.rank, here.size, here.local_rank, here.local_size, here.node_rank, here.num_nodes
+
+
+def report(tensor, *args):
+    here = pardata.init()
+    total = torch.ones(2) * here.rank
+    dist.all_reduce(total)
+    is_adopted = pardata.init() == here and here.launcher == "existing"
+    threads = torch.get_num_threads(), multiprocessing.current_process().daemon
+    return described(), is_adopted, total.tolist(), threads, (tensor + here.rank).tolist(), args
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_each_ranks_result_comes_back_in_rank_order(size):
-    results = run(report, "a", [1], world_size=size)
-    assert results == [(rank, size, "existing", "gloo", ("a", [1])) for rank in range(size)]
+def test_each_rank_has_a_group_and_one_thread_and_its_result_comes_back_in_order(size):
+    sent = torch.arange(2)
+    total = [float(sum(range(size)))] * 2
+    expected = [
+        ((rank, size, rank, size, 0, 1), True, total, (1, False), [rank, rank + 1], ("a", [1]))
+        for rank in range(size)
+    ]
+    assert run(report, sent, "a", [1], world_size=size) == expected
+    assert sent.tolist() == [0, 1]
+    assert not dist.is_initialized()  # this process joins nothing
 
 
 def test_two_processes_are_the_default():
     assert run(max, 1, 2) == [2, 2]
-
-
-def use_the_group():
-    here = pardata.init()
-    total = torch.ones(2) * here.rank
-    dist.all_reduce(total)
-    again = pardata.init()
-    return here == again, here.local_rank, here.local_size, here.num_nodes, total.tolist()
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_the_group_works_and_init_adopts_it(size):
-    total = float(sum(range(size)))
-    expected = [(True, rank, size, 1, [total] * 2) for rank in range(size)]
-    assert run(use_the_group, world_size=size) == expected
-
-
-def send_tensors(tensor):
-    return tensor + pardata.world().rank
-
-
-def test_tensors_travel_both_ways():
-    sent = torch.arange(3)
-    results = run(send_tensors, sent)
-    assert [result.tolist() for result in results] == [[0, 1, 2], [1, 2, 3]]
-    assert sent.tolist() == [0, 1, 2]
-
-
-def each_rank_computes_on_one_thread():
-    return torch.get_num_threads(), multiprocessing.current_process().daemon
-
-
-def test_each_rank_computes_on_one_thread_and_may_have_children():
-    assert run(each_rank_computes_on_one_thread) == [(1, False)] * 2
-
-
-@pytest.mark.parametrize("size", [0, -1, 1.0, "2", None, True])
-def test_a_world_size_that_is_no_positive_integer_is_refused(size):
-    fragment = f"`world_size` must be a positive integer, but is {size!r}"
-    with pytest.raises(ValueError, match=re.escape(fragment)):
-        run(report, world_size=size)
 
 
 @pytest.mark.parametrize("job", [(lambda: 1,), (report, threading.Lock())], ids=["fn", "args"])
@@ -102,8 +77,10 @@ def fail(kind, *ranks):
     dist.barrier()
 
 
-@pytest.mark.parametrize("kind", [ValueError, SystemExit, KeyboardInterrupt])
-@pytest.mark.parametrize(("size", "ranks"), [(1, [0]), (2, [1]), (3, [0]), (3, [1, 2])])
+@pytest.mark.parametrize(
+    ("kind", "size", "ranks"),
+    [(SystemExit, 1, [0]), (KeyboardInterrupt, 2, [1]), (ValueError, 3, [1, 2])],
+)
 def test_an_exception_on_one_rank_comes_back_with_its_traceback_and_rank(kind, size, ranks):
     started = time.monotonic()
     with pytest.raises(kind) as caught:
@@ -124,17 +101,16 @@ def test_an_exception_that_does_not_pickle_comes_back_as_text():
     assert "in fail" in str(caught.value.__cause__)
 
 
-def die(rank):
-    if pardata.world().rank == rank:
+def die():
+    if pardata.world().rank == 1:
         os._exit(9)
     dist.barrier()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_dies_is_named_with_its_exit_code(rank):
-    text = f"rank {rank} failed in `run`: ProcessDied: the process ended with exit code 9"
+def test_a_rank_that_dies_is_named_with_its_exit_code():
+    text = "rank 1 failed in `run`: ProcessDied: the process ended with exit code 9"
     with pytest.raises(RuntimeError, match=re.escape(text)):
-        run(die, rank)
+        run(die)
 
 
 def return_a_lambda():
@@ -198,42 +174,20 @@ def test_the_environment_of_now_is_passed_on_and_env_added_on_every_rank(monkeyp
 
 
 MPI = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-RAY = {"NODE_RANK": "7"}
+PARDATA = {"PARDATA_JOINED": "1 torchrun:0/2@h:1", "PARDATA_LAUNCHER": "none", "NODE_RANK": "7"}
 
 
-@pytest.mark.parametrize(
-    "inherited",
-    [
-        torchrun_variables(1, 5, 29511, GROUP_RANK="3"),
-        slurm_variables(1, 5, 29511),
-        MPI,
-        RAY,
-        {"PARDATA_JOINED": "1 torchrun:0/2@h:1"},
-        {"PARDATA_LAUNCHER": "none"},
-    ],
-    ids=["torchrun", "slurm", "mpich", "ray", "joined", "none"],
-)
-def test_the_launcher_of_the_test_runner_is_not_inherited(monkeypatch, inherited):
+def test_the_launcher_of_the_test_runner_is_not_inherited(monkeypatch):
+    launchers = torchrun_variables(1, 5, 29511), slurm_variables(1, 5, 29511), MPI, PARDATA
+    inherited = {name: value for env in launchers for name, value in env.items()}
     for name, value in inherited.items():
         monkeypatch.setenv(name, value)
     kept = {"MASTER_ADDR", "MASTER_PORT"}  # these alone make nobody a rank
     own = {"LOCAL_RANK", "LOCAL_WORLD_SIZE"}  # what `run` itself says
     names = set(inherited) - kept - own
     assert run(read_environment, *names) == [[None] * len(names)] * 2
-    worlds = run(describe_world)
-    assert worlds == [(rank, 2, rank, 2, 0, 1) for rank in range(2)]
-
-
-def describe_world():
-    here = pardata.world()
-    return (
-        *(here.rank, here.size, here.local_rank, here.local_size),
-        *(here.node_rank, here.num_nodes),
-    )
-
-
-def test_env_can_opt_out_on_purpose():
-    assert run(describe_world, env={"PARDATA_LAUNCHER": "none"}) == [(0, 1, 0, 1, 0, 1)] * 2
+    assert run(described) == [(rank, 2, rank, 2, 0, 1) for rank in range(2)]
+    assert run(described, env={"PARDATA_LAUNCHER": "none"}) == [(0, 1, 0, 1, 0, 1)] * 2
 
 
 def test_nothing_is_left_behind(tmp_path, monkeypatch):
@@ -247,48 +201,45 @@ def test_nothing_is_left_behind(tmp_path, monkeypatch):
     assert set(multiprocessing.active_children()) == children
 
 
-def test_the_test_process_itself_joins_nothing():
-    run(max, 1, 2)
-    assert not dist.is_initialized()
-    assert pardata.world().size == 1
-
-
 def test_without_a_forkserver_processes_are_spawned(monkeypatch):
     monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: ["spawn"])
     assert _running._context().get_start_method() == "spawn"
 
 
 def run_inside():
-    return run(report, world_size=1) if pardata.world().rank == 0 else None
+    return run(described, world_size=1) if pardata.world().rank == 0 else None
 
 
 def test_a_run_inside_a_rank_works():
-    first, second = run(run_inside)
-    assert first == [(0, 1, "existing", "gloo", ())]
-    assert second is None
+    assert run(run_inside) == [[(0, 1, 0, 1, 0, 1)], None]
 
 
-def test_a_script_from_standard_input_is_told_to_become_a_file():
-    script = "from pardata.testing import run; run(max, 1, 2)"
+@pytest.mark.parametrize(
+    ("options", "script", "text"),
+    [
+        (
+            [],
+            "from pardata.testing import run; run(max, 1, 2)",
+            (
+                "RuntimeError: `run` must be called from a file or a notebook, for each process "
+                "imports the script anew, but the script is '<stdin>': save it as a file first"
+            ),
+        ),
+        (  # as in a notebook's cell, or at the prompt
+            ["-c", "from pardata.testing import run\ndef inside(): pass\nrun(inside)"],
+            "",
+            (
+                "TypeError: `fn` must be importable by the processes that run it, but 'inside' is "
+                "defined in a notebook or an interactive session: write it to a file, in a "
+                "notebook with %%writefile, and import it"
+            ),
+        ),
+    ],
+    ids=["standard input", "notebook"],
+)
+def test_what_is_of_no_file_is_told_to_become_one(options, script, text):
+    command = [sys.executable, *options]
     done = subprocess.run(
-        [sys.executable],
-        input=script,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+        command, input=script, capture_output=True, text=True, timeout=120, check=False
     )
-    assert "`run` must be called from a file or a notebook" in done.stderr
-    assert "the script is '<stdin>': save it as a file first" in done.stderr
-
-
-def test_a_function_of_no_file_is_told_to_become_one_of_a_file():
-    # As in a notebook's cell, or at the prompt.
-    script = "from pardata.testing import run\ndef inside(): pass\nrun(inside)"
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert (
-        "TypeError: `fn` must be importable by the processes that run it, but 'inside' is defined "
-        "in a notebook or an interactive session: write it to a file, in a notebook with "
-        "%%writefile, and import it"
-    ) in done.stderr
+    assert text in done.stderr

@@ -57,15 +57,13 @@ def _ignored(family: str, names: list[str], chosen: str, env: Mapping[str, str])
     choice = env.get("PARDATA_LAUNCHER", "auto")
     if choice != "auto":
         return Finding("ignored", OK, f"{shown}: PARDATA_LAUNCHER={choice} decides")
-    if chosen and family == "torchrun":
-        return Finding("ignored", OK, f"{shown}: incomplete, and they agree with {chosen}")
     if chosen:
         return Finding("ignored", OK, f"{shown}: {chosen} goes first")
     if "SLURM_STEP_ID" in env:
         return Finding("ignored", OK, f"{shown}: of a step of one task")
-    tasks = env.get("SLURM_NTASKS", "")
     shell = f"{shown}: of the shell of a job, not of a step"
-    if tasks.isascii() and tasks.isdecimal() and int(tasks) > 1:
-        cure = f"start the script with srun, to be the {tasks} tasks that the job asked for"
-        return Finding("ignored", WARNING, shell, cure)
-    return Finding("ignored", OK, shell)
+    tasks = env.get("SLURM_NTASKS", "1")
+    if tasks == "1":
+        return Finding("ignored", OK, shell)
+    cure = f"start the script with srun, to be the {tasks} tasks that the job asked for"
+    return Finding("ignored", WARNING, shell, cure)

@@ -1,5 +1,6 @@
 """What this process finds on its machine: devices, cores, threads, shared memory, limits."""
 
+import math
 import os
 import shutil
 import socket
@@ -11,8 +12,7 @@ from pathlib import Path
 
 import torch
 
-from pardata.data._workers import choose_workers
-from pardata.doctor._finding import ERROR, OK, WARNING, Finding, found_error
+from pardata.doctor._finding import ERROR, OK, WARNING, Finding
 from pardata.ranks._cores import cpu_quota, usable_cores
 from pardata.ranks._world import World
 
@@ -25,7 +25,7 @@ _FEWEST_FILES = 1024  # what most systems give; each tensor in flight from a wor
 def examine_machine(here: World) -> list[Finding]:
     """Return the findings about this process's machine; `here` says who shares it."""
     findings = [_gpus(), _cores(here), _threads(here)]
-    return [*findings, *_shared_memory(), *_sockets(here), *_open_files(), *_network(here)]
+    return [*findings, *_shared_memory(), *_open_files(), _network(here)]
 
 
 def _gpus() -> Finding:
@@ -34,9 +34,8 @@ def _gpus() -> Finding:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count:
         kinds = Counter(_gpu_text(index) for index in range(count))
-        return Finding(
-            "GPUs", OK, ", ".join(f"{number} x {kind}" for kind, number in kinds.items())
-        )
+        text = ", ".join(f"{number} x {kind}" for kind, number in kinds.items())
+        return Finding("GPUs", OK, text)
     files = len(list(Path("/dev").glob("nvidia[0-9]*")))
     return hidden_gpus(files, str(said[0].message) if said else "")
 
@@ -49,15 +48,14 @@ def _gpu_text(index: int) -> str:
 def hidden_gpus(files: int, said: str) -> Finding:
     """Return what it means that torch sees no GPU where there are so many device files."""
     if not files and not said:
-        return Finding("GPUs", OK, "none, so that the CPU computes")
-    text = f"torch sees none of {files} in /dev{f' ({said})' if said else ''}"
-    if torch.version.cuda is None:
-        cure = "install a torch that is built for CUDA"
-    elif "CUDA_VISIBLE_DEVICES" in os.environ:
-        masked = os.environ["CUDA_VISIBLE_DEVICES"]
-        cure = f"unset CUDA_VISIBLE_DEVICES, which is {masked!r}, or set it to GPUs of this machine"
-    else:
-        cure = f"see with nvidia-smi whether the driver is new enough for CUDA {torch.version.cuda}"
+        return Finding("GPUs", OK, "none: training runs on the CPU")
+    mask = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+    build = torch.version.cuda or "the CPU only"
+    text = f"torch sees none of {files} in /dev{f' ({said})' * bool(said)}"
+    cure = (
+        f"install a torch for CUDA (this one is for {build}), unset CUDA_VISIBLE_DEVICES (it is "
+        f"{mask!r}), or see with nvidia-smi whether the driver is new enough"
+    )
     return Finding("GPUs", WARNING, text, cure)
 
 
@@ -68,30 +66,23 @@ def _cores(here: World) -> Finding:
         text = f"{here.local_size} ranks of this host share {allowed}{limit}"
         cure = f"start at most {allowed} per host, or ask the scheduler for more cores"
         return Finding("cores", WARNING, text, cure)
-    whose = "" if here.local_size == 1 else " for each rank"
-    return Finding("cores", OK, f"{usable_cores(here)}{whose}, of {os.cpu_count()}{limit}")
+    return Finding("cores", OK, f"{usable_cores(here)} per process, of {os.cpu_count()}{limit}")
 
 
 def _threads(here: World) -> Finding:
     threads, cores = torch.get_num_threads(), usable_cores(here)
-    wish = os.environ.get("OMP_NUM_THREADS")
-    why = "OMP_NUM_THREADS is not set" if wish is None else f"OMP_NUM_THREADS={wish}"
+    wish = os.environ.get("OMP_NUM_THREADS", "not set")
+    text = f"{threads} per process (OMP_NUM_THREADS: {wish})"
     if threads > cores:
-        whose = " of each rank" if here.local_size > 1 else ""
-        text = f"{threads} on the {cores} core{'s' if cores > 1 else ''}{whose} ({why})"
-        return Finding("threads", WARNING, text, f"set OMP_NUM_THREADS={cores}")
-    return Finding("threads", OK, f"{threads} ({why})")
+        cure = f"set OMP_NUM_THREADS={cores}, as each process has {cores} of the cores"
+        return Finding("threads", WARNING, text, cure)
+    return Finding("threads", OK, text)
 
 
 def _shared_memory() -> Iterator[Finding]:
-    if not Path(_SHARED_MEMORY).exists():  # not on macOS and Windows
-        return
-    if not os.access(_SHARED_MEMORY, os.W_OK | os.X_OK):
-        cure = "chmod 1777 /dev/shm, or pass num_workers=0"
-        yield Finding(_SHARED_MEMORY, ERROR, "it cannot be written to", cure)
-        return
-    usage = shutil.disk_usage(_SHARED_MEMORY)
-    yield shared_memory(usage.total, usage.free)
+    if Path(_SHARED_MEMORY).exists():  # not on macOS and Windows
+        usage = shutil.disk_usage(_SHARED_MEMORY)
+        yield shared_memory(usage.total, usage.free)
 
 
 def shared_memory(total: int, free: int) -> Finding:
@@ -109,60 +100,44 @@ def _size(number: int) -> str:
     return f"{number / _GIB:.1f} GiB" if number >= _GIB else f"{number / 2**20:.0f} MiB"
 
 
-def _sockets(here: World) -> Iterator[Finding]:
-    try:
-        choose_workers(1, None, here)
-    except ValueError as error:
-        yield found_error("sockets", error, "set TMPDIR to a folder with a shorter name")
-
-
 def _open_files() -> Iterator[Finding]:
     try:
         import resource  # noqa: PLC0415  # not on Windows
     except ImportError:
         return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    yield open_files(*(None if n == resource.RLIM_INFINITY else n for n in (soft, hard)))
-
-
-def open_files(soft: int | None, hard: int | None) -> Finding:
-    """Return whether a process may open enough files; `None` is no limit."""
-    texts = ["no limit" if number is None else str(number) for number in (soft, hard)]
-    if soft is None or soft >= _FEWEST_FILES:
-        return Finding("open files", OK, f"at most {texts[0]}" if soft else texts[0])
+    soft, hard = (math.inf if n < 0 else n for n in resource.getrlimit(resource.RLIMIT_NOFILE))
+    if soft >= _FEWEST_FILES:
+        yield Finding("open files", OK, "no limit" if soft == math.inf else f"at most {soft}")
+        return
     cure = (
-        f"ulimit -n {_FEWEST_FILES * 4 if hard is None else min(hard, _FEWEST_FILES * 4)}: each "
-        f"tensor that a worker hands over takes one"
+        f"ulimit -n {min(hard, 4 * _FEWEST_FILES)}: each tensor that a worker hands over takes one"
     )
-    return Finding("open files", WARNING, f"at most {texts[0]} (ulimit -Hn: {texts[1]})", cure)
+    yield Finding("open files", WARNING, f"at most {soft}", cure)
 
 
-def _network(here: World) -> Iterator[Finding]:
+def _network(here: World) -> Finding:
     """Look at what gloo goes by: the interface that it was told, else this host's own name."""
     wish = os.environ.get("GLOO_SOCKET_IFNAME")
-    if wish is not None:
-        there = [name for _, name in socket.if_nameindex()]
-        if set(wish.split(",")) <= set(there):
-            yield Finding("network", OK, f"GLOO_SOCKET_IFNAME={wish}")
-            return
-        text = f"GLOO_SOCKET_IFNAME must name an interface of this host, but is {wish!r}"
-        yield Finding("network", ERROR, text, f"set it to one of {', '.join(there)}, or unset it")
-        return
-    yield own_address(socket.gethostname(), alone=here.num_nodes == 1)
+    if wish is None:
+        return own_address(socket.gethostname(), alone=here.num_nodes == 1)
+    there = [name for _, name in socket.if_nameindex()]
+    if set(wish.split(",")) <= set(there):
+        return Finding("network", OK, f"GLOO_SOCKET_IFNAME={wish}")
+    text = f"GLOO_SOCKET_IFNAME must name an interface of this host, but is {wish!r}"
+    return Finding("network", ERROR, text, f"set it to one of {', '.join(there)}, or unset it")
 
 
 def own_address(host: str, *, alone: bool) -> Finding:
-    """Return whether other hosts can reach the address to which this host's name leads."""
+    """Return whether other hosts can reach the address to which this host's name resolves."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
-        problem = f"the host's name, {host}, does not resolve ({error})"
+        problem = f"the host name {host} does not resolve: {error}"
     else:
-        address = str(found[0][4][0])
         if not (address.startswith("127.") or address == "::1"):
-            return Finding("network", OK, "the host's name resolves")
-        problem = f"the host's name, {host}, is {address} and leads nowhere else"
+            return Finding("network", OK, "the host name resolves")
+        problem = f"the host name {host} resolves to {address}"
     if alone:
-        return Finding("network", OK, f"{problem}: enough for one host")
-    cure = "set GLOO_SOCKET_IFNAME to the interface that leads to the others, as eth0"
-    return Finding("network", WARNING, problem, cure)
+        return Finding("network", OK, f"{problem} (fine on one host)")
+    cure = "set GLOO_SOCKET_IFNAME to the interface that leads to the other hosts, as eth0"
+    return Finding("network", WARNING, f"{problem}, where other hosts cannot reach it", cure)

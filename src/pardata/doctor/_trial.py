@@ -1,51 +1,54 @@
-"""A trial run: reduce, broadcast, measure, and hand over a tensor through shared memory."""
+"""A trial run: reduce, measure, and hand over a tensor through shared memory."""
 
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from pardata.collective._reduction import all_reduce_sum
-from pardata.doctor._finding import OK, WARNING, Finding, found_error
+from pardata.data._workers import choose_workers
+from pardata.doctor._finding import OK, Finding, found_error
 from pardata.launch._init import init
-from pardata.ranks._launcher import TORCHRUN, Launch
+from pardata.ranks._launcher import TORCHRUN
 from pardata.ranks._world import World
 from pardata.testing._run import run
 
-_SMALL, _TIMES_SMALL = 1, 200  # numbers, and how often
-_LARGE, _TIMES_LARGE = 2**21, 5  # 8 MiB: a hundredth of a second on one host, a second on 100 Mbit
-_LARGE_ON_GPU = 2**24  # 64 MiB: less does not fill the links between GPUs
-_SAMPLE = 2**20  # 4 MiB that a worker hands over
-_NETWORK_CURE = (
+NETWORK_CURE = (
     "is every port open between the hosts? GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME for GPUs) names "
     "the interface to use"
 )
+_TIMES_SMALL, _TIMES_LARGE = 200, 5  # how often a measure is taken
+_LARGE = 2**21  # numbers, 8 MiB: a hundredth of a second on one host, a second on 100 Mbit/s
+_LARGE_ON_GPU = 2**24  # 64 MiB: less does not fill the links between GPUs
+_SAMPLE = 2**20  # 4 MiB that a worker hands over
 
 
-def trial(here: World, timeout: float) -> Iterator[Finding]:
-    """Yield what came of each step of the trial on this rank. Collective.
+def trial(here: World, timeout: float) -> list[Finding]:
+    """Return what came of each step of the trial on this rank; the measures are rank 0's.
 
-    The measures come from rank 0 only. A collective that fails raises, for the group is then of no
-    use; `trial_error` makes a finding of it.
+    Collective. What fails ends it, for the group is then of no use.
     """
-    yield _sum(here)
-    yield _broadcast(here)
-    measures = [_latency(here), _bandwidth(here)]
+    findings = []
+    try:
+        for finding in _steps(here, timeout):
+            findings.append(finding)  # noqa: PERF402  # those before one that fails, too
+    except Exception as error:  # noqa: BLE001  # whatever goes wrong is what is looked for
+        findings.append(found_error("trial", error, NETWORK_CURE))
+    return findings
+
+
+def _steps(here: World, timeout: float) -> Iterator[Finding]:
+    yield _all_reduce(here)
+    measures = _measures(here)
     if here.is_main:
         yield from measures
-    yield _worker(timeout)
-
-
-def trial_error(name: str, error: BaseException) -> Finding:
-    """Return the finding that an error of joining or of the trial is."""
-    return found_error(name, error, _NETWORK_CURE)
+    yield _worker(here, timeout)
 
 
 def trial_of_two(timeout: float) -> list[Finding]:
@@ -54,25 +57,17 @@ def trial_of_two(timeout: float) -> list[Finding]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     began = time.monotonic()
     try:
-        accounts = run(_as_rank, store.port, timeout, world_size=2, timeout=timeout)
+        first, second = run(_as_rank, store.port, timeout, world_size=2, timeout=timeout)
     except Exception as error:  # noqa: BLE001  # whatever goes wrong is what is looked for
-        return [trial_error("two processes", error)]
+        return [found_error("two processes", error, NETWORK_CURE)]
     seconds = time.monotonic() - began
-    text = f"started, met over TCP on the CPU and left, in {seconds:.1f} s"
-    return [
-        Finding("two processes", OK, text),
-        *_untried_gpus(),
-        *accounts[0],
-        *(finding for finding in accounts[1] if finding not in accounts[0]),
-    ]
-
-
-def _untried_gpus() -> Iterator[Finding]:
-    # Two processes cannot share one under NCCL, and which of several to take is a launcher's task.
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count > 1:
-        command = f"torchrun --standalone --nproc-per-node={count} -m pardata check"
-        yield Finding("GPUs", OK, f"not tried: {command} does")
+    text = f"started, joined over TCP and left, in {seconds:.1f} s, on the CPU"
+    # Two processes cannot share a GPU under NCCL, and to which it belongs is a launcher's task.
+    if torch.cuda.device_count() > 1:
+        text += (
+            f"; to try GPUs: torchrun --nproc-per-node={torch.cuda.device_count()} -m pardata check"
+        )
+    return list(dict.fromkeys([Finding("two processes", OK, text), *first, *second]))
 
 
 def _as_rank(port: int, timeout: float) -> list[Finding]:
@@ -82,96 +77,48 @@ def _as_rank(port: int, timeout: float) -> list[Finding]:
     values = (rank, size, rank, size, "127.0.0.1", port)
     os.environ.update(zip(TORCHRUN, map(str, values), strict=True))
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(True)
-    here = init(device="cpu", timeout=timedelta(seconds=timeout), tune_cpu=False)
-    return list(trial(here, timeout))
+    return trial(init(device="cpu", timeout=timedelta(seconds=timeout), tune_cpu=False), timeout)
 
 
-def rendezvous(launch: Launch, here: World, seconds: float) -> Finding:
-    """Return the finding that all ranks have joined."""
-    hosts = f"{here.num_nodes} host{'s' if here.num_nodes > 1 else ''}"
-    where = f"{launch.master_addr}:{launch.master_port}"
-    text = f"{here.size} ranks on {hosts} met at {where} in {seconds:.1f} s, backend {here.backend}"
-    return Finding("joining", OK, text)
-
-
-def _sum(here: World) -> Finding:
-    right = here.size * (here.size + 1) // 2
-    return agreement("sum", all_reduce_sum(here.rank + 1), right)
-
-
-def _broadcast(here: World) -> Finding:
-    sent = torch.arange(1000.0, device=here.device)
-    got = sent if here.is_main else torch.zeros_like(sent)
-    dist.broadcast(got, src=0)
-    return agreement("broadcast", got.sum().item(), sent.sum().item())
-
-
-def agreement(name: str, got: float, right: float) -> Finding:
-    """Return whether the ranks computed what they should."""
+def _all_reduce(here: World) -> Finding:
+    got, right = all_reduce_sum(here.rank + 1), here.size * (here.size + 1) // 2
     if got == right:
-        return Finding(name, OK, "right")
+        return Finding("all-reduce", OK, "correct")
     msg = (
-        f"the result must be {right}, but is {got}: take this host out and test its memory and its "
-        f"network"
+        f"the sum over all ranks must be {right}, but is {got}: take this host out and test its "
+        f"memory and its network"
     )
-    return found_error(name, ArithmeticError(msg), "")
+    return found_error("all-reduce", ArithmeticError(msg), "")
 
 
-def _latency(here: World) -> Finding:
-    seconds = _median_seconds(torch.zeros(_SMALL, device=here.device), _TIMES_SMALL)
-    text = f"{seconds * 1e6:.0f} microseconds for the sum of one number"
-    return Finding("latency", OK, text, value=seconds)
-
-
-def _bandwidth(here: World) -> Finding:
+def _measures(here: World) -> list[Finding]:
+    seconds = _median_seconds(torch.zeros(1, device=here.device), _TIMES_SMALL)
     numbers = _LARGE_ON_GPU if here.device.type == "cuda" else _LARGE
     tensor = torch.zeros(numbers, device=here.device)
-    size = tensor.nbytes
-    rate = size / _median_seconds(tensor, _TIMES_LARGE)
-    text = f"{rate / 1e6:.0f} MB/s for the sum of {size / 2**20:.0f} MiB"
-    return Finding("bandwidth", OK, text, value=rate)
+    rate = tensor.nbytes / _median_seconds(tensor, _TIMES_LARGE)
+    latency = f"{seconds * 1e6:.0f} microseconds to all-reduce one number"
+    bandwidth = f"{rate / 1e6:.0f} MB/s to all-reduce {tensor.nbytes / 2**20:.0f} MiB"
+    return [Finding("latency", OK, latency), Finding("bandwidth", OK, bandwidth)]
 
 
 def _median_seconds(tensor: Tensor, times: int) -> float:
     """Return how long an all_reduce of `tensor` takes, after one that connects."""
-    wait: Callable[[], None] = torch.cuda.synchronize if tensor.is_cuda else lambda: None
     taken = []
     for _ in range(times + 1):
         began = time.perf_counter()
         dist.all_reduce(tensor)
-        wait()
+        tensor[0].item()  # waits for a GPU
         taken.append(time.perf_counter() - began)
     return statistics.median(taken[1:])
 
 
-class _Made(Dataset[Tensor]):
-    """One large sample that says which process made it."""
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.full((_SAMPLE,), os.getpid() + index, dtype=torch.int32)
-
-
-def _worker(timeout: float) -> Finding:
-    """Take a tensor from a DataLoader's worker, and look whether anything of it stays behind."""
-    name = "shared memory"
+def _worker(here: World, timeout: float) -> Finding:
+    """Take a tensor from a DataLoader's worker."""
     try:
-        (sample,) = DataLoader(_Made(), batch_size=None, num_workers=1, timeout=timeout)
-    except RuntimeError as error:
-        cure = "make /dev/shm larger (docker run --shm-size=8g), or pass num_workers=0"
-        return found_error(name, error, cure)
-    pids = sample.unique().tolist()
-    if len(pids) != 1 or pids[0] == os.getpid():
-        return agreement(name, pids[0], os.getpid())
-    left = left_behind(pids[0], Path("/dev/shm"))  # noqa: S108  # where it is
-    if left:
-        text = f"a worker's tensor came, but {', '.join(left)} is left in /dev/shm"
-        return Finding(name, WARNING, text, f"rm /dev/shm/torch_{pids[0]}_*")
-    return Finding(name, OK, f"{sample.nbytes / 2**20:.0f} MiB came from a worker, nothing is left")
-
-
-def left_behind(pid: int, directory: Path) -> list[str]:
-    """Return the files that torch made in `directory` for process `pid`."""
-    return sorted(path.name for path in directory.glob(f"torch_{pid}_*"))
+        choose_workers(1, None, here)  # raises where a worker could not send it
+        samples = [torch.ones(_SAMPLE)]
+        (sample,) = DataLoader(samples, batch_size=None, num_workers=1, timeout=timeout)  # type: ignore[arg-type]  # a list is a data set
+    except (RuntimeError, ValueError) as error:
+        cure = "make /dev/shm larger (docker run --shm-size=8g) and writable, or pass num_workers=0"
+        return found_error("shared memory", error, cure)
+    return Finding("shared memory", OK, f"a worker handed over {sample.nbytes / 2**20:.0f} MiB")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import TypeVarTuple, Unpack
 
 from pardata.model._weights import named_tensors
+from pardata.ranks._store import ranks_text
 from pardata.testing._run import run
 
 _Args = TypeVarTuple("_Args")
@@ -61,25 +62,25 @@ def assert_same_at_every_size(
     >>> assert_same_at_every_size(iter, [{"weight": torch.ones(2)}], sizes=(1, 2))
     """
     if not isinstance(sizes, Iterable):
-        msg = (
-            f"`sizes` must be two or more numbers of processes, but is {sizes!r}: pass (1, {sizes})"
-        )
+        msg = f"`sizes` must be two or more numbers, but is {sizes!r}: pass (1, {sizes})"
         raise TypeError(msg)
     for name, tolerance in {"rtol": rtol, "atol": atol}.items():
         if not isinstance(tolerance, int | float) or not 0 <= tolerance < math.inf:
-            msg = f"`{name}` must be a finite number from 0 up, but is {tolerance!r}"
+            msg = (
+                f"`{name}` must be a finite number from 0 up, but is {tolerance!r}: pass 1e-6, say"
+            )
             raise ValueError(msg)
     sizes = list(sizes)
     if len(sizes) < 2:
         msg = f"`sizes` must be two or more, to be compared, but is {sizes}: add another"
         raise ValueError(msg)
     reference, *others = sizes
-    with tempfile.TemporaryDirectory(prefix="pardata-sizes-") as directory:
-        steps = run(_record, train, args, directory, world_size=reference, timeout=timeout)[0]
+    with tempfile.TemporaryDirectory(prefix="pardata-sizes-") as folder:
+        steps = run(_record, train, args, folder, world_size=reference, timeout=timeout)[0]
         near = Tolerance(rtol, atol)
         for size in others if reference == 1 else sizes:
             found = run(
-                _compare, train, args, directory, steps, near, world_size=size, timeout=timeout
+                _compare, train, args, folder, steps, near, world_size=size, timeout=timeout
             )
             partings = {rank: parting for rank, parting in enumerate(found) if parting is not None}
             if partings:
@@ -93,11 +94,11 @@ class Tolerance:
     rtol: float
     atol: float
 
-    def difference(self, ours: Tensor, theirs: Tensor) -> "Difference | None":
-        """Say how far apart two tensors are, if that is too far."""
+    def difference(self, ours: Tensor, theirs: Tensor) -> tuple[float, str] | None:
+        """Say by how much two tensors differ, if that is too much: in a number and in words."""
         if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
             what = [f"{tuple(t.shape)} of {t.dtype}" for t in (ours, theirs)]
-            return Difference(float("inf"), f"is {what[0]}, not {what[1]}")
+            return math.inf, f"is {what[0]}, not {what[1]}"
         wide = torch.complex128 if ours.is_complex() else torch.float64
         a, b = ours.to(wide), theirs.to(wide)
         if ours.is_floating_point() or ours.is_complex():
@@ -107,20 +108,12 @@ class Tolerance:
         if near.all():
             return None
         apart = (a - b).abs()[~near]
-        relative = apart / b.abs()[~near]
-        return Difference(
-            float("inf") if apart.isnan().any() else apart.max().item(),
+        relative = (apart / b.abs()[~near]).max()
+        text = (
             f"{len(apart)} of {near.numel()} numbers differ, by up to {apart.max():.3g} (relative: "
-            f"{relative.max():.3g})",
+            f"{relative:.3g})"
         )
-
-
-@dataclass(frozen=True)
-class Difference:
-    """How far apart two tensors are, as a number to sort by, and in words."""
-
-    apart: float
-    text: str
+        return math.inf if apart.isnan().any() else apart.max().item(), text
 
 
 @dataclass(frozen=True)
@@ -133,9 +126,7 @@ class Parting:
 
 def _message(partings: dict[int, Parting], size: int, reference: int) -> str:
     rank, first = min(partings.items(), key=lambda item: item[1].step)
-    ranks = f"rank {rank}"
-    if len(partings) > 1:
-        ranks = f"ranks {', '.join(map(str, partings))}, first on rank {rank}"
+    ranks = ranks_text([*partings]) + (f", first on rank {rank}" if len(partings) > 1 else "")
     return (
         f"training must be the same at every world size, but with {size} processes it is not as "
         f"with {reference}, on {ranks}, from step {first.step} on: {first.text}"
@@ -188,12 +179,12 @@ def _difference(
     if list(ours) != list(theirs):
         names = sorted(ours.keys() ^ theirs.keys()) or "their order"
         return f"the names of the tensors differ in {names}"
-    found = {name: tolerance.difference(ours[name], theirs[name]) for name in ours}
-    differing = {name: parting for name, parting in found.items() if parting is not None}
+    found = ((name, tolerance.difference(ours[name], theirs[name])) for name in ours)
+    differing = [(*difference, name) for name, difference in found if difference is not None]
     if not differing:
         return None
-    most = sorted(differing.items(), key=lambda item: -item[1].apart)
-    lines = [f"  `{name}`: {parting.text}" for name, parting in most[:_LISTED]]
+    most = sorted(differing, key=lambda item: -item[0])
+    lines = [f"  `{name}`: {text}" for _, text, name in most[:_LISTED]]
     more = [f"  and {len(most) - _LISTED} more"] if len(most) > _LISTED else []
     return (
         f"{len(most)} of {len(ours)} tensors differ:\n" + "\n".join([*lines, *more]) + "\n"
@@ -204,28 +195,23 @@ def _difference(
 
 
 def _tensors(trained: Any) -> dict[str, Tensor]:
+    """Return copies of what was yielded: the next step changes it."""
+    must = "`train` must yield its model, or a dict of tensors or numbers, after each step"
     if isinstance(trained, nn.Module):
         named = dict(named_tensors(trained))
     elif isinstance(trained, Mapping):
-        named = {str(name): _tensor(value, name) for name, value in trained.items()}
+        named = {str(name): _tensor(value, name, must) for name, value in trained.items()}
     else:
-        msg = (
-            f"`train` must yield its model, or a dict of tensors or numbers, after each step, but "
-            f"yielded a {type(trained).__name__}: write `yield model`"
-        )
+        msg = f"{must}, but yielded a {type(trained).__name__}: write `yield model`"
         raise TypeError(msg)
-    # Copies: the next step changes them.
     return {name: tensor.detach().cpu().clone() for name, tensor in named.items()}
 
 
-def _tensor(value: Any, name: Any) -> Tensor:
+def _tensor(value: Any, name: Any, must: str) -> Tensor:
     if isinstance(value, int | float):
         return torch.tensor(value, dtype=None if isinstance(value, int) else torch.float64)
     if not isinstance(value, Tensor):
-        msg = (
-            f"`train` must yield its model, or a dict of tensors or numbers, after each step, but "
-            f"{name!r} in its dict is a {type(value).__name__}: leave it out"
-        )
+        msg = f"{must}, but {name!r} in its dict is a {type(value).__name__}: leave it out"
         raise TypeError(msg)
     whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
     return whole.to_dense() if whole.layout != torch.strided else whole

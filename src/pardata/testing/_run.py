@@ -19,7 +19,9 @@ import torch
 import torch.distributed as dist
 from typing_extensions import TypeVarTuple, Unpack
 
+from pardata.ranks._arguments import check_integer
 from pardata.ranks._failure import Failure
+from pardata.ranks._launcher import TORCHRUN
 
 _T = TypeVar("_T")
 _Args = TypeVarTuple("_Args")
@@ -28,11 +30,8 @@ _Args = TypeVarTuple("_Args")
 _GRACE = 5.0
 # A test that inherits the launcher of its runner would join as somebody else's rank.
 _LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_")
-_LAUNCHER_NAMES = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    *("GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK"),
-    *("PARDATA_JOINED", "PARDATA_LAUNCHER"),
-)
+_GROUP = ("GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK")
+_LAUNCHER_NAMES = (*TORCHRUN[:4], *_GROUP, "PARDATA_JOINED", "PARDATA_LAUNCHER")
 
 
 def run(
@@ -58,9 +57,9 @@ def run(
         env: environment variables to add on every rank.
 
     Raises:
-        ValueError: for a `world_size` below 1, a `timeout` that is no number above 0, and an `env`
-            that holds anything but text.
-        TypeError: for a function that cannot be pickled, or is of a notebook's cell.
+        ValueError: for a `world_size` below 1, and a `timeout` that is no number above 0.
+        TypeError: for a `world_size` that is no integer, an `env` that holds anything but text, and
+            a function that cannot be pickled, or is of a notebook's cell.
         RuntimeError: in a script that was read from standard input.
         TimeoutError: names the ranks that did not finish, and where each of them was.
         BaseException: what the first rank to fail raised, with that rank's traceback as its
@@ -70,10 +69,10 @@ def run(
     >>> run(max, 1, 2, world_size=1)
     [2]
     """
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-        msg = f"`world_size` must be a positive integer, but is {world_size!r}"
-        raise ValueError(msg)
-    _check_timeout_and_env(timeout, env)
+    check_integer("world_size", world_size, least=1)
+    _check_timeout(timeout)
+    added = dict(env or {})
+    _check_text(added)
     try:
         job = pickle.dumps((fn, args))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -81,13 +80,9 @@ def run(
         raise TypeError(msg) from error
     _require_a_script_that_children_find(fn)
     with tempfile.TemporaryDirectory(prefix="pardata-run-") as directory:
-        meeting = _Meeting(
-            directory,
-            world_size,
-            timeout,
-            {**_inherited(), **(env or {})},
-            multiprocessing.get_start_method(allow_none=True),
-        )
+        start_method = multiprocessing.get_start_method(allow_none=True)
+        env = {**_inherited(), **added}
+        meeting = _Meeting(directory, world_size, timeout, env, start_method)
         team = [_Rank.start(rank, meeting, job) for rank in range(world_size)]
         try:
             return _results(team, meeting)
@@ -96,18 +91,18 @@ def run(
                 member.end()
 
 
-def _check_timeout_and_env(timeout: object, env: Mapping[str, str] | None) -> None:
+def _check_timeout(timeout: object) -> None:
     # Up to three years: what waits takes no more.
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < 1e8:
-        msg = f"`timeout` must be a positive number of seconds, but is {timeout!r}"
+        msg = f"`timeout` must be a positive number of seconds, but is {timeout!r}: pass 120, say"
         raise ValueError(msg)
-    for name, value in (env or {}).items():
-        if not (isinstance(name, str) and isinstance(value, str)) or "\0" in name + value:
+
+
+def _check_text(env: dict[Any, Any]) -> None:
+    for name, value in env.items():
+        if not (isinstance(name, str) and isinstance(value, str)):
             msg = f"`env` must map names to text, but maps {name!r} to {value!r}: use str()"
-            raise ValueError(msg)
-        if not name or "=" in name:
-            msg = f"`env` must have names without '=', but has {name!r}"
-            raise ValueError(msg)
+            raise TypeError(msg)
 
 
 def _require_a_script_that_children_find(fn: Callable[..., object]) -> None:
@@ -115,9 +110,9 @@ def _require_a_script_that_children_find(fn: Callable[..., object]) -> None:
     if script is None and getattr(fn, "__module__", None) == "__main__":
         name = getattr(fn, "__qualname__", type(fn).__qualname__)
         msg = (
-            f"`fn` must be importable by the processes that run it, but {name!r} is "
-            f"defined in a notebook or an interactive session: write it to a file, in a notebook "
-            f"with %%writefile, and import it"
+            f"`fn` must be importable by the processes that run it, but {name!r} is defined in a "
+            f"notebook or an interactive session: write it to a file, in a notebook with "
+            f"%%writefile, and import it"
         )
         raise TypeError(msg)
     if script is not None and not Path(script).exists():
@@ -208,15 +203,12 @@ def _first_cause(failures: list[Failure]) -> Failure:
 
 
 def _stuck_text(stuck: list[_Rank], meeting: _Meeting) -> str:
-    stacks = []
-    for member in stuck:
-        file = meeting.stack_file(member.rank)
-        stack = file.read_text() if file.exists() else ""
-        stacks.append(f"rank {member.rank} was here:\n{stack or '(not known)'}")
-    ranks = ", ".join(str(member.rank) for member in stuck)
+    files = {member.rank: meeting.stack_file(member.rank) for member in stuck}
+    stacks = {rank: file.read_text() if file.exists() else "" for rank, file in files.items()}
+    table = "\n".join(f"rank {rank} was here:\n{s or '(not known)'}" for rank, s in stacks.items())
     return (
-        f"all {meeting.size} ranks must finish within {meeting.timeout} s, but rank {ranks} did "
-        f"not\n\n" + "\n".join(stacks)
+        f"all {meeting.size} ranks must finish within {meeting.timeout} s, but rank "
+        f"{', '.join(map(str, stacks))} did not\n\n{table}"
     )
 
 
@@ -227,9 +219,7 @@ def _context() -> Any:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     # The last two are imported by the first optimizer and by fully_shard, and take a second.
-    context.set_forkserver_preload(
-        ["pardata.testing", "pardata", "torch._dynamo", "torch.distributed.fsdp"]
-    )
+    context.set_forkserver_preload(["pardata.testing", "torch._dynamo", "torch.distributed.fsdp"])
     return context
 
 
@@ -266,14 +256,9 @@ def _work(rank: int, meeting: _Meeting, job: bytes, pipe: Connection) -> None:
 
 
 def _joined_call(rank: int, meeting: _Meeting, job: bytes) -> Any:
-    store = dist.FileStore(f"{meeting.directory}/store", meeting.size)
-    dist.init_process_group(
-        "gloo",
-        store=store,
-        rank=rank,
-        world_size=meeting.size,
-        timeout=timedelta(seconds=meeting.timeout),
-    )
+    size, limit = meeting.size, timedelta(seconds=meeting.timeout)
+    store = dist.FileStore(f"{meeting.directory}/store", size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     fn, args = pickle.loads(job)  # noqa: S301  # our own parent's
     result = fn(*args)
     # Nobody leaves while another still needs the connection.

@@ -1,0 +1,273 @@
+"""`python -m pardata env` and `check`, as people, pipes and launchers start them."""
+
+import contextlib
+import faulthandler
+import io
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from launched import agent, launched, reserved_port, slurm_variables, torchrun_variables
+
+from pardata.__main__ import main
+from pardata.doctor._examination import examine
+from pardata.doctor._trial import trial_of_two
+
+COMMAND = [sys.executable, "-W", "error", "-m", "pardata"]
+
+
+def started(*arguments, **env):
+    """Start the command as a process and return it."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([*COMMAND, *arguments], env={**os.environ, **env}, **pipes)
+
+
+def ended(process):
+    """Return exit status, output and errors; the process does not outlive this."""
+    try:
+        out, errors = process.communicate(timeout=90)
+    finally:
+        process.kill()
+        process.wait()
+    return process.returncode, out, errors
+
+
+def statuses(text):
+    """Return the status of each finding of a printed report."""
+    lines = re.findall(r"^(ok|warning|error) +(.*?)  +", text, flags=re.MULTILINE)
+    return {name: status for status, name in lines}
+
+
+def names(text):
+    """Return the names in a report, without those that depend on the machine."""
+    return [name for name, status in statuses(text).items() if status != "warning"]
+
+
+# --- alone
+
+
+def test_alone_both_commands_find_a_machine_on_which_pardata_works():
+    processes = [started("env"), started("check")]
+    (env_code, env, env_errors), (code, check, errors) = map(ended, processes)
+    assert (env_code, env_errors, code, errors) == (0, "", 0, "")
+    assert env.startswith("pardata env: one process on ")
+    assert "\nok       launcher       none: a single process\n" in env
+    assert {"GPUs", "cores", "threads", "open files", "versions", "backends"} <= set(statuses(env))
+    assert max(map(len, env.splitlines())) <= 100
+    # What `env` would have found is said only where it is not as it should be.
+    trial = ["all-reduce", "latency", "bandwidth", "shared memory"]
+    assert names(check) == ["launcher", "two processes", *trial]
+    assert "\nok       all-reduce     correct\nok       latency        " in check
+    assert check.count("all-reduce     correct") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--help"], 0, "torchrun --standalone --nproc-per-node=2 -m pardata check"),
+        ([], 2, "the following arguments are required: command"),
+        (["look"], 2, "invalid choice: 'look'"),
+        (["env", "--timeout", "0"], 2, "a number of seconds above 0, up to a day, but is '0'"),
+        (["env", "--timeout", "86401"], 2, "up to a day, but is '86401'"),
+        (["env", "--timeout", "soon"], 2, "up to a day, but is 'soon'"),
+    ],
+)
+def test_the_help_has_examples_and_a_wrong_command_line_is_refused(arguments, code, says, capsys):
+    with pytest.raises(SystemExit) as ended_with:
+        main(arguments)
+    assert ended_with.value.code == code
+    assert says in "".join(capsys.readouterr())
+
+
+def test_whatever_hangs_ends_some_time_after_the_timeout(monkeypatch):
+    asked = []
+    note = lambda seconds, **options: asked.append((seconds, options))  # noqa: E731  # a short one
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", note)
+    monkeypatch.setattr("pardata.__main__.examine", lambda _, timeout: timeout)
+    assert main(["env", "--timeout", "20"]) == 20
+    assert main(["env"]) == 60
+    assert asked == [(55, {"exit": True}), (135, {"exit": True})]
+
+
+# --- under a launcher
+
+
+def _examined(command):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        status = examine(command, timeout=60)
+    return status, printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("command", "size", "variables", "name"),
+    [
+        ("env", 1, torchrun_variables, "torchrun"),
+        ("env", 3, torchrun_variables, "torchrun"),
+        ("check", 2, slurm_variables, "SLURM"),
+    ],
+)
+def test_rank_0_prints_one_table_of_all_ranks(command, size, variables, name):
+    (status, text), *others = launched(_examined, command, size=size, variables=variables)
+    assert status == 0
+    assert others == [(0, "")] * (size - 1)
+    assert f"launcher       {name}: {size} process" in text
+    assert "error" not in statuses(text).values()
+    if size > 1:
+        assert text.startswith(f"pardata {command}: {size} ranks on ")
+        rows = re.findall(r"^(\d+)  +\S+ +0 +(\d+)  +cpu +\d+$", text, flags=re.MULTILINE)
+        assert rows == [(str(rank), str(rank)) for rank in range(size)]
+        assert f"joining        {size} ranks met at " in text
+    if command == "check":
+        trial = ["all-reduce", "latency", "bandwidth", "shared memory"]
+        assert names(text) == ["launcher", "joining", *trial]
+
+
+def test_torchrun_itself_starts_it(short_tmp):
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+         "-m", "pardata", "check"],
+        env={**os.environ, "TMPDIR": short_tmp},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("pardata check: 2 ranks on ")
+    assert done.stdout.count("all-reduce     correct") == 1
+
+
+def _spoilt_on_rank_1(what):
+    if os.environ["RANK"] == "1":
+        what()
+    return _examined("check")
+
+
+def _long_tmpdir():
+    multiprocessing.current_process()._config["tempdir"] = "/" + "x" * 120
+
+
+def _wrong_sums():
+    """Be a machine that adds wrongly."""
+    right = torch.distributed.all_reduce
+
+    def all_reduce(tensor, *args, **kwargs):
+        result = right(tensor, *args, **kwargs)
+        tensor[...] = torch.where(tensor == 3, 4.0, tensor)
+        return result
+
+    torch.distributed.all_reduce = all_reduce
+
+
+NO_SOCKET = torch.multiprocessing.get_sharing_strategy() != "file_descriptor"
+
+
+@pytest.mark.parametrize(
+    ("what", "line", "cure"),
+    [
+        pytest.param(
+            _long_tmpdir,
+            "error    shared memory  rank 1: the temporary directory must have a name of at most",
+            "cure: set TMPDIR to one with a shorter name, or pass num_workers=0",
+            marks=pytest.mark.skipif(NO_SOCKET, reason="opens no socket"),
+        ),
+        (
+            _wrong_sums,
+            "error    all-reduce     rank 1: the sum over all ranks must be 3, but is 4",
+            "cure: take this host out and test its memory and its network",
+        ),
+    ],
+)
+def test_an_error_on_one_rank_is_the_exit_status_of_every_rank(what, line, cure):
+    outcomes = launched(_spoilt_on_rank_1, what, size=2)
+    assert [status for status, _ in outcomes] == [1, 1]
+    assert line in outcomes[0][1]
+    assert cure in outcomes[0][1]
+
+
+# --- where it does not work
+
+
+def test_variables_that_are_partial_are_explained_to_whoever_looks(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    assert examine("check", timeout=60) == 1
+    out = capsys.readouterr().out
+    assert names(out) == ["launcher", "variables"]
+    assert "error    launcher       the variables of torchrun must be set together" in out
+    assert "cure: start the script with the launcher itself" in out
+    assert out.endswith("1 error\n") or "1 error and" in out
+
+
+def test_a_rank_that_does_not_come_is_named_by_the_others_within_the_timeout():
+    with reserved_port() as port:
+        ranks = [started("env", "--timeout", "12", **torchrun_variables(
+            rank, 3, port, TORCHELASTIC_USE_AGENT_STORE=None)) for rank in (0, 1)]  # fmt: skip
+        (code, out, errors), (other_code, other_out, other_errors) = map(ended, ranks)
+    assert (code, errors, other_code, other_out) == (1, "", 1, "")
+    assert out.startswith("pardata env: rank 0 of 3 on ")
+    assert "`init` must be reached by every rank, but rank 2 of 3 did not come within" in out
+    assert "cure: look at the output of rank 2" in out
+    assert re.search(r"rank 1 on \S+: joining: .* rank 2 of 3 did not come", other_errors)
+    assert "Traceback" not in other_errors
+
+
+def test_a_rank_that_cannot_reach_rank_0_says_so_in_its_last_line():
+    with reserved_port() as port:
+        env = torchrun_variables(1, 2, port, TORCHELASTIC_USE_AGENT_STORE=None)
+        code, out, errors = ended(started("check", "--timeout", "1", **env))
+    assert (code, out) == (1, "")
+    last = errors.splitlines()[-1]  # above it torch may have printed frames of its own
+    assert re.match(r"pardata check, rank 1 on \S+: joining: rank 1 must reach rank 0 at ", last)
+
+
+STOPS = """
+import os, sys, time, pardata
+pardata.init(tune_cpu=False)
+print("joined", flush=True)
+time.sleep(float(sys.argv[1]))
+os._exit(1)
+"""
+
+
+@pytest.mark.parametrize("seconds", [0, 90])
+def test_a_rank_that_dies_or_hangs_after_joining_is_an_error_and_no_hang(seconds):
+    with agent() as port:
+        other = subprocess.Popen(
+            [sys.executable, "-c", STOPS, str(seconds)],
+            env={**os.environ, **torchrun_variables(1, 2, port)},
+            stdout=subprocess.DEVNULL,
+        )
+        try:
+            env = torchrun_variables(0, 2, port)
+            code, out, errors = ended(started("check", "--timeout", "12", **env))
+        finally:
+            other.kill()
+            other.wait()
+    assert code == 1
+    assert [statuses(out)[name] for name in ("joining", "trial", "reports")] == [
+        "ok",
+        *["error"] * 2,
+    ]
+    assert "all_reduce_sum" in out
+    assert "Timeout (0:" not in errors  # nothing had to end it
+
+
+@pytest.mark.parametrize(
+    ("interface", "timeout", "text", "cure"),
+    [
+        ("no-such-one", 100, "no-such-one", "GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME for GPUs)"),
+        (None, 0.01, "all 2 ranks must finish within 0.01 s, but rank ", "is every port open"),
+    ],
+)
+def test_two_processes_that_cannot_talk_or_take_too_long_are_an_error(
+    interface, timeout, text, cure, monkeypatch
+):
+    if interface:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    (finding,) = trial_of_two(timeout)
+    assert (finding.name, finding.status) == ("two processes", "error")
+    assert text in finding.text
+    assert cure in finding.cure
+    assert "\n" not in finding.text  # no stack of a process

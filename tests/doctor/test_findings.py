@@ -1,0 +1,259 @@
+"""What the doctor says of launchers and of a machine: limits on both of their sides, and cures."""
+
+import os
+import resource
+import socket
+from dataclasses import replace
+
+import pytest
+import torch
+from launched import slurm_variables, torchrun_variables
+from on_ranks import run_caught
+
+import pardata
+from pardata import world
+from pardata.doctor._finding import ERROR, OK, WARNING, Finding, found_error
+from pardata.doctor._installation import examine_installation, shared_package
+from pardata.doctor._launchers import examine_launcher
+from pardata.doctor._machine import examine_machine, hidden_gpus, own_address, shared_memory
+
+MIB, GIB = 2**20, 2**30
+
+
+def found(name, here=None):
+    """Return what is said of `name` on this very machine, from among all findings."""
+    everything = [*examine_machine(here or world()), *examine_installation()]
+    return next(finding for finding in everything if finding.name == name)
+
+
+def check(finding, status, text, cure=""):
+    """Compare a finding with its status, and with how its text and its cure begin."""
+    assert finding.status == status
+    assert finding.text.startswith(text)
+    assert finding.cure.startswith(cure)
+    assert bool(finding.cure) == (status != OK)
+
+
+# --- launchers
+
+BATCH_SHELL = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+SHELL = "SLURM_PROCID, SLURM_LOCALID, SLURM_JOB_ID (SLURM)"
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+OPEN_MPI = {
+    f"OMPI_COMM_WORLD_{name}": value
+    for name, value in (("RANK", "1"), ("SIZE", "2"), ("LOCAL_RANK", "1"), ("LOCAL_SIZE", "2"))
+}
+PORT = {"MASTER_PORT": "5"}
+
+
+TORCHRUN, SLURM = torchrun_variables(1, 3, 5), slurm_variables(1, 2, 5)
+STEP_OF_ONE = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+SAYS = "PARDATA_LAUNCHER"
+
+
+@pytest.mark.parametrize(
+    ("env", "chosen", "ignored"),
+    [
+        ({"MASTER_ADDR": "n1"}, "none: a single process", None),  # an address names no launcher
+        (TORCHRUN, "torchrun: 3 processes, to meet at 127.0.0.1:5; from RANK, WORLD_SIZE, ", None),
+        (torchrun_variables(0, 1, 5), "torchrun: 1 process, to meet at ", None),
+        (SLURM, "SLURM: 2 processes, to meet at localhost:5; from SLURM_PROCID, ", None),
+        (OPEN_MPI | PORT, "Open MPI: 2 processes, to meet at 127.0.0.1:5; from OMPI_COMM_", None),
+        (MPICH | PORT, "MPICH: 2 processes, to meet at 127.0.0.1:5; from PMI_RANK, ", None),
+        (TORCHRUN | BATCH_SHELL, "torchrun: 3", f"{SHELL}: torchrun goes first"),
+        (SLURM | {"RANK": "1"}, "SLURM: 2", "RANK (torchrun): SLURM goes first"),
+        (
+            SLURM | TORCHRUN | {SAYS: "slurm"},
+            "SLURM, as PARDATA_LAUNCHER=slurm says: 2",
+            "RANK, WORLD_SIZE, LOCAL_RANK and 1 more (torchrun): PARDATA_LAUNCHER=slurm decides",
+        ),
+        (
+            BATCH_SHELL | {SAYS: "none"},
+            "none, as PARDATA_LAUNCHER=none says: a single process",
+            f"{SHELL}: PARDATA_LAUNCHER=none decides",
+        ),
+        (MPICH | STEP_OF_ONE, "none: a single process", "PMI_RANK, PMI_SIZE, MPI_LOCALRANKID and "),
+        (BATCH_SHELL | {"SLURM_NTASKS": "1"}, "none: a single process", f"{SHELL}: of the shell "),
+    ],
+)
+def test_a_launcher_is_named_with_its_variables_and_those_that_do_not_count(env, chosen, ignored):
+    launch, (first, *others) = examine_launcher(env)
+    assert launch is not None
+    check(first, OK, chosen)
+    assert {(finding.name, finding.status) for finding in others} <= {("ignored", OK)}
+    assert bool(others) == (ignored is not None)
+    assert ignored is None or any(finding.text.startswith(ignored) for finding in others)
+
+
+def test_the_shell_of_a_job_of_several_tasks_is_told_to_use_srun():
+    launch, (_, ignored) = examine_launcher(BATCH_SHELL | {"SLURM_NTASKS": "4"})
+    assert launch.size == 1
+    cure = "start the script with srun, to be the 4 tasks that the job asked for"
+    check(ignored, WARNING, f"{SHELL}: of the shell of a job", cure)
+
+
+@pytest.mark.parametrize(
+    ("env", "text", "cure", "seen"),
+    [
+        (
+            {"RANK": "0"},
+            "`WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT` must",
+            "start the script with the launcher itself, or set PARDATA_LAUNCHER=none",
+            "RANK (torchrun)",
+        ),
+        (
+            SLURM | {"RANK": "0"},
+            "`RANK` must be 1, as SLURM says, but is 0",
+            "unset it, or choose one launcher with PARDATA_LAUNCHER",
+            "RANK (torchrun); SLURM_PROCID",
+        ),
+        (
+            torchrun_variables(0, 2, 99999) | MPICH,
+            "`MASTER_PORT` must be between 1 and 65535, but is 99999",
+            "correct it, or set PARDATA_LAUNCHER=none",
+            "LOCAL_WORLD_SIZE (torchrun); PMI_RANK",
+        ),
+    ],
+)
+def test_wrong_variables_are_an_error_with_its_cure_and_all_that_is_there(env, text, cure, seen):
+    launch, (wrong, variables) = examine_launcher(env)
+    assert launch is None
+    check(wrong, ERROR, "", cure)
+    assert text in wrong.text
+    assert wrong.cure not in wrong.text
+    check(variables, OK, "")
+    assert seen in variables.text
+
+
+# --- the machine
+
+
+def test_each_thing_is_named_once_and_every_complaint_has_a_cure():
+    findings = [*examine_machine(world()), *examine_installation()]
+    names = [finding.name for finding in findings]
+    assert len(set(names)) == len(names)
+    assert all(finding.cure for finding in findings if finding.status != OK)
+    version = f"pardata {pardata.__version__}, torch {torch.__version__}"
+    check(found("versions"), OK, version)
+    check(found("backends"), OK, "gloo, ")
+
+
+@pytest.mark.parametrize(
+    ("free", "status", "text"),
+    [
+        (GIB, OK, "24.0 GiB"),
+        (GIB - 1, WARNING, "1024 MiB free of 24.0 GiB"),
+        (64 * MIB, WARNING, "64 MiB free of 24.0 GiB"),
+    ],
+)
+def test_shared_memory_below_a_gibibyte_is_little(free, status, text):
+    cure = "workers hand batches over there: start the container with --shm-size=8g"
+    check(shared_memory(24 * GIB, free), status, text, cure * (status != OK))
+
+
+def _files(soft, hard):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return found("open files")
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "status", "text", "cure"),
+    [
+        (1024, 5000, OK, "at most 1024", ""),
+        (1023, 5000, WARNING, "at most 1023", "ulimit -n 4096: each tensor"),
+        (256, 2000, WARNING, "at most 256", "ulimit -n 2000: each tensor"),
+    ],
+)
+def test_fewer_than_1024_open_files_are_few(soft, hard, status, text, cure):
+    (finding,) = run_caught(_files, soft, hard, world_size=1, fresh=True)
+    check(finding, status, text, cure)
+
+
+def test_gpus_that_torch_does_not_see_are_a_warning(monkeypatch):
+    check(hidden_gpus(0, ""), OK, "none: training runs on the CPU")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    finding = hidden_gpus(2, "the driver is too old")
+    text = "torch sees none of 2 in /dev (the driver is too old)"
+    check(finding, WARNING, text, "install a torch for CUDA (this one is for the CPU only)")
+    assert "unset CUDA_VISIBLE_DEVICES (it is '')" in finding.cure
+
+
+def test_more_ranks_than_cores_are_a_warning():
+    text = "4096 ranks of this host share "
+    check(found("cores", replace(world(), size=4096, local_size=4096)), WARNING, text, "start at m")
+    alone = found("cores")
+    assert alone.status == OK
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    assert int(alone.text.split()[0]) <= cores
+
+
+def _threads(number):
+    torch.set_num_threads(number)
+    return found("threads", replace(world(), local_size=4096))  # which leaves one core to each
+
+
+def test_more_threads_than_cores_are_a_warning():
+    (one,), (two,) = (run_caught(_threads, number, world_size=1) for number in (1, 2))
+    check(one, OK, "1 per process (OMP_NUM_THREADS: ")
+    check(two, WARNING, "2 per process (OMP_NUM_THREADS: ", "set OMP_NUM_THREADS=1, as each")
+
+
+def test_an_interface_that_is_not_here_is_an_error(monkeypatch):
+    there = [name for _, name in socket.if_nameindex()]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", ",".join(there[:2]))
+    check(found("network"), OK, "GLOO_SOCKET_IFNAME=")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", f"{there[0]},no-such-one")
+    text = f"GLOO_SOCKET_IFNAME must name an interface of this host, but is '{there[0]},no-such-one"
+    check(found("network"), ERROR, text, f"set it to one of {', '.join(there)}, or unset it")
+
+
+@pytest.mark.parametrize(
+    ("host", "problem"),
+    [
+        ("localhost", "the host name localhost resolves to "),
+        ("127.0.1.1", "the host name 127.0.1.1 resolves to 127.0.1.1"),
+        ("no-such-host.invalid", "the host name no-such-host.invalid does not resolve: "),
+    ],
+)
+def test_a_host_name_that_others_cannot_use_matters_from_two_hosts_on(host, problem):
+    check(own_address(host, alone=True), OK, problem)
+    assert own_address(host, alone=True).text.endswith(" (fine on one host)")
+    check(own_address(host, alone=False), WARNING, problem, "set GLOO_SOCKET_IFNAME to the interf")
+    check(own_address("192.0.2.1", alone=False), OK, "the host name resolves")
+
+
+def test_the_unrelated_pardata_in_the_same_directory_is_an_error(tmp_path):
+    assert list(shared_package(tmp_path)) == []
+    (tmp_path / "_high_level.py").touch()
+    (finding,) = shared_package(tmp_path)
+    text = "`torch-pardata` must not share an environment with the distribution `pardata`"
+    check(finding, ERROR, text, "remove both with `python -m pip uninstall --yes pardata torch-par")
+    assert str(tmp_path) in finding.text
+
+
+@pytest.mark.parametrize(
+    ("message", "text", "cure"),
+    [
+        ("`a` must be 1, but is 2: set a to 1", "`a` must be 1, but is 2", "set a to 1"),
+        ("`a` must be 1, but is 2", "`a` must be 1, but is 2", "the default"),
+        (
+            "every rank must pass the same, but `a` differ:\n  rank 0: 1\nPass 2\n(seen on rank 0)",
+            "every rank must pass the same, but `a` differ\n  rank 0: 1",
+            "Pass 2",
+        ),
+        (
+            "[/pair.cc:1] Connection closed by peer: x. This is typically\nframe 0",
+            "Connection closed by peer: x",
+            "the default",
+        ),
+        (
+            "all must come within 1 s, but 1 did not\n\nrank 1 was here:\nFile x",
+            "all must come within 1 s, but 1 did not",
+            "the default",
+        ),
+        ("", "ValueError", "the default"),
+    ],
+)
+def test_an_error_is_parted_into_what_is_wrong_and_what_to_do(message, text, cure):
+    assert found_error("n", ValueError(message), "the default") == Finding("n", ERROR, text, cure)

@@ -138,7 +138,7 @@ class _Team:
         self._pipes = [ranks[key] for key in sorted(ranks)]
 
     def _live(self, address: str) -> None:
-        with contextlib.suppress(Exception):  # of ranks that were killed
+        with contextlib.suppress(BaseException):  # of ranks that were killed, or interrupted
             testing.run(_serve, address, self._folder.name, world_size=self._size, timeout=_LIFE)
 
     def _outcomes(self, timeout: float) -> dict[int, Any]:

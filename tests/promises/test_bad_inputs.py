@@ -1,6 +1,6 @@
 """What a bad input gets: the page that the tests of misuse make.
 
-``python tests/test_bad_inputs.py --write docs/errors.md`` makes it anew.
+``PYTHONPATH=tests python tests/promises/test_bad_inputs.py --write docs/errors.md`` makes it anew.
 """
 
 import sys
@@ -34,7 +34,8 @@ HEAD = """\
 
 What a wrong start, a wrong argument or ranks that differ get: an error at the call that is wrong,
 on every rank, that says what must be, what is, and what to do. Made by the tests, which try each
-line on real processes: `python tests/test_bad_inputs.py --write docs/errors.md`.
+line on real processes:
+`PYTHONPATH=tests python tests/promises/test_bad_inputs.py --write docs/errors.md`.
 
 In the first column, `rank` is the number of the rank: `4 if rank == 0 else 0` is a mistake on some
 ranks only. `TEN` is a data set of ten samples, `net()` a small model, `wrapped()` what `wrap_model`
@@ -61,7 +62,7 @@ def page():
 
 def test_the_page_of_errors_is_what_was_said():
     assert PAGE.read_text(encoding="utf-8") == page(), (
-        "run `python tests/test_bad_inputs.py --write docs/errors.md`"
+        "run `PYTHONPATH=tests python tests/promises/test_bad_inputs.py --write docs/errors.md`"
     )
 
 

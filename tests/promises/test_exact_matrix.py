@@ -1,6 +1,6 @@
 """One fingerprint per model and optimizer, at any size, with any workers, interrupted or not.
 
-``python tests/test_exact_matrix.py`` prints the table.
+``PYTHONPATH=tests python tests/promises/test_exact_matrix.py`` prints the table.
 """
 
 import functools

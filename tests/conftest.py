@@ -13,8 +13,8 @@ from hypothesis import settings
 from pardata import __version__
 from pardata.ranks._launcher import MPICH, OPEN_MPI, SLURM, TORCHRUN
 
-# The rooms that depend on torch's and Python's versions. Their tests, but for those of the long run,
-# also run on the oldest (`pytest -m oldest`).
+# The rooms that depend on the versions of torch and Python. Their tests, but for those of the long
+# run, also run on the oldest ones (`pytest -m oldest`).
 OLDEST = ("checkpoint", "collective", "data", "gradient", "launch", "model", "seeds")
 assert {path.name for path in Path(__file__).parent.iterdir()}.issuperset(OLDEST)
 

@@ -181,7 +181,7 @@ PLAIN, AFFINE, CROP_AND_FLIP = (100, 0.5), (15, 0.9), (25, 0.9)
         (["mnist", "cifar"], [PLAIN, CROP_AND_FLIP]),
         pytest.param(["affine"], [AFFINE], marks=pytest.mark.soak),
     ],
-    ids=" ".join,
+    ids=["two", "affine"],
 )
 def test_loading_compares_with_data_loader_and_the_limit_whatever_else_is_installed(
     tables, reach, tmp_path, short_tmp

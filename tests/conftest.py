@@ -3,6 +3,7 @@
 import os
 import random
 import tempfile
+from pathlib import Path
 
 import on_ranks
 import pytest
@@ -12,6 +13,11 @@ from hypothesis import settings
 from pardata import __version__
 from pardata.ranks._launcher import MPICH, OPEN_MPI, SLURM, TORCHRUN
 
+# The rooms that depend on the versions of torch and Python. Their tests, but for those of the long
+# run, also run on the oldest ones (`pytest -m oldest`).
+OLDEST = ("checkpoint", "collective", "data", "gradient", "launch", "model", "seeds")
+assert {path.name for path in Path(__file__).parent.iterdir()}.issuperset(OLDEST)
+
 # No test depends on how fast a machine is, and none leaves files behind.
 settings.register_profile("pardata", deadline=None, database=None)
 settings.load_profile("pardata")
@@ -19,6 +25,11 @@ settings.load_profile("pardata")
 
 def pytest_report_header():
     return f"pardata {__version__}, torch {torch.__version__}, {os.cpu_count()} cores"
+
+
+def pytest_itemcollected(item):
+    if item.path.parent.name in OLDEST and item.get_closest_marker("soak") is None:
+        item.add_marker("oldest")
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ def launched(fn, *args, size, variables=torchrun_variables, **changes):
     meeting = agent() if variables is torchrun_variables else reserved_port()
     with meeting as port, tempfile.TemporaryDirectory() as directory:
         environments = [variables(rank, size, port, **changes) for rank in range(size)]
-        return run(as_rank, environments, directory, fn, args, world_size=size)
+        return run(as_rank, environments, directory, fn, args, world_size=size, fresh=True)
 
 
 def as_rank(environments, directory, fn, args):

@@ -1,13 +1,15 @@
 """Functions on several ranks. The ranks live on from test to test: a fresh group costs more.
 
 `run` and `run_caught` take what `pardata.testing.run` takes. Ranks that a test leaves out of step,
-without their group or in an error are replaced by new ones, and so are those that hang.
+without their group, or with threads or processes of its own are replaced by new ones, and so are
+those that hang or die.
 """
 
 import contextlib
 import faulthandler
 import gc
 import logging
+import multiprocessing
 import os
 import pickle
 import random
@@ -33,7 +35,9 @@ from pardata.ranks._process import process
 
 _LIFE = 10**6  # seconds that ranks may live
 _PATIENCE = 100  # seconds for a test, if it does not say
-_GRACE = 5  # seconds for the other ranks when one has failed
+_GRACE = 1  # … for the other ranks when one has failed, before they count as stuck
+_FAREWELL = 5  # … for ranks to end
+_LINGER = 1  # … for a thread or a process that a test leaves
 _CHECK = timedelta(seconds=10)
 
 
@@ -65,11 +69,10 @@ def run(fn, *args, world_size=2, timeout=_PATIENCE, env=None, fresh=False) -> li
     """
     if fresh or env:
         return testing.run(fn, *args, world_size=world_size, timeout=timeout, env=env)
-    team = _teams.get(world_size)
-    if team is None:
-        team = _teams[world_size] = _Team(world_size)
+    job = pickle.dumps((fn, args))
+    team = _teams.setdefault(world_size, _Team(world_size))
     try:
-        return team.run(pickle.dumps((fn, args)), timeout)
+        return team.run(job, timeout)
     finally:
         if not team.is_well:
             team.end()
@@ -89,90 +92,112 @@ def end_all() -> None:
 
 
 class _Team:
-    """Ranks that wait for work, seen from the test."""
+    """Ranks that wait for work, seen from the test. They start at the first `run`."""
 
     def __init__(self, size: int) -> None:
         self.is_well = True
+        self._size = size
+        self._pids: list[int] = []
+        self._pipes: list[Connection] = []
+        self._last_test = ""
+
+    def run(self, job: bytes, timeout: float) -> list[Any]:
+        fresh, self.is_well = not self._pipes, False  # until all of it went well
+        if fresh:
+            self._start()
+        elif dead := wait(self._pipes, 0):  # who has nothing to do says nothing
+            ranks = sorted(map(self._pipes.index, dead))
+            msg = f"ranks {ranks} have died since their last test, which was {self._last_test}"
+            raise RuntimeError(msg)
+        self._last_test = os.environ.get("PYTEST_CURRENT_TEST", "")
+        self._tell((job, timeout))
+        outcomes = self._outcomes(timeout)
+        failed = [outcome for outcome in outcomes.values() if isinstance(outcome, Failure)]
+        if len(outcomes) == self._size:  # else some are still at it
+            self._tell("go home")
+            self.is_well = all(_said(pipe, _PATIENCE) for pipe in self._pipes)
+        if failed:
+            next((f for f in failed if "Connection" not in f.text), failed[0]).reraise()
+        if len(outcomes) < self._size:
+            raise TimeoutError(self._stuck(outcomes, timeout))
+        return [pickle.loads(outcomes[rank]) for rank in range(self._size)]
+
+    def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="pardata-ranks-")
         address = str(Path(self._folder.name) / "socket")
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(address)
-            listener.listen(size)
+            listener.listen(self._size)
             listener.settimeout(_PATIENCE)
-            self._thread = threading.Thread(target=self._live, args=(address, size), daemon=True)
+            self._thread = threading.Thread(target=self._live, args=(address,), daemon=True)
             self._thread.start()
-            pipes = [Connection(listener.accept()[0].detach()) for _ in range(size)]
-        ranks = [pipe.recv() for pipe in pipes]
+            for _ in range(self._size):
+                self._pipes.append(Connection(listener.accept()[0].detach()))
+        ranks = {_said(pipe, _PATIENCE): pipe for pipe in self._pipes}
         self._pids = [pid for _, pid in sorted(ranks)]
-        self._pipes = [pipes[[rank for rank, _ in ranks].index(rank)] for rank in range(size)]
+        self._pipes = [ranks[key] for key in sorted(ranks)]
 
-    def _live(self, address: str, size: int) -> None:
-        with contextlib.suppress(Exception):  # of ranks that were killed
-            testing.run(_serve, address, self._folder.name, world_size=size, timeout=_LIFE)
+    def _live(self, address: str) -> None:
+        with contextlib.suppress(BaseException):  # of ranks that were killed, or interrupted
+            testing.run(_serve, address, self._folder.name, world_size=self._size, timeout=_LIFE)
 
-    def run(self, job: bytes, timeout: float) -> list[Any]:
-        for pipe in self._pipes:
-            pipe.send((job, timeout))
+    def _outcomes(self, timeout: float) -> dict[int, Any]:
+        """Return what the ranks returned, pickled, or their failures: of those that came back."""
         outcomes: dict[int, Any] = {}
-        failed: list[Failure] = []
         deadline = time.monotonic() + timeout
-        while len(outcomes) < len(self._pipes):
+        while len(outcomes) < self._size:
             waiting = [p for rank, p in enumerate(self._pipes) if rank not in outcomes]
             ready = wait(waiting, max(0, deadline - time.monotonic()))
             if not ready:
                 break
-            for pipe in ready:
-                rank = self._pipes.index(pipe)
-                outcomes[rank] = outcome = self._received(rank, pipe)
-                if isinstance(outcome, Failure):
-                    failed.append(outcome)
+            for rank in map(self._pipes.index, ready):
+                outcomes[rank] = _said(self._pipes[rank], 0) or _died(rank)
+                if isinstance(outcomes[rank], Failure):
                     deadline = min(deadline, time.monotonic() + _GRACE)
-        if failed:
-            self.is_well = False
-            next((f for f in failed if "Connection" not in f.text), failed[0]).reraise()
-        if len(outcomes) < len(self._pipes):
-            self.is_well = False
-            raise TimeoutError(self._stuck(outcomes, timeout))
-        self.is_well = all(is_well for _, is_well in outcomes.values())
-        return [outcomes[rank][0] for rank in range(len(self._pipes))]
-
-    def _received(self, rank: int, pipe: Connection) -> Any:
-        try:
-            ok, outcome = pipe.recv()
-        except (EOFError, OSError):
-            return Failure(rank, "run", "ProcessDied", "the process ended without a word", "", None)
-        if not ok:
-            return Failure.from_json(outcome)
-        result, is_well = outcome
-        return pickle.loads(result), is_well
+        return outcomes
 
     def _stuck(self, outcomes: dict[int, Any], timeout: float) -> str:
-        stuck = [rank for rank in range(len(self._pipes)) if rank not in outcomes]
+        stuck = [rank for rank in range(self._size) if rank not in outcomes]
         files = [Path(self._folder.name) / f"stack-{rank}" for rank in stuck]
         stacks = "\n".join(file.read_text() for file in files if file.exists())
         return f"all ranks must finish within {timeout} s, but {stuck} did not\n{stacks}"
 
+    def _tell(self, message: Any) -> None:
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):  # of a rank that has died, as it will turn out
+                pipe.send(message)
+
     def end(self) -> None:
         if self.is_well:
-            for pipe in self._pipes:
-                with contextlib.suppress(OSError):
-                    pipe.send(None)
-            self._thread.join(_GRACE)
-        if self._thread.is_alive() or not self.is_well:
+            self._tell(None)
+            self._thread.join(_FAREWELL)
+        if self._thread.is_alive():
             for pid in self._pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            self._thread.join(_GRACE)
+            self._thread.join(_FAREWELL)
         for pipe in self._pipes:
             pipe.close()
         self._folder.cleanup()
+
+
+def _said(pipe: Connection, seconds: float) -> Any:
+    """Return what a rank sends within so many seconds, or None if it has died."""
+    try:
+        return pipe.recv() if pipe.poll(seconds) else None
+    except (EOFError, OSError):
+        return None
+
+
+def _died(rank: int) -> Failure:
+    return Failure(rank, "run", "ProcessDied", "the process ended without a word", "", None)
 
 
 _teams: dict[int, _Team] = {}
 
 
 def _serve(address: str, folder: str) -> None:
-    """Be one rank: do what is asked, and leave nothing of it behind."""
+    """Be one rank: do what is asked, say how it went, and leave nothing of it behind."""
     rank = world().rank
     channel = socket.socket(socket.AF_UNIX)
     channel.connect(address)
@@ -180,17 +205,29 @@ def _serve(address: str, folder: str) -> None:
     pipe.send((rank, os.getpid()))
     home = _Home()
     gc.freeze()
-    while (asked := pipe.recv()) is not None:
-        job, timeout = asked
+    while (asked := _asked(pipe)) is not None:
         with (Path(folder) / f"stack-{rank}").open("w") as stack:
-            faulthandler.dump_traceback_later(max(0.1, timeout - 1), file=stack)
-            try:
-                fn, args = pickle.loads(job)
-                outcome = True, (pickle.dumps(fn(*args)), home.is_back())
-            except BaseException as error:  # noqa: BLE001  # SystemExit too
-                outcome = False, Failure.of(error, rank=rank, place="run").to_json()
+            faulthandler.dump_traceback_later(max(0.1, asked[1] - 1), file=stack)
+            pipe.send(_outcome(rank, asked[0]))
             faulthandler.cancel_dump_traceback_later()
-        pipe.send(outcome)
+        _asked(pipe)  # now that all have finished, and nobody waits for what this one does next
+        pipe.send(home.is_back())
+
+
+def _asked(pipe: Connection) -> Any:
+    try:
+        return pipe.recv()
+    except (EOFError, OSError):
+        os._exit(0)  # the process of the tests is gone: nobody reads what this one has to say
+
+
+def _outcome(rank: int, job: bytes) -> bytes | Failure:
+    """Return what the job returned, pickled, or its failure."""
+    try:
+        fn, args = pickle.loads(job)
+        return pickle.dumps(fn(*args))
+    except BaseException as error:  # noqa: BLE001  # SystemExit too
+        return Failure.of(error, rank=rank, place="run")
 
 
 @dataclass
@@ -203,6 +240,7 @@ class _Home:
     path: list[str] = field(default_factory=lambda: list(sys.path))
     folder: str = field(default_factory=os.getcwd)
     filters: list[Any] = field(default_factory=lambda: list(warnings.filters))
+    threads: set[Any] = field(default_factory=lambda: set(threading.enumerate()))
     signals: dict[Any, Any] = field(
         default_factory=lambda: {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR2)}
     )
@@ -218,18 +256,14 @@ class _Home:
         os.chdir(self.folder)
         sys.path[:] = self.path
         sys.excepthook = sys.__excepthook__
+        warnings.resetwarnings()  # forgets what has been shown already, too
         warnings.filters[:] = self.filters
         for number, handler in self.signals.items():
             signal.signal(number, handler)
         self._of_torch()
         _forget_loggers()
         gc.collect()
-        try:
-            barrier("the end of a test", _CHECK)
-            dist.all_reduce(torch.zeros(1), async_op=True).wait(_CHECK)
-        except Exception:  # noqa: BLE001  # whatever it is: these ranks are of no more use
-            return False
-        return True
+        return self._is_alone() and _in_step()
 
     def _of_torch(self) -> None:
         python, own = self.states
@@ -240,6 +274,24 @@ class _Home:
         torch.set_grad_enabled(True)
         torch.use_deterministic_algorithms(False)
         torch.backends.cudnn.benchmark = False
+
+    def _is_alone(self) -> bool:
+        """Return whether no thread and no process of a test goes on in the next one."""
+        for thread in set(threading.enumerate()) - self.threads:
+            thread.join(_LINGER)
+        for child in multiprocessing.active_children():
+            child.join(_LINGER)
+            child.kill()
+        return set(threading.enumerate()) <= self.threads
+
+
+def _in_step() -> bool:
+    try:
+        barrier("the end of a test", _CHECK)
+        dist.all_reduce(torch.zeros(1), async_op=True).wait(_CHECK)
+    except Exception:  # noqa: BLE001  # whatever it is: these ranks are of no more use
+        return False
+    return True
 
 
 def _forget_loggers() -> None:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from data_zoo import loader_of as any_loader_of
-from torch.utils.data import get_worker_info, TensorDataset
+from torch.utils.data import TensorDataset, get_worker_info
 
 from pardata import Microbatches
 from pardata.data._placement import Placement

@@ -1,5 +1,6 @@
 """Programs of the distribution that a test needs, installed where that is possible."""
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -47,7 +48,9 @@ def _apt(command, packages):
 
 @contextmanager
 def _no_service_started():
-    """Keep the packages from starting daemons: the tests start their own."""
+    """Keep the packages from starting daemons: the tests start their own. One process at a time."""
+    turn = os.open(_POLICY.parent, os.O_RDONLY)
+    fcntl.flock(turn, fcntl.LOCK_EX)
     ours = not _POLICY.exists()
     if ours:
         _POLICY.write_text("#!/bin/sh\nexit 101\n")
@@ -57,3 +60,4 @@ def _no_service_started():
     finally:
         if ours:
             _POLICY.unlink()
+        os.close(turn)

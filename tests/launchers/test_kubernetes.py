@@ -16,8 +16,6 @@ from schema import complaints
 
 yaml = pytest.importorskip("yaml")
 
-pytestmark = pytest.mark.launchers
-
 JOB = yaml.safe_load((EXAMPLES / "kubernetes" / "pytorchjob.yaml").read_text())
 SCHEMA = json.loads((Path(__file__).parent / "pytorchjob.schema.json").read_text())
 

@@ -8,8 +8,6 @@ from namespaces import hosts, require_namespaces
 from packages import require
 from programs import MNIST, WHO, fingerprint, joined, run
 
-pytestmark = pytest.mark.launchers
-
 PYTHON = sys.executable
 
 ONE_ON_EACH = [
@@ -56,7 +54,7 @@ def test_two_ranks_train_as_one_process_does(launcher, alone, folder, request):
     assert fingerprint(printed) == alone
 
 
-@pytest.mark.parametrize("launcher", ["open_mpi", "mpich"])
+@pytest.mark.parametrize("launcher", ["open_mpi", pytest.param("mpich", marks=pytest.mark.soak)])
 def test_the_doctor_checks_all_ranks_and_prints_once(launcher, request):
     mpirun = request.getfixturevalue(launcher)
     printed = run(*mpirun, "-n", 2, PYTHON, "-m", "pardata", "check")

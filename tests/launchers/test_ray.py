@@ -12,8 +12,6 @@ from programs import EXAMPLES, MNIST, fingerprint, joined, run
 
 import pardata
 
-pytestmark = pytest.mark.launchers
-
 
 @pytest.fixture(scope="module")
 def ray_python():

@@ -9,8 +9,6 @@ import pytest
 from namespaces import require_namespaces
 from programs import run
 
-pytestmark = pytest.mark.launchers
-
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "slow_link.py"
 MEGABITS = 50.6  # of gradients: 1,581,066 parameters
 

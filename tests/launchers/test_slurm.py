@@ -13,8 +13,6 @@ from packages import require
 from PIL import Image
 from programs import EXAMPLES, MNIST, WHO, fingerprint, joined, wait_for
 
-pytestmark = pytest.mark.launchers
-
 PYTHON = sys.executable
 
 
@@ -30,13 +28,13 @@ def slurm(tmp_path_factory):
 def few_images(tmp_path):
     """What `cifar10.py` is to read: ten steps of noise, for ResNet is slow on a CPU."""
     noise = random.Random(0)
-    for part, count in (("train", 160), ("test", 16)):
+    for part, count in (("train", 40), ("test", 4)):
         for index in range(count):
             file = tmp_path / part / f"class{index % 2}" / f"{index}.png"
             file.parent.mkdir(parents=True, exist_ok=True)
             Image.frombytes("RGB", (32, 32), noise.randbytes(32 * 32 * 3)).save(file)
     return [
-        "--data", "folder", "--data-dir", tmp_path, "--batch-size", 16, "--model", "resnet18",
+        "--data", "folder", "--data-dir", tmp_path, "--batch-size", 4, "--model", "resnet18",
         "--num-workers", 0,
     ]  # fmt: skip
 
@@ -55,6 +53,7 @@ def submit(slurm, folder):
     return submit
 
 
+@pytest.mark.soak
 def test_two_tasks_train_as_one_process_does(slurm, alone, folder):
     printed = slurm.run("srun", "-n", 2, PYTHON, *MNIST, "--run-dir", folder / "run")
     assert joined(printed) == "2 processes on 1 node, launched by slurm"

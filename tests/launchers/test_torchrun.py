@@ -9,8 +9,6 @@ import pytest
 from namespaces import hosts, require_namespaces
 from programs import MNIST, TORCHRUN, ended, fingerprint, joined, run, start, wait_for
 
-pytestmark = pytest.mark.launchers
-
 SIZES = Path(__file__).parent / "sizes.py"
 # Short times until a node counts as gone, and until a smaller world begins without it.
 ELASTIC = [
@@ -66,6 +64,7 @@ def ended_well(*started):
     return printed
 
 
+@pytest.mark.soak
 def test_two_workers_train_as_one_process_does(alone, folder):
     printed = run(
         *TORCHRUN, "--standalone", "--nproc-per-node=2", *MNIST, "--run-dir", folder / "run"
@@ -74,7 +73,9 @@ def test_two_workers_train_as_one_process_does(alone, folder):
     assert fingerprint(printed) == alone
 
 
-@pytest.mark.parametrize("option", ["--local-rank", "--use-env"])
+@pytest.mark.parametrize(
+    "option", ["--local-rank", pytest.param("--use-env", marks=pytest.mark.soak)]
+)
 def test_the_old_launcher_trains_as_one_process_does(two, alone, folder, option):
     # It gives the script an argument, --local-rank, but for --use-env. On a host of its own, since
     # it always takes the same port.
@@ -96,6 +97,7 @@ def test_two_hosts_train_as_one_process_does(nodes, alone, folder):
     assert fingerprint(printed) == alone
 
 
+@pytest.mark.soak
 def test_a_node_that_dies_costs_the_steps_since_the_last_checkpoint(two, nodes, alone, folder):
     command = [*ELASTIC, *MNIST, "--run-dir", folder / "run", "--save-every", 1]
     one, other = nodes(0, *command), nodes(1, *command)

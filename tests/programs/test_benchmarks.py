@@ -57,10 +57,14 @@ def saved(directory, name):
     return json.loads((directory / f"{name}.json").read_text())
 
 
-def test_step_overhead_compares_with_both_ddps_and_ends_with_equal_parameters(tmp_path):
+@pytest.mark.parametrize(
+    "nets", [["mlp"], pytest.param(["mlp", "batch-norm"], marks=pytest.mark.soak)], ids=len
+)
+def test_step_overhead_compares_with_both_ddps_and_ends_with_equal_parameters(nets, tmp_path):
     text = output_of(
-        "step_overhead.py", "--rounds", 2, "--steps", 2, "--save", tmp_path, cwd=tmp_path
-    )
+        "step_overhead.py", "--rounds", 1, "--steps", 2, "--nets", *nets, "--save", tmp_path,
+        cwd=tmp_path,
+    )  # fmt: skip
     ours, ddp = 'wrap_model(..., "ddp")', "DistributedDataParallel"
     assert verdicts(text) == {
         (ours, ddp, "<= 1.02"),
@@ -68,16 +72,17 @@ def test_step_overhead_compares_with_both_ddps_and_ends_with_equal_parameters(tm
         ('wrap_model(..., "none")', "bare module", "<= 1.02"),
         ('wrap_model(..., "auto")', "bare module", "<= 1.02"),
     }
-    assert contenders(text).count("DDP again") == 2
-    # Two nets at two sizes.
-    assert text.count("parameters of all contenders: equal to the bit, on every rank") == 4
+    assert contenders(text).count("DDP again") == len(nets)
+    tables_of_each = 2  # in two processes and in one
+    same = "parameters of all contenders: equal to the bit, on every rank"
+    assert text.count(same) == tables_of_each * len(nets)
     tables = saved(tmp_path, "step_overhead")["tables"]
-    assert [len(row["values"]) for rows in tables.values() for row in rows] == [2] * 26
+    assert [len(row["values"]) for rows in tables.values() for row in rows] == [1] * 13 * len(nets)
     assert "cores: " in text.splitlines()[0]
 
 
 def test_metrics_compares_with_the_least_and_with_one_call_each_and_checks_every_mean(tmp_path):
-    text = output_of("metrics.py", "--rounds", 3, "--save", tmp_path, cwd=tmp_path)
+    text = output_of("metrics.py", "--rounds", 1, "--save", tmp_path, cwd=tmp_path)
     bare, each = "one bare all_reduce of ten floats", "one all_reduce for each metric"
     floats, tensors = "all_reduce_mean of ten floats", "all_reduce_mean of ten tensors"
     assert verdicts(text) == {
@@ -104,14 +109,15 @@ def test_import_time_says_what_is_loaded_and_where_the_time_goes(tmp_path):
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
-def test_allocator_counts_faults_at_both_sizes_and_ends_with_equal_losses(tmp_path):
+@pytest.mark.parametrize("sizes", [[1], pytest.param([1, 2], marks=pytest.mark.soak)], ids=len)
+def test_allocator_counts_faults_and_ends_with_equal_losses(sizes, tmp_path):
     text = output_of(
-        "allocator.py", "--rounds", 1, "--steps", 1, "--save", tmp_path,
+        "allocator.py", "--rounds", 1, "--steps", 1, "--sizes", *sizes, "--save", tmp_path,
         cwd=tmp_path,
         env={"PARDATA_TUNE_CPU": "0"},  # what is compared is the benchmark's own
     )  # fmt: skip
-    assert "losses of all runs at size 1: equal to the bit" in text
-    assert "losses of all runs at size 2: equal to the bit" in text
+    for size in sizes:
+        assert f"losses of all runs at size {size}: equal to the bit" in text
     assert {reach for *_, reach in verdicts(text)} == {"<= 0.75", "<= 0.05", "<= 1.15"}
     for rows in saved(tmp_path, "allocator")["tables"].values():
         faults = {row["name"]: row["values"][0] for row in rows}
@@ -165,43 +171,39 @@ def cached_verdicts(over_data_loader, over_limit):
     ]
 
 
+PLAIN, AFFINE, CROP_AND_FLIP = (100, 0.5), (15, 0.9), (25, 0.9)
+
+
 @needs_mnist
+@pytest.mark.parametrize(
+    ("tables", "reach"),
+    [
+        (["mnist", "cifar"], [PLAIN, CROP_AND_FLIP]),
+        pytest.param(["affine"], [AFFINE], marks=pytest.mark.soak),
+    ],
+    ids=["two", "affine"],
+)
 def test_loading_compares_with_data_loader_and_the_limit_whatever_else_is_installed(
-    tmp_path, short_tmp
+    tables, reach, tmp_path, short_tmp
 ):
+    images = tmp_path / "images"
+    for name in ("cat", "dog"):
+        (images / "train" / name).mkdir(parents=True)
+        for index in range(128):
+            shade = Image.new("RGB", (32, 32), (index, 2 * index, 255 - index))
+            shade.save(images / "train" / name / f"{index}.jpg")
     text = output_of(
         "loading.py", "--rounds", 1, "--batches", 1, "--more", 1, "--samples", 256,
-        "--tables", "mnist", "affine", "--data-dir", SHARED_DATA, "--save", tmp_path,
+        "--tables", *tables, "--data-dir", SHARED_DATA, "--cifar-dir", images, "--save", tmp_path,
         cwd=tmp_path,
         env={"TMPDIR": short_tmp},
     )  # fmt: skip
-    plain, affine = 100, 15
-    assert verdicts(text) == {
-        *PER_SAMPLE,
-        *cached_verdicts(plain, 0.5),
-        *cached_verdicts(affine, 0.9),
-    }
+    assert verdicts(text) == {*PER_SAMPLE}.union(*(cached_verdicts(*both) for both in reach))
     for library in ("StatefulDataLoader", "Accelerate", "Fabric"):
         takes_part = f"{library}, 0 workers" in contenders(text)
         assert takes_part != (f"{library} takes no part: " in text)
-    assert text.count("batches of all loaders: of the same form; cached images: the same") == 2
-    assert len(saved(tmp_path, "loading")["tables"]) == 2
-
-
-def test_loading_reads_a_folder_of_images(tmp_path, short_tmp):
-    for name in ("cat", "dog"):
-        (tmp_path / "train" / name).mkdir(parents=True)
-        for index in range(128):
-            shade = Image.new("RGB", (32, 32), (index, 2 * index, 255 - index))
-            shade.save(tmp_path / "train" / name / f"{index}.jpg")
-    text = output_of(
-        "loading.py", "--rounds", 1, "--batches", 1, "--more", 1, "--tables", "cifar",
-        "--cifar-dir", tmp_path,
-        cwd=tmp_path,
-        env={"TMPDIR": short_tmp},
-    )  # fmt: skip
-    assert verdicts(text) == {*PER_SAMPLE, *cached_verdicts(25, 0.9)}
-    assert "cached images: the same" in text
+    same = "batches of all loaders: of the same form; cached images: the same"
+    assert text.count(same) == len(saved(tmp_path, "loading")["tables"]) == len(tables)
     assert left_in(short_tmp) == []
 
 
@@ -277,12 +279,12 @@ def test_exact_compares_time_and_memory_with_ddp_and_is_the_same_in_all_rounds(t
 
 def test_drift_finds_ddp_apart_and_exact_the_same(tmp_path):
     text = output_of(
-        "drift.py", "--sizes", 1, 3, "--epochs", 1, "--save", tmp_path, cwd=tmp_path
+        "drift.py", "--sizes", 1, 2, "--epochs", 1, "--save", tmp_path, cwd=tmp_path
     )  # fmt: skip
     ddp, exact = saved(tmp_path, "drift")["tables"].values()
     assert [row["values"][0] == 0 for row in ddp] == [True, True, False, False]
     assert all(row["values"] == [0] for row in exact)
-    assert "3 process(es)" in text
+    assert "2 process(es)" in text
     assert is_picture(tmp_path / "drift.png")
 
 

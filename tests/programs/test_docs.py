@@ -113,7 +113,22 @@ def _before(found, marks):
     return (*programs[-1].before, programs[-1]) if "continues" in marks else ()
 
 
-RUNNABLE = [block for page in PAGES for block in blocks(page) if block.language in RUN]
+def runs(block, other):
+    """Return whether to run `block` is to run `other` as well, and as its own marks say."""
+    how, others = (
+        {name: value for name, value in each.marks.items() if not name.startswith("continues")}
+        for each in (block, other)
+    )
+    return other in block.before and how == others and not any(n.startswith("raises") for n in how)
+
+
+def not_run_by_others(found):
+    return [block for block in found if not any(runs(other, block) for other in found)]
+
+
+RUNNABLE = not_run_by_others(
+    [block for page in PAGES for block in blocks(page) if block.language in RUN]
+)
 
 
 @pytest.fixture
@@ -435,6 +450,15 @@ def test_a_block_continues_what_it_says(tmp_path):
     assert [block.program.split() for block in found] == [
         ["n0"], ["n0", "n1"], ["n0", "n1", "n2"], ["n0", "n3"], ["n4"],
     ]  # fmt: skip
+
+
+def test_a_block_that_another_runs_in_the_same_way_is_not_run_alone(tmp_path):
+    fence = "```python\n{}\n```\n"
+    marks = ["", "<!-- continues -->", "<!-- continues -->\n<!-- ranks: 2 -->"]
+    marks += ["<!-- continues first -->\n<!-- raises: E: x -->", ""]
+    texts = [f"{mark}\n{fence.format(f'n{i}')}" for i, mark in enumerate(marks)]
+    alone = not_run_by_others(blocks(page_with(tmp_path, "".join(texts))))
+    assert [block.text for block in alone] == ["n1", "n2", "n3", "n4"]
 
 
 def test_a_wrong_output_in_a_shell_or_doctest_block_fails(tmp_path):

@@ -2,8 +2,10 @@
 
 import ast
 import contextlib
+import functools
 import io
 import json
+import os
 import re
 import runpy
 import subprocess
@@ -22,9 +24,11 @@ SHARDS = hasattr(torch.cpu.Stream, "record_event")
 needs_shards = pytest.mark.skipif(not SHARDS, reason="fully_shard on a CPU needs torch > 2.6")
 
 
-def run_example(name, *arguments):
+def run_example(name, *arguments, cache=None):
     """Run an example in this process, which has a group already, and return what it printed."""
     printed = io.StringIO()
+    if cache:
+        os.environ["PARDATA_CACHE"] = str(cache)  # until the ranks are given back
     sys.argv = [name, *map(str, arguments)]
     sys.path.insert(0, str(EXAMPLES))
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
@@ -69,11 +73,11 @@ def losses(run_dir):
     [
         ("none", 1),
         ("dp", 1),
-        ("ddp", 1),
-        pytest.param("fsdp", 1, marks=needs_shards),
+        pytest.param("ddp", 1, marks=pytest.mark.soak),
+        pytest.param("fsdp", 1, marks=[needs_shards, pytest.mark.soak]),
         ("ddp", 2),
         pytest.param("fsdp", 2, marks=needs_shards),
-        ("auto", 3),
+        pytest.param("auto", 3, marks=pytest.mark.soak),
     ],
 )
 def test_mnist_trains_under_every_strategy(strategy, size, tmp_path):
@@ -96,27 +100,29 @@ def test_mnist_trains_under_every_strategy(strategy, size, tmp_path):
     assert metrics(tmp_path)[-1]["step"] == 22
 
 
-def test_mnist_without_dropout_has_the_same_losses_at_every_size(tmp_path):
+@pytest.mark.parametrize("sizes", [(1, 3), pytest.param((1, 2, 4), marks=pytest.mark.soak)])
+def test_mnist_without_dropout_has_the_same_losses_at_every_size(sizes, tmp_path):
     by_size = {}
-    for size in (1, 2, 3, 4):
+    for size in sizes:
         run(
             run_example, "mnist.py", "--data", "digits", "--epochs", 1, "--no-dropout",
             "--double", "--log-interval", 1, "--run-dir", tmp_path / str(size), world_size=size,
         )  # fmt: skip
         by_size[size] = losses(tmp_path / str(size))
     assert len(by_size[1]) == 22
-    for size in (2, 3, 4):
+    for size in sizes[1:]:
         assert by_size[size] == pytest.approx(by_size[1], rel=1e-6)  # 1e-4 is promised
 
 
-@pytest.mark.parametrize("augment", [(), ("--augment",)])
+@pytest.mark.parametrize("augment", [pytest.param((), marks=pytest.mark.soak), ("--augment",)])
 def test_mnist_from_a_cache_has_the_same_losses_at_every_size_augmented_or_not(augment, tmp_path):
     by_size = {}
     for size in (1, 3):
         first, *_ = run(
-            run_example, "mnist.py", "--data", "digits", "--epochs", 1, "--no-dropout", "--double",
+            functools.partial(run_example, cache=tmp_path / "cache"),
+            "mnist.py", "--data", "digits", "--epochs", 1, "--no-dropout", "--double",
             "--cache", *augment, "--log-interval", 1, "--run-dir", tmp_path / str(size),
-            world_size=size, env={"PARDATA_CACHE": str(tmp_path / "cache")},
+            world_size=size,
         )  # fmt: skip
         assert ("caching Digits: " in first) is (size == 1)  # the next run finds the files
         assert "/360 images)" in first
@@ -138,16 +144,6 @@ def test_cifar10_learns_the_digits_as_its_first_commands_start_it(tmp_path):
     assert after_two["test/loss"] < 1.5  # ten classes drawn by lot: 2.3
     assert after_two["test/accuracy"] > 60
     assert losses(tmp_path)[-1] < 0.7 * losses(tmp_path)[0]
-
-
-def test_cifar10_trains_from_a_cache(tmp_path):
-    printed, _ = run(
-        run_example, "cifar10.py", "--data", "digits", "--model", "resnet18", "--epochs", 1,
-        "--cache", "--run-dir", tmp_path / "run",
-        world_size=2, env={"PARDATA_CACHE": str(tmp_path / "cache")},
-    )  # fmt: skip
-    assert "step 10  loss" in printed
-    assert "/360 images)" in printed
 
 
 def test_mnist_shows_the_shapes_inside_and_outside_the_model(tmp_path):
@@ -176,24 +172,28 @@ def test_strategies_of_one_process_are_refused_in_two(name):
 
 
 @pytest.mark.parametrize("name", ["mnist.py", "cifar10.py"])
-def test_help_explains_every_flag(name):
-    shown = subprocess.run(
-        [sys.executable, EXAMPLES / name, "--help"], capture_output=True, text=True, check=True
-    ).stdout
+def test_help_explains_every_flag(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    monkeypatch.syspath_prepend(EXAMPLES)
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    shown = capsys.readouterr().out
     assert "torchrun --standalone --nproc-per-node=2" in shown
     options = shown.split("options:")[1]
     for entry in re.split(r"\n  (?=-)", options)[1:]:
         assert len(re.sub(r"--[\w-]+ ?(\{.*?\}|[A-Z_]+)?", "", entry).split()) >= 2, entry
 
 
-def test_cifar10_goes_on_in_one_process_where_two_had_ended(tmp_path):
-    common = ("--data", "digits", "--model", "resnet18", "--batch-size", 256, "--run-dir", tmp_path)
-    first = run(run_example, "cifar10.py", *common, "--epochs", 1, world_size=2)[0]
+def test_cifar10_goes_on_from_a_cache_in_one_process_where_two_had_ended(tmp_path):
+    program = functools.partial(run_example, cache=tmp_path / "cache")
+    common = ("--data", "digits", "--model", "resnet18", "--batch-size", 256, "--cache")
+    common += ("--run-dir", tmp_path)
+    first = run(program, "cifar10.py", *common, "--epochs", 1, world_size=2)[0]
     assert "epoch 1/1  256 images a step, about 128 on each rank" in first
     assert re.search(r"accuracy [\d.]+ % \(\d+/360 images\)", first)
     bare = torchvision.models.resnet18(num_classes=10)
     bare.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True), strict=True)
-    (second,) = run(run_example, "cifar10.py", *common, "--epochs", 2, world_size=1)
+    (second,) = run(program, "cifar10.py", *common, "--epochs", 2, world_size=1)
     assert "restored step 5" in second
     assert "saved by 2 process(es), model under 'ddp'" in second
     assert "epoch 2/2" in second
@@ -264,7 +264,7 @@ def test_cifar10_reads_a_folder_of_images(tmp_path):
     assert "/20 images)" in printed
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_torchrun_starts_mnist(size, tmp_path, short_tmp, monkeypatch):
     monkeypatch.setenv("TMPDIR", short_tmp)
     done = subprocess.run(

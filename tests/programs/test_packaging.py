@@ -78,7 +78,7 @@ def test_the_wheel_holds_the_sources_the_licence_and_nothing_else(wheel):
     about = {f"{INFO}/{name}" for name in ("METADATA", "RECORD", "WHEEL", "licenses/LICENSE")}
     with zipfile.ZipFile(wheel) as archive:
         assert set(archive.namelist()) == {*modules, "pardata/py.typed", *about}
-    assert {"pardata/__init__.py", "pardata/testing.py"} <= modules
+    assert {"pardata/__init__.py", "pardata/testing/__init__.py"} <= modules
 
 
 def test_the_sdist_holds_what_building_testing_and_documenting_need(built):
@@ -192,7 +192,7 @@ def environment(tmp_path):
 
 RANKS = """
 import pardata
-from on_ranks import run
+from pardata.testing import run
 
 if __name__ == "__main__":
     print(pardata.__file__, run(max, 1, 2, world_size=2))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import TypeVarTuple, Unpack
 
 from pardata.model._weights import named_tensors
-from pardata.ranks._store import ranks_text
+from pardata.ranks._table import ranks_text
 from pardata.testing._run import run
 
 _Args = TypeVarTuple("_Args")

@@ -7,7 +7,6 @@ import io
 import os
 import re
 import runpy
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -153,26 +152,16 @@ def test_two_processes_learn_what_one_learns(name, data, tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_under_torchrun_exact_weights_are_those_of_one_process_to_the_last_bit(
-    name, data, tmp_path
-):
+def test_exact_weights_are_those_of_one_process_to_the_last_bit(name, data, tmp_path):
     args = [*arguments(name, data), *EXACT[name]]
     script = f"{name}_pardata"
     text, weights = trained(script, args, tmp_path / "alone")
-    (tmp_path / "together").mkdir()
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node=2", HERE / f"{script}.py", *map(str, args)),
-        ],
-        cwd=tmp_path / "together", capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert weights.keys() == saved(script, tmp_path / "together").keys()
-    for key, value in saved(script, tmp_path / "together").items():
+    text_of_two, weights_of_two = trained(script, args, tmp_path / "together", size=2)
+    assert weights.keys() == weights_of_two.keys()
+    for key, value in weights_of_two.items():
         assert torch.equal(weights[key], value), key
     if name != "folder":  # an evaluation runs on shares, whose sizes are not the same
-        assert done.stdout == text
+        assert text_of_two == text
 
 
 # --------------------------------------------------------------------- the same as the plain

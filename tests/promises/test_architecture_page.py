@@ -1,0 +1,54 @@
+"""The page on the architecture names rooms and files that there are."""
+
+import ast
+import re
+
+import pytest
+from places import DOCS, ROOT
+from test_architecture import FILES, KNOWS, ORDER, SOURCE, TREES, room
+
+PAGE = (DOCS / "architecture.md").read_text(encoding="utf-8")
+PICTURE = (DOCS / "images" / "rooms.svg").read_text(encoding="utf-8")
+ROWS = [
+    [cell.strip() for cell in row.strip("|").split("|")]
+    for row in re.findall(r"^\| `.*\|$", PAGE, re.MULTILINE)
+]
+
+
+def names(cell):
+    return re.findall(r"`(\w+)`", cell)
+
+
+def public_names(door):
+    (assigned,) = [n for n in TREES[door].body if isinstance(n, ast.Assign)] or [None]
+    return [] if assigned is None else ast.literal_eval(assigned.value)
+
+
+def test_the_table_has_all_rooms_in_their_order():
+    assert [names(row[0]) for row in ROWS] == [[name] for name in ORDER]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=ORDER)
+def test_a_room_is_as_its_door_says(row):
+    (name,), sentence, public = names(row[0]), row[1], names(row[2])
+    door = f"pardata.{name}"
+    assert sentence == ast.get_docstring(TREES[door]).split("\n")[0]
+    assert sorted(public) == sorted(public_names(door))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=ORDER)
+def test_a_room_imports_what_the_table_says(row):
+    (name,) = names(row[0])
+    known = {room(other) for file in FILES if room(file) == name for other in KNOWS[file]}
+    assert names(row[3]) == [other for other in ORDER if other in known - {name}]
+
+
+def test_every_file_that_the_page_names_is_there():
+    named = set(re.findall(r"`([\w./]+\.(?:py|md))`", PAGE))
+    assert named
+    missing = [n for n in named if not ((SOURCE / n).exists() or (ROOT / n).exists())]
+    assert [n for n in missing if not (SOURCE.parent / n).exists()] == []
+
+
+def test_every_room_is_in_the_picture():
+    assert set(re.findall(r'class="b m">(\w+)<', PICTURE)) == set(ORDER)

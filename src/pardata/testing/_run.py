@@ -259,6 +259,11 @@ def _joined_call(rank: int, meeting: _Meeting, job: bytes) -> Any:
     size, limit = meeting.size, timedelta(seconds=meeting.timeout)
     store = dist.FileStore(f"{meeting.directory}/store", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+    # torch does not wait: a rank whose `fn` leaves the group at once would close connections that
+    # another is still making.
+    if store.add("joined", 1) == meeting.size:
+        store.set("all joined", "")
+    store.wait(["all joined"])
     fn, args = pickle.loads(job)  # noqa: S301  # our own parent's
     result = fn(*args)
     # Nobody leaves while another still needs the connection.

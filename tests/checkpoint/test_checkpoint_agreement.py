@@ -19,12 +19,12 @@ def tell_options():
 
 @pytest.mark.parametrize("size", [3, 4])
 def test_options_that_differ_are_a_table_on_every_rank(size):
-    third = "2" if size == 3 else "2, 3"
+    others = "rank 2" if size == 3 else "ranks 2, 3"
     for raised in run_caught(tell_options, world_size=size):
         assert raised.type == "RuntimeError"
         assert raised.text == (
             "every rank must pass the same to `save`, but `step` differ:\n"
-            f"  ranks 0, 1: step=0\n  rank {third}: step=1\n"
+            f"  ranks 0, 1: step=0\n  {others}: step=1\n"
             "Pass the same on all ranks: `all_gather` collects what is not, and `rank_zero_call` "
             "gives all the name of a directory that rank 0 has made."
         )

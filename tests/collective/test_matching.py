@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from on_ranks import run
 
 from pardata.collective._header import _FIRST_VALUE, _HASHES, _HEADER, _all_equal, _hashes
 
@@ -77,20 +76,3 @@ def test_hashes_of_one_text_are_independent_of_each_other():
 
 def test_there_is_room_for_57_numbers_beside_the_hashes_and_the_weight():
     assert _HEADER - _FIRST_VALUE == 57
-
-
-def _ranks_of_64_texts(here):
-    rank = torch.distributed.get_rank()
-    found = []
-    for i in range(64):
-        hashes = _hashes(f"{i} {rank if i % 2 else ''}", here)
-        sums = torch.tensor([*hashes, *(h * h for h in hashes)], dtype=torch.float64)
-        torch.distributed.all_reduce(sums)
-        found.append(_all_equal(sums.tolist(), here))
-    return found
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_real_reduction_tells_the_like_from_the_unlike(size):
-    expected = [i % 2 == 0 for i in range(64)]
-    assert run(_ranks_of_64_texts, size, world_size=size) == [expected] * size

@@ -64,15 +64,19 @@ def test_a_local_rank_beyond_the_gpus_is_told_how_many_there_are_and_how_to_laun
 
 
 def pretend_gpus(count, uuid=None):
-    """Make this process see GPUs, without touching a driver."""
-    torch.cuda.is_available, torch.cuda.device_count = (lambda: count > 0), lambda: count
-    torch.cuda.set_device = lambda _device: None
-    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=uuid or device.index)
+    """Make this process see GPUs for a block, without touching a driver."""
+    return patch.multiple(
+        torch.cuda,
+        is_available=lambda: count > 0,
+        device_count=lambda: count,
+        set_device=lambda _device: None,
+        get_device_properties=lambda device: SimpleNamespace(uuid=uuid or device.index),
+    )
 
 
 def join_with_gpus(counts, uuid=None, **arguments):
-    pretend_gpus(counts[int(os.environ["RANK"])], uuid)
-    raised = caught(lambda: init(timeout=timedelta(seconds=20), **arguments))
+    with pretend_gpus(counts[int(os.environ["RANK"])], uuid):
+        raised = caught(lambda: init(timeout=timedelta(seconds=20), **arguments))
     return raised, dist.is_initialized()
 
 
@@ -285,9 +289,8 @@ def join_slowly(slow, folder):
         time.sleep(0.5)
         (folder / "made").touch()
 
-    if rank == slow:
-        dist.init_process_group = make_slowly
-    with init(timeout=timedelta(seconds=20)):
+    made_here = make_slowly if rank == slow else make
+    with patch.object(dist, "init_process_group", made_here), init(timeout=timedelta(seconds=20)):
         return (folder / "made").exists()
 
 
@@ -308,8 +311,6 @@ def join_without_a_link(bad, others_see_it):
         msg = "no route to host" if rank == bad else "connection closed by peer"
         raise RuntimeError(msg)
 
-    if rank == bad or others_see_it:
-        dist.init_process_group = fail_after_all
     causes = []
 
     def join():
@@ -319,8 +320,9 @@ def join_without_a_link(bad, others_see_it):
             causes.append(str(error.__cause__))
             raise
 
-    raised = caught(join)
-    dist.init_process_group = make
+    fails = rank == bad or others_see_it
+    with patch.object(dist, "init_process_group", fail_after_all if fails else make):
+        raised = caught(join)
     return raised, causes, dist.is_initialized()
 
 

@@ -1,10 +1,10 @@
 """An exception that nobody catches: who failed first, on every rank, and nobody waits for long."""
 
-import os
+import contextlib
+import json
 import subprocess
 import sys
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -61,46 +61,85 @@ CALLS[calls[here.rank]]()
 BOOM, EXIT = "ValueError: boom (train.py:41)", "SystemExit: 3 (train.py:40)"
 
 
-@pytest.fixture
-def script(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text(SCRIPT)
+# What the three ranks do (the empty one fails), which one fails, and under which launcher.
+RUNS = {
+    "collective": ("collective,,late", 1, torchrun_variables),
+    "barrier": ("barrier,,barrier", 1, torchrun_variables),
+    "rank 0": (",call,own", 0, torchrun_variables),
+    "store": (",collective,barrier", 0, slurm_variables),
+    "second": ("collective,,second", 1, slurm_variables),
+    "flight": ("asleep,,asleep", 1, torchrun_variables, "flight"),
+    "exit": ("stop,,barrier", 1, torchrun_variables, "exit"),
+}
+
+# One interpreter that has imported torch forks all ranks of all runs, which then end as any script
+# does. Who waits for the file "go" goes on when the rank that failed has ended.
+FORKING = """
+import gc, json, os, sys
+from pathlib import Path
+import torch, pardata
+gc.freeze()
+
+pids, codes = {}, []
+for run, bad, rank, variables, arguments in json.loads(sys.argv[1]):
+    pid = os.fork()
+    if pid == 0:
+        os.chdir(run)
+        os.environ.update(variables)
+        os.dup2(os.open(str(rank), os.O_CREAT | os.O_WRONLY), 2)
+        sys.argv = ["train.py", *arguments]
+        exec(compile(Path("../train.py").read_text(), "train.py", "exec"))
+        break
+    pids[pid] = run, rank, rank == bad
+else:
+    while pids:
+        pid, status = os.wait()
+        run, rank, failed = pids.pop(pid)
+        codes.append([run, rank, os.waitstatus_to_exitcode(status)])
+        if failed:
+            Path(run, "go").touch()
+    print(json.dumps(codes), flush=True)
+"""
 
 
-def ended(calls, bad, *more, variables=torchrun_variables):
-    """Run the script on three ranks, without anybody who would end them; return what they said."""
-    with agent() if variables is torchrun_variables else reserved_port() as port:
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "train.py", calls, str(bad), *more],
-                env={**os.environ, **variables(rank, 3, port)},
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(3)
-        ]
-        try:
-            # Far below the group's timeout, far above what a slow machine takes to start.
-            first = ranks[bad].communicate(timeout=70)[1]
-            Path("go").touch()
-            errors = [
-                first if rank.stderr.closed else rank.communicate(timeout=70)[1] for rank in ranks
-            ]
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-    codes = [3 if "exit" in more and rank == bad else 1 for rank in range(3)]
-    assert [rank.returncode for rank in ranks] == codes, errors
-    said = [[line for line in text.splitlines() if "/3] " in line] for text in errors]
-    assert all(len(lines) == 1 for lines in said), errors
-    assert f"[{bad}/3] failed: {EXIT if 'exit' in more else BOOM}" == said[bad][0]
-    assert ("ValueError: boom\n" in errors[bad]) == ("exit" not in more)
-    return [(line, text) for (line,), text in zip(said, errors, strict=True)]
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """Return what ranks that nobody else would end have said: for each run, line and text."""
+    folder = tmp_path_factory.mktemp("uncaught")
+    (folder / "train.py").write_text(SCRIPT)
+    ranks = []
+    with contextlib.ExitStack() as stack:
+        for run, (calls, bad, variables, *more) in RUNS.items():
+            (folder / run).mkdir()
+            meeting = agent() if variables is torchrun_variables else reserved_port()
+            port = stack.enter_context(meeting)
+            arguments = [calls, str(bad), *more]
+            ranks += [(run, bad, n, variables(n, 3, port), arguments) for n in range(3)]
+        # Far below the groups' timeout, far above what a slow machine takes.
+        done = subprocess.run(
+            [sys.executable, "-c", FORKING, json.dumps(ranks)],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=90,
+            check=True,
+        )
+    codes = {(run, rank): code for run, rank, code in json.loads(done.stdout)}
+    found = {}
+    for run, bad, rank, _, arguments in ranks:
+        text = (folder / run / str(rank)).read_text()
+        (line,) = [line for line in text.splitlines() if "/3] " in line]
+        exits = "exit" in arguments
+        if rank == bad:
+            assert line == f"[{bad}/3] failed: {EXIT if exits else BOOM}"
+            assert ("ValueError: boom\n" in text) != exits
+        assert codes[run, rank] == (3 if exits and rank == bad else 1), text
+        found.setdefault(run, []).append((line, text))
+    return found
 
 
-def test_who_is_in_a_collective_or_comes_to_one_says_who_failed_first(script):
-    for rank, (line, text) in enumerate(ended("collective,,late", 1)):
+def test_who_is_in_a_collective_or_comes_to_one_says_who_failed_first(ended):
+    for rank, (line, text) in enumerate(ended["collective"]):
         if rank != 1:
             call = ["all_reduce_mean", "", "all_gather"][rank]
             assert line.startswith(f"[{rank}/3] failed because rank 1 failed first: {BOOM}; here: ")
@@ -108,11 +147,10 @@ def test_who_is_in_a_collective_or_comes_to_one_says_who_failed_first(script):
             assert f"`{call}` must be reached by every rank, but rank 1 of 3 failed first: " in text
 
 
-def test_who_waits_on_the_store_says_who_failed_first_whoever_is_late(script):
+def test_who_waits_on_the_store_says_who_failed_first_whoever_is_late(ended):
     # Rank 0 is still elsewhere: rank 2 does not wait for it.
-    outcomes = ended("barrier,,barrier", 1)
     for rank in (0, 2):
-        line, text = outcomes[rank]
+        line, text = ended["barrier"][rank]
         start = (
             f"[{rank}/3] failed because rank 1 failed first: {BOOM}; here: barrier('epoch 3') at "
         )
@@ -120,8 +158,8 @@ def test_who_waits_on_the_store_says_who_failed_first_whoever_is_late(script):
         assert "RuntimeError: `barrier('epoch 3')` must be reached by every rank, but" in text
 
 
-def test_who_waits_for_rank_0_or_is_in_a_collective_of_the_users_own_says_so_too(script):
-    _, (call, _), (own, text) = ended(",call,own", 0)
+def test_who_waits_for_rank_0_or_is_in_a_collective_of_the_users_own_says_so_too(ended):
+    _, (call, _), (own, text) = ended["rank 0"]
     assert call.startswith(
         f"[1/3] failed because rank 0 failed first: {BOOM}; here: rank_zero_call"
     )
@@ -132,29 +170,37 @@ def test_who_waits_for_rank_0_or_is_in_a_collective_of_the_users_own_says_so_too
     assert "Traceback" in text
 
 
-def test_where_rank_0_takes_the_store_with_it_all_end_and_say_what_they_know(script):
-    outcomes = ended(",collective,barrier", 0, variables=slurm_variables)
-    line, _ = outcomes[2]
+def test_where_rank_0_takes_the_store_with_it_all_end_and_say_what_they_know(ended):
+    line, _ = ended["store"][2]
     assert line.startswith(f"[2/3] failed because rank 0 failed first: {BOOM}; here: barrier(")
-    line, _ = outcomes[1]  # it hears of rank 0 from rank 2, or only that it is gone
+    line, _ = ended["store"][1]  # it hears of rank 0 from rank 2, or only that it is gone
     assert "the process that serves it (rank 0, or torchrun's agent) has ended" in line or (
         f"failed because rank 0 failed first: {BOOM}" in line
     )
 
 
-def test_rank_0_keeps_the_store_until_the_others_know_whose_fault_it_was(script):
-    outcomes = ended("collective,,second", 1, variables=slurm_variables)
+def test_rank_0_keeps_the_store_until_the_others_know_whose_fault_it_was(ended):
     for rank in (0, 2):
         start = f"[{rank}/3] failed because rank 1 failed first: {BOOM}; here: all_reduce_mean at "
-        assert outcomes[rank][0].startswith(start)
+        assert ended["second"][rank][0].startswith(start)
 
 
-def test_a_collective_under_way_does_not_keep_a_process_that_failed(script):
-    # The others go on only once it has ended.
-    ended("asleep,,asleep", 1, "flight")
+def test_a_collective_under_way_does_not_keep_a_process_that_failed(ended):
+    # The others went on only once it had ended.
+    assert len(ended["flight"]) == 3
 
 
-def test_under_torchrun_the_line_stands_before_the_traceback(script, short_tmp):
+def test_an_exit_that_is_no_success_is_told_as_an_exception_is(ended):
+    for rank, (line, text) in enumerate(ended["exit"]):
+        if rank != 1:
+            assert line.startswith(f"[{rank}/3] failed because rank 1 failed first: {EXIT}; here: ")
+            call = "StopSignal.agreed" if rank == 0 else "barrier('epoch 3')"
+            assert f"`{call}` must be reached by every rank, but rank 1 of 3 failed first" in text
+
+
+def test_under_torchrun_the_line_stands_before_the_traceback(tmp_path, monkeypatch, short_tmp):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
     done = torchrun("train.py", 2, short_tmp, "collective,", "1")
     assert done.returncode == 1
     before, _, after = done.stderr.partition(f"[1/2] failed: {BOOM}\n")
@@ -229,11 +275,3 @@ def fail_in_a_second_group():
 def test_the_hook_of_a_group_that_the_user_destroyed_says_nothing_of_the_next():
     expected = [[f"[{rank}/2] failed: ValueError: boom (an unknown line)"] for rank in range(2)]
     assert launched(fail_in_a_second_group, size=2) == expected
-
-
-def test_an_exit_that_is_no_success_is_told_as_an_exception_is(script):
-    for rank, (line, text) in enumerate(ended("stop,,barrier", 1, "exit")):
-        if rank != 1:
-            assert line.startswith(f"[{rank}/3] failed because rank 1 failed first: {EXIT}; here: ")
-            call = "StopSignal.agreed" if rank == 0 else "barrier('epoch 3')"
-            assert f"`{call}` must be reached by every rank, but rank 1 of 3 failed first" in text

@@ -130,11 +130,6 @@ def test_a_hundred_exchanges_leave_no_more_in_the_store_than_two(line, size):
     assert line.store.num_keys() == after_two <= 2 * size
 
 
-def test_any_text_survives_an_exchange(line):
-    text = 'a "quoted"\nline \u2713 \U0001f600 \x00 \ud800'
-    assert exchange(line, Seat(0, 1), "here", text, LONG) == [text]
-
-
 def test_ranks_in_different_calls_are_told_who_is_where_and_go_on(line):
     places = ["barrier('a')", "barrier('b')", "barrier('a')"]
 

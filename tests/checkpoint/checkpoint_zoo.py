@@ -118,8 +118,8 @@ def log_lines():
 def limited():
     """Let this process write small files only, as on a full disk; return how to end it."""
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # More than the group's store needs, which is a file, too.
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_000, most))
+    # More than the store of ranks that live on needs, which is a file, too, and grows.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000_000, most))
     return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 
 

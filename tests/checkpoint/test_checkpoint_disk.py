@@ -14,7 +14,7 @@ from pardata import Checkpointer, all_reduce_sum, rank_zero_call, world
 from pardata.checkpoint._attempt import Attempt
 
 MODES = [False, True]
-LARGE = 1_000_000  # numbers: more bytes than `limited` leaves room for
+LARGE = 10_000_000  # numbers: more bytes than `limited` leaves room for
 
 
 def saving(checkpointer, step, numbers=10):
@@ -107,7 +107,7 @@ def test_a_directory_that_disappears_is_told_on_every_rank_and_not_made_again(
 def lose_it_while_it_is_written(directory):
     checkpointer = Checkpointer(directory, asynchronous=True)
     saving(checkpointer, 1)
-    checkpointer.save(2, value=torch.ones(LARGE * 10))
+    checkpointer.save(2, value=torch.ones(LARGE))
     if world().is_main:
         shutil.rmtree(directory, ignore_errors=True)
         shutil.rmtree(directory, ignore_errors=True)

@@ -75,7 +75,7 @@ def test_an_asynchronous_save_has_the_parts_of_its_moment_each_under_its_own_nam
 def fail_to_write(directory, asynchronous):
     here = world()
     checkpointer = Checkpointer(directory, asynchronous=asynchronous)
-    thing = Thing([sharded(torch.ones(3_000_000)), sharded(torch.ones(2))])
+    thing = Thing([sharded(torch.ones(12_000_000)), sharded(torch.ones(2))])
     save = lambda step: (checkpointer.save(step, thing=thing), checkpointer.wait())  # noqa: E731
     save(1)
     # Less than a part has.

@@ -115,11 +115,11 @@ def log_lines():
     return lines
 
 
-def limited():
+def limited(size=20_000_000):
     """Let this process write small files only, as on a full disk; return how to end it."""
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     # More than the store of ranks that live on needs, which is a file, too, and grows.
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000_000, most))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
     return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 
 

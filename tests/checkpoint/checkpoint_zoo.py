@@ -3,13 +3,15 @@
 import hashlib
 import json
 import logging
+import resource
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import TensorDataset
 
-from pardata import Checkpointer, backward, fingerprint, make_loader, wrap_model
+from pardata import Checkpointer, backward, fingerprint, make_loader, world, wrap_model
 from pardata.checkpoint._attempt import names
 from pardata.checkpoint._manifest import _digest, _size_and_digest, verified
 
@@ -111,6 +113,38 @@ def log_lines():
     logging.getLogger("pardata").addHandler(handler)
     logging.getLogger("pardata").setLevel(logging.INFO)
     return lines
+
+
+def limited(size=20_000_000):
+    """Let this process write small files only, as on a full disk; return how to end it."""
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # More than the store of ranks that live on needs, which is a file, too, and grows.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+
+
+def sharded(value):
+    from torch.distributed.tensor import DTensor, Shard
+
+    here = world()
+    mesh = init_device_mesh("cpu", (here.size,))
+    # Without a message: gloo cannot send all types in older PyTorch.
+    part = value.chunk(here.size)[here.rank].clone()
+    form = {"shape": value.shape, "stride": value.stride()}
+    return DTensor.from_local(part, mesh, [Shard(0)], run_check=False, **form)
+
+
+class Thing:
+    """Has a state that holds sharded tensors."""
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+
+    def state_dict(self):
+        return {"a": {"b.c": self.tensors[0], "b": {"c": self.tensors[1]}}}
+
+    def load_state_dict(self, state):
+        self.tensors = [state["a"]["b.c"], state["a"]["b"]["c"]]
 
 
 def paths(directory):

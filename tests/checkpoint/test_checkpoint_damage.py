@@ -122,7 +122,7 @@ CHANGES = {
     "another manifest": (change_manifest, "the checksum of manifest.json is wrong"),
     "no JSON": (lambda path: (path / "manifest.json").write_text("["), "manifest.json is damaged"),
     "other JSON": (lambda path: (path / "manifest.json").write_text("{}"), "manifest.json is dam"),
-    "a deep one": (lambda path: (path / "manifest.json").write_text("[" * 60_000), "manifest.js"),
+    "a deep one": (lambda path: (path / "manifest.json").write_text("[" * 60_000), "manifest.json"),
     "another format": (lambda path: sign(path, format=2), "its format is 2, and this pardata rea"),
     "a folder": (make_folder, "manifest.json is missing"),
     "a pipe": (make_pipe, "state.pt is missing"),

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoint_zoo import STRATEGIES, Net, Run, log_lines
+from checkpoint_zoo import STRATEGIES, Net, Run, log_lines, paths
 from on_ranks import caught, run, run_caught
 from torch import nn
 
 from pardata import Checkpointer, fingerprint, load_weights, world, wrap_model
+from pardata.checkpoint._manifest import verified
 
 NO_FSDP = torch.__version__.startswith("2.6")  # not on CPUs then
 
@@ -55,6 +56,9 @@ def check_every_strategy_into_every_other(directory, sizes_before, sizes_after, 
         for after in sizes_after:
             for found in run(restore_each, folder, optimizer, world_size=after):
                 for (strategy, _), (values, digest) in found.items():
+                    [checkpoint] = paths(Path(folder) / strategy)
+                    identity = verified(checkpoint)["identity"]
+                    assert identity["strategies"] == {"model": strategy}
                     assert values == {"step": 3, "best": 0.5}
                     assert digest == saved[0][strategy]
 
@@ -140,15 +144,6 @@ def test_at_another_size_the_generators_are_left_alone_and_it_is_said_once(tmp_p
 # --- what can be saved
 
 
-def things():
-    """Return, by name, pairs of a thing with a state and one to restore that into."""
-    torch.manual_seed(0)
-    pairs = {}
-    for name, make in MAKERS.items():
-        pairs[name] = (make(), make())
-    return pairs
-
-
 def stepped(make):
     net = nn.Linear(3, 3)
     optimizer = make(net.parameters())
@@ -196,20 +191,14 @@ MAKERS = {
     "mixed": Mixed,
     "extra": Extra,
     "compiled": lambda: torch.compile(nn.Linear(2, 2)),
-    "norm": lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)),
     "averaged": lambda: torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2)),
-    "never_stepped": lambda: torch.optim.Adam(nn.Linear(2, 2).parameters()),
     "adamw": lambda: stepped(torch.optim.AdamW),
-    "adagrad": lambda: stepped(torch.optim.Adagrad),
     "adafactor": lambda: stepped(torch.optim.Adafactor),
     "lbfgs": lambda: stepped(torch.optim.LBFGS),
     "scaler": lambda: torch.amp.GradScaler("cpu", init_scale=2.0 ** torch.randint(9, ()).item()),
-    "step_lr": lambda: scheduled(lambda o: lr.StepLR(o, 2)),
     "lambda_lr": lambda: scheduled(lambda o: lr.LambdaLR(o, lambda k: 0.9**k)),
     "one_cycle": lambda: scheduled(lambda o: lr.OneCycleLR(o, 0.2, total_steps=9)),
-    "cyclic": lambda: scheduled(lambda o: lr.CyclicLR(o, 0.1, 0.2)),
     "plateau": lambda: scheduled(lr.ReduceLROnPlateau),
-    "cosine": lambda: scheduled(lambda o: lr.CosineAnnealingWarmRestarts(o, 3)),
     "chain": lambda: scheduled(
         lambda o: lr.SequentialLR(o, [lr.ConstantLR(o), lr.ExponentialLR(o, 0.9)], [1])
     ),
@@ -217,15 +206,13 @@ MAKERS = {
 
 
 def save_and_restore_things(directory):
-    pairs = things()
+    torch.manual_seed(0)
+    pairs = {name: (make(), make()) for name, make in MAKERS.items()}
     checkpointer = Checkpointer(directory, asynchronous=world().size == 1)
     checkpointer.save(0, **{name: thing for name, (thing, _) in pairs.items()})
     checkpointer.restore(**{name: other for name, (_, other) in pairs.items()})
-    return [
-        name
-        for name, (thing, other) in pairs.items()
-        if not equal(thing.state_dict(), other.state_dict())
-    ]
+    states = {n: (thing.state_dict(), other.state_dict()) for n, (thing, other) in pairs.items()}
+    return [name for name, (one, other) in states.items() if not equal(one, other)]
 
 
 def equal(one, other):
@@ -389,23 +376,15 @@ def save_what_differs(directory):
     for make, _ in DIFFERING.values():
         step, objects = make(here.rank)
         raised.append(caught(lambda: checkpointer.save(step, **objects)))  # noqa: B023
-    elsewhere = Checkpointer(directory / str(here.rank))
-    raised += [caught(elsewhere.save, 1), caught(elsewhere.restore)]
-    raised.append(caught(Checkpointer(directory, keep=1 + here.rank).save, 1))
-    raised.append(caught(Checkpointer(directory, asynchronous=here.rank == 1).save, 1))
     checkpointer.save(8, **{name: make(here.rank) for name, make in ALIKE.items()})
-    net = nn.Linear(1, 1)
-    raised.append(caught(lambda: checkpointer.restore(**({"net": net} if here.rank else {}))))
     checkpointer.save(9, x=1)
     return raised, checkpointer.restore()
 
 
 def test_ranks_that_pass_what_differs_are_told_on_every_rank_with_a_table(tmp_path):
-    more = ["directory='", "directory='", "keep=2", "asynchronous=True", "objects=['net']"]
-    texts = [text for _, text in DIFFERING.values()] + more
     for rank, (raised, after) in enumerate(run_caught(save_what_differs, tmp_path, world_size=2)):
         assert after == {"step": 9, "x": 1}
-        for text, error in zip(texts, raised, strict=True):
+        for (_, text), error in zip(DIFFERING.values(), raised, strict=True):
             assert text in error.text
             if "at least 0" in text:
                 assert error.type == ("ValueError" if rank else "RuntimeError")
@@ -415,62 +394,9 @@ def test_ranks_that_pass_what_differs_are_told_on_every_rank_with_a_table(tmp_pa
                 assert "`rank_zero_call` gives all the name of a directory" in error.text
 
 
-@pytest.mark.parametrize("name", ["step", "keep", "keep_every"])
-@pytest.mark.parametrize(
-    ("number", "kind"), [(-1, ValueError), (1.0, TypeError), (True, TypeError)]
-)
-def test_a_number_is_a_whole_one(name, number, kind, tmp_path):
-    numbers = {"step": 1, "keep": 1, "keep_every": 1, name: number}
-    with pytest.raises(
-        kind, match=f"`{name}` must be an integer of at least [01], but is {number}"
-    ):
-        Checkpointer(tmp_path, keep=numbers["keep"], keep_every=numbers["keep_every"]).save(
-            numbers["step"]
-        )
-
-
-def test_asynchronous_is_a_bool(tmp_path):
-    with pytest.raises(TypeError, match="`asynchronous` must be True or False, but is 'no'"):
-        Checkpointer(tmp_path, asynchronous="no")
-
-
 def test_making_one_touches_nothing(tmp_path):
     Checkpointer(tmp_path / "new")
     assert list(tmp_path.iterdir()) == []
-
-
-def ask_for_what_is_not_there(directory):
-    checkpointer = Checkpointer(directory)
-    nothing = checkpointer.restore()
-    export = caught(checkpointer.export, directory / "weights.pt")
-    checkpointer.save(1, net=nn.Linear(1, 1), best=1)
-    other = nn.Linear(2, 2)
-    return nothing, [
-        export,
-        caught(lambda: checkpointer.restore(model=other)),
-        caught(lambda: checkpointer.restore(best=other)),
-        caught(lambda: checkpointer.restore(net=other)),
-        caught(lambda: checkpointer.restore(net=1)),
-        caught(checkpointer.export, directory / "weights.pt"),
-    ]
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_what_is_not_there_or_does_not_fit_is_an_error_on_every_rank(size, tmp_path):
-    expected = [
-        ("FileNotFoundError", "there must be a checkpoint in", "to export, but there is none"),
-        ("ValueError", "what is asked for must have been saved as something with a state, but ",
-         "'model' not; the checkpoint", "has 'net'"),
-        ("ValueError", "'best' not"),
-        ("RuntimeError", "size mismatch for weight"),
-        ("TypeError", "`net` is a int: values are in what it returns"),
-        ("ValueError", "'model' not"),
-    ]  # fmt: skip
-    for nothing, raised in run_caught(ask_for_what_is_not_there, tmp_path, world_size=size):
-        assert nothing is None
-        for (kind, *texts), error in zip(expected, raised, strict=True):
-            assert error.type == kind
-            assert all(text in error.text for text in texts)
 
 
 # --- in part, and for others

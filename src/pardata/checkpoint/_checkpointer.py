@@ -80,7 +80,6 @@ class Checkpointer:
         }
         self._folder = Folder(self._directory, keep=keep, keep_every=keep_every)
         self._background: Background | None = None
-        self._kept: Snapshot | None = None
         self._group: Any = None  # for messages in the background
 
     def save(self, step: int, **objects: Any) -> None:
@@ -114,9 +113,6 @@ class Checkpointer:
         contents = {"objects": snapshot.trees, "generators": generators}
         draft = Draft(step, contents, snapshot.facts)
         if self._asynchronous:
-            # Else its tensors would be freed as `save` returns, and with each it would give way to
-            # the thread that writes, which may hold the interpreter for 30 ms.
-            self._kept = snapshot
             self._start(here, draft, snapshot.parts)
             return
         if not snapshot.parts:
@@ -204,7 +200,7 @@ class Checkpointer:
         """Wait for the last asynchronous save, and raise its error on every rank. Collective."""
         if self._background is None:
             return
-        background, self._background, self._kept = self._background, None, None
+        background, self._background = self._background, None
         try:
             rank_zero_call(background.join)  # however long it takes
         except BaseException:

@@ -40,10 +40,12 @@ class Snapshot:
             TypeError: where an object holds what no checkpoint may: names it.
         """
         stateful = {name for name, thing in objects.items() if is_stateful(thing)}
-        taken = {n: state_dict_of(o) if n in stateful else o for n, o in objects.items()}
-        self.trees = mapped(taken, self._take_leaf, is_leaf=is_special)
+        states = {n: state_dict_of(o) if n in stateful else o for n, o in objects.items()}
+        self.trees = mapped(states, self._take_leaf, is_leaf=is_special)
         require_safe(self.trees)
         if copy:
+            # The others are freed here, before a thread writes: with each that was freed beside it,
+            # the caller would give way to it, and it may hold the interpreter for 30 ms.
             self.trees = copied(self.trees)
         strategies = {name: strategy_of(thing) for name, thing in objects.items()}
         self.facts = {

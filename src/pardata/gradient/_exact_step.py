@@ -53,7 +53,7 @@ class ExactStep(Step):
         self._number = 0  # of the microbatch that is run
 
     @contextmanager
-    def whole(self, pieces: Pieces) -> Iterator[None]:  # noqa: ARG002
+    def whole(self, pieces: Pieces) -> Iterator[None]:  # noqa: ARG002  # for other strategies
         """Run the microbatches of this rank in the block; then add up what all ranks have."""
         self._exact.hook_parameters()
         self._sums.agree_on(self._key())

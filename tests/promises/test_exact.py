@@ -138,8 +138,9 @@ def test_what_is_not_the_model_trains_as_ever():
     (of_input,) = torch.autograd.grad(model(rows).sum(), rows)
     assert of_input.shape == (2, 4)
     bare(copy.deepcopy(net))
-    del model  # a module whose wrapper is gone is as any other
-    bare(net)
+    alone = seeded()
+    wrap_model(alone, "exact")  # and nobody keeps the wrapper
+    bare(alone)
 
 
 # A backward that is not pardata's

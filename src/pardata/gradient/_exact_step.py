@@ -53,13 +53,15 @@ class ExactStep(Step):
         self._number = 0  # of the microbatch that is run
 
     @contextmanager
-    def whole(self, pieces: Pieces) -> Iterator[None]:  # noqa: ARG002
+    def whole(self, pieces: Pieces) -> Iterator[None]:  # noqa: ARG002  # for other strategies
         """Run the microbatches of this rank in the block; then add up what all ranks have."""
         self._exact.hook_parameters()
         self._sums.agree_on(self._key())
         failed: Exception | None = self._refusal  # also where this rank runs nothing
         try:
-            yield
+            # What has a gradient before `run`, or where nothing counts, is used and adds nothing.
+            with self._exact.gradients_to(partial(self._sums.add, weight=0.0)):
+                yield
         except Exception as error:  # noqa: BLE001  # raised below: the others wait for this rank
             failed = error
         try:
@@ -83,9 +85,7 @@ class ExactStep(Step):
         self._sums.begin(last=last)
         self._means.restore()
         seed = mix(batch.seed, batch.epoch, batch.step, self._number, *b"backward")
-        # What has a gradient before `run`, or where nothing counts, is used and adds nothing.
-        used_only = partial(self._sums.add, weight=0.0)
-        with forked_seed(seed, self.sharing.device), self._exact.gradients_to(used_only):
+        with forked_seed(seed, self.sharing.device):
             yield
 
     def run(self, loss: Tensor, part: float) -> None:

@@ -655,17 +655,6 @@ def test_unused_parameters_are_named_on_every_rank_and_fine_where_ddp_is_told_to
         )
 
 
-def other_errors():
-    model = wrapped(kind=Line)
-    unwrap(model).forward = lambda rows: rows.reshape(5, 7)
-    with pytest.raises(RuntimeError, match="shape '"):
-        model(batch())
-
-
-def test_other_errors_come_through_as_they_are():
-    run(other_errors, world_size=2)
-
-
 # With torch.compile and checkpointing
 
 

@@ -290,62 +290,6 @@ def test_float32_and_bfloat16_are_computed_as_by_pytorch():
         torch.testing.assert_close(total, norm.weight.grad, rtol=digits, atol=digits)
 
 
-# Second opinion on the gradient: by differences, on all ranks at once
-
-
-class EveryRanks(torch.autograd.Function):
-    """The sum over the ranks of something that each of them then uses alike."""
-
-    @staticmethod
-    def forward(ctx, part):
-        whole = part.clone()
-        dist.all_reduce(whole)
-        return whole
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
-class OnEachRank(torch.autograd.Function):
-    """Something that all ranks have, and of which each uses its part."""
-
-    @staticmethod
-    def forward(ctx, whole):
-        return whole.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        total = gradient.clone()
-        dist.all_reduce(total)
-        return total
-
-
-def by_differences():
-    rank, size = world().rank, world().size
-    norm = wrap_model(nn.BatchNorm1d(2).double(), "ddp", sync_batchnorm=True).module
-    drawn = torch.Generator().manual_seed(0)
-    whole, weight, bias = (
-        torch.randn(*shape, 2, generator=drawn, dtype=torch.float64).requires_grad_()
-        for shape in ((5, 3), (1,), (1,))
-    )
-
-    def function(whole, weight, bias):
-        whole, weight, bias = map(OnEachRank.apply, (whole, weight, bias))
-        part = whole.tensor_split(size)[rank]
-        parts = [torch.zeros_like(other) for other in whole.tensor_split(size)]
-        state = {"weight": weight[0], "bias": bias[0]}
-        parts[rank] = torch.func.functional_call(norm, state, (part.transpose(1, 2),))
-        parts[rank] = parts[rank].transpose(1, 2)
-        return EveryRanks.apply(torch.cat(parts))
-
-    return torch.autograd.gradcheck(function, (whole, weight, bias))
-
-
-def test_the_gradient_is_that_of_small_differences():
-    assert run(by_differences, world_size=3) == [True] * 3
-
-
 # When the ranks wait for each other
 
 

@@ -635,7 +635,9 @@ def unused(*, detail=False, freeze=False, **options):
 def unused_in_many_ways():
     found = [caught(unused), caught(lambda: unused(freeze=True))]
     fine = [unused(find_unused_parameters=True), unused(static_graph=True)]
-    return found, fine, caught(lambda: unused(detail=True))
+    failing = wrapped(kind=Line)
+    unwrap(failing).forward = lambda rows: rows.reshape(5, 7)
+    return found, fine, caught(failing, batch()), caught(lambda: unused(detail=True))
 
 
 def test_unused_parameters_are_named_on_every_rank_and_fine_where_ddp_is_told_to_look():
@@ -644,8 +646,9 @@ def test_unused_parameters_are_named_on_every_rank_and_fine_where_ddp_is_told_to
         "gradient was not synchronised: use all outputs in the loss, freeze what is not trained "
         "(requires_grad_(False)), or pass wrap_model(..., find_unused_parameters=True)"
     )
-    for (first, frozen), fine, detail in run(unused_in_many_ways, world_size=2, fresh=True):
+    for (first, frozen), fine, other, detail in run(unused_in_many_ways, fresh=True):
         assert fine == [True, True]
+        assert "shape '[5, 7]' is invalid" in other.text  # other errors come as they are
         for raised in (first, detail):
             assert raised.type == "RuntimeError"
             assert raised.text == text.format("`spare.weight`, `spare.bias`")

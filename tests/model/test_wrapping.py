@@ -104,7 +104,7 @@ def data_parallel():
     assert type(first) is not DataParallel
     assert torch.equal(first(rows), expected)
     assert second(rows).shape == (12, 3)
-    return lines
+    return [line for line in lines if "scatter" in line]
 
 
 def warned():

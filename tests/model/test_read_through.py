@@ -336,8 +336,9 @@ def hidden_by_dp():
 
 
 def test_names_that_the_wrapper_hides_are_logged_once_on_rank_0():
-    text = "[0/2] ReadThroughDDP hides `device`, `module` of Net: read it as unwrap(model).d"
-    assert run(hidden, world_size=2) == [[("WARNING", f"{text}evice")], []]
+    names = "`device`, `module` of Net"
+    text = f"[0/2] ReadThroughDDP hides {names}: read it as unwrap(model).device"
+    assert run(hidden, world_size=2) == [[("WARNING", text)], []]
     text = "[0/1] ReadThroughDP hides `device_ids`, `gather` of Hiding: read it as unwrap(model)."
     assert run(hidden_by_dp, world_size=1) == [[("WARNING", f"{text}device_ids")]]
 

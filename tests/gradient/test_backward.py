@@ -687,6 +687,8 @@ def test_the_loss_of_a_complex_model_is_real():
     loss = backward(net, lambda model, batch: model(batch[0]).mean(), pieces((3,))[0])
     assert loss.dtype == torch.float32
     assert net.weight.grad is not None
+    rows = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
+    assert backward(nn.ReLU(), lambda model, x: model(x).mean(), rows) == 1  # without parameters
 
 
 # --- buffers and generators ---

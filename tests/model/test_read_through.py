@@ -336,7 +336,8 @@ def hidden_by_dp():
 
 
 def test_names_that_the_wrapper_hides_are_logged_once_on_rank_0():
-    text = "[0/2] ReadThroughDDP hides `device` of Net: read it as unwrap(model).device"
+    names = "`device`, `module` of Net"
+    text = f"[0/2] ReadThroughDDP hides {names}: read it as unwrap(model).device"
     assert run(hidden, world_size=2) == [[("WARNING", text)], []]
     text = "[0/1] ReadThroughDP hides `device_ids`, `gather` of Hiding: read it as unwrap(model)."
     assert run(hidden_by_dp, world_size=1) == [[("WARNING", f"{text}device_ids")]]
@@ -635,7 +636,9 @@ def unused(*, detail=False, freeze=False, **options):
 def unused_in_many_ways():
     found = [caught(unused), caught(lambda: unused(freeze=True))]
     fine = [unused(find_unused_parameters=True), unused(static_graph=True)]
-    return found, fine, caught(lambda: unused(detail=True))
+    failing = wrapped(kind=Line)
+    unwrap(failing).forward = lambda rows: rows.reshape(5, 7)
+    return found, fine, caught(failing, batch()), caught(lambda: unused(detail=True))
 
 
 def test_unused_parameters_are_named_on_every_rank_and_fine_where_ddp_is_told_to_look():
@@ -644,8 +647,9 @@ def test_unused_parameters_are_named_on_every_rank_and_fine_where_ddp_is_told_to
         "gradient was not synchronised: use all outputs in the loss, freeze what is not trained "
         "(requires_grad_(False)), or pass wrap_model(..., find_unused_parameters=True)"
     )
-    for (first, frozen), fine, detail in run(unused_in_many_ways, world_size=2, fresh=True):
+    for (first, frozen), fine, other, detail in run(unused_in_many_ways, fresh=True):
         assert fine == [True, True]
+        assert "shape '[5, 7]' is invalid" in other.text  # other errors come as they are
         for raised in (first, detail):
             assert raised.type == "RuntimeError"
             assert raised.text == text.format("`spare.weight`, `spare.bias`")
@@ -653,17 +657,6 @@ def test_unused_parameters_are_named_on_every_rank_and_fine_where_ddp_is_told_to
         assert frozen.text == text.format(
             "`used.weight`, `used.bias`, `spare.weight`, `spare.bias`"
         )
-
-
-def other_errors():
-    model = wrapped(kind=Line)
-    unwrap(model).forward = lambda rows: rows.reshape(5, 7)
-    with pytest.raises(RuntimeError, match="shape '"):
-        model(batch())
-
-
-def test_other_errors_come_through_as_they_are():
-    run(other_errors, world_size=2)
 
 
 # With torch.compile and checkpointing

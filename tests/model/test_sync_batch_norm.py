@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
+from model_zoo import TOGETHER, needs_fsdp, whole
 from on_ranks import caught, run, run_caught
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -16,11 +17,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from pardata import Microbatches, backward, check_in_sync, unwrap, world, wrap_model
 from pardata.model._batch_norm import SyncBatchNorm1d, SyncBatchNorm2d
 
-SIZES = [1, 2, 3, 4]
+SIZES = [1, 2, 3]
 ROWS = 12
 STEPS = 3
-
-FSDP_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
 
 
 # Models, all of float64; the first dimension of what they take is the batch's
@@ -230,24 +229,23 @@ def same(ours, theirs, what):
     assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-12 * scale), what
 
 
-@pytest.mark.parametrize(
-    ("how", "kind", "name", "size"),
-    [(*row, size) for size in SIZES for row in CASES if size > 1 or row[1] == "uneven"],
-)
-def test_every_number_of_training_is_that_of_one_process(how, kind, name, size):
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("size", SIZES)
+def test_every_number_of_training_is_that_of_one_process(name, size):
     steps, evaluated = alone(name)
-    told = [found[how, kind, name] for found in on(size)]
-    for step, (output, on_rows, tensors) in enumerate(steps):
-        parts = [found[step] for found, _ in told]
-        same(torch.cat([part for part, _, _ in parts]), output, (step, "output"))
-        # Each rank's own, and not the mean of the ranks.
-        gradients = torch.cat([gradient for _, gradient, _ in parts]) / size
-        same(gradients, on_rows, (step, "input"))
-        for rank, (_, _, found) in enumerate(parts):
-            assert list(found) == list(tensors)
-            for key, tensor in tensors.items():
-                same(found[key], tensor, (step, rank, key))
-    same(told[0][1], evaluated, "evaluated")
+    for case in [case for case in on(size)[0] if case[2] == name]:
+        told = [found[case] for found in on(size)]
+        for step, (output, on_rows, tensors) in enumerate(steps):
+            parts = [found[step] for found, _ in told]
+            same(torch.cat([part for part, _, _ in parts]), output, (case, step, "output"))
+            # Each rank's own, and not the mean of the ranks.
+            gradients = torch.cat([gradient for _, gradient, _ in parts]) / size
+            same(gradients, on_rows, (case, step, "input"))
+            for rank, (_, _, found) in enumerate(parts):
+                assert list(found) == list(tensors)
+                for key, tensor in tensors.items():
+                    same(found[key], tensor, (case, step, rank, key))
+        same(told[0][1], evaluated, (case, "evaluated"))
 
 
 def test_the_models_are_ones_where_each_ranks_own_statistics_would_differ():
@@ -274,9 +272,8 @@ def images(dtype):
     return torch.randn(8, 3, 4, 4, generator=torch.Generator().manual_seed(0)).add(3).to(dtype)
 
 
-@pytest.mark.parametrize("size", [3])
-def test_float32_and_bfloat16_are_computed_as_by_pytorch(size):
-    told = run(float32_and_bfloat16, world_size=size)
+def test_float32_and_bfloat16_are_computed_as_by_pytorch():
+    told = run(float32_and_bfloat16, world_size=3)
     for dtype, digits in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         norm = nn.BatchNorm2d(3)
         rows = images(dtype).requires_grad_()
@@ -291,63 +288,6 @@ def test_float32_and_bfloat16_are_computed_as_by_pytorch(size):
             torch.testing.assert_close(variance, norm.running_var, rtol=1e-5, atol=1e-6)
         total = sum(part[3] for part in parts)
         torch.testing.assert_close(total, norm.weight.grad, rtol=digits, atol=digits)
-
-
-# Second opinion on the gradient: by differences, on all ranks at once
-
-
-class EveryRanks(torch.autograd.Function):
-    """The sum over the ranks of something that each of them then uses alike."""
-
-    @staticmethod
-    def forward(ctx, part):
-        whole = part.clone()
-        dist.all_reduce(whole)
-        return whole
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
-class OnEachRank(torch.autograd.Function):
-    """Something that all ranks have, and of which each uses its part."""
-
-    @staticmethod
-    def forward(ctx, whole):
-        return whole.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        total = gradient.clone()
-        dist.all_reduce(total)
-        return total
-
-
-def by_differences():
-    rank, size = world().rank, world().size
-    norm = wrap_model(nn.BatchNorm1d(2).double(), "ddp", sync_batchnorm=True).module
-    drawn = torch.Generator().manual_seed(0)
-    whole, weight, bias = (
-        torch.randn(*shape, 2, generator=drawn, dtype=torch.float64).requires_grad_()
-        for shape in ((5, 3), (1,), (1,))
-    )
-
-    def function(whole, weight, bias):
-        whole, weight, bias = map(OnEachRank.apply, (whole, weight, bias))
-        part = whole.tensor_split(size)[rank]
-        parts = [torch.zeros_like(other) for other in whole.tensor_split(size)]
-        state = {"weight": weight[0], "bias": bias[0]}
-        parts[rank] = torch.func.functional_call(norm, state, (part.transpose(1, 2),))
-        parts[rank] = parts[rank].transpose(1, 2)
-        return EveryRanks.apply(torch.cat(parts))
-
-    return torch.autograd.gradcheck(function, (whole, weight, bias))
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_the_gradient_is_that_of_small_differences(size):
-    assert run(by_differences, world_size=size) == [True] * size
 
 
 # When the ranks wait for each other
@@ -380,12 +320,11 @@ def bare(norm, strategy="ddp"):
     return unwrap(wrap_model(nn.Sequential(norm.double()), strategy, sync_batchnorm=True))[0]
 
 
-@pytest.mark.parametrize("size", [3])
-def test_each_norm_costs_one_collective_forward_and_one_backward_and_evaluation_none(size):
+def test_each_norm_costs_one_collective_forward_and_one_backward_and_evaluation_none():
     # The first layer's input has no gradient that the others' would be needed for.
     trained, behind, frozen = {"allgather_": 2}, {"allreduce_": 1}, {"allgather_": 1}
     expected = [trained, behind, trained, frozen, {}, {}]
-    assert [list(map(dict, told)) for told in run(counted, world_size=size)] == [expected] * size
+    assert [list(map(dict, told)) for told in run(counted, world_size=3)] == [expected] * 3
 
 
 # What becomes of the module
@@ -538,9 +477,8 @@ def every_wrong():
     return found, bare(nn.BatchNorm1d(4))(numbers("first", 0)).shape  # the group works
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_what_cannot_be_normalised_is_an_error_on_every_rank_that_leaves_the_group_usable(size):
-    for found, shape in run(every_wrong, world_size=size):
+def test_what_cannot_be_normalised_is_an_error_on_every_rank_that_leaves_the_group_usable():
+    for found, shape in run(every_wrong, world_size=3):
         assert shape == (ROWS, 4)
         for raised, text in zip(found, WRONG.values(), strict=True):
             assert text in f"{raised.type}: {raised.text}"
@@ -615,12 +553,8 @@ def unequal(strategy, counts):
         backward(wrap_model(made("1d"), "ddp"), mean_loss, batch)
 
 
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 @pytest.mark.parametrize(("size", "counts"), [(2, [4, 4, 4]), (3, [6, 6])])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"] if FSDP_ON_CPU else ["ddp"])
+@pytest.mark.parametrize("strategy", TOGETHER)
 def test_unequally_many_microbatches_are_refused_on_every_rank_before_anything_runs(
     strategy, size, counts
 ):
@@ -651,7 +585,7 @@ def sharded(share):
     return [whole(p.grad) for p in net.parameters()], [whole(b) for b in net.buffers()]
 
 
-@pytest.mark.skipif(not FSDP_ON_CPU, reason="this torch shards on a GPU only")
+@needs_fsdp
 @pytest.mark.parametrize("share", ["uneven", "none on the first"])
 def test_a_sharded_model_is_normalised_over_all_ranks_too(share):
     net = made("2d")

@@ -205,7 +205,7 @@ def test_a_billion_samples_in_it_goes_on_at_once():
 # --- what does not match ---
 
 CHANGED = {
-    "length": ({"length": 24}, "length was 23 and is 24"),
+    "length": ({"data": 24}, "length was 23 and is 24"),
     "seed": ({"seed": 2}, "seed was 1 and is 2"),
     "batch size": ({"batch_size": 4}, "batch_size was 5 and is 4"),
     "shuffle": ({"shuffle": True, "drop_last": False}, "shuffle was False and is True"),

@@ -214,9 +214,8 @@ UNLIKE = [
     (
         {"x": torch.zeros(3, 2), "y": 1},
         (
-            "`sample['x']` must be float32 of shape (2, 3), as in the first sample, but is "
-            "float32 of "
-            "shape (3, 2): resize, crop or convert it in the data set's transform"
+            "`sample['x']` must be float32 of shape (2, 3), as in the first sample, but is float32 "
+            "of shape (3, 2): resize, crop or convert it in the data set's transform"
         ),
     ),
     ({"x": torch.zeros(()), "y": 1}, "but is float32 of shape (): resize"),
@@ -225,9 +224,8 @@ UNLIKE = [
     (
         {"x": torch.zeros(2, 3)},
         (
-            "it must have the same parts as the first sample, but lacks `sample['y']`: return "
-            "the same "
-            "parts for every sample"
+            "it must have the same parts as the first sample, but lacks `sample['y']`: return the "
+            "same parts for every sample"
         ),
     ),
     ({"x": torch.zeros(2, 3), "z": 1, "y": 1}, "but has `sample['z']` besides: return"),

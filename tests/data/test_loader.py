@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from data_zoo import ERRORS, Drawing, Numbers, loader_of, states, steps
+from data_zoo import ERRORS, Numbers, loader_of, steps
 from on_ranks import Raised, caught, run
-from places import SHARED_DATA
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from pardata import make_loader
 
@@ -47,40 +46,6 @@ class OwnBatch:
 def on_every_rank(fn, size, *args):
     """Run `fn` on ranks; at size 1 without any group, as a single process has none."""
     return run(fn, *args, world_size=size) if size > 1 else [fn(*args)]
-
-
-# --- the same at every world size ---
-
-
-def _mnist_seen():
-    from torchvision.datasets import MNIST
-
-    class Numbered(Dataset):
-        images = MNIST(SHARED_DATA, train=False)
-
-        def __len__(self):
-            return len(self.images)
-
-        def __getitem__(self, index):
-            return index, self.images[index][1]
-
-    loader = make_loader(Numbered(), 999, num_workers=0)
-    found = [(numbers, labels) for numbers, labels in loader]
-    return torch.cat([n for n, _ in found]), torch.cat([y for _, y in found]), len(found)
-
-
-@pytest.mark.skipif(not (SHARED_DATA / "MNIST").exists(), reason="the real MNIST is not at hand")
-def test_an_evaluation_of_mnist_sees_each_of_its_10000_images_exactly_once():
-    pytest.importorskip("torchvision")
-    for size in (1, 2, 3):
-        ranks = on_every_rank(_mnist_seen, size)
-        numbers = torch.cat([numbers for numbers, _, _ in ranks])
-        labels = torch.cat([labels for _, labels, _ in ranks])
-        assert len(numbers) == 10_000
-        assert numbers.unique().tolist() == list(range(10_000))
-        assert labels[numbers.argsort()][:10].tolist() == [7, 2, 1, 0, 4, 1, 4, 9, 5, 9]
-        assert labels.bincount()[0] == 980
-        assert {count for _, _, count in ranks} == {11}
 
 
 # --- epochs ---
@@ -167,41 +132,6 @@ def test_beginning_the_next_epoch_leaves_the_newer_one_alone():
         next(old)
     assert loader.epoch == 1
     assert len(list(new)) == 3
-
-
-# --- the random state of the training process ---
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_iterating_leaves_the_generators_of_the_training_process_alone(workers):
-    loader = make_loader(Samples(6), 2, shuffle=True, num_workers=workers)
-    before = states()
-    for _ in range(2):
-        assert len(steps(loader)) == 3
-    assert states() == before
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_data_set_that_draws_does_not_move_them_either(workers):
-    loader = make_loader(Drawing(6), 2, num_workers=workers)
-    before = states()
-    found = [value for _ in range(2) for batch in loader for value in batch.tolist()]
-    assert states() == before
-    assert len(set(found)) == 12
-
-
-def test_without_reproducible_and_workers_its_own_draws_alone_move_them():
-    state = torch.get_rng_state()
-    loader = make_loader(Drawing(4), 2, num_workers=0, reproducible=False)
-    found = [value for batch in loader for value in batch.tolist()]
-    after = torch.get_rng_state()
-    torch.set_rng_state(state)
-    torch.rand(())
-    assert not torch.equal(torch.get_rng_state(), after)
-    for _ in range(3):
-        torch.rand(())
-    assert torch.equal(torch.get_rng_state(), after)
-    assert len(set(found)) == 4
 
 
 # --- shares without rows ---
@@ -466,16 +396,6 @@ def test_starting_an_epoch_counts_as_waiting(clock):
     steps(loader)
     # Twice: of its first epoch a sampler is asked for the order again.
     assert loader.stats()["wait_seconds"] == loader.stats()["seconds"] == 20.0
-
-
-def _samples_of_all():
-    loader = make_loader(Samples(10), 4, num_workers=0)
-    steps(loader)
-    return loader.stats()["samples"]
-
-
-def test_stats_count_the_samples_of_all_ranks():
-    assert run(_samples_of_all, world_size=3) == [10] * 3
 
 
 def test_stats_before_the_first_epoch_are_zero():

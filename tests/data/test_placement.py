@@ -20,24 +20,6 @@ def loader_of(transform, **options):
 # --- pinned memory ---
 
 
-@pytest.mark.parametrize("pin_memory", [True, False])
-def test_without_workers_what_is_on_the_cpu_is_pinned_and_what_is_not_stays(
-    pin_memory, monkeypatch
-):
-    # Of a machine that has a GPU; the meta device stands for it.
-    asked = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: asked.append(tensor) or tensor)
-    data = TensorDataset(torch.arange(7), torch.empty(7, device="meta"))
-    loader = loader_of(data=data, pin_memory=pin_memory, device=None)
-    assert [(x.tolist(), len(y), y.device.type) for x, y in loader] == [
-        ([0, 1, 2], 3, "meta"),
-        ([3, 4, 5], 3, "meta"),
-        ([6], 1, "meta"),
-    ]
-    assert [tensor.tolist() for tensor in asked] == ([[0, 1, 2], [3, 4, 5], [6]] * pin_memory)
-
-
 # --- batch_transform ---
 
 
@@ -123,6 +105,36 @@ def test_a_transform_runs_on_the_device():
 
     found = list(loader_of(transform, collate_fn=collate, device="meta"))
     assert found == [("meta", (3,), "text"), ("meta", (3,), "text"), ("meta", (1,), "text")]
+
+
+# --- pinned memory ---
+
+
+class Pinnable:
+    def pin_memory(self):
+        return "pinned"
+
+
+@pytest.mark.parametrize("pin_memory", [True, False])
+def test_without_workers_what_is_on_the_cpu_is_pinned_and_what_is_not_stays(
+    pin_memory, monkeypatch
+):
+    # Of a machine that has a GPU; the meta device stands for it.
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: asked.append(tensor) or tensor)
+    data = TensorDataset(torch.arange(7), torch.empty(7, device="meta"))
+    loader = any_loader_of(data, 3, pin_memory=pin_memory, device=None)
+    assert [(x.tolist(), len(y), y.device.type) for x, y in loader] == [
+        ([0, 1, 2], 3, "meta"),
+        ([3, 4, 5], 3, "meta"),
+        ([6], 1, "meta"),
+    ]
+    assert [tensor.tolist() for tensor in asked] == ([[0, 1, 2], [3, 4, 5], [6]] * pin_memory)
+    own = Pinnable()
+    options = {"collate_fn": lambda _: {"own": [own, "text"]}, "device": None}
+    (batch,) = any_loader_of(1, 1, pin_memory=pin_memory, **options)
+    assert batch == {"own": ["pinned" if pin_memory else own, "text"]}
 
 
 # --- running ahead ---

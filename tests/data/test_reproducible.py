@@ -1,10 +1,7 @@
 """reproducible=True: the same random numbers for a sample or microbatch, wherever it is read."""
 
-import hashlib
 import logging
 import random
-import tarfile
-import warnings
 
 import numpy as np
 import pytest
@@ -12,8 +9,7 @@ import torch
 import torch.distributed as dist
 from data_zoo import Drawing, Numbers, joined, loader_of, states, steps
 from on_ranks import caught, run, run_caught
-from places import SHARED_DATA
-from torch.utils.data import ConcatDataset, Dataset, RandomSampler, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, RandomSampler, Subset, TensorDataset
 
 from pardata import make_loader
 
@@ -81,95 +77,6 @@ def epochs_of(data, count=2, **options):
 def epochs_joined(ranks):
     """Return the epochs of steps that the ranks' shares make up."""
     return [joined(epoch) for epoch in zip(*ranks, strict=True)]
-
-
-# --- real images ---
-
-
-class Both(Dataset):
-    """An image of each kind at a time: half as many workers to start."""
-
-    def __init__(self, folder):
-        from torchvision import transforms
-        from torchvision.datasets import MNIST, ImageFolder
-
-        affine = [transforms.RandomAffine(15, (0.1, 0.1), (0.8, 1.2)), transforms.ToTensor()]
-        crop = [
-            transforms.RandomCrop(32, padding=4),
-            transforms.RandomHorizontalFlip(),
-            transforms.ToTensor(),
-        ]
-        # A Subset has __getitems__, and yet its samples are read one by one.
-        digits = MNIST(SHARED_DATA, train=False, transform=transforms.Compose(affine))
-        self.digits = Subset(digits, range(100, 148))
-        self.pictures = ImageFolder(folder, transform=transforms.Compose(crop))
-
-    def __len__(self):
-        return 48
-
-    def __getitem__(self, index):
-        return self.digits[index], self.pictures[index]
-
-
-def _short(tensor):
-    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()[:16]
-
-
-def _seen(folder, workers):
-    # Four workers on a small machine are too many for PyTorch, and that is what is tested.
-    warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
-    found = []
-    for number in workers:
-        loader = make_loader(Both(folder), 16, shuffle=True, seed=3, num_workers=number)
-        found.append(
-            [
-                [
-                    [_short(image) for pair in zip(*images, strict=True) for image in pair]
-                    for images in ((digits, pictures) for (digits, _), (pictures, _) in loader)
-                ]
-                for _ in range(3)
-            ]
-        )
-    return found
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
-    """Return a folder of 48 pictures of CIFAR-10, as ImageFolder wants it."""
-    folder = tmp_path_factory.mktemp("cifar")
-    archive = SHARED_DATA / "cifar10-jpeg.tar.gz"
-    if not (archive.exists() and (SHARED_DATA / "MNIST").exists()):
-        pytest.skip("MNIST and CIFAR-10 are not at hand")
-    left = 48
-    with tarfile.open(archive, "r|gz") as members:
-        for member in members:
-            if member.isfile():
-                target = folder / "train" / member.name.replace("/", "-")
-                target.parent.mkdir(exist_ok=True)
-                target.write_bytes(members.extractfile(member).read())
-                left -= 1
-            if not left:
-                break
-    return folder
-
-
-@pytest.fixture(scope="module")
-def images_alone(pictures):
-    pytest.importorskip("torchvision")
-    (found,) = _seen(pictures, [0])
-    return found
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_the_same_images_to_the_last_bit_at_every_size_and_number_of_workers(
-    size, pictures, images_alone
-):
-    ranks = run(_seen, pictures, [0, 1, 2, 4], world_size=size)
-    for found in zip(*ranks, strict=True):
-        assert epochs_joined(found) == images_alone
-    hashes = [image for epoch in images_alone for step in epoch for image in step]
-    assert len(hashes) == 3 * 2 * 48
-    assert len(set(hashes)) > 0.95 * len(hashes)  # a flipped and shifted image may come again
 
 
 # --- samples ---

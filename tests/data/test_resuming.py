@@ -6,7 +6,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from data_zoo import Drawing, Numbers, at, loader_of, place, rows, steps
 from on_ranks import Raised, caught, run
@@ -80,25 +79,6 @@ def test_a_state_is_a_copy():
     assert state["epoch"] == 0
     state["seed"] = 7
     assert loader.state_dict()["seed"] == 1
-
-
-def _states():
-    found = []
-    for size in (5, 3):
-        loader = loader_of(batch_size=size, shuffle=True)
-        found += [loader.state_dict() for _ in loader]
-        found.append(loader.state_dict())
-    if dist.get_rank() == 0:
-        found.append(loader.state_dict())  # alone: not collective
-    return found
-
-
-def test_a_state_is_the_same_on_every_rank_and_at_every_size():
-    (alone,) = run(_states, world_size=1)
-    for size in (2, 3):
-        first, *others = run(_states, world_size=size)
-        assert first == alone
-        assert others == [alone[:-1]] * (size - 1)
 
 
 def test_the_seed_that_rank_0_chose_is_in_the_state():
@@ -225,7 +205,7 @@ def test_a_billion_samples_in_it_goes_on_at_once():
 # --- what does not match ---
 
 CHANGED = {
-    "length": ({"length": 24}, "length was 23 and is 24"),
+    "length": ({"data": 24}, "length was 23 and is 24"),
     "seed": ({"seed": 2}, "seed was 1 and is 2"),
     "batch size": ({"batch_size": 4}, "batch_size was 5 and is 4"),
     "shuffle": ({"shuffle": True, "drop_last": False}, "shuffle was False and is True"),

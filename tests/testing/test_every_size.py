@@ -116,7 +116,7 @@ DIFFERING = {
     ),
     "one rank": (
         {(2, 1): after(1, w=torch.tensor([0.0, 2.0]))},
-        "on rank 1, from step 1 on: 1 of 1 tensors differ:\n  `w`: 1 of 2 numbers differ, by up to 2",
+        "on rank 1, from step 1 on: 1 of 1 tensors differ:\n  `w`: 1 of 2 numbers differ, by up to",
     ),
     "another rank earlier": (
         {(2, 0): after(2, w=torch.zeros(2)), (2, 1): after(1, w=torch.ones(2))},

@@ -1,9 +1,5 @@
 """How findings are printed: each once, aligned, with its ranks and its cure."""
 
-import pytest
-from on_ranks import run_caught
-
-from pardata import world
 from pardata.doctor._account import Account
 from pardata.doctor._finding import ERROR, OK, WARNING, Finding
 from pardata.doctor._report import errors_text, report_text
@@ -94,15 +90,3 @@ def test_a_rank_whose_others_did_not_come_says_which_it_is_and_what_went_wrong()
     assert lines_of(alone)[0] == "pardata env: rank 3 of 4 on n1"
     line = "pardata check, rank 3 on n1: trial: a connection was lost: look at rank 1"
     assert errors_text("check", alone) == line
-
-
-def _account():
-    own = Account.of(world(), [FEW])
-    assert Account.from_json(own.to_json()) == own
-    return own.rank, own.size, own.device, own.findings
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_an_account_says_who_a_rank_is_and_travels_as_text(size):
-    expected = [(rank, size, "cpu", [FEW]) for rank in range(size)]
-    assert run_caught(_account, world_size=size) == expected

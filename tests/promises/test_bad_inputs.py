@@ -13,7 +13,7 @@ import test_misuse_launch
 import test_misuse_models
 import test_misuse_runs
 from misuse import check, in_markdown, row, section, stable
-from on_ranks import Raised
+from on_ranks import Raised, end_all
 from places import DOCS
 
 import pardata
@@ -126,10 +126,13 @@ def test_a_row_is_of_one_line():
 
 
 def main():
-    if sys.argv[1:2] == ["--write"]:
-        Path(sys.argv[2]).write_text(page(), encoding="utf-8")
-    else:
-        print(page())
+    try:
+        if sys.argv[1:2] == ["--write"]:
+            Path(sys.argv[2]).write_text(page(), encoding="utf-8")
+        else:
+            print(page())
+    finally:
+        end_all()
 
 
 if __name__ == "__main__":

@@ -16,8 +16,6 @@ from pardata import backward, make_loader, unwrap, world, wrap_model
 from pardata.testing import assert_same_at_every_size
 from pardata.testing._every_size import Tolerance
 
-EXACTLY = Tolerance(0.0, 0.0)
-
 FSDP_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
 
 
@@ -109,63 +107,45 @@ def after(step, **tensors):
     return [{**trained, **(tensors if at == step else {})} for at, trained in enumerate(ONE, 1)]
 
 
+HALF, FAR = torch.tensor([1.0, 1.5]), torch.tensor([3.0, math.nan])
 DIFFERING = {
     "a number": (
-        {2: after(2, w=torch.tensor([1.0, 1.5]))},
-        (
-            "with 2 processes it is not as with 1, on ranks 0, 1, first on rank 0, from step 2 on: "
-            "1 of 2 tensors differ:\n  `w`: 1 of 2 numbers differ, by up to 0.5 (relative: 0.5)\n"
-        ),
+        {2: after(2, w=HALF)},
+        ("with 2 processes it is not as with 1, on ranks 0, 1, first on rank 0, from step 2 on: "
+         "1 of 2 tensors differ:\n  `w`: 1 of 2 numbers differ, by up to 0.5 (relative: 0.5)\n"),
     ),
     "one rank": (
         {(2, 1): after(1, w=torch.tensor([0.0, 2.0]))},
-        (
-            "with 2 processes it is not as with 1, on rank 1, from step 1 on: 1 of 1 tensors "
-            "differ:\n"
-            "  `w`: 1 of 2 numbers differ, by up to 2 (relative: inf)\n"
-        ),
+        "on rank 1, from step 1 on: 1 of 1 tensors differ:\n  `w`: 1 of 2 numbers differ, by up to",
     ),
     "another rank earlier": (
         {(2, 0): after(2, w=torch.zeros(2)), (2, 1): after(1, w=torch.ones(2))},
         "on ranks 0, 1, first on rank 1, from step 1 on: 1 of 1 tensors differ:\n  `w`: 2 of 2",
     ),
     "the one that differs most": (
-        {2: after(2, w=torch.tensor([1.0, 1.5]), b=torch.tensor([3.0, math.nan]))},
+        {2: after(2, w=HALF, b=FAR)},
         "2 of 2 tensors differ:\n  `b`: 1 of 2 numbers differ, by up to 2 (relative: 2)\n  `w`: ",
     ),
     "NaN on one side": (
         {2: after(2, w=torch.tensor([9.0, 1.0]), b=torch.zeros(2))},
         "2 of 2 tensors differ:\n  `b`: 2 of 2 numbers differ, by up to nan (relative: nan)\n  `w`",
     ),
-    "names": (
-        {2: after(1, v=torch.zeros(1))},
-        "from step 1 on: the names of the tensors differ in ['v']",
-    ),
+    "names": ({2: after(1, v=FAR)}, "from step 1 on: the names of the tensors differ in ['v']"),
     "the order of names": (
         {2: [ONE[0], dict(reversed(ONE[1].items()))]},
         "from step 2 on: the names of the tensors differ in their order",
     ),
-    "shape": (
-        {2: after(1, w=torch.zeros(1))},
-        "  `w`: is (1,) of torch.float32, not (2,) of torch.float32\n",
+    "shape and dtype": (
+        {2: after(1, w=torch.zeros(1).double())},
+        "  `w`: is (1,) of torch.float64, not (2,) of torch.float32\n",
     ),
-    "dtype": (
-        {2: after(1, w=torch.zeros(2).double())},
-        "  `w`: is (2,) of torch.float64, not (2,) of torch.float32\n",
-    ),
-    "fewer steps": (
-        {2: ONE[:1]},
-        "on ranks 0, 1, first on rank 0, from step 1 on: it took 1 steps in all, not 2",
-    ),
+    "fewer steps": ({2: ONE[:1]}, "from step 1 on: it took 1 steps in all, not 2"),
     "more steps": ({2: [*ONE, ONE[0]]}, "from step 2 on: it took 3 steps in all, not 2"),
     "many": (
-        {
-            1: [{f"w{i}": torch.ones(1) for i in range(10)}],
-            2: [{f"w{i}": torch.full((1,), 1.0 + i) for i in range(10)}],
-        },
+        {1: [dict.fromkeys(range(10), 1.0)], 2: [{i: 1.0 + i for i in range(10)}]},
         "by up to 2 (relative: 2)\n  and 1 more\nRelative differences of 1e-7 in float32",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("steps", "text"), DIFFERING.values(), ids=DIFFERING)
@@ -220,24 +200,6 @@ def test_the_tolerance_is_that_of_isclose(ours, theirs, rtol, atol):
     far = abs(ours - theirs) > atol + rtol * abs(theirs)
     a, b = (torch.tensor([number], dtype=torch.float64) for number in (ours, theirs))
     assert (Tolerance(rtol, atol).difference(a, b) is not None) == far
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool, torch.int8])
-def test_whole_numbers_must_be_equal(dtype):
-    ours, theirs = torch.tensor([0, 1]).to(dtype), torch.tensor([1, 1]).to(dtype)
-    loose = Tolerance(1.0, 10.0)
-    assert loose.difference(ours, ours.clone()) is None
-    found = loose.difference(ours, theirs)
-    assert found[1] == "1 of 2 numbers differ, by up to 1 (relative: 1)"
-
-
-def test_the_last_bit_counts():
-    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
-        one = torch.ones(3, dtype=dtype)
-        more = one.clone()
-        more[1] += torch.finfo(dtype).eps
-        assert EXACTLY.difference(one, more)[1].startswith("1 of 3 numbers differ")
-    assert EXACTLY.difference(torch.tensor(1.0), torch.tensor(2.0))[0] == 1
 
 
 # What is refused, and what comes through

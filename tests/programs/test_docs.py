@@ -338,6 +338,14 @@ def test_every_relative_link_and_anchor_resolves(page):
     assert list(dead_links(page)) == []
 
 
+@pytest.mark.parametrize("page", LINKED, ids=[str(page.relative_to(ROOT)) for page in LINKED])
+def test_every_file_of_the_checkout_that_a_page_names_is_there(page):
+    folders = r"(?:\.ci|\.github|benchmarks|docs|examples|src|tests)"
+    named = re.findall(rf"(?<![\w/.-]){folders}/[\w./-]*\w", page.read_text(encoding="utf-8"))
+    made = {"docs/_build"}
+    assert [name for name in named if name not in made and not (ROOT / name).exists()] == []
+
+
 def test_the_first_screen_of_the_readme_can_be_included():
     marker = re.search(r":end-before: (.*)", (ROOT / "docs/index.md").read_text())[1].strip('"')
     before, found, _ = (ROOT / "README.md").read_text(encoding="utf-8").partition(marker)

@@ -309,7 +309,7 @@ REFUSED = {
     "`x` is [{'a': ({PosixPath('a'): 1},)}] (builtins.list)": lambda: [{"a": ({Path("a"): 1},)}],
     "`x` is OrderedDict(": lambda: with_a_note({"version": Path("a")}),
     "`x['a']` is [...] (builtins.int)": lambda: {"a": 2**3000},
-    "[...] (builtins.list)": lambda: [dict.fromkeys(range(1000), object)],
+    "`x[0][0]` is <class 'object'> (builtins.type)": lambda: [dict.fromkeys(range(1000), object)],
 }
 
 

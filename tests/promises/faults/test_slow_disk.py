@@ -10,6 +10,7 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parents[2]))
+sys.path.append(str(Path(__file__).parents[2] / "checkpoint"))
 from checkpoint_zoo import Run
 from launched import launched
 

@@ -264,7 +264,7 @@ def _shown(shape):
 
 
 DIFFERENT = {
-    "key": ({"loss": 1.0}, {"loss": 1.0, "extra": 1.0}, "value['extra']: number; value['loss']"),
+    "key": ({"loss": 1.0}, {"loss": 1.0, "extra": 1.0}, "value['extra']: number"),
     "length": ([1.0] * 2, [1.0] * 3, "value[2]: number"),
     "many": ([1.0] * 3, [1.0] * 100, "value[99]: number"),
     "vector": (1.0, torch.ones(1), "rank 1: structure='value: "),

@@ -64,7 +64,7 @@ def leave_out(absent, name):
     [(2, [1], "rank 1 of 2"), (2, [0], "rank 0 of 2"), (4, [1, 3], "ranks 1, 3 of 4")],
 )
 def test_a_barrier_names_the_ranks_that_did_not_come(size, absent, names):
-    outcomes = run_caught(leave_out, absent, "epoch 3", world_size=size)
+    outcomes = run_caught(leave_out, absent, "epoch 3", world_size=size, fresh=True)
     for rank, outcome in enumerate(outcomes):
         if rank in absent:
             assert outcome is None
@@ -215,7 +215,7 @@ def keep_them_waiting(call):
 
 @pytest.mark.parametrize("call", ["first", "call"])
 def test_who_waits_too_long_for_rank_0_is_told_what_to_do(call):
-    first, second = run_caught(keep_them_waiting, call, world_size=2)
+    first, second = run_caught(keep_them_waiting, call, world_size=2, fresh=True)
     assert first is None
     assert second.type == "TimeoutError"
     assert second.text.startswith(
@@ -251,7 +251,7 @@ def in_local_first():
 
 
 def test_who_waits_for_a_leader_that_called_off_reads_why_at_once():
-    for outcomes in run_caught(call_off_the_next, world_size=3)[1:]:
+    for outcomes in run_caught(call_off_the_next, world_size=3, fresh=True)[1:]:
         for raised, place in zip(outcomes, ["call", "first", "first"], strict=True):
             assert (raised.type, raised.seconds < 5) == ("RuntimeError", True)
             assert raised.text.startswith(

@@ -118,6 +118,7 @@ def test_the_older_of_two_is_told_who_the_other_one_is_and_changes_nothing(tmp_p
     older.act("begin", 2)
     newer.act("write", 1)
     before = sorted(tmp_path.rglob("*"))
+    older._unfinished.mkdir()  # as where the newer one came later, while the older one wrote
     for action, step in (("finish", 2), ("fail", 2), ("begin", 3), ("write", 1), ("write", 9)):
         with pytest.raises(RuntimeError) as raised:
             older.act(action, step)

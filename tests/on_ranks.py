@@ -34,7 +34,7 @@ from pardata.ranks._failure import Failure
 from pardata.ranks._process import process
 
 _LIFE = 10**6  # seconds that ranks may live
-_PATIENCE = 100  # seconds for a test, if it does not say
+_PATIENCE = 120  # seconds for a test, if it does not say
 _GRACE = 1  # … for the other ranks when one has failed, before they count as stuck
 _FAREWELL = 5  # … for ranks to end
 _LINGER = 1  # … for a thread or a process that a test leaves
@@ -238,6 +238,7 @@ class _Home:
     env: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     states: Any = field(default_factory=lambda: (random.getstate(), torch.get_rng_state()))
     path: list[str] = field(default_factory=lambda: list(sys.path))
+    log: Any = field(default_factory=lambda: (logging.root.level, list(logging.root.handlers)))
     folder: str = field(default_factory=os.getcwd)
     filters: list[Any] = field(default_factory=lambda: list(warnings.filters))
     threads: set[Any] = field(default_factory=lambda: set(threading.enumerate()))
@@ -261,6 +262,7 @@ class _Home:
         for number, handler in self.signals.items():
             signal.signal(number, handler)
         self._of_torch()
+        logging.root.level, logging.root.handlers = self.log[0], list(self.log[1])
         _forget_loggers()
         gc.collect()
         return self._is_alone() and _in_step()

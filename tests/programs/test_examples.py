@@ -11,10 +11,10 @@ import runpy
 import subprocess
 import sys
 
+import on_ranks
 import pytest
 import torch
 import torchvision
-from on_ranks import run
 from PIL import Image
 from places import EXAMPLES
 from sklearn.datasets import load_digits
@@ -22,6 +22,9 @@ from sklearn.datasets import load_digits
 # fully_shard on a CPU needs streams that torch 2.6 does not have there.
 SHARDS = hasattr(torch.cpu.Stream, "record_event")
 needs_shards = pytest.mark.skipif(not SHARDS, reason="fully_shard on a CPU needs torch > 2.6")
+
+
+run = functools.partial(on_ranks.run, timeout=300)
 
 
 def run_example(name, *arguments, cache=None):

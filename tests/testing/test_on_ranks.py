@@ -1,5 +1,6 @@
 """The ranks that live on from test to test: who comes back, and who is replaced."""
 
+import logging
 import os
 import random
 import signal
@@ -49,6 +50,7 @@ def change_everything():
     os.chdir("/")
     random.seed(1)
     sys.path.append("nowhere")
+    logging.basicConfig(level=logging.DEBUG, stream=sys.stdout)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
@@ -56,6 +58,7 @@ def state():
     with warnings.catch_warnings(record=True) as shown:
         warnings.warn("each time", stacklevel=1)
     found = os.environ.get("LEFT"), Path.cwd(), random.random(), "nowhere" in sys.path
+    found += len(logging.root.handlers), logging.root.level
     return [*found, len(shown), signal.getsignal(signal.SIGTERM), all_reduce_sum(1)]
 
 

@@ -312,11 +312,11 @@ def _disagreeing(directory):
 def test_ranks_with_other_data_sets_are_told_and_none_hangs(tmp_path, monkeypatch, directory, size):
     monkeypatch.setenv("PARDATA_CACHE", str(tmp_path))
     results = run(_disagreeing, directory and tmp_path / directory, world_size=size)
-    others = "0, 2" if size == 3 else "0"
+    others = "ranks 0, 2" if size == 3 else "rank 0"
     for rank, found in enumerate(results):
         assert found["length"].text == (
             "every rank must pass the same to `cache_dataset`, but `the length` differ:\n"
-            f"  rank {others}: the length=10\n  rank 1: the length=11\n"
+            f"  {others}: the length=10\n  rank 1: the length=11\n"
             "Pass the same data set on every rank."
         )
         assert "but `the class` differ:\n" in found["class"].text

@@ -16,9 +16,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_environment import MPICH, OPEN_MPI, SRUN, TORCHRUN
 from torch import nn
 from torch.utils.data import TensorDataset
+from variables import MPICH, OPEN_MPI, SRUN, TORCHRUN
 
 from pardata import fingerprint, load_weights, make_loader
 from pardata.ranks._launcher import SINGLE, detect, first_host

@@ -249,7 +249,7 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_rank_that_dies_with_the_store_is_an_error_at_once_and_no_timeout(call, tmp_path):
-    with pytest.raises(RuntimeError, match="the process ended without a word"):
+    with pytest.raises(RuntimeError, match="the process ended with exit code 3"):
         launched(lose_rank_0, call, str(tmp_path), size=2, variables=slurm_variables)
     kind, seconds, text = (tmp_path / "outcome").read_text().split(" ", 2)
     assert kind == "RuntimeError"

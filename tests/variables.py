@@ -2,6 +2,8 @@
 
 from launched import slurm_variables, torchrun_variables
 
+from pardata.ranks._launcher import Launch
+
 TORCHRUN = torchrun_variables(
     *(3, 4, 37911),
     LOCAL_RANK="1",

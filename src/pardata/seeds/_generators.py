@@ -59,7 +59,7 @@ class _NumPy:
 
     def now(self) -> _NumPyState:
         if self._last is not None and self._is_in_memory(self._last):
-            return self._last
+            return self._with_second_normal(self._last)
         kind, words, position, has_normal, normal = self._numpy.random.get_state()
         whole = kind, words.tobytes(), position, has_normal, normal
         raw = whole[1] + position.to_bytes(4, sys.byteorder)
@@ -67,7 +67,22 @@ class _NumPy:
         is_plain = not has_normal and self._is_in_memory(found)
         return found if is_plain else found._replace(words=b"")
 
+    def _with_second_normal(self, last: _NumPyState) -> _NumPyState:
+        """Return the state of these words: the last one, or one that holds a second normal number.
+
+        No word tells of it, but a draw does, which takes it and no word.
+        """
+        normal = self._numpy.random.standard_normal()
+        is_held = self._is_in_memory(last)
+        found = last._replace(whole=(*last.whole[:3], 1, normal), words=b"") if is_held else last
+        self._put_back(found)
+        return found
+
     def restore(self, state: _NumPyState) -> None:
+        self._put_back(state)
+        self._last = state
+
+    def _put_back(self, state: _NumPyState) -> None:
         if state.words and self._address() == state.address:
             self._numpy.random.seed(0)  # forgets the second of two normal numbers
             with self._numpy.random.get_bit_generator().lock:
@@ -76,7 +91,6 @@ class _NumPy:
             kind, words, *rest = state.whole
             words = self._numpy.frombuffer(words, self._numpy.uint32)
             self._numpy.random.set_state((kind, words, *rest))
-        self._last = state
 
     def _is_in_memory(self, state: _NumPyState) -> bool:
         known = state.words and 0 != self._address() == state.address

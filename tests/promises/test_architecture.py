@@ -115,6 +115,11 @@ def test_files_in_a_room_are_private():
     assert all(name.startswith("_") for name in names)
 
 
+def test_no_two_files_have_one_name():
+    names = [path.stem for path in SOURCE.rglob("*.py") if path.stem != "__init__"]
+    assert len(names) == len(set(names))
+
+
 def test_no_room_has_the_name_of_a_public_function():
     assert not set(ORDER) & set(pardata.__all__)
 

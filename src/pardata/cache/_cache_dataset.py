@@ -20,8 +20,7 @@ from pardata.cache._cache_files import (
     publish,
     read_manifest,
 )
-from pardata.cache._sample import fields_of, filled, kinds_of, of_kind, store
-from pardata.cache._source import (
+from pardata.cache._original import (
     Sample,
     check_source,
     class_name,
@@ -30,6 +29,7 @@ from pardata.cache._source import (
     identity,
     read_sample,
 )
+from pardata.cache._sample import fields_of, filled, kinds_of, of_kind, store
 from pardata.collective._agreement import Facts, agree, require_same
 from pardata.collective._rank_zero import rank_zero_first
 from pardata.data._batch import rows_of

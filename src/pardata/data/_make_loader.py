@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from pardata.collective._agreement import agree, require_same
-from pardata.data._arguments import Arguments, checked, given
 from pardata.data._loader import Loader
+from pardata.data._loader_arguments import Arguments, checked, given
 from pardata.data._order import Order, Requests
 from pardata.data._placement import Placement
 from pardata.data._plan import Plan

@@ -61,7 +61,9 @@ class Checkpoint:
         targets: dict[str, Tensor | None] = {}
         for name, state in found.items():
             targets |= sharded_like(name, things[name], shards.marked(state))
-        tensors = shards.read(self.path, targets) if targets else {}
+        if not targets:
+            return found
+        tensors = shards.read(self.path, targets)
         return {name: shards.joined(state, tensors) for name, state in found.items()}
 
 

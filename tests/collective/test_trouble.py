@@ -73,7 +73,7 @@ CALLS = {
 
 
 def come_late(call, after):
-    pardata.init(timeout=timedelta(seconds=1))
+    pardata.init(timeout=timedelta(seconds=4))
     run = CALLS[call]()
     pardata.barrier("all are there", timeout=LONG)
     late = pardata.world().rank == 1

@@ -5,33 +5,18 @@ import math
 import re
 from collections import OrderedDict
 from fractions import Fraction
-from typing import NamedTuple
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from collective_zoo import Metrics, leaves, rebuild
 from hypothesis import given
 from hypothesis import strategies as st
 from on_ranks import Raised, caught, run
 
 from pardata import all_gather, all_reduce_mean, all_reduce_sum
-from pardata.collective._numbers import numbers_of
-from pardata.collective._tree import rebuilt
-
-
-def leaves(value):
-    return list(numbers_of(value).values())
-
-
-def rebuild(value, replacements):
-    return rebuilt(value, dict(zip(numbers_of(value), replacements, strict=True)))
-
-
-class Metrics(NamedTuple):
-    loss: object
-    correct: object
 
 
 def rank_and_size():

@@ -2,30 +2,16 @@
 
 import re
 from collections import OrderedDict
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from collective_zoo import Metrics, leaves, rebuild
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pardata.collective._numbers import numbers_of
-from pardata.collective._tree import in_brackets, rebuilt
-
-
-def leaves(value):
-    return list(numbers_of(value).values())
-
-
-def rebuild(value, replacements):
-    return rebuilt(value, dict(zip(numbers_of(value), replacements, strict=True)))
-
-
-class Metrics(NamedTuple):
-    loss: object
-    correct: object
-
+from pardata.collective._tree import in_brackets
 
 numbers = st.integers(-100, 100) | st.booleans() | st.floats(allow_nan=False)
 structures = st.recursive(

@@ -1,0 +1,103 @@
+"""More ranks than any other test has: real ones, and, where it is arithmetic, thousands."""
+
+import os
+import signal
+
+import pytest
+import torch
+from launched import launched
+from torch import nn
+
+import pardata
+from pardata.collective import _header
+from pardata.data._plan import Plan
+
+MANY, FEWER = 32, 24
+RANKS, LENGTH = 4096, 10**9
+
+
+# --- real ranks: 20 s on two busy cores
+
+
+def net():
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def loss_of(model, batch):
+    (x,) = batch
+    return (model(x) - x.sum(1, keepdim=True)).square().mean()
+
+
+def train(directory, steps):
+    """Train for `steps`, stop together, save and leave; begin with what was saved before."""
+    data = torch.utils.data.TensorDataset(torch.randn(960, 8, generator=torch.Generator()))
+    with pardata.init(device="cpu") as here, pardata.StopSignal(signal.SIGUSR2) as stop:
+        pardata.seed_everything(0)
+        loader = pardata.make_loader(data, 96, shuffle=True, microbatch_size=2)
+        model = pardata.wrap_model(net())
+        optimizer = torch.optim.Adam(model.parameters())
+        checkpointer = pardata.Checkpointer(directory)
+        run = {"model": model, "optimizer": optimizer, "loader": loader}
+        found = checkpointer.restore(**run)
+        first = 0 if found is None else found["step"]
+        losses = []
+        for number, batch in enumerate(loader, first + 1):
+            optimizer.zero_grad()
+            losses.append(float(pardata.backward(model, loss_of, batch)))
+            optimizer.step()
+            if number == first + steps and here.rank == here.size // 2:
+                os.kill(os.getpid(), signal.SIGUSR2)
+            if stop.agreed():
+                break
+        checkpointer.save(number, **run)
+        pardata.check_in_sync(model)
+        return here.size, first, losses, pardata.fingerprint(model)
+
+
+@pytest.mark.soak
+def test_32_ranks_train_stop_and_save_and_24_go_on_as_one_does(tmp_path):
+    torch.manual_seed(0)
+    outcomes = launched(train, str(tmp_path / "many"), 3, size=MANY)
+    assert {outcome[:2] for outcome in outcomes} == {(MANY, 0)}
+    assert len({(tuple(losses), bits) for _, _, losses, bits in outcomes}) == 1
+    went_on = launched(train, str(tmp_path / "many"), 3, size=FEWER)
+    steps = len(outcomes[0][2])
+    assert {outcome[:2] for outcome in went_on} == {(FEWER, steps)}
+    assert len({(tuple(losses), bits) for _, _, losses, bits in went_on}) == 1
+
+    (alone,) = launched(train, str(tmp_path / "one"), 3, size=1)
+    (then,) = launched(train, str(tmp_path / "one"), 3, size=1)
+    expected = torch.tensor(alone[2] + then[2])
+    found = torch.tensor(outcomes[0][2] + went_on[0][2])
+    torch.testing.assert_close(found[: len(expected)], expected[: len(found)], rtol=1e-4, atol=0)
+
+
+# --- arithmetic
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 3])
+@pytest.mark.parametrize("samples", [4 * RANKS * 3, RANKS * 3 + 1, RANKS - 5])
+def test_thousands_of_ranks_share_each_sample_of_a_step_once(samples, microbatch_size):
+    shares = [
+        Plan(LENGTH, samples, False, microbatch_size, rank, RANKS).share_of(samples)
+        for rank in range(RANKS)
+    ]
+    runs = [run for share in shares if share.rows for run in share.runs]
+    assert [place for run in runs for place in run] == list(range(samples))
+    pieces = [len(share.runs) if microbatch_size else share.rows for share in shares if share.rows]
+    assert max(pieces) - min(pieces) <= 1
+
+
+def test_the_last_step_of_a_billion_samples_is_asked_for_directly():
+    plan = Plan(LENGTH, 3 * RANKS, False, 3, RANKS - 1, RANKS)
+    last = plan.positions(len(plan) - 1)
+    assert last[-1] == LENGTH - 1
+    assert plan.share_of(len(last)).rows <= 3
+
+
+def test_the_header_tells_one_of_thousands_of_ranks_that_differs():
+    same, other = (_header._hashes(text, RANKS) for text in ("structure", "another"))
+    for texts, equal in (([same] * RANKS, True), ([same] * (RANKS - 1) + [other], False)):
+        # In float64, as they travel.
+        rows = torch.tensor([[*text, *(h * h for h in text)] for text in texts]).double()
+        assert _header._all_equal(rows.sum(0).tolist(), RANKS) is equal

@@ -81,6 +81,16 @@ def test_step_overhead_compares_with_both_ddps_and_ends_with_equal_parameters(ne
     assert "cores: " in text.splitlines()[0]
 
 
+def test_training_loop_compares_the_readme_with_loops_by_hand(tmp_path):
+    text = output_of("training_loop.py", "--rounds", 1, "--steps", 2, "--nets", "mlp", cwd=tmp_path)
+    judged = verdicts(text)
+    for ours in ("README's loop", "README's loop, Microbatches"):
+        assert {row[1:] for row in judged if row[0] == ours} == {
+            ("plain loop", "<= 1.1"), ("DDP", "<= 1.3"), ("DDP, loss reduced", "<= 1"),
+        }  # fmt: skip
+    assert contenders(text).count("DDP again") == contenders(text).count("plain loop again") == 1
+
+
 def test_metrics_compares_with_the_least_and_with_one_call_each_and_checks_every_mean(tmp_path):
     text = output_of("metrics.py", "--rounds", 1, "--save", tmp_path, cwd=tmp_path)
     bare, each = "one bare all_reduce of ten floats", "one all_reduce for each metric"

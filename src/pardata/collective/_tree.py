@@ -82,6 +82,11 @@ def mapped(
     return change(path, tree)
 
 
+def flat(tree: Any, **options: Any) -> dict[Path, Any]:
+    """Return all `leaves` by their paths; `rebuilt` makes a tree of such."""
+    return dict(leaves(tree, **options))
+
+
 def rebuilt(tree: Any, replacements: Mapping[Path, Any], **options: Any) -> Any:
     """Return a tree like `tree` with the leaf at each path replaced."""
     return mapped(tree, lambda path, _: replacements[path], **options)

@@ -11,8 +11,7 @@ from checkpoint_zoo import leftovers, paths, whole_steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pardata.checkpoint._attempt import Attempt, Name, names
-from pardata.checkpoint._folder import Draft, Folder
+from pardata.checkpoint._folder import Attempt, Folder, Name, names
 
 
 class Writer(Folder):
@@ -31,15 +30,15 @@ class Writer(Folder):
         elif action == "fail":
             self.fail()
         elif action == "write":
-            self.write(self.draft(step))
+            self.write(step, self.contents(step), {})
             return self._directory / str(self._name)
         elif begun is not None:
-            self.finish(self.draft(begun))
+            self.finish(begun, self.contents(begun), {})
             return self._directory / str(self._name)
         return None
 
-    def draft(self, step):
-        return Draft(step, f"{id(self)} {step}", {})
+    def contents(self, step):
+        return f"{id(self)} {step}"
 
 
 # --- names

@@ -11,7 +11,7 @@ from on_ranks import caught, run_caught
 from torch import nn
 
 from pardata import Checkpointer, all_reduce_sum, rank_zero_call, world
-from pardata.checkpoint._attempt import Attempt
+from pardata.checkpoint._folder import Attempt
 
 MODES = [False, True]
 LARGE = 10_000_000  # numbers: more bytes than `limited` leaves room for

@@ -11,7 +11,7 @@ import pytest
 from checkpoint_zoo import leftovers, whole_steps
 
 from pardata import Checkpointer
-from pardata.checkpoint._attempt import Attempt
+from pardata.checkpoint._folder import Attempt
 
 # --- processes that end as any program does, without the two seconds that importing torch takes
 
@@ -139,7 +139,7 @@ def test_an_error_that_was_asked_for_gives_no_status(programs, tmp_path):
 CLAIM = """if True:
     import time
     from pathlib import Path
-    from pardata.checkpoint._attempt import Attempt
+    from pardata.checkpoint._folder import Attempt
     directory, go = map(Path, sys.argv[1:])
     while not (go / "claim").exists():
         time.sleep(0.0001)
@@ -170,7 +170,7 @@ def test_of_several_that_claim_at_the_same_moment_one_goes_on(programs, tmp_path
 
 NO_ROOM = """if True:
     from pathlib import Path
-    from pardata.checkpoint._attempt import Attempt
+    from pardata.checkpoint._folder import Attempt
     resource.setrlimit(resource.RLIMIT_FSIZE, (20, 20))
     try:
         Attempt(Path(sys.argv[1]))

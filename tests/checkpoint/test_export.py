@@ -8,8 +8,7 @@ import torch
 from checkpoint_zoo import limited
 from torch import nn
 
-from pardata.checkpoint._disk import save
-from pardata.checkpoint._export import write_weights
+from pardata.checkpoint._files import save, write_weights
 from pardata.model._weight_file import read_weights
 
 needs_safetensors = pytest.mark.skipif(

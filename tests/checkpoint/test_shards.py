@@ -23,7 +23,7 @@ def tensors(factor=1):
 
 
 def write(directory):
-    shards.write(directory, tensors())
+    shards.writing(directory, tensors(), None)()
 
 
 def read(directory):

@@ -2,9 +2,20 @@
 
 A checkpoint is written below a name of its own, synced to the disk, and renamed; so whatever is
 killed when, what has a checkpoint's name is whole.
+
+A name begins with the number of an attempt at the run. A writer claims the next number by a file
+that must not exist yet, and looks for a higher one before it adds or removes anything. So of two
+writers the older stops, and what it had still to add is neither newer than what the other one wrote
+nor in its place.
 """
 
+import errno
+import json
+import os
+import re
+import secrets
 import shutil
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -12,9 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pardata.checkpoint._attempt import Attempt, Name, names
-from pardata.checkpoint._disk import save, sync
-from pardata.checkpoint._manifest import STATE, write_manifest
+from pardata.checkpoint._files import STATE, save, sync, write_manifest
 from pardata.ranks._logger import get_logger
 
 _log = get_logger(__name__)
@@ -23,26 +32,139 @@ _UNFINISHED = ".unfinished-"
 _REMOVED = ".removed-"
 
 
-@dataclass(frozen=True)
-class Draft:
-    """A checkpoint that is to be.
+@dataclass(frozen=True, order=True)
+class Name:
+    """The name of a checkpoint; the newest is the largest."""
 
-    Attributes:
-        step: of the run.
-        contents: what rank 0 writes.
-        facts: of the manifest.
+    attempt: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"attempt-{self.attempt:04d}-step-{self.step:09d}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Name | None":
+        """Return the name that was written as `text`, if one was."""
+        match = re.fullmatch(r"attempt-(\d{4,})-step-(\d{9,})", text, re.ASCII)
+        name = match and cls(int(match[1]), int(match[2]))
+        return name if str(name) == text else None
+
+
+def names(directory: Path) -> list[Name]:
+    """Return the names of all checkpoints, from the oldest to the newest."""
+    try:
+        found = [Name.parse(entry.name) for entry in directory.iterdir()]
+    except FileNotFoundError:
+        return []
+    return sorted(name for name in found if name is not None)
+
+
+class Attempt:
+    """A right to write in a directory, until somebody claims the next one.
+
+    Args:
+        directory: made where it is not there.
+        after: the attempt of this very run that the new one takes the place of.
+
+    Raises:
+        OSError: where nothing can be written there.
+        RuntimeError: where somebody else came after `after`.
     """
 
-    step: int
-    contents: Any
-    facts: Mapping[str, Any]
+    def __init__(self, directory: Path, *, after: "Attempt | None" = None) -> None:
+        if after is not None:
+            after.check()  # before anything is made
+        if directory.exists() and not directory.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory = directory
+        self._claimed = _self_description()
+        self.number = self._claim() if after is None else self._succeed(after)
+        self.check()
+        for older, path in _claims(directory):
+            if older < self.number:
+                path.unlink(missing_ok=True)
+
+    def check(self) -> None:
+        """Raise if somebody has claimed another attempt since, or the directory is gone."""
+        if not self._directory.is_dir():
+            msg = (
+                f"the directory of the checkpoints must stay, but {self._directory} is gone: was "
+                f"it removed, or its disk unmounted?"
+            )
+            raise FileNotFoundError(msg)
+        if not _claims(self._directory):
+            with suppress(FileExistsError):
+                self._write_claim(self.number)  # somebody has emptied it, and not written yet
+        newest, path = max(_claims(self._directory), default=(0, Path()))
+        if newest != self.number or _text(path) != self._claimed:
+            msg = (
+                f"one run at a time must write to {self._directory}, but this is attempt "
+                f"{self.number} and attempt {newest} has begun ({_who(path)}): this run is the "
+                f"older one and must end; give it a directory of its own if both are wanted"
+            )
+            raise RuntimeError(msg)
+
+    def _claim(self) -> int:
+        while True:
+            claimed = [number for number, _ in _claims(self._directory)]
+            used = [name.attempt for name in names(self._directory)]
+            number = max([0, *claimed, *used]) + 1
+            with suppress(FileExistsError):  # another one was quicker: so this one is the newer
+                self._write_claim(number)
+                return number
+
+    def _succeed(self, after: "Attempt") -> int:
+        # The very next number, or none: a run that has been told that it is the older one must
+        # not become the newest by trying again.
+        number = after.number + 1
+        with suppress(FileExistsError):
+            self._write_claim(number)
+        return number
+
+    def _write_claim(self, number: int) -> None:
+        path = self._directory / f"attempt-{number:04d}.json"
+        with path.open("x") as file:
+            try:
+                file.write(self._claimed)
+                file.flush()
+            except OSError:
+                path.unlink(missing_ok=True)  # who cannot write must not keep others from it
+                raise
+
+
+def _claims(directory: Path) -> list[tuple[int, Path]]:
+    found = [(re.fullmatch(r"attempt-(\d{4,})\.json", p.name), p) for p in directory.iterdir()]
+    return [(int(match[1]), path) for match, path in found if match]
+
+
+def _self_description() -> str:
+    since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    own = {"host": socket.gethostname(), "process": os.getpid(), "since": since}
+    # No two are the same, also where the directory was emptied and the numbers begin anew.
+    return json.dumps({**own, "token": secrets.token_hex(8)})
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, ValueError):  # removed by a third, or not ours
+        return ""
+
+
+def _who(claim: Path) -> str:
+    try:
+        facts = json.loads(_text(claim))
+        return f"process {facts['process']} on {facts['host']}, since {facts['since']}"
+    except (ValueError, TypeError, KeyError):  # being written
+        return "by another process"
 
 
 class Folder:
-    """Writes drafts into a directory, and removes what is older than `keep` others.
+    """Writes checkpoints into a directory, and removes what is older than `keep` others.
 
     Args:
-        directory: made by the first draft.
+        directory: made by the first one.
         keep: how many of the newest to keep.
         keep_every: also keep those of steps that are multiples of this.
     """
@@ -56,10 +178,10 @@ class Folder:
         self._unfinished: Path | None = None
         self._began = 0.0
 
-    def write(self, draft: Draft) -> None:
+    def write(self, step: int, contents: Any, facts: Mapping[str, Any]) -> None:
         """Write a checkpoint that rank 0 has all of."""
-        self.begin(draft.step)
-        self.finish(draft)
+        self.begin(step)
+        self.finish(step, contents, facts)
 
     def begin(self, step: int) -> Path:
         """Return the folder where a checkpoint is to be written before it has its name."""
@@ -77,21 +199,28 @@ class Folder:
             self._unfinished.mkdir()
             return self._unfinished
 
-    def finish(self, draft: Draft) -> None:
-        """Write rank 0's part, make all that was written since `begin` a checkpoint, and prune."""
+    def finish(self, step: int, contents: Any, facts: Mapping[str, Any]) -> None:
+        """Write rank 0's part, make all that was written since `begin` a checkpoint, and prune.
+
+        Args:
+            step: with which it was begun.
+            contents: of the file of rank 0.
+            facts: of the manifest.
+        """
         attempt, path = self._attempt, self._unfinished
         assert attempt is not None and path is not None  # noqa: S101, PT018  # `begin` was called
-        with self._cleaned_after_errors(draft.step):
-            save(draft.contents, path / STATE)
-            size = write_manifest(path, {"step": draft.step, **draft.facts})
+        with self._cleaned_after_errors(step):
+            save(contents, path / STATE)
+            size = write_manifest(path, {"step": step, **facts})
             attempt.check()
             path.rename(self._directory / str(self._name))
             self._unfinished = None
             sync(self._directory)
             self._prune(attempt)
         seconds = time.perf_counter() - self._began
-        text = "saved step %d to %s, %.1f MB in %.2f s"
-        _log.info(text, draft.step, self._directory, size / 1e6, seconds)
+        _log.info(
+            "saved step %d to %s, %.1f MB in %.2f s", step, self._directory, size / 1e6, seconds
+        )
 
     def fail(self) -> None:
         """Remove what was begun, and raise where another run has taken over or all is gone."""

@@ -438,6 +438,6 @@ def test_the_state_of_another_kind_of_thing_is_refused_by_name(tmp_path):
     model = nn.Linear(2, 2)
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(1, model=model)
-    text = r"the state of `model` is not that of a SGD \(KeyError: 'state'\)"
+    text = r"the state of `model` is not that of a SGD \(KeyError: 'param_groups'\)"
     with pytest.raises(RuntimeError, match=text):
         checkpointer.restore(model=torch.optim.SGD(model.parameters(), lr=0.1))

@@ -1,6 +1,6 @@
 """A checkpoint that was read: the newest that is whole, and how things get their state from it."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,15 +65,15 @@ class Checkpoint:
         What is no thing, but None, is read whole.
         """
         self._check_names(things)
-        found = {name: self.contents["objects"][name] for name in things}
-        wanted = {at: path for at, path in self.sharded.items() if at[0] in found}
+        trees = {name: self.contents["objects"][name] for name in things}
+        wanted = {at: path for at, path in self.sharded.items() if at[0] in trees}
         if not wanted:
-            return found
-        likes = {at: like for name, thing in things.items() for at, like in _likes(name, thing)}
+            return trees
+        likes = {(name, *at): like for name in things for at, like in _likes(things[name]).items()}
         # Of a model it has the very place, of an optimizer that of the parameter's whole state.
         targets = {path: likes.get(at, likes.get(at[:-1])) for at, path in wanted.items()}
-        tensors = shards.read(self.path, targets)
-        return {name: shards.joined(state, tensors) for name, state in found.items()}
+        joined: dict[str, Any] = shards.joined(trees, shards.read(self.path, targets))
+        return joined
 
     def _check_names(self, wanted: Iterable[str]) -> None:
         """Raise where something is wanted that was not saved as a thing with a state."""
@@ -176,7 +176,7 @@ def _load(name: str, thing: Any, tree: Any) -> None:
         if isinstance(thing, nn.Module):
             load_weights(thing, tree)
         elif isinstance(thing, torch.optim.Optimizer):
-            thing.load_state_dict(_sharded(dict(_likes(name, thing)), name, tree))
+            thing.load_state_dict(shards.distributed(tree, _likes(thing)))
         else:
             thing.load_state_dict(tree)
     except (LookupError, AttributeError, TypeError) as error:
@@ -195,25 +195,12 @@ def _restore_generators(here: World, saved: list[dict[str, Any]]) -> None:
         _log.info(text, len(saved))
 
 
-def _likes(name: str, thing: object) -> Iterator[tuple[TreePath, Tensor]]:
-    """Yield what shows how parts of a thing's state are sharded, with where they are in it."""
+def _likes(thing: object) -> dict[TreePath, Tensor]:
+    """Return what shows how parts of a thing's state are sharded, by where they are in it."""
     if isinstance(thing, nn.Module):
-        for own, value in unwrap(thing).state_dict().items():
-            yield (name, own), value
-    elif isinstance(thing, torch.optim.Optimizer):
+        return {(name,): value for name, value in unwrap(thing).state_dict().items()}
+    if isinstance(thing, torch.optim.Optimizer):
         # In the order by which state_dict() numbers them.
         parameters = [parameter for group in thing.param_groups for parameter in group["params"]]
-        for number, parameter in enumerate(parameters):
-            yield (name, "state", number), parameter
-
-
-def _sharded(likes: Mapping[TreePath, Tensor], name: str, tree: Any) -> Any:
-    """Return an optimizer's state, with whole tensors sharded where their parameters are."""
-    state = {
-        number: {
-            key: shards.sharded_like(likes.get((name, "state", number)), value)
-            for key, value in own.items()
-        }
-        for number, own in tree["state"].items()
-    }
-    return {**tree, "state": state}
+        return {("state", number): parameter for number, parameter in enumerate(parameters)}
+    return {}

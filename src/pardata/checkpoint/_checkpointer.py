@@ -1,6 +1,5 @@
 """The state of a run: saved so that it survives, restored into any strategy and world size."""
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -117,9 +116,10 @@ class Checkpointer:
             check_integer("step", step, least=0)
             snapshot.take(here, objects, copy=self._asynchronous and here.rank == 0)
             if here.rank > 0:  # not by the exchange, which would take them from all to all
-                publish(channel(), _key(here.rank), json.dumps(generator_states(here.device)))
+                own = json.dumps(generator_states(here.device))
+                publish(channel(), f"generators/{here.rank}", own)
             told = {"step": step, "objects": list(objects), **self._options}
-            return {**told, _DIGEST: _digest(snapshot.texts)}
+            return {**told, _DIGEST: snapshot.digest()}
 
         _require_same(here, agree(here, "Checkpointer.save", take), snapshot.texts)
         contents = {"objects": snapshot.trees, "generators": _generators_of_all(here)}
@@ -243,10 +243,6 @@ class Checkpointer:
         lead(self._folder.finish, *draft)
 
 
-def _digest(details: Mapping[str, str]) -> str:
-    return hashlib.sha256(json.dumps(details, sort_keys=True).encode()).hexdigest()
-
-
 def _require_same(here: World, told: list[dict[str, object]], details: Mapping[str, str]) -> None:
     """Raise where ranks save what differs; the details are told where digests do. Collective."""
     digests = {facts.pop(_DIGEST) for facts in told}
@@ -264,10 +260,6 @@ def _generators_of_all(here: World) -> list[dict[str, Any]]:
         return []
     found = [generator_states(here.device)]
     for rank in range(1, here.size):
-        line = channel()
-        found.append(json.loads(collect(line, _key(rank), 1, "Checkpointer.save", line.timeout)))
+        line, key = channel(), f"generators/{rank}"
+        found.append(json.loads(collect(line, key, 1, "Checkpointer.save", line.timeout)))
     return found
-
-
-def _key(rank: int) -> str:
-    return f"generators/{rank}"

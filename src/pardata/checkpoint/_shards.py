@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pardata.checkpoint._files import UnusableError
 from pardata.collective._tree import Path as TreePath
-from pardata.collective._tree import flat, is_special, mapped
+from pardata.collective._tree import flat, is_special, mapped, rebuilt
 
 _FOLDER = "sharded"
 
@@ -36,14 +36,20 @@ _MODULES = (
 )
 
 
-def sharded_like(like: Any, value: Any) -> Any:
-    """Return a value, and if it is a whole tensor of the shape of a sharded one, sharded so."""
-    whole = isinstance(value, Tensor) and not _is_sharded(value)
-    if not _is_sharded(like) or not whole or value.shape != like.shape:
-        return value
+def distributed(tree: Any, likes: Mapping[TreePath, Tensor]) -> Any:
+    """Return a tree whose whole tensors are sharded as `likes` has it for the part they are in."""
+    sharded: dict[TreePath, Any] = {at: like for at, like in likes.items() if _is_sharded(like)}
+    if not sharded:
+        return tree
     from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415
 
-    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
+    parts = flat(tree, is_leaf=is_special)
+    for at, leaf in parts.items():
+        like = sharded.get(at[:-1])
+        is_whole = isinstance(leaf, Tensor) and not _is_sharded(leaf)
+        if like is not None and is_whole and leaf.shape == like.shape:
+            parts[at] = distribute_tensor(leaf.to(like.device), like.device_mesh, like.placements)
+    return rebuilt(tree, parts, is_leaf=is_special)
 
 
 def mark(path: str) -> dict[str, str]:

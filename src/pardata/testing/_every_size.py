@@ -3,7 +3,6 @@
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -122,7 +121,7 @@ def _record(train: Any, args: Any, directory: str) -> int:
     for steps, trained in enumerate(_yielded(train, args), start=1):
         tensors = _tensors(trained)
         if torch.distributed.get_rank() == 0:
-            torch.save(tensors, _file(directory, steps))
+            torch.save(tensors, f"{directory}/{steps}.pt")
     if steps == 0:
         msg = "`train` must yield after each step, but yielded nothing: let it take some steps"
         raise ValueError(msg)
@@ -136,7 +135,7 @@ def _compare(train: Any, args: Any, directory: str, steps: int, near: _Near) -> 
     for done, trained in enumerate(_yielded(train, args), start=1):
         ours = _tensors(trained)  # collective where they are sharded
         if first is None and done <= steps:
-            text = _difference(ours, torch.load(_file(directory, done)), near)
+            text = _difference(ours, torch.load(f"{directory}/{done}.pt"), near)
             first = None if text is None else (done, text)
     if first is None and done != steps:
         first = min(done, steps), f"it took {done} steps in all, not {steps}"
@@ -160,9 +159,9 @@ def _difference(ours: dict[str, Tensor], theirs: dict[str, Tensor], near: _Near)
         return f"the names of the tensors differ in {names}"
     found = ((name, difference(ours[name], theirs[name], near)) for name in ours)
     differing = [(*apart, name) for name, apart in found if apart is not None]
-    if not differing:
-        return None
     most = sorted(differing, key=lambda item: -item[0])
+    if not most:
+        return None
     lines = [f"  `{name}`: {text}" for _, text, name in most[:_LISTED]]
     more = [f"  and {len(most) - _LISTED} more"] if len(most) > _LISTED else []
     return (
@@ -194,7 +193,3 @@ def _tensor(value: Any, name: Any, must: str) -> Tensor:
         raise TypeError(msg)
     whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
     return whole.to_dense() if whole.layout != torch.strided else whole
-
-
-def _file(directory: str, step: int) -> Path:
-    return Path(directory) / f"step-{step}.pt"

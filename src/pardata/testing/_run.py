@@ -141,8 +141,7 @@ class _Rank:
 
     def __init__(self, rank: int, meeting: _Meeting, job: bytes) -> None:
         self.rank = rank
-        self.result: Any = None
-        self.is_done = False
+        self.outcome: Any = None  # a Failure, or its result, pickled
         self.pipe, there = multiprocessing.Pipe(duplex=False)
         self._process = _context().Process(target=_work, args=(rank, meeting, job, there))
         self._process.start()
@@ -150,49 +149,42 @@ class _Rank:
 
     def end(self) -> None:
         """Make sure that the process is gone."""
-        self._process.join(timeout=_GRACE if self.is_done else 0)
+        self._process.join(timeout=0 if self.outcome is None else _GRACE)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
         self.pipe.close()
         self._process.close()
 
-    def receive(self) -> Failure | None:
-        """Take this rank's outcome: keep its result or return its failure."""
-        self.is_done = True
+    def receive(self) -> None:
+        """Take this rank's outcome."""
         try:
-            outcome = self.pipe.recv()
+            self.outcome = self.pipe.recv()
         except EOFError:
             self._process.join()
             text = f"the process ended with exit code {self._process.exitcode}, without a word"
-            return Failure(self.rank, "run", "ProcessDied", text, text, None)
-        if isinstance(outcome, Failure):
-            return outcome
-        self.result = pickle.loads(outcome)  # noqa: S301  # our own child's
-        return None
+            self.outcome = Failure(self.rank, "run", "ProcessDied", text, text, None)
 
 
 def _results(team: list[_Rank], meeting: _Meeting) -> list[Any]:
     deadline = time.monotonic() + meeting.timeout
     failures: list[Failure] = []
-    while open_ranks := [member for member in team if not member.is_done]:
-        ready = wait([member.pipe for member in open_ranks], max(0, deadline - time.monotonic()))
+    while waiting := [member for member in team if member.outcome is None]:
+        ready = wait([member.pipe for member in waiting], max(0, deadline - time.monotonic()))
         if not ready:
             if failures:
                 break  # the others are stuck because of it
-            raise TimeoutError(_stuck_text(open_ranks, meeting))
-        for member in open_ranks:
-            if member.pipe in ready and (failure := member.receive()):
-                failures.append(failure)
-                deadline = min(deadline, time.monotonic() + _GRACE)
+            raise TimeoutError(_stuck_text(waiting, meeting))
+        for member in waiting:
+            if member.pipe in ready:
+                member.receive()
+                if isinstance(member.outcome, Failure):
+                    failures.append(member.outcome)
+                    deadline = min(deadline, time.monotonic() + _GRACE)
     if failures:
-        _first_cause(failures).reraise()
-    return [member.result for member in team]
-
-
-def _first_cause(failures: list[Failure]) -> Failure:
-    # A rank that loses its peer fails in turn, in a collective: that is a consequence.
-    return next((f for f in failures if "Connection" not in f.text), failures[0])
+        # A rank that loses its peer fails in turn, in a collective: that is a consequence.
+        next((f for f in failures if "Connection" not in f.text), failures[0]).reraise()
+    return [pickle.loads(member.outcome) for member in team]  # noqa: S301  # our own children's
 
 
 def _stuck_text(stuck: list[_Rank], meeting: _Meeting) -> str:

@@ -132,6 +132,7 @@ CLAIM = """if True:
         time.sleep(0.0001)
     try:
         attempt = Attempt(directory)
+        attempt.claim()
         print("claimed", flush=True)
         while not (go / "check").exists():
             time.sleep(0.01)

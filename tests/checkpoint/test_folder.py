@@ -116,9 +116,10 @@ def test_the_older_of_two_is_told_who_the_other_one_is_and_changes_nothing(tmp_p
 
 def test_the_older_one_stays_the_older_one_also_where_the_directory_was_emptied(tmp_path):
     directory = tmp_path / "run"
-    older = Attempt(directory)
+    older, newer = Attempt(directory), Attempt(directory)
+    older.claim()
     shutil.rmtree(directory)
-    newer = Attempt(directory)
+    newer.claim()
     assert newer.number == older.number
     with pytest.raises(RuntimeError, match="this run is the older one"):
         older.check()
@@ -131,15 +132,18 @@ def test_the_only_one_goes_on_where_the_directory_was_emptied(tmp_path):
     (tmp_path / "attempt-0001.json").unlink()
     writer.act("finish")
     assert whole_steps(tmp_path) == [3]
-    assert Attempt(tmp_path).number == 2
+    newer = Attempt(tmp_path)
+    newer.claim()
+    assert newer.number == 2
 
 
 def test_a_claim_that_cannot_be_read_is_one_and_one_that_cannot_be_written_is_none(tmp_path):
     attempt = Attempt(tmp_path)
+    attempt.claim()
     end = limited(20)
     try:
         with pytest.raises(OSError, match="File too large"):
-            Attempt(tmp_path)
+            Attempt(tmp_path).claim()
     finally:
         end()
     attempt.check()
@@ -169,14 +173,14 @@ def test_however_several_runs_interleave_the_newest_alone_adds_and_removes(actio
                 continue
             before = names(directory)
             writer = writers[number]
-            claims = writer._attempt is None
+            claims = writer._attempt.number == 0
             try:
                 finished = writer.act(action, step)
             except RuntimeError:
                 assert writer is not newest
                 assert names(directory) == before
                 continue
-            newest = writer if claims and writer._attempt is not None else newest
+            newest = writer if claims and writer._attempt.number > 0 else newest
             assert writer is newest or names(directory) == before
             if finished is not None:
                 contents[finished] = f"{id(writer)} {writer._name.step}"

@@ -60,43 +60,55 @@ def names(directory: Path) -> list[Name]:
 
 
 class Attempt:
-    """A right to write in a directory, until somebody claims the next one.
+    """A right to write in a directory, from the first `claim` until somebody else claims the next.
 
-    Args:
-        directory: made where it is not there.
-        after: the attempt of this very run that the new one takes the place of.
-
-    Raises:
-        OSError: where nothing can be written there.
-        RuntimeError: where somebody else came after `after`.
+    Attributes:
+        number: of the claim, or 0 before the first.
     """
 
-    def __init__(self, directory: Path, *, after: "Attempt | None" = None) -> None:
-        if after is not None:
-            after.check()  # before anything is made
+    def __init__(self, directory: Path) -> None:
+        self.number = 0
+        self._directory = directory
+        self._claimed = ""
+
+    def claim(self) -> None:
+        """Claim the next number, in a directory that is made where it is not there.
+
+        Raises:
+            OSError: where nothing can be written there.
+            RuntimeError: where somebody else came after this one's last claim.
+        """
+        self.check()  # before anything is made
+        directory, claimed = self._directory, _self_description()
         if directory.exists() and not directory.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
         directory.mkdir(parents=True, exist_ok=True)
-        self._directory = directory
-        self._claimed = _self_description()
-        self.number = self._claim() if after is None else self._succeed(after)
+        while True:
+            taken = [*_claims(directory), *(name.attempt for name in names(directory))]
+            # After a claim of its own the very next number, or none: a run that has been told that
+            # it is the older one must not become the newest by trying again.
+            number = (self.number or max(taken, default=0)) + 1
+            if self._write_claim(number, claimed) or self.number:
+                break  # else another one was quicker: so this one will be the newer
+        self.number, self._claimed = number, claimed
         self.check()
-        for older, path in _claims(directory):
-            if older < self.number:
+        for older, path in _claims(directory).items():
+            if older < number:
                 path.unlink(missing_ok=True)
 
     def check(self) -> None:
-        """Raise if somebody has claimed another attempt since, or the directory is gone."""
+        """Raise if somebody has claimed since this one did, or the directory is gone."""
+        if self.number == 0:
+            return
         if not self._directory.is_dir():
             msg = (
                 f"the directory of the checkpoints must stay, but {self._directory} is gone: was "
                 f"it removed, or its disk unmounted?"
             )
             raise FileNotFoundError(msg)
-        if not _claims(self._directory):
-            with suppress(FileExistsError):
-                self._write_claim(self.number)  # somebody has emptied it, and not written yet
-        newest, path = max(_claims(self._directory), default=(0, Path()))
+        if not _claims(self._directory):  # somebody has emptied it, and not written yet
+            self._write_claim(self.number, self._claimed)
+        newest, path = max(_claims(self._directory).items(), default=(0, Path()))
         if newest != self.number or _text(path) != self._claimed:
             msg = (
                 f"one run at a time must write to {self._directory}, but this is attempt "
@@ -105,37 +117,23 @@ class Attempt:
             )
             raise RuntimeError(msg)
 
-    def _claim(self) -> int:
-        while True:
-            claimed = [number for number, _ in _claims(self._directory)]
-            used = [name.attempt for name in names(self._directory)]
-            number = max([0, *claimed, *used]) + 1
-            with suppress(FileExistsError):  # another one was quicker: so this one is the newer
-                self._write_claim(number)
-                return number
-
-    def _succeed(self, after: "Attempt") -> int:
-        # The very next number, or none: a run that has been told that it is the older one must
-        # not become the newest by trying again.
-        number = after.number + 1
-        with suppress(FileExistsError):
-            self._write_claim(number)
-        return number
-
-    def _write_claim(self, number: int) -> None:
+    def _write_claim(self, number: int, text: str) -> bool:
+        """Claim a number, and return whether nobody else has."""
         path = self._directory / f"attempt-{number:04d}.json"
-        with path.open("x") as file:
+        with suppress(FileExistsError), path.open("x") as file:
             try:
-                file.write(self._claimed)
+                file.write(text)
                 file.flush()
             except OSError:
                 path.unlink(missing_ok=True)  # who cannot write must not keep others from it
                 raise
+            return True
+        return False
 
 
-def _claims(directory: Path) -> list[tuple[int, Path]]:
+def _claims(directory: Path) -> dict[int, Path]:
     found = [(re.fullmatch(r"attempt-(\d{4,})\.json", p.name), p) for p in directory.iterdir()]
-    return [(int(match[1]), path) for match, path in found if match]
+    return {int(match[1]): path for match, path in found if match}
 
 
 def _self_description() -> str:
@@ -173,8 +171,8 @@ class Folder:
         self._directory = directory
         self._keep = keep
         self._keep_every = keep_every
-        self._attempt: Attempt | None = None
-        self._name: Name | None = None
+        self._attempt = Attempt(directory)
+        self._name = Name(0, 0)  # until the first
         self._unfinished: Path | None = None
         self._began = 0.0
 
@@ -187,10 +185,10 @@ class Folder:
         """Return the folder where a checkpoint is to be written before it has its name."""
         self._began = time.perf_counter()
         with self._cleaned_after_errors(step):
-            if self._attempt is None or (self._name is not None and step <= self._name.step):
+            if self._attempt.number == 0 or step <= self._name.step:
                 # A step that comes again is newer than the first one all the same.
-                self._attempt = Attempt(self._directory, after=self._attempt)
-                self._remove_leftovers(self._attempt.number)
+                self._attempt.claim()
+                self._remove_leftovers()
             self._attempt.check()
             self._remove_unfinished()  # of a save that stopped half-way
             self._name = Name(self._attempt.number, step)
@@ -207,16 +205,16 @@ class Folder:
             contents: of the file of rank 0.
             facts: of the manifest.
         """
-        attempt, path = self._attempt, self._unfinished
-        assert attempt is not None and path is not None  # noqa: S101, PT018  # `begin` was called
+        path = self._unfinished
+        assert path is not None  # noqa: S101  # `begin` was called
         with self._cleaned_after_errors(step):
             save(contents, path / STATE)
             size = write_manifest(path, {"step": step, **facts})
-            attempt.check()
+            self._attempt.check()
             path.rename(self._directory / str(self._name))
             self._unfinished = None
             sync(self._directory)
-            self._prune(attempt)
+            self._prune()
         seconds = time.perf_counter() - self._began
         _log.info(
             "saved step %d to %s, %.1f MB in %.2f s", step, self._directory, size / 1e6, seconds
@@ -225,31 +223,31 @@ class Folder:
     def fail(self) -> None:
         """Remove what was begun, and raise where another run has taken over or all is gone."""
         self._remove_unfinished()
-        if self._attempt is not None:
-            self._attempt.check()
+        self._attempt.check()
 
     def _remove_unfinished(self) -> None:
         if self._unfinished is not None:
             shutil.rmtree(self._unfinished, ignore_errors=True)
             self._unfinished = None
 
-    def _prune(self, attempt: Attempt) -> None:
-        attempt.check()
+    def _prune(self) -> None:
+        self._attempt.check()
         for name in names(self._directory)[: -self._keep]:
             kept = self._keep_every is not None and name.step % self._keep_every == 0
-            if not kept and name.attempt <= attempt.number:
+            if not kept and name.attempt <= self._attempt.number:
                 # Half of it removed must not look like a checkpoint.
                 removed = self._directory / f"{_REMOVED}{name}"
                 with suppress(FileNotFoundError):  # the older run was at it when this one began
                     (self._directory / str(name)).rename(removed)
                     shutil.rmtree(removed, ignore_errors=True)
 
-    def _remove_leftovers(self, attempt: int) -> None:
+    def _remove_leftovers(self) -> None:
         """Remove what earlier attempts were killed over."""
         for entry in list(self._directory.iterdir()):
             for prefix in (_UNFINISHED, _REMOVED):
                 name = Name.parse(entry.name.removeprefix(prefix))
-                if entry.name.startswith(prefix) and name and name.attempt < attempt:
+                is_older = name and name.attempt < self._attempt.number
+                if is_older and entry.name.startswith(prefix):
                     shutil.rmtree(entry, ignore_errors=True)
 
     @contextmanager
@@ -259,7 +257,7 @@ class Folder:
             yield
         except BaseException as error:
             self._remove_unfinished()
-            if isinstance(error, FileNotFoundError) and self._attempt is not None:
+            if isinstance(error, FileNotFoundError):
                 self._attempt.check()  # it may know why
             if not isinstance(error, OSError) or error.errno is None:
                 raise

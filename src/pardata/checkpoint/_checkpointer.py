@@ -119,7 +119,7 @@ class Checkpointer:
                 own = json.dumps(generator_states(here.device))
                 publish(channel(), f"generators/{here.rank}", own)
             told = {"step": step, "objects": list(objects), **self._options}
-            return {**told, _DIGEST: snapshot.digest()}
+            return {**told, _DIGEST: snapshot.digest() if here.size > 1 else ""}
 
         _require_same(here, agree(here, "Checkpointer.save", take), snapshot.texts)
         contents = {"objects": snapshot.trees, "generators": _generators_of_all(here)}

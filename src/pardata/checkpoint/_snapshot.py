@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pardata.checkpoint import _shards as shards
-from pardata.collective._tree import Path, flat, in_brackets, is_special, rebuilt
+from pardata.collective._tree import Path, flat, in_brackets, is_special, mapped, rebuilt
 from pardata.model._strategy import strategy_of
 from pardata.ranks._version import __version__
 from pardata.ranks._world import World
@@ -115,7 +115,7 @@ def copied(tree: Any) -> Any:
     known: dict[tuple[object, ...], Tensor] = {}
     gpus = set[torch.device]()
 
-    def copy_of(leaf: Any) -> Any:
+    def copy_of(_: Path, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return deepcopy(leaf)
         if leaf.layout != torch.strided:
@@ -128,12 +128,11 @@ def copied(tree: Any) -> Any:
                 gpus.add(leaf.device)
         return known[key]
 
-    found = flat(tree, is_leaf=is_special)
-    copies = {path: copy_of(leaf) for path, leaf in found.items()}
+    copies = mapped(tree, copy_of, is_leaf=is_special)
     # Each copy runs on the stream of now of the GPU that it comes from, whichever GPU is current.
     for gpu in gpus:
         torch.cuda.current_stream(gpu).synchronize()
-    return rebuilt(tree, copies, is_leaf=is_special)
+    return copies
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:

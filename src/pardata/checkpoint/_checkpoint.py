@@ -48,13 +48,13 @@ class Checkpoint:
         """
         states = self.states_of(things)
 
-        def give() -> dict[str, object]:
+        def load() -> dict[str, object]:
             for name, thing in things.items():
                 _load(name, thing, states[name])
             _restore_generators(here, self.contents["generators"])
             return {}
 
-        agree(here, "Checkpointer.restore (loading)", give)
+        agree(here, "Checkpointer.restore (loading)", load)
         self._log_restored()
         values = {name: self.contents["objects"][name] for name in self.manifest["values"]}
         return {"step": self.manifest["step"], **values}

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import TensorDataset
 
 from pardata import Checkpointer, backward, fingerprint, make_loader, world, wrap_model
-from pardata.checkpoint._attempt import names
-from pardata.checkpoint._manifest import _digest, _size_and_digest, verified
+from pardata.checkpoint._files import _digest, _size_and_digest, verified
+from pardata.checkpoint._folder import names
 
 STRATEGIES = ("none", "dp", "ddp", "fsdp", "exact")
 OPTIMIZERS = {
@@ -89,7 +89,7 @@ def whole_steps(directory):
     """Return the steps of all checkpoints, from the oldest to the newest, all of them whole."""
     found = names(directory)
     for name in found:
-        verified(directory / str(name))
+        verified(directory / str(name), name.step)
     return [name.step for name in found]
 
 
@@ -135,16 +135,16 @@ def sharded(value):
 
 
 class Thing:
-    """Has a state that holds sharded tensors."""
+    """Has whatever state it is given, as of sharded tensors."""
 
-    def __init__(self, tensors):
-        self.tensors = tensors
+    def __init__(self, state=None):
+        self.state = state
 
     def state_dict(self):
-        return {"a": {"b.c": self.tensors[0], "b": {"c": self.tensors[1]}}}
+        return self.state
 
     def load_state_dict(self, state):
-        self.tensors = [state["a"]["b.c"], state["a"]["b"]["c"]]
+        self.state = state
 
 
 def paths(directory):

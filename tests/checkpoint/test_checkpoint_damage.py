@@ -80,62 +80,42 @@ def test_the_newest_that_is_whole_is_restored(saved, damaged):
 FLIPPED = ("manifest.json", "flip")
 
 
-def change_size(checkpoint):
-    (checkpoint / "state.pt").write_bytes(b"x")
+def replaced_by(make):
+    return lambda file: (file.unlink(), make(file))
 
 
-def change_byte(checkpoint):
-    content = (checkpoint / "state.pt").read_bytes()
-    (checkpoint / "state.pt").write_bytes(content[:-1] + b"?")
+def changed(before, after):
+    return lambda file: file.write_bytes(file.read_bytes().replace(before, after))
 
 
-def change_manifest(checkpoint):
-    text = (checkpoint / "manifest.json").read_text()
-    (checkpoint / "manifest.json").write_text(text.replace('"values"', '"valuez"'))
+def signed(**facts):
+    return lambda checkpoint: sign(checkpoint, **facts)
 
 
-def make_folder(checkpoint):
-    (checkpoint / "manifest.json").unlink()
-    (checkpoint / "manifest.json").mkdir()
-
-
-def make_pipe(checkpoint):
-    (checkpoint / "state.pt").unlink()
-    os.mkfifo(checkpoint / "state.pt")
-
-
-def lead_elsewhere(checkpoint):
-    secret = checkpoint.parent / "secret"
-    shutil.move(checkpoint / "state.pt", secret)
-    (checkpoint / "state.pt").symlink_to(secret)
-
-
-def rename(checkpoint):
-    checkpoint.rename(checkpoint.with_name("attempt-0001-step-000000009"))
-
-
+STATE, MANIFEST = FILES
+# What may become of a file of a checkpoint, or of the whole, and what is said of it.
 CHANGES = {
-    "a file that is gone": (lambda path: (path / "state.pt").unlink(), "state.pt is missing"),
-    "no manifest": (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
-    "another size": (change_size, "state.pt has 1 bytes and should have"),
-    "another byte": (change_byte, "the checksum of state.pt is wrong"),
-    "another manifest": (change_manifest, "the checksum of manifest.json is wrong"),
-    "no JSON": (lambda path: (path / "manifest.json").write_text("["), "manifest.json is damaged"),
-    "other JSON": (lambda path: (path / "manifest.json").write_text("{}"), "manifest.json is dam"),
-    "a deep one": (lambda path: (path / "manifest.json").write_text("[" * 60_000), "manifest.json"),
-    "another format": (lambda path: sign(path, format=2), "its format is 2, and this pardata rea"),
-    "a folder": (make_folder, "manifest.json is missing"),
-    "a pipe": (make_pipe, "state.pt is missing"),
-    "a link": (lead_elsewhere, "state.pt is not in it, but in "),
-    "a file of another folder": (
-        lambda path: sign(path, files={"../notes": [0, ""]}), "../notes is not in it, but in"
+    "a file that is gone": (STATE, Path.unlink, "state.pt is missing"),
+    "no manifest": (MANIFEST, Path.unlink, "manifest.json is missing"),
+    "another size": (STATE, lambda file: file.write_bytes(b"x"), "state.pt has 1 bytes and shou"),
+    "another byte": (STATE, changed(b"PK", b"QK"), "the checksum of state.pt is wrong"),
+    "another manifest": (MANIFEST, changed(b'"values"', b'"x"'), "the checksum of manifest.json i"),
+    "no JSON": (MANIFEST, lambda file: file.write_text("["), "manifest.json is damaged"),
+    "other JSON": (MANIFEST, lambda file: file.write_text("{}"), "manifest.json is damaged"),
+    "a deep one": (MANIFEST, lambda file: file.write_text("[" * 60_000), "manifest.json is dam"),
+    "a folder": (MANIFEST, replaced_by(Path.mkdir), "manifest.json is missing"),
+    "a pipe": (STATE, replaced_by(os.mkfifo), "state.pt is missing"),
+    "a link": (
+        STATE,
+        replaced_by(lambda f: f.symlink_to("/etc/hosts")),
+        "state.pt is not in it, b",
     ),
-    "an absolute name": (
-        lambda path: sign(path, files={"/etc/hosts": [0, ""]}), "/etc/hosts is not in it, but in"
-    ),
-    "another name": (rename, "it is that of step 3"),
-    "only a file": (lambda path: (shutil.rmtree(path), path.touch()), "manifest.json is missing"),
-}  # fmt: skip
+    "another format": ("", signed(format=2), "its format is 2, and this pardata reads 1"),
+    "a file of another folder": ("", signed(files={"../a": [0, ""]}), "../a is not in it, but in"),
+    "an absolute name": ("", signed(files={"/etc/hosts": [0, ""]}), "/etc/hosts is not in it, but"),
+    "another step": ("", lambda path: path.rename(f"{path}"[:-1] + "9"), "it is that of step 3"),
+    "only a file": ("", lambda path: (shutil.rmtree(path), path.touch()), "manifest.json is mis"),
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -143,12 +123,13 @@ def test_one_that_is_not_what_was_written_is_passed_over_and_it_is_said_why(
     change, saved, tmp_path, caplog
 ):
     directory = shutil.copytree(saved, tmp_path / "run")
-    CHANGES[change][0](paths(directory)[2])
+    file, make, why = CHANGES[change]
     third = paths(directory)[2]
+    make(third / file)
     with caplog.at_level("INFO", logger="pardata"):
         assert restored(directory) == 2
     told, found = [record.getMessage() for record in caplog.records]
-    assert told.startswith(f"[0/1] passed over the checkpoint {third}: {CHANGES[change][1]}")
+    assert told.startswith(f"[0/1] passed over the checkpoint {paths(directory)[-1]}: {why}")
     assert found.startswith(f"[0/1] restored step 2 of {directory}, saved by 1 process(es) with ")
 
 
@@ -228,28 +209,26 @@ def test_no_code_of_a_checkpoint_runs(saved, tmp_path):
     assert not (tmp_path / "harm").exists()
 
 
-@pytest.mark.parametrize("contents", [1, None, [], {}, torch.ones(2)], ids=str)
-def test_what_is_not_a_checkpoints_is_passed_over(contents, saved, tmp_path):
+def forged(saved, tmp_path, contents):
+    """Return copies of checkpoints, of which the newest has other contents, and is signed."""
     directory = shutil.copytree(saved, tmp_path / "run")
     torch.save(contents, paths(directory)[2] / "state.pt")
     sign(paths(directory)[2])
-    assert restored(directory) == 2
+    return directory
+
+
+MARK = {"objects": {"value": {"pardata: a sharded tensor": "value"}}, "generators": []}
+
+
+@pytest.mark.parametrize("contents", [1, None, [], {}, torch.ones(2), MARK], ids=str)
+def test_what_is_not_a_checkpoints_is_passed_over(contents, saved, tmp_path):
+    assert restored(forged(saved, tmp_path, contents)) == 2
 
 
 @pytest.mark.parametrize(
     "states", [[1], [{}], [{"python": 1}], [{"python": [3, [1] * 625, None], "torch": [1]}]]
 )
 def test_states_of_generators_that_are_none_are_an_error(states, saved, tmp_path):
-    directory = shutil.copytree(saved, tmp_path / "run")
-    torch.save({"objects": {"value": 1}, "generators": states}, paths(directory)[2] / "state.pt")
-    sign(paths(directory)[2])
+    directory = forged(saved, tmp_path, {"objects": {"value": 1}, "generators": states})
     with pytest.raises(RuntimeError, match="what was saved of them is nothing of theirs"):
         Checkpointer(directory).restore()
-
-
-def test_a_mark_without_its_tensor_is_passed_over(saved, tmp_path):
-    directory = shutil.copytree(saved, tmp_path / "run")
-    value = {"pardata: a sharded tensor": "value"}
-    torch.save({"objects": {"value": value}, "generators": []}, paths(directory)[2] / "state.pt")
-    sign(paths(directory)[2])
-    assert restored(directory) == 2

@@ -1,7 +1,6 @@
 """A checkpoint is written as a whole or an error on every rank, now and in the background."""
 
 import shutil
-import subprocess
 import threading
 
 import pytest
@@ -10,103 +9,97 @@ from checkpoint_zoo import Thing, leftovers, limited, save_steps, sharded, whole
 from on_ranks import caught, run_caught
 from torch import nn
 
-from pardata import Checkpointer, all_reduce_sum, rank_zero_call, world
-from pardata.checkpoint._attempt import Attempt
+from pardata import (
+    Checkpointer,
+    all_reduce_sum,
+    fingerprint,
+    load_weights,
+    rank_zero_call,
+    world,
+)
+from pardata.checkpoint._folder import Attempt
 
-MODES = [False, True]
-LARGE = 10_000_000  # numbers: more bytes than `limited` leaves room for
-
-
-def saving(checkpointer, step, numbers=10):
-    checkpointer.save(step, value=torch.full((numbers,), float(step)))
-    checkpointer.wait()
-
-
-# --- the disk
+LARGE = 12_000_000  # numbers: more bytes than `limited` leaves room for, also in halves
 
 
-def save_where_there_is_no_room(directory, asynchronous):
+def fill(_, who):
+    return limited() if world().rank == who else int
+
+
+def lose(directory, _):
+    elsewhere = directory.with_name("elsewhere")
+    rank_zero_call(shutil.move, directory, elsewhere)
+    return lambda: rank_zero_call(shutil.move, elsewhere, directory)
+
+
+def claim(directory, _):
+    rank_zero_call(Attempt(directory).claim)
+    return lambda: None
+
+
+# How it begins, for one who writes, which returns how it ends; and what every rank is told.
+TROUBLES = {
+    "no room": (fill, "OSError", ""),
+    "no directory": (
+        lose,
+        "FileNotFoundError",
+        "must stay, but {} is gone: was it removed, or its",
+    ),
+    "a newer run": (
+        claim,
+        "RuntimeError",
+        "but this is attempt 1 and attempt 2 has begun (process",
+    ),
+}
+
+
+NO_ROOM = {
+    "value": (
+        "[Errno 27] File too large, while saving step 2: the checkpoints before it stand in {}"
+    ),
+    "shards": "not all ranks could read or write their parts: rank 1: ",
+}
+
+
+def meet_trouble(directory, trouble, kind, asynchronous):
     checkpointer = Checkpointer(directory, asynchronous=asynchronous)
-    saving(checkpointer, 1)
-    end = limited()
-    raised = [caught(saving, checkpointer, step, LARGE) for step in (2, 2, 3)]
-    state = all_reduce_sum(1), whole_steps(directory), leftovers(directory)
-    restored = checkpointer.restore()["step"]
+    numbers = torch.ones(LARGE if trouble == "no room" else 9)
+    values = {"value": numbers} if kind == "value" else {"thing": Thing({"a": sharded(numbers)})}
+    save = lambda step: (checkpointer.save(step, **values), checkpointer.wait())  # noqa: E731
+    save(1)
+    end = TROUBLES[trouble][0](directory, 0 if kind == "value" else world().size - 1)
+    raised = [caught(save, step) for step in (2, 2, 1, 3)]
+    is_there, total = directory.exists(), all_reduce_sum(1)
     end()
-    saving(checkpointer, 3, LARGE)
-    return raised, state, restored, whole_steps(directory)
+    state = whole_steps(directory), leftovers(directory), checkpointer.restore()["step"]
+    return raised, (is_there, total), state, caught(save, 4), whole_steps(directory)
 
 
-@pytest.mark.parametrize("asynchronous", MODES)
-@pytest.mark.parametrize("size", [1, 3])
-def test_where_there_is_no_room_what_was_there_stands_on_every_rank(size, asynchronous, tmp_path):
-    outcomes = run_caught(save_where_there_is_no_room, tmp_path, asynchronous, world_size=size)
-    for raised, state, restored, after in outcomes:
-        assert [error.type for error in raised] == ["OSError"] * 3
-        assert raised[0].text == (
-            f"[Errno 27] File too large, while saving step 2: the checkpoints before it stand in "
-            f"{tmp_path}"
-        )
-        assert state == (size, [1], [])
-        assert restored == 1
-        assert after == [1, 3]
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A real one of 2 MB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip("mounting a small disk is not allowed here")
-    yield disk
-    subprocess.run(["umount", "-l", disk], check=True)
-
-
-def save_read_only(directory):
-    checkpointer = Checkpointer(directory)
-    return caught(saving, checkpointer, 1), checkpointer.restore(), all_reduce_sum(1)
-
-
-def test_a_disk_that_is_read_only_is_an_error_on_every_rank(small_disk):
-    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    for raised, *rest in run_caught(save_read_only, small_disk / "run", world_size=2):
-        assert raised.type == "OSError"
-        assert "Read-only file system, while saving step 1" in raised.text
-        assert rest == [None, 2]
-
-
-def lose_the_directory(directory, asynchronous):
-    checkpointer = Checkpointer(directory, asynchronous=asynchronous)
-    saving(checkpointer, 1)
-    rank_zero_call(shutil.move, directory, directory.with_name("elsewhere"))
-    raised = [caught(saving, checkpointer, step) for step in (2, 2)]
-    there = rank_zero_call(directory.exists)
-    rank_zero_call(shutil.move, directory.with_name("elsewhere"), directory)
-    saving(checkpointer, 3)
-    return raised, there, checkpointer.restore()["step"], whole_steps(directory)
-
-
-@pytest.mark.parametrize("asynchronous", MODES)
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_directory_that_disappears_is_told_on_every_rank_and_not_made_again(
-    size, asynchronous, tmp_path
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(("size", "kind"), [(1, "value"), (3, "value"), (2, "shards")])
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_in_trouble_every_rank_is_told_each_time_and_what_was_there_stands(
+    trouble, size, kind, asynchronous, tmp_path
 ):
-    for raised, *rest in run_caught(
-        lose_the_directory, tmp_path / "run", asynchronous, world_size=size
-    ):
-        for error in raised:
-            assert error.type == "FileNotFoundError"
-            assert f"must stay, but {tmp_path / 'run'} is gone" in error.text
-        assert rest == [False, 3, [1, 3]]
+    directory = tmp_path / "run"
+    job = meet_trouble, directory, trouble, kind, asynchronous
+    _, error, text = TROUBLES[trouble]
+    for raised, during, state, after, steps in run_caught(*job, world_size=size):
+        assert [each.type for each in raised] == [error] * 4
+        assert all(text.format(directory) in each.text for each in raised)
+        if trouble == "no room":
+            assert raised[0].text.startswith(NO_ROOM[kind].format(directory))
+        assert during == (trouble != "no directory", size)
+        assert state == ([1], [], 1)
+        ends = trouble != "a newer run"
+        assert steps == ([1, 4] if ends else [1])
+        assert ends or after.type == error
 
 
 def lose_it_while_it_is_written(directory):
     checkpointer = Checkpointer(directory, asynchronous=True)
-    saving(checkpointer, 1)
+    checkpointer.save(1)
+    checkpointer.wait()
     checkpointer.save(2, value=torch.ones(LARGE))
     if world().is_main:
         shutil.rmtree(directory, ignore_errors=True)
@@ -121,41 +114,37 @@ def test_a_directory_that_disappears_under_way_is_told_on_every_rank(tmp_path):
         assert total == 2
 
 
-# --- two runs
+@pytest.mark.parametrize("kind", ["pt", "safetensors"])
+def test_an_export_to_a_full_disk_leaves_what_was_there(kind, tmp_path):
+    if kind == "safetensors":
+        pytest.importorskip("safetensors")
+    net, read = nn.Linear(2, 3), nn.Linear(2, 3)
+    net.weight = nn.Parameter(torch.randn(2, 3).T)  # which safetensors take in another order
+    file = tmp_path / "new" / f"weights.{kind}"
+    checkpointer = Checkpointer(tmp_path / "run")
+    checkpointer.save(1, model=net)
+    checkpointer.export(file)
+    checkpointer.save(2, model=nn.Linear(100, 100))
+    end = limited(9000)
+    raised = caught(checkpointer.export, file)
+    end()
+    assert "File too large" in raised.text
+    load_weights(read, file)
+    assert fingerprint(read) == fingerprint(net)
+    assert list(file.parent.iterdir()) == [file]
 
 
-def go_on_as_the_older(directory, kind, asynchronous):
-    checkpointer = Checkpointer(directory, asynchronous=asynchronous)
-    values = {"value": 1} if kind == "value" else {"thing": Thing([sharded(torch.ones(9)), 1])}
-    save = lambda step: (checkpointer.save(step, **values), checkpointer.wait())  # noqa: E731
-    save(5)
-    rank_zero_call(lambda: Attempt(directory) and None)
-    return [caught(save, step) for step in (6, 6, 5, 7)], all_reduce_sum(1)
-
-
-@pytest.mark.parametrize("asynchronous", MODES)
-@pytest.mark.parametrize(("size", "kind"), [(1, "value"), (2, "value"), (2, "shards")])
-def test_the_older_run_is_told_on_every_rank_however_often_it_tries(
-    size, kind, asynchronous, tmp_path
-):
-    outcomes = run_caught(go_on_as_the_older, tmp_path, kind, asynchronous, world_size=size)
-    for raised, total in outcomes:
-        for error in raised:
-            assert error.type == "RuntimeError"
-            assert "this is attempt 1 and attempt 2 has begun" in error.text
-        assert total == size
-    assert (whole_steps(tmp_path), leftovers(tmp_path)) == ([5], [])
+def test_what_are_no_weights_is_not_exported(tmp_path):
+    checkpointer = Checkpointer(tmp_path / "run")
+    states = {"listed": [torch.ones(1)], "mixed": {"a": torch.ones(1), "b": 3}}
+    checkpointer.save(1, **{name: Thing(state) for name, state in states.items()})
+    for name, what in {"listed": "is a list", "mixed": "has 'b', which is none"}.items():
+        with pytest.raises(TypeError, match=rf"weights of a module, .* tensors, but it {what}"):
+            checkpointer.export(tmp_path / "weights.pt", name=name)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 # --- one after the other
-
-
-def test_a_step_that_comes_again_or_goes_back_is_the_newest(tmp_path):
-    checkpointer = save_steps(tmp_path, 5, 5, 3)
-    assert whole_steps(tmp_path) == [5, 5, 3]
-    assert checkpointer.restore()["step"] == 3
-    checkpointer.save(5, value=7)
-    assert checkpointer.restore() == {"step": 5, "value": 7}
 
 
 def test_the_log_says_what_was_saved(tmp_path, caplog):

@@ -11,7 +11,6 @@ import pytest
 from checkpoint_zoo import leftovers, whole_steps
 
 from pardata import Checkpointer
-from pardata.checkpoint._attempt import Attempt
 
 # --- processes that end as any program does, without the two seconds that importing torch takes
 
@@ -91,46 +90,34 @@ def line_of(output, count, seconds=100):
 ENDING = """if True:
     from pardata import Checkpointer
     checkpointer = Checkpointer(sys.argv[1], asynchronous=True)
-    if sys.argv[3] == "full":
+    if sys.argv[2] == "full":
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
     checkpointer.save(4, value=torch.ones(3_000_000))
-    {"end": lambda: 0, "exit": lambda: sys.exit(5), "raise": lambda: 1 / 0}[sys.argv[2]]()
+    if sys.argv[3] == "asked":
+        try:
+            checkpointer.wait()
+        except OSError as error:
+            print("caught", error)
+    {"exit": lambda: sys.exit(5), "raise": lambda: 1 / 0}.get(sys.argv[3], int)()
 """
 
 
-@pytest.mark.parametrize(("how", "status"), [("end", 0), ("exit", 5), ("raise", 1)])
-def test_a_process_that_ends_finishes_the_last_one(how, status, programs, tmp_path):
-    pid, output = programs.start(ENDING, tmp_path, how, "room")
+@pytest.mark.parametrize(
+    ("disk", "how", "status"),
+    [("empty", "end", 0), ("empty", "exit", 5), ("empty", "raise", 1),
+     ("full", "end", 1), ("full", "exit", 1), ("full", "raise", 1), ("full", "asked", 0)],
+)  # fmt: skip
+def test_a_process_finishes_the_last_one_and_ends_with_status_1_where_that_fails_and_nobody_asked(
+    disk, how, status, programs, tmp_path
+):
+    pid, output = programs.start(ENDING, tmp_path, disk, how)
     assert programs.status(pid) == status
-    assert ("ZeroDivisionError" in output.read_text()) == (how == "raise")
-    assert whole_steps(tmp_path) == [4]
-
-
-@pytest.mark.parametrize("how", ["end", "exit", "raise"])
-def test_a_process_whose_last_one_fails_says_so_and_ends_with_status_1(how, programs, tmp_path):
-    pid, output = programs.start(ENDING, tmp_path, how, "full")
-    assert programs.status(pid) == 1
     told = output.read_text()
-    assert "[0/1] the checkpoint of step 4 failed: [Errno 27] File too large, while" in told
-    assert (whole_steps(tmp_path), leftovers(tmp_path)) == ([], [])
-
-
-ASKING = """if True:
-    from pardata import Checkpointer
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
-    checkpointer = Checkpointer(sys.argv[1], asynchronous=True)
-    checkpointer.save(4, value=torch.ones(3_000_000))
-    try:
-        checkpointer.wait()
-    except OSError as error:
-        print("caught", error)
-"""
-
-
-def test_an_error_that_was_asked_for_gives_no_status(programs, tmp_path):
-    pid, output = programs.start(ASKING, tmp_path)
-    assert programs.status(pid) == 0
-    assert output.read_text().startswith("caught [Errno 27] File too large, while saving step 4")
+    assert ("ZeroDivisionError" in told) == (how == "raise")
+    failed = "[0/1] the checkpoint of step 4 failed: [Errno 27] File too large, while saving step 4"
+    assert (failed in told) == (disk == "full" and how != "asked")
+    assert told.startswith("caught [Errno 27] File too large, while") == (how == "asked")
+    assert (whole_steps(tmp_path), leftovers(tmp_path)) == ([4] if disk == "empty" else [], [])
 
 
 # --- several that come at the same moment
@@ -139,12 +126,13 @@ def test_an_error_that_was_asked_for_gives_no_status(programs, tmp_path):
 CLAIM = """if True:
     import time
     from pathlib import Path
-    from pardata.checkpoint._attempt import Attempt
+    from pardata.checkpoint._folder import Attempt
     directory, go = map(Path, sys.argv[1:])
     while not (go / "claim").exists():
         time.sleep(0.0001)
     try:
         attempt = Attempt(directory)
+        attempt.claim()
         print("claimed", flush=True)
         while not (go / "check").exists():
             time.sleep(0.01)
@@ -166,25 +154,6 @@ def test_of_several_that_claim_at_the_same_moment_one_goes_on(programs, tmp_path
     assert sorted(line_of(output, 2) for _, output in claiming) == ["goes on", "older", "older"]
     [path] = (tmp_path / "run").glob("*.json")
     assert json.loads(path.read_text())["process"] == told["goes on"]
-
-
-NO_ROOM = """if True:
-    from pathlib import Path
-    from pardata.checkpoint._attempt import Attempt
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20, 20))
-    try:
-        Attempt(Path(sys.argv[1]))
-    except OSError as error:
-        print(error.strerror)
-"""
-
-
-def test_a_claim_that_cannot_be_written_keeps_nobody_from_writing(programs, tmp_path):
-    own = Attempt(tmp_path)
-    pid, output = programs.start(NO_ROOM, tmp_path)
-    assert (programs.status(pid), output.read_text()) == (0, "File too large\n")
-    own.check()
-    assert [path.name for path in tmp_path.iterdir()] == ["attempt-0001.json"]
 
 
 # --- killed at any moment

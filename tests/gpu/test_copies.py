@@ -6,7 +6,7 @@ Nothing here can be shown on a CPU. Run with ``pytest -m gpu`` on a machine with
 import pytest
 import torch
 
-from pardata.checkpoint._state import copied
+from pardata.checkpoint._snapshot import copied
 
 GPUS = torch.cuda.device_count()
 pytestmark = [

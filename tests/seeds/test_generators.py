@@ -344,7 +344,7 @@ def test_a_numpy_that_keeps_its_words_elsewhere_is_asked_for_its_state(monkeypat
     numpy_generator = _generators._NumPy(np)
 
     def moved():
-        return numpy_generator.now() != state
+        return numpy_generator.state() != state
 
     monkeypatch.setattr(_generators.ctypes, "string_at", lambda _address, size: b"?" * size)
     np.random.seed(4)

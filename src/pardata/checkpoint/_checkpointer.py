@@ -1,10 +1,12 @@
 """The state of a run: saved so that it survives, restored into any strategy and world size."""
 
+import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -12,19 +14,25 @@ from typing_extensions import Self
 
 from pardata.checkpoint import _shards as shards
 from pardata.checkpoint._background import Background
-from pardata.checkpoint._checkpoint import Checkpoint, newest
-from pardata.checkpoint._comparison import agree_on, agree_on_all
-from pardata.checkpoint._export import write_weights
-from pardata.checkpoint._folder import Draft, Folder
-from pardata.checkpoint._state import Snapshot, is_stateful, load
-from pardata.collective._agreement import agree
+from pardata.checkpoint._checkpoint import newest
+from pardata.checkpoint._files import write_weights
+from pardata.checkpoint._folder import Folder
+from pardata.checkpoint._snapshot import Snapshot, check_stateful
+from pardata.collective._agreement import agree, require_same
 from pardata.collective._rank_zero import rank_zero_call
 from pardata.ranks._arguments import check_flag, check_integer
-from pardata.ranks._logger import get_logger
-from pardata.ranks._world import World, require_world
-from pardata.seeds._generators import restore_generators
+from pardata.ranks._store import collect, publish
+from pardata.ranks._world import World, channel, require_world
+from pardata.seeds._generators import generator_states
 
-_log = get_logger(__name__)
+_CURE = (
+    "Pass the same on all ranks: `all_gather` collects what is not, and `rank_zero_call` gives all "
+    "the name of a directory that rank 0 has made."
+)
+_DIGEST = "the digest of the details"
+
+# A checkpoint that is to be: its step, what rank 0 writes, and the facts of its manifest.
+_Draft: TypeAlias = tuple[int, dict[str, Any], dict[str, Any]]
 
 
 class Checkpointer:
@@ -107,24 +115,15 @@ class Checkpointer:
         def take() -> dict[str, object]:
             check_integer("step", step, least=0)
             snapshot.take(here, objects, copy=self._asynchronous and here.rank == 0)
-            return {"step": step, "objects": list(objects), **self._options}
+            if here.rank > 0:  # not by the exchange, which would take them from all to all
+                own = json.dumps(generator_states(here.device))
+                publish(channel(), f"generators/{here.rank}", own)
+            told = {"step": step, "objects": list(objects), **self._options}
+            return {**told, _DIGEST: snapshot.digest() if here.size > 1 else ""}
 
-        generators = agree_on_all(here, "Checkpointer.save", take, snapshot.texts)
-        contents = {"objects": snapshot.trees, "generators": generators}
-        draft = Draft(step, contents, snapshot.facts)
-        if self._asynchronous:
-            self._start(here, draft, snapshot.parts)
-            return
-        if not snapshot.parts:
-            rank_zero_call(self._folder.write, draft)
-            return
-        path = rank_zero_call(self._folder.begin, step)
-        try:
-            shards.write(path, snapshot.parts)
-        except OSError:  # on all ranks
-            rank_zero_call(self._folder.fail)
-            raise
-        rank_zero_call(self._folder.finish, draft)
+        _require_same(here, agree(here, "Checkpointer.save", take), snapshot.texts)
+        contents = {"objects": snapshot.trees, "generators": _generators_of_all(here)}
+        self._start(here, snapshot.parts, (step, contents, snapshot.facts))
 
     def restore(self, **objects: Any) -> dict[str, Any] | None:
         """Give `objects` the state of the newest checkpoint that is whole. Collective.
@@ -150,25 +149,13 @@ class Checkpointer:
         self.wait()
 
         def check() -> dict[str, object]:
-            _check_stateful(objects)
+            check_stateful(objects)
             return {"objects": list(objects), **self._options}
 
-        agree_on(here, "Checkpointer.restore", check)
+        told = agree(here, "Checkpointer.restore", check)
+        require_same("Checkpointer.restore", told, _CURE)
         found = newest(here, self._directory)
-        if found is None:
-            return None
-        trees = found.states_of(objects)
-
-        def give() -> dict[str, object]:
-            for name, thing in objects.items():
-                with _naming(name, thing):
-                    load(thing, trees[name])
-            _restore_generators(found.contents["generators"], here)
-            return {}
-
-        agree(here, "Checkpointer.restore (loading)", give)
-        _log_restored(found, self._directory)
-        return {"step": found.manifest["step"], **found.values}
+        return None if found is None else found.give(here, objects)
 
     def export(self, path: str | os.PathLike[str], *, name: str = "model") -> None:
         """Write the bare weights of the newest whole checkpoint to a file, for others. Collective.
@@ -222,70 +209,57 @@ class Checkpointer:
         if kind is None:
             self.wait()
 
-    def _start(self, here: World, draft: Draft, parts: dict[str, torch.Tensor]) -> None:
-        """Begin to write in the background. Collective."""
+    def _start(self, here: World, parts: dict[str, torch.Tensor], draft: _Draft) -> None:
+        """Write a checkpoint, or begin to in the background. Collective."""
         written: Callable[[], None] | None = None
         if parts:
-            path = rank_zero_call(self._folder.begin, draft.step)
-            self._group = self._group or dist.new_group(backend="gloo")
-            written = shards.start_writing(path, parts, self._group)
+            path = rank_zero_call(self._folder.begin, draft[0])
+            if self._asynchronous:
+                self._group = self._group or dist.new_group(backend="gloo")
+            written = shards.writing(path, parts, self._group)
+        if not self._asynchronous:
+            self._write(rank_zero_call, written, draft)
+            return
 
-        def work() -> None:
-            if written is None:
-                if here.is_main:
-                    self._folder.write(draft)
-                return
-            try:
-                written()
-            except OSError:
-                if here.is_main:
-                    self._folder.fail()
-                raise
+        def lead(fn: Callable[..., object], *args: object) -> None:
             if here.is_main:
-                self._folder.finish(draft)
+                fn(*args)
 
-        self._background = Background(work, f"the checkpoint of step {draft.step}")
+        work = partial(self._write, lead, written, draft)
+        self._background = Background(work, f"the checkpoint of step {draft[0]}")
 
-
-@contextmanager
-def _naming(name: str, thing: object) -> Iterator[None]:
-    """Say which state does not fit, where the thing itself only stumbles over it."""
-    try:
-        yield
-    except (LookupError, AttributeError, TypeError) as error:
-        msg = (
-            f"what is restored must be like what was saved, but the state of `{name}` is not that "
-            f"of a {type(thing).__name__} ({type(error).__name__}: {error})"
-        )
-        raise RuntimeError(msg) from error
-
-
-def _restore_generators(saved: list[dict[str, Any]], here: World) -> None:
-    if len(saved) == here.size:
-        restore_generators(saved[here.rank], here.device)
-    else:
-        _log.info(
-            "the default generators are left as they are: they were those of %d ranks", len(saved)
-        )
+    def _write(
+        self, lead: Callable[..., object], written: Callable[[], None] | None, draft: _Draft
+    ) -> None:
+        """Write a checkpoint, by what runs a function on rank 0, once all have `written` parts."""
+        if written is None:
+            lead(self._folder.write, *draft)
+            return
+        try:
+            written()
+        except OSError:  # on all ranks
+            lead(self._folder.fail)
+            raise
+        lead(self._folder.finish, *draft)
 
 
-def _check_stateful(objects: Mapping[str, object]) -> None:
-    for name, thing in objects.items():
-        if not is_stateful(thing):
-            msg = (
-                f"`restore` must be given what has state_dict and load_state_dict, but `{name}` "
-                f"is a {type(thing).__name__}: values are in what it returns"
-            )
-            raise TypeError(msg)
+def _require_same(here: World, told: list[dict[str, object]], details: Mapping[str, str]) -> None:
+    """Raise where ranks save what differs; the details are told where digests do. Collective."""
+    digests = {facts.pop(_DIGEST) for facts in told}
+    require_same("Checkpointer.save", told, _CURE)
+    if len(digests) > 1:
+        told = agree(here, "Checkpointer.save (in detail)", lambda: details)
+        paths = dict.fromkeys(path for facts in told for path in facts)
+        filled = [{path: facts.get(path, "(nothing)") for path in paths} for facts in told]
+        require_same("Checkpointer.save", filled, _CURE)
 
 
-def _log_restored(found: Checkpoint, directory: Path) -> None:
-    saved = found.manifest["identity"]
-    _log.info(
-        "restored step %d of %s, saved by %d process(es)%s with torch %s",
-        found.manifest["step"],
-        directory,
-        saved["processes"],
-        "".join(f", {name} under {kind!r}" for name, kind in saved["strategies"].items()),
-        saved["torch"],
-    )
+def _generators_of_all(here: World) -> list[dict[str, Any]]:
+    """Return where the default generators of all ranks are, on rank 0."""
+    if here.rank > 0:
+        return []
+    found = [generator_states(here.device)]
+    for rank in range(1, here.size):
+        line, key = channel(), f"generators/{rank}"
+        found.append(json.loads(collect(line, key, 1, "Checkpointer.save", line.timeout)))
+    return found

@@ -2,9 +2,20 @@
 
 A checkpoint is written below a name of its own, synced to the disk, and renamed; so whatever is
 killed when, what has a checkpoint's name is whole.
+
+A name begins with the number of an attempt at the run. A writer claims the next number by a file
+that must not exist yet, and looks for a higher one before it adds or removes anything. So of two
+writers the older stops, and what it had still to add is neither newer than what the other one wrote
+nor in its place.
 """
 
+import errno
+import json
+import os
+import re
+import secrets
 import shutil
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -12,9 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pardata.checkpoint._attempt import Attempt, Name, names
-from pardata.checkpoint._disk import save, sync
-from pardata.checkpoint._manifest import STATE, write_manifest
+from pardata.checkpoint._files import STATE, save, sync, write_manifest
 from pardata.ranks._logger import get_logger
 
 _log = get_logger(__name__)
@@ -23,26 +32,137 @@ _UNFINISHED = ".unfinished-"
 _REMOVED = ".removed-"
 
 
-@dataclass(frozen=True)
-class Draft:
-    """A checkpoint that is to be.
+@dataclass(frozen=True, order=True)
+class Name:
+    """The name of a checkpoint; the newest is the largest."""
+
+    attempt: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"attempt-{self.attempt:04d}-step-{self.step:09d}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Name | None":
+        """Return the name that was written as `text`, if one was."""
+        match = re.fullmatch(r"attempt-(\d{4,})-step-(\d{9,})", text, re.ASCII)
+        name = match and cls(int(match[1]), int(match[2]))
+        return name if str(name) == text else None
+
+
+def names(directory: Path) -> list[Name]:
+    """Return the names of all checkpoints, from the oldest to the newest."""
+    try:
+        found = [Name.parse(entry.name) for entry in directory.iterdir()]
+    except FileNotFoundError:
+        return []
+    return sorted(name for name in found if name is not None)
+
+
+class Attempt:
+    """A right to write in a directory, from the first `claim` until somebody else claims the next.
 
     Attributes:
-        step: of the run.
-        contents: what rank 0 writes.
-        facts: of the manifest.
+        number: of the claim, or 0 before the first.
     """
 
-    step: int
-    contents: Any
-    facts: Mapping[str, Any]
+    def __init__(self, directory: Path) -> None:
+        self.number = 0
+        self._directory = directory
+        self._claimed = ""
+
+    def claim(self) -> None:
+        """Claim the next number, in a directory that is made where it is not there.
+
+        Raises:
+            OSError: where nothing can be written there.
+            RuntimeError: where somebody else came after this one's last claim.
+        """
+        self.check()  # before anything is made
+        directory, claimed = self._directory, _self_description()
+        if directory.exists() and not directory.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
+        directory.mkdir(parents=True, exist_ok=True)
+        while True:
+            taken = [*_claims(directory), *(name.attempt for name in names(directory))]
+            # After a claim of its own the very next number, or none: a run that has been told that
+            # it is the older one must not become the newest by trying again.
+            number = (self.number or max(taken, default=0)) + 1
+            if self._write_claim(number, claimed) or self.number:
+                break  # else another one was quicker: so this one will be the newer
+        self.number, self._claimed = number, claimed
+        self.check()
+        for older, path in _claims(directory).items():
+            if older < number:
+                path.unlink(missing_ok=True)
+
+    def check(self) -> None:
+        """Raise if somebody has claimed since this one did, or the directory is gone."""
+        if self.number == 0:
+            return
+        if not self._directory.is_dir():
+            msg = (
+                f"the directory of the checkpoints must stay, but {self._directory} is gone: was "
+                f"it removed, or its disk unmounted?"
+            )
+            raise FileNotFoundError(msg)
+        if not _claims(self._directory):  # somebody has emptied it, and not written yet
+            self._write_claim(self.number, self._claimed)
+        newest, path = max(_claims(self._directory).items(), default=(0, Path()))
+        if newest != self.number or _text(path) != self._claimed:
+            msg = (
+                f"one run at a time must write to {self._directory}, but this is attempt "
+                f"{self.number} and attempt {newest} has begun ({_who(path)}): this run is the "
+                f"older one and must end; give it a directory of its own if both are wanted"
+            )
+            raise RuntimeError(msg)
+
+    def _write_claim(self, number: int, text: str) -> bool:
+        """Claim a number, and return whether nobody else has."""
+        path = self._directory / f"attempt-{number:04d}.json"
+        with suppress(FileExistsError), path.open("x") as file:
+            try:
+                file.write(text)
+                file.flush()
+            except OSError:
+                path.unlink(missing_ok=True)  # who cannot write must not keep others from it
+                raise
+            return True
+        return False
+
+
+def _claims(directory: Path) -> dict[int, Path]:
+    found = [(re.fullmatch(r"attempt-(\d{4,})\.json", p.name), p) for p in directory.iterdir()]
+    return {int(match[1]): path for match, path in found if match}
+
+
+def _self_description() -> str:
+    since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    own = {"host": socket.gethostname(), "process": os.getpid(), "since": since}
+    # No two are the same, also where the directory was emptied and the numbers begin anew.
+    return json.dumps({**own, "token": secrets.token_hex(8)})
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, ValueError):  # removed by a third, or not ours
+        return ""
+
+
+def _who(claim: Path) -> str:
+    try:
+        facts = json.loads(_text(claim))
+        return f"process {facts['process']} on {facts['host']}, since {facts['since']}"
+    except (ValueError, TypeError, KeyError):  # being written
+        return "by another process"
 
 
 class Folder:
-    """Writes drafts into a directory, and removes what is older than `keep` others.
+    """Writes checkpoints into a directory, and removes what is older than `keep` others.
 
     Args:
-        directory: made by the first draft.
+        directory: made by the first one.
         keep: how many of the newest to keep.
         keep_every: also keep those of steps that are multiples of this.
     """
@@ -51,24 +171,24 @@ class Folder:
         self._directory = directory
         self._keep = keep
         self._keep_every = keep_every
-        self._attempt: Attempt | None = None
-        self._name: Name | None = None
+        self._attempt = Attempt(directory)
+        self._name = Name(0, 0)  # until the first
         self._unfinished: Path | None = None
         self._began = 0.0
 
-    def write(self, draft: Draft) -> None:
+    def write(self, step: int, contents: Any, facts: Mapping[str, Any]) -> None:
         """Write a checkpoint that rank 0 has all of."""
-        self.begin(draft.step)
-        self.finish(draft)
+        self.begin(step)
+        self.finish(step, contents, facts)
 
     def begin(self, step: int) -> Path:
         """Return the folder where a checkpoint is to be written before it has its name."""
         self._began = time.perf_counter()
         with self._cleaned_after_errors(step):
-            if self._attempt is None or (self._name is not None and step <= self._name.step):
+            if self._attempt.number == 0 or step <= self._name.step:
                 # A step that comes again is newer than the first one all the same.
-                self._attempt = Attempt(self._directory, after=self._attempt)
-                self._remove_leftovers(self._attempt.number)
+                self._attempt.claim()
+                self._remove_leftovers()
             self._attempt.check()
             self._remove_unfinished()  # of a save that stopped half-way
             self._name = Name(self._attempt.number, step)
@@ -77,50 +197,57 @@ class Folder:
             self._unfinished.mkdir()
             return self._unfinished
 
-    def finish(self, draft: Draft) -> None:
-        """Write rank 0's part, make all that was written since `begin` a checkpoint, and prune."""
-        attempt, path = self._attempt, self._unfinished
-        assert attempt is not None and path is not None  # noqa: S101, PT018  # `begin` was called
-        with self._cleaned_after_errors(draft.step):
-            save(draft.contents, path / STATE)
-            size = write_manifest(path, {"step": draft.step, **draft.facts})
-            attempt.check()
+    def finish(self, step: int, contents: Any, facts: Mapping[str, Any]) -> None:
+        """Write rank 0's part, make all that was written since `begin` a checkpoint, and prune.
+
+        Args:
+            step: with which it was begun.
+            contents: of the file of rank 0.
+            facts: of the manifest.
+        """
+        path = self._unfinished
+        assert path is not None  # noqa: S101  # `begin` was called
+        with self._cleaned_after_errors(step):
+            save(contents, path / STATE)
+            size = write_manifest(path, {"step": step, **facts})
+            self._attempt.check()
             path.rename(self._directory / str(self._name))
             self._unfinished = None
             sync(self._directory)
-            self._prune(attempt)
+            self._prune()
         seconds = time.perf_counter() - self._began
-        text = "saved step %d to %s, %.1f MB in %.2f s"
-        _log.info(text, draft.step, self._directory, size / 1e6, seconds)
+        _log.info(
+            "saved step %d to %s, %.1f MB in %.2f s", step, self._directory, size / 1e6, seconds
+        )
 
     def fail(self) -> None:
         """Remove what was begun, and raise where another run has taken over or all is gone."""
         self._remove_unfinished()
-        if self._attempt is not None:
-            self._attempt.check()
+        self._attempt.check()
 
     def _remove_unfinished(self) -> None:
         if self._unfinished is not None:
             shutil.rmtree(self._unfinished, ignore_errors=True)
             self._unfinished = None
 
-    def _prune(self, attempt: Attempt) -> None:
-        attempt.check()
+    def _prune(self) -> None:
+        self._attempt.check()
         for name in names(self._directory)[: -self._keep]:
             kept = self._keep_every is not None and name.step % self._keep_every == 0
-            if not kept and name.attempt <= attempt.number:
+            if not kept and name.attempt <= self._attempt.number:
                 # Half of it removed must not look like a checkpoint.
                 removed = self._directory / f"{_REMOVED}{name}"
                 with suppress(FileNotFoundError):  # the older run was at it when this one began
                     (self._directory / str(name)).rename(removed)
                     shutil.rmtree(removed, ignore_errors=True)
 
-    def _remove_leftovers(self, attempt: int) -> None:
+    def _remove_leftovers(self) -> None:
         """Remove what earlier attempts were killed over."""
         for entry in list(self._directory.iterdir()):
             for prefix in (_UNFINISHED, _REMOVED):
                 name = Name.parse(entry.name.removeprefix(prefix))
-                if entry.name.startswith(prefix) and name and name.attempt < attempt:
+                is_older = name and name.attempt < self._attempt.number
+                if is_older and entry.name.startswith(prefix):
                     shutil.rmtree(entry, ignore_errors=True)
 
     @contextmanager
@@ -130,7 +257,7 @@ class Folder:
             yield
         except BaseException as error:
             self._remove_unfinished()
-            if isinstance(error, FileNotFoundError) and self._attempt is not None:
+            if isinstance(error, FileNotFoundError):
                 self._attempt.check()  # it may know why
             if not isinstance(error, OSError) or error.errno is None:
                 raise

@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -18,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pardata.checkpoint._manifest import UnusableError
-from pardata.collective._tree import is_special, leaves, mapped
+from pardata.checkpoint._files import UnusableError
+from pardata.collective._tree import Path as TreePath
+from pardata.collective._tree import flat, is_special, mapped, rebuilt
 
 _FOLDER = "sharded"
 
@@ -34,63 +36,77 @@ _MODULES = (
 )
 
 
+def distributed(tree: Any, likes: Mapping[TreePath, Tensor]) -> Any:
+    """Return a tree whose whole tensors are sharded as `likes` has it for the part they are in."""
+    sharded: dict[TreePath, Any] = {at: like for at, like in likes.items() if _is_sharded(like)}
+    if not sharded:
+        return tree
+    from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415
+
+    parts = flat(tree, is_leaf=is_special)
+    for at, leaf in parts.items():
+        like = sharded.get(at[:-1])
+        is_whole = isinstance(leaf, Tensor) and not _is_sharded(leaf)
+        if like is not None and is_whole and leaf.shape == like.shape:
+            parts[at] = distribute_tensor(leaf.to(like.device), like.device_mesh, like.placements)
+    return rebuilt(tree, parts, is_leaf=is_special)
+
+
 def mark(path: str) -> dict[str, str]:
     """Return what stands in a tree for the sharded tensor that is written under this path."""
     return {_MARK: path}
 
 
-def marked(tree: Any) -> list[str]:
-    """Return the paths of the sharded tensors of a tree."""
-    found = leaves(tree, is_leaf=_is_mark_or_special)
-    return [leaf[_MARK] for _, leaf in found if _is_mark(leaf)]
+def marked(tree: Any) -> dict[TreePath, str]:
+    """Return where a tree's sharded tensors are, and the paths under which they are written."""
+    found = flat(tree, is_leaf=is_special)
+    return {path[:-1]: leaf for path, leaf in found.items() if path[1:] and path[-1] == _MARK}
 
 
 def joined(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Return a tree with sharded tensors, by their paths, in the place of its marks."""
+
+    def is_mark(part: object) -> bool:
+        return isinstance(part, dict) and part.keys() == {_MARK}
+
     return mapped(
         tree,
-        lambda _, leaf: tensors[leaf[_MARK]] if _is_mark(leaf) else leaf,
-        is_leaf=_is_mark_or_special,
+        lambda _, leaf: tensors[leaf[_MARK]] if is_mark(leaf) else leaf,
+        is_leaf=lambda part: is_mark(part) or is_special(part),
     )
 
 
-def write(checkpoint: Path, tensors: dict[str, Tensor]) -> None:
-    """Write this rank's parts. Collective."""
-    import torch.distributed.checkpoint as dcp  # noqa: PLC0415
-
-    with _failures_as_errors():
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(checkpoint / _FOLDER))
-
-
-def start_writing(
-    checkpoint: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup
+def writing(
+    checkpoint: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None
 ) -> Callable[[], None]:
-    """Copy this rank's parts, and write them in the background. Collective.
+    """Return what writes this rank's parts, and raises where any rank failed; all call it.
 
     Args:
         checkpoint: the folder to write in.
         tensors: by name.
-        group: of all ranks, for messages between CPUs, that nobody else uses meanwhile.
-
-    Returns:
-        What waits for the end, and raises where any rank failed.
+        group: if they are to be copied now, and written in the background: of all ranks, for
+            messages between CPUs, that nobody else uses meanwhile. Collective then.
     """
     import torch.distributed.checkpoint as dcp  # noqa: PLC0415
 
     writer = dcp.FileSystemWriter(checkpoint / _FOLDER)
-    # Older PyTorch copies from GPUs only, and would write what training has made of the others.
-    own = {name: t.detach().clone() if t.device.type == "cpu" else t for name, t in tensors.items()}
-    started: Any = dcp.async_save(own, storage_writer=writer, process_group=group)
+    finish: Callable[[], object] = partial(dcp.save, tensors, storage_writer=writer)
+    if group is not None:
+        # Older PyTorch copies from GPUs only, and would write what training has made of the others.
+        cpu = torch.device("cpu")
+        own = {n: t.detach().clone() if t.device == cpu else t for n, t in tensors.items()}
+        started: Any = dcp.async_save(own, storage_writer=writer, process_group=group)
+        finish = started.result
 
-    def wait() -> None:
+    def finished() -> None:
         with _failures_as_errors():
-            started.result()
+            finish()
 
-    return wait
+    return finished
 
 
-def read(checkpoint: Path, targets: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """Return tensors by name, each sharded like its target, or whole where that is None.
+def read(checkpoint: Path, targets: Mapping[str, object]) -> dict[str, Tensor]:
+    """Return tensors by name, each sharded like its target, or whole where that is not sharded.
 
     Of a checkpoint that was checked. Collective.
     """
@@ -134,18 +150,15 @@ def _failures_as_errors() -> Iterator[None]:
         raise OSError(msg) from failed
 
 
-def _empty(stored: Any, target: Tensor | None) -> Tensor:
-    if target is not None and target.shape == stored.size:
+def _empty(stored: Any, target: Any) -> Tensor:
+    if _is_sharded(target) and target.shape == stored.size:
         return torch.empty_like(target, dtype=stored.properties.dtype, requires_grad=False)
     return torch.empty(stored.size, dtype=stored.properties.dtype)
 
 
-def _is_mark(part: object) -> bool:
-    return isinstance(part, dict) and part.keys() == {_MARK}
-
-
-def _is_mark_or_special(part: object) -> bool:
-    return _is_mark(part) or is_special(part)
+def _is_sharded(value: object) -> bool:
+    """Whether a value is a DTensor, by what it can do: importing its class costs half a second."""
+    return isinstance(value, Tensor) and hasattr(value, "device_mesh")
 
 
 def _read_metadata(checkpoint: Path) -> Any:

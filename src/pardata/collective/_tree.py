@@ -12,6 +12,10 @@ import torch
 Path: TypeAlias = tuple[Any, ...]
 """The keys and indices that lead to a leaf."""
 
+# Made once: writing ``list | tuple`` takes longer than a look. The first of each is found at once.
+_MAPPINGS = (dict, Mapping)
+_SEQUENCES = (list, tuple)
+
 _Test: TypeAlias = Callable[[Any], bool]
 _Keys: TypeAlias = Callable[[Mapping[Any, Any]], Iterable[Any]]
 
@@ -22,7 +26,7 @@ def _never(_: Any) -> bool:
 
 def is_special(part: object) -> bool:
     """Whether a container is more than its items: no dict, and no list or tuple but a plain one."""
-    if isinstance(part, list | tuple):
+    if isinstance(part, _SEQUENCES):
         return type(part) not in (list, tuple)
     return isinstance(part, Mapping) and not isinstance(part, dict)
 
@@ -43,10 +47,10 @@ def leaves(
     """
     if is_leaf(tree):
         yield path, tree
-    elif isinstance(tree, dict | Mapping):  # the first is found at once
+    elif isinstance(tree, _MAPPINGS):
         for key in keys(tree):
             yield from leaves(tree[key], is_leaf=is_leaf, keys=keys, path=(*path, key))
-    elif isinstance(tree, list | tuple):
+    elif isinstance(tree, _SEQUENCES):
         for index, item in enumerate(tree):
             yield from leaves(item, is_leaf=is_leaf, keys=keys, path=(*path, index))
     else:
@@ -67,19 +71,24 @@ def mapped(
     """
     if is_leaf(tree):
         return change(path, tree)
-    if isinstance(tree, dict | Mapping):
+    if isinstance(tree, _MAPPINGS):
         items = {
             key: mapped(value, change, is_leaf=is_leaf, path=(*path, key))
             for key, value in tree.items()
         }
         return _mapping_like(tree, items)
-    if isinstance(tree, list | tuple):
+    if isinstance(tree, _SEQUENCES):
         parts = [
             mapped(item, change, is_leaf=is_leaf, path=(*path, index))
             for index, item in enumerate(tree)
         ]
         return _sequence_like(tree, parts)
     return change(path, tree)
+
+
+def flat(tree: Any, **options: Any) -> dict[Path, Any]:
+    """Return all `leaves` by their paths; `rebuilt` makes a tree of such."""
+    return dict(leaves(tree, **options))
 
 
 def rebuilt(tree: Any, replacements: Mapping[Path, Any], **options: Any) -> Any:

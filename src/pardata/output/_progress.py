@@ -12,8 +12,6 @@ from pardata.ranks._world import require_world
 
 _T = TypeVar("_T")
 
-_SECONDS_BETWEEN_LINES = 10.0
-
 
 def progress(
     iterable: Iterable[_T],
@@ -95,16 +93,19 @@ class Progress(Generic[_T]):
         if self._display is None:
             yield from self._iterable
             return
-        start = time.perf_counter()
+        start = drawn = time.perf_counter()
         done = 0
         try:
             for item in self._iterable:
                 yield item
                 done += 1
-                if self._display.is_due():
-                    self._display.draw(done, self._text(done, time.perf_counter() - start))
+                now = time.perf_counter()
+                if now - drawn > self._display.pause:
+                    drawn = now
+                    self._display.draw(done, now - start, self._text(done, now - start))
         finally:
-            self._display.close(done, self._text(done, time.perf_counter() - start))
+            seconds = time.perf_counter() - start
+            self._display.close(done, seconds, self._text(done, seconds))
 
     def _text(self, done: int, seconds: float) -> str:
         shown = {name: _short(value) for name, value in self._values.items()}
@@ -116,37 +117,30 @@ class Progress(Generic[_T]):
 class _Bar:
     """tqdm, told what to write at its right end only when it draws."""
 
+    pause = 0.1  # seconds from one drawing to the next
+
     def __init__(self, bar: Any) -> None:
         self._bar = bar
-        self._drawn = 0.0
 
-    def is_due(self) -> bool:
-        return time.perf_counter() - self._drawn > 0.1
-
-    def draw(self, done: int, text: str) -> None:
+    def draw(self, done: int, _: float, text: str) -> None:
         self._bar.n = done
-        self._drawn = time.perf_counter()
         self._bar.set_postfix_str(text)
 
-    def close(self, done: int, text: str) -> None:
-        self.draw(done, text)
+    def close(self, done: int, seconds: float, text: str) -> None:
+        self.draw(done, seconds, text)
         self._bar.close()
 
 
 class _Lines:
     """For log files: a line now and then."""
 
+    pause = 10.0
+
     def __init__(self, description: str, total: int | None) -> None:
         self._head = f"{description}: " if description else ""
         self._of = "" if total is None else f"/{total}"
-        self._start = self._written = time.perf_counter()
 
-    def is_due(self) -> bool:
-        return time.perf_counter() - self._written > _SECONDS_BETWEEN_LINES
-
-    def draw(self, done: int, text: str) -> None:
-        self._written = time.perf_counter()
-        seconds = self._written - self._start
+    def draw(self, done: int, seconds: float, text: str) -> None:
         tail = f", {text}" if text else ""
         print(f"{self._head}{done}{self._of} in {seconds:.1f} s{tail}", file=sys.stderr, flush=True)
 

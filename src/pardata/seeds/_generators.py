@@ -16,16 +16,15 @@ _NUMPY_WORDS = 624  # of the Mersenne Twister
 
 @dataclass(frozen=True, eq=False)
 class Default:
-    """One default generator of this process: how it is seeded, its state kept, seen and set."""
+    """One default generator of this process: how it is seeded, its state seen and set."""
 
     seed: Callable[[int], object]
     state: Callable[[], Any]
-    now: Callable[[], Any]
     restore: Callable[[Any], object]
 
     def moved_since(self, state: Any) -> bool:
         """Return whether somebody drew from it, or seeded it."""
-        now = self.now()
+        now = self.state()
         same = torch.equal(now, state) if isinstance(now, torch.Tensor) else now == state
         return not same
 
@@ -54,10 +53,6 @@ class _NumPy:
         self._numpy.random.seed(number % 2**32)
 
     def state(self) -> _NumPyState:
-        self._last = self.now()
-        return self._last
-
-    def now(self) -> _NumPyState:
         if self._last is not None and self._is_in_memory(self._last):
             return self._with_second_normal(self._last)
         kind, words, position, has_normal, normal = self._numpy.random.get_state()
@@ -65,7 +60,8 @@ class _NumPy:
         raw = whole[1] + position.to_bytes(4, sys.byteorder)
         found = _NumPyState(whole, raw, self._address() if kind == "MT19937" else 0)
         is_plain = not has_normal and self._is_in_memory(found)
-        return found if is_plain else found._replace(words=b"")
+        self._last = found if is_plain else found._replace(words=b"")
+        return self._last
 
     def _with_second_normal(self, last: _NumPyState) -> _NumPyState:
         """Return the state of these words: the last one, or one that holds a second normal number.
@@ -75,14 +71,11 @@ class _NumPy:
         normal = self._numpy.random.standard_normal()
         is_held = self._is_in_memory(last)
         found = last._replace(whole=(*last.whole[:3], 1, normal), words=b"") if is_held else last
-        self._put_back(found)
+        self.restore(found)
         return found
 
     def restore(self, state: _NumPyState) -> None:
-        self._put_back(state)
         self._last = state
-
-    def _put_back(self, state: _NumPyState) -> None:
         if state.words and self._address() == state.address:
             self._numpy.random.seed(0)  # forgets the second of two normal numbers
             with self._numpy.random.get_bit_generator().lock:
@@ -105,10 +98,10 @@ class _NumPy:
 @cache
 def default_generators() -> tuple[Default, ...]:
     """Return those of this process: Python's, NumPy's where it is installed, PyTorch's."""
-    found = [Default(random.seed, random.getstate, random.getstate, random.setstate)]
+    found = [Default(random.seed, random.getstate, random.setstate)]
     if (numpy := numpy_or_none()) is not None:
         numpys = _NumPy(numpy)
-        found.append(Default(numpys.seed, numpys.state, numpys.now, numpys.restore))
+        found.append(Default(numpys.seed, numpys.state, numpys.restore))
     return (*found, _of_torch(torch.default_generator))
 
 
@@ -232,5 +225,4 @@ def _of(device: torch.device | None) -> tuple[Default, ...]:
 
 def _of_torch(generator: torch.Generator) -> Default:
     # Not torch.manual_seed, which seeds every device and takes a hundred times as long.
-    state = generator.get_state
-    return Default(generator.manual_seed, state, state, generator.set_state)
+    return Default(generator.manual_seed, generator.get_state, generator.set_state)

@@ -3,8 +3,6 @@
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -19,6 +17,9 @@ _Args = TypeVarTuple("_Args")
 
 # What training has come to after a step.
 Trained: TypeAlias = nn.Module | Mapping[str, Tensor | float]
+
+_Near: TypeAlias = tuple[float, float]  # rtol and atol
+_Parting: TypeAlias = tuple[int, str]  # after which step a rank is no more what it should be, how
 
 # How many tensors an error lists.
 _LISTED = 8
@@ -77,59 +78,40 @@ def assert_same_at_every_size(
     reference, *others = sizes
     with tempfile.TemporaryDirectory(prefix="pardata-sizes-") as folder:
         steps = run(_record, train, args, folder, world_size=reference, timeout=timeout)[0]
-        near = Tolerance(rtol, atol)
+        job = train, args, folder, steps, (rtol, atol)
         for size in others if reference == 1 else sizes:
-            found = run(
-                _compare, train, args, folder, steps, near, world_size=size, timeout=timeout
-            )
+            found = run(_compare, *job, world_size=size, timeout=timeout)
             partings = {rank: parting for rank, parting in enumerate(found) if parting is not None}
             if partings:
                 raise AssertionError(_message(partings, size, reference))
 
 
-@dataclass(frozen=True)
-class Tolerance:
-    """By how much numbers may differ."""
-
-    rtol: float
-    atol: float
-
-    def difference(self, ours: Tensor, theirs: Tensor) -> tuple[float, str] | None:
-        """Say by how much two tensors differ, if that is too much: in a number and in words."""
-        if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
-            what = [f"{tuple(t.shape)} of {t.dtype}" for t in (ours, theirs)]
-            return math.inf, f"is {what[0]}, not {what[1]}"
-        wide = torch.complex128 if ours.is_complex() else torch.float64
-        a, b = ours.to(wide), theirs.to(wide)
-        if ours.is_floating_point() or ours.is_complex():
-            near = torch.isclose(a, b, self.rtol, self.atol, equal_nan=True)
-        else:  # not as float64, whose numbers from 2**53 on are coarser
-            near = ours == theirs
-        if near.all():
-            return None
-        apart = (a - b).abs()[~near]
-        relative = (apart / b.abs()[~near]).max()
-        text = (
-            f"{len(apart)} of {near.numel()} numbers differ, by up to {apart.max():.3g} (relative: "
-            f"{relative:.3g})"
-        )
-        return math.inf if apart.isnan().any() else apart.max().item(), text
+def difference(ours: Tensor, theirs: Tensor, near: _Near) -> tuple[float, str] | None:
+    """Say by how much two tensors differ, if that is too much: in a number and in words."""
+    if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+        what = [f"{tuple(t.shape)} of {t.dtype}" for t in (ours, theirs)]
+        return math.inf, f"is {what[0]}, not {what[1]}"
+    wide = torch.complex128 if ours.is_complex() else torch.float64
+    a, b = ours.to(wide), theirs.to(wide)
+    if ours.is_floating_point() or ours.is_complex():
+        is_near = torch.isclose(a, b, *near, equal_nan=True)
+    else:  # not as float64, whose numbers from 2**53 on are coarser
+        is_near = ours == theirs
+    if is_near.all():
+        return None
+    apart = (a - b).abs()[~is_near]
+    most, relative = apart.max(), (apart / b.abs()[~is_near]).max()
+    numbers = f"{len(apart)} of {is_near.numel()} numbers differ"
+    text = f"{numbers}, by up to {most:.3g} (relative: {relative:.3g})"
+    return math.inf if most.isnan() else most.item(), text
 
 
-@dataclass(frozen=True)
-class Parting:
-    """After which step one rank's training is no more what it is compared with, and how."""
-
-    step: int
-    text: str
-
-
-def _message(partings: dict[int, Parting], size: int, reference: int) -> str:
-    rank, first = min(partings.items(), key=lambda item: item[1].step)
+def _message(partings: dict[int, _Parting], size: int, reference: int) -> str:
+    rank, (step, text) = min(partings.items(), key=lambda item: item[1][0])
     ranks = ranks_text([*partings]) + (f", first on rank {rank}" if len(partings) > 1 else "")
     return (
         f"training must be the same at every world size, but with {size} processes it is not as "
-        f"with {reference}, on {ranks}, from step {first.step} on: {first.text}"
+        f"with {reference}, on {ranks}, from step {step} on: {text}"
     )
 
 
@@ -139,26 +121,24 @@ def _record(train: Any, args: Any, directory: str) -> int:
     for steps, trained in enumerate(_yielded(train, args), start=1):
         tensors = _tensors(trained)
         if torch.distributed.get_rank() == 0:
-            torch.save(tensors, _file(directory, steps))
+            torch.save(tensors, f"{directory}/{steps}.pt")
     if steps == 0:
         msg = "`train` must yield after each step, but yielded nothing: let it take some steps"
         raise ValueError(msg)
     return steps
 
 
-def _compare(
-    train: Any, args: Any, directory: str, steps: int, tolerance: Tolerance
-) -> Parting | None:
+def _compare(train: Any, args: Any, directory: str, steps: int, near: _Near) -> _Parting | None:
     """Return the first difference to what was written, and train to the end, as the others do."""
-    first: Parting | None = None
+    first: _Parting | None = None
     done = 0
     for done, trained in enumerate(_yielded(train, args), start=1):
         ours = _tensors(trained)  # collective where they are sharded
         if first is None and done <= steps:
-            text = _difference(ours, torch.load(_file(directory, done)), tolerance)
-            first = None if text is None else Parting(done, text)
+            text = _difference(ours, torch.load(f"{directory}/{done}.pt"), near)
+            first = None if text is None else (done, text)
     if first is None and done != steps:
-        first = Parting(min(done, steps), f"it took {done} steps in all, not {steps}")
+        first = min(done, steps), f"it took {done} steps in all, not {steps}"
     return first
 
 
@@ -173,17 +153,15 @@ def _yielded(train: Any, args: Any) -> Iterable[Any]:
     return steps
 
 
-def _difference(
-    ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: Tolerance
-) -> str | None:
+def _difference(ours: dict[str, Tensor], theirs: dict[str, Tensor], near: _Near) -> str | None:
     if list(ours) != list(theirs):
         names = sorted(ours.keys() ^ theirs.keys()) or "their order"
         return f"the names of the tensors differ in {names}"
-    found = ((name, tolerance.difference(ours[name], theirs[name])) for name in ours)
-    differing = [(*difference, name) for name, difference in found if difference is not None]
-    if not differing:
-        return None
+    found = ((name, difference(ours[name], theirs[name], near)) for name in ours)
+    differing = [(*apart, name) for name, apart in found if apart is not None]
     most = sorted(differing, key=lambda item: -item[0])
+    if not most:
+        return None
     lines = [f"  `{name}`: {text}" for _, text, name in most[:_LISTED]]
     more = [f"  and {len(most) - _LISTED} more"] if len(most) > _LISTED else []
     return (
@@ -215,7 +193,3 @@ def _tensor(value: Any, name: Any, must: str) -> Tensor:
         raise TypeError(msg)
     whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
     return whole.to_dense() if whole.layout != torch.strided else whole
-
-
-def _file(directory: str, step: int) -> Path:
-    return Path(directory) / f"step-{step}.pt"

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -83,7 +82,7 @@ def run(
         start_method = multiprocessing.get_start_method(allow_none=True)
         env = {**_inherited(), **added}
         meeting = _Meeting(directory, world_size, timeout, env, start_method)
-        team = [_Rank.start(rank, meeting, job) for rank in range(world_size)]
+        team = [_Rank(rank, meeting, job) for rank in range(world_size)]
         try:
             return _results(team, meeting)
         finally:
@@ -137,69 +136,55 @@ class _Meeting:
         return Path(self.directory) / f"stack-{rank}"
 
 
-@dataclass
 class _Rank:
     """One process, seen from the test."""
 
-    rank: int
-    process: BaseProcess
-    pipe: Connection
-    result: Any = None
-    done: bool = False
-
-    @classmethod
-    def start(cls, rank: int, meeting: _Meeting, job: bytes) -> "_Rank":
-        here, there = multiprocessing.Pipe(duplex=False)
-        process = _context().Process(target=_work, args=(rank, meeting, job, there), daemon=False)
-        process.start()
+    def __init__(self, rank: int, meeting: _Meeting, job: bytes) -> None:
+        self.rank = rank
+        self.outcome: Any = None  # a Failure, or its result, pickled
+        self.pipe, there = multiprocessing.Pipe(duplex=False)
+        self._process = _context().Process(target=_work, args=(rank, meeting, job, there))
+        self._process.start()
         there.close()
-        return cls(rank, process, here)
 
     def end(self) -> None:
         """Make sure that the process is gone."""
-        self.process.join(timeout=_GRACE if self.done else 0)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
+        self._process.join(timeout=0 if self.outcome is None else _GRACE)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
         self.pipe.close()
-        self.process.close()
+        self._process.close()
 
-    def receive(self) -> Failure | None:
-        """Take this rank's outcome: keep its result or return its failure."""
-        self.done = True
+    def receive(self) -> None:
+        """Take this rank's outcome."""
         try:
-            ok, outcome = self.pipe.recv()
+            self.outcome = self.pipe.recv()
         except EOFError:
-            self.process.join()
-            text = f"the process ended with exit code {self.process.exitcode}, without a word"
-            return Failure(self.rank, "run", "ProcessDied", text, text, None)
-        if not ok:
-            return Failure.from_json(outcome)
-        self.result = pickle.loads(outcome)  # noqa: S301  # our own child's
-        return None
+            self._process.join()
+            text = f"the process ended with exit code {self._process.exitcode}, without a word"
+            self.outcome = Failure(self.rank, "run", "ProcessDied", text, text, None)
 
 
 def _results(team: list[_Rank], meeting: _Meeting) -> list[Any]:
     deadline = time.monotonic() + meeting.timeout
     failures: list[Failure] = []
-    while open_ranks := [member for member in team if not member.done]:
-        ready = wait([member.pipe for member in open_ranks], max(0, deadline - time.monotonic()))
+    while waiting := [member for member in team if member.outcome is None]:
+        ready = wait([member.pipe for member in waiting], max(0, deadline - time.monotonic()))
         if not ready:
             if failures:
                 break  # the others are stuck because of it
-            raise TimeoutError(_stuck_text(open_ranks, meeting))
-        for member in open_ranks:
-            if member.pipe in ready and (failure := member.receive()):
-                failures.append(failure)
-                deadline = min(deadline, time.monotonic() + _GRACE)
+            raise TimeoutError(_stuck_text(waiting, meeting))
+        for member in waiting:
+            if member.pipe in ready:
+                member.receive()
+                if isinstance(member.outcome, Failure):
+                    failures.append(member.outcome)
+                    deadline = min(deadline, time.monotonic() + _GRACE)
     if failures:
-        _first_cause(failures).reraise()
-    return [member.result for member in team]
-
-
-def _first_cause(failures: list[Failure]) -> Failure:
-    # A rank that loses its peer fails in turn, in a collective: that is a consequence.
-    return next((f for f in failures if "Connection" not in f.text), failures[0])
+        # A rank that loses its peer fails in turn, in a collective: that is a consequence.
+        next((f for f in failures if "Connection" not in f.text), failures[0]).reraise()
+    return [pickle.loads(member.outcome) for member in team]  # noqa: S301  # our own children's
 
 
 def _stuck_text(stuck: list[_Rank], meeting: _Meeting) -> str:
@@ -245,10 +230,10 @@ def _work(rank: int, meeting: _Meeting, job: bytes, pipe: Connection) -> None:
         with meeting.stack_file(rank).open("w") as stack:
             # Just before the parent gives up, write where this rank is.
             faulthandler.dump_traceback_later(max(0.1, meeting.timeout - 1), file=stack)
-            outcome = True, pickle.dumps(_joined_call(rank, meeting, job))
+            outcome: bytes | Failure = pickle.dumps(_joined_call(rank, meeting, job))
             faulthandler.cancel_dump_traceback_later()
     except BaseException as error:  # noqa: BLE001  # SystemExit too: the parent raises it
-        outcome = False, Failure.of(error, rank=rank, place="run").to_json()  # type: ignore[assignment]
+        outcome = Failure.of(error, rank=rank, place="run")
     sys.stdout.flush()
     sys.stderr.flush()
     pipe.send(outcome)

@@ -7,19 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_zoo import leftovers, paths, whole_steps
+from checkpoint_zoo import leftovers, limited, paths, save_steps, whole_steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pardata.checkpoint._attempt import Attempt, Name, names
-from pardata.checkpoint._folder import Draft, Folder
+from pardata.checkpoint._folder import Attempt, Folder, Name, names
 
 
 class Writer(Folder):
     """A folder's rank 0, which begins and finishes when it is told to."""
 
-    def __init__(self, directory, keep=2, keep_every=None):
-        super().__init__(directory, keep=keep, keep_every=keep_every)
+    def __init__(self, directory):
+        super().__init__(directory, keep=2, keep_every=None)
         self.step = None
 
     def act(self, action, step=None):
@@ -31,15 +30,11 @@ class Writer(Folder):
         elif action == "fail":
             self.fail()
         elif action == "write":
-            self.write(self.draft(step))
-            return self._directory / str(self._name)
+            self.write(step, f"{id(self)} {step}", {})
         elif begun is not None:
-            self.finish(self.draft(begun))
-            return self._directory / str(self._name)
-        return None
-
-    def draft(self, step):
-        return Draft(step, f"{id(self)} {step}", {})
+            self.finish(begun, f"{id(self)} {begun}", {})
+        is_there = action == "write" or (action == "finish" and begun is not None)
+        return self._directory / str(self._name) if is_there else None
 
 
 # --- names
@@ -64,22 +59,10 @@ def test_names_are_sorted_by_number_where_they_outgrow_their_digits(tmp_path):
     all_names = [Name(9999, 10**9 + 1), Name(10000, 5), Name(10000, 10**10)]
     for name in reversed(all_names):
         (tmp_path / str(name)).mkdir()
-    (tmp_path / "notes.txt").touch()
     assert names(tmp_path) == all_names
-    assert names(tmp_path / "nowhere") == []
 
 
 # --- one run
-
-
-def test_what_is_begun_is_a_checkpoint_once_it_is_finished_and_nothing_if_it_fails(tmp_path):
-    writer = Writer(tmp_path / "a" / "b")
-    (writer.begin(3) / "part").write_text("half")
-    assert whole_steps(tmp_path / "a" / "b") == []
-    writer.fail()
-    assert leftovers(tmp_path / "a" / "b") == []
-    writer.act("write", 4)
-    assert (whole_steps(tmp_path / "a" / "b"), leftovers(tmp_path / "a" / "b")) == ([4], [])
 
 
 @pytest.mark.parametrize(
@@ -88,23 +71,24 @@ def test_what_is_begun_is_a_checkpoint_once_it_is_finished_and_nothing_if_it_fai
      (99, 1, [0, 2, 4, 6, 8, 10, 12])],
 )  # fmt: skip
 def test_the_newest_are_kept_and_those_of_every_so_many_steps(keep, keep_every, kept, tmp_path):
-    writer = Writer(tmp_path, keep, keep_every)
-    for step in range(0, 14, 2):
-        writer.act("write", step)
+    save_steps(tmp_path, *range(0, 14, 2), keep=keep, keep_every=keep_every)
     assert (whole_steps(tmp_path), leftovers(tmp_path)) == (kept, [])
 
 
-def test_the_newest_is_the_last_one_written_where_steps_go_back(tmp_path):
-    Writer(tmp_path, keep=1).act("write", 100)
-    Writer(tmp_path, keep=1).act("write", 50)
-    assert whole_steps(tmp_path) == [50]
+def test_the_newest_is_the_last_one_written_where_steps_go_back_or_come_again(tmp_path):
+    checkpointer = save_steps(tmp_path, 5, 5, 3)
+    assert (whole_steps(tmp_path), checkpointer.restore()["step"]) == ([5, 5, 3], 3)
+    checkpointer.save(5, value=7)
+    assert checkpointer.restore() == {"step": 5, "value": 7}
+    save_steps(tmp_path, 2, keep=1)
+    assert whole_steps(tmp_path) == [2]
 
 
 def test_a_new_attempt_removes_what_the_last_one_was_killed_over(tmp_path):
     (Writer(tmp_path).begin(3) / "sharded").mkdir()
     (tmp_path / ".removed-attempt-0001-step-000000001").mkdir()
     (tmp_path / ".unfinished-mine").mkdir()
-    Writer(tmp_path).act("write", 3)
+    save_steps(tmp_path, 3)
     assert leftovers(tmp_path) == [".unfinished-mine"]
     assert [path.name for path in tmp_path.glob("*.json")] == ["attempt-0002.json"]
 
@@ -128,16 +112,14 @@ def test_the_older_of_two_is_told_who_the_other_one_is_and_changes_nothing(tmp_p
         )
         assert "this run is the older one and must end; give it a directory" in str(raised.value)
         assert sorted(tmp_path.rglob("*")) == before
-    newer.act("write", 2)
-    newer.act("write", 3)
-    assert names(tmp_path) == [Name(2, 2), Name(2, 3)]
 
 
 def test_the_older_one_stays_the_older_one_also_where_the_directory_was_emptied(tmp_path):
     directory = tmp_path / "run"
-    older = Attempt(directory)
+    older, newer = Attempt(directory), Attempt(directory)
+    older.claim()
     shutil.rmtree(directory)
-    newer = Attempt(directory)
+    newer.claim()
     assert newer.number == older.number
     with pytest.raises(RuntimeError, match="this run is the older one"):
         older.check()
@@ -150,11 +132,22 @@ def test_the_only_one_goes_on_where_the_directory_was_emptied(tmp_path):
     (tmp_path / "attempt-0001.json").unlink()
     writer.act("finish")
     assert whole_steps(tmp_path) == [3]
-    assert Attempt(tmp_path).number == 2
+    newer = Attempt(tmp_path)
+    newer.claim()
+    assert newer.number == 2
 
 
-def test_a_claim_that_cannot_be_read_is_one_all_the_same(tmp_path):
+def test_a_claim_that_cannot_be_read_is_one_and_one_that_cannot_be_written_is_none(tmp_path):
     attempt = Attempt(tmp_path)
+    attempt.claim()
+    end = limited(20)
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            Attempt(tmp_path).claim()
+    finally:
+        end()
+    attempt.check()
+    assert [path.name for path in tmp_path.iterdir()] == ["attempt-0001.json"]
     for content in (b"", b"[]", b"\xff", b'{"host": 1}'):
         (tmp_path / "attempt-0007.json").write_bytes(content)
         with pytest.raises(RuntimeError, match=r"attempt 7 has begun \(by another process\)"):
@@ -180,14 +173,14 @@ def test_however_several_runs_interleave_the_newest_alone_adds_and_removes(actio
                 continue
             before = names(directory)
             writer = writers[number]
-            claims = writer._attempt is None
+            claims = writer._attempt.number == 0
             try:
                 finished = writer.act(action, step)
             except RuntimeError:
                 assert writer is not newest
                 assert names(directory) == before
                 continue
-            newest = writer if claims and writer._attempt is not None else newest
+            newest = writer if claims and writer._attempt.number > 0 else newest
             assert writer is newest or names(directory) == before
             if finished is not None:
                 contents[finished] = f"{id(writer)} {writer._name.step}"

@@ -1,0 +1,157 @@
+"""Files that are on the disk as a whole, and the manifest of those that make a checkpoint."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pardata.model._weight_file import safetensors_for
+
+FORMAT = 1
+STATE = "state.pt"
+
+_MANIFEST = "manifest.json"
+
+
+class UnusableError(RuntimeError):
+    """A checkpoint is not what was written, and why."""
+
+
+def write_manifest(folder: Path, facts: Mapping[str, Any]) -> int:
+    """Describe all files in a folder, wait until they are on the disk, and return their bytes."""
+    written = sorted(folder.rglob("*"))
+    digests = {path: _size_and_digest(path) for path in written if path.is_file()}
+    files = {path.relative_to(folder).as_posix(): digest for path, digest in digests.items()}
+    manifest = {"format": FORMAT, "files": files, **facts}
+    signed = {"sha256": _digest(manifest), "manifest": manifest}
+    (folder / _MANIFEST).write_text(json.dumps(signed, sort_keys=True, indent=1))
+    sync(*written, folder / _MANIFEST, folder)
+    return sum(size for size, _ in files.values())
+
+
+def verified(folder: Path, step: int) -> dict[str, Any]:
+    """Return the manifest of the checkpoint of a step, after reading every byte of it.
+
+    Raises:
+        UnusableError: where anything is not as it was written; says what.
+    """
+    try:
+        manifest = _read_manifest(folder)
+        for file, (size, digest) in manifest["files"].items():
+            found_size, found = _size_and_digest(_file_in(folder, file))
+            _require(
+                found_size == size, f"{file} has {found_size:,} bytes and should have {size:,}"
+            )
+            _require(found == digest, f"the checksum of {file} is wrong")
+    except OSError as error:
+        msg = f"it cannot be read ({error})"
+        raise UnusableError(msg) from error
+    _require(manifest["step"] == step, f"it is that of step {manifest['step']}")
+    return manifest
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    try:
+        signed = json.loads(_file_in(folder, _MANIFEST).read_bytes())
+        manifest: dict[str, Any] = signed["manifest"]
+        intact = _digest(manifest) == signed["sha256"]
+        found = manifest["format"]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        msg = f"{_MANIFEST} is damaged"
+        raise UnusableError(msg) from error
+    _require(intact, f"the checksum of {_MANIFEST} is wrong")
+    _require(found == FORMAT, f"its format is {found!r}, and this pardata reads {FORMAT}")
+    return manifest
+
+
+def _file_in(folder: Path, file: str) -> Path:
+    """Return the path of a file, and of nothing that is elsewhere, or on which a reader waits."""
+    path = folder / file
+    is_inside = path.resolve().is_relative_to(folder.resolve())
+    _require(is_inside, f"{file} is not in it, but in {path.resolve().parent}")
+    _require(path.is_file(), f"{file} is missing")
+    return path
+
+
+def _require(condition: object, why: str) -> None:
+    """Raise where a condition does not hold, without which a checkpoint is of no use."""
+    if not condition:
+        raise UnusableError(why)
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _size_and_digest(path: Path) -> tuple[int, str]:
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+            size += len(block)
+    return size, digest.hexdigest()
+
+
+def save(thing: Any, path: Path) -> None:
+    """Write as ``torch.save`` does, and raise an `OSError` where the disk is full.
+
+    PyTorch raises a `RuntimeError` then, about positions in the file.
+    """
+    with path.open("wb") as file:
+        try:
+            torch.save(thing, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
+
+def sync(*paths: Path) -> None:
+    """Wait until files, and the names in directories, are on the disk."""
+    for path in paths:
+        opened = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
+
+
+def write_weights(path: Path, state: object) -> None:
+    """Write bare weights, for others, to a file that is there as a whole or not at all.
+
+    Raises:
+        TypeError: for what is no state dict.
+        ImportError: for safetensors that are not installed.
+    """
+    weights = _checked_weights(state)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".unfinished-{path.name}")
+    try:
+        if path.suffix == ".safetensors":
+            # Of tied weights each has its own, as the format wants.
+            own = {name: tensor.clone().contiguous() for name, tensor in weights.items()}
+            safetensors_for(path).save_file(own, unfinished)
+        else:
+            save(weights, unfinished)
+        sync(unfinished)
+        unfinished.replace(path)
+        sync(path.parent)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _checked_weights(state: object) -> Mapping[str, Tensor]:
+    if isinstance(state, Mapping):
+        others = [name for name, value in state.items() if not isinstance(value, Tensor)]
+        if not others:
+            return state
+        what = f"has {others[0]!r}, which is none"
+    else:
+        what = f"is a {type(state).__name__}"
+    msg = f"what is exported must be the weights of a module, all of them tensors, but it {what}"
+    raise TypeError(msg)

@@ -13,17 +13,21 @@ from on_ranks import run_caught
 import pardata
 from pardata import world
 from pardata.doctor._finding import ERROR, OK, WARNING, Finding, found_error
-from pardata.doctor._installation import examine_installation, shared_package
 from pardata.doctor._launchers import examine_launcher
-from pardata.doctor._machine import examine_machine, hidden_gpus, own_address, shared_memory
+from pardata.doctor._surroundings import (
+    hidden_gpus,
+    own_address,
+    shared_memory,
+    shared_package,
+    surroundings,
+)
 
 MIB, GIB = 2**20, 2**30
 
 
 def found(name, here=None):
     """Return what is said of `name` on this very machine, from among all findings."""
-    everything = [*examine_machine(here or world()), *examine_installation()]
-    return next(finding for finding in everything if finding.name == name)
+    return next(finding for finding in surroundings(here or world()) if finding.name == name)
 
 
 def check(finding, status, text, cure=""):
@@ -129,10 +133,9 @@ def test_wrong_variables_are_an_error_with_its_cure_and_all_that_is_there(env, t
 
 
 def test_each_thing_is_named_once_and_every_complaint_has_a_cure():
-    findings = [*examine_machine(world()), *examine_installation()]
-    names = [finding.name for finding in findings]
-    assert len(set(names)) == len(names)
-    assert all(finding.cure for finding in findings if finding.status != OK)
+    findings = list(surroundings(world()))
+    assert len({finding.name for finding in findings}) == len(findings)
+    assert all(finding.cure for finding in findings if finding.is_error)
     version = f"pardata {pardata.__version__}, torch {torch.__version__}"
     check(found("versions"), OK, version)
     check(found("backends"), OK, "gloo, ")
@@ -256,4 +259,4 @@ def test_the_unrelated_pardata_in_the_same_directory_is_an_error(tmp_path):
     ],
 )
 def test_an_error_is_parted_into_what_is_wrong_and_what_to_do(message, text, cure):
-    assert found_error("n", ValueError(message), "the default") == Finding("n", ERROR, text, cure)
+    assert found_error("n", ValueError(message), "the default") == Finding("n", text, cure, True)

@@ -10,7 +10,7 @@ from collective_zoo import Metrics, leaves, rebuild
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pardata.collective._numbers import numbers_of
+from pardata.collective._header import numbers_of
 from pardata.collective._tree import in_brackets
 
 numbers = st.integers(-100, 100) | st.booleans() | st.floats(allow_nan=False)

@@ -100,12 +100,6 @@ def test_the_shell_of_a_job_of_several_tasks_is_told_to_use_srun():
     ("env", "text", "cure", "seen"),
     [
         (
-            {"RANK": "0"},
-            "`WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT` must",
-            "start the script with the launcher itself, or set PARDATA_LAUNCHER=none",
-            "RANK (torchrun)",
-        ),
-        (
             SLURM | {"RANK": "0"},
             "`RANK` must be 1, as SLURM says, but is 0",
             "unset it, or choose one launcher with PARDATA_LAUNCHER",
@@ -122,8 +116,7 @@ def test_the_shell_of_a_job_of_several_tasks_is_told_to_use_srun():
 def test_wrong_variables_are_an_error_with_its_cure_and_all_that_is_there(env, text, cure, seen):
     launch, (wrong, variables) = examine_launcher(env)
     assert launch is None
-    check(wrong, ERROR, "", cure)
-    assert text in wrong.text
+    check(wrong, ERROR, text, cure)
     assert wrong.cure not in wrong.text
     check(variables, OK, "")
     assert seen in variables.text
@@ -141,35 +134,26 @@ def test_each_thing_is_named_once_and_every_complaint_has_a_cure():
     check(found("backends"), OK, "gloo, ")
 
 
-@pytest.mark.parametrize(
-    ("free", "status", "text"),
-    [
-        (GIB, OK, "24.0 GiB"),
-        (GIB - 1, WARNING, "1024 MiB free of 24.0 GiB"),
-        (64 * MIB, WARNING, "64 MiB free of 24.0 GiB"),
-    ],
-)
-def test_shared_memory_below_a_gibibyte_is_little(free, status, text):
+def test_shared_memory_below_a_gibibyte_is_little():
     cure = "workers hand batches over there: start the container with --shm-size=8g"
-    check(shared_memory(24 * GIB, free), status, text, cure * (status != OK))
+    check(shared_memory(24 * GIB, GIB), OK, "24.0 GiB")
+    check(shared_memory(24 * GIB, GIB - 1), WARNING, "1024 MiB free of 24.0 GiB", cure)
+    check(shared_memory(24 * GIB, 64 * MIB), WARNING, "64 MiB free of 24.0 GiB", cure)
 
 
-def _files(soft, hard):
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return found("open files")
+def _files():
+    found_with = []
+    for soft, hard in ((1024, 5000), (1023, 5000), (256, 2000)):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        found_with.append(found("open files"))
+    return found_with
 
 
-@pytest.mark.parametrize(
-    ("soft", "hard", "status", "text", "cure"),
-    [
-        (1024, 5000, OK, "at most 1024", ""),
-        (1023, 5000, WARNING, "at most 1023", "ulimit -n 4096: each tensor"),
-        (256, 2000, WARNING, "at most 256", "ulimit -n 2000: each tensor"),
-    ],
-)
-def test_fewer_than_1024_open_files_are_few(soft, hard, status, text, cure):
-    (finding,) = run_caught(_files, soft, hard, world_size=1, fresh=True)
-    check(finding, status, text, cure)
+def test_fewer_than_1024_open_files_are_few():
+    ((enough, fewer, few),) = run_caught(_files, world_size=1, fresh=True)
+    check(enough, OK, "at most 1024")
+    check(fewer, WARNING, "at most 1023", "ulimit -n 4096: each tensor")
+    check(few, WARNING, "at most 256", "ulimit -n 2000: each tensor")
 
 
 def test_gpus_that_torch_does_not_see_are_a_warning(monkeypatch):

@@ -69,7 +69,9 @@ class StopSignal:
             self._calls += 1
             self._agreed = self.requested if here.size == 1 else self._heard()
             if self._agreed:
-                _log.info("%s: the run stops at this step", self._reason(), ranks=[here.rank])
+                asked = "another rank was asked to stop"
+                why = f"got {signal.Signals(self._received).name}" if self._received else asked
+                _log.info("%s: the run stops at this step", why, ranks=[here.rank])
             elif here.size > 1:
                 self._tell(here)
         return self._agreed
@@ -95,11 +97,6 @@ class StopSignal:
         facts = [int(self.requested), self._calls, -self._calls]
         told = torch.tensor(facts, device=device_of_counts(here.backend, here.device))
         self._sent = told, dist.all_reduce(told, dist.ReduceOp.MAX, async_op=True)
-
-    def _reason(self) -> str:
-        if self._received is None:
-            return "another rank was asked to stop"
-        return f"got {signal.Signals(self._received).name}"
 
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():

@@ -1,7 +1,7 @@
 """Reduce and gather numbers, tensors and nested structures of them, in one collective."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from numbers import Integral, Real
 from typing import Any, TypeVar, overload
 
@@ -61,8 +61,8 @@ def all_reduce_mean(value: Any, weight: float | Tensor = 1) -> Any:
     if total == 0:
         msg = "`weight` must be positive on at least one rank, but is 0 on all: nothing was counted"
         raise ValueError(msg)
-    means = [part / total for part in sums] if isinstance(sums, list) else sums / total
-    return matching.rebuilt(_unpack(matching.leaves, means, _mean_like))
+    means = [part / total for part in _unpacked(matching.leaves, sums)]
+    return matching.rebuilt(map(_mean_like, matching.leaves, means))
 
 
 def all_reduce_sum(value: _T) -> _T:
@@ -86,7 +86,7 @@ def all_reduce_sum(value: _T) -> _T:
     matching.guarded(lambda: _require_exact(matching.leaves), None)
     with explained("all_reduce_sum"):
         sums, _ = matching.all_reduce(lambda: _pack(matching, 1.0), 1.0)
-    return matching.rebuilt(_unpack(matching.leaves, sums, _sum_like))
+    return matching.rebuilt(map(_sum_like, matching.leaves, _unpacked(matching.leaves, sums)))
 
 
 def all_gather(value: _T) -> list[_T]:
@@ -150,17 +150,13 @@ def _number(part: Leaf, device: torch.device) -> float | None:
     return float(part.item()) if part.ndim == 0 and part.device == device == _CPU else None
 
 
-def _unpack(
-    parts: list[Leaf], sums: Values, like: Callable[[Leaf, Tensor | float], Leaf]
-) -> Iterator[Leaf]:
-    """Yield each leaf's part of `sums`, made into what `like` says: a number where it was one."""
+def _unpacked(parts: list[Leaf], sums: Values) -> Sequence[Tensor | float]:
+    """Return what `sums` has of each leaf."""
     if isinstance(sums, list):
-        yield from map(like, parts, sums)
-        return
+        return sums
     shapes = [part.shape if isinstance(part, Tensor) else torch.Size() for part in parts]
     pieces = sums.split([shape.numel() for shape in shapes])
-    for part, piece, shape in zip(parts, pieces, shapes, strict=True):
-        yield like(part, piece.view(shape))
+    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def _mean_like(leaf: Leaf, mean: Tensor | float) -> Leaf:

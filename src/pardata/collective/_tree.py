@@ -15,6 +15,9 @@ Path: TypeAlias = tuple[Any, ...]
 _Test: TypeAlias = Callable[[Any], bool]
 _Keys: TypeAlias = Callable[[Mapping[Any, Any]], Iterable[Any]]
 
+_MAPPINGS = (dict, Mapping)  # the first is found at once
+_SEQUENCES = (list, tuple)
+
 
 def is_special(part: object) -> bool:
     """Whether a container is more than its items: no dict, and no list or tuple but a plain one."""
@@ -29,9 +32,9 @@ def _parts(
     """Return what a container holds, with key or index, and `None` for a leaf."""
     if is_leaf is not None and is_leaf(tree):
         return None
-    if isinstance(tree, dict | Mapping):  # the first is found at once
+    if isinstance(tree, _MAPPINGS):
         return [(key, tree[key]) for key in keys(tree)]
-    return enumerate(tree) if isinstance(tree, list | tuple) else None
+    return enumerate(tree) if isinstance(tree, _SEQUENCES) else None
 
 
 def leaves(

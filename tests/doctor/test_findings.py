@@ -3,7 +3,10 @@
 import os
 import resource
 import socket
+import warnings
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,13 +17,7 @@ import pardata
 from pardata import world
 from pardata.doctor._finding import ERROR, OK, WARNING, Finding, found_error
 from pardata.doctor._launchers import examine_launcher
-from pardata.doctor._surroundings import (
-    hidden_gpus,
-    own_address,
-    shared_memory,
-    shared_package,
-    surroundings,
-)
+from pardata.doctor._surroundings import own_address, shared_memory, shared_package, surroundings
 
 MIB, GIB = 2**20, 2**30
 
@@ -156,13 +153,37 @@ def test_fewer_than_1024_open_files_are_few():
     check(few, WARNING, "at most 256", "ulimit -n 2000: each tensor")
 
 
-def test_gpus_that_torch_does_not_see_are_a_warning(monkeypatch):
-    check(hidden_gpus(0, ""), OK, "none: training runs on the CPU")
+def _too_old():
+    warnings.warn("the driver is too old", stacklevel=1)
+    return False
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Pretend to have a torch that answers so, GPUs of these names, and so many device files."""
+
+    def pretend(is_available, names=(), files=0):
+        kinds = [SimpleNamespace(name=name, total_memory=141 * GIB) for name in names]
+        monkeypatch.setattr(torch.cuda, "is_available", is_available)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(kinds))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", kinds.__getitem__)
+        monkeypatch.setattr(Path, "glob", lambda *_: range(files))
+        return found("GPUs", here)
+
+    here = world()
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    finding = hidden_gpus(2, "the driver is too old")
-    text = "torch sees none of 2 in /dev (the driver is too old)"
-    check(finding, WARNING, text, "install a torch for CUDA (this one is for the CPU only)")
+    return pretend
+
+
+def test_gpus_are_counted_and_those_that_torch_does_not_see_are_a_warning(gpus):
+    here = "2 x H200, 141 GiB, 1 x H100, 141 GiB"
+    check(gpus(lambda: True, ["H200", "H100", "H200"], 3), OK, here)
+    check(gpus(lambda: False), OK, "none: training runs on the CPU")
+    cure = "install a torch for CUDA (this one is for the CPU only), unset CUDA_VISIBLE_DEVICES (it"
+    check(gpus(lambda: False, files=2), WARNING, "torch sees none of 2 in /dev", cure)
+    finding = gpus(_too_old, files=2)
+    check(finding, WARNING, "torch sees none of 2 in /dev (the driver is too old)", cure)
     assert "unset CUDA_VISIBLE_DEVICES (it is '')" in finding.cure
 
 

@@ -43,25 +43,16 @@ def _gpus() -> Finding:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")  # torch warns of a driver that is too old
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count == 0:
-        files = len(list(Path("/dev").glob("nvidia[0-9]*")))
-        return hidden_gpus(files, str(said[0].message) if said else "")
-    kinds = Counter(map(_gpu_text, range(count)))
-    return Finding("GPUs", ", ".join(f"{number} x {kind}" for kind, number in kinds.items()))
-
-
-def _gpu_text(index: int) -> str:
-    found = torch.cuda.get_device_properties(index)
-    return f"{found.name}, {found.total_memory / _GIB:.0f} GiB"
-
-
-def hidden_gpus(files: int, said: str) -> Finding:
-    """Return what it means that torch sees no GPU where there are so many device files."""
+    if count:
+        gpus = map(torch.cuda.get_device_properties, range(count))
+        kinds = Counter(f"{gpu.name}, {gpu.total_memory / _GIB:.0f} GiB" for gpu in gpus)
+        return Finding("GPUs", ", ".join(f"{number} x {kind}" for kind, number in kinds.items()))
+    files = len(list(Path("/dev").glob("nvidia[0-9]*")))
     if not files and not said:
         return Finding("GPUs", "none: training runs on the CPU")
     mask = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
     build = torch.version.cuda or "the CPU only"
-    text = f"torch sees none of {files} in /dev{f' ({said})' * bool(said)}"
+    text = f"torch sees none of {files} in /dev{f' ({said[0].message})' if said else ''}"
     cure = (
         f"install a torch for CUDA (this one is for {build}), unset CUDA_VISIBLE_DEVICES (it is "
         f"{mask!r}), or see with nvidia-smi whether the driver is new enough"

@@ -320,9 +320,13 @@ def test_a_float_meets_a_tensor_and_the_order_of_keys_does_not_matter():
 
 
 def test_a_result_has_the_types_of_the_value():
-    tree = {"o": OrderedDict(b=1, a=2), 3: defaultdict(list, x=3), "m": Metrics(1, (2, [3]))}
-    found = all_reduce_sum({**tree, "size": torch.Size([1, 2]), "array": np.array(0.5)})
-    assert repr(found) == repr({**tree, "size": (1, 2), "array": 0.5})
+    def tree(one, size, array):
+        of_list = defaultdict(list, x=one)
+        named = Metrics(one, (one, [one]))
+        return {"o": OrderedDict(b=one, a=one), 3: of_list, "m": named, "s": size, "n": array}
+
+    found = all_reduce_mean(tree(True, torch.Size([1, 2]), np.array(0.5)))
+    assert repr(found) == repr(tree(1.0, (1.0, 2.0), 0.5))
 
 
 # --- how many collectives ---

@@ -29,8 +29,8 @@ command line that is wrong.
 """
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    """Return what the command line says."""
+def main(arguments: list[str]) -> int:
+    """Do what the command line says, and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m pardata",
         description=_DESCRIPTION,
@@ -41,7 +41,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("command", choices=("env", "check"), help="what to do")
     how_long = "how long to wait for other ranks (default: 60)"
     parser.add_argument("--timeout", type=_seconds, default=60, metavar="SECONDS", help=how_long)
-    return parser.parse_args(arguments)
+    chosen = parser.parse_args(arguments)
+    # What waits for other ranks ends by itself and says why, the wait for the store of torch only
+    # after twice its timeout. Whatever else hangs ends here, and shows where it was.
+    faulthandler.dump_traceback_later(2 * chosen.timeout + 15, exit=True)
+    return examine(chosen.command, timeout=chosen.timeout)
 
 
 def _seconds(text: str) -> float:
@@ -53,15 +57,6 @@ def _seconds(text: str) -> float:
         msg = f"must be a number of seconds above 0, up to a day, but is {text!r}"
         raise argparse.ArgumentTypeError(msg)
     return seconds
-
-
-def main(arguments: list[str]) -> int:
-    """Do what the command line says, and return the exit status."""
-    chosen = parse(arguments)
-    # What waits for other ranks ends by itself and says why, the wait for the store of torch only
-    # after twice its timeout. Whatever else hangs ends here, and shows where it was.
-    faulthandler.dump_traceback_later(2 * chosen.timeout + 15, exit=True)
-    return examine(chosen.command, timeout=chosen.timeout)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from pardata.collective._numbers import numbers_of
-from pardata.collective._tree import rebuilt
+from pardata.collective._header import numbers_of
+from pardata.collective._tree import mapped
 
 
 class Metrics(NamedTuple):
@@ -16,4 +16,5 @@ def leaves(value):
 
 
 def rebuild(value, replacements):
-    return rebuilt(value, dict(zip(numbers_of(value), replacements, strict=True)))
+    found = dict(zip(numbers_of(value), replacements, strict=True))
+    return mapped(value, lambda path, _: found[path])

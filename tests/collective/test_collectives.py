@@ -3,7 +3,7 @@
 import copy
 import math
 import re
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from fractions import Fraction
 from unittest.mock import patch
 
@@ -83,7 +83,9 @@ trees = st.recursive(
     | st.lists(st.floats(-1e6, 1e6, width=32), max_size=4).map(torch.tensor),
     lambda inner: (
         st.lists(inner, max_size=4)
-        | st.dictionaries(st.sampled_from("abcdef"), inner, max_size=4)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.sampled_from("abcdef") | st.integers(0, 9), inner, max_size=4)
+        | st.dictionaries(st.sampled_from("ab"), inner, max_size=2).map(OrderedDict)
         | st.builds(Metrics, inner, inner)
     ),
     max_leaves=100,
@@ -179,18 +181,11 @@ def test_a_value_of_weight_zero_does_not_count_and_any_other_does():
 
 # --- what is refused: the rank that brings it raises its own error, the others hear of it ---
 
+NO_NUMBER = "TypeError: `value{}` must be a number or a tensor, but is {}"
 REFUSED = [
     (
         lambda bad: all_reduce_mean({"a": 1.0}, weight=-1 if bad else 1),
         "ValueError: `weight` must be a finite number that is not negative, but is -1.0",
-    ),
-    (
-        lambda bad: all_reduce_mean(1.0, weight=math.inf if bad else 1),
-        "ValueError: `weight` must be a finite number that is not negative, but is inf",
-    ),
-    (
-        lambda bad: all_reduce_mean(1.0, weight=torch.ones(2) if bad else 1),
-        "TypeError: `weight` must be one number, but is tensor([1., 1.]) (Tensor)",
     ),
     (
         lambda bad: all_reduce_mean(1.0, weight=torch.tensor(1j) if bad else 1),
@@ -198,16 +193,14 @@ REFUSED = [
     ),
     (
         lambda bad: all_reduce_mean({"loss": [1, 2, None if bad else 3]}),
-        "TypeError: `value['loss'][2]` must be a number or a tensor, but is None (NoneType)",
+        NO_NUMBER.format("['loss'][2]", "None (NoneType)"),
     ),
+    (lambda bad: all_gather({1, 2} if bad else 1), NO_NUMBER.format("", "{1, 2} (set)")),
     (
-        lambda bad: all_reduce_sum([torch.ones(2, dtype=torch.complex64 if bad else None)]),
-        "TypeError: `value[0]` must be a dense tensor of real numbers, but is complex: convert",
+        lambda bad: all_reduce_sum([np.ones(1) if bad else 1]),
+        NO_NUMBER.format("[0]", "array([1.]) (ndarray)"),
     ),
-    (
-        lambda bad: all_gather("x" if bad else 1),
-        "TypeError: `value` must be a number or a tensor, but is 'x' (str)",
-    ),
+    (lambda bad: all_gather([np.str_("x")] if bad else [1]), NO_NUMBER.format("[0]", "'x' (str)")),
     # What fails between looking at a value and sending it.
     (
         lambda bad: all_reduce_mean(10**400 if bad else 1),
@@ -326,6 +319,16 @@ def test_a_float_meets_a_tensor_and_the_order_of_keys_does_not_matter():
     assert repr(dict(second[1])) == "{'c': (6.0,), 'b': 4, 'a': tensor(2)}"
 
 
+def test_a_result_has_the_types_of_the_value():
+    def tree(one, size, array):
+        of_list = defaultdict(list, x=one)
+        named = Metrics(one, (one, [one]))
+        return {"o": OrderedDict(b=one, a=one), 3: of_list, "m": named, "s": size, "n": array}
+
+    found = all_reduce_mean(tree(True, torch.Size([1, 2]), np.array(0.5)))
+    assert repr(found) == repr(tree(1.0, (1.0, 2.0), 0.5))
+
+
 # --- how many collectives ---
 
 
@@ -437,12 +440,12 @@ def test_results_carry_no_gradient_and_share_no_memory(size):
         assert value == [1.0, rank]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64])
-@pytest.mark.parametrize("call", [all_reduce_mean, all_reduce_sum, lambda x: all_gather(x)[0]])
-def test_alone_too_the_result_has_memory_of_its_own(call, dtype):
-    value = torch.ones(2, dtype=dtype)
-    call(value).zero_()
-    assert value.tolist() == [1, 1]
+def test_alone_too_the_result_has_memory_of_its_own():
+    for dtype in (torch.float64, torch.float32, torch.int64):
+        for call in (all_reduce_mean, all_reduce_sum, lambda x: all_gather(x)[0]):
+            value = torch.ones(2, dtype=dtype)
+            call(value).zero_()
+            assert value.tolist() == [1, 1]
 
 
 def _empties():
@@ -490,8 +493,7 @@ def test_sums_that_float64_may_round_are_an_error_on_every_rank():
 
 
 def test_the_limit_alone():
-    assert all_reduce_sum(2**53 - 1) == 2**53 - 1
-    assert all_reduce_sum(float(2**53)) == 2**53
+    assert all_reduce_sum([2**53 - 1, float(2**53)]) == [2**53 - 1, 2**53]
     text = "must be below 2**53 to be exact, but one has 54 bits: pass it as a float"
     for value in (2**53, 2**53 + 1, -(2**53), torch.tensor([1, 2**53 + 1])):
         with pytest.raises(OverflowError, match=re.escape(text)):
@@ -540,16 +542,4 @@ def test_tensors_with_different_numbers_of_rows_are_gathered(size):
     results = on_every_rank(_uneven, size)
     values = [value for value, _ in results]
     for _, gathered in results:
-        assert len(gathered) == size
-        for own, back in zip(values, gathered, strict=True):
-            for one, other in zip(leaves(own), leaves(back), strict=True):
-                assert type(one) is type(other)
-                if isinstance(one, torch.Tensor):
-                    assert one.dtype == other.dtype
-                    assert one.shape == other.shape
-                    assert torch.equal(one, other)
-                else:
-                    assert one == other
-
-
-# --- where a group is missing ---
+        assert repr(gathered) == repr(values)  # with types, dtypes and shapes

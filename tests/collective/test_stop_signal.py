@@ -67,7 +67,7 @@ def test_ranks_that_call_it_unequally_often_are_told_on_every_rank(size):
 def group_is_free():
     for _ in range(3):
         with StopSignal() as stop:
-            for _ in range(world().rank + 2 - world().rank):
+            for _ in range(2):
                 stop.agreed()
         assert all_reduce_sum(1) == world().size
     return True
@@ -77,46 +77,38 @@ def test_after_the_block_the_group_has_nothing_of_it_left():
     assert all(run(group_is_free, world_size=3))
 
 
-def test_handlers_are_those_of_before_after_the_block():
+@pytest.fixture
+def mine():
+    """Have a handler of one's own for SIGUSR2, and return what it hears."""
     heard = []
     before = signal.signal(signal.SIGUSR2, lambda *_: heard.append("mine"))
-    try:
-        with StopSignal() as stop:
-            os.kill(os.getpid(), signal.SIGUSR2)
-            assert stop.requested
-            assert heard == []
-        os.kill(os.getpid(), signal.SIGUSR2)
-        assert heard == ["mine"]
-    finally:
-        signal.signal(signal.SIGUSR2, before)
+    yield heard
+    signal.signal(signal.SIGUSR2, before)
 
 
-def test_a_second_signal_goes_to_whoever_was_there_before():
-    heard = []
-    before = signal.signal(signal.SIGUSR2, lambda *_: heard.append("mine"))
-    try:
-        with StopSignal(signal.SIGUSR2) as stop:
-            os.kill(os.getpid(), signal.SIGUSR2)
-            os.kill(os.getpid(), signal.SIGUSR2)
-            assert stop.requested
-            assert heard == ["mine"]
-    finally:
-        signal.signal(signal.SIGUSR2, before)
-
-
-def be_asked_twice():
-    for _ in range(2):
+def be_asked(times=1):
+    for _ in range(times):
         os.kill(os.getpid(), signal.SIGUSR2)
 
 
-def test_a_second_signal_that_was_ignored_before_ends_the_process_all_the_same():
-    before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    try:
-        with StopSignal(), pytest.raises(SystemExit) as ended:
-            be_asked_twice()
-        assert ended.value.code == 128 + signal.SIGUSR2
-    finally:
-        signal.signal(signal.SIGUSR2, before)
+def test_handlers_are_those_of_before_after_the_block_and_hear_a_second_signal_in_it(mine):
+    with StopSignal() as stop:
+        be_asked()
+        assert stop.requested
+        assert mine == []
+    be_asked()
+    assert mine == ["mine"]
+    with StopSignal(signal.SIGUSR2) as stop:
+        be_asked(2)
+        assert stop.requested
+    assert mine == ["mine"] * 2
+
+
+def test_a_second_signal_that_was_ignored_before_ends_the_process_all_the_same(mine):
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    with StopSignal(), pytest.raises(SystemExit) as ended:
+        be_asked(2)
+    assert ended.value.code == 128 + signal.SIGUSR2
 
 
 TWICE = """
@@ -163,6 +155,6 @@ def test_what_is_no_signal_that_can_be_caught_is_refused(wrong):
 
 def test_the_log_says_why_the_run_stops(caplog):
     with caplog.at_level("INFO", logger="pardata"), StopSignal() as stop:
-        os.kill(os.getpid(), signal.SIGUSR2)
+        be_asked()
         assert stop.agreed()
     assert "got SIGUSR2: the run stops at this step" in caplog.text

@@ -1,34 +1,24 @@
 """How findings are printed: each once, aligned, with its ranks and its cure."""
 
-from pardata.doctor._account import Account
-from pardata.doctor._finding import ERROR, OK, WARNING, Finding
+import pytest
+
+from pardata.doctor._finding import Account, Finding
 from pardata.doctor._report import errors_text, report_text
 
-SHM = Finding("/dev/shm", OK, "24.0 GiB")
-FEW = Finding("cores", WARNING, "4 share 2", "start fewer")
-LOST = Finding("trial", ERROR, "a connection was lost", "look at rank 1")
+SHM = Finding("/dev/shm", "24.0 GiB")
+SMALL = Finding("/dev/shm", "64 MiB", "enlarge it")
+FAST = Finding("latency", "90 microseconds")
+FEW = Finding("cores", "4 share 2", "start fewer")
+LOST = Finding("trial", "a connection was lost", "look at rank 1", is_error=True)
+OLD, NEW = (Finding("versions", f"torch 2.{minor}") for minor in (6, 15))
 
 
 def account(rank, size, *findings, host="n1", device="cpu"):
-    return Account(rank, size, host, 0, rank, device, 2, list(findings))
+    return Account(list(findings), size, rank, host, 0, rank, device, 2)
 
 
 def lines_of(*accounts):
     return report_text("env", accounts).splitlines()
-
-
-def test_one_process_prints_a_line_for_each_finding_and_the_cure_below_it():
-    assert lines_of(account(0, 1, SHM, FEW, LOST)) == [
-        "pardata env: one process on n1",
-        "",
-        "ok       /dev/shm       24.0 GiB",
-        "warning  cores          4 share 2",
-        "                          cure: start fewer",
-        "error    trial          a connection was lost",
-        "                          cure: look at rank 1",
-        "",
-        "1 error and 1 warning",
-    ]
 
 
 def test_several_ranks_print_one_aligned_table_and_what_they_share_once():
@@ -45,40 +35,53 @@ def test_several_ranks_print_one_aligned_table_and_what_they_share_once():
     assert lines[14:] == ["", "ok       /dev/shm       24.0 GiB", "", "all is well"]
 
 
-def test_a_finding_of_some_ranks_names_them_and_a_measure_of_rank_0_does_not():
-    small = Finding("/dev/shm", WARNING, "64 MiB", "enlarge it")
-    fast = Finding("latency", OK, "90 microseconds")
-    accounts = [account(0, 3, SHM, fast), account(1, 3, small), account(2, 3, SHM, LOST)]
-    assert lines_of(*accounts)[7:] == [
-        "ok       /dev/shm       ranks 0, 2: 24.0 GiB",
-        "warning  /dev/shm       rank 1: 64 MiB",
-        "                          cure: enlarge it",
-        "ok       latency        90 microseconds",
-        "error    trial          rank 2: a connection was lost",
-        "                          cure: look at rank 1",
-        "",
-        "1 error and 1 warning",
-    ]
+ONE_RANK = """\
+pardata env: one process on n1
+
+ok       /dev/shm       24.0 GiB
+warning  cores          4 share 2
+                          cure: start fewer
+error    trial          a connection was lost
+                          cure: look at rank 1
+
+1 error and 1 warning"""
+SOME_RANKS = """\
+ok       /dev/shm       ranks 0, 2: 24.0 GiB
+warning  /dev/shm       rank 1: 64 MiB
+                          cure: enlarge it
+ok       latency        90 microseconds
+error    trial          rank 2: a connection was lost
+                          cure: look at rank 1
+
+1 error and 1 warning"""
+VERSIONS = """\
+warning  versions       rank 0: torch 2.6
+                          cure: install the same on every host
+warning  versions       rank 1: torch 2.15
+                          cure: install the same on every host
+
+2 warnings"""
 
 
-def test_ranks_of_different_versions_are_warned_of():
-    old, new = (Finding("versions", OK, f"torch 2.{minor}") for minor in (6, 15))
-    cure = "                          cure: install the same on every host"
-    assert lines_of(account(0, 2, old), account(1, 2, new))[6:] == [
-        "warning  versions       rank 0: torch 2.6",
-        cure,
-        "warning  versions       rank 1: torch 2.15",
-        cure,
-        "",
-        "2 warnings",
-    ]
-    assert lines_of(account(0, 2, new), account(1, 2, new))[-1] == "all is well"
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        ([[SHM, FEW, LOST]], ONE_RANK),
+        ([[SHM, FAST], [SMALL], [SHM, LOST]], SOME_RANKS),  # a measure is rank 0's, and of all
+        ([[OLD], [NEW]], VERSIONS),
+        ([[NEW], [NEW]], "\nok       versions       torch 2.15\n\nall is well"),
+    ],
+    ids=["one process", "some ranks", "versions differ", "versions are the same"],
+)
+def test_each_finding_is_printed_once_with_the_ranks_that_made_it_and_its_cure(found, text):
+    accounts = [account(rank, len(found), *findings) for rank, findings in enumerate(found)]
+    assert report_text("env", accounts).endswith(text)
 
 
 def test_long_texts_are_wrapped_below_themselves_and_words_stay_whole(monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     name = "x" * 90
-    lines = lines_of(account(0, 1, Finding("a", OK, f"{'word ' * 20}{name} end")))
+    lines = lines_of(account(0, 1, Finding("a", f"{'word ' * 20}{name} end")))
     first, *rest = lines[2:-2]
     assert first == "ok       a              word word word word word word word word"
     assert all(line.startswith(" " * 24) for line in rest)

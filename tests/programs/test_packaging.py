@@ -22,7 +22,7 @@ import pytest
 from places import ROOT
 
 import pardata
-from pardata.doctor._installation import shared_package
+from pardata.doctor._surroundings import shared_package
 
 VERSION = pardata.__version__
 INFO = f"torch_pardata-{VERSION}.dist-info"

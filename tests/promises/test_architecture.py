@@ -95,7 +95,7 @@ def test_a_door_is_one_sentence_its_public_names_and_nothing_else(name):
     rest = body[1:]
     assert all(isinstance(node, ast.ImportFrom | ast.Assign) for node in rest)
     names = [
-        alias.asname for node in rest if isinstance(node, ast.ImportFrom) for alias in node.names
+        alias.name for node in rest if isinstance(node, ast.ImportFrom) for alias in node.names
     ]
     public = next((ast.literal_eval(n.value) for n in rest if isinstance(n, ast.Assign)), [])
     assert sorted(names) == sorted(public)

@@ -69,22 +69,21 @@ def test_the_real_machine_has_at_least_one_core():
 
 
 @pytest.mark.parametrize(
-    ("text", "cores"), [("max 100000", None), ("200000 100000", 2.0), ("50000 100000\n", 0.5)]
+    ("version", "limit", "period", "cores"),
+    [
+        (2, "max", "100000", None),
+        (2, "200000", "100000", 2.0),
+        (2, "50000", "100000\n", 0.5),
+        (1, "-1", "100000", None),
+        (1, "150000\n", "100000\n", 1.5),
+        (0, "", "", None),  # nothing says so
+    ],
 )
-def test_the_quota_of_cgroup_version_2(tmp_path, text, cores):
-    (tmp_path / "cpu.max").write_text(text)
-    assert cpu_quota(tmp_path) == cores
-
-
-@pytest.mark.parametrize(
-    ("limit", "period", "cores"), [("-1", "100000", None), ("150000\n", "100000\n", 1.5)]
-)
-def test_the_quota_of_cgroup_version_1(tmp_path, limit, period, cores):
+def test_the_quota_of_each_version_of_cgroup(tmp_path, version, limit, period, cores):
     (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu/cpu.cfs_quota_us").write_text(limit)
-    (tmp_path / "cpu/cpu.cfs_period_us").write_text(period)
+    if version == 2:
+        (tmp_path / "cpu.max").write_text(f"{limit} {period}")
+    elif version == 1:
+        (tmp_path / "cpu/cpu.cfs_quota_us").write_text(limit)
+        (tmp_path / "cpu/cpu.cfs_period_us").write_text(period)
     assert cpu_quota(tmp_path) == cores
-
-
-def test_where_nothing_says_so_there_is_no_quota(tmp_path):
-    assert cpu_quota(tmp_path) is None

@@ -21,17 +21,9 @@ from variables import (
     TORCHRUN,
 )
 
-from pardata.ranks._launcher import (
-    LAUNCHERS,
-    SINGLE,
-    Launch,
-    detect,
-    first_host,
-    launcher_text,
-)
+from pardata.ranks._launcher import LAUNCHERS, SINGLE, Launch, detect, first_host, launcher_text
 
 
-# As seen under the real launchers, the variables that say nothing left in on purpose.
 def refused(env, *fragments):
     """Show that `env` is refused with a message that says all of this."""
     before = dict(env)
@@ -42,6 +34,12 @@ def refused(env, *fragments):
     assert env == before
 
 
+AS_OPEN_MPI = Launch("mpi", 1, 2, 1, 2, None, None, "127.0.0.1", 19738)
+PMI2 = {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "5"}  # of srun --mpi=pmi2, beside its own
+CHOICE = "PARDATA_LAUNCHER"
+
+
+# As seen under the real launchers, the variables that say nothing left in on purpose.
 @pytest.mark.parametrize(
     ("env", "expected"),
     [
@@ -50,17 +48,35 @@ def refused(env, *fragments):
         (RAY, Launch("torchrun", 1, 2, 1, 2, None, None, "192.0.2.2", 41231)),
         (SRUN, AS_SLURM),
         (MPICH, AS_MPICH),
+        (OPEN_MPI, AS_OPEN_MPI),
         (SBATCH, SINGLE),
         (SALLOC, SINGLE),
-        ({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, SINGLE),
-        ({**SBATCH, "SLURM_STEP_ID": "batch"}, SINGLE),
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, SINGLE),
+        (SBATCH | {"SLURM_STEP_ID": "batch"}, SINGLE),
         # An interactive step has a number, and one task.
-        ({**SALLOC, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}, SINGLE),
+        (SALLOC | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}, SINGLE),
         # Exported by hand for the job's own use; it makes nobody a rank.
         ({"MASTER_ADDR": "h1", "MASTER_PORT": "29500"}, SINGLE),
-        # srun --mpi=pmi2 sets PMI_* beside its own.
-        ({**SRUN, "PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "5"}, AS_SLURM),
-        ({**SRUN, "SLURM_STEP_NUM_TASKS": "1", "PMI_RANK": "0", "PMI_SIZE": "1"}, SINGLE),
+        (SRUN | PMI2, AS_SLURM),
+        (SRUN | PMI2 | {"SLURM_STEP_NUM_TASKS": "1"}, SINGLE),
+        # The order of precedence: torchrun, Open MPI, SLURM, MPICH.
+        (MPICH | DAEMON | OPEN_MPI | TORCHRUN, AS_TORCHRUN),
+        (SRUN | TORCHRUN, AS_TORCHRUN),
+        # Open MPI's own variables, not those of its daemon in the allocation.
+        (MPICH | DAEMON | OPEN_MPI, AS_OPEN_MPI),
+        (MPICH | SRUN, AS_SLURM),
+        # What is chosen goes before all.
+        (TORCHRUN | SRUN | {CHOICE: "auto"}, AS_TORCHRUN),
+        (TORCHRUN | SRUN | {CHOICE: "torchrun"}, AS_TORCHRUN),
+        (SRUN | {CHOICE: "slurm", "RANK": "7"}, AS_SLURM),
+        (SRUN | OPEN_MPI | {CHOICE: "mpi", "RANK": "3"}, AS_OPEN_MPI),
+        (SRUN | MPICH | {CHOICE: "mpi", "RANK": "3"}, AS_MPICH),
+        (SRUN | {CHOICE: "none", "RANK": "nonsense"}, SINGLE),
+        # The last local rank there can be.
+        (
+            TORCHRUN | {"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3"},
+            AS_TORCHRUN._replace(local_size=4, local_rank=3),
+        ),
     ],
     ids=itertools.count(),
 )
@@ -68,13 +84,10 @@ def test_the_real_variables_of_each_launcher_are_recognised(env, expected):
     assert detect(env) == expected
 
 
-def test_open_mpi_is_recognised_and_its_port_differs_between_runs():
-    found = detect(OPEN_MPI)
-    other = detect({**OPEN_MPI, "PMIX_NAMESPACE": "1934360578"})
-    assert found == Launch("mpi", 1, 2, 1, 2, None, None, "127.0.0.1", found.master_port)
-    assert 15000 <= found.master_port < 25000
-    assert found.master_port != other.master_port
-    assert detect(OPEN_MPI) == found
+def test_the_port_of_open_mpi_differs_between_runs():
+    other = detect(OPEN_MPI | {"PMIX_NAMESPACE": "1934360578"})
+    assert 15000 <= other.master_port < 25000
+    assert other.master_port != AS_OPEN_MPI.master_port
 
 
 def test_all_ranks_of_a_launch_agree_where_to_meet_and_differ_in_identity():
@@ -86,40 +99,6 @@ def test_all_ranks_of_a_launch_agree_where_to_meet_and_differ_in_identity():
         assert len({launch.identity for launch in found}) == 4
 
 
-def test_the_order_of_precedence_is_torchrun_open_mpi_slurm_mpich():
-    everything = {**MPICH, **DAEMON, **OPEN_MPI, **TORCHRUN}
-    assert detect(everything).launcher == "torchrun"
-    # Without torchrun's: Open MPI's own, not those of its daemon in the allocation.
-    without_torchrun = {**MPICH, **DAEMON, **OPEN_MPI}
-    assert detect(without_torchrun) == detect(OPEN_MPI)
-    assert detect({**MPICH, **SRUN}) == AS_SLURM
-    assert detect(MPICH) == AS_MPICH
-
-
-def test_torchrun_inside_a_slurm_step_is_torchrun():
-    assert detect({**SRUN, **TORCHRUN}) == AS_TORCHRUN
-
-
-@pytest.mark.parametrize(
-    ("choice", "expected"),
-    [("auto", AS_TORCHRUN), ("torchrun", AS_TORCHRUN), ("slurm", AS_SLURM), ("none", SINGLE)],
-)
-def test_pardata_launcher_overrides_what_would_be_found(choice, expected):
-    both = {**TORCHRUN, **SRUN, "MASTER_ADDR": expected.master_addr or "h1"}
-    both["MASTER_PORT"] = str(expected.master_port or 1)
-    assert detect({**both, "PARDATA_LAUNCHER": choice}) == expected
-
-
-def test_pardata_launcher_mpi_takes_open_mpi_or_mpich():
-    chosen = {"PARDATA_LAUNCHER": "mpi", "RANK": "3"}
-    assert detect({**SRUN, **OPEN_MPI, **chosen}) == detect(OPEN_MPI)
-    assert detect({**SRUN, **MPICH, **chosen}) == AS_MPICH
-
-
-def test_pardata_launcher_none_reads_nothing_else():
-    assert detect({"PARDATA_LAUNCHER": "none", "RANK": "nonsense", **SRUN}) is SINGLE
-
-
 def test_an_unknown_pardata_launcher_is_refused_with_the_valid_ones():
     refused({"PARDATA_LAUNCHER": "srun"}, "`PARDATA_LAUNCHER` must be one of", "but is 'srun'")
     refused({"PARDATA_LAUNCHER": ""}, ", ".join(LAUNCHERS), "but is ''")
@@ -127,24 +106,22 @@ def test_an_unknown_pardata_launcher_is_refused_with_the_valid_ones():
 
 @pytest.mark.parametrize("choice", ["torchrun", "slurm", "mpi"])
 def test_a_launcher_that_was_chosen_and_is_not_there_is_refused(choice):
-    refused({"PARDATA_LAUNCHER": choice}, "must be set together", "beside none of them")
+    refused({CHOICE: choice}, "must be set together", "beside none of them")
+    if choice == "slurm":
+        refused(SBATCH | {CHOICE: choice}, "`SLURM_STEP_ID`", "a SLURM step")
 
 
-def test_a_slurm_choice_in_the_batch_shell_names_the_variables_of_a_step():
-    refused({**SBATCH, "PARDATA_LAUNCHER": "slurm"}, "`SLURM_STEP_ID`", "a SLURM step")
-
-
-REQUIRED = [
+IDS = [
     *((TORCHRUN, name, "torchrun") for name in list(TORCHRUN)[:4]),
-    (TORCHRUN, "MASTER_ADDR", "torchrun"),
-    (TORCHRUN, "MASTER_PORT", "torchrun"),
     *((OPEN_MPI, name, "Open MPI") for name in list(OPEN_MPI)[:4]),
     *((MPICH, name, "MPICH") for name in MPICH if name != "PMI_FD"),
-    *(
-        (SRUN, f"SLURM_{name}", "a SLURM step")
-        for name in ("PROCID", "LOCALID", "NODEID", "STEP_NODELIST", "JOB_ID")
-    ),
-    (SRUN, "SLURM_STEP_TASKS_PER_NODE", "a SLURM step"),
+    *((SRUN, f"SLURM_{n}", "a SLURM step") for n in ("PROCID", "LOCALID", "NODEID", "JOB_ID")),
+    (TORCHRUN, "MASTER_PORT", "torchrun"),
+]
+REQUIRED = [
+    *IDS,
+    (TORCHRUN, "MASTER_ADDR", "torchrun"),
+    *((SRUN, f"SLURM_STEP_{n}", "a SLURM step") for n in ("NODELIST", "TASKS_PER_NODE")),
 ]
 
 
@@ -163,16 +140,15 @@ def test_a_partial_set_names_what_is_missing_and_what_is_there(env, name, launch
 
 
 def test_an_empty_or_missing_number_of_tasks_in_a_step_is_refused():
-    for env in ({**SRUN, "SLURM_STEP_NUM_TASKS": ""}, {"SLURM_STEP_ID": "0"}):
+    for env in (SRUN | {"SLURM_STEP_NUM_TASKS": ""}, {"SLURM_STEP_ID": "0"}):
         refused(env, "`SLURM_STEP_NUM_TASKS` must be a whole number, but is ''")
 
 
 NUMBERS = [
-    *((TORCHRUN, name) for name in list(TORCHRUN)[:5]),
-    *((TORCHRUN, name) for name in ("GROUP_WORLD_SIZE", "MASTER_PORT")),
-    *((OPEN_MPI, name) for name in list(OPEN_MPI)[:4]),
-    *((MPICH, name) for name in MPICH if name != "PMI_FD"),
-    *((SRUN, f"SLURM_{n}") for n in ("PROCID", "STEP_NUM_TASKS", "LOCALID", "NODEID", "JOB_ID")),
+    *((env, name) for env, name, _ in IDS),
+    (TORCHRUN, "GROUP_RANK"),
+    (TORCHRUN, "GROUP_WORLD_SIZE"),
+    (SRUN, "SLURM_STEP_NUM_TASKS"),
 ]
 
 
@@ -203,10 +179,6 @@ def test_what_is_not_a_number_is_shown(env, name, text):
 def test_numbers_that_contradict_each_other_are_refused(env, changes, what):
     launcher = launcher_text(detect(env))
     refused({**env, **changes}, what, f"but {launcher} set it to", "left over", "contradict")
-
-
-def test_the_last_rank_of_each_kind_is_accepted():
-    assert detect({**TORCHRUN, "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3"}).local_rank == 3
 
 
 @pytest.mark.parametrize(("port", "good"), [("0", 0), ("1", 1), ("65535", 1), ("65536", 0)])
@@ -280,20 +252,11 @@ def test_ranks_per_node_may_be_uneven():
 
 
 @pytest.mark.parametrize("text", ["2(x2", "two", "2,,1", "2(x)", "2 ", "(x2)"])
-def test_a_broken_list_of_tasks_per_node_is_refused(text):
-    refused(
-        {**SRUN, "SLURM_STEP_TASKS_PER_NODE": text},
-        "`SLURM_STEP_TASKS_PER_NODE` must look like '2(x3),1'",
-        f"but is {text!r}",
-    )
-
-
-def test_a_node_beyond_the_list_of_tasks_per_node_is_refused():
-    refused(
-        {**SRUN, "SLURM_NODEID": "2"},
-        "`SLURM_NODEID` must be less than the 2 nodes of `SLURM_STEP_TASKS_PER_NODE` ('2(x2)')",
-        "but is 2",
-    )
+def test_a_list_of_tasks_per_node_must_be_one_and_have_this_node(text):
+    name = "SLURM_STEP_TASKS_PER_NODE"
+    refused(SRUN | {name: text}, f"`{name}` must look like '2(x3),1', but is {text!r}")
+    says = f"`SLURM_NODEID` must be less than the 2 nodes of `{name}` ('2(x2)'), but is 2"
+    refused(SRUN | {"SLURM_NODEID": "2"}, says)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import inspect
 import logging
 import sys
+from functools import partial
 
 import pytest
 from launched import torchrun_variables
@@ -59,8 +60,8 @@ def test_ranks_can_be_chosen_for_one_call(ranks, counts):
     assert run_caught(write_on, ranks, world_size=3) == counts
 
 
-@pytest.mark.parametrize("ranks", ["main", "", "0"])
-def test_a_word_that_is_not_all_is_refused(log, ranks):
+@pytest.mark.parametrize("ranks", ["main", "", "0", 0])
+def test_a_word_that_is_not_all_or_a_number_is_refused(log, ranks):
     with pytest.raises(ValueError, match=f"`ranks` must be 'all' or a list of ranks, .*{ranks!r}"):
         log[0].info("x", ranks=ranks)
 
@@ -121,7 +122,7 @@ def test_what_logging_takes_pardata_takes(log):
     assert keeper.records[5].stack_info is not None
 
 
-METHODS = ["debug", "info", "warning", "error", "critical", "exception"]
+METHODS = ["debug", "info", "warning", "error", "critical", "exception", "log"]
 
 
 def line_here():
@@ -131,12 +132,11 @@ def line_here():
 @pytest.mark.parametrize("method", METHODS)
 def test_a_record_shows_the_file_line_and_function_of_the_caller(log, method):
     logger, keeper = log
-    write = getattr(logger, method)
-    write("x"), line_here()
+    write = getattr(logger, method) if method != "log" else partial(logger.log, logging.INFO)
+    write("x")
     line = line_here() - 1
     (record,) = keeper.records
-    assert record.pathname == __file__
-    assert record.lineno == line
+    assert (record.pathname, record.lineno) == (__file__, line)
     assert record.funcName == "test_a_record_shows_the_file_line_and_function_of_the_caller"
 
 

@@ -37,21 +37,19 @@ def test_a_process_that_nobody_launched_is_a_world_of_one():
     assert not dist.is_initialized()
 
 
-def test_a_world_shows_what_a_person_wants_to_know():
-    text = repr(world())
-    assert text.startswith("World(rank=0, size=1, local_rank=0, local_size=1, node_rank=0,")
-    assert "_leaves" not in text
+def test_a_world_shows_what_a_person_wants_to_know_and_cannot_be_changed():
+    here = world()
+    assert repr(here).startswith("World(rank=0, size=1, local_rank=0, local_size=1, node_rank=0,")
+    assert "_leaves" not in repr(here)
+    for name in ("rank", "other"):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(here, name, 1)
 
 
-@pytest.mark.parametrize(
-    ("rank", "local_rank", "is_main", "is_local_main"),
-    [(0, 0, True, True), (1, 1, False, False), (2, 0, False, True)],
-)
-def test_the_main_process_is_rank_0_and_the_local_main_is_local_rank_0(
-    rank, local_rank, is_main, is_local_main
-):
-    here = dataclasses.replace(world(), rank=rank, local_rank=local_rank, size=4)
-    assert (here.is_main, here.is_local_main) == (is_main, is_local_main)
+def test_the_main_process_is_rank_0_and_the_local_main_is_local_rank_0():
+    for rank, local_rank in ((0, 0), (1, 1), (2, 0)):
+        here = dataclasses.replace(world(), rank=rank, local_rank=local_rank, size=4)
+        assert (here.is_main, here.is_local_main) == (rank == 0, local_rank == 0)
 
 
 def test_init_in_a_single_process_makes_a_group_of_one_and_leaves_it():
@@ -80,15 +78,10 @@ def join_and_describe():
 @by_launcher
 @pytest.mark.parametrize("size", SIZES)
 def test_every_rank_of_a_launcher_joins_and_leaves(size, variables):
-    outcomes = launched(join_and_describe, size=size, variables=variables)
-    single = variables is slurm_variables and size == 1
-    launcher = {torchrun_variables: "torchrun", slurm_variables: "slurm"}[variables]
-    for rank, (inside, total, same, after, initialized) in enumerate(outcomes):
-        numbers = (rank, size, rank, size, 0, 1)
-        assert inside == (numbers, "single" if single else launcher, "gloo", "cpu")
-        assert total == sum(range(size))
-        assert same
-        assert (after, initialized) == ("single", False)
+    launcher = "torchrun" if variables is torchrun_variables else "slurm" if size > 1 else "single"
+    for rank, found in enumerate(launched(join_and_describe, size=size, variables=variables)):
+        inside = (rank, size, rank, size, 0, 1), launcher, "gloo", "cpu"
+        assert found == (inside, sum(range(size)), True, "single", False)
 
 
 def join_repeatedly():

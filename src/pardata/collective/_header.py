@@ -8,20 +8,21 @@ ranks agree is anything sent whose size depends on the value.
 
 import functools
 import hashlib
-from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Iterable
+from numbers import Real
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pardata.collective._agreement import agree, require_same
-from pardata.collective._numbers import Leaf, numbers_of
-from pardata.collective._tree import Path, in_brackets
+from pardata.collective._tree import Path, by_text, in_brackets, leaves, mapped
 from pardata.ranks._backend import device_of_sums
 from pardata.ranks._world import World
 
 _T = TypeVar("_T")
+_R = TypeVar("_R")
 
 # Places in the header of float64: hashes, their squares, the weight, the first values.
 _HEADER = 64
@@ -30,27 +31,30 @@ _WEIGHT = 2 * _HASHES
 _FIRST_VALUE = _WEIGHT + 1
 _ROOM = _HEADER - _FIRST_VALUE
 
+Leaf: TypeAlias = Tensor | float
+"""A dense tensor or a real number (a bool and a NumPy scalar are numbers)."""
+
 Values: TypeAlias = list[float] | Tensor
 """What is summed: single numbers in a list, which takes less time, anything else in a vector."""
 
 
-class Matching:
+class Matching(Generic[_T]):
     """The leaves of this rank's value, and a sum that insists on the like from every rank."""
 
     def __init__(
-        self, here: World, place: str, value: object, describe_leaf: Callable[[Leaf], str]
+        self, here: World, place: str, value: _T, describe_leaf: Callable[[Leaf], str]
     ) -> None:
-        self._here, self._place = here, place
+        self._here, self._place, self._value = here, place, value
         # Chosen from the world and never from the values: ranks could be of two minds.
         self.device = device_of_sums(here.backend, here.device)
         self._error: Exception | None = None
         nothing: dict[Path, Leaf] = {}
         found = self.guarded(lambda: numbers_of(value), nothing)
-        self.paths, self.leaves = list(found), list(found.values())
+        self._paths, self.leaves = list(found), list(found.values())
         texts = (f"{in_brackets('value', p)}: {describe_leaf(leaf)}" for p, leaf in found.items())
         self._text = self.guarded(lambda: "; ".join(texts), "")
 
-    def guarded(self, work: Callable[[], _T], otherwise: _T) -> _T:
+    def guarded(self, work: Callable[[], _R], otherwise: _R) -> _R:
         """Return what `work` returns; where it fails, `all_reduce` raises that, on every rank."""
         try:
             return work()
@@ -58,13 +62,15 @@ class Matching:
             self._error = self._error or error
             return otherwise
 
-    def all_reduce(self, values: Values, weight: float) -> tuple[Values, float]:
-        """Return the sums of `values` and of `weight` over all ranks.
+    def all_reduce(self, pack: Callable[[], Values], weight: float) -> tuple[Values, float]:
+        """Return the sums of what `pack` returns, and of `weight`, over all ranks.
 
         Raises:
             RuntimeError: on every rank, where one refused its value or the structures differ; the
                 rank that refused raises its own error.
         """
+        nothing: Values = []
+        values = self.guarded(pack, nothing)
         if self._here.size == 1:
             if self._error is not None:
                 raise self._error
@@ -73,9 +79,7 @@ class Matching:
             values = torch.tensor(values, dtype=torch.float64, device=self.device)
         header = self._header(values, weight)
         dist.all_reduce(header)
-        back = header.tolist()
-        if not _all_equal(back[:_WEIGHT], self._here.size):
-            self._explain()
+        back = self._read(header)
         if isinstance(values, list):
             return back[_FIRST_VALUE : _FIRST_VALUE + len(values)], back[_WEIGHT]
         sums = header[_FIRST_VALUE : _FIRST_VALUE + len(values)]
@@ -93,16 +97,13 @@ class Matching:
         header = self._header(values, 0.0)
         work: Any = dist.all_reduce(header, async_op=True)
 
-        @functools.cache  # what is explained is so once
+        @functools.cache  # the ranks tell each other only once what is wrong
         def outcome() -> list[float] | RuntimeError:
             work.wait()
-            back: list[float] = header.tolist()
             try:
-                if not _all_equal(back[:_WEIGHT], self._here.size):
-                    self._explain()
+                return self._read(header)[_FIRST_VALUE : _FIRST_VALUE + len(values)]
             except RuntimeError as error:
                 return error
-            return back[_FIRST_VALUE : _FIRST_VALUE + len(values)]
 
         def sums() -> list[float]:
             found = outcome()
@@ -111,6 +112,12 @@ class Matching:
             return found
 
         return sums
+
+    def rebuilt(self, replacements: Iterable[Leaf]) -> _T:
+        """Return a value like this rank's, of other leaves."""
+        found = dict(zip(self._paths, replacements, strict=True))
+        like: _T = mapped(self._value, lambda path, _: found[path])
+        return like
 
     def _header(self, values: Values, weight: float) -> Tensor:
         # A rank that refused takes part all the same, with a structure that nobody shares.
@@ -123,8 +130,11 @@ class Matching:
         ends = torch.tensor(front + padding, dtype=torch.float64, device=self.device)
         return torch.cat([ends[:_FIRST_VALUE], values[:_ROOM], ends[_FIRST_VALUE:]])
 
-    def _explain(self) -> None:
-        """Raise on every rank, each having seen that not all agree."""
+    def _read(self, header: Tensor) -> list[float]:
+        """Return the sums, or raise on every rank, each having seen that not all agree."""
+        back: list[float] = header.tolist()
+        if _all_equal(back[:_WEIGHT], self._here.size):
+            return back
 
         def facts() -> dict[str, object]:
             if self._error is not None:
@@ -135,6 +145,36 @@ class Matching:
         place = "all_reduce or all_gather"
         told = agree(self._here, place, facts)
         require_same(place, told, "Make the same call with the same structure on every rank.")
+        return back
+
+
+def numbers_of(value: object) -> dict[Path, Leaf]:
+    """Return the leaves of `value` by their paths, in the same order on every rank.
+
+    Raises:
+        TypeError: for a leaf that is no number, naming its path, as ``value['loss'][2]``.
+    """
+    return {path: _number(leaf, path) for path, leaf in leaves(value, keys=by_text)}
+
+
+def _number(leaf: Any, path: Path) -> Leaf:
+    # By exact type first: metrics are reduced often, and an abstract class takes a microsecond.
+    if type(leaf) is float or type(leaf) is int:
+        return leaf
+    if isinstance(leaf, Tensor):
+        must, but = "a dense tensor of real numbers", "complex: convert it first"
+        if type(leaf) not in (Tensor, torch.nn.Parameter) or leaf.layout != torch.strided:
+            but = f"a {leaf.layout} {type(leaf).__name__}: convert it first"
+        elif not leaf.is_complex():
+            return leaf
+    else:
+        if getattr(leaf, "ndim", None) == 0 and hasattr(leaf, "item"):
+            leaf = leaf.item()  # a NumPy scalar: its bool is no Real
+        if isinstance(leaf, Real):
+            return leaf  # type: ignore[return-value]  # Real is what numbers have in common
+        must, but = "a number or a tensor", f"{leaf!r} ({type(leaf).__name__})"
+    msg = f"`{in_brackets('value', path)}` must be {must}, but is {but}"
+    raise TypeError(msg)
 
 
 @functools.lru_cache(maxsize=64)  # a training loop reduces the same few structures

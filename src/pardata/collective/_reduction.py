@@ -1,7 +1,7 @@
 """Reduce and gather numbers, tensors and nested structures of them, in one collective."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from numbers import Integral, Real
 from typing import Any, TypeVar, overload
 
@@ -10,9 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pardata.collective._explanation import explained
-from pardata.collective._header import Matching, Values
-from pardata.collective._numbers import Leaf
-from pardata.collective._tree import rebuilt
+from pardata.collective._header import Leaf, Matching, Values
 from pardata.ranks._world import World, require_world
 
 _T = TypeVar("_T")
@@ -59,12 +57,12 @@ def all_reduce_mean(value: Any, weight: float | Tensor = 1) -> Any:
     if here.size == 1:
         number = float(number > 0)  # alone, the mean is the value, to the last bit
     with explained("all_reduce_mean"):
-        sums, total = matching.all_reduce(_packed(matching, number), number)
+        sums, total = matching.all_reduce(lambda: _pack(matching, number), number)
     if total == 0:
         msg = "`weight` must be positive on at least one rank, but is 0 on all: nothing was counted"
         raise ValueError(msg)
-    means = [part / total for part in sums] if isinstance(sums, list) else sums / total
-    return _rebuilt(value, matching, _unpack(matching.leaves, means, _mean_like))
+    means = [part / total for part in _unpacked(matching.leaves, sums)]
+    return matching.rebuilt(map(_mean_like, matching.leaves, means))
 
 
 def all_reduce_sum(value: _T) -> _T:
@@ -87,8 +85,8 @@ def all_reduce_sum(value: _T) -> _T:
     matching = Matching(here, "all_reduce_sum", value, _reduced_text)
     matching.guarded(lambda: _require_exact(matching.leaves), None)
     with explained("all_reduce_sum"):
-        sums, _ = matching.all_reduce(_packed(matching, 1.0), 1.0)
-    return _rebuilt(value, matching, _unpack(matching.leaves, sums, _sum_like))
+        sums, _ = matching.all_reduce(lambda: _pack(matching, 1.0), 1.0)
+    return matching.rebuilt(map(_sum_like, matching.leaves, _unpacked(matching.leaves, sums)))
 
 
 def all_gather(value: _T) -> list[_T]:
@@ -111,11 +109,11 @@ def all_gather(value: _T) -> list[_T]:
     here = require_world("all_gather")
     matching = Matching(here, "all_gather", value, _gathered_text)
     with explained("all_gather"):
-        return _gathered(here, value, matching)
+        return _gathered(here, matching)
 
 
-def _gathered(here: World, value: _T, matching: Matching) -> list[_T]:
-    matching.all_reduce([], 0.0)
+def _gathered(here: World, matching: Matching[_T]) -> list[_T]:
+    matching.all_reduce(list, 0.0)
     device = matching.device
     parts = [_as_tensor(leaf) for leaf in matching.leaves]
     # What each rank brings: the rows of every leaf, then all bytes, padded to the longest.
@@ -127,23 +125,14 @@ def _gathered(here: World, value: _T, matching: Matching) -> list[_T]:
     if parts:
         buffer[: sizes[here.rank]] = torch.cat([_to_bytes(part, device) for part in parts])
     return [
-        _rebuilt(value, matching, _from_bytes(matching.leaves, counts, row))
+        matching.rebuilt(_from_bytes(matching.leaves, counts, row))
         for counts, row in zip(all_rows, _gather(here, buffer), strict=True)
     ]
 
 
-def _rebuilt(value: _T, matching: Matching, leaves: Iterable[Leaf]) -> _T:
-    found: _T = rebuilt(value, dict(zip(matching.paths, leaves, strict=True)))
-    return found
-
-
-def _packed(matching: Matching, weight: float) -> Values:
-    nothing: Values = []
-    return matching.guarded(lambda: _pack(matching.leaves, weight, matching.device), nothing)
-
-
-def _pack(parts: list[Leaf], weight: float, device: torch.device) -> Values:
+def _pack(matching: Matching[Any], weight: float) -> Values:
     """Return all values, times `weight`, in float64."""
+    parts, device = matching.leaves, matching.device
     numbers = [_number(part, device) for part in parts]
     # 0 * NaN is NaN: what does not count is not multiplied.
     if None not in numbers:
@@ -161,17 +150,13 @@ def _number(part: Leaf, device: torch.device) -> float | None:
     return float(part.item()) if part.ndim == 0 and part.device == device == _CPU else None
 
 
-def _unpack(
-    parts: list[Leaf], sums: Values, like: Callable[[Leaf, Tensor | float], Leaf]
-) -> Iterator[Leaf]:
-    """Yield each leaf's part of `sums`, made into what `like` says: a number where it was one."""
+def _unpacked(parts: list[Leaf], sums: Values) -> Sequence[Tensor | float]:
+    """Return what `sums` has of each leaf."""
     if isinstance(sums, list):
-        yield from map(like, parts, sums)
-        return
+        return sums
     shapes = [part.shape if isinstance(part, Tensor) else torch.Size() for part in parts]
     pieces = sums.split([shape.numel() for shape in shapes])
-    for part, piece, shape in zip(parts, pieces, shapes, strict=True):
-        yield like(part, piece.view(shape))
+    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def _mean_like(leaf: Leaf, mean: Tensor | float) -> Leaf:

@@ -47,8 +47,7 @@ class StopSignal:
         self._received: int | None = None
         self._agreed = False
         self._calls = 0
-        self._told: torch.Tensor | None = None
-        self._work: Any = None
+        self._sent: tuple[torch.Tensor, Any] | None = None  # what all ranks are asked, under way
 
     @property
     def requested(self) -> bool:
@@ -70,19 +69,22 @@ class StopSignal:
             self._calls += 1
             self._agreed = self.requested if here.size == 1 else self._heard()
             if self._agreed:
-                _log.info("%s: the run stops at this step", self._reason(), ranks=[here.rank])
+                asked = "another rank was asked to stop"
+                why = f"got {signal.Signals(self._received).name}" if self._received else asked
+                _log.info("%s: the run stops at this step", why, ranks=[here.rank])
             elif here.size > 1:
                 self._tell(here)
         return self._agreed
 
     def _heard(self) -> bool:
         """Return what all ranks said at the call before."""
-        if self._work is None or self._told is None:
+        if self._sent is None:
             return False
+        told, work = self._sent
         with explained("StopSignal.agreed"):
-            self._work.wait()
-        self._work = None
-        asked, most, minus_least = self._told.tolist()
+            work.wait()
+        self._sent = None
+        asked, most, minus_least = told.tolist()
         if most != -minus_least:
             msg = (
                 f"every rank must call `agreed` once a step, but one has called it {most} times "
@@ -93,14 +95,8 @@ class StopSignal:
 
     def _tell(self, here: World) -> None:
         facts = [int(self.requested), self._calls, -self._calls]
-        device = device_of_counts(here.backend, here.device)
-        self._told = torch.tensor(facts, device=device)
-        self._work = dist.all_reduce(self._told, dist.ReduceOp.MAX, async_op=True)
-
-    def _reason(self) -> str:
-        if self._received is None:
-            return "another rank was asked to stop"
-        return f"got {signal.Signals(self._received).name}"
+        told = torch.tensor(facts, device=device_of_counts(here.backend, here.device))
+        self._sent = told, dist.all_reduce(told, dist.ReduceOp.MAX, async_op=True)
 
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
@@ -117,10 +113,10 @@ class StopSignal:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._stop_listening()
-        if kind is None and self._work is not None:
+        if kind is None and self._sent is not None:
             with explained("the end of StopSignal"):
-                self._work.wait()  # all ranks have sent equally often
-            self._work = None
+                self._sent[1].wait()  # all ranks have sent equally often
+            self._sent = None
 
     def _stop_listening(self) -> None:
         for number, handler in self._before.items():

@@ -12,27 +12,33 @@ import torch
 Path: TypeAlias = tuple[Any, ...]
 """The keys and indices that lead to a leaf."""
 
-# Made once: writing ``list | tuple`` takes longer than a look. The first of each is found at once.
-_MAPPINGS = (dict, Mapping)
-_SEQUENCES = (list, tuple)
-
 _Test: TypeAlias = Callable[[Any], bool]
 _Keys: TypeAlias = Callable[[Mapping[Any, Any]], Iterable[Any]]
 
-
-def _never(_: Any) -> bool:
-    return False
+_MAPPINGS = (dict, Mapping)  # the first is found at once
+_SEQUENCES = (list, tuple)
 
 
 def is_special(part: object) -> bool:
     """Whether a container is more than its items: no dict, and no list or tuple but a plain one."""
-    if isinstance(part, _SEQUENCES):
+    if isinstance(part, list | tuple):
         return type(part) not in (list, tuple)
     return isinstance(part, Mapping) and not isinstance(part, dict)
 
 
+def _parts(
+    tree: Any, is_leaf: _Test | None, keys: _Keys = iter
+) -> Iterable[tuple[Any, Any]] | None:
+    """Return what a container holds, with key or index, and `None` for a leaf."""
+    if is_leaf is not None and is_leaf(tree):
+        return None
+    if isinstance(tree, _MAPPINGS):
+        return [(key, tree[key]) for key in keys(tree)]
+    return enumerate(tree) if isinstance(tree, _SEQUENCES) else None
+
+
 def leaves(
-    tree: Any, *, is_leaf: _Test = _never, keys: _Keys = iter, path: Path = ()
+    tree: Any, *, is_leaf: _Test | None = None, keys: _Keys = iter, path: Path = ()
 ) -> Iterator[tuple[Path, Any]]:
     """Yield each leaf of `tree` with its path.
 
@@ -45,20 +51,20 @@ def leaves(
     >>> list(leaves({"loss": [1, 2]}))
     [(('loss', 0), 1), (('loss', 1), 2)]
     """
-    if is_leaf(tree):
+    parts = _parts(tree, is_leaf, keys)
+    if parts is None:
         yield path, tree
-    elif isinstance(tree, _MAPPINGS):
-        for key in keys(tree):
-            yield from leaves(tree[key], is_leaf=is_leaf, keys=keys, path=(*path, key))
-    elif isinstance(tree, _SEQUENCES):
-        for index, item in enumerate(tree):
-            yield from leaves(item, is_leaf=is_leaf, keys=keys, path=(*path, index))
-    else:
-        yield path, tree
+        return
+    for key, part in parts:
+        yield from leaves(part, is_leaf=is_leaf, keys=keys, path=(*path, key))
 
 
 def mapped(
-    tree: Any, change: Callable[[Path, Any], Any], *, is_leaf: _Test = _never, path: Path = ()
+    tree: Any,
+    change: Callable[[Path, Any], Any],
+    *,
+    is_leaf: _Test | None = None,
+    path: Path = (),
 ) -> Any:
     """Return a tree like `tree`, of leaves that `change` makes of the path and leaf it is given.
 
@@ -69,21 +75,11 @@ def mapped(
     >>> mapped({"a": (1, 2)}, lambda path, leaf: (*path, 10 * leaf))
     {'a': (('a', 0, 10), ('a', 1, 20))}
     """
-    if is_leaf(tree):
+    parts = _parts(tree, is_leaf)
+    if parts is None:
         return change(path, tree)
-    if isinstance(tree, _MAPPINGS):
-        items = {
-            key: mapped(value, change, is_leaf=is_leaf, path=(*path, key))
-            for key, value in tree.items()
-        }
-        return _mapping_like(tree, items)
-    if isinstance(tree, _SEQUENCES):
-        parts = [
-            mapped(item, change, is_leaf=is_leaf, path=(*path, index))
-            for index, item in enumerate(tree)
-        ]
-        return _sequence_like(tree, parts)
-    return change(path, tree)
+    items = {key: mapped(part, change, is_leaf=is_leaf, path=(*path, key)) for key, part in parts}
+    return _like(tree, items)
 
 
 def flat(tree: Any, **options: Any) -> dict[Path, Any]:
@@ -110,15 +106,15 @@ def by_text(tree: Mapping[Any, Any]) -> list[Any]:
     return sorted(tree, key=repr)
 
 
-def _sequence_like(tree: Any, parts: list[Any]) -> Any:
+def _like(tree: Any, items: dict[Any, Any]) -> Any:
+    """Return a container as `tree` that holds `items`, by key or index."""
+    if isinstance(tree, Mapping):
+        if type(tree) is dict or not isinstance(tree, MutableMapping):
+            return items
+        other = copy(tree)
+        other.update(items)
+        return other
+    parts = list(items.values())
     if isinstance(tree, torch.Size):  # which holds integers only
         return tuple(parts)
     return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
-
-
-def _mapping_like(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    if type(tree) is dict or not isinstance(tree, MutableMapping):
-        return items
-    other = copy(tree)
-    other.update(items)
-    return other

@@ -3,6 +3,7 @@
 Whatever goes wrong becomes a finding, on every rank.
 """
 
+import json
 import os
 import sys
 import time
@@ -10,12 +11,10 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import NoReturn
 
-from pardata.doctor._account import Account
-from pardata.doctor._finding import OK, Finding, found_error
-from pardata.doctor._installation import examine_installation
+from pardata.doctor._finding import Account, Finding, found_error
 from pardata.doctor._launchers import examine_launcher
-from pardata.doctor._machine import examine_machine
 from pardata.doctor._report import errors_text, report_text
+from pardata.doctor._surroundings import surroundings
 from pardata.doctor._trial import NETWORK_CURE, trial, trial_of_two
 from pardata.launch._init import init
 from pardata.ranks._launcher import Launch
@@ -55,21 +54,20 @@ def _examine_together(
     def left() -> timedelta:
         return timedelta(seconds=max(_LEAST, began + timeout - time.monotonic()))
 
+    here, doing = _before_joining(launch), "joining"
+    around = _surroundings(command, here)
     try:
-        here = init(timeout=left(), tune_cpu=False)
-    except Exception as error:  # noqa: BLE001  # whatever goes wrong is what is looked for
-        here = _before_joining(launch)
-        findings += [found_error("joining", error, NETWORK_CURE), *_surroundings(command, here)]
-        _end_alone(command, here, findings)
-    with here:
-        if here.is_main:
+        with init(timeout=left(), tune_cpu=False) as here:
             where = f"{launch.master_addr}:{launch.master_port} in {time.monotonic() - began:.1f} s"
             text = f"{here.size} ranks met at {where}, backend {here.backend}"
-            findings.append(Finding("joining", OK, text))
-        findings += _surroundings(command, here)
-        if command == "check":
-            findings += trial(here, left().total_seconds())
-        return _reported(command, here, findings, left())
+            findings += [*([Finding("joining", text)] if here.is_main else []), *around]
+            if command == "check":
+                findings += trial(here, left().total_seconds())
+            doing, around = "reports", []
+            return _reported(command, here, findings, left())
+    except Exception as error:  # noqa: BLE001  # whatever goes wrong is what is looked for
+        failure = found_error(doing, error, NETWORK_CURE)
+        _end_alone(command, Account.of(here, [*findings, failure, *around]))
 
 
 def _before_joining(launch: Launch) -> World:
@@ -81,21 +79,16 @@ def _before_joining(launch: Launch) -> World:
 
 
 def _surroundings(command: str, here: World) -> list[Finding]:
-    """Look at machine and installation; a check shows of them only what may explain a failure."""
-    found = [*examine_machine(here), *examine_installation()]
-    return found if command == "env" else [finding for finding in found if finding.status != OK]
+    """Look around; a check shows only what may explain a failure."""
+    return [found for found in surroundings(here) if command == "env" or found.cure]
 
 
 def _reported(
     command: str, here: World, findings: list[Finding], patience: timedelta
 ) -> list[Account]:
     """Let rank 0 print what all ranks found, and return it when it has. Collective."""
-    own = Account.of(here, findings).to_json()
-    try:
-        texts = exchange(channel(), here, f"pardata {command}", own, patience)
-    except Exception as error:  # noqa: BLE001  # whatever goes wrong is what is looked for
-        findings.append(found_error("reports", error, NETWORK_CURE))
-        _end_alone(command, here, findings)
+    own = json.dumps(Account.of(here, findings))
+    texts = exchange(channel(), here, f"pardata {command}", own, patience)
     accounts = [Account.from_json(text) for text in texts]
     if here.is_main:
         print(report_text(command, accounts), flush=True)
@@ -103,10 +96,9 @@ def _reported(
     return accounts
 
 
-def _end_alone(command: str, here: World, findings: list[Finding]) -> NoReturn:
+def _end_alone(command: str, account: Account) -> NoReturn:
     """Say what this process knows, where the ranks cannot tell each other, and end it."""
-    account = Account.of(here, findings)
-    if here.is_main:
+    if account.rank == 0:
         print(report_text(command, [account]), flush=True)
     else:
         print(errors_text(command, account), file=sys.stderr, flush=True)

@@ -1,19 +1,62 @@
-"""One thing that the doctor found, how bad it is, and what to do about it."""
+"""What a rank found: each thing with how bad it is and what to do about it, and who the rank is."""
 
+import json
 import re
-from dataclasses import dataclass
+import socket
+from typing import NamedTuple
+
+import torch
+
+from pardata.ranks._cores import usable_cores
+from pardata.ranks._world import World
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """What was looked at, what was seen, and the cure where it is not as it should be."""
 
     name: str
-    status: str
     text: str
     cure: str = ""
+    is_error: bool = False
+
+    @property
+    def status(self) -> str:
+        """How bad it is."""
+        return ERROR if self.is_error else WARNING if self.cure else OK
+
+
+class Account(NamedTuple):
+    """What a rank found, and who it is: from `rank` on, a row of the table of all ranks."""
+
+    findings: list[Finding]
+    size: int
+    rank: int
+    host: str
+    node: int
+    local_rank: int
+    device: str
+    cores: int
+
+    @classmethod
+    def of(cls, here: World, findings: list[Finding]) -> "Account":
+        """Describe the process that calls this."""
+        on_gpu = here.device.type == "cuda"
+        name = f" {torch.cuda.get_device_name(here.device)}" if on_gpu else ""
+        place = (here.rank, socket.gethostname(), here.node_rank, here.local_rank)
+        return cls(findings, here.size, *place, f"{here.device}{name}", usable_cores(here))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Account":
+        """Rebuild an account from the lists that JSON made of it."""
+        findings, *who = json.loads(text)
+        return cls([Finding(*finding) for finding in findings], *who)
+
+    @property
+    def errors(self) -> list[Finding]:
+        """What will not work."""
+        return [finding for finding in self.findings if finding.is_error]
 
 
 def found_error(name: str, error: BaseException, cure: str) -> Finding:
@@ -27,9 +70,9 @@ def found_error(name: str, error: BaseException, cure: str) -> Finding:
     if " must " not in first or ", but " not in first:
         # torch's: where in its sources, and the frames below, help nobody here.
         text = re.sub(r"^\[[^]]*\] ", "", first.partition(". This is typically")[0])
-        return Finding(name, ERROR, text, cure)
+        return Finding(name, text, cure, is_error=True)
     text, colon, own = first.rpartition(": ")
     if not colon or ", but " not in text:  # the cure, if any, is a line of its own
         *rest, own = rest or [cure]
         text = first
-    return Finding(name, ERROR, "\n".join([text.rstrip(":"), *rest]), own)
+    return Finding(name, "\n".join([text.rstrip(":"), *rest]), own, is_error=True)

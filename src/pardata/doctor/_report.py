@@ -2,11 +2,10 @@
 
 import shutil
 import textwrap
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
-from pardata.doctor._account import Account
-from pardata.doctor._finding import ERROR, OK, WARNING, Finding
+from pardata.doctor._finding import ERROR, WARNING, Account, Finding
 from pardata.ranks._table import ranks_text
 
 _STATUS, _NAME = 9, 15  # characters of the first two columns
@@ -16,14 +15,13 @@ _WIDTH = 100  # where there is no terminal to ask
 def report_text(command: str, accounts: Sequence[Account]) -> str:
     """Return the report of `command` on these ranks."""
     table = [*_table(accounts), ""] if len(accounts) > 1 else []
-    holders = _holders(accounts)
-    findings = [
-        line
-        for finding, ranks in holders.items()
-        for line in _lines(finding, _whose(finding, ranks, holders, len(accounts)))
-    ]
+    findings = list(_findings(accounts))
+    lines = [line for finding, whose in findings for line in _lines(finding, whose)]
+    statuses = Counter(finding.status for finding, _ in findings)
+    numbers = [(statuses[status], status) for status in (ERROR, WARNING)]
+    parts = [f"{number} {status}{'s' * (number > 1)}" for number, status in numbers if number]
     title = f"pardata {command}: {_scope(accounts)}"
-    return "\n".join([title, "", *table, *findings, "", _count(holders)])
+    return "\n".join([title, "", *table, *lines, "", " and ".join(parts) or "all is well"])
 
 
 def errors_text(command: str, account: Account) -> str:
@@ -43,59 +41,47 @@ def _scope(accounts: Sequence[Account]) -> str:
 
 
 def _table(accounts: Sequence[Account]) -> list[str]:
-    rows: list[tuple[object, ...]] = [("rank", "host", "node", "local rank", "device", "cores")]
-    rows += [(a.rank, a.host, a.node, a.local_rank, a.device, a.cores) for a in accounts]
-    widths = [max(len(str(row[i])) for row in rows) for i in range(len(rows[0]))]
+    names = [name.replace("_", " ") for name in Account._fields]
+    rows = [list(map(str, row[2:])) for row in (names, *accounts)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
-        "  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
 
 
-def _holders(accounts: Sequence[Account]) -> dict[Finding, list[int]]:
-    """Return each finding with the ranks that made it, those of one name together."""
-    made = [(finding, account.rank) for account in accounts for finding in account.findings]
-    names = list(dict.fromkeys(finding.name for finding, _ in made))
-    mixed = len({finding for finding, _ in made if finding.name == "versions"}) > 1
-    holders: dict[Finding, list[int]] = {}
-    for finding, rank in sorted(made, key=lambda pair: names.index(pair[0].name)):
-        if mixed and finding.name == "versions":
-            cure = "install the same on every host"
-            finding = replace(finding, status=WARNING, cure=cure)  # noqa: PLW2901  # as it counts
-        holders.setdefault(finding, []).append(rank)
-    return holders
+def _findings(accounts: Sequence[Account]) -> Iterator[tuple[Finding, str]]:
+    """Yield each finding once, those of one name together, and whose it is.
 
-
-def _whose(finding: Finding, ranks: list[int], holders: dict[Finding, list[int]], size: int) -> str:
-    """Name the ranks of a finding, unless it is of all, or a measure that only rank 0 took."""
-    only_one = sum(other.name == finding.name for other in holders) == 1
-    if len(ranks) == size or (only_one and finding.status == OK):
-        return ""
-    return f"{ranks_text(ranks)}: "
+    Nobody is named for one of all ranks, or for a measure that only rank 0 took.
+    """
+    found: dict[str, dict[Finding, list[int]]] = {}
+    for account in accounts:
+        for finding in account.findings:
+            found.setdefault(finding.name, {}).setdefault(finding, []).append(account.rank)
+    for name, holders in found.items():
+        for finding, ranks in holders.items():
+            is_of_all = len(ranks) == len(accounts) or (len(holders) == 1 and not finding.cure)
+            whose = "" if is_of_all else f"{ranks_text(ranks)}: "
+            differ = name == "versions" and len(holders) > 1
+            cure = "install the same on every host" if differ else finding.cure
+            yield finding._replace(cure=cure), whose
 
 
 def _lines(finding: Finding, whose: str) -> list[str]:
-    indent = " " * (_STATUS + _NAME)
-    room = max(40, shutil.get_terminal_size((_WIDTH, 24)).columns - len(indent))
-    lines = _wrapped(whose + finding.text, room)
+    front = finding.status.ljust(_STATUS) + finding.name.ljust(_NAME)
+    lines = _wrapped(whose + finding.text, _STATUS + _NAME)
+    lines[0] = front + lines[0].lstrip()
     if finding.cure:
-        lines += [f"  {line}" for line in _wrapped(f"cure: {finding.cure}", room - 2)]
-    first = f"{finding.status.ljust(_STATUS)}{finding.name.ljust(_NAME)}{lines[0]}"
-    return [first, *(indent + line for line in lines[1:])]
+        lines += _wrapped(f"cure: {finding.cure}", _STATUS + _NAME + 2)
+    return lines
 
 
-def _wrapped(text: str, width: int) -> list[str]:
+def _wrapped(text: str, indent: int) -> list[str]:
+    room = max(40, shutil.get_terminal_size((_WIDTH, 24)).columns - indent)
     # Names of variables, hosts and files stay whole, to be copied.
     return [
-        part
+        " " * indent + part
         for line in text.splitlines()
-        for part in textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False)
+        for part in textwrap.wrap(line, room, break_long_words=False, break_on_hyphens=False)
     ]
-
-
-def _count(holders: dict[Finding, list[int]]) -> str:
-    """Say how many errors and warnings there are."""
-    statuses = [finding.status for finding in holders]
-    numbers = [(statuses.count(status), status) for status in (ERROR, WARNING)]
-    parts = [f"{number} {status}{'s' * (number > 1)}" for number, status in numbers if number]
-    return " and ".join(parts) or "all is well"

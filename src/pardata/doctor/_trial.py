@@ -3,7 +3,7 @@
 import os
 import statistics
 import time
-from collections.abc import Iterator
+import timeit
 from datetime import timedelta
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from pardata.collective._reduction import all_reduce_sum
 from pardata.data._workers import choose_workers
-from pardata.doctor._finding import OK, Finding, found_error
+from pardata.doctor._finding import Finding, found_error
 from pardata.launch._init import init
 from pardata.ranks._launcher import TORCHRUN
 from pardata.ranks._world import World
@@ -36,19 +36,13 @@ def trial(here: World, timeout: float) -> list[Finding]:
     """
     findings = []
     try:
-        for finding in _steps(here, timeout):
-            findings.append(finding)  # noqa: PERF402  # those before one that fails, too
+        findings.append(_all_reduce(here))
+        measures = _measures(here)
+        findings += measures if here.is_main else []
+        findings.append(_worker(here, timeout))
     except Exception as error:  # noqa: BLE001  # whatever goes wrong is what is looked for
         findings.append(found_error("trial", error, NETWORK_CURE))
     return findings
-
-
-def _steps(here: World, timeout: float) -> Iterator[Finding]:
-    yield _all_reduce(here)
-    measures = _measures(here)
-    if here.is_main:
-        yield from measures
-    yield _worker(here, timeout)
 
 
 def trial_of_two(timeout: float) -> list[Finding]:
@@ -63,11 +57,10 @@ def trial_of_two(timeout: float) -> list[Finding]:
     seconds = time.monotonic() - began
     text = f"started, joined over TCP and left, in {seconds:.1f} s, on the CPU"
     # Two processes cannot share a GPU under NCCL, and to which it belongs is a launcher's task.
-    if torch.cuda.device_count() > 1:
-        text += (
-            f"; to try GPUs: torchrun --nproc-per-node={torch.cuda.device_count()} -m pardata check"
-        )
-    return list(dict.fromkeys([Finding("two processes", OK, text), *first, *second]))
+    gpus = torch.cuda.device_count()
+    if gpus > 1:
+        text += f"; to try GPUs: torchrun --nproc-per-node={gpus} -m pardata check"
+    return list(dict.fromkeys([Finding("two processes", text), *first, *second]))
 
 
 def _as_rank(port: int, timeout: float) -> list[Finding]:
@@ -83,12 +76,10 @@ def _as_rank(port: int, timeout: float) -> list[Finding]:
 def _all_reduce(here: World) -> Finding:
     got, right = all_reduce_sum(here.rank + 1), here.size * (here.size + 1) // 2
     if got == right:
-        return Finding("all-reduce", OK, "correct")
-    msg = (
-        f"the sum over all ranks must be {right}, but is {got}: take this host out and test its "
-        f"memory and its network"
-    )
-    return found_error("all-reduce", ArithmeticError(msg), "")
+        return Finding("all-reduce", "correct")
+    text = f"the sum over all ranks must be {right}, but is {got}"
+    cure = "take this host out and test its memory and its network"
+    return Finding("all-reduce", text, cure, is_error=True)
 
 
 def _measures(here: World) -> list[Finding]:
@@ -98,18 +89,17 @@ def _measures(here: World) -> list[Finding]:
     rate = tensor.nbytes / _median_seconds(tensor, _TIMES_LARGE)
     latency = f"{seconds * 1e6:.0f} microseconds to all-reduce one number"
     bandwidth = f"{rate / 1e6:.0f} MB/s to all-reduce {tensor.nbytes / 2**20:.0f} MiB"
-    return [Finding("latency", OK, latency), Finding("bandwidth", OK, bandwidth)]
+    return [Finding("latency", latency), Finding("bandwidth", bandwidth)]
 
 
 def _median_seconds(tensor: Tensor, times: int) -> float:
     """Return how long an all_reduce of `tensor` takes, after one that connects."""
-    taken = []
-    for _ in range(times + 1):
-        began = time.perf_counter()
+
+    def reduce() -> None:
         dist.all_reduce(tensor)
         tensor[0].item()  # waits for a GPU
-        taken.append(time.perf_counter() - began)
-    return statistics.median(taken[1:])
+
+    return statistics.median(timeit.repeat(reduce, repeat=times + 1, number=1)[1:])
 
 
 def _worker(here: World, timeout: float) -> Finding:
@@ -121,4 +111,4 @@ def _worker(here: World, timeout: float) -> Finding:
     except (RuntimeError, ValueError) as error:
         cure = "make /dev/shm larger (docker run --shm-size=8g) and writable, or pass num_workers=0"
         return found_error("shared memory", error, cure)
-    return Finding("shared memory", OK, f"a worker handed over {sample.nbytes / 2**20:.0f} MiB")
+    return Finding("shared memory", f"a worker handed over {sample.nbytes / 2**20:.0f} MiB")

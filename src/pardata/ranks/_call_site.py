@@ -11,8 +11,6 @@ from types import FrameType
 
 import torch
 
-Place = tuple[FrameType, int]
-
 
 def call_site() -> str:
     """Return file and line of the user's call that led here, innermost first."""
@@ -25,7 +23,7 @@ def raise_site(error: BaseException) -> str:
     return _last_of_the_users(traceback.walk_tb(error.__traceback__))
 
 
-def _last_of_the_users(places: Iterable[Place]) -> str:
+def _last_of_the_users(places: Iterable[tuple[FrameType, int]]) -> str:
     lines = [(frame.f_code.co_filename, line) for frame, line in places]
     if not lines:
         return "an unknown line"

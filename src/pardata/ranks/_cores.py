@@ -1,6 +1,7 @@
 """How many cores this rank may use."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from pardata.ranks._world import World
@@ -14,21 +15,15 @@ def usable_cores(here: World) -> int:
         allowed = os.cpu_count() or 1
     # A launcher that binds each task has given this rank a set of its own; else the ranks share.
     bound = here.launcher in ("slurm", "mpi") and allowed < (os.cpu_count() or 1)
-    sharers = 1 if bound else here.local_size
-    quota = cpu_quota()
-    if quota is not None:
-        return max(1, min(allowed // sharers, int(quota / here.local_size)))
-    return max(1, allowed // sharers)
+    share = allowed if bound else allowed // here.local_size
+    quota = cpu_quota()  # of the container, for all its ranks
+    return max(1, share if quota is None else min(share, int(quota / here.local_size)))
 
 
 def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
     """Return the cores that this container may use, if it is limited (cgroup version 2 or 1)."""
-    try:
-        limit, period = (root / "cpu.max").read_text().split()
-    except OSError:
-        try:
-            limit = (root / "cpu/cpu.cfs_quota_us").read_text().strip()
-            period = (root / "cpu/cpu.cfs_period_us").read_text().strip()
-        except OSError:
-            return None
-    return None if limit in ("max", "-1") else int(limit) / int(period)
+    for files in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
+        with suppress(OSError):
+            limit, period = " ".join((root / file).read_text() for file in files).split()
+            return None if limit in ("max", "-1") else int(limit) / int(period)
+    return None

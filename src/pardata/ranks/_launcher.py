@@ -8,7 +8,7 @@ Open MPI goes before SLURM because the SLURM variables under ``mpirun`` are thos
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 LAUNCHERS = ("auto", "torchrun", "slurm", "mpi", "none")
 
@@ -35,8 +35,7 @@ _WHO = {
 _OPT_OUT = "set PARDATA_LAUNCHER=none to run as a single process"
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """What a launcher told this process. ``None``: the launcher does not say."""
 
     launcher: str
@@ -70,42 +69,35 @@ def detect(env: Mapping[str, str]) -> Launch:
     if choice not in LAUNCHERS:
         msg = f"`PARDATA_LAUNCHER` must be one of {', '.join(LAUNCHERS)}, but is {choice!r}"
         raise ValueError(msg)
-    if choice == "none":
+    found = _found(env) if choice == "auto" else choice
+    if found == "none":
         return SINGLE
-    if choice == "torchrun" or (choice == "auto" and all(env.get(name) for name in TORCHRUN)):
-        return _checked(_torchrun(env))
-    if choice == "mpi":
-        return _checked(_open_mpi(env) if OPEN_MPI[0] in env else _mpich(env))
-    if choice == "slurm":
-        return _checked(_slurm(env))
-    return _without_torchrun(env)
+    launch = {"torchrun": _torchrun, "slurm": _slurm, "mpi": _mpi}[found](env)
+    _check_bounds(launch)
+    if choice == "auto":
+        _check_torchs(launch, env)
+    return launch
 
 
-def _without_torchrun(env: Mapping[str, str]) -> Launch:
+def _found(env: Mapping[str, str]) -> str:
+    """Return the launcher whose variables are there, "none" if they do not say "one of many"."""
+    if all(env.get(name) for name in TORCHRUN):
+        return "torchrun"
     if any(name in env for name in OPEN_MPI):
-        read = _open_mpi
-    elif _is_slurm_step(env):
-        read = _slurm
-    # srun --mpi=pmi2 sets PMI_* in a step of one task: that is SLURM's, and a single process.
-    elif any(name in env for name in MPICH) and "SLURM_STEP_ID" not in env:
-        read = _mpich
-    elif any(name in env for name in _TORCHRUN_OWN):
-        read = _torchrun  # raises: the complete set was ruled out before
-    else:
-        return SINGLE
-    return _consistent(_checked(read(env)), env)
-
-
-def _is_slurm_step(env: Mapping[str, str]) -> bool:
+        return "mpi"
     # sbatch sets SLURM_PROCID and SLURM_NTASKS for a plain `python` too. Only srun starts a step.
-    if not env.get("SLURM_STEP_ID", "").isdecimal():
-        return False
-    return whole_number(env, "SLURM_STEP_NUM_TASKS") > 1
+    is_step = env.get("SLURM_STEP_ID", "").isdecimal()
+    if is_step and whole_number(env, "SLURM_STEP_NUM_TASKS") > 1:
+        return "slurm"
+    # srun --mpi=pmi2 sets PMI_* in a step of one task: that is SLURM's, and a single process.
+    if any(name in env for name in MPICH) and "SLURM_STEP_ID" not in env:
+        return "mpi"
+    # A part of torchrun's own is refused when it is read.
+    return "torchrun" if any(name in env for name in _TORCHRUN_OWN) else "none"
 
 
 def _torchrun(env: Mapping[str, str]) -> Launch:
-    _require(env, TORCHRUN, "torchrun")
-    rank, size, local_rank, local_size = (whole_number(env, name) for name in _TORCHRUN_OWN)
+    rank, size, local_rank, local_size = _numbers(env, TORCHRUN, "torchrun")
     node, nodes = (
         whole_number(env, name) if name in env else None
         for name in ("GROUP_RANK", "GROUP_WORLD_SIZE")
@@ -114,22 +106,15 @@ def _torchrun(env: Mapping[str, str]) -> Launch:
     return Launch("torchrun", rank, size, local_rank, local_size, node, nodes, address, port)
 
 
-def _open_mpi(env: Mapping[str, str]) -> Launch:
-    # The name space is new for each mpirun, so two runs on one host get two ports.
-    port = 15000 + zlib.crc32(env.get("PMIX_NAMESPACE", "").encode()) % 10000
-    return _mpi(env, OPEN_MPI, "Open MPI", "-x MASTER_ADDR=<host of rank 0>", port)
-
-
-def _mpich(env: Mapping[str, str]) -> Launch:
-    return _mpi(env, MPICH, "MPICH", "-genv MASTER_ADDR <host of rank 0>", 29500)
-
-
-def _mpi(
-    env: Mapping[str, str], names: tuple[str, ...], launcher: str, option: str, port: int
-) -> Launch:
+def _mpi(env: Mapping[str, str]) -> Launch:
     """Read the four variables that every MPI sets; the address it does not tell."""
-    _require(env, names, launcher)
-    rank, size, local_rank, local_size = (whole_number(env, name) for name in names)
+    if any(name in env for name in OPEN_MPI):
+        names, who, option = OPEN_MPI, "Open MPI", "-x MASTER_ADDR=<host of rank 0>"
+        # The name space is new for each mpirun, so two runs on one host get two ports.
+        port = 15000 + zlib.crc32(env.get("PMIX_NAMESPACE", "").encode()) % 10000
+    else:
+        names, who, option, port = MPICH, "MPICH", "-genv MASTER_ADDR <host of rank 0>", 29500
+    rank, size, local_rank, local_size = _numbers(env, names, who)
     address = env.get("MASTER_ADDR") or ("127.0.0.1" if local_size == size else "")
     if not address:
         msg = (
@@ -142,20 +127,18 @@ def _mpi(
 
 
 def _slurm(env: Mapping[str, str]) -> Launch:
-    _require(env, SLURM, "a SLURM step")
-    rank, size, local_rank, node, step = (whole_number(env, name) for name in SLURM[:5])
+    rank, size, local_rank, node = _numbers(env, SLURM, "a SLURM step")
     local_size, nodes = _tasks_at(node, env["SLURM_STEP_TASKS_PER_NODE"])
     # The same rule as Lightning and Ignite, plus the step, so that two steps of a job differ.
-    port = 15000 + (whole_number(env, "SLURM_JOB_ID") % 10000 + step) % (65536 - 15000)
+    job, step = whole_number(env, "SLURM_JOB_ID"), whole_number(env, "SLURM_STEP_ID")
+    port = _port(env, default=15000 + (job % 10000 + step) % (65536 - 15000))
     address = env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"])
-    port = _port(env, default=port)
     return Launch("slurm", rank, size, local_rank, local_size, node, nodes, address, port)
 
 
 def _tasks_at(node: int, text: str) -> tuple[int, int]:
     """Return how many tasks a node has, and how many nodes there are: ``"2(x3),1"`` has 4."""
-    nodes = 0
-    found: int | None = None
+    found, nodes = None, 0
     for item in text.split(","):
         match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", item)
         if match is None:
@@ -195,17 +178,18 @@ def first_host(text: str) -> str:
     return re.sub(r"\[([0-9]+).*?\]", r"\1", text).split(",", 1)[0]
 
 
-def _require(env: Mapping[str, str], names: tuple[str, ...], launcher: str) -> None:
-    missing = [name for name in names if not env.get(name)]
+def _numbers(env: Mapping[str, str], names: tuple[str, ...], launcher: str) -> list[int]:
+    """Return the first four variables, numbers all, where none of `names` is missing."""
+    there = [f"`{name}`" for name in names if env.get(name)]
+    missing = [f"`{name}`" for name in names if not env.get(name)]
     if missing:
-        there = [name for name in names if env.get(name)]
         msg = (
-            f"the variables of {launcher} must be set together, but "
-            f"{', '.join(f'`{name}`' for name in missing)} must still be set beside "
-            f"{', '.join(f'`{name}`' for name in there) or 'none of them'}: start the script with "
-            f"the launcher itself, or {_OPT_OUT}"
+            f"the variables of {launcher} must be set together, but {', '.join(missing)} must "
+            f"still be set beside {', '.join(there) or 'none of them'}: start the script with the "
+            f"launcher itself, or {_OPT_OUT}"
         )
         raise ValueError(msg)
+    return [whole_number(env, name) for name in names[:4]]
 
 
 def whole_number(env: Mapping[str, str], name: str) -> int:
@@ -228,7 +212,7 @@ def _port(env: Mapping[str, str], default: int | None = None) -> int:
     return port
 
 
-def _checked(launch: Launch) -> Launch:
+def _check_bounds(launch: Launch) -> None:
     for value, bound, name, of in (
         (launch.rank, launch.size, "rank", "world size"),
         (launch.local_rank, launch.local_size, "local rank", "local world size"),
@@ -242,20 +226,17 @@ def _checked(launch: Launch) -> Launch:
                 f"other, or are left over from another run; {_OPT_OUT}"
             )
             raise ValueError(msg)
-    return launch
 
 
-def _consistent(launch: Launch, env: Mapping[str, str]) -> Launch:
-    """Refuse torch variables, exported by hand, that contradict the launcher found."""
-    found = (launch.rank, launch.size, launch.local_rank, launch.local_size)
-    for name, value in zip(_TORCHRUN_OWN, found, strict=True):
+def _check_torchs(launch: Launch, env: Mapping[str, str]) -> None:
+    """Refuse torch's variables, exported by hand, that contradict the launcher found."""
+    for name, value in zip(_TORCHRUN_OWN, launch[1:5], strict=True):
         if name in env and whole_number(env, name) != value:
             msg = (
                 f"`{name}` must be {value}, as {launcher_text(launch)} says, but is {env[name]}: "
                 f"unset it, or choose one launcher with PARDATA_LAUNCHER"
             )
             raise ValueError(msg)
-    return launch
 
 
 def launcher_text(launch: Launch) -> str:

@@ -2,21 +2,16 @@
 
 import logging
 import os
-from collections.abc import Iterable, MutableMapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import torch.distributed as dist
 
 from pardata.ranks._launcher import detect
 from pardata.ranks._process import process
 
-if TYPE_CHECKING:
-    _Adapter = logging.LoggerAdapter[logging.Logger]
-else:
-    _Adapter = logging.LoggerAdapter  # takes no argument before Python 3.11
 
-
-class RankLogger(_Adapter):
+class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # none before Python 3.11
     """A logger that knows its rank; made by `get_logger`."""
 
     def log(  # type: ignore[override]  # the two arguments more are for callers who know them
@@ -45,12 +40,6 @@ class RankLogger(_Adapter):
         # 2: past this frame, so that the record shows the caller's file and line.
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
         self.logger.log(level, text, *args, **kwargs)
-
-    def process(
-        self, msg: object, kwargs: MutableMapping[str, Any]
-    ) -> tuple[object, MutableMapping[str, Any]]:
-        """Pass through: the prefix is added in `log`, which knows the per-call arguments."""
-        return msg, kwargs
 
 
 def get_logger(name: str) -> RankLogger:

@@ -1,11 +1,8 @@
 """What `init` found, opened and said: all the state that the library keeps in a process."""
 
-from dataclasses import dataclass, field
-
 from torch.distributed import Store
 
 
-@dataclass
 class Process:
     """One process of a run.
 
@@ -16,9 +13,10 @@ class Process:
         said: what a logger has said with ``once=True``: logger, level and line.
     """
 
-    joined: object = None
-    stores: dict[str, tuple[Store, bool]] = field(default_factory=dict)
-    said: set[tuple[str, int, str]] = field(default_factory=set)
+    def __init__(self) -> None:
+        self.joined: object = None
+        self.stores: dict[str, tuple[Store, bool]] = {}
+        self.said: set[tuple[str, int, str]] = set()
 
 
 process = Process()

@@ -80,7 +80,7 @@ def default_group() -> object | None:
     return None
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # nobody compares two: frozen or equal, it would take longer to import
 class Joined:
     """What `init` found, for which group and process, and what it left to be done.
 
@@ -108,7 +108,9 @@ def world() -> World:
     >>> world().size
     1
     """
-    if is_child() or _opted_out() or default_group() is None:
+    # Opted out; `init` may still make this process its group of one.
+    alone = process.joined is None and os.environ.get("PARDATA_LAUNCHER") == "none"
+    if alone or is_child() or default_group() is None:
         return single_world()
     found = joined()
     return existing_world(None) if found is None else found.world
@@ -151,11 +153,6 @@ def is_child() -> bool:
     found = process.joined
     forked = isinstance(found, Joined) and found.pid != os.getpid()
     return forked or get_worker_info() is not None
-
-
-def _opted_out() -> bool:
-    # `init` may still make this process its group of one.
-    return process.joined is None and os.environ.get("PARDATA_LAUNCHER") == "none"
 
 
 def single_world() -> World:

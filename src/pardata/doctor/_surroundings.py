@@ -1,0 +1,168 @@
+"""What this process finds: devices, cores, memory and limits of its machine, what is installed."""
+
+import math
+import os
+import platform
+import shutil
+import socket
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from pardata.doctor._finding import Finding
+from pardata.ranks._cores import cpu_quota, usable_cores
+from pardata.ranks._version import __version__
+from pardata.ranks._world import World
+
+_GIB = 2**30
+_SHARED_MEMORY = "/dev/shm"  # noqa: S108  # where it is, not a temporary file
+_LEAST_SHARED_MEMORY = _GIB  # a container's default of 64 MB is used up by a few batches
+_FEWEST_FILES = 1024  # what most systems give; each tensor in flight from a worker takes one
+# In both releases of the unrelated distribution `pardata`, 0.3.0 and 0.4.0, and never in ours.
+_THEIRS = "_high_level.py"
+
+
+def surroundings(here: World) -> Iterator[Finding]:
+    """Yield what this process finds around itself; `here` says who shares the machine."""
+    yield from (_gpus(), _cores(here), _threads(here))
+    if Path(_SHARED_MEMORY).exists():  # not on macOS and Windows
+        usage = shutil.disk_usage(_SHARED_MEMORY)
+        yield shared_memory(usage.total, usage.free)
+    yield from _open_files()
+    yield from (_network(here), _versions())
+    yield from shared_package(Path(__file__).parents[1])
+    yield _backends()
+
+
+def _gpus() -> Finding:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")  # torch warns of a driver that is too old
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count:
+        gpus = map(torch.cuda.get_device_properties, range(count))
+        kinds = Counter(f"{gpu.name}, {gpu.total_memory / _GIB:.0f} GiB" for gpu in gpus)
+        return Finding("GPUs", ", ".join(f"{number} x {kind}" for kind, number in kinds.items()))
+    files = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    if not files and not said:
+        return Finding("GPUs", "none: training runs on the CPU")
+    mask = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+    build = torch.version.cuda or "the CPU only"
+    text = f"torch sees none of {files} in /dev{f' ({said[0].message})' if said else ''}"
+    cure = (
+        f"install a torch for CUDA (this one is for {build}), unset CUDA_VISIBLE_DEVICES (it is "
+        f"{mask!r}), or see with nvidia-smi whether the driver is new enough"
+    )
+    return Finding("GPUs", text, cure)
+
+
+def _cores(here: World) -> Finding:
+    allowed, quota = usable_cores(replace(here, local_size=1)), cpu_quota()
+    limit = "" if quota is None else f", with a quota of {quota:g}"
+    if here.local_size > allowed:
+        text = f"{here.local_size} ranks of this host share {allowed}{limit}"
+        cure = f"start at most {allowed} per host, or ask the scheduler for more cores"
+        return Finding("cores", text, cure)
+    return Finding("cores", f"{usable_cores(here)} per process, of {os.cpu_count()}{limit}")
+
+
+def _threads(here: World) -> Finding:
+    threads, cores = torch.get_num_threads(), usable_cores(here)
+    wish = os.environ.get("OMP_NUM_THREADS", "not set")
+    text = f"{threads} per process (OMP_NUM_THREADS: {wish})"
+    cure = f"set OMP_NUM_THREADS={cores}, as each process has {cores} of the cores"
+    return Finding("threads", text, cure if threads > cores else "")
+
+
+def shared_memory(total: int, free: int) -> Finding:
+    """Return whether so many bytes, of which so many are free, are enough for workers' batches."""
+    if free >= _LEAST_SHARED_MEMORY:
+        return Finding(_SHARED_MEMORY, _size(total))  # what is free changes all the time
+    cure = (
+        "workers hand batches over there: start the container with --shm-size=8g or --ipc=host, "
+        "remove what other runs have left there, or pass num_workers=0"
+    )
+    return Finding(_SHARED_MEMORY, f"{_size(free)} free of {_size(total)}", cure)
+
+
+def _size(number: int) -> str:
+    return f"{number / _GIB:.1f} GiB" if number >= _GIB else f"{number / 2**20:.0f} MiB"
+
+
+def _open_files() -> Iterator[Finding]:
+    try:
+        import resource  # noqa: PLC0415  # not on Windows
+    except ImportError:
+        return
+    soft, hard = (math.inf if n < 0 else n for n in resource.getrlimit(resource.RLIMIT_NOFILE))
+    text = "no limit" if soft == math.inf else f"at most {soft}"
+    more = min(hard, 4 * _FEWEST_FILES)
+    cure = f"ulimit -n {more}: each tensor that a worker hands over takes one"
+    yield Finding("open files", text, cure if soft < _FEWEST_FILES else "")
+
+
+def _network(here: World) -> Finding:
+    """Look at what gloo goes by: the interface that it was told, else this host's own name."""
+    wish = os.environ.get("GLOO_SOCKET_IFNAME")
+    if wish is None:
+        return own_address(socket.gethostname(), alone=here.num_nodes == 1)
+    there = [name for _, name in socket.if_nameindex()]
+    if set(wish.split(",")) <= set(there):
+        return Finding("network", f"GLOO_SOCKET_IFNAME={wish}")
+    text = f"GLOO_SOCKET_IFNAME must name an interface of this host, but is {wish!r}"
+    cure = f"set it to one of {', '.join(there)}, or unset it"
+    return Finding("network", text, cure, is_error=True)
+
+
+def own_address(host: str, *, alone: bool) -> Finding:
+    """Return whether other hosts can reach the address to which this host's name resolves."""
+    try:
+        address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        problem = f"the host name {host} does not resolve: {error}"
+    else:
+        if not (address.startswith("127.") or address == "::1"):
+            return Finding("network", "the host name resolves")
+        problem = f"the host name {host} resolves to {address}"
+    if alone:
+        return Finding("network", f"{problem} (fine on one host)")
+    cure = "set GLOO_SOCKET_IFNAME to the interface that leads to the other hosts, as eth0"
+    return Finding("network", f"{problem}, where other hosts cannot reach it", cure)
+
+
+def _versions() -> Finding:
+    toolkit = f" for CUDA {torch.version.cuda}" if torch.version.cuda else ""
+    python = platform.python_version()
+    text = f"pardata {__version__}, torch {torch.__version__}{toolkit}, Python {python}"
+    return Finding("versions", text)
+
+
+def shared_package(package: Path) -> Iterator[Finding]:
+    """Find the files of the unrelated distribution `pardata` between ours.
+
+    Its top-level package has our name: in one environment the two share a directory, and whichever
+    was installed last has the ``__init__.py``.
+    """
+    if (package / _THEIRS).exists():
+        text = (
+            f"`torch-pardata` must not share an environment with the distribution `pardata`, an "
+            f"unrelated data-set tool, but the files of both are in {package}"
+        )
+        cure = (
+            "remove both with `python -m pip uninstall --yes pardata torch-pardata`, then run "
+            "`python -m pip install torch-pardata`"
+        )
+        yield Finding("installation", text, cure, is_error=True)
+
+
+def _backends() -> Finding:
+    gloo, nccl = dist.is_gloo_available(), dist.is_nccl_available()
+    text = f"{'gloo' if gloo else 'no gloo'}, {'NCCL' if nccl else 'no NCCL'}"
+    if gloo and (nccl or not torch.cuda.is_available()):
+        return Finding("backends", text)
+    cure = "install a torch that has both, as pytorch.org's wheels"
+    return Finding("backends", text, cure, is_error=True)

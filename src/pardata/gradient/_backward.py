@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 
 from pardata.collective._explanation import explained
 from pardata.data._batch import tensors_of
 from pardata.data._microbatches import Microbatches
 from pardata.gradient._count import Count, Pieces
 from pardata.gradient._exact_step import ExactStep
-from pardata.gradient._stand_in import add_zeros
 from pardata.gradient._step import ReplicatedStep, ShardedStep, Step
 from pardata.model._batch_norm import is_synchronised
 from pardata.model._buffers import kept_buffers
@@ -84,11 +84,11 @@ def backward(
                     if piece.count:
                         with _forward_of(model):
                             loss = _checked(loss_fn(model, piece.microbatch))
-                        step.run(loss, piece.count / pieces.total())
+                        step.run(loss, piece.count / pieces.total)
                     else:
                         _take_part(model, replica.module, loss_fn, piece.microbatch, pieces)
             if not pieces.own:
-                pieces.total()  # raises where the others do
+                _ = pieces.total  # raises where the others do
         return step.loss()
 
 
@@ -139,8 +139,54 @@ def _take_part(
     with kept_buffers(module, but_of=shared), kept_generators(next(module.parameters()).device):
         with _forward_of(model, lambda output: outputs.extend(tensors_of(output))):
             loss = loss_fn(model, microbatch)
-        pieces.total()
-        add_zeros(outputs, loss, everywhere=not shared)
+        _ = pieces.total  # as above
+        _add_zeros(outputs, loss, everywhere=not shared)
+
+
+def _add_zeros(outputs: list[Tensor], loss: Any, *, everywhere: bool) -> None:
+    """Run a backward from 0 times `outputs`, which adds zeros where that of `loss` would add.
+
+    Zeros `everywhere`, or what the backward makes of them.
+    """
+    trained = [output for output in outputs if output.requires_grad]
+    # Not from the loss, which may be NaN, or no function of the outputs where nothing counts; but
+    # from what it is made of, as FSDP needs gradients of the same parameters on all ranks.
+    made_of = _edges([loss] if isinstance(loss, Tensor) and loss.requires_grad else [])
+    used = [output for output in trained if _edges_at([output])[0] in made_of]
+    starts = used or trained or [loss]
+    # 0 times what is NaN inside the model is NaN as well, a loss that it computes itself say.
+    ends = {node for node, _ in _edges(starts) if hasattr(node, "variable")}
+    hooks = [node.register_prehook(_zeros) for node in ends if everywhere]
+    try:
+        torch.autograd.backward(starts, [torch.zeros_like(start) for start in starts])
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+# The result of a node of autograd's graph, and which of its results it is.
+_Edge = tuple[Node, int]
+
+
+def _edges(tensors: list[Tensor]) -> set[_Edge]:
+    """Return all that `tensors` are made of, down to the leaves, in autograd's graph."""
+    found = set[_Edge]()
+    ahead = _edges_at(tensors)
+    while ahead:
+        edge = ahead.pop()
+        if edge not in found:
+            found.add(edge)
+            ahead.extend((node, number) for node, number in edge[0].next_functions if node)
+    return found
+
+
+def _edges_at(tensors: list[Tensor]) -> list[_Edge]:
+    edges = map(get_gradient_edge, tensors)
+    return [(edge.node, edge.output_nr) for edge in edges]
+
+
+def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(None if g is None else torch.zeros_like(g) for g in gradients)
 
 
 @contextmanager

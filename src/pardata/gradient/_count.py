@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property, partial
 from operator import index
 from typing import Any
 
@@ -52,26 +52,27 @@ class Pieces:
     Attributes:
         own: what is run, in this order.
         most: the microbatches of the rank that has most.
-        total: returns what the microbatches of all ranks count; raises, on every rank, where one
-            of them could not be counted, or all count 0.
+        summed: returns what the microbatches of all ranks count.
     """
 
     own: list[Piece]
     most: int
-    total: Callable[[], int]
+    summed: Callable[[], int]
 
     @classmethod
     def of(cls, batch: Any, count: Count | None, sharing: Sharing) -> "Pieces":
         """Return what `batch` is made of. Communicates only where no plan says what counts."""
         if not isinstance(batch, Microbatches):
-            counts, total = _counted([batch], samples_of if count is None else count, sharing)
-            return cls([Piece(batch, counts[0], 0)], 1, total)
+            counts, summed = _counted([batch], samples_of if count is None else count, sharing)
+            return cls([Piece(batch, counts[0], 0)], 1, summed)
         _check_shared_alike(batch, sharing)
         held, first = batch[:], batch.first
         if count is None:
-            counts, total = _planned(batch.counts, slice(first, first + len(held)), sharing)
+            counts = batch.counts[first : first + len(held)]
+            total = sum(counts if sharing.size == 1 else batch.counts)
+            summed = partial(int, total)
         else:
-            counts, total = _counted(held, count, sharing)
+            counts, summed = _counted(held, count, sharing)
         own = [Piece(*facts, first + n) for n, facts in enumerate(zip(held, counts, strict=True))]
         most = -(-len(batch.counts) // sharing.size)
         wanted = max(sharing.least, most if sharing.equally_many else 0)
@@ -82,7 +83,20 @@ class Pieces:
             )
             raise ValueError(msg)
         # First, so that what synchronises is a microbatch of this rank's own, if it has one.
-        return cls([Piece(batch.stand_in, 0)] * (wanted - len(own)) + own, most, total)
+        return cls([Piece(batch.stand_in, 0)] * (wanted - len(own)) + own, most, summed)
+
+    @cached_property  # asked for with each microbatch, and a GPU would be waited for each time
+    def total(self) -> int:
+        """What the microbatches of all ranks count.
+
+        Raises:
+            Exception: on every rank, where one could not be counted, or all count 0.
+        """
+        total = self.summed()
+        if total == 0:
+            msg = "a step must count something, but all its microbatches count 0: skip it"
+            raise ValueError(msg)
+        return total
 
 
 def _check_shared_alike(batch: Microbatches[Any], sharing: Sharing) -> None:
@@ -92,14 +106,6 @@ def _check_shared_alike(batch: Microbatches[Any], sharing: Sharing) -> None:
             f"but it is shared by {batch.size}: pass distributed='auto' to make_loader"
         )
         raise ValueError(msg)
-
-
-def _planned(
-    counts: Sequence[int], here: slice, sharing: Sharing
-) -> tuple[Sequence[int], Callable[[], int]]:
-    """Take what the loader has counted: all of it, and what is this rank's."""
-    total = sum(counts[here] if sharing.size == 1 else counts)
-    return counts[here], lambda: _positive(total)
 
 
 def _counted(
@@ -114,8 +120,7 @@ def _counted(
         error = raised
     sums = _start_sum([sum(counts), error is not None], sharing)
 
-    @cache  # asked for with each microbatch, and a GPU would be waited for each time
-    def total() -> int:
+    def summed() -> int:
         everything, failed = map(int, sums())
         if error is not None:
             raise error
@@ -125,9 +130,9 @@ def _counted(
                 f"see the error there"
             )
             raise RuntimeError(msg)
-        return _positive(everything)
+        return everything
 
-    return counts, total
+    return counts, summed
 
 
 def _start_sum(own: list[int], sharing: Sharing) -> Callable[[], Sequence[float]]:
@@ -163,10 +168,3 @@ def _checked(number: Any) -> int:
         msg = f"`count` must return an integer from 0 up, but returned {whole}"
         raise ValueError(msg)
     return whole
-
-
-def _positive(total: int) -> int:
-    if total == 0:
-        msg = "a step must count something, but all its microbatches count 0: skip it"
-        raise ValueError(msg)
-    return total

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pardata.gradient._count import Piece, Pieces, Sharing
 from pardata.model._buffers import EqualBuffers
-from pardata.model._ddp import ReadThroughDDP
+from pardata.model._ddp import one_step
 
 
 class Step:
@@ -78,23 +78,11 @@ class ReplicatedStep(Step):
                 f"{pieces.most}, for PyTorch cannot accumulate with it: leave it out of wrap_model"
             )
             raise ValueError(msg)
-        if isinstance(self._wrapper, ReadThroughDDP):
-            return self._wrapper._buffers_once()  # noqa: SLF001  # a public name would hide the model's
-        return nullcontext()
+        return one_step(self._wrapper)
 
-    @contextmanager
-    def around(self, piece: Piece, *, last: bool) -> Iterator[None]:  # noqa: ARG002
-        if not last:
-            with self._wrapper.no_sync():
-                yield
-            return
-        yield
-        try:  # now: the next collective would meet what other ranks still reduce
-            self._wrapper._check_reducer_finalized()  # noqa: SLF001  # torch has no public name
-        except RuntimeError as error:
-            if isinstance(self._wrapper, ReadThroughDDP):
-                self._wrapper._name_unused(error)  # noqa: SLF001  # as above
-            raise
+    def around(self, piece: Piece, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
+        context: AbstractContextManager[None] = nullcontext() if last else self._wrapper.no_sync()
+        return context
 
 
 class ShardedStep(Step):
@@ -126,7 +114,7 @@ class ShardedStep(Step):
         if hook is None:
             return nullcontext()
         own = sum(piece.count for piece in pieces.own)
-        return hook.averaged(self._sharded, lambda: own / pieces.total())
+        return hook.averaged(self._sharded, lambda: own / pieces.total)
 
     @contextmanager
     def around(self, piece: Piece, *, last: bool) -> Iterator[None]:  # noqa: ARG002

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -161,3 +161,20 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
             yield
         finally:
             handle.remove()
+
+
+@contextmanager
+def one_step(model: DistributedDataParallel) -> Iterator[None]:
+    """Take what runs in the block, one forward or several, for one step. Collective.
+
+    At its end all gradients must have been reduced; then the buffers are equalised.
+    """
+    ours = model if isinstance(model, ReadThroughDDP) else None
+    with ours._buffers_once() if ours else nullcontext():  # noqa: SLF001  # a public name would hide the module's
+        yield
+        try:  # now: the next collective would meet what other ranks still reduce
+            model._check_reducer_finalized()  # noqa: SLF001  # torch has no public name
+        except RuntimeError as error:
+            if ours:
+                ours._name_unused(error)  # noqa: SLF001  # as above
+            raise

@@ -5,15 +5,14 @@ to be summed in fixed point (`_exact_step`), and refuses any other backward.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from pardata.model._read_through import ReadThrough
-from pardata.model._unwrap import Wrapper, layers, unwrap
+from pardata.model._unwrap import Wrapper, unwrap
 from pardata.ranks._arguments import check_integer
 
 # Is handed each parameter as soon as it has got a gradient.
@@ -139,15 +138,6 @@ class Exactness:
             f"the beginning"
         )
 
-    @contextmanager
-    def gradients_to(self, receive: Receive) -> Iterator[None]:
-        """Hand the gradients that are made in the block to `receive`."""
-        before, self.receive = self.receive, receive
-        try:
-            yield
-        finally:
-            self.receive = before
-
 
 class _Hook:
     """Hands a gradient on to the step that is run, and refuses it where none is."""
@@ -213,7 +203,7 @@ def check_kernels(model: nn.Module) -> None:
             "seed_everything(seed, deterministic=True), before anything runs there"
         )
         raise RuntimeError(msg)
-    for module in [*layers(model), *model.modules()]:
+    for module in model.modules():
         context = module.__dict__.get("dynamo_ctx")
         in_place = module._compiled_call_impl is not None  # noqa: SLF001  # torch has no public name
         if in_place or (context is not None and getattr(context, "_dynamic", None) is not False):

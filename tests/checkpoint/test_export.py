@@ -10,7 +10,7 @@ from torch import nn
 
 from pardata.checkpoint._disk import save
 from pardata.checkpoint._export import write_weights
-from pardata.model._weight_file import read_weights
+from pardata.model._state_dict import read_weights
 
 needs_safetensors = pytest.mark.skipif(
     find_spec("safetensors") is None, reason="safetensors are not installed"

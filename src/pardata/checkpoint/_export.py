@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from pardata.checkpoint._disk import save, sync
-from pardata.model._weight_file import safetensors_for
+from pardata.model._state_dict import safetensors_for
 
 
 def write_weights(path: Path, state: Mapping[str, Any]) -> None:

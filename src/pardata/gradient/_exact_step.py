@@ -3,7 +3,7 @@
 import math
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -102,16 +102,14 @@ class ExactStep(Step):
         self._sums.set_gradients(report.used, report.large)
         self._exact.scratch = self._sums.scratch
 
-    @contextmanager
-    def around(self, piece: Piece, *, last: bool) -> Iterator[None]:
+    def around(self, piece: Piece, *, last: bool) -> AbstractContextManager[None]:
         """Let the microbatch begin as any other: from the step's buffers, under its own seed."""
         if self._refusal is not None:
             raise self._refusal
         batch, self._number, self._is_last = self._batch, piece.number or 0, last
         self._means.restore()
         seed = mix(batch.seed, batch.epoch, batch.step, self._number, *b"backward")
-        with forked_seed(seed, self.sharing.device):
-            yield
+        return forked_seed(seed, self.sharing.device)
 
     def run(self, loss: Tensor, part: float) -> None:
         """Run the backward of a microbatch, which is `part` of the global batch."""

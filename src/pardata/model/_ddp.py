@@ -21,8 +21,8 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
 
     def __init__(self, module: nn.Module, *, sync_buffers: bool = True, **options: Any) -> None:
         super().__init__(module, **options)
-        self._syncs_buffers = sync_buffers
-        self._forward_runs = False
+        # Not as attributes are set, which are the module's from here on.
+        self.__dict__.update(_syncs_buffers=sync_buffers, _forward_runs=False)
         self._note_reduced()
         self._assign_modules_buffers()  # PyTorch does not where it delays all its reductions
         if options.get("init_sync", True):
@@ -43,16 +43,9 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
             raise
         finally:
             self.__dict__["_forward_runs"] = False
-        # The mode is the module's: unwrap(model).train() does not reach the wrapper.
         trains = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if (
-            self.modules_buffers  # first: where there are none, as mostly, the rest costs 10 us
-            and trains
-            and self._syncs_buffers
-            and not self._joins
-            and unwrap(self).training
-        ):
-            self._broadcast_buffers()
+        if trains and self._syncs_buffers and not self._joins:
+            self._equalise_buffers()
         return output
 
     @contextmanager
@@ -64,7 +57,12 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
             yield
         finally:
             own["_syncs_buffers"] = syncs
-        if syncs and self.modules_buffers and unwrap(self).training:
+        if syncs:
+            self._equalise_buffers()
+
+    def _equalise_buffers(self) -> None:
+        # The mode is the module's: unwrap(model).train() does not reach the wrapper.
+        if self.modules_buffers and unwrap(self).training:
             self._broadcast_buffers()
 
     @property
@@ -98,7 +96,7 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
 
     def _note_reduced(self) -> None:
         # In the order of DDP's numbers, and now: what is frozen later keeps its number.
-        self._reduced_names = [
+        self.__dict__["_reduced_names"] = [
             name
             for name, parameter in self.module.named_parameters()
             if parameter.requires_grad and name not in self.parameters_to_ignore
@@ -110,8 +108,8 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
             return
         # .data: autograd may have saved a buffer for the backward that is still to come, and
         # would refuse it as modified. The values it needs are the same on every rank.
-        self._assign_modules_buffers()
-        buffers = [buffer.data for buffer in self.modules_buffers]
+        named, ignored = self.module.named_buffers(), self.parameters_to_ignore
+        buffers = [buffer.data for name, buffer in named if name not in ignored]
         if buffers:
             self._distributed_broadcast_coalesced(buffers, self.broadcast_bucket_size, source)
 

@@ -4,7 +4,7 @@ A script that runs in one process with the bare module then runs under a wrapper
 attributes, ``state_dict`` and ``load_state_dict`` are the module's.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -113,10 +113,12 @@ class ReadThrough(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _log_hidden_names(self) -> None:
-        hidden = sorted(name for name in _own_names(self.module) if _is_hidden(self, name))
+        own = {*vars(self), *self._modules, *dir(type(self))}
+        names = {*dir(self.module)} - {*dir(nn.Module), "training"}
+        hidden = sorted(name for name in names & own if not name.startswith("_"))
         if hidden:
-            names = ", ".join(f"`{name}`" for name in hidden)
-            hides = f"{type(self).__name__} hides {names} of {type(self.module).__name__}"
+            names_text = ", ".join(f"`{name}`" for name in hidden)
+            hides = f"{type(self).__name__} hides {names_text} of {type(self.module).__name__}"
             _log.warning("%s: read it as unwrap(model).%s", hides, hidden[0], ranks=[0], once=True)
 
 
@@ -124,15 +126,3 @@ def _path_inside(wrapper: nn.Module) -> str:
     """Return what stands in names between `wrapper` and the module inside, as ``module.``."""
     inner = unwrap(wrapper)
     return next(f"{name}." for name, module in wrapper.named_modules() if module is inner)
-
-
-def _own_names(module: nn.Module) -> Iterable[str]:
-    """Return the public names that a module has beyond those of every module."""
-    names = {*vars(module), *module._parameters, *module._buffers, *module._modules}  # noqa: SLF001
-    names.update(name for cls in type(module).__mro__ for name in vars(cls))
-    return {name for name in names if not name.startswith("_")} - set(dir(nn.Module)) - {"training"}
-
-
-def _is_hidden(wrapper: nn.Module, name: str) -> bool:
-    own = name in wrapper.__dict__ or name in wrapper._modules  # noqa: SLF001
-    return own or hasattr(type(wrapper), name)

@@ -9,13 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from pardata.collective._agreement import Facts, agree, require_same
 from pardata.model._batch_norm import is_synchronised, with_synchronised_batch_norms
-from pardata.model._buffers import EqualBuffers
+from pardata.model._buffers import EqualBuffers, broadcast
 from pardata.model._ddp import ReadThroughDDP
 from pardata.model._dp import ReadThroughDP
 from pardata.model._exact import ExactModel, check_kernels, kernels
@@ -229,10 +228,6 @@ def _with_batch_norms(model: nn.Module, settings: Settings) -> nn.Module:
 
 def _broadcast_weights(model: nn.Module) -> None:
     """Let all ranks begin from rank 0's weights."""
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            if not hasattr(tensor, "full_tensor"):  # sharded before: there is no copy to equalise
-                # As bytes: gloo of older torch knows no bool.
-                sent = tensor.data.contiguous()
-                dist.broadcast(sent.reshape(-1).view(torch.uint8), 0)
-                tensor.data.copy_(sent)
+    tensors = [*model.parameters(), *model.buffers()]
+    # What was sharded before has no copy to equalise.
+    broadcast(tensor for tensor in tensors if not hasattr(tensor, "full_tensor"))

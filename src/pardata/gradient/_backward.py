@@ -73,10 +73,10 @@ def backward(
     here = require_world("backward")
     replica = replica_of(model)
     step = _STEPS[replica.strategy](replica, model, batch, here)
-    _check_equally_many(replica.module, batch, step.sharing.size)
-    if here.size > 1 and step.sharing.size == 1:
+    _check_equally_many(replica.module, batch, step.size)
+    if here.size > 1 and step.size == 1:
         _check_alone(model, replica.module, here)
-    pieces = Pieces.of(batch, count, step.sharing)
+    pieces = Pieces.of(batch, count, step)
     with explained("backward", batch):
         with _gradients_aside(replica.module), step.whole(pieces):
             for left, piece in zip(reversed(range(len(pieces.own))), pieces.own, strict=True):
@@ -84,11 +84,11 @@ def backward(
                     if piece.count:
                         with _forward_of(model):
                             loss = _checked(loss_fn(model, piece.microbatch))
-                        step.run(loss, piece.count / pieces.total)
+                        step.run(loss, piece.count / pieces.total())
                     else:
                         _take_part(model, replica.module, loss_fn, piece.microbatch, pieces)
             if not pieces.own:
-                _ = pieces.total  # raises where the others do
+                pieces.total()  # raises where the others do
         return step.loss()
 
 
@@ -139,7 +139,7 @@ def _take_part(
     with kept_buffers(module, but_of=shared), kept_generators(next(module.parameters()).device):
         with _forward_of(model, lambda output: outputs.extend(tensors_of(output))):
             loss = loss_fn(model, microbatch)
-        _ = pieces.total  # as above
+        pieces.total()
         _add_zeros(outputs, loss, everywhere=not shared)
 
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, partial
 from operator import index
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from pardata.ranks._world import world
 Count = Callable[[Any], int]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sharing:
     """Who runs the microbatches of a step together.
 
@@ -32,8 +32,8 @@ class Sharing:
     size: int
     group: Any
     device: torch.device
-    least: int
-    equally_many: bool
+    least: ClassVar[int] = 0
+    equally_many: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
@@ -52,27 +52,27 @@ class Pieces:
     Attributes:
         own: what is run, in this order.
         most: the microbatches of the rank that has most.
-        summed: returns what the microbatches of all ranks count.
+        total: returns what the microbatches of all ranks count; raises, on every rank, where one
+            of them could not be counted, or all count 0.
     """
 
     own: list[Piece]
     most: int
-    summed: Callable[[], int]
+    total: Callable[[], int]
 
     @classmethod
     def of(cls, batch: Any, count: Count | None, sharing: Sharing) -> "Pieces":
         """Return what `batch` is made of. Communicates only where no plan says what counts."""
         if not isinstance(batch, Microbatches):
-            counts, summed = _counted([batch], samples_of if count is None else count, sharing)
-            return cls([Piece(batch, counts[0], 0)], 1, summed)
+            counts, total = _counted([batch], samples_of if count is None else count, sharing)
+            return cls([Piece(batch, counts[0], 0)], 1, total)
         _check_shared_alike(batch, sharing)
         held, first = batch[:], batch.first
         if count is None:
             counts = batch.counts[first : first + len(held)]
-            total = sum(counts if sharing.size == 1 else batch.counts)
-            summed = partial(int, total)
+            total = partial(int, _positive(sum(counts if sharing.size == 1 else batch.counts)))
         else:
-            counts, summed = _counted(held, count, sharing)
+            counts, total = _counted(held, count, sharing)
         own = [Piece(*facts, first + n) for n, facts in enumerate(zip(held, counts, strict=True))]
         most = -(-len(batch.counts) // sharing.size)
         wanted = max(sharing.least, most if sharing.equally_many else 0)
@@ -83,20 +83,7 @@ class Pieces:
             )
             raise ValueError(msg)
         # First, so that what synchronises is a microbatch of this rank's own, if it has one.
-        return cls([Piece(batch.stand_in, 0)] * (wanted - len(own)) + own, most, summed)
-
-    @cached_property  # asked for with each microbatch, and a GPU would be waited for each time
-    def total(self) -> int:
-        """What the microbatches of all ranks count.
-
-        Raises:
-            Exception: on every rank, where one could not be counted, or all count 0.
-        """
-        total = self.summed()
-        if total == 0:
-            msg = "a step must count something, but all its microbatches count 0: skip it"
-            raise ValueError(msg)
-        return total
+        return cls([Piece(batch.stand_in, 0)] * (wanted - len(own)) + own, most, total)
 
 
 def _check_shared_alike(batch: Microbatches[Any], sharing: Sharing) -> None:
@@ -120,7 +107,8 @@ def _counted(
         error = raised
     sums = _start_sum([sum(counts), error is not None], sharing)
 
-    def summed() -> int:
+    @cache  # asked for with each microbatch, and a GPU would be waited for each time
+    def total() -> int:
         everything, failed = map(int, sums())
         if error is not None:
             raise error
@@ -130,9 +118,9 @@ def _counted(
                 f"see the error there"
             )
             raise RuntimeError(msg)
-        return everything
+        return _positive(everything)
 
-    return counts, summed
+    return counts, total
 
 
 def _start_sum(own: list[int], sharing: Sharing) -> Callable[[], Sequence[float]]:
@@ -168,3 +156,10 @@ def _checked(number: Any) -> int:
         msg = f"`count` must return an integer from 0 up, but returned {whole}"
         raise ValueError(msg)
     return whole
+
+
+def _positive(total: int) -> int:
+    if total == 0:
+        msg = "a step must count something, but all its microbatches count 0: skip it"
+        raise ValueError(msg)
+    return total

@@ -70,11 +70,9 @@ class ExactStep(Step):
         self._exact = exact = wrapper.exact
         # Raised within the step, so that the others hear it.
         self._refusal = exact.refusal(model)
-        device = self.sharing.device
-        self._means = Means(exact.module, device)
-        named = exact.module.named_parameters()
-        self._parameters = {name: p for name, p in named if p.requires_grad}
-        self._sums = Sums(self._parameters, size, device, exact.scratch)
+        self._means = Means(exact.module, self.device)
+        trained = {name: p for name, p in exact.module.named_parameters() if p.requires_grad}
+        self._sums = Sums(trained, size, self.device, exact.scratch)
         exact.scratch = []  # until this step ends well: what a failed one left may still be sent
 
     @contextmanager
@@ -109,7 +107,7 @@ class ExactStep(Step):
         batch, self._number, self._is_last = self._batch, piece.number or 0, last
         self._means.restore()
         seed = mix(batch.seed, batch.epoch, batch.step, self._number, *b"backward")
-        return forked_seed(seed, self.sharing.device)
+        return forked_seed(seed, self.device)
 
     def run(self, loss: Tensor, part: float) -> None:
         """Run the backward of a microbatch, which is `part` of the global batch."""
@@ -126,13 +124,13 @@ class ExactStep(Step):
             msg = (
                 f"every rank must be at the same step of the same loader and train the same "
                 f"parameters, but they differ; this one is at step {self._batch.step} of epoch "
-                f"{self._batch.epoch} and trains {len(self._parameters)} parameters: call "
+                f"{self._batch.epoch} and trains {len(self._sums.parameters)} parameters: call "
                 f"backward equally often, and freeze the same, on every rank"
             )
             raise failed or RuntimeError(msg)
         self._sums.send(rest=True)
-        report = _exchanged(self._means, self._sums, self.sharing.size, failed=failed is not None)
-        self._loss = self._means.add_up(report.first, self.sharing.size)
+        report = _exchanged(self._means, self._sums, self.size, failed=failed is not None)
+        self._loss = self._means.add_up(report.first, self.size)
         self._sums.receive(report.late, report.large)
         self._check(report, failed)
         return report
@@ -140,7 +138,7 @@ class ExactStep(Step):
     def _key(self) -> int:
         """Return a number that is the same on all ranks which send the same at the same step."""
         batch = self._batch
-        sizes = [(name, p.numel()) for name, p in self._parameters.items()]
+        sizes = [(name, p.numel()) for name, p in self._sums.parameters.items()]
         sent = repr([sizes, self._means.shapes, self._means.count])
         return mix(batch.seed, batch.epoch, batch.step, *batch.counts, zlib.crc32(sent.encode()))
 
@@ -167,7 +165,7 @@ class ExactStep(Step):
 
     def _text(self, report: Report) -> str:
         name, peak = next(iter(report.overflow.items()))
-        kind = "gradient of" if name in self._parameters else "change of the buffer"
+        kind = "gradient of" if name in self._sums.parameters else "change of the buffer"
         what = LOSS if name == LOSS else f"the {kind} `{name}`"
         return (
             f"numbers must be finite and at most 2**46 under strategy 'exact', but the largest of "
@@ -179,7 +177,7 @@ class ExactStep(Step):
 def _exchanged(means: Means, sums: Sums, size: int, *, failed: bool) -> Report:
     """Tell the others what was seen here, and return what all say, of each number the largest."""
     loss, *buffers = means.names
-    names = [loss, *sums.names, *buffers]  # in the order in which they are named
+    names = [loss, *sums.parameters, *buffers]  # in the order in which they are named
     peaks = torch.cat([means.peaks[:1], sums.peaks, means.peaks[1:]])
     flags = [name in seen for seen in (sums.used, sums.sparse) for name in names]
     rest = peaks.new_tensor([*flags, *sums.late, failed, -means.first])

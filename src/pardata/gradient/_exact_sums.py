@@ -59,7 +59,6 @@ class Sums:
         scratch: the memory of the step before: used again where it fits, as DDP's buckets are.
 
     Attributes:
-        names: of the parameters.
         peaks: of each parameter, the largest that a microbatch would add.
         used: which parameters have had a gradient, be it of weight 0.
         sparse: of which it was sparse.
@@ -72,10 +71,9 @@ class Sums:
         device: torch.device,
         scratch: list[Tensor],
     ) -> None:
-        self.names = list(parameters)
         self.used: set[str] = set()
         self.sparse: set[str] = set()
-        self._parameters = parameters
+        self.parameters = parameters
         self._size = size
         self._buckets = _empty_buckets(parameters, device, scratch)
         self.peaks = torch.zeros(len(parameters), dtype=torch.float64, device=device)
@@ -181,7 +179,7 @@ class Sums:
     def set_gradients(self, used: set[str], large: set[str]) -> None:
         """Set the gradient of each parameter that is `used`; `large` as above."""
         for bucket in self._buckets:
-            named = {name: self._parameters[name] for name in bucket.places if name in used}
+            named = {name: self.parameters[name] for name in bucket.places if name in used}
             for parameter in named.values():
                 # In its own layout, as PyTorch's: fused optimizers insist on it.
                 parameter.grad = torch.empty_like(parameter, requires_grad=False)

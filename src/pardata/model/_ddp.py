@@ -13,7 +13,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from pardata.model._read_through import ReadThrough
-from pardata.model._unwrap import unwrap
 
 
 class ReadThroughDDP(ReadThrough, DistributedDataParallel):
@@ -23,11 +22,11 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
         super().__init__(module, **options)
         # Not as attributes are set, which are the module's from here on.
         self.__dict__.update(_syncs_buffers=sync_buffers, _forward_runs=False)
-        self._note_reduced()
-        self._assign_modules_buffers()  # PyTorch does not where it delays all its reductions
+        self._note_reduced(module)
+        if "modules_buffers" not in self.__dict__:  # where PyTorch delays all its reductions
+            self._assign_modules_buffers()
         if options.get("init_sync", True):
             self._broadcast_buffers()  # older PyTorch does not do it when its own flag is off
-        self._log_hidden_names()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; after a training forward that will synchronise, equalise the buffers.
@@ -62,7 +61,7 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
 
     def _equalise_buffers(self) -> None:
         # The mode is the module's: unwrap(model).train() does not reach the wrapper.
-        if self.modules_buffers and unwrap(self).training:
+        if self.modules_buffers and self._inside.training:
             self._broadcast_buffers()
 
     @property
@@ -91,14 +90,14 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
         # Not transparent yet: PyTorch's __setstate__ sets attributes of the wrapper.
         state = {name: value for name, value in state.items() if name != "_transparent"}
         super().__setstate__(state)
-        self._note_reduced()
-        self._become_transparent()
+        self._note_reduced(self.module)
+        self.__dict__["_transparent"] = True
 
-    def _note_reduced(self) -> None:
+    def _note_reduced(self, module: nn.Module) -> None:
         # In the order of DDP's numbers, and now: what is frozen later keeps its number.
         self.__dict__["_reduced_names"] = [
             name
-            for name, parameter in self.module.named_parameters()
+            for name, parameter in module.named_parameters()
             if parameter.requires_grad and name not in self.parameters_to_ignore
         ]
 
@@ -108,8 +107,8 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
             return
         # .data: autograd may have saved a buffer for the backward that is still to come, and
         # would refuse it as modified. The values it needs are the same on every rank.
-        named, ignored = self.module.named_buffers(), self.parameters_to_ignore
-        buffers = [buffer.data for name, buffer in named if name not in ignored]
+        ignored = {f"module.{name}" for name in self.parameters_to_ignore}
+        buffers = [buffer.data for name, buffer in self.named_buffers() if name not in ignored]
         if buffers:
             self._distributed_broadcast_coalesced(buffers, self.broadcast_bucket_size, source)
 
@@ -129,7 +128,7 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
         raise RuntimeError(msg) from error
 
     def _passed_through(self, name: str, value: Any) -> Any:
-        if isinstance(value, MethodType) and value.__self__ is unwrap(self):
+        if isinstance(value, MethodType) and value.__self__ is self._inside:
             return self._refusing_forwards(name)(value)
         return value
 

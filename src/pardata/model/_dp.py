@@ -17,7 +17,6 @@ class ReadThroughDP(ReadThrough, DataParallel[nn.Module]):
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
         self._rows: list[int] = []
-        self._log_hidden_names()
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
         """Split the batch as PyTorch does, and remember the sizes of the pieces."""

@@ -42,11 +42,10 @@ class ExactModel(ReadThrough, Wrapper):
         if on_overflow not in ("raise", "skip"):
             msg = f"`on_overflow` must be 'raise' or 'skip', but is {on_overflow!r}"
             raise ValueError(msg)
-        super().__init__(module)
         torch.set_num_threads(threads)
-        # Not through the attribute, which would be written to the module.
+        # Not as attributes are set, which are the module's once it is wrapped.
         self.__dict__["exact"] = Exactness(unwrap(module), threads, on_overflow)
-        self._log_hidden_names()
+        super().__init__(module)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""

@@ -786,6 +786,23 @@ def test_none_stays_none_and_other_tensors_go_to_pytorch(monkeypatch):
     assert gathered([{"loss": None}, {"loss": None}], [1, 1]) == {"loss": None}
 
 
+ONE = torch.tensor(1.0)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "error"),
+    [
+        ((ONE,), (ONE, ONE), ValueError),
+        ({"a": ONE}, {"b": ONE}, KeyError),
+        ({"a": ONE}, {"a": ONE, "b": ONE}, ValueError),
+        ([ONE, {"a": ONE}], [ONE, ONE], TypeError),
+    ],
+)
+def test_outputs_of_unlike_structure_are_an_error(first, second, error):
+    with pytest.raises(error):
+        gathered([first, second], [1, 1])
+
+
 @pytest.mark.parametrize(
     ("values", "dim", "rows"),
     [

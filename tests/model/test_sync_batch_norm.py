@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from pardata import Microbatches, backward, check_in_sync, unwrap, world, wrap_model
 from pardata.model._batch_norm import SyncBatchNorm1d, SyncBatchNorm2d
 
-SIZES = [1, 2, 3]
+SIZES = [1, 2, 3, pytest.param(4, marks=pytest.mark.soak)]
 ROWS = 12
 STEPS = 3
 

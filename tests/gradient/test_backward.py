@@ -600,30 +600,6 @@ def test_gradients_are_synchronised_once_a_step():
         assert fsdp == [1, 1] * FSDP_ON_CPU
 
 
-def calls():
-    """Return how often `loss_fn` is called, and how often the model runs, of each number there."""
-    found = {}
-    for strategy in STRATEGIES:
-        for number in (1, 2, 4, 5):
-            model, ran = wrap_model(network(), strategy), []
-
-            def loss_fn(model, batch, ran=ran):
-                ran.append(len(batch[0]))
-                return squared_error(model, batch)
-
-            backward(model, loss_fn, cut(pieces((3,) * number)))
-            found[strategy, number] = len(ran)
-    return found
-
-
-def test_ddp_runs_one_microbatch_at_least_and_fsdp_as_many_on_each_rank():
-    ranks = run(calls, world_size=3)
-    for rank, found in enumerate(ranks):
-        for (strategy, number), ran in found.items():
-            most = -(-number // 3)
-            assert ran == (most if strategy == "fsdp" else max(1, len(share(number, rank, 3))))
-
-
 def by_torchs_own():
     model = DistributedDataParallel(network())
     backward(model, squared_error, cut(pieces((3, 3, 3))))

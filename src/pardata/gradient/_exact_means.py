@@ -48,7 +48,7 @@ class Means:
                 buffer.copy_(start)
 
     def add(self, loss: Tensor, weight: float, number: int) -> None:
-        """Add ``weight`` times the loss of microbatch `number` and what it has changed."""
+        """Add ``weight`` times the loss of microbatch `number` and what it has changed; restore."""
         now = self._now()
         after = self._flat(now, self._floating, torch.float64)
         same = (after == self._before) | (after.isnan() & self._before.isnan())
@@ -60,6 +60,7 @@ class Means:
         if self.first == _NONE:
             self.first = number
             self._counts = self._flat(now, self._counting, torch.int64)
+        self.restore()
 
     def add_up(self, first: int, size: int) -> Tensor:
         """Add up those of all ranks, of which one has the `first` microbatch. Return the mean loss.

@@ -86,13 +86,10 @@ class ExactStep(Step):
             yield
         except Exception as error:  # noqa: BLE001  # raised below: the others wait for this rank
             failed = error
+            self._means.restore()
         finally:
             self._exact.receive = None
-        try:
-            report = self._added_up(failed)
-        except Exception:
-            self._means.restore()
-            raise
+        report = self._added_up(failed)
         if report.overflow:
             self._skip(report)
             return
@@ -101,11 +98,10 @@ class ExactStep(Step):
         self._exact.scratch = self._sums.scratch
 
     def around(self, piece: Piece, *, last: bool) -> AbstractContextManager[None]:
-        """Let the microbatch begin as any other: from the step's buffers, under its own seed."""
+        """Let the microbatch run under a seed of its own; buffers are those of the step's start."""
         if self._refusal is not None:
             raise self._refusal
         batch, self._number, self._is_last = self._batch, piece.number or 0, last
-        self._means.restore()
         seed = mix(batch.seed, batch.epoch, batch.step, self._number, *b"backward")
         return forked_seed(seed, self.device)
 
@@ -158,7 +154,6 @@ class ExactStep(Step):
             raise OverflowError(self._text(report))
 
     def _skip(self, report: Report) -> None:
-        self._means.restore()
         if LOSS in report.overflow:
             self._loss.fill_(torch.nan)
         _log.warning("skipped step %d: %s", self._batch.step, self._text(report), ranks=[0])

@@ -171,11 +171,11 @@ def read_weights(path: str | os.PathLike[str]) -> Any:
     except Exception as error:
         # Of a damaged file, torch and safetensors raise almost anything, and name no file.
         # What torch says after its first sentence is how to run the code in it all the same.
-        why = f"{type(error).__name__}: {_first_sentence(error)}"
+        sentence = str(error).partition("\n")[0].partition(". ")[0]
         msg = (
             f"{os.fspath(path)} must be a file of weights, written by torch.save or as "
-            f"safetensors, but cannot be read as one ({why}): is it complete, and does it hold "
-            f"nothing but tensors?"
+            f"safetensors, but cannot be read as one ({type(error).__name__}: {sentence}): is it "
+            f"complete, and does it hold nothing but tensors?"
         )
         raise RuntimeError(msg) from error
 
@@ -188,7 +188,3 @@ def safetensors_for(path: str | os.PathLike[str]) -> Any:
         msg = f"{path} needs safetensors, which are not installed: pip install safetensors"
         raise ImportError(msg) from error
     return safetensors.torch
-
-
-def _first_sentence(error: Exception) -> str:
-    return str(error).partition("\n")[0].partition(". ")[0]

@@ -47,8 +47,7 @@ def load_weights(
     >>> load_weights(net, {"module.weight": torch.ones(1, 1), "module.bias": torch.zeros(1)})
     LoadedKeys(missing_keys=[], unexpected_keys=[])
     """
-    strategy = strategy_of(model)
-    return strategy.load(model, state_or_path, strict=strict, assign=assign)
+    return strategy_of(model).load(model, state_or_path, strict=strict, assign=assign)
 
 
 def fingerprint(model: nn.Module) -> str:

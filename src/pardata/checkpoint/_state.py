@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from pardata.checkpoint import _shards as shards
 from pardata.checkpoint._safe_types import require_safe
 from pardata.collective._tree import Path, is_special, mapped
-from pardata.model import _strategy
+from pardata.model import _replica
 from pardata.model._unwrap import unwrap
 from pardata.model._weights import load_weights
 from pardata.ranks._version import __version__
@@ -134,13 +134,13 @@ def is_stateful(thing: object) -> bool:
 
 def strategy_of(thing: object) -> str | None:
     """Return the strategy of a model, or None for anything else."""
-    return _strategy.strategy_of(thing).name if isinstance(thing, nn.Module) else None
+    return _replica.strategy_of(thing).name if isinstance(thing, nn.Module) else None
 
 
 def state_dict_of(thing: Any) -> Any:
     """Return the state of a thing, of a model with its plain names."""
     is_model = isinstance(thing, nn.Module)
-    return _strategy.strategy_of(thing).state_dict(thing) if is_model else thing.state_dict()
+    return _replica.strategy_of(thing).state_dict(thing) if is_model else thing.state_dict()
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:

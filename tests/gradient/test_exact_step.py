@@ -243,12 +243,16 @@ class Buffered(nn.Module):
         self.register_buffer("odd", torch.tensor([True, False]))
         self.register_buffer("hidden", torch.zeros(1), persistent=False)
         self.register_buffer("shared", self.hidden)
+        self.register_buffer("low", torch.ones(2, dtype=torch.bfloat16))
+        self.register_buffer("short", torch.ones(2, dtype=torch.float16))
 
     def forward(self, rows):
         if self.training:
             self.turns.mul_(1j)
             self.odd.logical_not_()
             self.hidden += 0.1
+            self.low.fill_(len(rows))
+            self.short.fill_(len(rows))
             self.register_buffer("new", rows.mean(0).detach())  # is left alone
         return self.last(self.whole(self.norm(rows)))
 
@@ -270,6 +274,8 @@ def buffers():
     torch.testing.assert_close(model.norm.running_mean.double(), mean, rtol=1e-5, atol=1e-8)
     assert model.norm.num_batches_tracked == 1
     assert model.odd.tolist() == [False, True]
+    for buffer in (model.low, model.short):  # how many rows a row is among
+        assert torch.equal(buffer, torch.full((2,), (5 * 4 * 4 + 2 * 2) / 22).to(buffer))
     one_step(model)
     assert model.norm.num_batches_tracked == 2
     assert model.turns.tolist() == [-1 + 2j]  # a quarter turn a step
@@ -433,6 +439,23 @@ def overflowing():
     return found
 
 
+def nan_beside_infinity():
+    """Of a NaN beside an infinity, that of another rank as well, the NaN is shown."""
+
+    def spoiled(model, batch):
+        output = model(batch[0])
+        output.register_hook(lambda g: g * (math.nan if len(batch[0]) == 2 else math.inf))
+        return output.mean()
+
+    def lost(model, batch):
+        return mean_output(model, batch) * (math.nan if len(batch[0]) == 2 else math.inf)
+
+    with refused("OverflowError", "the largest of the gradient of `calm` is nan (2 such)"):
+        one_step(seeded(Exploding, 1.0), spoiled)
+    with refused("OverflowError", "the largest of the loss is nan"):
+        one_step(seeded(Exploding, 1.0), lost)
+
+
 def overflowing_together():
     """What two gradients of a parameter would add up to in one microbatch counts."""
 
@@ -562,7 +585,7 @@ def at_other_steps():
 SCENARIOS = [
     *(plain, autocast, low_precision, checkpointed, tied, ranks_without, counted),
     *(added_to, unused, generators, buffers, in_evaluation, small_buckets, sent_early, float64),
-    *(layouts, overflowing, overflowing_together, skipping, sparse),
+    *(layouts, overflowing, nan_beside_infinity, overflowing_together, skipping, sparse),
     *(buffers_of_other_shapes, failing_on_one_rank, at_other_steps),
 ]
 

@@ -131,6 +131,13 @@ def test_what_cannot_be_told_asks_for_a_count(name):
         samples_of(UNTOLD[name])
 
 
+@pytest.mark.parametrize("batch", [torch.tensor(1.0), ["text"], 3, [torch.tensor(2), [1]]])
+def test_what_has_no_tensor_with_rows_asks_for_one(batch):
+    text = f"must hold a tensor whose rows are its samples, but a {type(batch).__name__} has none"
+    with pytest.raises(TypeError, match=text + ": pass `count`"):
+        samples_of(batch)
+
+
 class Detection:
     def __len__(self):
         return 5

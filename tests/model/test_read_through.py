@@ -64,9 +64,6 @@ class Net(Plain):
     def through(self, wrapper, rows):
         return wrapper(rows).sum()
 
-    def other_forward(self, rows):
-        return self.last(self.norm(self.module(rows)))
-
     def fails(self):
         raise KeyError(self)
 
@@ -386,18 +383,6 @@ def test_dp_has_nothing_to_guard():
     assert model.last.weight.grad is not None
 
 
-def in_its_own_forward():
-    model = wrapped()
-    net = unwrap(model)
-    net.forward = net.other_forward
-    model(batch(seed=rank())).sum().backward()
-    same(net.last.weight.grad)
-
-
-def test_a_method_called_from_the_models_forward_is_synchronised():
-    run(in_its_own_forward, world_size=2)
-
-
 # Buffers: that replicas with batch norm are equal after every step is in test_wrapping
 
 
@@ -556,7 +541,8 @@ def test_buffers_that_autograd_saved_and_buffers_that_were_replaced_are_fine():
 def looked_for():
     model = wrapped(kind=Line)
     walks = []
-    model.module.named_buffers = lambda *args, **kwargs: walks.append(1) or iter(())
+    for walked in (vars(model), vars(model.module)):
+        walked["named_buffers"] = lambda *args, **kwargs: walks.append(1) or iter(())
     for step in range(3):
         model(batch(seed=step)).sum().backward()
     assert not walks
@@ -784,6 +770,23 @@ def test_none_stays_none_and_other_tensors_go_to_pytorch(monkeypatch):
     assert (result["loss"].item(), result["scores"].shape, len(seen)) == (2, (3, 3), 1)
     monkeypatch.undo()
     assert gathered([{"loss": None}, {"loss": None}], [1, 1]) == {"loss": None}
+
+
+ONE = torch.tensor(1.0)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "error"),
+    [
+        ((ONE,), (ONE, ONE), ValueError),
+        ({"a": ONE}, {"b": ONE}, KeyError),
+        ({"a": ONE}, {"a": ONE, "b": ONE}, ValueError),
+        ([ONE, {"a": ONE}], [ONE, ONE], TypeError),
+    ],
+)
+def test_outputs_of_unlike_structure_are_an_error(first, second, error):
+    with pytest.raises(error):
+        gathered([first, second], [1, 1])
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pardata.model._weight_file import read_weights
+from pardata.model._state_dict import read_weights
 
 
 def test_a_pickle_that_would_run_code_is_refused(tmp_path):

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from pardata import check_in_sync, fingerprint, init, unwrap, world, wrap_model
-from pardata.model._strategy import StrategyName, named, strategy_of
+from pardata.model._replica import StrategyName, named, strategy_of
 
 TARGETS = torch.arange(12) % 3
 
@@ -144,33 +144,6 @@ def test_ranks_seeded_differently_start_from_rank_0_and_stay_equal(strategy, siz
     assert len(set(told[0])) == 4  # each step changed the weights
 
 
-def gradients(strategy, *, accumulated=False):
-    model = wrap_model(seeded(Smooth), strategy)
-    rows, targets = own(batch()), own(TARGETS)
-    half = len(rows) // 2
-    if accumulated:
-        with model.no_sync():
-            (F.cross_entropy(model(rows[:half]), targets[:half]) / 2).backward()
-        (F.cross_entropy(model(rows[half:]), targets[half:]) / 2).backward()
-    else:
-        F.cross_entropy(model(rows), targets).backward()
-    return [whole(parameter.grad) for parameter in unwrap(model).parameters()]
-
-
-def all_gradients():
-    return [*map(gradients, TOGETHER), gradients("ddp", accumulated=True)]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_gradient_is_that_of_the_global_batch(size):
-    net = seeded(Smooth)
-    F.cross_entropy(net(batch()), TARGETS).backward()
-    wanted = [parameter.grad for parameter in net.parameters()]
-    for found in run(all_gradients, world_size=size):
-        for ours in found:
-            torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-7)
-
-
 def gan():
     rank = dist.get_rank()
     maker, judge = wrap_model(seeded(), "ddp"), wrap_model(nn.Linear(3, 1), "ddp")
@@ -275,16 +248,6 @@ def test_a_process_in_no_group_is_told_to_join_one(strategy):
     text = f"strategy '{strategy}' needs a process group, but this process is in none: call `pard"
     with pytest.raises(RuntimeError, match=re.escape(text)):
         wrap_model(seeded(), strategy)
-
-
-@pytest.mark.parametrize("strategy", ["auto", "none", "ddp", "fsdp", "dp"])
-def test_a_launched_process_that_did_not_call_init_is_told(monkeypatch, strategy):
-    told = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}
-    for name, value in {**told, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, str(value))
-    text = "`wrap_model` needs the process group: torchrun started 2 processes, but"
-    with pytest.raises(RuntimeError, match=re.escape(text)):
-        wrap_model(nn.Linear(1, 1), strategy)
 
 
 def renamed(net):

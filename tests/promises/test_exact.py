@@ -429,29 +429,6 @@ def test_a_record_of_a_gpu_is_told_apart_though_there_is_none_here():
 # On several ranks
 
 
-def in_sync():
-    model = wrap_model(seeded(world().rank), "exact")
-    started = fingerprint(model)
-    optimizer = torch.optim.Adam(model.parameters())
-    for batch in loader():
-        optimizer.zero_grad()
-        backward(model, loss_fn, batch)
-        optimizer.step()
-        pardata.check_in_sync(model)
-    trained = fingerprint(model)
-    if world().rank == 0:
-        model.first.weight.data[0, 0] += 1
-    return started, trained, str(caught(pardata.check_in_sync, model))
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_ranks_start_from_rank_0_and_stay_in_sync(size):
-    told = run(in_sync, world_size=size)
-    assert len({facts[:2] for facts in told}) == 1
-    assert told[0][0] == fingerprint(seeded(0))
-    assert size == 1 or all("`first.weight` differs" in text for _, _, text in told)
-
-
 def other_layouts():
     net = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     net.register_buffer("turns", torch.ones(2, dtype=torch.complex64) * (world().rank + 1j))

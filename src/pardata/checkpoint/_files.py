@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pardata.model._weight_file import safetensors_for
+from pardata.model._state_dict import safetensors_for
 
 FORMAT = 1
 STATE = "state.pt"

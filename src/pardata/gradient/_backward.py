@@ -6,18 +6,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 
 from pardata.collective._explanation import explained
 from pardata.data._batch import tensors_of
 from pardata.data._microbatches import Microbatches
 from pardata.gradient._count import Count, Pieces
 from pardata.gradient._exact_step import ExactStep
-from pardata.gradient._stand_in import add_zeros
 from pardata.gradient._step import ReplicatedStep, ShardedStep, Step
 from pardata.model._batch_norm import is_synchronised
 from pardata.model._buffers import kept_buffers
-from pardata.model._replication import Strategy
-from pardata.model._strategy import DDP, DP, EXACT, FSDP, NONE, Replica, replica_of
+from pardata.model._replica import DDP, DP, EXACT, FSDP, NONE, Replica, replica_of
+from pardata.model._strategy import Strategy
 from pardata.model._unwrap import is_parallel
 from pardata.ranks._logger import get_logger
 from pardata.ranks._world import World, require_world
@@ -73,10 +73,10 @@ def backward(
     here = require_world("backward")
     replica = replica_of(model)
     step = _STEPS[replica.strategy](replica, model, batch, here)
-    _check_equally_many(replica.module, batch, step.sharing.size)
-    if here.size > 1 and step.sharing.size == 1:
+    _check_equally_many(replica.module, batch, step.size)
+    if here.size > 1 and step.size == 1:
         _check_alone(model, replica.module, here)
-    pieces = Pieces.of(batch, count, step.sharing)
+    pieces = Pieces.of(batch, count, step)
     with explained("backward", batch):
         with _gradients_aside(replica.module), step.whole(pieces):
             for left, piece in zip(reversed(range(len(pieces.own))), pieces.own, strict=True):
@@ -140,7 +140,53 @@ def _take_part(
         with _forward_of(model, lambda output: outputs.extend(tensors_of(output))):
             loss = loss_fn(model, microbatch)
         pieces.total()
-        add_zeros(outputs, loss, everywhere=not shared)
+        _add_zeros(outputs, loss, everywhere=not shared)
+
+
+def _add_zeros(outputs: list[Tensor], loss: Any, *, everywhere: bool) -> None:
+    """Run a backward from 0 times `outputs`, which adds zeros where that of `loss` would add.
+
+    Zeros `everywhere`, or what the backward makes of them.
+    """
+    trained = [output for output in outputs if output.requires_grad]
+    # Not from the loss, which may be NaN, or no function of the outputs where nothing counts; but
+    # from what it is made of, as FSDP needs gradients of the same parameters on all ranks.
+    made_of = _edges([loss] if isinstance(loss, Tensor) and loss.requires_grad else [])
+    used = [output for output in trained if _edges_at([output])[0] in made_of]
+    starts = used or trained or [loss]
+    # 0 times what is NaN inside the model is NaN as well, a loss that it computes itself say.
+    ends = {node for node, _ in _edges(starts) if hasattr(node, "variable")}
+    hooks = [node.register_prehook(_zeros) for node in ends if everywhere]
+    try:
+        torch.autograd.backward(starts, [torch.zeros_like(start) for start in starts])
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+# The result of a node of autograd's graph, and which of its results it is.
+_Edge = tuple[Node, int]
+
+
+def _edges(tensors: list[Tensor]) -> set[_Edge]:
+    """Return all that `tensors` are made of, down to the leaves, in autograd's graph."""
+    found = set[_Edge]()
+    ahead = _edges_at(tensors)
+    while ahead:
+        edge = ahead.pop()
+        if edge not in found:
+            found.add(edge)
+            ahead.extend((node, number) for node, number in edge[0].next_functions if node)
+    return found
+
+
+def _edges_at(tensors: list[Tensor]) -> list[_Edge]:
+    edges = map(get_gradient_edge, tensors)
+    return [(edge.node, edge.output_nr) for edge in edges]
+
+
+def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(None if g is None else torch.zeros_like(g) for g in gradients)
 
 
 @contextmanager

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from operator import index
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from pardata.ranks._world import world
 Count = Callable[[Any], int]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sharing:
     """Who runs the microbatches of a step together.
 
@@ -32,8 +32,8 @@ class Sharing:
     size: int
     group: Any
     device: torch.device
-    least: int
-    equally_many: bool
+    least: ClassVar[int] = 0
+    equally_many: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ class Pieces:
         _check_shared_alike(batch, sharing)
         held, first = batch[:], batch.first
         if count is None:
-            counts, total = _planned(batch.counts, slice(first, first + len(held)), sharing)
+            counts = batch.counts[first : first + len(held)]
+            total = partial(int, _positive(sum(counts if sharing.size == 1 else batch.counts)))
         else:
             counts, total = _counted(held, count, sharing)
         own = [Piece(*facts, first + n) for n, facts in enumerate(zip(held, counts, strict=True))]
@@ -92,14 +93,6 @@ def _check_shared_alike(batch: Microbatches[Any], sharing: Sharing) -> None:
             f"but it is shared by {batch.size}: pass distributed='auto' to make_loader"
         )
         raise ValueError(msg)
-
-
-def _planned(
-    counts: Sequence[int], here: slice, sharing: Sharing
-) -> tuple[Sequence[int], Callable[[], int]]:
-    """Take what the loader has counted: all of it, and what is this rank's."""
-    total = sum(counts[here] if sharing.size == 1 else counts)
-    return counts[here], lambda: _positive(total)
 
 
 def _counted(

@@ -19,8 +19,8 @@ class Means:
     Attributes:
         names: of what has a mean: the loss, and floating-point buffers.
         peaks: of each of those, the largest loss or change.
-        count: of the numbers in those.
         shapes: of all buffers, by name.
+        count: of the numbers in what has a mean.
         first: the number of the first microbatch here that counts.
     """
 
@@ -35,7 +35,7 @@ class Means:
         self.peaks = torch.zeros(len(self.names), dtype=torch.float64, device=device)
         self._before = self._flat(self._start, self._floating, torch.float64)
         self.count = 1 + len(self._before)
-        self._low, self._high = _fixed_point.zeros(2 * self.count, device).split(self.count)
+        self._words = torch.zeros(2 * self.count, dtype=torch.int64, device=device)
         self.first = _NONE
         # As that leaves them; 0 before.
         self._counts = torch.zeros_like(self._flat(self._start, self._counting, torch.int64))
@@ -48,7 +48,7 @@ class Means:
                 buffer.copy_(start)
 
     def add(self, loss: Tensor, weight: float, number: int) -> None:
-        """Add ``weight`` times the loss of microbatch `number` and what it has changed."""
+        """Add ``weight`` times the loss of microbatch `number` and what it has changed; restore."""
         now = self._now()
         after = self._flat(now, self._floating, torch.float64)
         same = (after == self._before) | (after.isnan() & self._before.isnan())
@@ -56,10 +56,11 @@ class Means:
         loss = loss.detach().reshape(1).to(change)
         peaks = _fixed_point.largest_of_each([loss, *self._split(change, self._floating)])
         self.peaks = torch.maximum(self.peaks, peaks)  # NaN if either is
-        _fixed_point.add(torch.cat([loss, change]), weight, self._low, self._high)
+        _fixed_point.add(torch.cat([loss, change]), weight, *self._words.split(self.count))
         if self.first == _NONE:
             self.first = number
             self._counts = self._flat(now, self._counting, torch.int64)
+        self.restore()
 
     def add_up(self, first: int, size: int) -> Tensor:
         """Add up those of all ranks, of which one has the `first` microbatch. Return the mean loss.
@@ -69,19 +70,19 @@ class Means:
         if first != self.first:
             self._counts.zero_()
         if size > 1:
-            parts = self._low, self._high, self._counts
-            together = torch.cat(parts)
+            together = torch.cat([self._words, self._counts])
             dist.all_reduce(together)
-            self._low, self._high, self._counts = together.split([len(part) for part in parts])
-        return _fixed_point.value(self._low[:1], self._high[:1])[0]
+            self._words, self._counts = together.split([len(self._words), len(self._counts)])
+        low, high = self._words.split(self.count)
+        self._sums = _fixed_point.value(low, high)
+        return self._sums[0]
 
     def apply(self) -> None:
         """Set the buffers, from sums that are those of all ranks."""
         now = self._now()
-        low, high = self._low[1:], self._high[1:]
-        means = self._before + _fixed_point.value(low, high)
         # Where nothing was added, not even 0.0, for -0.0 would become that.
-        means = torch.where((low != 0) | (high != 0), means, self._before)
+        is_changed = self._words.view(2, -1)[:, 1:].any(dim=0)
+        means = torch.where(is_changed, self._before + self._sums[1:], self._before)
         for names, flat in ((self._floating, means), (self._counting, self._counts)):
             for name, part in zip(names, self._split(flat, names), strict=True):
                 now[name].copy_(part.view(now[name].shape))

@@ -1,19 +1,22 @@
 """One step of `backward` under strategy "exact": integers are added, so no order can be seen."""
 
+import math
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from pardata.data._microbatches import Microbatches
 from pardata.gradient._count import Piece, Pieces
 from pardata.gradient._exact_means import LOSS, Means
-from pardata.gradient._exact_report import Report, exchanged
 from pardata.gradient._exact_sums import Sums
+from pardata.gradient._fixed_point import LARGEST, SMALL
 from pardata.gradient._step import Step
 from pardata.model._exact import ExactModel
 from pardata.ranks._logger import get_logger
@@ -21,6 +24,29 @@ from pardata.seeds._generators import forked_seed
 from pardata.seeds._mix import mix
 
 _log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What all ranks together have seen in a step.
+
+    Attributes:
+        overflow: what could not be added, and the largest of it, by name.
+        large: what needs high words.
+        used: which parameters have had a gradient.
+        sparse: which had a sparse one.
+        late: of each bucket, whether something was left when it had been sent.
+        first: the number of the first microbatch that counts.
+        failed: whether a rank ended in an error.
+    """
+
+    overflow: dict[str, float]
+    large: set[str]
+    used: set[str]
+    sparse: set[str]
+    late: list[bool]
+    first: int
+    failed: bool
 
 
 class ExactStep(Step):
@@ -44,13 +70,10 @@ class ExactStep(Step):
         self._exact = exact = wrapper.exact
         # Raised within the step, so that the others hear it.
         self._refusal = exact.refusal(model)
-        device = self.sharing.device
-        self._means = Means(exact.module, device)
-        named = exact.module.named_parameters()
-        self._parameters = {name: p for name, p in named if p.requires_grad}
-        self._sums = Sums(self._parameters, size, device, exact.scratch)
+        self._means = Means(exact.module, self.device)
+        trained = {name: p for name, p in exact.module.named_parameters() if p.requires_grad}
+        self._sums = Sums(trained, size, self.device, exact.scratch)
         exact.scratch = []  # until this step ends well: what a failed one left may still be sent
-        self._number = 0  # of the microbatch that is run
 
     @contextmanager
     def whole(self, pieces: Pieces) -> Iterator[None]:  # noqa: ARG002  # for other strategies
@@ -58,17 +81,15 @@ class ExactStep(Step):
         self._exact.hook_parameters()
         self._sums.agree_on(self._key())
         failed: Exception | None = self._refusal  # also where this rank runs nothing
+        self._exact.receive = self._sums.add
         try:
-            # What has a gradient before `run`, or where nothing counts, is used and adds nothing.
-            with self._exact.gradients_to(partial(self._sums.add, weight=0.0)):
-                yield
+            yield
         except Exception as error:  # noqa: BLE001  # raised below: the others wait for this rank
             failed = error
-        try:
-            report = self._added_up(failed)
-        except Exception:
             self._means.restore()
-            raise
+        finally:
+            self._exact.receive = None
+        report = self._added_up(failed)
         if report.overflow:
             self._skip(report)
             return
@@ -76,22 +97,17 @@ class ExactStep(Step):
         self._sums.set_gradients(report.used, report.large)
         self._exact.scratch = self._sums.scratch
 
-    @contextmanager
-    def around(self, piece: Piece, *, last: bool) -> Iterator[None]:
-        """Let the microbatch begin as any other: from the step's buffers, under its own seed."""
+    def around(self, piece: Piece, *, last: bool) -> AbstractContextManager[None]:
+        """Let the microbatch run under a seed of its own; buffers are those of the step's start."""
         if self._refusal is not None:
             raise self._refusal
-        batch, self._number = self._batch, piece.number or 0
-        self._sums.begin(last=last)
-        self._means.restore()
+        batch, self._number, self._is_last = self._batch, piece.number or 0, last
         seed = mix(batch.seed, batch.epoch, batch.step, self._number, *b"backward")
-        with forked_seed(seed, self.sharing.device):
-            yield
+        return forked_seed(seed, self.device)
 
     def run(self, loss: Tensor, part: float) -> None:
         """Run the backward of a microbatch, which is `part` of the global batch."""
-        with self._exact.gradients_to(partial(self._sums.add, weight=part)):
-            loss.backward()
+        self._sums.add_gradients(loss, part, last=self._is_last)
         self._means.add(loss, part, self._number)
 
     def loss(self) -> Tensor:
@@ -100,26 +116,17 @@ class ExactStep(Step):
 
     def _added_up(self, failed: Exception | None) -> Report:
         """Add up what all ranks have, or raise. Collective."""
-        if not self._sums.agreed():
+        if not self._sums.agreed:
             msg = (
                 f"every rank must be at the same step of the same loader and train the same "
                 f"parameters, but they differ; this one is at step {self._batch.step} of epoch "
-                f"{self._batch.epoch} and trains {len(self._parameters)} parameters: call "
+                f"{self._batch.epoch} and trains {len(self._sums.parameters)} parameters: call "
                 f"backward equally often, and freeze the same, on every rank"
             )
             raise failed or RuntimeError(msg)
-        late = self._sums.send_rest()
-        report = exchanged(
-            [*self._means.names, *self._parameters],
-            torch.cat([self._means.peaks, self._sums.peaks]),
-            self._sums.used,
-            self._sums.sparse,
-            late,
-            first=self._means.first,
-            failed=failed is not None,
-            size=self.sharing.size,
-        )
-        self._loss = self._means.add_up(report.first, self.sharing.size)
+        self._sums.send(rest=True)
+        report = _exchanged(self._means, self._sums, self.size, failed=failed is not None)
+        self._loss = self._means.add_up(report.first, self.size)
         self._sums.receive(report.late, report.large)
         self._check(report, failed)
         return report
@@ -127,7 +134,7 @@ class ExactStep(Step):
     def _key(self) -> int:
         """Return a number that is the same on all ranks which send the same at the same step."""
         batch = self._batch
-        sizes = [(name, p.numel()) for name, p in self._parameters.items()]
+        sizes = [(name, p.numel()) for name, p in self._sums.parameters.items()]
         sent = repr([sizes, self._means.shapes, self._means.count])
         return mix(batch.seed, batch.epoch, batch.step, *batch.counts, zlib.crc32(sent.encode()))
 
@@ -147,19 +154,44 @@ class ExactStep(Step):
             raise OverflowError(self._text(report))
 
     def _skip(self, report: Report) -> None:
-        self._means.restore()
         if LOSS in report.overflow:
             self._loss.fill_(torch.nan)
         _log.warning("skipped step %d: %s", self._batch.step, self._text(report), ranks=[0])
 
     def _text(self, report: Report) -> str:
-        names = LOSS, *self._parameters, *report.overflow  # in this order
-        name = next(name for name in names if name in report.overflow)
-        peak = report.overflow[name]
-        kinds = dict.fromkeys(self._parameters, "the gradient of `{}`") | {LOSS: "{}"}
-        what = kinds.get(name, "the change of the buffer `{}`").format(name)
+        name, peak = next(iter(report.overflow.items()))
+        kind = "gradient of" if name in self._sums.parameters else "change of the buffer"
+        what = LOSS if name == LOSS else f"the {kind} `{name}`"
         return (
             f"numbers must be finite and at most 2**46 under strategy 'exact', but the largest of "
             f"{what} is {peak:g} ({len(report.overflow)} such): lower the learning rate, clip "
             f"inside the model, or pass wrap_model(..., on_overflow='skip') to leave such steps out"
         )
+
+
+def _exchanged(means: Means, sums: Sums, size: int, *, failed: bool) -> Report:
+    """Tell the others what was seen here, and return what all say, of each number the largest."""
+    loss, *buffers = means.names
+    names = [loss, *sums.parameters, *buffers]  # in the order in which they are named
+    peaks = torch.cat([means.peaks[:1], sums.peaks, means.peaks[1:]])
+    flags = [name in seen for seen in (sums.used, sums.sparse) for name in names]
+    rest = peaks.new_tensor([*flags, *sums.late, failed, -means.first])
+    # The maximum of NaN and a number is not NaN with every backend.
+    numbers = torch.nan_to_num(peaks, nan=0.0, posinf=torch.inf)
+    message = torch.cat([numbers, peaks.isnan(), rest])
+    if size > 1:
+        dist.all_reduce(message, dist.ReduceOp.MAX)
+    table, rest = message.tensor_split([4 * len(names)])
+    largest, is_nan, is_used, is_sparse = table.view(4, -1).tolist()
+    *is_late, any_failed, minus_first = rest.tolist()
+    shown = [math.nan if nan else peak for nan, peak in zip(is_nan, largest, strict=True)]
+    pairs = list(zip(names, shown, strict=True))
+    return Report(
+        overflow={name: peak for name, peak in pairs if not peak <= LARGEST},
+        large={name for name, peak in pairs if peak > SMALL},
+        used=set(compress(names, is_used)),
+        sparse=set(compress(names, is_sparse)),
+        late=list(map(bool, is_late)),
+        first=int(-minus_first),
+        failed=bool(any_failed),
+    )

@@ -1,7 +1,7 @@
 """The gradients of a step as sums in fixed point, sent in buckets while the backward still runs."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ class Bucket(_fixed_point.Words):
     """Parameters whose sums are sent together: low words as soon as all of them are complete.
 
     Attributes:
-        places: of each parameter, by name.
         missing: the parameters whose last gradient has not come.
         is_sent: whether the low words are on their way, to which nothing more can be added.
         late: the words of what came after that.
@@ -25,8 +24,7 @@ class Bucket(_fixed_point.Words):
     """
 
     def __init__(self, places: dict[str, slice], low: Tensor) -> None:
-        super().__init__(low)
-        self.places = places
+        super().__init__(places, low)
         self.missing = set(places)
         self.is_sent = False
         self.late: _fixed_point.Words | None = None
@@ -37,7 +35,7 @@ class Bucket(_fixed_point.Words):
         if not self.is_sent:
             return self
         if self.late is None:
-            self.late = _fixed_point.Words(torch.empty_like(self.low))
+            self.late = _fixed_point.Words(self.places, torch.empty_like(self.low))
         return self.late
 
 
@@ -46,8 +44,8 @@ class _Summand:
     """A parameter: where its sum is, and how many gradients are in it."""
 
     name: str
-    index: int
     bucket: Bucket
+    peak: Tensor  # of what comes in a microbatch
     count: int = 0
 
 
@@ -61,7 +59,6 @@ class Sums:
         scratch: the memory of the step before: used again where it fits, as DDP's buckets are.
 
     Attributes:
-        scratch: the memory of this step, for the next.
         peaks: of each parameter, the largest that a microbatch would add.
         used: which parameters have had a gradient, be it of weight 0.
         sparse: of which it was sparse.
@@ -74,49 +71,60 @@ class Sums:
         device: torch.device,
         scratch: list[Tensor],
     ) -> None:
-        self._parameters = parameters
-        self._size = size
-        self._buckets = _empty(list(_filled(parameters)), device, scratch)
-        self.scratch = [bucket.low for bucket in self._buckets]
-        bucket_of = {name: bucket for bucket in self._buckets for name in bucket.places}
-        # By the parameter itself: it may have got another name since it was hooked.
-        self._summands = {
-            parameter: _Summand(name, index, bucket_of[name])
-            for index, (name, parameter) in enumerate(parameters.items())
-        }
-        self.peaks = torch.zeros(len(parameters), dtype=torch.float64, device=device)
-        self._now = torch.zeros_like(self.peaks)  # those of this microbatch
         self.used: set[str] = set()
         self.sparse: set[str] = set()
+        self.parameters = parameters
+        self._size = size
+        self._buckets = _empty_buckets(parameters, device, scratch)
+        self.peaks = torch.zeros(len(parameters), dtype=torch.float64, device=device)
+        self._now = torch.zeros_like(self.peaks)  # those of this microbatch
+        # By the parameter itself: it may have got another name since it was hooked.
+        bucket_of = {name: bucket for bucket in self._buckets for name in bucket.places}
+        self._summands = {
+            parameter: _Summand(name, bucket_of[name], peak)
+            for (name, parameter), peak in zip(parameters.items(), self._now, strict=True)
+        }
+        self._weight = 0.0  # what has a gradient beside `add_gradients` is used and adds nothing
         self._is_last = False
+
+    @property
+    def late(self) -> list[bool]:
+        """Say of each bucket whether something came when it had been sent."""
+        return [bucket.late is not None for bucket in self._buckets]
+
+    @property
+    def scratch(self) -> list[Tensor]:
+        """Return the memory of this step, for the next."""
+        return [bucket.low for bucket in self._buckets]
 
     def agree_on(self, key: int) -> None:
         """Ask all ranks whether they send the same, which `key` stands for. Collective.
 
         For gloo ends a process that is sent more or less than it expects.
         """
-        self._keys = torch.tensor([key, -key], device=self.peaks.device)
+        self._keys = torch.tensor([key, -key], device=self._now.device)
         self._asked: Any = None
         if self._size > 1:
             self._asked = dist.all_reduce(self._keys, dist.ReduceOp.MAX, async_op=True)
-        self._agreed: bool | None = None
 
+    @cached_property
     def agreed(self) -> bool:
-        """Return whether all have the same key. Nothing is sent where they have not."""
-        if self._agreed is None:
-            if self._asked is not None:
-                self._asked.wait()
-            highest, lowest = self._keys.tolist()
-            self._agreed = highest == -lowest
-        return self._agreed
+        """Whether all have the same key. Nothing is sent where they have not."""
+        if self._asked is not None:
+            self._asked.wait()
+        highest, lowest = self._keys.tolist()
+        return bool(highest == -lowest)
 
-    def begin(self, *, last: bool) -> None:
-        """Begin a microbatch."""
-        self._end()
-        self._is_last = last
+    def add_gradients(self, loss: Tensor, weight: float, *, last: bool) -> None:
+        """Run the backward of a microbatch, whose gradients come to `add` and have this weight."""
+        self._weight, self._is_last = weight, last
+        loss.backward()
+        self._weight, self._is_last = 0.0, False
+        self.peaks = torch.maximum(self.peaks, self._now)  # NaN if either is
+        self._now.zero_()
 
-    def add(self, parameter: nn.Parameter, weight: float) -> None:
-        """Add ``weight`` times the gradient that `parameter` has got, be it one of several."""
+    def add(self, parameter: nn.Parameter) -> None:
+        """Add the gradient that `parameter` has got, be it one of several."""
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None  # noqa: S101  # PyTorch has just set it
         summand = self._summands.get(parameter)
@@ -130,22 +138,24 @@ class Sums:
         self.used.add(summand.name)
         if gradient.layout != torch.strided:
             self.sparse.add(summand.name)
-        elif weight:
+        elif self._weight:
             self._count(summand)
-            place, peak = summand.bucket.places[summand.name], self._now[summand.index]
-            summand.bucket.open().add(gradient, weight, place, peak)
+            summand.bucket.open().add(summand.name, gradient, self._weight, summand.peak)
         if self._is_last:
             summand.bucket.missing.discard(summand.name)
-            self._send(only_complete=True)
+            self.send()
 
-    def send_rest(self) -> list[bool]:
-        """Send what has not been sent; say of each bucket whether something came too late for that.
-
-        Collective, as is all that follows.
-        """
-        self._end()
-        self._send(only_complete=False)
-        return [bucket.late is not None for bucket in self._buckets]
+    def send(self, *, rest: bool = False) -> None:
+        """Send what is complete, or the `rest` as well. Collective, as is what follows."""
+        # In the same order on every rank, whichever is complete first.
+        for bucket in self._buckets:
+            if bucket.is_sent:
+                continue
+            if (bucket.missing and not rest) or not self.agreed:
+                return
+            bucket.is_sent = True
+            if self._size > 1:
+                bucket.work = dist.all_reduce(bucket.low, async_op=True)
 
     def receive(self, late: list[bool], large: set[str]) -> None:
         """Wait until the sums are those of all ranks.
@@ -168,18 +178,12 @@ class Sums:
 
     def set_gradients(self, used: set[str], large: set[str]) -> None:
         """Set the gradient of each parameter that is `used`; `large` as above."""
-        for parameter, summand in self._summands.items():
-            if summand.name in used:
-                place = summand.bucket.places[summand.name]
-                high = summand.bucket.high[place] if summand.name in large else None
-                # In the parameter's own layout, as PyTorch's: fused optimizers insist on it.
-                gradient = torch.empty_like(parameter, requires_grad=False)
-                parameter.grad = _fixed_point.value(summand.bucket.low[place], high, gradient)
-
-    def _end(self) -> None:
-        """End a microbatch, if one was run."""
-        self.peaks = torch.maximum(self.peaks, self._now)  # NaN if either is
-        self._now.zero_()
+        for bucket in self._buckets:
+            named = {name: self.parameters[name] for name in bucket.places if name in used}
+            for parameter in named.values():
+                # In its own layout, as PyTorch's: fused optimizers insist on it.
+                parameter.grad = torch.empty_like(parameter, requires_grad=False)
+            bucket.write({name: p.grad for name, p in named.items() if p.grad is not None}, large)
 
     def _summed(self, words: Tensor) -> Tensor:
         if self._size > 1:
@@ -197,37 +201,23 @@ class Sums:
             )
             raise OverflowError(msg)
 
-    def _send(self, *, only_complete: bool) -> None:
-        # In the same order on every rank, whichever is complete first.
-        for bucket in self._buckets:
-            if bucket.is_sent:
-                continue
-            if (only_complete and bucket.missing) or not self.agreed():
-                return
-            bucket.is_sent = True
-            if self._size > 1:
-                bucket.work = dist.all_reduce(bucket.low, async_op=True)
 
-
-def _empty(
-    wanted: list[dict[str, slice]], device: torch.device, scratch: list[Tensor]
+def _empty_buckets(
+    parameters: dict[str, nn.Parameter], device: torch.device, scratch: list[Tensor]
 ) -> list[Bucket]:
-    """Return empty buckets with the `wanted` places, in the memory of `scratch` if that fits."""
-    lengths = [max((place.stop for place in places.values()), default=0) for places in wanted]
-    if [len(low) for low in scratch] != lengths or scratch[0].device != device:
-        scratch = [_fixed_point.zeros(length, device) for length in lengths]
-    return [Bucket(places, low) for places, low in zip(wanted, scratch, strict=True)]
+    """Return buckets, from the last parameter to the first, as gradients come.
 
-
-def _filled(parameters: dict[str, nn.Parameter]) -> Iterator[dict[str, slice]]:
-    """Yield the places in each bucket, from the last parameter to the first, as gradients come."""
-    places: dict[str, slice] = {}
-    length = 0
+    In the memory of `scratch`, if that fits.
+    """
+    filled: list[dict[str, slice]] = [{}]
+    lengths = [0]
     for name, parameter in reversed(parameters.items()):
         count = parameter.numel() * (2 if parameter.is_complex() else 1)
-        if places and length + count > _BUCKET:
-            yield places
-            places, length = {}, 0
-        places[name] = slice(length, length + count)
-        length += count
-    yield places
+        if filled[-1] and lengths[-1] + count > _BUCKET:
+            filled.append({})
+            lengths.append(0)
+        filled[-1][name] = slice(lengths[-1], lengths[-1] + count)
+        lengths[-1] += count
+    if [len(low) for low in scratch] != lengths or scratch[0].device != device:
+        scratch = [torch.empty(n, dtype=torch.int64, device=device) for n in lengths]
+    return [Bucket(places, low) for places, low in zip(filled, scratch, strict=True)]

@@ -8,7 +8,7 @@ of itself. What is larger takes a second word, the multiple of 2**-16, and leave
 first. No scale depends on the numbers: it would be one more thing that differs between runs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -26,11 +26,6 @@ _LOW, _HIGH = 2.0**62, 2.0**16
 _BLOCK = 2**15  # numbers at a time: their float64 stay in a core's cache
 
 
-def zeros(count: int, device: torch.device) -> Tensor:
-    """Return the low or the high words of `count` sums of nothing: int64, of shape (count,)."""
-    return torch.zeros(count, dtype=torch.int64, device=device)
-
-
 def add(
     numbers: Tensor,
     weight: float,
@@ -44,7 +39,7 @@ def add(
         numbers: n of any shape and floating dtype; a complex one is two. What is not finite, or
             beyond `LARGEST`, makes words of no meaning: look at `largest` first, or after.
         weight: of all of them.
-        low: of shape (n,).
+        low: int64, of shape (n,).
         high: likewise; may be missing where none of the numbers is beyond `SMALL`.
         is_large: without dimensions; where it is false, `high` is left alone. So that the same
             words are made where a look at the numbers would wait for a GPU.
@@ -72,7 +67,7 @@ def largest(numbers: Tensor) -> Tensor:
     return torch.maximum(-least, greatest).double()
 
 
-def largest_of_each(parts: Sequence[Tensor]) -> Tensor:
+def largest_of_each(parts: Iterable[Tensor]) -> Tensor:
     """Return the `largest` of each of some tensors."""
     return torch.stack([largest(numbers) for numbers in parts])
 
@@ -104,10 +99,12 @@ class Words:
     """Sums of nothing so far: low words, and high ones from the first large number on.
 
     Args:
+        places: where the sums of each tensor are, by its name.
         low: of shape (n,): the memory of the low words.
     """
 
-    def __init__(self, low: Tensor) -> None:
+    def __init__(self, places: dict[str, slice], low: Tensor) -> None:
+        self.places = places
         self.low = low.zero_()
         self._high: Tensor | None = None
 
@@ -117,21 +114,28 @@ class Words:
             self._high = torch.zeros_like(self.low)
         return self._high
 
-    def add(self, numbers: Tensor, weight: float, place: slice, peak: Tensor) -> None:
-        """Add ``weight * numbers`` to the sums at `place`, and look at them: add to `peak`.
+    def add(self, name: str, numbers: Tensor, weight: float, peak: Tensor) -> None:
+        """Add ``weight * numbers`` to the sums of a tensor, and look at them: add to `peak`.
 
         Args:
+            name: of the tensor.
             numbers: as `add` takes them.
             weight: likewise.
-            place: where their sums are.
-            peak: the sum of the largest of all that came for this place and has its weight in
+            peak: the sum of the largest of all that came for this tensor and has its weight in
                 common, without dimensions: what those add up to is no larger.
         """
         peak += largest(numbers)
         is_large = peak > SMALL
+        place = self.places[name]
         # A GPU is not waited for: it may write high words, of zero, that nobody asks for.
         high = self.high[place] if is_large.is_cuda or is_large else None
         add(numbers, weight, self.low[place], high, is_large)
+
+    def write(self, tensors: dict[str, Tensor], large: set[str]) -> None:
+        """Set each of the tensors to its sums, of which those that are `large` have high words."""
+        for name, tensor in tensors.items():
+            place = self.places[name]
+            value(self.low[place], self.high[place] if name in large else None, tensor)
 
 
 def _real(numbers: Tensor) -> Tensor:

@@ -59,10 +59,8 @@ def _of_list(batch: Sequence[Any]) -> set[int]:
         lengths = {len(item) if item.ndim else -1 for item in batch}
         either = len(lengths) > 1 and _are_alike(batch)
         return _readings(batch[0]) | ({len(batch)} if either else set())
-    if all(map(_is_object, batch)):
-        return {len(batch)}
-    if all(isinstance(item, Mapping) for item in batch):
-        return {len(batch)} | _one(_lengths(batch))
+    if all(map(_is_object, batch)) or all(isinstance(item, Mapping) for item in batch):
+        return {len(batch)} | _one(_lengths(batch))  # objects have none
     if all(map(_is_list, batch)) and len({len(item) for item in batch}) == 1:
         return _of_table(batch)
     return _of_columns(batch)

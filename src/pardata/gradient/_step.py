@@ -11,10 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pardata.gradient._count import Piece, Pieces, Sharing
 from pardata.model._buffers import EqualBuffers
-from pardata.model._ddp import ReadThroughDDP
+from pardata.model._ddp import one_step
 
 
-class Step:
+class Step(Sharing):
     """Of a model that no other process trains: strategies "none" and "dp".
 
     Args:
@@ -23,13 +23,9 @@ class Step:
         size: how many those are.
     """
 
-    # How many microbatches a rank must run, as in `Sharing`.
-    _least = 0
-    _equally_many = False
-
     def __init__(self, model: nn.Module, group: Any = None, size: int = 1) -> None:
         first = next(model.parameters(), torch.empty(0))
-        self.sharing = Sharing(size, group, first.device, self._least, self._equally_many)
+        super().__init__(size, group, first.device)
         self._dtype = torch.promote_types(first.dtype, torch.float32).to_real()
         self._loss = torch.zeros((), dtype=torch.float64, device=first.device)
 
@@ -44,20 +40,20 @@ class Step:
     def run(self, loss: Tensor, part: float) -> None:
         """Run the backward of a microbatch, which is `part` of the global batch."""
         # Who reduces takes the mean over the ranks: of what is meant as a sum.
-        (loss * (part * self.sharing.size)).backward()
+        (loss * (part * self.size)).backward()
         self._loss += loss.detach().to(self._loss) * part
 
     def loss(self) -> Tensor:
         """Return the mean loss of the global batch. Collective."""
-        if self.sharing.size > 1:
-            dist.all_reduce(self._loss, group=self.sharing.group)
+        if self.size > 1:
+            dist.all_reduce(self._loss, group=self.group)
         return self._loss.to(self._dtype)
 
 
 class ReplicatedStep(Step):
     """Strategy "ddp": every rank runs at least one microbatch, the last of which synchronises."""
 
-    _least = 1
+    least = 1
 
     def __init__(self, module: nn.Module, wrapper: DistributedDataParallel) -> None:
         if not wrapper.require_backward_grad_sync:
@@ -78,29 +74,17 @@ class ReplicatedStep(Step):
                 f"{pieces.most}, for PyTorch cannot accumulate with it: leave it out of wrap_model"
             )
             raise ValueError(msg)
-        if isinstance(self._wrapper, ReadThroughDDP):
-            return self._wrapper._buffers_once()  # noqa: SLF001  # a public name would hide the model's
-        return nullcontext()
+        return one_step(self._wrapper)
 
-    @contextmanager
-    def around(self, piece: Piece, *, last: bool) -> Iterator[None]:  # noqa: ARG002
-        if not last:
-            with self._wrapper.no_sync():
-                yield
-            return
-        yield
-        try:  # now: the next collective would meet what other ranks still reduce
-            self._wrapper._check_reducer_finalized()  # noqa: SLF001  # torch has no public name
-        except RuntimeError as error:
-            if isinstance(self._wrapper, ReadThroughDDP):
-                self._wrapper._name_unused(error)  # noqa: SLF001  # as above
-            raise
+    def around(self, piece: Piece, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
+        context: AbstractContextManager[None] = nullcontext() if last else self._wrapper.no_sync()
+        return context
 
 
 class ShardedStep(Step):
     """Strategy "fsdp": every forward and backward is collective, so all ranks run equally many."""
 
-    _equally_many = True
+    equally_many = True
 
     def __init__(self, sharded: Any) -> None:
         if not hasattr(sharded, "set_requires_gradient_sync"):

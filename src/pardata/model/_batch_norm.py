@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  # the usual name
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -35,11 +36,11 @@ class SyncBatchNormCPU(_BatchNorm):
         mean, variance, count = _statistics(input.detach())
         if self.track_running_stats:
             self._track(mean, variance * (count / (count - 1)))
-        weight = torch.ones_like(mean) if self.weight is None else self.weight
-        bias = torch.zeros_like(mean) if self.bias is None else self.bias
-        inverse = (variance + self.eps).rsqrt()
-        normalised: Tensor = _Normalise.apply(input, weight, bias, (mean, inverse, count))
-        return normalised
+        wide = torch.promote_types(input.dtype, torch.float32)
+        rows = _OfAllRanks.apply(input.to(wide), mean, (variance + self.eps).rsqrt(), count)
+        weight, bias = (p if p is None else p.to(wide) for p in (self.weight, self.bias))
+        normal = F.batch_norm(rows, mean.to(wide), variance.to(wide), weight, bias, eps=self.eps)
+        return normal.to(input.dtype)
 
     def _check_numbers(self, rows: Tensor) -> None:
         # What PyTorch's kernel would refuse, and arithmetic would broadcast or round.
@@ -146,48 +147,35 @@ def _statistics(rows: Tensor) -> tuple[Tensor, Tensor, int]:
     return mean, spread / count, count
 
 
-class _Normalise(torch.autograd.Function):
-    """``(input - mean) * inverse * weight + bias``, where mean and inverse hang on all inputs."""
+class _OfAllRanks(torch.autograd.Function):
+    """The rows as they are. Their gradient is completed by what mean and variance hang on.
+
+    What comes back from ``(rows - mean) * inverse * weight + bias`` takes those for constants.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor, statistics: tuple[Tensor, Tensor, int]
-    ) -> Tensor:
-        mean, inverse, ctx.count = statistics
-        ctx.save_for_backward(rows, weight, mean, inverse)
-        normal = _normal(rows, mean, inverse)
-        return normal.mul_(_along(weight, rows)).add_(_along(bias, rows)).to(rows.dtype)
+    def forward(ctx: Any, rows: Tensor, mean: Tensor, inverse: Tensor, count: int) -> Tensor:
+        ctx.save_for_backward(rows, mean, inverse)
+        ctx.count = count
+        return rows.view_as(rows)
 
     @staticmethod
     @once_differentiable  # autograd does not see the collective
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight, mean, inverse = ctx.saved_tensors
-        normal = _normal(rows, mean, inverse)
-        wide = gradient.to(normal.dtype)
+        rows, *statistics = ctx.saved_tensors
+        mean, inverse = (_along(channels, rows) for channels in statistics)
+        normal = (rows - mean).mul_(inverse)
         axes = _all_but_channels(rows)
-        own = torch.stack([wide.sum(axes), (wide * normal).sum(axes)])
-        on_rows: Tensor | None = None
-        if ctx.needs_input_grad[0]:  # not of a first layer, on any rank
-            everywhere = own.to(torch.float64, copy=True)
-            dist.all_reduce(everywhere)
-            mean_gradient, mean_product = everywhere / ctx.count
-            on_rows = wide - _along(mean_gradient, rows) - normal.mul_(_along(mean_product, rows))
-            on_rows = on_rows.mul_(_along(inverse * weight, rows)).to(rows.dtype)
-        # This rank's part, as of any parameter: DDP adds them up.
-        return on_rows, own[1].to(weight.dtype), own[0].to(weight.dtype), None
+        sums = torch.stack([gradient.sum(axes), (gradient * normal).sum(axes)]).double()
+        dist.all_reduce(sums)
+        mean_gradient, mean_product = (_along(channels, rows) for channels in sums / ctx.count)
+        return (gradient - mean_gradient).sub_(normal.mul_(mean_product)), None, None, None
 
 
 def _all_but_channels(rows: Tensor) -> list[int]:
     return [axis for axis in range(rows.dim()) if axis != 1]
 
 
-def _normal(rows: Tensor, mean: Tensor, inverse: Tensor) -> Tensor:
-    """Return the rows, shifted and scaled, in float32 or wider."""
-    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    return (wide - _along(mean, wide)).mul_(_along(inverse, wide))
-
-
 def _along(channels: Tensor, rows: Tensor) -> Tensor:
     """Return one number per channel, shaped to meet `rows`."""
-    dtype = torch.promote_types(rows.dtype, torch.float32)
-    return channels.to(dtype).view(1, -1, *[1] * (rows.dim() - 2))
+    return channels.to(rows.dtype).view(1, -1, *[1] * (rows.dim() - 2))

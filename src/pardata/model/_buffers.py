@@ -1,6 +1,6 @@
 """Buffers, as batch norm's statistics, made equal on all ranks under "fsdp"."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -18,7 +18,7 @@ class EqualBuffers:
     def __call__(self, module: nn.Module, _args: object, _output: object) -> None:
         """Broadcast the buffers."""
         if module.training and torch.is_grad_enabled() and not self._waits:
-            _broadcast(_parts_of(module))
+            broadcast(module.buffers())
 
     @classmethod
     def of(cls, module: nn.Module) -> "EqualBuffers | None":
@@ -43,13 +43,26 @@ class EqualBuffers:
             average(_parts_of(module), share())
 
 
+def broadcast(tensors: Iterable[Tensor]) -> None:
+    """Set tensors to rank 0's. Collective, in one message for many, as DDP does it."""
+    # As bytes, for gloo does not know all dtypes; .data, for autograd may have saved a buffer.
+    held = [(tensor.data, tensor.data.contiguous()) for tensor in tensors]
+    if held:
+        sent = [whole.view(-1).view(torch.uint8) for _, whole in held]
+        group = distributed_c10d._get_default_group()  # noqa: SLF001  # torch has no public name
+        dist._broadcast_coalesced(group, sent, 250 * 2**20, 0)  # noqa: SLF001  # likewise
+    for tensor, whole in held:
+        if not tensor.is_contiguous():
+            tensor.copy_(whole)
+
+
 def average(buffers: list[Tensor], share: float) -> None:
     """Set buffers to their mean, weighted by each rank's `share`; whole numbers to rank 0's.
 
     Collective, in one message of each of the two kinds.
     """
     floating = [buffer for buffer in buffers if buffer.is_floating_point()]
-    _broadcast([buffer for buffer in buffers if not buffer.is_floating_point()])
+    broadcast(buffer for buffer in buffers if not buffer.is_floating_point())
     if not floating:
         return
     # 0 times NaN is NaN: what has no share is left out.
@@ -83,10 +96,3 @@ def _parts_of(module: nn.Module) -> list[Tensor]:
     """Return the memory of the buffers; of a complex number, which no backend takes, two."""
     parts = [buffer.data for buffer in module.buffers()]
     return [torch.view_as_real(part) if part.is_complex() else part for part in parts]
-
-
-def _broadcast(buffers: list[Tensor]) -> None:
-    """Send rank 0's, as DDP does it: in one message, which torch has no public name for."""
-    if buffers:
-        group = distributed_c10d._get_default_group()  # noqa: SLF001
-        dist._broadcast_coalesced(group, buffers, 250 * 2**20, 0)  # noqa: SLF001

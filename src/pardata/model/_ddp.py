@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from pardata.model._read_through import ReadThrough
-from pardata.model._unwrap import unwrap
 
 
 class ReadThroughDDP(ReadThrough, DistributedDataParallel):
@@ -21,13 +20,13 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
 
     def __init__(self, module: nn.Module, *, sync_buffers: bool = True, **options: Any) -> None:
         super().__init__(module, **options)
-        self._syncs_buffers = sync_buffers
-        self._forward_runs = False
-        self._note_reduced()
-        self._assign_modules_buffers()  # PyTorch does not where it delays all its reductions
+        # Not as attributes are set, which are the module's from here on.
+        self.__dict__.update(_syncs_buffers=sync_buffers, _forward_runs=False)
+        self._note_reduced(module)
+        if "modules_buffers" not in self.__dict__:  # where PyTorch delays all its reductions
+            self._assign_modules_buffers()
         if options.get("init_sync", True):
             self._broadcast_buffers()  # older PyTorch does not do it when its own flag is off
-        self._log_hidden_names()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; after a training forward that will synchronise, equalise the buffers.
@@ -43,16 +42,9 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
             raise
         finally:
             self.__dict__["_forward_runs"] = False
-        # The mode is the module's: unwrap(model).train() does not reach the wrapper.
         trains = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if (
-            self.modules_buffers  # first: where there are none, as mostly, the rest costs 10 us
-            and trains
-            and self._syncs_buffers
-            and not self._joins
-            and unwrap(self).training
-        ):
-            self._broadcast_buffers()
+        if trains and self._syncs_buffers and not self._joins:
+            self._equalise_buffers()
         return output
 
     @contextmanager
@@ -64,7 +56,12 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
             yield
         finally:
             own["_syncs_buffers"] = syncs
-        if syncs and self.modules_buffers and unwrap(self).training:
+        if syncs:
+            self._equalise_buffers()
+
+    def _equalise_buffers(self) -> None:
+        # The mode is the module's: unwrap(model).train() does not reach the wrapper.
+        if self.modules_buffers and self._inside.training:
             self._broadcast_buffers()
 
     @property
@@ -93,14 +90,14 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
         # Not transparent yet: PyTorch's __setstate__ sets attributes of the wrapper.
         state = {name: value for name, value in state.items() if name != "_transparent"}
         super().__setstate__(state)
-        self._note_reduced()
-        self._become_transparent()
+        self._note_reduced(self.module)
+        self.__dict__["_transparent"] = True
 
-    def _note_reduced(self) -> None:
+    def _note_reduced(self, module: nn.Module) -> None:
         # In the order of DDP's numbers, and now: what is frozen later keeps its number.
-        self._reduced_names = [
+        self.__dict__["_reduced_names"] = [
             name
-            for name, parameter in self.module.named_parameters()
+            for name, parameter in module.named_parameters()
             if parameter.requires_grad and name not in self.parameters_to_ignore
         ]
 
@@ -110,8 +107,8 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
             return
         # .data: autograd may have saved a buffer for the backward that is still to come, and
         # would refuse it as modified. The values it needs are the same on every rank.
-        self._assign_modules_buffers()
-        buffers = [buffer.data for buffer in self.modules_buffers]
+        ignored = {f"module.{name}" for name in self.parameters_to_ignore}
+        buffers = [buffer.data for name, buffer in self.named_buffers() if name not in ignored]
         if buffers:
             self._distributed_broadcast_coalesced(buffers, self.broadcast_bucket_size, source)
 
@@ -131,7 +128,7 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
         raise RuntimeError(msg) from error
 
     def _passed_through(self, name: str, value: Any) -> Any:
-        if isinstance(value, MethodType) and value.__self__ is unwrap(self):
+        if isinstance(value, MethodType) and value.__self__ is self._inside:
             return self._refusing_forwards(name)(value)
         return value
 
@@ -161,3 +158,20 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
             yield
         finally:
             handle.remove()
+
+
+@contextmanager
+def one_step(model: DistributedDataParallel) -> Iterator[None]:
+    """Take what runs in the block, one forward or several, for one step. Collective.
+
+    At its end all gradients must have been reduced; then the buffers are equalised.
+    """
+    ours = model if isinstance(model, ReadThroughDDP) else None
+    with ours._buffers_once() if ours else nullcontext():  # noqa: SLF001  # a public name would hide the module's
+        yield
+        try:  # now: the next collective would meet what other ranks still reduce
+            model._check_reducer_finalized()  # noqa: SLF001  # torch has no public name
+        except RuntimeError as error:
+            if ours:
+                ours._name_unused(error)  # noqa: SLF001  # as above
+            raise

@@ -17,7 +17,6 @@ class ReadThroughDP(ReadThrough, DataParallel[nn.Module]):
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
         self._rows: list[int] = []
-        self._log_hidden_names()
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
         """Split the batch as PyTorch does, and remember the sizes of the pieces."""
@@ -36,7 +35,8 @@ class ReadThroughDP(ReadThrough, DataParallel[nn.Module]):
             return self._mean(outputs, output_device)
         # By the constructors, as PyTorch does: the outputs of some libraries know no other way.
         if isinstance(first, Mapping):
-            columns = ((key, [output[key] for output in outputs]) for key in first)
+            keys = (key for key, *_ in zip(*outputs, strict=True))  # equally many in each
+            columns = ((key, [output[key] for output in outputs]) for key in keys)
             return type(first)((key, self.gather(own, output_device)) for key, own in columns)  # type: ignore[call-arg]  # dict and its kind
         if isinstance(first, tuple | list):
             parts = [self.gather(part, output_device) for part in zip(*outputs, strict=True)]

@@ -5,15 +5,14 @@ to be summed in fixed point (`_exact_step`), and refuses any other backward.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from pardata.model._read_through import ReadThrough
-from pardata.model._unwrap import Wrapper, layers, unwrap
+from pardata.model._unwrap import Wrapper, unwrap
 from pardata.ranks._arguments import check_integer
 
 # Is handed each parameter as soon as it has got a gradient.
@@ -43,11 +42,10 @@ class ExactModel(ReadThrough, Wrapper):
         if on_overflow not in ("raise", "skip"):
             msg = f"`on_overflow` must be 'raise' or 'skip', but is {on_overflow!r}"
             raise ValueError(msg)
-        super().__init__(module)
         torch.set_num_threads(threads)
-        # Not through the attribute, which would be written to the module.
+        # Not as attributes are set, which are the module's once it is wrapped.
         self.__dict__["exact"] = Exactness(unwrap(module), threads, on_overflow)
-        self._log_hidden_names()
+        super().__init__(module)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""
@@ -139,15 +137,6 @@ class Exactness:
             f"the beginning"
         )
 
-    @contextmanager
-    def gradients_to(self, receive: Receive) -> Iterator[None]:
-        """Hand the gradients that are made in the block to `receive`."""
-        before, self.receive = self.receive, receive
-        try:
-            yield
-        finally:
-            self.receive = before
-
 
 class _Hook:
     """Hands a gradient on to the step that is run, and refuses it where none is."""
@@ -213,7 +202,7 @@ def check_kernels(model: nn.Module) -> None:
             "seed_everything(seed, deterministic=True), before anything runs there"
         )
         raise RuntimeError(msg)
-    for module in [*layers(model), *model.modules()]:
+    for module in model.modules():
         context = module.__dict__.get("dynamo_ctx")
         in_place = module._compiled_call_impl is not None  # noqa: SLF001  # torch has no public name
         if in_place or (context is not None and getattr(context, "_dynamic", None) is not False):

@@ -4,7 +4,7 @@ A script that runs in one process with the bare module then runs under a wrapper
 attributes, ``state_dict`` and ``load_state_dict`` are the module's.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,14 +20,13 @@ class ReadThrough(nn.Module):
     """What the wrappers share. Stands before PyTorch's class in the order of bases."""
 
     module: nn.Module
+    _inside: nn.Module
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
-        self._become_transparent()
-
-    def _become_transparent(self) -> None:
         # Only now: while PyTorch's __init__ runs, every attribute belongs to the wrapper.
-        self.__dict__["_transparent"] = True
+        self.__dict__.update(_inside=unwrap(module), _transparent=True)
+        self._log_hidden_names()
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -89,7 +88,7 @@ class ReadThrough(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state of the module inside, with its names: no ``module.`` in front."""
-        return unwrap(self).state_dict(*args, **kwargs)
+        return self._inside.state_dict(*args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -104,8 +103,9 @@ class ReadThrough(nn.Module):
         # for the weights under the names of the modules, so they get those for the moment.
         if args[0].get("assign_to_params_buffers"):
             raise ValueError(NO_ASSIGN)
-        inside = prefix + _path_inside(self)
-        names = unwrap(self).state_dict(prefix=prefix)
+        path = next(path for path, module in self.named_modules() if module is self._inside)
+        inside = f"{prefix}{path}."
+        names = self._inside.state_dict(prefix=prefix)
         wanted = {name: inside + name[len(prefix) :] for name in names if name in state_dict}
         if not any(name in state_dict for name in wanted.values() if name not in names):
             plain = {name: state_dict.pop(name) for name in wanted}
@@ -113,26 +113,10 @@ class ReadThrough(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _log_hidden_names(self) -> None:
-        hidden = sorted(name for name in _own_names(self.module) if _is_hidden(self, name))
+        own = {*vars(self), *self._modules, *dir(type(self))}
+        names = {*dir(self.module)} - {*dir(nn.Module), "training"}
+        hidden = sorted(name for name in names & own if not name.startswith("_"))
         if hidden:
-            names = ", ".join(f"`{name}`" for name in hidden)
-            hides = f"{type(self).__name__} hides {names} of {type(self.module).__name__}"
+            names_text = ", ".join(f"`{name}`" for name in hidden)
+            hides = f"{type(self).__name__} hides {names_text} of {type(self.module).__name__}"
             _log.warning("%s: read it as unwrap(model).%s", hides, hidden[0], ranks=[0], once=True)
-
-
-def _path_inside(wrapper: nn.Module) -> str:
-    """Return what stands in names between `wrapper` and the module inside, as ``module.``."""
-    inner = unwrap(wrapper)
-    return next(f"{name}." for name, module in wrapper.named_modules() if module is inner)
-
-
-def _own_names(module: nn.Module) -> Iterable[str]:
-    """Return the public names that a module has beyond those of every module."""
-    names = {*vars(module), *module._parameters, *module._buffers, *module._modules}  # noqa: SLF001
-    names.update(name for cls in type(module).__mro__ for name in vars(cls))
-    return {name for name in names if not name.startswith("_")} - set(dir(nn.Module)) - {"training"}
-
-
-def _is_hidden(wrapper: nn.Module, name: str) -> bool:
-    own = name in wrapper.__dict__ or name in wrapper._modules  # noqa: SLF001
-    return own or hasattr(type(wrapper), name)

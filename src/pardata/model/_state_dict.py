@@ -1,15 +1,16 @@
-"""State dicts: read, given the names of a module, and loaded into it, whole or sharded."""
+"""State dicts: read from files, given the names of a module, and loaded into it."""
 
 import os
 from collections import OrderedDict
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from pardata.collective._agreement import agree
 from pardata.model._unwrap import Wrapper, layers
-from pardata.model._weight_file import read_weights
 from pardata.ranks._world import require_world
 
 # What wrappers put into the names of parameters.
@@ -151,3 +152,39 @@ def _keys_of(plain: nn.Module, state: dict[str, Any], *, strict: bool) -> Loaded
         )
         raise RuntimeError(msg)
     return keys
+
+
+def read_weights(path: str | os.PathLike[str]) -> Any:
+    """Return what is in a file of weights, on the CPU, without running code.
+
+    Raises:
+        OSError: for what cannot be opened.
+        RuntimeError: for a file that holds something else, or is damaged.
+    """
+    tensors = safetensors_for(path) if Path(path).suffix == ".safetensors" else None
+    try:
+        if tensors is not None:
+            return tensors.load_file(path)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:
+        # Of a damaged file, torch and safetensors raise almost anything, and name no file.
+        # What torch says after its first sentence is how to run the code in it all the same.
+        sentence = str(error).partition("\n")[0].partition(". ")[0]
+        msg = (
+            f"{os.fspath(path)} must be a file of weights, written by torch.save or as "
+            f"safetensors, but cannot be read as one ({type(error).__name__}: {sentence}): is it "
+            f"complete, and does it hold nothing but tensors?"
+        )
+        raise RuntimeError(msg) from error
+
+
+def safetensors_for(path: str | os.PathLike[str]) -> Any:
+    """Return the module that reads and writes safetensors, which `path` is to be."""
+    try:
+        import safetensors.torch  # noqa: PLC0415  # pardata does not require it
+    except ImportError as error:
+        msg = f"{path} needs safetensors, which are not installed: pip install safetensors"
+        raise ImportError(msg) from error
+    return safetensors.torch

@@ -1,36 +1,111 @@
-"""The strategies, side by side, and which of them a model is under.
+"""The strategies, side by side: how each checks a model, where it puts it, and what it wraps it in.
 
-Nothing else asks that. What a step of `backward` does under each stands in one table in the room
-of steps, which comes after this one.
+What a step of `backward` does under each stands in one table in the room of steps, which comes
+after this one.
 """
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from pardata.collective._agreement import Facts, agree, require_same
 from pardata.model._batch_norm import is_synchronised, with_synchronised_batch_norms
-from pardata.model._buffers import EqualBuffers
+from pardata.model._buffers import EqualBuffers, broadcast
 from pardata.model._ddp import ReadThroughDDP
 from pardata.model._dp import ReadThroughDP
 from pardata.model._exact import ExactModel, check_kernels, kernels
-from pardata.model._replication import Settings, Strategy
-from pardata.model._state_dict import LoadedKeys, load_sharded
-from pardata.model._unwrap import ShardedModule, layers, unwrap
-from pardata.ranks._arguments import check_module
+from pardata.model._state_dict import LoadedKeys, load_sharded, load_whole
+from pardata.model._unwrap import ShardedModule, is_parallel, layers, unwrap
+from pardata.ranks._arguments import check_flag, check_module
 from pardata.ranks._logger import get_logger
+from pardata.ranks._world import World
 
 _log = get_logger(__name__)
 
-StrategyName: TypeAlias = Literal["auto", "none", "dp", "ddp", "fsdp", "exact"]
+
+@dataclass(frozen=True)
+class Settings:
+    """What `wrap_model` is told beside the model, and in which world."""
+
+    here: World
+    device: torch.device | str | None
+    sync_batchnorm: bool
+    options: dict[str, Any]
 
 
-class _Alone(Strategy):
+class Strategy(ABC):
+    """How the replicas of a model are kept equal. There is one object of each class.
+
+    Attributes:
+        name: by which `wrap_model` takes it.
+        wrapper: the class by which one of a model's `layers` is known to be of this strategy.
+        is_collective: whether all ranks wrap together, and compare what they wrap.
+        needs_group: whether that needs a process group of one rank, too.
+        takes_all: whether the model may be one that has nothing to train.
+        takes_sharded_parts: whether parts of the model may be wrapped before it, block by block.
+    """
+
+    name: str
+    wrapper: type | tuple[()] = ()
+    is_collective = needs_group = True
+    takes_all = takes_sharded_parts = False
+
+    def check(self, model: nn.Module, settings: Settings) -> None:
+        """Refuse a model or settings that this strategy cannot take."""
+        check_module(model)
+        if is_parallel(model, but_for_sharded_parts=self.takes_sharded_parts):
+            msg = (
+                f"`model` must not be wrapped yet, but is or holds a wrapped module "
+                f"({type(model).__name__}): pass unwrap(model), or wrap once, at the outside"
+            )
+            raise ValueError(msg)
+        known = inspect.signature(self.options_of()).parameters.keys() - {"module"}
+        for name in sorted(settings.options.keys() - known):
+            msg = (
+                f"`options` must be ones of strategy {self.name!r}, but {name!r} is not; there are "
+                f"{', '.join(sorted(known))}"
+            )
+            raise TypeError(msg)
+        check_flag("sync_batchnorm", settings.sync_batchnorm)
+        if not self.takes_all:
+            _check_trainable(model, self.name)
+        if self.needs_group and settings.here.backend is None:
+            msg = (
+                f"strategy {self.name!r} needs a process group, but this process is in none: call "
+                f"`pardata.init()` first, or use strategy='auto'"
+            )
+            raise RuntimeError(msg)
+
+    def device(self, settings: Settings) -> torch.device | str:
+        """Return where the model is to be."""
+        return settings.here.device if settings.device is None else settings.device
+
+    @abstractmethod
+    def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
+        """Return what is trained in place of `model`, which is checked and where it is to be."""
+
+    def options_of(self) -> Callable[..., object]:
+        """Return what takes the options of `wrap_model`, after the module."""
+        # "none" takes those of "ddp", for "auto" becomes either.
+        return self.wrapper or DistributedDataParallel
+
+    def state_dict(self, model: nn.Module) -> Mapping[str, Any]:
+        """Return what a checkpoint keeps of `model`, under the names of the module inside."""
+        return unwrap(model).state_dict()
+
+    def load(self, model: nn.Module, state: object, *, strict: bool, assign: bool) -> LoadedKeys:
+        """Do what `load_weights` says."""
+        return load_whole(model, state, strict=strict, assign=assign)
+
+
+class Alone(Strategy):
     name = "none"
     is_collective = needs_group = False
     takes_all = True  # lazy modules too
@@ -42,7 +117,7 @@ class _Alone(Strategy):
         return model
 
 
-class _Scattered(Strategy):
+class Scattered(Strategy):
     name = "dp"
     wrapper = DataParallel
     is_collective = needs_group = False
@@ -73,7 +148,7 @@ class _Scattered(Strategy):
         return wrapped
 
 
-class _Replicated(Strategy):
+class Replicated(Strategy):
     name = "ddp"
     wrapper = DistributedDataParallel
 
@@ -89,7 +164,7 @@ class _Replicated(Strategy):
         return ReadThroughDDP(model, sync_buffers=False not in asked, **options)
 
 
-class _Sharded(Strategy):
+class Sharded(Strategy):
     name = "fsdp"
     wrapper = ShardedModule
     takes_sharded_parts = True
@@ -124,7 +199,7 @@ class _Sharded(Strategy):
         return load_sharded(unwrap(model), state, strict=strict, assign=assign)
 
 
-class _Exact(Strategy):
+class Exact(Strategy):
     name = "exact"
     wrapper = ExactModel
     needs_group = False
@@ -157,62 +232,29 @@ class _Exact(Strategy):
 
     def state_dict(self, model: nn.Module) -> Mapping[str, Any]:
         # With the wrapper's record in it of the kernels by which it was trained.
-        state: Mapping[str, Any] = replica_of(model).wrapper.state_dict()
+        (wrapper,) = (layer for layer in layers(model) if isinstance(layer, ExactModel))
+        state: Mapping[str, Any] = wrapper.state_dict()
         return state
 
 
-NONE, DP, DDP, FSDP, EXACT = _Alone(), _Scattered(), _Replicated(), _Sharded(), _Exact()
-
-# In the order in which they are looked for in a model: what reduces gradients first.
-STRATEGIES: tuple[Strategy, ...] = (EXACT, DDP, FSDP, DP, NONE)
-
-
-def named(name: object) -> Strategy:
-    """Return the strategy of a name.
-
-    Raises:
-        ValueError: for a name that no strategy has.
-    """
-    for strategy in STRATEGIES:
-        if name == strategy.name:
-            return strategy
-    names = ", ".join(map(repr, get_args(StrategyName)))
-    msg = f"`strategy` must be one of {names}, but is {name!r}"
-    raise ValueError(msg)
-
-
-class Replica(NamedTuple):
-    """This rank's copy of a model, taken apart.
-
-    Attributes:
-        strategy: that keeps it equal to the others' copies.
-        wrapper: the layer of the model by which the strategy is known; under "none" the outermost.
-        module: the module inside all layers.
-    """
-
-    strategy: Strategy
-    wrapper: Any
-    module: nn.Module
-
-
-def replica_of(model: nn.Module) -> Replica:
-    """Take a model apart.
-
-    Raises:
-        TypeError: for what is no module.
-    """
-    check_module(model)
-    found = layers(model)
-    for strategy in STRATEGIES:
-        for layer in found:
-            if isinstance(layer, strategy.wrapper):
-                return Replica(strategy, layer, found[-1])
-    return Replica(NONE, model, found[-1])
-
-
-def strategy_of(model: nn.Module) -> Strategy:
-    """Return the strategy that `wrap_model`, or PyTorch's own class, has put around a model."""
-    return replica_of(model).strategy
+def _check_trainable(model: nn.Module, strategy: str) -> None:
+    """Refuse a model that is not ready, or has nothing to train."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(is_lazy(tensor) for tensor in tensors):
+        msg = "`model` must be initialised, but has lazy parameters: run one forward pass first"
+        raise ValueError(msg)
+    if any(tensor.is_meta for tensor in tensors):
+        msg = (
+            "`model` must have its weights on every rank, but has parameters or buffers on the "
+            "meta device: build it on a real one, or call to_empty() and initialise them first"
+        )
+        raise ValueError(msg)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        msg = (
+            f"`model` must have a parameter to train under strategy {strategy!r}, but "
+            f"{type(model).__name__} has none that requires a gradient: use strategy='none'"
+        )
+        raise ValueError(msg)
 
 
 def _sync_flag() -> str:
@@ -229,10 +271,6 @@ def _with_batch_norms(model: nn.Module, settings: Settings) -> nn.Module:
 
 def _broadcast_weights(model: nn.Module) -> None:
     """Let all ranks begin from rank 0's weights."""
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            if not hasattr(tensor, "full_tensor"):  # sharded before: there is no copy to equalise
-                # As bytes: gloo of older torch knows no bool.
-                sent = tensor.data.contiguous()
-                dist.broadcast(sent.reshape(-1).view(torch.uint8), 0)
-                tensor.data.copy_(sent)
+    tensors = [*model.parameters(), *model.buffers()]
+    # What was sharded before has no copy to equalise.
+    broadcast(tensor for tensor in tensors if not hasattr(tensor, "full_tensor"))

@@ -63,7 +63,7 @@ def layers(model: nn.Module) -> list[nn.Module]:
 
 def is_parallel(model: nn.Module, *, but_for_sharded_parts: bool = False) -> bool:
     """Whether `model` is, or holds at any depth, a module that a strategy has wrapped."""
-    innermost = unwrap(model)
+    innermost = layers(model)[-1]
     return any(
         _is_wrapper(module)
         or (

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from pardata.collective._agreement import agree, require_same
+from pardata.model._replica import strategy_of
 from pardata.model._state_dict import LoadedKeys
-from pardata.model._strategy import strategy_of
 from pardata.model._unwrap import unwrap
 from pardata.ranks._table import table_of
 from pardata.ranks._world import require_world
@@ -47,8 +47,7 @@ def load_weights(
     >>> load_weights(net, {"module.weight": torch.ones(1, 1), "module.bias": torch.zeros(1)})
     LoadedKeys(missing_keys=[], unexpected_keys=[])
     """
-    strategy = strategy_of(model)
-    return strategy.load(model, state_or_path, strict=strict, assign=assign)
+    return strategy_of(model).load(model, state_or_path, strict=strict, assign=assign)
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from pardata.collective._agreement import agree
-from pardata.model._replication import Settings
-from pardata.model._strategy import STRATEGIES, StrategyName, named
+from pardata.model._replica import STRATEGIES, StrategyName, named
+from pardata.model._strategy import Settings
 from pardata.ranks._arguments import checked_device
 from pardata.ranks._table import table_of
 from pardata.ranks._world import require_world

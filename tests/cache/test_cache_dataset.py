@@ -750,7 +750,7 @@ def test_a_cache_that_another_process_has_just_replaced_is_not_taken_for_its_own
     tmp_path, monkeypatch
 ):
     cache_dataset(Samples(pair), tmp_path / "other")
-    monkeypatch.setattr(_caching, "_ensure", lambda *_: None)  # built, and replaced at once
+    monkeypatch.setattr(_caching, "ensure", lambda *_: None)  # built, and replaced at once
     for directory in ("other", "gone"):
         text = (
             f"the cache in {tmp_path / directory} must be of this data set, but is of another or "

@@ -337,8 +337,7 @@ class Slow(Numbers):
 @pytest.fixture
 def clock(monkeypatch):
     clock = FakeTime()
-    for module in ("_loader", "_clock"):
-        monkeypatch.setattr(f"pardata.data.{module}.time", clock)
+    monkeypatch.setattr("pardata.data._loader.time", clock)
     return clock
 
 

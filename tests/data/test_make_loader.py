@@ -179,7 +179,7 @@ def test_any_integer_is_a_seed(seed):
 
 
 def _warnings_of(arguments):
-    with Keeper("pardata.data._make_loader") as lines:
+    with Keeper("pardata.data._loader_arguments") as lines:
         for batch_size, options in arguments:
             for _ in range(2):
                 make_loader(range(24), batch_size, num_workers=0, **options)

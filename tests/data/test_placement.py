@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset, get_worker_info
 
 from pardata import Microbatches
 from pardata.data._placement import Placement
-from pardata.data._request import Seeds
+from pardata.data._reader import Seeds
 
 
 def loader_of(transform, **options):

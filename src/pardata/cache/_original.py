@@ -5,7 +5,6 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,6 @@ _log = get_logger(__name__)
 
 _VERSION = 1
 _LOOKED_AT = 8  # samples, from the first to the last, that tell whether the source has changed
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A sample as the data set returns it, and its parts as tensors."""
-
-    whole: Any
-    parts: dict[str, Tensor]
 
 
 def check_source(dataset: Any) -> None:
@@ -54,8 +45,10 @@ def check_source(dataset: Any) -> None:
         raise ValueError(msg)
 
 
-def read_sample(dataset: Any, index: int, seed: int = 0) -> Sample:
-    """Return a sample, under a seed of its own: what is cached does not depend on who reads it.
+def read_sample(dataset: Any, index: int, seed: int = 0) -> tuple[Any, dict[str, Tensor]]:
+    """Return a sample as the data set returns it, and its parts as tensors.
+
+    It is read under a seed of its own: what is cached does not depend on who reads it.
 
     The default generators are left seeded: keep them around this.
 
@@ -69,7 +62,7 @@ def read_sample(dataset: Any, index: int, seed: int = 0) -> Sample:
     except Exception as error:  # user code: whatever it raises, say where
         raise _unreadable(index, error) from error
     try:
-        return Sample(whole, parts_of(whole))
+        return whole, parts_of(whole)
     except TypeError as error:
         msg = f"sample {index} cannot be stored: {error}"
         raise TypeError(msg) from error
@@ -83,10 +76,10 @@ def identity(dataset: Any) -> dict[str, Any]:
     contents = hashlib.sha256()
     is_random = is_lawless = False
     for index in sorted({i * (length - 1) // (_LOOKED_AT - 1) for i in range(_LOOKED_AT)}):
-        parts = read_sample(dataset, index).parts
-        if not same(parts, read_sample(dataset, index, seed=1).parts):
+        (_, parts), (_, under_another) = (read_sample(dataset, index, seed) for seed in (0, 1))
+        if not same(parts, under_another):
             is_random = True
-            is_lawless = is_lawless or not same(parts, read_sample(dataset, index).parts)
+            is_lawless = is_lawless or not same(parts, read_sample(dataset, index)[1])
         for path, tensor in sorted(parts.items()):
             contents.update(f"{path} {tensor.dtype} {tuple(tensor.shape)}".encode())
             _add(contents, tensor)

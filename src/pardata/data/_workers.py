@@ -1,15 +1,18 @@
-"""How many processes load for a rank, and whether they can hand over what they load."""
+"""The processes that load for a rank: how many, whether they can hand over, and their seeds."""
 
 import os
+from collections.abc import Iterator
 from multiprocessing.util import get_temp_dir
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
-from pardata.data._whole_batches import is_read_whole
+from pardata.data._batch import is_read_whole
 from pardata.ranks._arguments import check_integer
 from pardata.ranks._cores import usable_cores
 from pardata.ranks._world import World
+from pardata.seeds._mix import mix
 
 _LONGEST_SOCKET = 107  # characters: `sun_path` of Linux's unix(7), without its last zero
 
@@ -45,3 +48,28 @@ def _check_they_can_send() -> None:
             f"{directory!r}: set TMPDIR to one with a shorter name, or pass num_workers=0"
         )
         raise ValueError(msg)
+
+
+class Workers:
+    """What reads for us, and pins: a ``DataLoader`` that asks `read` for each of `requests`."""
+
+    def __init__(self, read: Any, requests: Any, seed: int, rank: int, **options: Any) -> None:
+        self._seed, self._rank = seed, rank
+        self.loader: DataLoader[Any] = DataLoader(
+            read,
+            batch_size=None,  # what is read of a step is a batch already
+            sampler=requests,
+            collate_fn=_as_it_is,
+            generator=torch.Generator(),
+            **options,
+        )
+
+    def begun(self, epoch: int) -> Iterator[Any]:
+        """Return what they read of this epoch; they begin at once."""
+        # From here it draws its workers' seed, and so leaves the user's generator be.
+        self.loader.generator.manual_seed(mix(self._seed, epoch, self._rank))
+        return iter(self.loader)
+
+
+def _as_it_is(fetched: Any) -> Any:
+    return fetched

@@ -46,8 +46,7 @@ class Plan:
     size: int = 1
 
     def __len__(self) -> int:
-        assert self.length is not None  # noqa: S101  # for the type checker: who asks has one
-        whole, rest = divmod(self.length, self.batch_size)
+        whole, rest = divmod(self.length or 0, self.batch_size)  # who asks has a length
         return whole + (rest > 0 and not self.drop_last)
 
     def positions(self, number: int) -> range:

@@ -48,13 +48,10 @@ class Seeds:
     reproducible: bool
     microbatches: bool
 
-    def of_samples(self, epoch: int) -> Callable[[Any], int]:
-        """Return what gives the seed of each sample from its index."""
-        key = mix(self.seed, epoch)
-        # A sampler may yield indices of any kind.
-        return lambda index: mix(
-            key, *([index] if isinstance(index, int) else repr(index).encode())
-        )
+    def of_sample(self, epoch: int, index: Any) -> int:
+        """Return the seed of a sample, whatever it is indexed by."""
+        own = [index] if isinstance(index, int) else repr(index).encode()
+        return mix(mix(self.seed, epoch), *own)
 
     def around_reading(self) -> AbstractContextManager[None]:
         """Return the context in which the samples of a step are read and collated."""
@@ -162,19 +159,18 @@ class Reader(StandsForDataset, Dataset[Any]):
         Those that the data set has never drawn from are left alone, which saves most of the time;
         where it has now drawn from one of them, all is read again.
         """
-        seed_of = self._seeds.of_samples(epoch)
         left_alone = default_generators() if self._seeds.reproducible else ()
         while True:
             left_alone = tuple(own for own in left_alone if own not in self._drawn_from)
             states = states_of(left_alone)
-            samples = [self._sample(index, seed_of) for index in indices]
+            samples = [self._sample(epoch, index) for index in indices]
             if not (drawn := moved(states)):
                 return samples
             self._drawn_from += drawn
 
-    def _sample(self, index: Any, seed_of: Callable[[Any], int]) -> Any:
+    def _sample(self, epoch: int, index: Any) -> Any:
         if self._drawn_from:
-            seed_generators(seed_of(index), among=self._drawn_from)
+            seed_generators(self._seeds.of_sample(epoch, index), among=self._drawn_from)
         return self._got(self.dataset.__getitem__, index)
 
     def _got(self, get: Callable[[Any], Any], index: Any) -> Any:

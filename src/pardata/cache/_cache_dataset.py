@@ -1,7 +1,6 @@
 """cache_dataset: decode a data set once, then read whole batches of it from mapped memory."""
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,24 +8,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from pardata.cache._cache_files import CHUNK, ensure, map_fields, read_manifest
-from pardata.cache._original import (
-    check_source,
-    class_name,
-    default_directory,
-    identity,
-    read_sample,
-)
+from pardata.cache._cache_files import ensure, map_fields, read_manifest
+from pardata.cache._original import facts_of, read_sample
 from pardata.cache._sample import Field, fields_of, filled, kinds_of, of_kind
-from pardata.collective._agreement import Facts, agree, require_same
+from pardata.collective._agreement import agree, require_same
 from pardata.collective._rank_zero import rank_zero_first
 from pardata.data._batch import ReadsBatches, rows_of
-from pardata.data._workers import choose_workers
-from pardata.ranks._cores import usable_cores
-from pardata.ranks._world import World, require_world
+from pardata.ranks._world import require_world
 from pardata.seeds._generators import kept_generators
-
-_WORTH_WORKERS = 16 * CHUNK  # samples; with fewer, processes cost more than they bring
 
 
 def cache_dataset(
@@ -73,7 +62,7 @@ def cache_dataset(
     """
     here = require_world("cache_dataset")
     with kept_generators():
-        told = agree(here, "cache_dataset", lambda: _facts(dataset, directory, num_workers, here))
+        told = agree(here, "cache_dataset", lambda: facts_of(dataset, directory, num_workers, here))
         plans: Any = {facts.pop("node"): facts.pop("plan") for facts in told}
         require_same("cache_dataset", told, "Pass the same data set on every rank.")
         plan = plans[here.node_rank]
@@ -162,28 +151,3 @@ class CachedDataset(ReadsBatches):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, source=None)
         self._map()
-
-
-def _facts(dataset: Any, directory: Any, num_workers: Any, here: World) -> Facts:
-    """Return what the ranks tell each other; the first of a node makes the plan for all of it."""
-    check_source(dataset)
-    workers = _workers(num_workers, dataset, here)
-    plan = None
-    if here.is_local_main:
-        source = identity(dataset)
-        place = default_directory(dataset, source) if directory is None else Path(directory)
-        plan = {"source": source, "place": str(place.absolute()), "workers": workers}
-    return {
-        "the class": class_name(dataset),
-        "the length": len(dataset),
-        "node": here.node_rank if plan else None,
-        "plan": plan,
-    }
-
-
-def _workers(num_workers: Any, dataset: Any, here: World) -> int:
-    node = replace(here, local_size=1)  # the other ranks wait: their cores are free
-    if num_workers != "auto":
-        return choose_workers(num_workers, dataset, node)
-    cores = usable_cores(node)
-    return cores if cores > 1 and len(dataset) >= _WORTH_WORKERS else 0

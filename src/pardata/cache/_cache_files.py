@@ -15,14 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from pardata.cache._original import digest, read_sample
+from pardata.cache._original import CHUNK, digest, read_sample
 from pardata.cache._sample import Field, store
 from pardata.output._progress import progress
 from pardata.ranks._logger import get_logger
 
 _log = get_logger(__name__)
-
-CHUNK = 64  # samples that a worker decodes at once
 
 # Nothing else in the directory is touched: it may hold the user's own files too.
 _MANIFEST = "pardata-cache.json"

@@ -19,6 +19,10 @@ _OF_WORKERS = (
     *("num_workers", "timeout", "worker_init_fn", "multiprocessing_context"),
     *("prefetch_factor", "persistent_workers"),
 )
+_COMPARED = (
+    *("batch_size", "microbatch_size", "shuffle", "drop_last", "sharded"),
+    *("reproducible", "seed"),
+)
 
 
 class Arguments(SimpleNamespace):
@@ -43,10 +47,6 @@ class Arguments(SimpleNamespace):
         """Whether the order says that this is training."""
         return self.shuffle or self.sampler is not None
 
-    def called(self, *names: str) -> dict[str, Any]:
-        """Return the arguments of these names."""
-        return {name: getattr(self, name) for name in names}
-
 
 def agreed(distributed: bool | Literal["auto"], **given: Any) -> Arguments:  # noqa: FBT001  # as make_loader has it
     """Return the arguments, checked, and found to be the same on every rank.
@@ -64,9 +64,8 @@ def agreed(distributed: bool | Literal["auto"], **given: Any) -> Arguments:  # n
 
     def facts() -> dict[str, object]:
         _check(args)
-        names = ("batch_size", "microbatch_size", "shuffle", "drop_last", "sharded")
-        compared = args.called(*names, "reproducible", "seed")
-        return {"the length": args.length, **compared, "initial_seed": torch.initial_seed()}
+        compared = {"the length": args.length, **{name: vars(args)[name] for name in _COMPARED}}
+        return {**compared, "initial_seed": torch.initial_seed()}
 
     told = agree(here, "make_loader", facts) if shared else [facts()]
     initial = [each.pop("initial_seed") for each in told]  # may differ: rank 0's is taken
@@ -97,7 +96,7 @@ def _check(args: Arguments) -> None:
     if args.drop_last is None:
         args.drop_last = args.trains
     for name in ("shuffle", "drop_last", "sharded", "reproducible"):
-        check_flag(name, getattr(args, name))
+        check_flag(name, vars(args)[name])
     for error in _wrong_data(args):
         raise error
     args.length = _length_of(args)
@@ -106,8 +105,8 @@ def _check(args: Arguments) -> None:
     if args.seed is not None:
         check_integer("seed", args.seed)
     check_integer("prefetch", args.prefetch, least=0)
-    functions = args.called("collate_fn", "batch_transform")
-    for name, function in [*functions.items(), ("worker_init_fn", args.workers["worker_init_fn"])]:
+    for name in ("collate_fn", "batch_transform", "worker_init_fn"):
+        function = {**vars(args), **args.workers}[name]
         if function is not None and not callable(function):
             msg = f"`{name}` must be a function, but is {function!r}"
             raise TypeError(msg)

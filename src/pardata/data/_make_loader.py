@@ -146,11 +146,10 @@ def _built(args: Arguments) -> Loader:
 def _recipe(args: Arguments) -> Recipe:
     names = ("length", "batch_size", "microbatch_size", "shuffle", "drop_last", "seed")
     shards = f"{args.size} ranks with {args.workers['num_workers']} workers"
-    own = {
-        "sampler": None if args.sampler is None else type(args.sampler).__name__,
-        "shards": shards if args.sharded else None,
-    }
-    return Recipe({**args.called(*names), **own}, isinstance(args.dataset, IterableDataset))
+    facts = {name: vars(args)[name] for name in names}
+    facts["sampler"] = None if args.sampler is None else type(args.sampler).__name__
+    facts["shards"] = shards if args.sharded else None
+    return Recipe(facts, isinstance(args.dataset, IterableDataset))
 
 
 def _who_pins(args: Arguments) -> tuple[bool, bool]:

@@ -52,17 +52,6 @@ def test_the_epoch_is_the_one_in_progress_else_the_next():
     assert loader.epoch == 3
 
 
-def test_a_loop_over_the_epochs_left_runs_each_of_them():
-    loader = loader_of_six()
-    loader.set_epoch(3)
-    ran = []
-    for _ in range(loader.epoch, 6):
-        for _ in loader:
-            ran.append(loader.epoch)
-            break
-    assert ran == [3, 4, 5]
-
-
 def test_set_epoch_goes_back_to_the_same_order_and_changes_no_epoch_in_progress():
     loader = loader_of_six()
     epochs = [steps(loader) for _ in range(3)]

@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
-from logged import Keeper
+from data_zoo import log_of
 from on_ranks import caught, run
 from torch.utils.data import Dataset
 
@@ -134,10 +134,8 @@ def test_reduced_they_may_be_asked_for_at_any_time():
 
 @pytest.fixture
 def log():
-    plain, keeper = logging.getLogger("pardata.data._loader"), Keeper()
-    plain.addHandler(keeper)
-    yield keeper
-    plain.removeHandler(keeper)
+    with log_of("pardata.data._loader") as keeper:
+        yield keeper
 
 
 def test_an_epoch_that_waited_long_says_so_once_and_what_to_change(log):
@@ -206,11 +204,9 @@ def test_an_epoch_that_ends_in_an_error_says_nothing_of_waiting(log):
 
 
 def _lines():
-    plain, keeper = logging.getLogger("pardata.data._loader"), Keeper()
-    plain.addHandler(keeper)
-    with fake_time() as clock:
+    with log_of("pardata.data._loader") as log, fake_time() as clock:
         epoch(loader_of(Slow(clock, 3, 6), batch_size=3), clock, 2)
-    return keeper.lines
+    return log.lines
 
 
 def test_rank_0_says_it_for_all():

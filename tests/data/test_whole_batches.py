@@ -9,7 +9,7 @@ from alike import equal
 from data_zoo import loader_of
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 
 from pardata.data._batch import ReadsBatches, is_read_whole, whole_batch_reader
 
@@ -139,34 +139,6 @@ def test_a_batch_is_a_copy():
 
 
 # --- which data sets ---
-
-
-def read_or_not():
-    plain, whole = [[1], [2]], tensors(2)
-    one = torch.ones(2)
-    return [
-        (whole, True),
-        (Inherits(one), True),
-        (Subset(whole, [0]), True),
-        (ConcatDataset([whole, Subset(whole, [1])]), True),
-        (Subset(Cached(2, int), [1]), True),
-        (plain, False),
-        (StackDataset(whole, whole), False),
-        (OwnItem(one), False),
-        (OwnItems(one), False),
-        (OwnSubset(whole, [0]), False),
-        (OwnConcat([whole]), False),
-        (Subset(plain, [0]), False),
-        (Subset(OwnItems(one), [0]), False),
-        (ConcatDataset([whole, plain]), False),
-        (ConcatDataset([whole, OwnItem(one)]), False),
-        (Subset(ConcatDataset([plain, whole]), [0]), False),
-    ]
-
-
-@pytest.mark.parametrize(("dataset", "whole"), read_or_not())
-def test_only_what_reads_in_a_known_way_has_a_reader(dataset, whole):
-    assert (whole_batch_reader(dataset) is not None) is whole
 
 
 @pytest.mark.parametrize(

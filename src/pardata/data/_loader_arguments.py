@@ -29,14 +29,12 @@ class Arguments(SimpleNamespace):
     """The arguments of `make_loader`, by their names there, and what is found out about them.
 
     Attributes:
-        workers: what a ``DataLoader`` is to be told of its workers.
         here: this process, also where nothing is shared out.
         rank: the number of this process among those that share each global batch.
         size: how many those are.
         length: samples of an epoch; None where only its end tells.
     """
 
-    workers: dict[str, Any]
     here: World
     rank: int
     size: int
@@ -46,6 +44,11 @@ class Arguments(SimpleNamespace):
     def trains(self) -> bool:
         """Whether the order says that this is training."""
         return self.shuffle or self.sampler is not None
+
+    @property
+    def workers(self) -> dict[str, Any]:
+        """What a ``DataLoader`` is to be told of its workers."""
+        return {name: vars(self)[name] for name in _OF_WORKERS}
 
 
 def agreed(distributed: bool | Literal["auto"], **given: Any) -> Arguments:  # noqa: FBT001  # as make_loader has it
@@ -58,9 +61,8 @@ def agreed(distributed: bool | Literal["auto"], **given: Any) -> Arguments:  # n
     """
     shared = distributed is not False
     here = _world_for(distributed) if shared else world()
-    workers = {name: given.pop(name) for name in _OF_WORKERS}
     rank, size = (here.rank, here.size) if shared else (0, 1)
-    args = Arguments(**given, workers=workers, here=here, rank=rank, size=size)
+    args = Arguments(**given, here=here, rank=rank, size=size)
 
     def facts() -> dict[str, object]:
         _check(args)
@@ -106,7 +108,7 @@ def _check(args: Arguments) -> None:
         check_integer("seed", args.seed)
     check_integer("prefetch", args.prefetch, least=0)
     for name in ("collate_fn", "batch_transform", "worker_init_fn"):
-        function = {**vars(args), **args.workers}[name]
+        function = vars(args)[name]
         if function is not None and not callable(function):
             msg = f"`{name}` must be a function, but is {function!r}"
             raise TypeError(msg)
@@ -118,9 +120,8 @@ def _check(args: Arguments) -> None:
 
 def _decide_on_workers(args: Arguments) -> None:
     """Find out how many workers there are, and what goes with that."""
-    workers = args.workers
-    asked, timeout = workers["num_workers"], workers["timeout"]
-    count = choose_workers(asked, args.dataset, args.here)
+    asked, timeout = args.num_workers, args.timeout
+    args.num_workers = choose_workers(asked, args.dataset, args.here)
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
         msg = f"`timeout` must be a number of seconds from 0 up, but is {timeout!r}"
         raise ValueError(msg)
@@ -130,13 +131,12 @@ def _decide_on_workers(args: Arguments) -> None:
             f"leave it out, or pass `num_workers`"
         )
         raise ValueError(msg)
-    workers["num_workers"] = count
-    if workers["persistent_workers"] is None:
-        workers["persistent_workers"] = count > 0
-    if count == 0 and asked == "auto":
+    if args.persistent_workers is None:
+        args.persistent_workers = args.num_workers > 0
+    if args.num_workers == 0 and asked == "auto":
         # DataLoader refuses these without workers, and "auto" may find none on some ranks only.
-        workers.update(timeout=0, persistent_workers=False)
-        workers.update(multiprocessing_context=None, prefetch_factor=None)
+        args.timeout, args.persistent_workers = 0, False
+        args.multiprocessing_context = args.prefetch_factor = None
 
 
 def _wrong_data(args: Arguments) -> Iterator[Exception]:

@@ -124,7 +124,7 @@ def _built(args: Arguments) -> Loader:
     ranks = args.here if args.size > 1 else None
 
     def workers(read: Any, requests: Requests | None = None) -> Workers | None:
-        if not (args.workers["num_workers"] or loader_pins):
+        if not (args.num_workers or loader_pins):
             return None  # DataLoader takes 90 microseconds a batch more
         own = {"pin_memory": loader_pins, **args.workers}
         return Workers(read, requests, args.seed, args.rank, **own)
@@ -136,7 +136,7 @@ def _built(args: Arguments) -> Loader:
         source = Streamed(stream, workers(stream), ranks)
     else:
         order = Order(ranks, args.length, args.seed, args.shuffle, args.sampler)
-        requests = Requests(plan, order, to_workers=args.workers["num_workers"] > 0)
+        requests = Requests(plan, order, to_workers=args.num_workers > 0)
         reader = Reader(args.dataset, collation)
         source = Indexed(reader, requests, workers(reader, requests))
     placement = Placement(args.device, args.batch_transform, seeds, args.prefetch, we_pin)
@@ -145,7 +145,7 @@ def _built(args: Arguments) -> Loader:
 
 def _recipe(args: Arguments) -> Recipe:
     names = ("length", "batch_size", "microbatch_size", "shuffle", "drop_last", "seed")
-    shards = f"{args.size} ranks with {args.workers['num_workers']} workers"
+    shards = f"{args.size} ranks with {args.num_workers} workers"
     facts = {name: vars(args)[name] for name in names}
     facts["sampler"] = None if args.sampler is None else type(args.sampler).__name__
     facts["shards"] = shards if args.sharded else None
@@ -158,5 +158,5 @@ def _who_pins(args: Arguments) -> tuple[bool, bool]:
     if pin_memory is None:
         pin_memory = args.device is not None and args.device.type == "cuda"
     # DataLoader refuses a tensor that is on a GPU already, which none that comes from a worker is.
-    ours = pin_memory and args.workers["num_workers"] == 0 and torch.cuda.is_available()
+    ours = pin_memory and args.num_workers == 0 and torch.cuda.is_available()
     return pin_memory and not ours, ours

@@ -214,7 +214,7 @@ def test_a_collate_fn_is_given_one_microbatch_at_a_time():
 
 
 def inside(loader):
-    return loader._source.workers.loader
+    return loader._source.workers
 
 
 def test_arguments_are_handed_on():

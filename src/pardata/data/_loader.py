@@ -15,8 +15,8 @@ from pardata.data._order import Order
 from pardata.data._placement import Placement
 from pardata.data._plan import Plan
 from pardata.data._position import Position, Recipe
-from pardata.data._reader import Fetched, Indexed
-from pardata.data._streamed import Streamed
+from pardata.data._reader import Fetched
+from pardata.data._workers import Source
 from pardata.ranks._arguments import check_integer
 from pardata.ranks._logger import get_logger
 
@@ -74,7 +74,7 @@ class Loader:
         recipe: Recipe,
         plan: Plan,
         order: Order | None,
-        source: Indexed | Streamed,
+        source: Source,
         placement: Placement,
     ) -> None:
         self.dataset: Dataset[Any] = source.reader.dataset
@@ -243,7 +243,7 @@ class Loader:
         self._has_spoken = True
         if stats["wait_seconds"] < _LONG or stats["wait_share"] < _LONG_SHARE:
             return
-        workers = 0 if self._source.workers is None else self._source.workers.loader.num_workers
+        workers = 0 if self._source.workers is None else self._source.workers.num_workers
         cures = f"more num_workers (now {workers}) read in parallel"
         if not is_read_whole(self.dataset):
             cures += (

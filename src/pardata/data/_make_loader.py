@@ -13,10 +13,10 @@ from pardata.data._order import Order, Requests
 from pardata.data._placement import Placement
 from pardata.data._plan import Plan
 from pardata.data._position import Recipe
-from pardata.data._reader import Collation, Indexed, Reader, Seeds
+from pardata.data._reader import Collation, Reader, Seeds
 from pardata.data._stream import Stream
 from pardata.data._streamed import Streamed
-from pardata.data._workers import Workers
+from pardata.data._workers import Source
 
 
 def make_loader(
@@ -123,22 +123,16 @@ def _built(args: Arguments) -> Loader:
     loader_pins, we_pin = _who_pins(args)
     ranks = args.here if args.size > 1 else None
 
-    def workers(read: Any, requests: Requests | None = None) -> Workers | None:
-        if not (args.num_workers or loader_pins):
-            return None  # DataLoader takes 90 microseconds a batch more
-        own = {"pin_memory": loader_pins, **args.workers}
-        return Workers(read, requests, args.seed, args.rank, **own)
-
-    source: Indexed | Streamed
+    own = {"seed": args.seed, "rank": args.rank, "pin_memory": loader_pins, **args.workers}
+    source: Source
     order = None
     if isinstance(args.dataset, IterableDataset):
         stream = Stream(args.dataset, collation, plan, sharded=args.sharded)
-        source = Streamed(stream, workers(stream), ranks)
+        source = Streamed(stream, ranks, **own)
     else:
         order = Order(ranks, args.length, args.seed, args.shuffle, args.sampler)
         requests = Requests(plan, order, to_workers=args.num_workers > 0)
-        reader = Reader(args.dataset, collation)
-        source = Indexed(reader, requests, workers(reader, requests))
+        source = Source(Reader(args.dataset, collation), requests, **own)
     placement = Placement(args.device, args.batch_transform, seeds, args.prefetch, we_pin)
     return Loader(_recipe(args), plan, order, source, placement)
 

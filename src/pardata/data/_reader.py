@@ -1,6 +1,6 @@
 """Reading a rank's part of a step, in a worker or here: seeded, collated, and errors say where."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from pardata.data._batch import is_read_whole, whole_batch_reader
-from pardata.data._order import Request, Requests, as_list
+from pardata.data._order import Request, as_list
 from pardata.data._plan import Step
 from pardata.data._sameness import same
-from pardata.data._workers import Workers
 from pardata.ranks._logger import get_logger
 from pardata.seeds._generators import (
     Default,
@@ -199,19 +198,3 @@ class Reader(StandsForDataset, Dataset[Any]):
                 first[0],
                 type(self.dataset).__name__,
             )
-
-
-@dataclass(frozen=True)
-class Indexed:
-    """The steps of a data set that has indices; without `workers`, they are read here."""
-
-    reader: Reader
-    requests: Requests
-    workers: Workers | None
-
-    def steps(self, epoch: int, delivered: int) -> Iterator[Fetched]:
-        """Yield the steps after those delivered. Collective where the order is a sampler's."""
-        self.requests.start_at(epoch, delivered)
-        if self.workers is None:
-            return map(self.reader.__getitem__, self.requests)
-        return self.workers.begun(epoch)

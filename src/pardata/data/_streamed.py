@@ -1,7 +1,6 @@
 """The steps of a stream: alike in every worker, and ending at the same one on every rank."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,32 +10,32 @@ from pardata.collective._agreement import agree, require_same
 from pardata.collective._explanation import explained
 from pardata.data._reader import Fetched
 from pardata.data._stream import Stream, not_of_this_stream
-from pardata.data._workers import Workers
+from pardata.data._workers import Source
 from pardata.ranks._backend import device_of_counts
 from pardata.ranks._table import ranks_text
 from pardata.ranks._world import World
 
 
-@dataclass(frozen=True)
-class Streamed:
+class Streamed(Source):
     """The steps of a stream: they end when all `ranks`, if there are others, are at their end."""
 
-    reader: Stream
-    workers: Workers | None
-    ranks: World | None
+    def __init__(self, stream: Stream, ranks: World | None, **options: Any) -> None:
+        super().__init__(stream, None, **options)
+        self._ranks = ranks
 
     def steps(self, epoch: int, delivered: int) -> Iterator[Fetched]:
         """Yield the steps after those delivered. Collective, at each step, if there are ranks."""
-        stream, batch_size = self.reader, self.reader.plan.batch_size
+        stream: Stream = self.reader
+        batch_size = stream.plan.batch_size
         first = -(-delivered // batch_size)
         # Of streams that differ only reading again tells which worker delivered how much of its.
         again = first if stream.is_sharded else 0
         stream.start_at(epoch, 0 if again else delivered)
-        fetched = iter(stream) if self.workers is None else self.workers.begun(epoch)
+        fetched = self._begun(epoch, lambda: iter(stream))
         if not stream.is_sharded:
             fetched = _alike(fetched, first)
-        if self.ranks is not None:
-            fetched = _together(fetched, self.ranks, stream)
+        if self._ranks is not None:
+            fetched = _together(fetched, self._ranks, stream)
         return _after(fetched, again, batch_size) if again else fetched
 
 

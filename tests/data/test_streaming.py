@@ -65,11 +65,15 @@ class SplitByWorker(Count):
         return iter(range(info.id, self.length, info.num_workers))
 
 
-class SplitInRuns(Count):
-    """Gives worker 0 nothing."""
+class LessForWorker0(Count):
+    less = 0
 
     def __iter__(self):
-        return iter(range(self.length if get_worker_info().id else 0))
+        return iter(range(self.length if get_worker_info().id else self.less))
+
+
+class ATailForWorker0(LessForWorker0):
+    less = 10
 
 
 class SplitByRank(Count):
@@ -401,7 +405,8 @@ def _all_of(data, workers=0, **options):
 
 # Each in processes of their own: the workers of a loader that failed hang on its traceback.
 @pytest.mark.parametrize(
-    ("data", "size"), [(SplitByWorker(20), 1), (SplitByWorker(20), 2), (SplitInRuns(20), 1)]
+    ("data", "size"),
+    [(SplitByWorker(20), 2), (LessForWorker0(20), 1), (ATailForWorker0(20), 1)],
 )
 def test_a_stream_that_splits_itself_by_worker_is_found_out(data, size):
     for raised in run_caught(_all_of, data, 2, world_size=size, fresh=True):

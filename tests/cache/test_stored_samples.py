@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from cache_zoo import Point, equal
+from alike import equal
+from cache_zoo import Point
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image

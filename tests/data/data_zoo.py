@@ -2,9 +2,11 @@
 
 import logging
 import random
+from contextlib import contextmanager
 
 import numpy as np
 import torch
+from logged import Keeper
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from pardata import Microbatches, make_loader
@@ -80,25 +82,15 @@ ERRORS = {
 }
 
 
-class Keeper(logging.Handler):
-    """Keeps the lines of a log."""
-
-    def __init__(self, name, level=logging.NOTSET):
-        super().__init__()
-        self.lines = []
-        self.logger = logging.getLogger(name)
-        self.logger.addHandler(self)
-        self.logger.setLevel(level)
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-    def __enter__(self):
-        return self.lines
-
-    def __exit__(self, *_):
-        self.logger.removeHandler(self)
-        self.logger.setLevel(logging.NOTSET)
+@contextmanager
+def log_of(name, level=logging.NOTSET):
+    """Give what keeps the records of a log."""
+    plain, keeper = logging.getLogger(name), Keeper()
+    plain.addHandler(keeper)
+    plain.setLevel(level)
+    yield keeper
+    plain.removeHandler(keeper)
+    plain.setLevel(logging.NOTSET)
 
 
 def loader_of(data=23, batch_size=5, **options):

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import Subset, TensorDataset, get_worker_info
 
 from pardata import Microbatches
-from pardata.data._batch import pinned, tensors_of
+from pardata.data._batch import tensors_of
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
 Point = namedtuple("Point", ["x", "y"])  # noqa: PYI024  # the untyped kind must work too
@@ -34,23 +34,6 @@ class Graph:
 
 
 # --- moved ---
-
-
-def test_what_is_on_the_cpu_is_pinned_and_all_else_stays_where_it_is(monkeypatch):
-    asked = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: asked.append(tensor) or tensor)
-    here, there, own = torch.ones(2), torch.ones(2, device=OTHER), Pinnable()
-    batch = pinned({"a": [here, (there, "text")], "b": own, "c": 3})
-    assert [tensor is here for tensor in asked] == [True]
-    assert batch["a"][1][0] is there
-    assert batch["a"][1][1] == "text"
-    assert batch["b"] == "pinned"
-    assert batch["c"] == 3
-
-
-class Pinnable:
-    def pin_memory(self):
-        return "pinned"
 
 
 def moved(batch):
@@ -150,11 +133,10 @@ def test_what_has_no_rows_is_refused_on_every_rank_with_a_cure():
     for found in run(_emptied, [batch for batch, _ in REFUSED], world_size=2):
         for raised, (_, kind) in zip(found, REFUSED, strict=True):
             assert raised.type == "TypeError"
-            assert raised.text == (
-                f"a batch must be made of tensors, dicts, lists and tuples for a rank to get none "
-                f"of its rows, but this one holds a {kind}: use drop_last=True, or a batch size "
-                f"that leaves every rank a sample"
+            assert raised.text.startswith(
+                "a batch must be made of tensors, dicts, lists and tuples"
             )
+            assert f"but this one holds a {kind}: use drop_last=True, or a batch" in raised.text
 
 
 def test_alone_a_packed_sequence_is_a_batch_like_any_other():

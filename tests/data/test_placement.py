@@ -10,14 +10,11 @@ from torch.utils.data import TensorDataset, get_worker_info
 
 from pardata import Microbatches
 from pardata.data._placement import Placement
-from pardata.data._request import Seeds
+from pardata.data._reader import Seeds
 
 
 def loader_of(transform, **options):
     return any_loader_of(7, 3, batch_transform=transform, **options)
-
-
-# --- pinned memory ---
 
 
 # --- batch_transform ---
@@ -206,8 +203,8 @@ def gpu(monkeypatch):
     return gpu
 
 
-def ahead(batches, prefetch, device="cuda"):
-    return Placement(torch.device(device), None, Seeds(0, True, False), prefetch).ahead(batches)
+def ahead(batches, prefetch):
+    return Placement(torch.device("cuda"), None, Seeds(0, True, False), prefetch).ahead(batches)
 
 
 def test_on_a_gpu_the_next_batch_is_made_on_another_stream_and_each_waited_for(gpu):
@@ -247,9 +244,3 @@ def test_so_many_batches_are_made_ahead(prefetch, gpu):
     for number, _ in batches:
         made = sum("makes" in line for line in gpu.log)
         assert made == min(number + prefetch, 4)
-
-
-@pytest.mark.parametrize(("prefetch", "device"), [(0, "cuda"), (1, "cpu")])
-def test_with_nothing_ahead_the_batches_are_as_they_are(prefetch, device):
-    batches = iter([1])
-    assert ahead(batches, prefetch, device) is batches

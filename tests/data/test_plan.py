@@ -37,22 +37,23 @@ def test_the_ranks_shares_are_the_step_in_pieces_that_do_not_depend_on_their_num
     team = [
         Plan(None, 64, False, microbatch_size, rank, size).share_of(samples) for rank in range(size)
     ]
-    own = [shared.runs if shared.rows else [] for shared in team]
-    assert [n for runs in own for run in runs for n in run] == list(range(samples))
+    team, runs = zip(*team, strict=True)
+    own = [each if shared.rows else [] for shared, each in zip(team, runs, strict=True)]
+    assert [n for each in own for run in each for n in run] == list(range(samples))
     assert {shared.samples for shared in team} == {samples}
-    assert [shared.rows for shared in team] == [sum(map(len, runs)) for runs in own]
+    assert [shared.rows for shared in team] == [sum(map(len, each)) for each in own]
     (counts,) = {shared.counts for shared in team}
     if microbatch_size is None:
         assert counts == (samples,)
         assert {shared.first for shared in team} == {0}
     else:
-        assert counts == tuple(len(run) for runs in own for run in runs)
+        assert counts == tuple(len(run) for each in own for run in each)
         assert set(counts[:-1]) <= {microbatch_size}
         assert [shared.first for shared in team] == [
             sum(map(len, own[:rank])) for rank in range(size)
         ]
     stand_in = range(samples)[: microbatch_size or 1]
-    assert all(shared.runs == [stand_in] for shared in team if not shared.rows)
+    assert all(own == [stand_in] for own, step in zip(runs, team, strict=True) if not step.rows)
 
 
 def test_golden_values_of_the_hash():

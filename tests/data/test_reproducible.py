@@ -11,7 +11,7 @@ from data_zoo import Drawing, Numbers, joined, loader_of, states, steps
 from on_ranks import caught, run, run_caught
 from torch.utils.data import ConcatDataset, RandomSampler, Subset, TensorDataset
 
-from pardata import make_loader
+from pardata import make_loader, seed_everything
 
 
 class DrawingSometimes(Drawing):
@@ -26,11 +26,6 @@ class DrawingSometimes(Drawing):
         if index > 8:
             number += torch.rand(()).item()
         return number
-
-
-class Plain(Numbers):
-    def __init__(self, length=13):
-        super().__init__(length)
 
 
 class Named(Drawing):
@@ -101,7 +96,7 @@ def _samples(workers):
     }
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.soak)])
 def test_a_sample_is_the_same_whoever_reads_it(size):
     alone = _samples([0])
     ranks = run(_samples, [0, 2], world_size=size)
@@ -123,7 +118,7 @@ def test_a_sample_does_not_depend_on_the_order_or_the_batch():
 # --- the training process ---
 
 
-@pytest.mark.parametrize("data", [Drawing(), DrawingSometimes(), Plain()])
+@pytest.mark.parametrize("data", [Drawing(), DrawingSometimes(), Numbers(13)])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_generators_of_the_training_process_are_left_alone(workers, data):
     loader = make_loader(data, 4, shuffle=True, num_workers=workers)
@@ -144,14 +139,10 @@ def test_a_loop_that_seeds_does_not_change_the_samples():
 
 
 def test_without_it_a_data_set_draws_from_the_generators_as_they_are():
-    torch.manual_seed(5)
-    random.seed(5)
-    np.random.seed(5)  # noqa: NPY002  # as users do
+    seed_everything(5)
     expected = [Drawing()[index] for index in range(13)]
     after = states()
-    torch.manual_seed(5)
-    random.seed(5)
-    np.random.seed(5)  # noqa: NPY002  # as users do
+    seed_everything(5)
     (found,) = epochs_of(Drawing(), 1, reproducible=False)
     assert [row for step in found for row in step] == expected
     assert states() == after
@@ -184,9 +175,9 @@ class Draws:
         return torch.as_tensor(batch)
 
 
-class DrawsAsItems(Plain):
+class DrawsAsItems(Numbers):
     def __init__(self, draws):
-        super().__init__()
+        super().__init__(13)
         self.draws = draws
 
     def __getitems__(self, indices):
@@ -194,7 +185,7 @@ class DrawsAsItems(Plain):
 
 
 def loader_that_draws(what, draws, **options):
-    data = DrawsAsItems(draws) if what == "__getitems__" else Plain()
+    data = DrawsAsItems(draws) if what == "__getitems__" else Numbers(13)
     if what != "__getitems__":
         options[what] = draws
     return make_loader(data, 4, **{"num_workers": 0, **options})
@@ -203,35 +194,14 @@ def loader_that_draws(what, draws, **options):
 WHAT = ["collate_fn", "batch_transform", "__getitems__"]
 
 
-def _until_it_raises(what, kind, since):
-    seen = []
-    loader = loader_that_draws(what, Draws(kind, since))
-
-    def loop():
-        seen.extend(batch.tolist() for batch in loader)
-
-    return len(seen), caught(loop), len(seen)
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "since"), [*((kind, 0) for kind in KINDS), ("torch", 3)])
 @pytest.mark.parametrize("what", WHAT)
-def test_drawing_for_a_share_raises_and_names_both_cures(what, kind):
-    _, raised, seen = _until_it_raises(what, kind, 0)
-    assert seen == 0
+def test_drawing_for_a_share_raises_and_names_both_cures(what, kind, since):
+    seen, loader = [], loader_that_draws(what, Draws(kind, since))
+    raised = caught(lambda: seen.extend(batch.tolist() for batch in loader))
+    assert len(seen) == since
     assert raised.type == "RuntimeError"
-    assert raised.text == (
-        f"`{what}` must draw no random numbers from a batch whose size depends on the number of "
-        f"ranks, but did: pass `microbatch_size`, so that it gets the same pieces at every world "
-        f"size, each seeded alike, or reproducible=False"
-    )
-
-
-@pytest.mark.parametrize("since", [1, 3])
-@pytest.mark.parametrize("what", WHAT)
-def test_it_raises_at_a_later_step_too(what, since):
-    _, raised, seen = _until_it_raises(what, "torch", since)
-    assert seen == since
-    assert f"`{what}` must draw no random numbers from a batch" in raised.text
+    assert f"`{what}` must draw no random numbers from a batch whose size" in raised.text
 
 
 def _in_a_worker():
@@ -281,7 +251,7 @@ def _microbatches(workers):
     }
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.soak)])
 def test_with_microbatches_they_draw_the_same_at_every_size(size):
     alone = _microbatches([0])
     ranks = run(_microbatches, [0, 2], world_size=size)
@@ -302,7 +272,7 @@ def test_collate_fn_and_batch_transform_do_not_draw_the_same_numbers():
         return torch.stack([batch, torch.rand(len(batch))], 1)
 
     (batch,) = make_loader(
-        Plain(4), 4, microbatch_size=4, collate_fn=column, batch_transform=beside, num_workers=0
+        Numbers(4), 4, microbatch_size=4, collate_fn=column, batch_transform=beside, num_workers=0
     )
     assert not torch.equal(batch[0][:, 0], batch[0][:, 1])
 
@@ -315,7 +285,7 @@ def _warned(folder, kind, workers, options):
     handler = logging.FileHandler(folder / f"{rank}.log")  # which workers write to as well
     logger = logging.getLogger("pardata.data._reader")
     logger.addHandler(handler)
-    data = Plain() if kind is None else Generators(kind)
+    data = Numbers(13) if kind is None else Generators(kind)
     epochs_of(data, num_workers=workers, **options)
     logger.removeHandler(handler)
     handler.close()

@@ -49,36 +49,23 @@ def test_a_batch_is_delivered_once_the_loop_has_it_and_not_when_it_is_read(worke
     assert place(loader) == (1, 0)
 
 
-def test_a_break_keeps_the_place_until_the_next_epoch_begins():
+def test_a_break_and_an_error_keep_the_place_until_the_next_epoch_begins():
     loader = loader_of()
-    for step, _ in enumerate(loader):
-        if step == 1:
-            break
-    assert place(loader) == (0, 10)
+
+    def leave(after, error):
+        for step, _ in enumerate(loader, 1):
+            if step == after:
+                raise error
+
+    for epoch, error in enumerate([LookupError, KeyboardInterrupt]):
+        state = loader.state_dict()
+        assert caught(leave, 2, error).type == error.__name__
+        assert place(loader) == (epoch, 10)
+        assert state["delivered"] == 10 * epoch  # a copy
     batches = iter(loader)
-    assert place(loader) == (1, 0)
+    assert place(loader) == (2, 0)
     next(batches)
-    assert place(loader) == (1, 5)
-
-
-def test_an_error_in_the_body_counts_its_step_as_delivered():
-    loader = loader_of()
-
-    def fail():
-        for _ in loader:
-            raise LookupError
-
-    assert isinstance(caught(fail), Raised)
-    assert place(loader) == (0, 5)
-
-
-def test_a_state_is_a_copy():
-    loader = loader_of()
-    state = loader.state_dict()
-    steps(loader)
-    assert state["epoch"] == 0
-    state["seed"] = 7
-    assert loader.state_dict()["seed"] == 1
+    assert place(loader) == (2, 5)
 
 
 def test_the_seed_that_rank_0_chose_is_in_the_state():
@@ -89,41 +76,13 @@ def test_the_seed_that_rank_0_chose_is_in_the_state():
 # --- where it goes on ---
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_the_next_iter_yields_the_rest_and_any_later_one_a_whole_epoch(shuffle):
-    whole = [steps(loader) for loader in [loader_of(shuffle=shuffle)] for _ in range(3)]
-    saved, loader = loader_of(shuffle=shuffle), loader_of(shuffle=shuffle)
-    steps(saved)
-    for step, _ in enumerate(saved):
-        if step == 1:
-            loader.load_state_dict(saved.state_dict())
-            break
-    assert (loader.epoch, len(loader)) == (1, len(whole[1]))
-    assert place(loader) == (1, 10)
-    assert steps(loader) == whole[1][2:]
-    assert loader.epoch == 2
-    assert steps(loader) == whole[2]
-
-
 def test_after_a_break_in_the_rest_the_next_iter_is_the_next_epoch():
     loader = at(loader_of(), 2, 5)
+    assert (loader.epoch, len(loader)) == (2, 5)
     assert rows(next(iter(loader))) == [5, 6, 7, 8, 9]
     assert place(loader) == (2, 10)
     assert loader.epoch == 3
     assert rows(next(iter(loader))) == [0, 1, 2, 3, 4]
-
-
-def test_in_the_body_of_the_last_step_nothing_is_left_of_the_epoch():
-    for drop_last, end in ((False, 23), (True, 20)):
-        saved, loader = (loader_of(drop_last=drop_last) for _ in range(2))
-        states = [saved.state_dict() for _ in saved]
-        assert states[-1]["delivered"] == end
-        loader.load_state_dict(states[-1])
-        assert place(loader) == (0, end)
-        assert loader.epoch == 0
-        assert steps(loader) == []
-        assert place(loader) == (1, 0)
-        assert len(steps(loader)) == len(loader)
 
 
 def test_workers_that_live_on_go_on_there_too():
@@ -202,78 +161,48 @@ def test_a_billion_samples_in_it_goes_on_at_once():
     assert loader.state_dict()["delivered"] == delivered + 100
 
 
-# --- what does not match ---
+# --- what does not match; the whole texts are in docs/errors.md ---
 
-CHANGED = {
-    "length": ({"data": 24}, "length was 23 and is 24"),
-    "seed": ({"seed": 2}, "seed was 1 and is 2"),
-    "batch size": ({"batch_size": 4}, "batch_size was 5 and is 4"),
-    "shuffle": ({"shuffle": True, "drop_last": False}, "shuffle was False and is True"),
-    "drop_last": ({"drop_last": True}, "drop_last was False and is True"),
-    "microbatches": ({"microbatch_size": 2}, "microbatch_size was None and is 2"),
-    "sampler": (
+CHANGED = [
+    ({"drop_last": True}, "drop_last was False and is True"),
+    ({"microbatch_size": 2}, "microbatch_size was None and is 2"),
+    (
         {"sampler": SequentialSampler(range(23)), "drop_last": False},
         "sampler was None and is 'SequentialSampler'",
     ),
-    "two": ({"seed": 2, "drop_last": True}, "drop_last was False and is True, seed was 1 and is 2"),
-}
+    ({"seed": 2, "drop_last": True}, "drop_last was False and is True, seed was 1 and is 2"),
+]
 
 
-@pytest.mark.parametrize("case", CHANGED)
-def test_a_state_of_another_loader_names_what_differs(case):
-    options, difference = CHANGED[case]
+@pytest.mark.parametrize(("options", "difference"), CHANGED)
+def test_a_state_of_another_loader_names_what_differs(options, difference):
     raised = caught(loader_of(**options).load_state_dict, loader_of().state_dict())
-    assert raised.type == "ValueError"
-    assert raised.text == (
-        f"`state` must come from a loader with the same data set and arguments, but {difference}: "
-        f"make the loader as it was when the state was saved"
-    )
+    assert f"the same data set and arguments, but {difference}: make the loader as" in raised.text
 
 
-def test_a_state_of_another_release_says_so():
-    state = {**loader_of().state_dict(), "version": 2}
-    for other in (state, {"version": 2, "more": 1}):
-        raised = caught(loader_of().load_state_dict, other)
-        assert raised.type == "ValueError"
-        assert raised.text == (
-            "`state` must be of version 1, but is of version 2: load it with the release of "
-            "pardata that saved it"
-        )
+NO_STATES = [
+    ({"version": 2, "more": 1}, "must be of version 1, but is of version 2: load it"),
+    ([1, 2], "but is [1, 2]: look"),
+    ({"version": 1, "epoch": 0}, "but is {'epoch': 0, 'version': 1}: look"),
+    ({str(i): i for i in range(9)}, "but is {'0': 0, '1': 1, '2': 2, '3': 3, ...}: look"),
+]
 
 
-@pytest.mark.parametrize(
-    ("state", "shown"),
-    [
-        ({}, "{}"),
-        (None, "None"),
-        ([1, 2], "[1, 2]"),
-        ({"weight": 1}, "{'weight': 1}"),
-        ({"version": 1, "epoch": 0}, "{'epoch': 0, 'version': 1}"),
-        ({str(i): i for i in range(9)}, "{'0': 0, '1': 1, '2': 2, '3': 3, ...}"),
-    ],
-)
-def test_what_is_no_state_of_a_loader_is_shown_in_short(state, shown):
+@pytest.mark.parametrize(("state", "text"), NO_STATES)
+def test_what_is_no_state_of_a_loader_is_shown_in_short(state, text):
     raised = caught(loader_of().load_state_dict, state)
     assert raised.type == "ValueError"
-    assert raised.text == (
-        f"`state` must be what the state_dict() of a loader returned, but is {shown}: look at what "
-        f"was saved"
-    )
+    assert text in raised.text
 
 
 @pytest.mark.parametrize(
     ("epoch", "delivered"),
-    [(0, 7), (0, 21), (0, 25), (0, 30), (0, -5), (-1, 5), (0, 5.0), ("0", 5), (0, None), (True, 5)],
+    [(0, 7), (0, 21), (0, 25), (0, 30), (0, -5), (0, 5.0), ("0", 5), (0, None), (True, 5)],
 )
 def test_a_place_inside_a_batch_or_beyond_the_end_is_none(epoch, delivered):
-    loader = loader_of()
-    state = {**loader.state_dict(), "epoch": epoch, "delivered": delivered}
-    raised = caught(loader.load_state_dict, state)
+    raised = caught(at, loader_of(), epoch, delivered)
     assert raised.type == "ValueError"
-    assert raised.text == (
-        f"`state` must be at the end of a batch of 5, but is at sample {delivered!r} of epoch "
-        f"{epoch!r}: look at what was saved"
-    )
+    assert f"of 5, but is at sample {delivered!r} of epoch {epoch!r}: look" in raised.text
 
 
 def test_a_state_that_is_refused_changes_nothing():

@@ -3,7 +3,7 @@
 import json
 
 import torch
-from data_zoo import Rotated, joined, loader_of, rows, steps
+from data_zoo import Rotated, joined, loader_of, rows
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from on_ranks import run
@@ -141,20 +141,3 @@ def test_real_ranks_and_workers_go_on_where_others_stopped():
             seen[kind] += zip(epochs, shares, strict=True)
     for kind in KINDS:
         assert seen[kind] == whole[kind][0], kind
-
-
-def _epochs_with_workers(workers):
-    loader = loader_of(10, 4, shuffle=True, num_workers=workers)
-    found = [steps(loader) for _ in range(2)]
-    for _ in loader:
-        break
-    found.append(steps(loader))
-    loader.set_epoch(1)
-    return [*found, steps(loader)]
-
-
-def test_workers_persist_over_epochs_and_change_nothing():
-    with_workers = run(_epochs_with_workers, 2, world_size=2)
-    assert with_workers == run(_epochs_with_workers, 0, world_size=2)
-    for _, second, fourth, second_again in with_workers:
-        assert second == second_again != fourth

@@ -80,22 +80,29 @@ def limit(freedom):
     return freedom * (1 - ninth + 4.7534 * math.sqrt(ninth)) ** 3
 
 
+def seeds(some, many):
+    """Let a test look at some seeds, and in the long run at many."""
+    return pytest.mark.parametrize("seeds", [some, pytest.param(many, marks=pytest.mark.soak)])
+
+
 def chi_square(counts, expected):
     return ((counts - expected) ** 2 / expected).sum().item()
 
 
-def test_each_of_the_24_orders_of_four_comes_as_often_as_any_other():
+@seeds(9_600, 240_000)
+def test_each_of_the_24_orders_of_four_comes_as_often_as_any_other(seeds):
     orders = {whole: number for number, whole in enumerate(permutations(range(4)))}
     counts, all_four = torch.zeros(24), torch.arange(4)
-    for seed in range(9_600):
+    for seed in range(seeds):
         counts[orders[tuple(order(4, seed, 0, all_four).tolist())]] += 1
-    assert chi_square(counts, torch.full((24,), 400)) < 70.549  # 23 degrees of freedom
+    assert chi_square(counts, torch.full((24,), seeds / 24)) < 70.549  # 23 degrees of freedom
 
 
 @BOTH
-def test_each_number_is_as_likely_at_each_of_a_thousand_positions(monkeypatch, drawn):
+@seeds(500, 2000)
+def test_each_number_is_as_likely_at_each_of_a_thousand_positions(monkeypatch, seeds, drawn):
     monkeypatch.setattr("pardata.data._shuffle._DRAWN", drawn)
-    length, seeds = 1000, 500
+    length = 1000
     counts = torch.zeros(length * length)
     for seed in range(seeds):
         counts[torch.arange(length) * length + order(length, seed)] += 1
@@ -109,10 +116,11 @@ def test_each_number_is_as_likely_at_each_of_a_thousand_positions(monkeypatch, d
     [(1000, DRAWN), (1000, 0), (DRAWN + 1, DRAWN), (10**9, DRAWN)],
     ids=["drawn", "computed", "65537", "10**9"],
 )
-def test_where_two_positions_go_says_nothing_of_each_other(monkeypatch, length, drawn):
+@seeds(2000, 5000)
+def test_where_two_positions_go_says_nothing_of_each_other(monkeypatch, seeds, length, drawn):
     # The second of a pair is next to the first in the grid of rows and columns, or far away.
     monkeypatch.setattr("pardata.data._shuffle._DRAWN", drawn)
-    side, bins, seeds = math.isqrt(length - 1) + 1, 10, 2000
+    side, bins = math.isqrt(length - 1) + 1, 10
     others = [1, side, side + 1, length // 2, length - 1]
     counts = torch.zeros(len(others), bins, bins)
     for seed in range(seeds):

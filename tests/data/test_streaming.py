@@ -4,12 +4,13 @@ import itertools
 import json
 import logging
 import random
+import weakref
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from data_zoo import ERRORS, Count, Keeper, Sized, at, flat, joined, loader_of, rows, states, steps
+from data_zoo import ERRORS, Count, Sized, at, flat, joined, loader_of, log_of, rows, states, steps
 from on_ranks import Raised, caught, run, run_caught
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -64,11 +65,15 @@ class SplitByWorker(Count):
         return iter(range(info.id, self.length, info.num_workers))
 
 
-class SplitInRuns(Count):
-    """Gives worker 0 nothing."""
+class LessForWorker0(Count):
+    less = 0
 
     def __iter__(self):
-        return iter(range(self.length if get_worker_info().id else 0))
+        return iter(range(self.length if get_worker_info().id else self.less))
+
+
+class ATailForWorker0(LessForWorker0):
+    less = 10
 
 
 class SplitByRank(Count):
@@ -170,7 +175,7 @@ def _cases_without_and_with_workers():
     return [_cases(0), _cases(2)]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.soak)])
 def test_every_step_is_the_same_samples_at_every_size_and_number_of_workers(size):
     alone = _cases(0)
     for found in zip(*run(_cases_without_and_with_workers, world_size=size), strict=True):
@@ -180,11 +185,6 @@ def test_every_step_is_the_same_samples_at_every_size_and_number_of_workers(size
                 assert joined(shares) == whole, (name, epoch)
                 counts = [[len(part) for part in step] for step in zip(*shares, strict=True)]
                 assert all(max(count) - min(count) <= 1 for count in counts)
-
-
-def _at_epoch(loader, epoch):
-    loader.set_epoch(epoch)
-    return loader
 
 
 def test_a_shuffle_inside_the_stream_is_another_one_each_epoch_and_with_each_seed():
@@ -208,12 +208,12 @@ def test_the_generators_of_the_training_process_are_left_alone(workers, reproduc
 
 
 def test_set_epoch_and_a_state_reach_workers_that_live_on():
-    whole = steps(_at_epoch(loader_of(Buffer(13)), 3))
+    whole = steps(at(loader_of(Buffer(13)), 3))
     loader = loader_of(Buffer(13), num_workers=1)
     steps(loader)
-    assert steps(_at_epoch(loader, 3)) == whole
-    at(loader, 3, 5)
-    assert steps(loader) == whole[1:]
+    loader.set_epoch(3)
+    assert steps(loader) == whole
+    assert steps(at(loader, 3, 5)) == whole[1:]
 
 
 def _tail():
@@ -333,18 +333,6 @@ def test_every_place_of_an_epoch_can_be_gone_on_from(case):
         assert found + rest == whole
 
 
-def _end():
-    loader = loader_of(Count(11))
-    state = [loader.state_dict() for _ in loader][-1]
-    loader.load_state_dict(state)
-    return state["delivered"], len(steps(loader)), loader.epoch
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_in_the_body_of_the_last_step_nothing_is_left_of_the_stream(size):
-    assert run(_end, world_size=size) == [(11, 0, 1)] * size
-
-
 class Longer(Count):
     """Has four samples more than it says."""
 
@@ -361,24 +349,21 @@ def test_where_a_stream_ends_is_not_for_its_length_to_say():
         at(loader, 0, 27)
 
 
+# Of how long a stream, after how many samples, and whether it is sharded.
 PLACES = {
-    (Count, 10, 7): "7 samples, and it goes on there, in the middle of a batch of 5",
-    (Count, 10, 100): "100 samples, and it ended after 10",
-    (Count, 10, 12): "12 samples, and it ended after 10",
-    (Count, 0, 5): "5 samples, and it ended after 0",
-    ("sharded", 2, 100): "100 samples, and on some rank it ended after",
+    (10, 7, False): "7 samples, and it goes on there, in the middle of a batch of 5",
+    (10, 100, False): "100 samples, and it ended after 10",
+    (10, 12, False): "12 samples, and it ended after 10",
+    (0, 5, False): "5 samples, and it ended after 0",
+    (2, 100, True): "100 samples, and on some rank it ended after",
 }
 
 
 def _no_such_place(workers):
-    found = []
-    for kind, length, delivered in PLACES:
-        own = kind == "sharded"
-        data = Count(length) if own else kind(length)
-        loader = loader_of(data, num_workers=workers, sharded=own)
-        at(loader, 0, delivered)
-        found.append(caught(list, loader))
-    return found
+    return [
+        caught(list, at(loader_of(Count(length), num_workers=workers, sharded=own), 0, delivered))
+        for length, delivered, own in PLACES
+    ]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -387,38 +372,26 @@ def test_to_go_on_where_the_stream_has_no_such_place_is_an_error_on_every_rank(s
     for outcomes in run(_no_such_place, workers, world_size=size):
         for raised, text in zip(outcomes, PLACES.values(), strict=True):
             assert raised.type == "ValueError"
-            assert "`state` must have been taken of this stream, but its `delivered` is" in (
-                raised.text
-            )
-            assert text in raised.text
+            start = "`state` must have been taken of this stream, but its `delivered` is"
+            assert f"{start} {text}" in raised.text
 
 
-def test_that_a_stream_must_be_read_again_is_said():
-    with Keeper("pardata.data._loader", logging.INFO) as lines:
-        loader = at(loader_of(Count(23)), 0)
-        assert lines == []
-        at(loader, 0, 15)
-    assert lines == ["[0/1] reads 15 samples again, to go on after them"]
-
-
-def test_what_is_read_again_is_not_kept():
-    alive = [0]
-    most = []
-
-    class Sample:
-        def __init__(self):
-            alive[0] += 1
-            most.append(alive[0])
-
-        def __del__(self):
-            alive[0] -= 1
+def test_that_a_stream_must_be_read_again_is_said_and_what_is_read_is_not_kept():
+    alive, most = weakref.WeakSet(), []
 
     class Heavy(IterableDataset):
         def __iter__(self):
-            return (Sample() for _ in range(103))
+            for _ in range(103):
+                sample = Count(0)
+                alive.add(sample)
+                most.append(len(alive))
+                yield sample
 
-    loader = loader_of(Heavy(), collate_fn=len)
-    at(loader, 0, 100)
+    with log_of("pardata.data._loader", logging.INFO) as log:
+        loader = at(loader_of(Heavy(), collate_fn=len), 0)
+        assert log.lines == []
+        at(loader, 0, 100)
+    assert log.lines == ["[0/1] reads 100 samples again, to go on after them"]
     assert list(loader) == [3]
     assert max(most) <= 5
 
@@ -432,7 +405,8 @@ def _all_of(data, workers=0, **options):
 
 # Each in processes of their own: the workers of a loader that failed hang on its traceback.
 @pytest.mark.parametrize(
-    ("data", "size"), [(SplitByWorker(20), 1), (SplitByWorker(20), 2), (SplitInRuns(20), 1)]
+    ("data", "size"),
+    [(SplitByWorker(20), 2), (LessForWorker0(20), 1), (ATailForWorker0(20), 1)],
 )
 def test_a_stream_that_splits_itself_by_worker_is_found_out(data, size):
     for raised in run_caught(_all_of, data, 2, world_size=size, fresh=True):
@@ -453,15 +427,11 @@ def test_a_stream_that_splits_itself_by_rank_is_found_out():
     for found in run(_split_by_rank, world_size=2):
         for raised in found:
             assert raised.type == "RuntimeError"
-            assert (
-                "must pass the same to `make_loader(IterableDataset)`, but `first samples` differ"
-            ) in raised.text
-            assert "  rank 0: first samples='" in raised.text
-            assert "  rank 1: first samples='" in raised.text
-            assert raised.text.endswith(
-                "Let the stream yield the same samples everywhere, drawing from the default "
-                "generators alone, or pass sharded=True if each rank and worker has its own."
-            )
+            start, first, second, cure = raised.text.split("\n")
+            assert "to `make_loader(IterableDataset)`, but `first samples` differ" in start
+            assert first.startswith("  rank 0: first samples='")
+            assert second.startswith("  rank 1: first samples='")
+            assert cure.startswith("Let the stream yield the same samples everywhere, drawing from")
 
 
 class Kinds(IterableDataset):
@@ -505,18 +475,14 @@ def test_what_cannot_be_told_apart_is_no_difference():
     assert run(_as_many_as_rows, world_size=2) == [[1], [0]]
 
 
-def _left_by_an_early_end(less):
-    seen = []
-    loader = loader_of(EndsEarly(12, less), 4)
-
-    def loop():
-        seen.extend(batch.tolist() for batch in loader)
-
-    return seen, caught(loop)
+def until_it_raises(data, **options):
+    """Return what a loop got, and the error that it ended in."""
+    seen, loader = [], loader_of(data, 4, **options)
+    return seen, caught(lambda: seen.extend(batch.tolist() for batch in loader))
 
 
 def _left_by_early_ends(less):
-    return [_left_by_an_early_end(number) for number in less]
+    return [until_it_raises(EndsEarly(12, number)) for number in less]
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -678,19 +644,12 @@ def test_streams_of_their_own_go_on_after_the_last_step_whoever_has_ended(
 # --- errors in the stream ---
 
 
-def _failing(error, at, rank, workers):
-    seen = []
-    loader = loader_of(Failing(20, error, at, rank), 4, num_workers=workers)
-
-    def loop():
-        seen.extend(batch.tolist() for batch in loader)
-
-    return seen, caught(loop)
-
-
 def _each_error(workers):
     # In a process of its own: the workers of a loader that failed hang on its traceback.
-    return {text: _failing(error, 9, None, workers) for text, error in ERRORS.items()}
+    return {
+        text: until_it_raises(Failing(20, error, 9), num_workers=workers)
+        for text, error in ERRORS.items()
+    }
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -704,12 +663,12 @@ def test_an_error_names_the_sample_the_rank_and_what_it_was(workers):
 
 
 def test_an_error_at_the_start_says_that_there_is_no_stream():
-    (_, raised) = _failing(OSError("no such file"), None, None, 0)
+    _, raised = until_it_raises(Failing(20, OSError("no such file"), None))
     assert raised.text == "the stream could not be read on rank 0: OSError: no such file"
 
 
 def _failing_on_rank_1():
-    return [_failing(ValueError("torn"), at, 1, 0) for at in (None, 0, 9)]
+    return [until_it_raises(Failing(20, ValueError("torn"), at, 1)) for at in (None, 0, 9)]
 
 
 def test_an_error_on_one_rank_is_raised_on_every_rank_after_the_same_step():

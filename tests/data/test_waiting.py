@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
-from logged import Keeper
+from data_zoo import log_of
 from on_ranks import caught, run
 from torch.utils.data import Dataset
 
@@ -39,7 +39,7 @@ class Slow(Dataset):
 @contextmanager
 def fake_time():
     clock = FakeTime()
-    with patch("pardata.data._loader.time", clock), patch("pardata.data._clock.time", clock):
+    with patch("pardata.data._loader.time", clock):
         yield clock
 
 
@@ -76,18 +76,46 @@ def test_reduced_they_are_those_of_the_rank_that_waited_longest(seconds):
     assert [reduced for _, reduced in found] == [found[slowest][0]] * len(seconds)
 
 
-def test_reduced_in_a_single_process_they_are_its_own():
+def test_stats_tell_waiting_from_computing_of_each_epoch_anew():
     with fake_time() as clock:
         loader = loader_of(Slow(clock, 1))
-        epoch(loader, clock, 3)
-        expected = {
-            "seconds": 20.0,
-            "wait_seconds": 5.0,
-            "wait_share": 0.25,
-            "samples": 5,
-            "samples_per_second": 0.25,
-        }
-        assert loader.stats() == loader.stats(reduce=True) == expected
+        for _ in range(2):
+            epoch(loader, clock, 3)
+            clock.now += 1000  # an evaluation, say: no part of the epoch
+            expected = {
+                "seconds": 20.0,
+                "wait_seconds": 5.0,
+                "wait_share": 0.25,
+                "samples": 5,
+                "samples_per_second": 0.25,
+            }
+            assert loader.stats() == loader.stats(reduce=True) == expected
+        epoch(loader, clock, 3, steps=2)
+        clock.now += 1000  # the clock of an epoch that was left stands still
+        assert (loader.stats()["seconds"], loader.stats()["samples"]) == (8.0, 2)
+
+
+def test_starting_an_epoch_counts_as_waiting():
+    with fake_time() as clock:
+
+        class Sampler:
+            def __len__(self):
+                return 4
+
+            def __iter__(self):
+                clock.now += 10
+                return iter(range(4))
+
+        loader = make_loader(range(4), 2, sampler=Sampler(), num_workers=0)
+        list(loader)
+        # Twice: of its first epoch a sampler is asked for the order again.
+        assert loader.stats()["wait_seconds"] == loader.stats()["seconds"] == 20.0
+
+
+def test_stats_before_the_first_epoch_are_zero():
+    found = make_loader(range(2), 1).stats()
+    assert (found["samples"], found["wait_seconds"], found["wait_share"]) == (0, 0, 0)
+    assert found["samples_per_second"] == 0 < found["seconds"]
 
 
 def _before_and_within_the_first_epoch():
@@ -106,10 +134,8 @@ def test_reduced_they_may_be_asked_for_at_any_time():
 
 @pytest.fixture
 def log():
-    plain, keeper = logging.getLogger("pardata.data._loader"), Keeper()
-    plain.addHandler(keeper)
-    yield keeper
-    plain.removeHandler(keeper)
+    with log_of("pardata.data._loader") as keeper:
+        yield keeper
 
 
 def test_an_epoch_that_waited_long_says_so_once_and_what_to_change(log):
@@ -151,22 +177,16 @@ def test_a_first_epoch_that_did_not_wait_is_enough_for_it_to_stay_quiet(log):
     assert log.lines == []
 
 
-def test_an_epoch_that_was_left_does_not_count_and_the_next_does(log):
+@pytest.mark.parametrize(("delivered", "left_after"), [(0, 4), (5, None)])
+def test_an_epoch_that_was_left_or_of_which_nothing_was_left_does_not_count(
+    delivered, left_after, log
+):
     with fake_time() as clock:
         loader = loader_of(Slow(clock, 10))
-        epoch(loader, clock, 1, steps=4)
+        loader.load_state_dict({**loader.state_dict(), "delivered": delivered})
+        epoch(loader, clock, 1, steps=left_after)
         assert log.lines == []
         epoch(loader, clock, 1)
-        epoch(loader, clock, 1)
-    assert len(log.lines) == 1
-
-
-def test_an_epoch_of_which_nothing_was_left_does_not_count_either(log):
-    with fake_time() as clock:
-        loader = loader_of(Slow(clock, 10))
-        loader.load_state_dict({**loader.state_dict(), "delivered": 5})
-        epoch(loader, clock, 1)
-        assert log.lines == []
         epoch(loader, clock, 1)
     assert len(log.lines) == 1
 
@@ -184,11 +204,9 @@ def test_an_epoch_that_ends_in_an_error_says_nothing_of_waiting(log):
 
 
 def _lines():
-    plain, keeper = logging.getLogger("pardata.data._loader"), Keeper()
-    plain.addHandler(keeper)
-    with fake_time() as clock:
+    with log_of("pardata.data._loader") as log, fake_time() as clock:
         epoch(loader_of(Slow(clock, 3, 6), batch_size=3), clock, 2)
-    return keeper.lines
+    return log.lines
 
 
 def test_rank_0_says_it_for_all():

@@ -35,7 +35,7 @@ def test_auto_is_the_cores_less_one_and_none_for_whole_batches(
 
 def _auto_workers():
     workers = make_loader(range(4), 2)._source.workers
-    return 0 if workers is None else workers.loader.num_workers, usable_cores(world())
+    return 0 if workers is None else workers.num_workers, usable_cores(world())
 
 
 def test_ranks_of_one_node_share_its_cores():

@@ -1,50 +1,21 @@
 """cache_dataset: decode a data set once, then read whole batches of it from mapped memory."""
 
 import os
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import Dataset, default_collate
 
-from pardata.cache._cache_files import (
-    MANIFEST,
-    Field,
-    building,
-    create_files,
-    locked,
-    map_fields,
-    publish,
-    read_manifest,
-)
-from pardata.cache._original import (
-    Sample,
-    check_source,
-    class_name,
-    default_directory,
-    digest,
-    identity,
-    read_sample,
-)
-from pardata.cache._sample import fields_of, filled, kinds_of, of_kind, store
-from pardata.collective._agreement import Facts, agree, require_same
+from pardata.cache._cache_files import ensure, map_fields, read_manifest
+from pardata.cache._original import facts_of, read_sample
+from pardata.cache._sample import Field, fields_of, filled, kinds_of, of_kind
+from pardata.collective._agreement import agree, require_same
 from pardata.collective._rank_zero import rank_zero_first
-from pardata.data._batch import rows_of
-from pardata.data._whole_batches import ReadsBatches
-from pardata.data._workers import choose_workers
-from pardata.output._progress import progress
-from pardata.ranks._cores import usable_cores
-from pardata.ranks._logger import get_logger
-from pardata.ranks._world import World, require_world
+from pardata.data._batch import ReadsBatches, rows_of
+from pardata.ranks._world import require_world
 from pardata.seeds._generators import kept_generators
-
-_log = get_logger(__name__)
-
-_CHUNK = 64  # samples that a worker decodes at once
-_WORTH_WORKERS = 16 * _CHUNK  # samples; with fewer, processes cost more than they bring
 
 
 def cache_dataset(
@@ -91,19 +62,17 @@ def cache_dataset(
     """
     here = require_world("cache_dataset")
     with kept_generators():
-        told = agree(here, "cache_dataset", lambda: _facts(dataset, directory, num_workers, here))
-        require_same(
-            "cache_dataset",
-            [{name: facts[name] for name in ("the class", "the length")} for facts in told],
-            "Pass the same data set on every rank.",
-        )
-        plan: Any = next(facts["plan"] for facts in told if facts["node"] == here.node_rank)
+        told = agree(here, "cache_dataset", lambda: facts_of(dataset, directory, num_workers, here))
+        plans: Any = {facts.pop("node"): facts.pop("plan") for facts in told}
+        require_same("cache_dataset", told, "Pass the same data set on every rank.")
+        plan = plans[here.node_rank]
         place, source = Path(plan["place"]), plan["source"]
         with rank_zero_first(local=True):
-            first = read_sample(dataset, 0)
+            first, parts = read_sample(dataset, 0)
+            fields = fields_of(parts)
             if here.is_local_main:
-                _ensure(dataset, place, source, fields_of(first.parts), plan["workers"])
-            return CachedDataset(dataset, place, source, first)
+                ensure(dataset, place, source, fields, plan["workers"])
+            return CachedDataset(dataset, place, source, first, fields)
 
 
 class CachedDataset(ReadsBatches):
@@ -116,33 +85,34 @@ class CachedDataset(ReadsBatches):
     """
 
     def __init__(
-        self, dataset: Dataset[Any], directory: Path, source: dict[str, Any], first: Sample
+        self,
+        dataset: Dataset[Any],
+        directory: Path,
+        source: dict[str, Any],
+        first: Any,
+        fields: list[Field],
     ) -> None:
         self.source: Any = dataset
         self.directory = directory
         self._length: int = source["length"]
-        self._kinds = kinds_of(first.whole)
-        manifest = read_manifest(directory)
-        found = {field.path: field for field in manifest["fields"]} if manifest else {}
-        expected = {field.path: field for field in fields_of(first.parts)}
-        if manifest is None or manifest["source"] != source or found != expected:
+        self._kinds = kinds_of(first)
+        # The keys of a dict may have come in another order when the files were built.
+        self._paths = [field.path for field in fields]
+        manifest = read_manifest(directory) or {"source": None, "fields": ()}
+        if manifest["source"] != source or set(manifest["fields"]) != set(fields):
             msg = (
                 f"the cache in {directory} must be of this data set, but is of another or gone: "
                 f"give each data set a directory of its own, and pass the same data set on every "
                 f"rank"
             )
             raise RuntimeError(msg)
-        self._files: Path = manifest["files"]
-        self._stored: list[Field] = manifest["fields"]
-        # The keys of a dict may have come in another order when the files were built.
-        numbers = {field.path: number for number, field in enumerate(self._stored)}
-        self._order = [numbers[path] for path in expected]
+        self._files = manifest["files"], manifest["fields"], self._length
         self._map()
-        self._sample: Any = first.whole
+        self._sample: Any = first
         self._sample = self[0]  # whose parts do not hang on to the source's memory
         # Of no values, as there are numbers that DataLoader refuses.
         self._batch: Any = default_collate(
-            [filled(self._sample, [torch.zeros(())] * len(self._order))]
+            [filled(self._sample, [torch.zeros(())] * len(self._paths))]
         )
         # The commonest form of all, which need not be walked through at each batch.
         self._is_flat = type(self._batch) is list and all(
@@ -163,120 +133,21 @@ class CachedDataset(ReadsBatches):
 
     def _map(self) -> None:
         try:
-            fields = map_fields(self._files, self._stored, self._length)
+            fields = map_fields(*self._files)
         except (OSError, ValueError, RuntimeError) as error:  # gone, empty, shorter
             msg = (
                 f"the cache in {self.directory} must stay as it was when it was opened, but has "
                 f"been removed or built again: call cache_dataset again"
             )
             raise RuntimeError(msg) from error
-        self._fields = [fields[number] for number in self._order]
+        self._fields = [fields[path] for path in self._paths]
 
     def __getstate__(self) -> dict[str, Any]:
         # The files are mapped again where it arrives: a copy of them, or of a source that has its
         # data in memory, would defeat the purpose.
-        return {
-            name: value for name, value in vars(self).items() if name not in ("_fields", "source")
-        }
+        here_alone = ("_fields", "source")
+        return {name: value for name, value in vars(self).items() if name not in here_alone}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, source=None)
         self._map()
-
-
-class _Chunks(Dataset[int]):
-    """Decodes, as it is indexed, `_CHUNK` samples a time into the files; returns how many."""
-
-    def __init__(self, dataset: Any, directory: Path, fields: list[Field], length: int) -> None:
-        self._dataset = dataset
-        self._directory = directory
-        self._fields = fields
-        self._length = length
-        self._into: list[Tensor] | None = None  # each process maps the files for itself
-
-    def __len__(self) -> int:
-        return len(range(0, self._length, _CHUNK))
-
-    def __getitem__(self, chunk: int) -> int:
-        if self._into is None:
-            self._into = map_fields(self._directory, self._fields, self._length, writable=True)
-        samples = range(self._length)[chunk * _CHUNK : (chunk + 1) * _CHUNK]
-        for index in samples:
-            parts = read_sample(self._dataset, index).parts
-            try:
-                store(parts, self._into, index, self._fields)
-            except ValueError as error:
-                msg = f"sample {index} cannot be stored: {error}"
-                raise ValueError(msg) from error
-        return len(samples)
-
-
-def _facts(dataset: Any, directory: Any, num_workers: Any, here: World) -> Facts:
-    """Return what the ranks tell each other; the first of a node makes the plan for all of it."""
-    check_source(dataset)
-    workers = _workers(num_workers, dataset, here)
-    plan = None
-    if here.is_local_main:
-        source = identity(dataset)
-        place = default_directory(dataset, source) if directory is None else Path(directory)
-        plan = {"source": source, "place": str(place.absolute()), "workers": workers}
-    return {
-        "the class": class_name(dataset),
-        "the length": len(dataset),
-        "node": here.node_rank if plan else None,
-        "plan": plan,
-    }
-
-
-def _workers(num_workers: Any, dataset: Any, here: World) -> int:
-    node = replace(here, local_size=1)  # the other ranks wait: their cores are free
-    if num_workers != "auto":
-        return choose_workers(num_workers, dataset, node)
-    cores = usable_cores(node)
-    return cores if cores > 1 and len(dataset) >= _WORTH_WORKERS else 0
-
-
-def _ensure(
-    dataset: Any, place: Path, source: dict[str, Any], fields: list[Field], workers: int
-) -> None:
-    """Build the cache unless it is there."""
-    if _why_build(place, source) is None:
-        return  # without the lock, for which the directory must be writable
-    with locked(place):
-        why = _why_build(place, source)  # another process may just have built it
-        if why is None:
-            return
-        _log.info("builds the cache in %s, for %s", place, why)
-        with building(place) as directory:
-            create_files(directory, fields, source["length"])
-            written = _written(dataset, directory, fields, source["length"], workers)
-            description = f"caching {type(dataset).__name__}"
-            for _ in progress(written, description, total=source["length"], batch_size=1):
-                pass
-            publish(place, digest(source), source, fields)
-
-
-def _why_build(place: Path, source: dict[str, Any]) -> str | None:
-    """Return why there is something to do, or None."""
-    manifest = read_manifest(place)
-    if manifest is None:
-        return "it is damaged" if (place / MANIFEST).exists() else "there is none"
-    changed = [name for name in source if manifest["source"].get(name) != source[name]]
-    return f"the {' and the '.join(changed)} changed" if changed else None
-
-
-def _written(
-    dataset: Any, directory: Path, fields: list[Field], length: int, workers: int
-) -> Iterator[int]:
-    """Decode all samples into the files; yield something for each."""
-    chunks: DataLoader[int] = DataLoader(
-        _Chunks(dataset, directory, fields, length), batch_size=None, num_workers=workers
-    )
-    try:
-        for samples in chunks:
-            yield from range(samples)
-    except Exception as error:
-        if workers == 0:
-            raise
-        # Its frames, which tell nothing of the sample, would keep the workers alive.
-        raise error.with_traceback(None) from error.__cause__

@@ -1,81 +1,132 @@
-"""The files of a cache: one for each field of a sample, memory-mapped, and a manifest."""
+"""The files of a cache, one for each field of a sample: mapped, and built all at once or not."""
 
 import json
-import math
 import mmap
 import os
 import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
+from pardata.cache._original import CHUNK, digest, read_sample
+from pardata.cache._sample import Field, store
+from pardata.output._progress import progress
 from pardata.ranks._logger import get_logger
 
 _log = get_logger(__name__)
 
 # Nothing else in the directory is touched: it may hold the user's own files too.
-MANIFEST = "pardata-cache.json"
+_MANIFEST = "pardata-cache.json"
 _LOCK = "pardata-lock"
 _BUILDING = "pardata-building"
 _FILES = "pardata-files-"
 
 
-@dataclass(frozen=True)
-class Field:
-    """One part of every sample: where it stands in the sample, and its dtype and shape."""
-
-    path: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
-
-    def size_in_bytes(self, length: int) -> int:
-        """Return how long the file of `length` samples is."""
-        return length * self.numel * self.torch_dtype.itemsize
-
-
 def map_fields(
     directory: Path, fields: list[Field], length: int, *, writable: bool = False
-) -> list[Tensor]:
+) -> dict[str, Tensor]:
     """Return each field of all samples as a tensor over its file; all processes share the pages.
 
     Writing to a tensor that is not `writable` ends the process: hand out copies only. (A private
     mapping could be written to, but Linux refuses one that is larger than the memory.)
     """
-    return [
-        _mapped(directory / f"{number}.bin", field, length, writable=writable)
-        for number, field in enumerate(fields)
-    ]
+    mode, access = ("r+b", mmap.ACCESS_WRITE) if writable else ("rb", mmap.ACCESS_READ)
+    found = {}
+    for number, field in enumerate(fields):
+        flat = torch.empty(0, dtype=field.torch_dtype)
+        if field.size_in_bytes(length):  # an empty file cannot be mapped
+            with (directory / f"{number}.bin").open(mode) as file:
+                pages = mmap.mmap(file.fileno(), 0, access=access)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # PyTorch's, that it knows no read-only tensors
+                flat = torch.frombuffer(pages, dtype=field.torch_dtype)
+        found[field.path] = flat.view(length, *field.shape)
+    return found
 
 
-def _mapped(path: Path, field: Field, length: int, *, writable: bool) -> Tensor:
-    if not length * field.numel:  # an empty file cannot be mapped
-        return torch.empty(length, *field.shape, dtype=field.torch_dtype)
-    with path.open("r+b" if writable else "rb") as file:
-        pages = mmap.mmap(
-            file.fileno(), 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-        )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch's, that it knows no tensors for reading only
-        flat = torch.frombuffer(pages, dtype=field.torch_dtype)
-    return flat.view(length, *field.shape)
+def read_manifest(directory: Path) -> dict[str, Any] | None:
+    """Return the manifest of a cache that is complete, or None."""
+    try:
+        manifest: dict[str, Any] = json.loads((directory / _MANIFEST).read_text())
+        fields = [Field(f["path"], f["dtype"], tuple(f["shape"])) for f in manifest["fields"]]
+        files, length = directory / manifest["files"], manifest["source"]["length"]
+        if files.parent != directory or not files.name.startswith(_FILES):
+            return None  # nothing outside of the directory is read, whatever the manifest says
+        for number, field in enumerate(fields):
+            if (files / f"{number}.bin").stat().st_size != field.size_in_bytes(length):
+                return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # the last: no such dtype
+        return None
+    return {**manifest, "fields": fields, "files": files}
 
 
-def create_files(directory: Path, fields: list[Field], length: int) -> None:
+def ensure(
+    dataset: Any, place: Path, source: dict[str, Any], fields: list[Field], workers: int
+) -> None:
+    """Build the cache of this source unless it is there."""
+    if _why_build(place, source) is None:
+        return  # without the lock, for which the directory must be writable
+    with _locked(place):
+        why = _why_build(place, source)  # another process may just have built it
+        if why is None:
+            return
+        _log.info("builds the cache in %s, for %s", place, why)
+        with _building(place) as directory:
+            _create_files(directory, fields, source["length"])
+            chunks = _Chunks(dataset, directory, fields, source["length"])
+            written = _written(DataLoader(chunks, batch_size=None, num_workers=workers))
+            description = f"caching {type(dataset).__name__}"
+            for _ in progress(written, description, total=source["length"], batch_size=1):
+                pass
+            _publish(place, source, fields)
+
+
+def _why_build(place: Path, source: dict[str, Any]) -> str | None:
+    """Return why there is something to do, or None."""
+    manifest = read_manifest(place)
+    if manifest is None:
+        return "it is damaged" if (place / _MANIFEST).exists() else "there is none"
+    changed = [name for name in source if manifest["source"].get(name) != source[name]]
+    return f"the {' and the '.join(changed)} changed" if changed else None
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Let one process at a time build here; the lock goes with the process that holds it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / _LOCK).open("a") as file:
+        # Not on Windows, where ranks are still one at a time, and file systems without locks.
+        with suppress(ImportError, OSError):
+            import fcntl  # noqa: PLC0415  # Windows has none
+
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                _log.info("waits for the process that builds the cache in %s", directory)
+                fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _building(directory: Path) -> Iterator[Path]:
+    """Give a directory to build in, free of what a killed process left; gone where that fails."""
+    unfinished = directory / _BUILDING
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        yield unfinished
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def _create_files(directory: Path, fields: list[Field], length: int) -> None:
     """Make the files at their full length, so that a full disk is an error now and no crash later.
 
     Raises:
@@ -96,72 +147,52 @@ def create_files(directory: Path, fields: list[Field], length: int) -> None:
                 raise OSError(error.errno, msg, str(path)) from error
 
 
-def read_manifest(directory: Path) -> dict[str, Any] | None:
-    """Return the manifest of a cache that is complete, or None."""
-    try:
-        manifest: dict[str, Any] = json.loads((directory / MANIFEST).read_text())
-        fields = [Field(f["path"], f["dtype"], tuple(f["shape"])) for f in manifest["fields"]]
-        files, length = directory / manifest["files"], manifest["source"]["length"]
-        if files.parent != directory or not files.name.startswith(_FILES):
-            return None  # nothing outside of the directory is read, whatever the manifest says
-        for number, field in enumerate(fields):
-            if (files / f"{number}.bin").stat().st_size != field.size_in_bytes(length):
-                return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # the last: no such dtype
-        return None
-    return {**manifest, "fields": fields, "files": files}
-
-
-@contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Let one process at a time build here; the lock goes with the process that holds it."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / _LOCK).open("a") as file:
-        try:
-            import fcntl  # noqa: PLC0415  # not on Windows, where ranks are still one at a time
-        except ImportError:
-            yield
-            return
-        with suppress(OSError):  # a file system without locks: as on Windows
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                _log.info("waits for the process that builds the cache in %s", directory)
-                fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-@contextmanager
-def building(directory: Path) -> Iterator[Path]:
-    """Give a directory to build in, free of what a killed process left; gone where that fails."""
-    unfinished = directory / _BUILDING
-    shutil.rmtree(unfinished, ignore_errors=True)
-    try:
-        yield unfinished
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-
-
-def publish(directory: Path, name: str, source: dict[str, Any], fields: list[Field]) -> None:
+def _publish(directory: Path, source: dict[str, Any], fields: list[Field]) -> None:
     """Make what was built the cache, in one step, and remove what was there before."""
-    unfinished, final = directory / _BUILDING, directory / (_FILES + name)
-    for file in unfinished.iterdir():
-        with file.open("r+b") as written:
-            os.fsync(written.fileno())
-    manifest = {
-        "source": source,
-        "fields": [asdict(field) for field in fields],
-        "files": final.name,
-    }
+    unfinished, final = directory / _BUILDING, directory / (_FILES + digest(source))
+    stored = [asdict(field) for field in fields]
+    manifest = {"source": source, "fields": stored, "files": final.name}
     # Written before anything of the old cache goes: the disk may be full now.
-    with (unfinished / MANIFEST).open("w") as draft:
-        json.dump(manifest, draft, indent=1)
-        draft.flush()
-        os.fsync(draft.fileno())
+    (unfinished / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+    for path in unfinished.iterdir():
+        with path.open("r+b") as file:
+            os.fsync(file.fileno())
     shutil.rmtree(final, ignore_errors=True)  # of the same source, but damaged
     unfinished.rename(final)
-    (final / MANIFEST).replace(directory / MANIFEST)
+    (final / _MANIFEST).replace(directory / _MANIFEST)
     for older in directory.glob(_FILES + "*"):
         if older != final:
             shutil.rmtree(older, ignore_errors=True)  # who reads it has it mapped
+
+
+class _Chunks(Dataset[int]):
+    """Decodes, as it is indexed, `CHUNK` samples a time into the files; returns how many."""
+
+    def __init__(self, dataset: Any, directory: Path, fields: list[Field], length: int) -> None:
+        self._dataset = dataset
+        self._files = directory, fields, length
+        self._into: dict[str, Tensor] | None = None  # each process maps the files for itself
+
+    def __len__(self) -> int:
+        return len(range(0, self._files[-1], CHUNK))
+
+    def __getitem__(self, chunk: int) -> int:
+        if self._into is None:
+            self._into = map_fields(*self._files, writable=True)
+        samples = range(self._files[-1])[chunk * CHUNK : (chunk + 1) * CHUNK]
+        for index in samples:
+            _, parts = read_sample(self._dataset, index)
+            store(parts, self._into, index)
+        return len(samples)
+
+
+def _written(chunks: DataLoader[int]) -> Iterator[int]:
+    """Decode all samples into the files; yield something for each."""
+    try:
+        for samples in chunks:
+            yield from range(samples)
+    except Exception as error:
+        if chunks.num_workers == 0:
+            raise
+        # Its frames, which tell nothing of the sample, would keep the workers alive.
+        raise error.with_traceback(None) from error.__cause__

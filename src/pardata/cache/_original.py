@@ -1,11 +1,11 @@
-"""The data set that is cached: reading a sample of it, and telling whether it has changed."""
+"""The data set that is cached: its samples, whether it has changed, and where its cache goes."""
 
 import ctypes
 import hashlib
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +14,50 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
 from pardata.cache._sample import parts_of
+from pardata.collective._agreement import Facts
 from pardata.data._sameness import same
+from pardata.data._workers import choose_workers
 from pardata.ranks._arguments import check_no_class
+from pardata.ranks._cores import usable_cores
 from pardata.ranks._logger import get_logger
+from pardata.ranks._world import World
 from pardata.seeds._generators import seed_generators
 from pardata.seeds._mix import mix
 
 _log = get_logger(__name__)
 
+CHUNK = 64  # samples that a worker decodes at once
+_WORTH_WORKERS = 16 * CHUNK  # samples; with fewer, processes cost more than they bring
 _VERSION = 1
 _LOOKED_AT = 8  # samples, from the first to the last, that tell whether the source has changed
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A sample as the data set returns it, and its parts as tensors."""
+def facts_of(dataset: Any, directory: Any, num_workers: Any, here: World) -> Facts:
+    """Return what the ranks tell each other; the first of a node makes the plan for all of it."""
+    _check_source(dataset)
+    workers = _workers(num_workers, dataset, here)
+    plan = None
+    if here.is_local_main:
+        source = _identity(dataset)
+        place = _default_directory(dataset, source) if directory is None else Path(directory)
+        plan = {"source": source, "place": str(place.absolute()), "workers": workers}
+    return {
+        "the class": _class_name(dataset),
+        "the length": len(dataset),
+        "node": here.node_rank if plan else None,
+        "plan": plan,
+    }
 
-    whole: Any
-    parts: dict[str, Tensor]
+
+def _workers(num_workers: Any, dataset: Any, here: World) -> int:
+    node = replace(here, local_size=1)  # the other ranks wait: their cores are free
+    if num_workers != "auto":
+        return choose_workers(num_workers, dataset, node)
+    cores = usable_cores(node)
+    return cores if cores > 1 and len(dataset) >= _WORTH_WORKERS else 0
 
 
-def check_source(dataset: Any) -> None:
+def _check_source(dataset: Any) -> None:
     """Raise where `dataset` cannot be cached whatever its samples are."""
     check_no_class(dataset)
     name = type(dataset).__name__
@@ -54,8 +77,10 @@ def check_source(dataset: Any) -> None:
         raise ValueError(msg)
 
 
-def read_sample(dataset: Any, index: int, seed: int = 0) -> Sample:
-    """Return a sample, under a seed of its own: what is cached does not depend on who reads it.
+def read_sample(dataset: Any, index: int, seed: int = 0) -> tuple[Any, dict[str, Tensor]]:
+    """Return a sample as the data set returns it, and its parts as tensors.
+
+    It is read under a seed of its own: what is cached does not depend on who reads it.
 
     The default generators are left seeded: keep them around this.
 
@@ -69,7 +94,7 @@ def read_sample(dataset: Any, index: int, seed: int = 0) -> Sample:
     except Exception as error:  # user code: whatever it raises, say where
         raise _unreadable(index, error) from error
     try:
-        return Sample(whole, parts_of(whole))
+        return whole, parts_of(whole)
     except TypeError as error:
         msg = f"sample {index} cannot be stored: {error}"
         raise TypeError(msg) from error
@@ -77,16 +102,16 @@ def read_sample(dataset: Any, index: int, seed: int = 0) -> Sample:
         raise _unreadable(index, error) from error
 
 
-def identity(dataset: Any) -> dict[str, Any]:
+def _identity(dataset: Any) -> dict[str, Any]:
     """Return what shows that a cache is of this source; warn, on rank 0, where it is random."""
     length = len(dataset)
     contents = hashlib.sha256()
     is_random = is_lawless = False
     for index in sorted({i * (length - 1) // (_LOOKED_AT - 1) for i in range(_LOOKED_AT)}):
-        parts = read_sample(dataset, index).parts
-        if not same(parts, read_sample(dataset, index, seed=1).parts):
+        (_, parts), (_, under_another) = (read_sample(dataset, index, seed) for seed in (0, 1))
+        if not same(parts, under_another):
             is_random = True
-            is_lawless = is_lawless or not same(parts, read_sample(dataset, index).parts)
+            is_lawless = is_lawless or not same(parts, read_sample(dataset, index)[1])
         for path, tensor in sorted(parts.items()):
             contents.update(f"{path} {tensor.dtype} {tuple(tensor.shape)}".encode())
             _add(contents, tensor)
@@ -104,20 +129,20 @@ def identity(dataset: Any) -> dict[str, Any]:
     return {
         "version": _VERSION,
         "length": length,
-        "class": class_name(dataset),
+        "class": _class_name(dataset),
         "transform": _transform_text(dataset),
         # What a seed does not bring back tells nothing, and would change with every run.
         "contents": "random" if is_lawless else contents.hexdigest(),
     }
 
 
-def class_name(dataset: Any) -> str:
+def _class_name(dataset: Any) -> str:
     """Return the class of a data set, and of those inside it."""
     kinds = [type(layer) for layer in _layers(dataset)]
     return " of ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
 
 
-def default_directory(dataset: Any, source: dict[str, Any]) -> Path:
+def _default_directory(dataset: Any, source: dict[str, Any]) -> Path:
     """Return where the cache of this source goes if nobody says otherwise."""
     root = os.environ.get("PARDATA_CACHE")
     below = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "pardata")

@@ -1,16 +1,34 @@
 """A sample as fields of fixed shape: taken apart to be stored, and put together again."""
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pardata.cache._cache_files import Field
 from pardata.collective._tree import in_brackets, leaves, mapped
 from pardata.seeds._generators import numpy_or_none
 
 _BANDS = ("L", "RGB", "RGBA", "CMYK", "YCbCr", "LA")  # image modes of 8 bits a band
+
+
+@dataclass(frozen=True)
+class Field:
+    """One part of every sample: where it stands in the sample, and its dtype and shape."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def torch_dtype(self) -> Any:
+        return getattr(torch, self.dtype)
+
+    def size_in_bytes(self, length: int) -> int:
+        """Return how long the file of `length` samples is."""
+        return length * math.prod(self.shape) * int(self.torch_dtype.itemsize)
 
 
 def parts_of(sample: Any) -> dict[str, Tensor]:
@@ -24,7 +42,7 @@ def parts_of(sample: Any) -> dict[str, Tensor]:
     if not named:
         msg = f"`sample` must have at least one part, but is {sample!r}"
         raise TypeError(msg)
-    return {name: as_tensor(leaf, name) for name, leaf in named.items()}
+    return {name: _as_tensor(leaf, name) for name, leaf in named.items()}
 
 
 def fields_of(parts: Mapping[str, Tensor]) -> list[Field]:
@@ -32,28 +50,27 @@ def fields_of(parts: Mapping[str, Tensor]) -> list[Field]:
     return [Field(path, _name(tensor.dtype), tuple(tensor.shape)) for path, tensor in parts.items()]
 
 
-def store(parts: Mapping[str, Tensor], into: list[Tensor], row: int, fields: list[Field]) -> None:
-    """Write the parts of a sample to row `row` of each field's tensor.
+def store(parts: Mapping[str, Tensor], into: Mapping[str, Tensor], row: int) -> None:
+    """Write the parts of a sample to row `row` of the tensor at each path.
 
     Raises:
         ValueError: where it is made of other parts than the first, or of other shapes or dtypes.
     """
-    expected = {field.path for field in fields}
-    if parts.keys() != expected:
-        lacks = [f"lacks `{field.path}`" for field in fields if field.path not in parts]
-        extra = [f"has `{path}` besides" for path in parts if path not in expected]
+    if parts.keys() != into.keys():
+        lacks = [f"lacks `{path}`" for path in into if path not in parts]
+        extra = [f"has `{path}` besides" for path in parts if path not in into]
         msg = (
-            f"it must have the same parts as the first sample, but {', '.join(lacks + extra)}: "
-            f"return the same parts for every sample"
+            f"sample {row} cannot be stored: it must have the same parts as the first sample, but "
+            f"{', '.join(lacks + extra)}: return the same parts for every sample"
         )
         raise ValueError(msg)
-    for field, rows in zip(fields, into, strict=True):
-        tensor = parts[field.path]
-        if tuple(tensor.shape) != field.shape or tensor.dtype != field.torch_dtype:
+    for path, rows in into.items():
+        tensor, shape = parts[path], tuple(rows.shape[1:])
+        if tuple(tensor.shape) != shape or tensor.dtype != rows.dtype:
             msg = (
-                f"`{field.path}` must be {field.dtype} of shape {field.shape}, as in the first "
-                f"sample, but is {_name(tensor.dtype)} of shape {tuple(tensor.shape)}: resize, "
-                f"crop or convert it in the data set's transform"
+                f"sample {row} cannot be stored: `{path}` must be {_name(rows.dtype)} of shape "
+                f"{shape}, as in the first sample, but is {_name(tensor.dtype)} of shape "
+                f"{tuple(tensor.shape)}: resize, crop or convert it in the data set's transform"
             )
             raise ValueError(msg)
         rows[row] = tensor
@@ -85,23 +102,30 @@ def _kind(leaf: Any) -> str:
     return "number" if isinstance(leaf, int | float) else "tensor"
 
 
-def as_tensor(leaf: Any, path: str) -> Tensor:
+def _as_tensor(leaf: Any, path: str) -> Tensor:
     """Return a part of a sample as a tensor: an image as uint8 of shape (bands, height, width).
 
     Raises:
         TypeError: for what is no dense tensor, array, image or number.
     """
     what = f"a {type(leaf).__name__}"
-    if _is_image(leaf):
-        what += f" of mode {leaf.mode}"
-    elif isinstance(leaf, Tensor):
-        what += " that is sparse, quantized or nested"
-    convert = next((convert for is_one, convert in _CONVERSIONS if is_one(leaf)), None)
-    if convert is not None:
-        try:
-            return convert(leaf)
-        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            what += f" ({error})"
+    try:
+        if type(leaf).__module__.startswith("PIL.") and hasattr(leaf, "mode"):
+            what += f" of mode {leaf.mode}"
+            if leaf.mode in _BANDS:
+                return _of_image(leaf)
+        elif isinstance(leaf, Tensor):
+            what += " that is sparse, quantized or nested"
+            if leaf.layout == torch.strided and not (leaf.is_quantized or leaf.is_nested):
+                return leaf.detach().cpu()
+        elif hasattr(leaf, "__array__") and hasattr(leaf, "dtype"):
+            # A copy, in the usual order: PyTorch takes no other, and warns of read-only ones.
+            plain = leaf.__array__()
+            return torch.from_numpy(plain.astype(plain.dtype.newbyteorder("="), order="C"))
+        elif isinstance(leaf, int | float):
+            return torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else None)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        what += f" ({error})"
     msg = (
         f"`{path}` must be a dense tensor, an array, an image of 8 bits a band or a number, but is "
         f"{what}: convert it in the data set, or leave it out"
@@ -109,39 +133,10 @@ def as_tensor(leaf: Any, path: str) -> Tensor:
     raise TypeError(msg)
 
 
-def _is_image(leaf: Any) -> bool:
-    return type(leaf).__module__.startswith("PIL.") and hasattr(leaf, "mode")
-
-
-def _is_dense(leaf: Any) -> bool:
-    if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:
-        return False
-    return not (leaf.is_quantized or leaf.is_nested)
-
-
-def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "__array__") and hasattr(leaf, "dtype") and not isinstance(leaf, Tensor)
-
-
 def _of_image(image: Any) -> Tensor:
     width, height = image.size
     flat = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
     return flat.view(height, width, -1).permute(2, 0, 1)
-
-
-def _of_array(array: Any) -> Tensor:
-    # A copy, in the usual order: PyTorch takes no other, and warns of read-only ones.
-    plain = array.__array__()
-    return torch.from_numpy(plain.astype(plain.dtype.newbyteorder("="), order="C"))
-
-
-_CONVERSIONS: list[tuple[Callable[[Any], bool], Callable[[Any], Tensor]]] = [
-    (lambda leaf: _is_image(leaf) and leaf.mode in _BANDS, _of_image),
-    (_is_dense, lambda tensor: tensor.detach().cpu()),
-    (_is_array, _of_array),
-    (lambda leaf: isinstance(leaf, float), lambda n: torch.tensor(n, dtype=torch.float64)),
-    (lambda leaf: isinstance(leaf, int), torch.tensor),
-]
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,39 +1,60 @@
-"""What is done to a whole batch, whatever `collate_fn` made it of."""
+"""Whole batches: read in one operation where the data set allows it, moved, pinned and emptied."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from pardata.collective._tree import Path, leaves, mapped
 
+# --- read: the batch that `default_collate` would make of the samples
 
-def moved(batch: Any, device: torch.device) -> Any:
-    """Return `batch` with its tensors on `device`, asynchronously where they are pinned.
 
-    An object of another kind is moved by its own ``to``, if it has one.
+Read: TypeAlias = Callable[[Tensor], Any]
+"""From the indices of samples to their batch."""
+
+
+class ReadsBatches(Dataset[Any]):
+    """What can read a whole batch itself: the data sets of `cache_dataset`."""
+
+    @abstractmethod
+    def read_batch(self, indices: Tensor) -> Any:
+        """Return the batch that ``default_collate`` would make of the samples at `indices`."""
+
+
+def whole_batch_reader(dataset: Any) -> Read | None:
+    """Return what reads a whole batch, or None if there is nothing that could.
+
+    Only for data sets whose own way of reading is known: a subclass that has its own is left alone.
     """
-    if device.type == "cpu":
-        return batch
-    return _changed(
-        batch,
-        lambda tensor: tensor.to(device, non_blocking=True),
-        lambda other: other.to(device) if hasattr(other, "to") else other,
-    )
+    # Partial functions and not closures: a worker that is spawned gets them pickled.
+    if isinstance(dataset, ReadsBatches):
+        return dataset.read_batch
+    if _reads_as(dataset, TensorDataset):
+        return partial(_columns, dataset)
+    if _reads_as(dataset, Subset):
+        if (inner := whole_batch_reader(dataset.dataset)) is None:
+            return None
+        return partial(_chosen, inner, torch.as_tensor(dataset.indices, dtype=torch.int64))
+    if _reads_as(dataset, ConcatDataset):
+        readers = [reader for part in dataset.datasets if (reader := whole_batch_reader(part))]
+        whole = len(readers) == len(dataset.datasets)
+        return partial(_joined, readers, dataset.cumulative_sizes) if whole else None
+    return None
 
 
-def pinned(batch: Any) -> Any:
-    """Return `batch` with its tensors in pinned memory, but for those that are on a GPU already.
-
-    An object of another kind is pinned by its own ``pin_memory``, if it has one.
-    """
-    return _changed(
-        batch,
-        lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor,
-        lambda other: other.pin_memory() if hasattr(other, "pin_memory") else other,
-    )
+def is_read_whole(dataset: object) -> bool:
+    """Whether a batch of `dataset` is one operation and not a loop over samples."""
+    if whole_batch_reader(dataset) is not None:
+        return True
+    if isinstance(dataset, Subset):  # has __getitems__ whatever it is a subset of
+        return is_read_whole(dataset.dataset)
+    return hasattr(dataset, "__getitems__")
 
 
 def rows_of(tensor: Tensor, indices: Tensor) -> Tensor:
@@ -49,24 +70,36 @@ def rows_of(tensor: Tensor, indices: Tensor) -> Tensor:
     return tensor[indices]
 
 
-def _from_the_front(indices: Tensor, length: int) -> Tensor:
-    outside = (indices < -length) | (indices >= length)
-    if outside.any():
-        msg = f"index {indices[outside][0]} is out of range for {length} samples"
-        raise IndexError(msg)
-    return torch.where(indices < 0, indices + length, indices)
+def _reads_as(dataset: object, kind: type) -> bool:
+    own = type(dataset)
+    return isinstance(dataset, kind) and all(
+        getattr(own, name, None) is getattr(kind, name, None)
+        for name in ("__getitem__", "__getitems__")
+    )
 
 
-def emptied(batch: Any) -> Any:
-    """Return `batch` with no rows: every tensor cut to ``[:0]``, every list of strings to ``[]``.
-
-    Raises:
-        TypeError: for a batch that holds something else, of which nobody knows the rows.
-    """
-    return _changed(batch, _without_rows, _empty_other)
+def _columns(dataset: TensorDataset, indices: Tensor) -> Any:
+    # It is asked for its tensors here, as a worker_init_fn may put others there.
+    return [rows_of(tensor, indices) for tensor in dataset.tensors]
 
 
-def assembled(batches: Sequence[Any], places: Tensor) -> Any:
+def _chosen(inner: Read, chosen: Tensor, indices: Tensor) -> Any:
+    return inner(chosen[indices])
+
+
+def _joined(readers: list[Read], ends: list[int], indices: Tensor) -> Any:
+    indices = _from_the_front(indices, ends[-1])
+    parts, places = [], []
+    owners = torch.bucketize(indices, torch.tensor(ends), right=True)
+    for number in owners.unique().tolist():
+        rows = (owners == number).nonzero()[:, 0]
+        start = ends[number - 1] if number else 0
+        parts.append(readers[number](indices[rows] - start))
+        places.append(rows)
+    return parts[0] if len(parts) == 1 else _assembled(parts, torch.cat(places))
+
+
+def _assembled(batches: Sequence[Any], places: Tensor) -> Any:
     """Return one batch of the rows of `batches`, in their order put at `places`."""
     columns = [dict(leaves(batch)) for batch in batches]
 
@@ -75,6 +108,90 @@ def assembled(batches: Sequence[Any], places: Tensor) -> Any:
         return torch.empty_like(rows).index_copy_(0, places.to(rows.device), rows)
 
     return mapped(batches[0], put)
+
+
+def _from_the_front(indices: Tensor, length: int) -> Tensor:
+    """Return `indices` with the negative ones, which count from the end, as they are from there."""
+    outside = (indices < -length) | (indices >= length)
+    if outside.any():
+        msg = f"index {indices[outside][0]} is out of range for {length} samples"
+        raise IndexError(msg)
+    return torch.where(indices < 0, indices + length, indices)
+
+
+# --- changed, whatever `collate_fn` made the batch of
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """Return `batch` with its tensors on `device`, asynchronously where they are pinned.
+
+    An object of another kind is moved by its own ``to``, if it has one.
+    """
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(device, non_blocking=True)
+        return leaf.to(device) if hasattr(leaf, "to") else leaf
+
+    return batch if device.type == "cpu" else _changed(batch, move)
+
+
+def pinned(batch: Any) -> Any:
+    """Return `batch` with its tensors in pinned memory, but for those that are on a GPU already.
+
+    An object of another kind is pinned by its own ``pin_memory``, if it has one.
+    """
+
+    def pin(leaf: Any) -> Any:
+        stays = isinstance(leaf, Tensor) and leaf.device.type != "cpu"
+        return leaf if stays or not hasattr(leaf, "pin_memory") else leaf.pin_memory()
+
+    return _changed(batch, pin)
+
+
+def emptied(batch: Any) -> Any:
+    """Return `batch` with no rows: every tensor cut to ``[:0]``, every list of strings to ``[]``.
+
+    Raises:
+        TypeError: for a batch that holds something else, of which nobody knows the rows.
+    """
+
+    def empty(leaf: Any) -> Any:
+        is_tensor = isinstance(leaf, Tensor)
+        if _is_text(leaf) or (is_tensor and leaf.ndim):
+            return leaf[:0]
+        what = f"{type(leaf).__name__}{' without dimensions' if is_tensor else ''}"
+        msg = (
+            f"a batch must be made of tensors, dicts, lists and tuples for a rank to get none of "
+            f"its rows, but this one holds a {what}: use drop_last=True, or a batch "
+            f"size that leaves every rank a sample"
+        )
+        raise TypeError(msg)
+
+    return _changed(batch, empty)
+
+
+def _changed(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """Return `batch` with its tensors, and what is neither tensor nor collection, changed."""
+    return mapped(batch, lambda _, leaf: change(leaf), is_leaf=_is_whole)
+
+
+def _is_whole(batch: Any) -> bool:
+    """Whether this is no collection of parts, but text or a tensor in disguise."""
+    return isinstance(batch, PackedSequence) or _is_text(batch)
+
+
+def _is_text(batch: Any) -> bool:
+    """Whether this is what the default `collate_fn` makes of strings: one for each row."""
+    return (
+        isinstance(batch, list | tuple)
+        and not hasattr(batch, "_fields")
+        and len(batch) > 0
+        and all(isinstance(item, str | bytes) for item in batch)
+    )
+
+
+# --- looked through
 
 
 def tensors_of(batch: Any, seen: dict[int, Any] | None = None) -> Iterator[Tensor]:
@@ -95,47 +212,3 @@ def _items(collection: Any) -> list[Any]:
     if isinstance(collection, Mapping):
         return list(collection.values())
     return list(collection) if isinstance(collection, Sequence) else []
-
-
-def _changed(
-    batch: Any, on_tensor: Callable[[Tensor], Tensor], on_other: Callable[[Any], Any]
-) -> Any:
-    """Return `batch` with its tensors, and what is neither tensor nor collection, changed."""
-
-    def change(_: Path, leaf: Any) -> Any:
-        return on_tensor(leaf) if isinstance(leaf, Tensor) else on_other(leaf)
-
-    return mapped(batch, change, is_leaf=_is_whole)
-
-
-def _is_whole(batch: Any) -> bool:
-    """Whether this is no collection of parts, but text or a tensor in disguise."""
-    return isinstance(batch, PackedSequence) or _is_text(batch)
-
-
-def _is_text(batch: Any) -> bool:
-    """Whether this is what the default `collate_fn` makes of strings: one for each row."""
-    return (
-        isinstance(batch, list | tuple)
-        and not hasattr(batch, "_fields")
-        and len(batch) > 0
-        and all(isinstance(item, str | bytes) for item in batch)
-    )
-
-
-def _without_rows(tensor: Tensor) -> Tensor:
-    return tensor[:0] if tensor.ndim else _refuse(tensor)
-
-
-def _empty_other(item: Any) -> Any:
-    return item[:0] if _is_text(item) else _refuse(item)
-
-
-def _refuse(item: Any) -> NoReturn:
-    what = f"{type(item).__name__}{' without dimensions' if isinstance(item, Tensor) else ''}"
-    msg = (
-        f"a batch must be made of tensors, dicts, lists and tuples for a rank to get none of its "
-        f"rows, but this one holds a {what}: use drop_last=True, or a batch "
-        f"size that leaves every rank a sample"
-    )
-    raise TypeError(msg)

@@ -9,15 +9,14 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from pardata.collective._reduction import all_gather
-from pardata.data._batch import emptied
-from pardata.data._clock import Clock
+from pardata.data._batch import emptied, is_read_whole
 from pardata.data._microbatches import Microbatches
+from pardata.data._order import Order
 from pardata.data._placement import Placement
-from pardata.data._plan import Plan, Step
+from pardata.data._plan import Plan
 from pardata.data._position import Position, Recipe
-from pardata.data._request import Fetched
-from pardata.data._source import Indexed, Streamed
-from pardata.data._whole_batches import is_read_whole
+from pardata.data._reader import Fetched
+from pardata.data._workers import Source
 from pardata.ranks._arguments import check_integer
 from pardata.ranks._logger import get_logger
 
@@ -26,6 +25,37 @@ _log = get_logger(__name__)
 _LONG_SHARE = 0.3  # of an epoch
 _LONG = 1.0  # seconds: below, nobody waits
 _END = (0, None)  # no samples, and no batch
+
+
+class _Clock:
+    """Two readings of the clock a batch: how long the loop waited, of how long it ran."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._end: float | None = None
+        self._samples = 0
+        self.waited = 0.0
+
+    def add(self, seconds: float, samples: int) -> None:
+        self.waited += seconds
+        self._samples += samples
+
+    def stop(self) -> None:
+        self._end = time.perf_counter()
+
+    def seconds(self) -> float:
+        end = time.perf_counter() if self._end is None else self._end
+        return end - self._start
+
+    def stats(self) -> dict[str, float]:
+        seconds = max(self.seconds(), 1e-9)
+        return {
+            "seconds": seconds,
+            "wait_seconds": self.waited,
+            "wait_share": self.waited / seconds,
+            "samples": self._samples,
+            "samples_per_second": self._samples / seconds,
+        }
 
 
 class Loader:
@@ -41,23 +71,24 @@ class Loader:
 
     def __init__(
         self,
-        dataset: Dataset[Any],
         recipe: Recipe,
         plan: Plan,
-        source: Indexed | Streamed,
+        order: Order | None,
+        source: Source,
         placement: Placement,
     ) -> None:
-        self.dataset = dataset
+        self.dataset: Dataset[Any] = source.reader.dataset
         self.batch_size: int = plan.batch_size
         self._recipe = recipe
         self._plan = plan
+        self._order = order
         self._source = source
         self._placement = placement
         self._next = Position(0, 0)  # where the next iter() begins
         self._now = Position(0, 0)  # what has been delivered
         self._state = self._now
         self._run: weakref.ref[Generator[Any, None, None]] | None = None
-        self._clock = Clock()
+        self._clock = _Clock()
         self._has_spoken = False
 
     def __len__(self) -> int:
@@ -105,10 +136,8 @@ class Loader:
             ValueError: for the state of another data set, seed, batch size or order, naming it,
                 and for what is no state of a loader.
         """
-        is_stream = self._source.order is None
-        self._next = self._recipe.position(state, is_stream=is_stream)
-        self._now = self._state = self._next
-        if is_stream and self._next.delivered:
+        self._next = self._now = self._state = self._recipe.position(state)
+        if self._recipe.is_stream and self._next.delivered:
             _log.info("reads %d samples again, to go on after them", self._next.delivered)
 
     def stats(self, *, reduce: bool = False) -> dict[str, float]:
@@ -135,13 +164,13 @@ class Loader:
         Raises:
             TypeError: for an ``IterableDataset``, whose samples have no indices.
         """
-        if self._source.order is None:
+        if self._order is None:
             msg = (
                 f"the samples must have indices to be told apart, but those of "
                 f"{type(self.dataset).__name__}, an IterableDataset, have none: hash what you get"
             )
             raise TypeError(msg)
-        return self._source.order.fingerprint(self._now.epoch, self._now.delivered)
+        return self._order.fingerprint(self._now.epoch, self._now.delivered)
 
     def __iter__(self) -> Iterator[Any]:
         """Run the next epoch, or the rest of the one that was loaded.
@@ -152,8 +181,8 @@ class Loader:
         self._now = self._state = start
         self._next = Position(start.epoch + 1, 0)
         self._run = None
-        self._clock = clock = Clock()
-        fetched = self._source.steps(start)
+        self._clock = clock = _Clock()
+        fetched = self._source.steps(*start)
         clock.add(clock.seconds(), 0)  # for the order, and workers that start
         batches = self._placement.ahead(map(self._shaped, fetched))
         run = self._delivered(batches, clock, start)
@@ -161,7 +190,7 @@ class Loader:
         return run
 
     def _delivered(
-        self, batches: Iterator[tuple[int, Any]], clock: Clock, now: Position
+        self, batches: Iterator[tuple[int, Any]], clock: _Clock, now: Position
     ) -> Generator[Any, None, None]:
         """Yield each batch, with the samples of its step taken down as delivered."""
         try:
@@ -177,7 +206,7 @@ class Loader:
                 clock.add(time.perf_counter() - asked, samples)
                 if not samples:
                     break
-                self._now = self._state = now = now.after(samples)
+                self._now = self._state = now = Position(now.epoch, now.delivered + samples)
                 yield batch
                 del batch  # its memory may serve for the next one, and is still in the cache
             self._state = self._next
@@ -190,7 +219,16 @@ class Loader:
         step = fetched.step
         batches = self._placement.placed(fetched)
         if self._plan.microbatch_size is not None:
-            return step.samples, self._microbatches(step, batches)
+            return step.samples, Microbatches(
+                batches if step.rows else (),
+                epoch=step.epoch,
+                step=step.number,
+                first=step.first,
+                counts=step.counts,
+                seed=self._recipe.facts["seed"],
+                size=self._plan.size,
+                stand_in=batches[0],
+            )
         (batch,) = batches
         if step.rows == 0 or step.samples < self._plan.size:
             # On every rank, so that a batch that cannot be emptied is an error on all of them.
@@ -198,26 +236,14 @@ class Loader:
             batch = batch if step.rows else empty
         return step.samples, batch
 
-    def _microbatches(self, step: Step, batches: list[Any]) -> Microbatches[Any]:
-        return Microbatches(
-            batches if step.rows else (),
-            epoch=step.epoch,
-            step=step.number,
-            first=step.first,
-            counts=step.counts,
-            seed=self._recipe.seed,
-            size=self._plan.size,
-            stand_in=batches[0],
-        )
-
-    def _speak_of_waiting(self, clock: Clock) -> None:
+    def _speak_of_waiting(self, clock: _Clock) -> None:
         stats = clock.stats()
         if self._has_spoken or not stats["samples"]:
             return  # of none: nothing was left of the epoch that was loaded
         self._has_spoken = True
         if stats["wait_seconds"] < _LONG or stats["wait_share"] < _LONG_SHARE:
             return
-        workers = 0 if self._source.workers is None else self._source.workers.loader.num_workers
+        workers = 0 if self._source.workers is None else self._source.workers.num_workers
         cures = f"more num_workers (now {workers}) read in parallel"
         if not is_read_whole(self.dataset):
             cures += (

@@ -1,97 +1,85 @@
-"""What make_loader is given: one value, that is checked once, and then says all there is to say."""
+"""What make_loader is given: checked once, and found to be the same on every rank."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from pardata.collective._agreement import agree, require_same
 from pardata.data._workers import choose_workers
 from pardata.ranks._arguments import check_flag, check_integer, check_no_class, checked_device
+from pardata.ranks._logger import get_logger
 from pardata.ranks._world import World, require_world, world
 
+_log = get_logger(__name__)
 
-@dataclass(frozen=True)
-class Arguments:
-    """The arguments of `make_loader`, by their names, and what is found out when they are checked.
+_OF_WORKERS = (
+    *("num_workers", "timeout", "worker_init_fn", "multiprocessing_context"),
+    *("prefetch_factor", "persistent_workers"),
+)
+_COMPARED = (
+    *("batch_size", "microbatch_size", "shuffle", "drop_last", "sharded"),
+    *("reproducible", "seed"),
+)
 
-    What is "auto" or None until it is found out has the type `Any`.
+
+class Arguments(SimpleNamespace):
+    """The arguments of `make_loader`, by their names there, and what is found out about them.
 
     Attributes:
         here: this process, also where nothing is shared out.
+        rank: the number of this process among those that share each global batch.
+        size: how many those are.
         length: samples of an epoch; None where only its end tells.
     """
 
-    dataset: Any
-    batch_size: int
-    distributed: bool | Literal["auto"]
-    shuffle: bool
-    drop_last: Any
-    microbatch_size: int | None
-    sampler: Any
-    sharded: bool
-    num_workers: Any
-    seed: Any
-    reproducible: bool
-    device: Any
-    batch_transform: Callable[[Any], Any] | None
-    prefetch: int
-    collate_fn: Callable[[list[Any]], Any] | None
-    pin_memory: bool | None
-    timeout: float
-    worker_init_fn: Callable[[int], None] | None
-    multiprocessing_context: Any
-    prefetch_factor: int | None
-    persistent_workers: bool | None
     here: World
-    length: Any = None
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether each global batch is shared out to the ranks of the world."""
-        return self.distributed is not False
-
-    @property
-    def size(self) -> int:
-        """How many ranks share each global batch."""
-        return self.here.size if self.is_shared else 1
-
-    @property
-    def rank(self) -> int:
-        """The number of this process among those."""
-        return self.here.rank if self.is_shared else 0
+    rank: int
+    size: int
+    length: Any
 
     @property
     def trains(self) -> bool:
         """Whether the order says that this is training."""
         return self.shuffle or self.sampler is not None
 
-    def of_workers(self) -> dict[str, Any]:
-        """Return what a ``DataLoader`` is to be told of its workers."""
-        names = ("num_workers", "timeout", "worker_init_fn", "multiprocessing_context")
-        return {
-            name: getattr(self, name) for name in (*names, "prefetch_factor", "persistent_workers")
-        }
-
-    def compared(self) -> dict[str, object]:
-        """Return what must be the same on every rank."""
-        names = ("batch_size", "microbatch_size", "shuffle", "drop_last", "sharded")
-        return {
-            "the length": self.length,
-            **{name: getattr(self, name) for name in (*names, "reproducible", "seed")},
-        }
+    @property
+    def workers(self) -> dict[str, Any]:
+        """What a ``DataLoader`` is to be told of its workers."""
+        return {name: vars(self)[name] for name in _OF_WORKERS}
 
 
-def given(**arguments: Any) -> Arguments:
-    """Return the arguments, in the world that they are for.
+def agreed(distributed: bool | Literal["auto"], **given: Any) -> Arguments:  # noqa: FBT001  # as make_loader has it
+    """Return the arguments, checked, and found to be the same on every rank.
+
+    Collective, unless `distributed` is False.
 
     Raises:
-        ValueError, RuntimeError: where `distributed` is none of its values, or there is no world.
+        TypeError, ValueError, RuntimeError: where one is wrong, or ranks disagree.
     """
-    distributed = arguments["distributed"]
-    if distributed is False:
-        return Arguments(**arguments, here=world())
+    shared = distributed is not False
+    here = _world_for(distributed) if shared else world()
+    rank, size = (here.rank, here.size) if shared else (0, 1)
+    args = Arguments(**given, here=here, rank=rank, size=size)
+
+    def facts() -> dict[str, object]:
+        _check(args)
+        compared = {"the length": args.length, **{name: vars(args)[name] for name in _COMPARED}}
+        return {**compared, "initial_seed": torch.initial_seed()}
+
+    told = agree(here, "make_loader", facts) if shared else [facts()]
+    initial = [each.pop("initial_seed") for each in told]  # may differ: rank 0's is taken
+    require_same("make_loader", told, "Pass the same data set and arguments on every rank.")
+    if args.seed is None:
+        args.seed = initial[0]
+    _warn_of_uneven_shares(args)
+    return args
+
+
+def _world_for(distributed: object) -> World:
+    """Return the world that shares each global batch."""
     if distributed is not True and distributed != "auto":
         msg = f"`distributed` must be True, False or 'auto', but is {distributed!r}"
         raise ValueError(msg)
@@ -102,49 +90,53 @@ def given(**arguments: Any) -> Arguments:
             "script with torchrun, srun or mpirun and call `pardata.init()` first"
         )
         raise RuntimeError(msg)
-    return Arguments(**arguments, here=here)
+    return here
 
 
-def checked(args: Arguments) -> Arguments:
-    """Return the arguments with nothing left open but the seed; raise where one is wrong."""
-    args = replace(args, drop_last=args.trains if args.drop_last is None else args.drop_last)
+def _check(args: Arguments) -> None:
+    """Raise where an argument is wrong, and leave nothing open but the seed."""
+    if args.drop_last is None:
+        args.drop_last = args.trains
     for name in ("shuffle", "drop_last", "sharded", "reproducible"):
-        check_flag(name, getattr(args, name))
+        check_flag(name, vars(args)[name])
     for error in _wrong_data(args):
         raise error
-    args = replace(args, length=_length_of(args))
+    args.length = _length_of(args)
     for error in _wrong_sizes(args):
         raise error
     if args.seed is not None:
         check_integer("seed", args.seed)
     check_integer("prefetch", args.prefetch, least=0)
     for name in ("collate_fn", "batch_transform", "worker_init_fn"):
-        function = getattr(args, name)
+        function = vars(args)[name]
         if function is not None and not callable(function):
             msg = f"`{name}` must be a function, but is {function!r}"
             raise TypeError(msg)
-    args = _with_workers(replace(args, device=_device_of(args)))
-    DataLoader(args.dataset, **args.of_workers())  # refuses what it does while other ranks listen
-    return args
+    if args.device is not None:
+        args.device = args.here.device if args.device == "auto" else checked_device(args.device)
+    _decide_on_workers(args)
+    DataLoader(args.dataset, **args.workers)  # refuses what it does while other ranks listen
 
 
-def _device_of(args: Arguments) -> torch.device | None:
-    if args.device == "auto":
-        return args.here.device
-    return None if args.device is None else checked_device(args.device)
-
-
-def _with_workers(args: Arguments) -> Arguments:
-    """Return the arguments with the number of workers, and what goes with that."""
-    workers = choose_workers(args.num_workers, args.dataset, args.here)
-    _check_timeout(args.timeout, args.num_workers)
-    persist = workers > 0 if args.persistent_workers is None else args.persistent_workers
-    found = replace(args, num_workers=workers, persistent_workers=persist)
-    if workers or args.num_workers != "auto":
-        return found
-    # DataLoader refuses these without workers, and "auto" may find none on some ranks only.
-    none: dict[str, Any] = {"multiprocessing_context": None, "prefetch_factor": None}
-    return replace(found, timeout=0, persistent_workers=False, **none)
+def _decide_on_workers(args: Arguments) -> None:
+    """Find out how many workers there are, and what goes with that."""
+    asked, timeout = args.num_workers, args.timeout
+    args.num_workers = choose_workers(asked, args.dataset, args.here)
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
+        msg = f"`timeout` must be a number of seconds from 0 up, but is {timeout!r}"
+        raise ValueError(msg)
+    if timeout and asked == 0:
+        msg = (
+            f"`timeout` must be 0 without workers, for whose batches it waits, but is {timeout!r}: "
+            f"leave it out, or pass `num_workers`"
+        )
+        raise ValueError(msg)
+    if args.persistent_workers is None:
+        args.persistent_workers = args.num_workers > 0
+    if args.num_workers == 0 and asked == "auto":
+        # DataLoader refuses these without workers, and "auto" may find none on some ranks only.
+        args.timeout, args.persistent_workers = 0, False
+        args.multiprocessing_context = args.prefetch_factor = None
 
 
 def _wrong_data(args: Arguments) -> Iterator[Exception]:
@@ -233,14 +225,24 @@ def _wrong_sizes(args: Arguments) -> Iterator[Exception]:
         )
 
 
-def _check_timeout(timeout: object, num_workers: object) -> None:
-    """Raise where `timeout` is no number, or there is nobody to wait for."""
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
-        msg = f"`timeout` must be a number of seconds from 0 up, but is {timeout!r}"
-        raise ValueError(msg)
-    if timeout and num_workers == 0:
-        msg = (
-            f"`timeout` must be 0 without workers, for whose batches it waits, but is {timeout!r}: "
-            f"leave it out, or pass `num_workers`"
+def _warn_of_uneven_shares(args: Arguments) -> None:
+    batch_size, microbatch_size, size = args.batch_size, args.microbatch_size, args.size
+    if microbatch_size is not None:
+        pieces = -(-batch_size // microbatch_size)
+        if pieces < size:
+            _log.warning(
+                "a `batch_size` of %d in microbatches of %d is %d, fewer than the %d ranks: ranks "
+                "%d to %d idle; make `microbatch_size` smaller",
+                *(batch_size, microbatch_size, pieces, size, pieces, size - 1),
+                ranks=[0],
+                once=True,
+            )
+    elif args.trains and batch_size % size:
+        _log.warning(
+            "`batch_size` %d leaves %d ranks shares that differ by one sample, which "
+            "`pardata.backward` weights, while a loss.backward() of one's own takes the plain mean "
+            "of their gradients: use `pardata.backward`, or choose a multiple of %d",
+            *(batch_size, size, size),
+            ranks=[0],
+            once=True,
         )
-        raise ValueError(msg)

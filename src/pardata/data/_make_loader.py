@@ -1,27 +1,22 @@
-"""make_loader: checks its arguments, agrees on them with the other ranks, and builds a Loader."""
+"""make_loader: agrees on its arguments with the other ranks, and builds a Loader."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from multiprocessing.context import BaseContext
 from typing import Any, Literal
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import Dataset, IterableDataset, Sampler
 
-from pardata.collective._agreement import agree, require_same
 from pardata.data._loader import Loader
-from pardata.data._loader_arguments import Arguments, checked, given
+from pardata.data._loader_arguments import Arguments, agreed
 from pardata.data._order import Order, Requests
 from pardata.data._placement import Placement
 from pardata.data._plan import Plan
 from pardata.data._position import Recipe
-from pardata.data._reader import Collation, Reader
-from pardata.data._request import Seeds
-from pardata.data._source import Indexed, Streamed, Workers, as_it_is
+from pardata.data._reader import Collation, Reader, Seeds
 from pardata.data._stream import Stream
-from pardata.ranks._logger import get_logger
-
-_log = get_logger(__name__)
+from pardata.data._streamed import Streamed
+from pardata.data._workers import Source
 
 
 def make_loader(
@@ -115,23 +110,7 @@ def make_loader(
     >>> [batch.tolist() for (batch,) in make_loader(data, batch_size=2)]
     [[0, 1], [2, 3], [4]]
     """
-    args = _agreed(given(**locals()))
-    _warn_of_uneven_shares(args)
-    return _built(args)
-
-
-def _agreed(args: Arguments) -> Arguments:
-    """Return the arguments, checked, and found to be the same on every rank. Collective."""
-
-    def facts() -> dict[str, object]:
-        nonlocal args
-        args = checked(args)
-        return {**args.compared(), "initial_seed": torch.initial_seed()}
-
-    told = agree(args.here, "make_loader", facts) if args.is_shared else [facts()]
-    initial: Any = [each.pop("initial_seed") for each in told]  # may differ: rank 0's is taken
-    require_same("make_loader", told, "Pass the same data set and arguments on every rank.")
-    return args if args.seed is not None else replace(args, seed=initial[0])
+    return _built(agreed(**locals()))
 
 
 def _built(args: Arguments) -> Loader:
@@ -143,48 +122,28 @@ def _built(args: Arguments) -> Loader:
     collation = Collation(args.collate_fn, seeds, args.here.rank)
     loader_pins, we_pin = _who_pins(args)
     ranks = args.here if args.size > 1 else None
-    source: Indexed | Streamed
+
+    own = {"seed": args.seed, "rank": args.rank, "pin_memory": loader_pins, **args.workers}
+    source: Source
+    order = None
     if isinstance(args.dataset, IterableDataset):
         stream = Stream(args.dataset, collation, plan, sharded=args.sharded)
-        source = Streamed(stream, _workers(args, stream, pin_memory=loader_pins), ranks)
+        source = Streamed(stream, ranks, **own)
     else:
         order = Order(ranks, args.length, args.seed, args.shuffle, args.sampler)
         requests = Requests(plan, order, to_workers=args.num_workers > 0)
-        reader = Reader(args.dataset, collation)
-        source = Indexed(reader, requests, _workers(args, reader, requests, pin_memory=loader_pins))
+        source = Source(Reader(args.dataset, collation), requests, **own)
     placement = Placement(args.device, args.batch_transform, seeds, args.prefetch, we_pin)
-    return Loader(args.dataset, _recipe(args), plan, source, placement)
-
-
-def _workers(
-    args: Arguments, read: Any, requests: Requests | None = None, *, pin_memory: bool
-) -> Workers | None:
-    """Return what reads for us; without workers, DataLoader takes 90 microseconds a batch more."""
-    if not (args.num_workers or pin_memory):
-        return None
-    loader: DataLoader[Any] = DataLoader(
-        read,
-        batch_size=None,  # what is read of a step is a batch already
-        sampler=requests,
-        collate_fn=as_it_is,
-        pin_memory=pin_memory,
-        generator=torch.Generator(),
-        **args.of_workers(),
-    )
-    return Workers(loader, args.seed, args.rank)
+    return Loader(_recipe(args), plan, order, source, placement)
 
 
 def _recipe(args: Arguments) -> Recipe:
-    return Recipe(
-        args.length,
-        args.batch_size,
-        args.microbatch_size,
-        args.shuffle,
-        args.drop_last,
-        args.seed,
-        None if args.sampler is None else type(args.sampler).__name__,
-        f"{args.size} ranks with {args.num_workers} workers" if args.sharded else None,
-    )
+    names = ("length", "batch_size", "microbatch_size", "shuffle", "drop_last", "seed")
+    shards = f"{args.size} ranks with {args.num_workers} workers"
+    facts = {name: vars(args)[name] for name in names}
+    facts["sampler"] = None if args.sampler is None else type(args.sampler).__name__
+    facts["shards"] = shards if args.sharded else None
+    return Recipe(facts, isinstance(args.dataset, IterableDataset))
 
 
 def _who_pins(args: Arguments) -> tuple[bool, bool]:
@@ -195,26 +154,3 @@ def _who_pins(args: Arguments) -> tuple[bool, bool]:
     # DataLoader refuses a tensor that is on a GPU already, which none that comes from a worker is.
     ours = pin_memory and args.num_workers == 0 and torch.cuda.is_available()
     return pin_memory and not ours, ours
-
-
-def _warn_of_uneven_shares(args: Arguments) -> None:
-    batch_size, microbatch_size, size = args.batch_size, args.microbatch_size, args.size
-    if microbatch_size is not None:
-        pieces = -(-batch_size // microbatch_size)
-        if pieces < size:
-            _log.warning(
-                "a `batch_size` of %d in microbatches of %d is %d, fewer than the %d ranks: ranks "
-                "%d to %d idle; make `microbatch_size` smaller",
-                *(batch_size, microbatch_size, pieces, size, pieces, size - 1),
-                ranks=[0],
-                once=True,
-            )
-    elif args.trains and batch_size % size:
-        _log.warning(
-            "`batch_size` %d leaves %d ranks shares that differ by one sample, which "
-            "`pardata.backward` weights, while a loss.backward() of one's own takes the plain mean "
-            "of their gradients: use `pardata.backward`, or choose a multiple of %d",
-            *(batch_size, size, size),
-            ranks=[0],
-            once=True,
-        )

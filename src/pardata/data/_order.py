@@ -1,22 +1,24 @@
-"""In which order an epoch goes through the data set, and what each rank reads of it."""
+"""In which order an epoch goes through the data set, and what each rank asks for of it."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
 from pardata.collective._agreement import agree, require_same
-from pardata.data._plan import Plan
-from pardata.data._request import Indices, Request
+from pardata.data._plan import Plan, Step
 from pardata.data._shuffle import Shuffle
 from pardata.ranks._world import World
 from pardata.seeds._generators import forked_seed
 from pardata.seeds._mix import mix
+
+Indices: TypeAlias = "Tensor | Sequence[Any]"
+"""The numbers of samples; a sampler may yield those of any kind."""
 
 LookUp: TypeAlias = Callable[[list[range]], Iterable[Indices]]
 """From runs of positions to the indices of the samples there."""
@@ -37,7 +39,7 @@ class Order:
     seed: int
     shuffle: bool
     sampler: Sampler[Any] | None
-    _has_drawn_twice: bool = field(default=False, init=False)
+    _looks_twice: bool = field(default=True, init=False)  # at its first epoch
 
     def of_epoch(self, epoch: int) -> LookUp:
         """Return what looks up runs of positions of this epoch.
@@ -56,25 +58,23 @@ class Order:
         look_up, digest = self.of_epoch(epoch), hashlib.sha256(f"{self.length}:".encode())
         for start in range(0, delivered, _AHEAD):
             (indices,) = look_up([range(start, min(start + _AHEAD, delivered))])
-            digest.update("".join(f"{index}," for index in _as_list(indices)).encode())
+            digest.update("".join(f"{index}," for index in as_list(indices)).encode())
         return digest.hexdigest()
 
     def _drawn(self, sampler: Sampler[Any], epoch: int) -> list[Any]:
         def draw() -> dict[str, object]:
             indices.extend(self._drawn_once(sampler, epoch))
-            digest = _digest(indices)
-            if not self._has_drawn_twice:
-                if _digest(self._drawn_once(sampler, epoch)) != digest:
-                    msg = (
-                        f"`sampler` must yield the same order whenever it is asked for that of an "
-                        f"epoch, or no run could go on where it was, but {type(sampler).__name__} "
-                        f"yielded another for epoch {epoch} when asked again: let it draw from "
-                        f"the default generators, which are seeded for it, and not from one of "
-                        f"its own (generator=None), and count no epochs but by set_epoch"
-                    )
-                    raise ValueError(msg)
-                self._has_drawn_twice = True
-            return {"the order": digest}
+            if self._looks_twice and repr(self._drawn_once(sampler, epoch)) != repr(indices):
+                msg = (
+                    f"`sampler` must yield the same order whenever it is asked for that of an "
+                    f"epoch, or no run could go on where it was, but {type(sampler).__name__} "
+                    f"yielded another for epoch {epoch} when asked again: let it draw from "
+                    f"the default generators, which are seeded for it, and not from one of "
+                    f"its own (generator=None), and count no epochs but by set_epoch"
+                )
+                raise ValueError(msg)
+            self._looks_twice = False
+            return {"the order": hashlib.sha256(repr(indices).encode()).hexdigest()[:16]}
 
         indices: list[Any] = []
         told = agree(self.ranks, "iter(loader) with a sampler", draw) if self.ranks else [draw()]
@@ -97,10 +97,6 @@ class Order:
         return indices
 
 
-def _digest(indices: list[Any]) -> str:
-    return hashlib.sha256(repr(indices).encode()).hexdigest()[:16]
-
-
 def _each(stands_at: Callable[[Tensor], Tensor]) -> LookUp:
     def look_up(runs: list[range]) -> Iterable[Indices]:
         if all(one.stop == other.start for one, other in pairwise(runs)):  # one rank's are
@@ -113,6 +109,13 @@ def _each(stands_at: Callable[[Tensor], Tensor]) -> LookUp:
     return look_up
 
 
+class Request(NamedTuple):
+    """What one rank reads for one step: the indices of each microbatch, or of its whole share."""
+
+    step: Step
+    indices: list[Indices]
+
+
 class Requests(Sampler[Request]):
     """Yields, for each step of an epoch from some step on, what this rank reads."""
 
@@ -121,9 +124,6 @@ class Requests(Sampler[Request]):
         self.order = order
         self._to_workers = to_workers
         self.start_at(0, 0)
-
-    def __len__(self) -> int:
-        return len(self.plan)
 
     def start_at(self, epoch: int, delivered: int) -> None:
         """Let the next ``iter()`` begin after so many samples of this epoch."""
@@ -135,23 +135,25 @@ class Requests(Sampler[Request]):
 
     def _requests(self, look_up: LookUp, epoch: int, first: int) -> Iterator[Request]:
         plan = self.plan
-        whole = plan.share_of(plan.batch_size)
+        whole, whole_runs = plan.share_of(plan.batch_size)
         together = max(1, _AHEAD * plan.size // plan.batch_size)
         for start in range(first, len(plan), together):
             steps = []
             for number in range(start, min(start + together, len(plan))):
                 positions = plan.positions(number)
-                full = len(positions) == plan.batch_size
-                share = whole if full else plan.share_of(len(positions))
-                runs = [positions[run.start : run.stop] for run in share.runs]
-                steps.append((share.of(epoch, number), runs))
+                step, runs = whole, whole_runs
+                if len(positions) < plan.batch_size:
+                    step, runs = plan.share_of(len(positions))
+                step = Step(epoch, number, *step[2:])  # _replace takes twice as long
+                steps.append((step, [positions[run.start : run.stop] for run in runs]))
             found = iter(look_up([run for _, runs in steps for run in runs]))
             if self._to_workers:
                 # A tensor would cross as shared memory: a file and a system call each.
-                found = map(_as_list, found)
+                found = map(as_list, found)
             for step, runs in steps:
                 yield Request(step, list(islice(found, len(runs))))
 
 
-def _as_list(indices: Indices) -> Indices:
+def as_list(indices: Indices) -> Any:
+    """Return the indices as a list, where they are a tensor."""
     return indices.tolist() if isinstance(indices, Tensor) else indices

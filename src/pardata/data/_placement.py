@@ -10,7 +10,7 @@ import torch
 
 from pardata.data._batch import moved, pinned, tensors_of
 from pardata.data._plan import Step
-from pardata.data._request import Fetched, Seeds, User
+from pardata.data._reader import Fetched, Seeds
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Placement:
             batch = moved(batch, self.device)
         if self.transform is None:
             return batch
-        with self.seeds.around(User.BATCH_TRANSFORM, step, microbatch, self.device):
+        with self.seeds.around("batch_transform", step, microbatch, self.device):
             return self.transform(batch)
 
     def ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -59,17 +59,14 @@ def _ahead(batches: Iterator[Any], device: torch.device, count: int) -> Iterator
     stream.wait_stream(torch.cuda.current_stream(device))
     ready: deque[tuple[Any, torch.cuda.Event]] = deque()
 
-    def draw() -> bool:
+    def draw(most: int) -> None:
         with torch.cuda.stream(stream):
-            for batch in islice(batches, 1):
-                ready.append((batch, stream.record_event()))
-                return True
-        return False
+            ready.extend((batch, stream.record_event()) for batch in islice(batches, most))
 
-    while ready or draw():
+    draw(1)
+    while ready:
         batch, placed = ready.popleft()
-        while len(ready) < count and draw():
-            pass
+        draw(count - len(ready))
         current = torch.cuda.current_stream(device)
         current.wait_event(placed)
         for tensor in tensors_of(batch):

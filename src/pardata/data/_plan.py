@@ -24,24 +24,10 @@ class Step(NamedTuple):
 
     epoch: int
     number: int  # within the epoch
-    first: int  # the number, within the step, of this rank's first microbatch; of a share, 0
+    first: int  # the number, within the step, of this rank's first microbatch, else 0
     counts: tuple[int, ...]  # samples of each microbatch of the whole step, over all ranks
     rows: int  # samples of this rank; where it has none, what it reads stands in for them
     samples: int  # of the whole step, over all ranks
-
-
-class Share(NamedTuple):
-    """What one rank gets of a step, whatever the number of that step."""
-
-    runs: list[range]  # what it reads of the step's samples, one run a microbatch
-    first: int
-    counts: tuple[int, ...]
-    rows: int
-    samples: int
-
-    def of(self, epoch: int, number: int) -> Step:
-        """Return the step of this number."""
-        return Step(epoch, number, self.first, self.counts, self.rows, self.samples)
 
 
 @dataclass(frozen=True)
@@ -60,18 +46,16 @@ class Plan:
     size: int = 1
 
     def __len__(self) -> int:
-        assert self.length is not None  # noqa: S101  # for the type checker: who asks has one
-        whole, rest = divmod(self.length, self.batch_size)
+        whole, rest = divmod(self.length or 0, self.batch_size)  # who asks has a length
         return whole + (rest > 0 and not self.drop_last)
 
     def positions(self, number: int) -> range:
         """Return the positions of the global batch of step `number`."""
         start = number * self.batch_size
-        end = start + self.batch_size
-        return range(start, end if self.length is None else min(end, self.length))
+        return range(self.length or 0)[start : start + self.batch_size]
 
-    def share_of(self, samples: int) -> Share:
-        """Return what this rank gets of a step of so many samples.
+    def share_of(self, samples: int, epoch: int = 0, number: int = 0) -> tuple[Step, list[range]]:
+        """Return a step of so many samples, and this rank's runs of them, one a microbatch.
 
         Where that is nothing it reads what stands in for it: the first microbatch of the step, to
         be run where all ranks must run one, or the first sample, whose shape an empty batch takes.
@@ -79,14 +63,11 @@ class Plan:
         size = self.microbatch_size or self.batch_size
         whole, rest = divmod(samples, size)
         counts = (size,) * whole + ((rest,) if rest else ())
-        if self.microbatch_size is None:
-            first, runs = 0, [share(samples, self.rank, self.size)]
-        else:
+        first, runs = 0, [share(samples, self.rank, self.size)]
+        if self.microbatch_size is not None:
             numbers = share(len(counts), self.rank, self.size)
-            first, runs = (
-                numbers.start,
-                [range(samples)[n * size : (n + 1) * size] for n in numbers],
-            )
+            first = numbers.start
+            runs = [range(samples)[n * size : (n + 1) * size] for n in numbers]
         rows = sum(map(len, runs))
         runs = runs if rows else [range(samples)[: self.microbatch_size or 1]]
-        return Share(runs, first, counts, rows, samples)
+        return Step(epoch, number, first, counts, rows, samples), runs

@@ -2,7 +2,7 @@
 
 import reprlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 _VERSION = 1
@@ -14,29 +14,19 @@ class Position(NamedTuple):
     epoch: int
     delivered: int
 
-    def after(self, count: int) -> "Position":
-        """Return the position `count` samples on."""
-        return Position(self.epoch, self.delivered + count)
-
 
 @dataclass(frozen=True)
 class Recipe:
     """What decides which samples are in which step: it must be the same to go on."""
 
-    length: int | None  # None for a stream without
-    batch_size: int
-    microbatch_size: int | None
-    shuffle: bool
-    drop_last: bool
-    seed: int
-    sampler: str | None  # the name of its class
-    shards: str | None  # of a data set that yields to each rank and worker its own: how many
+    facts: dict[str, Any]  # JSON-like, by the names of arguments
+    is_stream: bool
 
     def state(self, position: Position) -> dict[str, Any]:
         """Return what `position` reads, as JSON-like values."""
-        return {"version": _VERSION, **position._asdict(), **asdict(self)}
+        return {"version": _VERSION, **position._asdict(), **self.facts}
 
-    def position(self, state: Mapping[str, Any], *, is_stream: bool = False) -> Position:
+    def position(self, state: Mapping[str, Any]) -> Position:
         """Return the position that `state` holds.
 
         Raises:
@@ -59,8 +49,8 @@ class Recipe:
             raise ValueError(msg)
         differ = [
             f"{name} was {reprlib.repr(state[name])} and is {own[name]!r}"
-            for name in own
-            if name not in ("epoch", "delivered") and state[name] != own[name]
+            for name in self.facts
+            if state[name] != own[name]
         ]
         if differ:
             msg = (
@@ -69,24 +59,25 @@ class Recipe:
             )
             raise ValueError(msg)
         epoch, delivered = state["epoch"], state["delivered"]
-        counts = _is_count(epoch) and _is_count(delivered)
-        if not counts or not self._ends_a_batch(delivered, is_stream=is_stream):
+        if not (_is_count(epoch) and _is_count(delivered) and self._ends_a_batch(delivered)):
             msg = (
-                f"`state` must be at the end of a batch of {self.batch_size}, but is at sample "
-                f"{reprlib.repr(delivered)} of epoch {reprlib.repr(epoch)}: look at what was saved"
+                f"`state` must be at the end of a batch of {self.facts['batch_size']}, but is at "
+                f"sample {reprlib.repr(delivered)} of epoch {reprlib.repr(epoch)}: look at what "
+                f"was saved"
             )
             raise ValueError(msg)
         return Position(epoch, delivered)
 
-    def _ends_a_batch(self, delivered: int, *, is_stream: bool) -> bool:
-        if is_stream:
+    def _ends_a_batch(self, delivered: int) -> bool:
+        batch_size, drop_last = self.facts["batch_size"], self.facts["drop_last"]
+        whole = delivered % batch_size == 0
+        if self.is_stream:
             # It may end anywhere, whatever its __len__ says; of one of which every rank has its
             # own, each step counts as a whole one.
-            ends_anywhere = not self.drop_last and self.shards is None
-            return delivered % self.batch_size == 0 or ends_anywhere
-        length = self.length or 0
-        last = length - length % self.batch_size if self.drop_last else length
-        return delivered == last or (delivered < last and delivered % self.batch_size == 0)
+            return whole or (not drop_last and self.facts["shards"] is None)
+        length = self.facts["length"]
+        last = length - length % batch_size if drop_last else length
+        return bool(delivered == last or (delivered < last and whole))
 
 
 def _is_count(value: object) -> bool:

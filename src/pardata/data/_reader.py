@@ -1,27 +1,74 @@
 """Reading a rank's part of a step, in a worker or here: seeded, collated, and errors say where."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
+from pardata.data._batch import is_read_whole, whole_batch_reader
+from pardata.data._order import Request, as_list
 from pardata.data._plan import Step
-from pardata.data._request import Fetched, Indices, Request, Seeds, User
 from pardata.data._sameness import same
-from pardata.data._whole_batches import is_read_whole, whole_batch_reader
 from pardata.ranks._logger import get_logger
 from pardata.seeds._generators import (
     Default,
     default_generators,
+    forked_seed,
     kept_generators,
+    moved,
+    no_draws,
     seed_generators,
+    states_of,
 )
+from pardata.seeds._mix import mix
 
 _log = get_logger(__name__)
+
+_THOROUGH_EACH = 16  # steps: looking at every generator takes as long as a small batch
+
+
+class Fetched(NamedTuple):
+    """What was read of one step; a named tuple, which ``DataLoader`` pins field by field."""
+
+    step: Step
+    batches: list[Any]  # one for each microbatch, or that of the whole share
+    digest: str = ""  # of a stream: a hash of what its reader read first
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """From where randomness comes: `reproducible` seeds each sample and each microbatch."""
+
+    seed: int
+    reproducible: bool
+    microbatches: bool
+
+    def of_sample(self, epoch: int, index: Any) -> int:
+        """Return the seed of a sample, whatever it is indexed by."""
+        own = [index] if isinstance(index, int) else repr(index).encode()
+        return mix(mix(self.seed, epoch), *own)
+
+    def around_reading(self) -> AbstractContextManager[None]:
+        """Return the context in which the samples of a step are read and collated."""
+        return kept_generators() if self.reproducible else nullcontext()
+
+    def around(
+        self, user: str, step: Step, microbatch: int, device: torch.device | None = None
+    ) -> AbstractContextManager[None]:
+        """Return the context in which `user` sees one microbatch, or one rank's share.
+
+        A `user` is an argument or a method, by its name: each draws other numbers.
+        """
+        if not self.reproducible:
+            return nullcontext()
+        if self.microbatches:
+            place = step.epoch, step.number, microbatch
+            return forked_seed(mix(self.seed, *place, *user.encode()), device)
+        return no_draws(user, device, thorough=step.number % _THOROUGH_EACH == 0)
 
 
 @dataclass(frozen=True)
@@ -35,7 +82,7 @@ class Collation:
     def batch_of(self, samples: Any, step: Step, microbatch: int) -> Any:
         if self.collate_fn is None:
             return default_collate(samples)
-        with self.seeds.around(User.COLLATE_FN, step, microbatch):
+        with self.seeds.around("collate_fn", step, microbatch):
             return self.collate_fn(samples)
 
     def unreadable(self, what: str, error: Exception) -> RuntimeError:
@@ -83,23 +130,21 @@ class Reader(StandsForDataset, Dataset[Any]):
     def __getitem__(self, request: Request) -> Fetched:
         """Return what is asked for."""
         step, asked = request
-        if self._read_whole is not None:
-            read = self._read_whole
+        if (read := self._read_whole) is not None:
             return Fetched(step, [self._got(read, torch.as_tensor(each)) for each in asked])
         if self._looks_twice:
             self._warn_of_a_generator_of_its_own(request)
-        with kept_generators() if self._seeds.reproducible else nullcontext():
+        with self._seeds.around_reading():
             batches = [
-                self._batch(step, microbatch, indices)
+                self._batch(step, microbatch, as_list(indices))
                 for microbatch, indices in enumerate(asked, step.first)
             ]
         return Fetched(step, batches)
 
-    def _batch(self, step: Step, microbatch: int, indices: Indices) -> Any:
+    def _batch(self, step: Step, microbatch: int, indices: Sequence[Any]) -> Any:
         """Return what ``collate_fn`` makes of the samples at `indices`."""
-        indices = indices.tolist() if isinstance(indices, Tensor) else indices
         if self._by_items:
-            with self._seeds.around(User.GETITEMS, step, microbatch):
+            with self._seeds.around("__getitems__", step, microbatch):
                 samples = self._got(self.dataset.__getitems__, indices)
             if not isinstance(samples, list) and self._collation.collate_fn is None:
                 return samples  # a whole batch: PyTorch's protocol has a list of samples
@@ -113,20 +158,18 @@ class Reader(StandsForDataset, Dataset[Any]):
         Those that the data set has never drawn from are left alone, which saves most of the time;
         where it has now drawn from one of them, all is read again.
         """
-        seed_of = self._seeds.of_samples(epoch)
         left_alone = default_generators() if self._seeds.reproducible else ()
         while True:
             left_alone = tuple(own for own in left_alone if own not in self._drawn_from)
-            states = [(own, own.state()) for own in left_alone]
-            samples = [self._sample(index, seed_of) for index in indices]
-            drawn = [own for own, state in states if own.moved_since(state)]
-            if not drawn:
+            states = states_of(left_alone)
+            samples = [self._sample(epoch, index) for index in indices]
+            if not (drawn := moved(states)):
                 return samples
             self._drawn_from += drawn
 
-    def _sample(self, index: Any, seed_of: Callable[[Any], int]) -> Any:
+    def _sample(self, epoch: int, index: Any) -> Any:
         if self._drawn_from:
-            seed_generators(seed_of(index), among=self._drawn_from)
+            seed_generators(self._seeds.of_sample(epoch, index), among=self._drawn_from)
         return self._got(self.dataset.__getitem__, index)
 
     def _got(self, get: Callable[[Any], Any], index: Any) -> Any:
@@ -135,25 +178,23 @@ class Reader(StandsForDataset, Dataset[Any]):
             return get(index)
         except Exception as error:  # user code: whatever it raises
             many = isinstance(index, Sequence | Tensor)
-            numbers = index.tolist() if isinstance(index, Tensor) else index
-            what = f"{'samples' if many else 'sample'} {numbers}"
+            what = f"{'samples' if many else 'sample'} {as_list(index)}"
             raise self._collation.unreadable(what, error) from error
 
     def _warn_of_a_generator_of_its_own(self, request: Request) -> None:
         """Read one sample twice under one seed: what differs is not reproducible."""
         worker = get_worker_info()
-        first = next((indices[0] for indices in request.indices if len(indices)), None)
+        first = next((as_list(some[:1]) for some in request.indices if len(some)), None)
         if first is None or (worker and worker.id):
             return
         self._looks_twice.fill_(False)
-        index = first.item() if isinstance(first, Tensor) else first
         with kept_generators():
-            (one,), (other,) = (self._samples(request.step.epoch, [index]) for _ in range(2))
+            one, other = (self._samples(request.step.epoch, first) for _ in range(2))
         if not same(one, other):
             _log.warning(
                 "sample %s of %s differs when read twice with the same seed, so that runs at "
                 "other sizes will not be the same: draw from the default generators of Python, "
                 "NumPy or PyTorch, or pass reproducible=False",
-                index,
+                first[0],
                 type(self.dataset).__name__,
             )

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import nullcontext
 from itertools import count, islice
 from typing import Any
 
@@ -12,10 +11,11 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from pardata.collective._tree import leaves
 from pardata.data._plan import Plan, Step, share
-from pardata.data._reader import Collation, StandsForDataset
-from pardata.data._request import Fetched
+from pardata.data._reader import Collation, Fetched, StandsForDataset
 from pardata.seeds._generators import kept_generators, seed_generators
 from pardata.seeds._mix import mix
+
+_END = object()
 
 
 class Stream(StandsForDataset, IterableDataset[Fetched]):
@@ -42,42 +42,43 @@ class Stream(StandsForDataset, IterableDataset[Fetched]):
     def __iter__(self) -> Iterator[Fetched]:
         epoch, delivered = self._start.tolist()
         worker = get_worker_info()
-        worker_id, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         if self.is_sharded:
-            return self._own_steps(epoch, worker_id, workers)
-        return self._common_steps(epoch, delivered, worker_id, workers)
+            return self._own_steps(epoch, number, workers)
+        return self._common_steps(epoch, delivered, number, workers)
 
     def _common_steps(
-        self, epoch: int, delivered: int, worker_id: int, workers: int
+        self, epoch: int, delivered: int, worker: int, workers: int
     ) -> Iterator[Fetched]:
         batch_size = self.plan.batch_size
-        samples = _Seeded(self.dataset, self._collation, epoch)
-        skipped = samples.skip(delivered)
+        samples = self._seeded(epoch)
+        with kept_generators():
+            skipped = sum(1 for _ in islice(samples, delivered))
         if skipped < delivered:
             raise not_of_this_stream(delivered, f"it ended after {skipped}")
         if delivered % batch_size:  # an incomplete batch is the last one
-            if samples.take(1):
+            if _next(samples, 1):
                 why = f"it goes on there, in the middle of a batch of {batch_size}"
                 raise not_of_this_stream(delivered, why)
             return
         first = delivered // batch_size
         digest = ""
         for number in count(first):
-            read = samples.take(batch_size)
+            read = _next(samples, batch_size)
             if not read or (len(read) < batch_size and self.plan.drop_last):
                 return
             digest = digest or _hash([read[0], read[-1]])
-            if (number - first) % workers == worker_id:
-                share = self.plan.share_of(len(read))
-                yield self._fetched(share.of(epoch, number), share.runs, read, digest)
+            if (number - first) % workers == worker:
+                step, runs = self.plan.share_of(len(read), epoch, number)
+                yield self._fetched(step, runs, read, digest)
 
-    def _own_steps(self, epoch: int, worker_id: int, workers: int) -> Iterator[Fetched]:
+    def _own_steps(self, epoch: int, worker: int, workers: int) -> Iterator[Fetched]:
         plan = self.plan
         rows = len(share(plan.batch_size, plan.rank, plan.size))
         # A worker of its own seed, as the data set is to yield other samples in each.
-        samples = _Seeded(self.dataset, self._collation, epoch, plan.rank, worker_id)
-        for number in count(worker_id, workers):
-            read = samples.take(rows)
+        samples = self._seeded(epoch, plan.rank, worker)
+        for number in count(worker, workers):
+            read = _next(samples, rows)
             if not read or (len(read) < rows and plan.drop_last):
                 return
             # It knows only how many samples the whole step should have.
@@ -85,52 +86,39 @@ class Stream(StandsForDataset, IterableDataset[Fetched]):
             yield self._fetched(step, [range(len(read))], read)
 
     def _fetched(self, step: Step, runs: list[range], read: list[Any], digest: str = "") -> Fetched:
-        with kept_generators() if self._collation.seeds.reproducible else nullcontext():
+        with self._collation.seeds.around_reading():
             batches = [
                 self._collation.batch_of([read[i] for i in run], step, microbatch)
                 for microbatch, run in enumerate(runs, step.first)
             ]
         return Fetched(step, batches, digest)
 
+    def _seeded(self, epoch: int, *own: int) -> Iterator[Any]:
+        """Yield the samples, each under a seed of its own, wherever and by whom it is read.
 
-class _Seeded:
-    """Samples of a stream, each drawn under a seed of its own, wherever and by whom it is read."""
+        The default generators are left seeded: keep them around each reading.
+        """
+        seed = self._collation.seeds.seed
+        key = mix(mix(seed, *own) if own else seed, epoch)
+        what = "the stream"
+        try:
+            seed_generators(key)
+            samples = iter(self.dataset)
+            for number in count():
+                what = f"sample {number} of the stream"
+                seed_generators(mix(key, number))
+                sample = next(samples, _END)
+                if sample is _END:
+                    return
+                yield sample
+        except Exception as error:  # user code: whatever it raises, say where
+            raise self._collation.unreadable(what, error) from error
 
-    def __init__(self, dataset: Any, collation: Collation, epoch: int, *own: int) -> None:
-        seed = collation.seeds.seed
-        self._key = mix(mix(seed, *own) if own else seed, epoch)
-        self._collation = collation
-        self._drawn = 0
-        with kept_generators():
-            seed_generators(self._key)
-            try:
-                self._samples = iter(dataset)
-            except Exception as error:  # user code: whatever it raises, say where
-                what = "the stream"
-                raise collation.unreadable(what, error) from error
 
-    def skip(self, most: int) -> int:
-        """Read the next `most` samples, or as many as there are; keep none, return how many."""
-        with kept_generators():
-            return sum(1 for _ in islice(self._each(), most))
-
-    def take(self, most: int) -> list[Any]:
-        """Return the next `most` samples, or as many as there are."""
-        with kept_generators():
-            return list(islice(self._each(), most))
-
-    def _each(self) -> Iterator[Any]:
-        while True:
-            seed_generators(mix(self._key, self._drawn))
-            self._drawn += 1
-            try:
-                sample = next(self._samples)
-            except StopIteration:
-                return
-            except Exception as error:  # as above
-                what = f"sample {self._drawn - 1} of the stream"
-                raise self._collation.unreadable(what, error) from error
-            yield sample
+def _next(samples: Iterator[Any], most: int) -> list[Any]:
+    """Return the next `most` samples, or as many as there are."""
+    with kept_generators():
+        return list(islice(samples, most))
 
 
 def not_of_this_stream(delivered: int, why: str) -> ValueError:
@@ -139,30 +127,6 @@ def not_of_this_stream(delivered: int, why: str) -> ValueError:
         f"`state` must have been taken of this stream, but its `delivered` is {delivered} samples, "
         f"and {why}: pass the stream that it was taken of, and look at what was saved"
     )
-
-
-def alike(fetched: Iterator[Fetched], first: int) -> Iterator[Fetched]:
-    """Yield the steps, from number `first` on, of a stream that every worker reads whole.
-
-    Raises:
-        RuntimeError: where workers did not read the same.
-    """
-    before: Fetched | None = None
-    for number, current in enumerate(fetched, first):
-        if current.step.number != number or (before and not _follows(current, before)):
-            msg = (
-                "every worker must read the same stream, but they differ: let it not look at "
-                "get_worker_info(), and draw from the default generators alone, or pass "
-                "sharded=True if each rank and worker has its own"
-            )
-            raise RuntimeError(msg)
-        before = current._replace(batches=[])
-        yield current
-
-
-def _follows(current: Fetched, before: Fetched) -> bool:
-    """Whether both readers read the same, and the one before was no tail."""
-    return current.digest == before.digest and current.step.samples <= before.step.samples
 
 
 def _hash(samples: list[Any]) -> str:

@@ -1,15 +1,18 @@
-"""How many processes load for a rank, and whether they can hand over what they load."""
+"""Reading here or in worker processes: how many, whether they can hand over, and their seeds."""
 
 import os
+from collections.abc import Callable, Iterator
 from multiprocessing.util import get_temp_dir
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
-from pardata.data._whole_batches import is_read_whole
+from pardata.data._batch import is_read_whole
 from pardata.ranks._arguments import check_integer
 from pardata.ranks._cores import usable_cores
 from pardata.ranks._world import World
+from pardata.seeds._mix import mix
 
 _LONGEST_SOCKET = 107  # characters: `sun_path` of Linux's unix(7), without its last zero
 
@@ -45,3 +48,42 @@ def _check_they_can_send() -> None:
             f"{directory!r}: set TMPDIR to one with a shorter name, or pass num_workers=0"
         )
         raise ValueError(msg)
+
+
+class Source:
+    """Where the steps of an epoch come from: `reader`, which is asked for each of `requests`.
+
+    Attributes:
+        workers: where copies of it read, and what they bring is pinned; None if it reads here.
+    """
+
+    def __init__(self, reader: Any, requests: Any, *, seed: int, rank: int, **options: Any) -> None:
+        self.reader, self._requests = reader, requests
+        self._seed, self._rank = seed, rank
+        self.workers: DataLoader[Any] | None = None
+        if options["num_workers"] or options["pin_memory"]:  # else 90 microseconds a batch more
+            self.workers = DataLoader(
+                reader,
+                batch_size=None,  # what is read of a step is a batch already
+                sampler=requests,
+                collate_fn=_as_it_is,
+                generator=torch.Generator(),
+                **options,
+            )
+
+    def steps(self, epoch: int, delivered: int) -> Iterator[Any]:
+        """Yield the steps after those delivered. Collective where the order is a sampler's."""
+        self._requests.start_at(epoch, delivered)
+        return self._begun(epoch, lambda: map(self.reader.__getitem__, self._requests))
+
+    def _begun(self, epoch: int, here: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Return what is read of this epoch, `here` without workers; those begin at once."""
+        if self.workers is None:
+            return here()
+        # From here it draws its workers' seed, and so leaves the user's generator be.
+        self.workers.generator.manual_seed(mix(self._seed, epoch, self._rank))
+        return iter(self.workers)
+
+
+def _as_it_is(fetched: Any) -> Any:
+    return fetched

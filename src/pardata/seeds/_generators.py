@@ -113,10 +113,20 @@ def seed_generators(
         generator.seed(number)
 
 
+def states_of(generators: Iterable[Default]) -> list[tuple[Default, Any]]:
+    """Return the state of each, for `moved`."""
+    return [(own, own.state()) for own in generators]
+
+
+def moved(states: list[tuple[Default, Any]]) -> list[Default]:
+    """Return those that somebody drew from, or seeded, since."""
+    return [own for own, state in states if own.moved_since(state)]
+
+
 @contextmanager
 def kept_generators(device: torch.device | None = None) -> Iterator[None]:
     """Put the default generators back, after the block, to where they were."""
-    states = [(own, own.state()) for own in (*default_generators(), *_of(device))]
+    states = states_of((*default_generators(), *_of(device)))
     try:
         yield
     finally:
@@ -185,9 +195,9 @@ def no_draws(what: str, device: torch.device | None = None, *, thorough: bool) -
         RuntimeError: says that `what` drew, and how to let it.
     """
     *others, default = default_generators()
-    states = [(own, own.state()) for own in (*(others if thorough else ()), default, *_of(device))]
+    states = states_of((*(others if thorough else ()), default, *_of(device)))
     yield
-    if any(own.moved_since(state) for own, state in states):
+    if moved(states):
         msg = (
             f"`{what}` must draw no random numbers from a batch whose size depends on the number "
             f"of ranks, but did: pass `microbatch_size`, so that it gets the same pieces at every "

@@ -150,6 +150,7 @@ def test_importing_pardata_imports_nothing_that_torch_does_not_need():
 
 WITHOUT_NUMPY = """
 import sys, warnings
+from pathlib import Path
 sys.modules["numpy"] = None  # makes `import numpy` fail, as where it is not installed
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 import torch

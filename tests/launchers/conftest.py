@@ -1,4 +1,4 @@
-"""What the launchers' tests share: their mark, a folder, and the run that all of them repeat."""
+"""What the launchers' tests share: a folder, and the run that all of them repeat."""
 
 import sys
 import tempfile
@@ -6,11 +6,6 @@ from pathlib import Path
 
 import pytest
 from programs import MNIST, fingerprint, run
-
-
-def pytest_itemcollected(item):
-    if item.get_closest_marker("soak") is None:
-        item.add_marker("launchers")
 
 
 @pytest.fixture(autouse=True)

@@ -58,11 +58,14 @@ def saved(directory, name):
 
 
 @pytest.mark.parametrize(
-    "nets", [["mlp"], pytest.param(["mlp", "batch-norm"], marks=pytest.mark.soak)], ids=len
+    ("nets", "rounds"),
+    [(["mlp"], 1), pytest.param(["mlp", "batch-norm"], 2, marks=pytest.mark.soak)],
 )
-def test_step_overhead_compares_with_both_ddps_and_ends_with_equal_parameters(nets, tmp_path):
+def test_step_overhead_compares_with_both_ddps_and_ends_with_equal_parameters(
+    nets, rounds, tmp_path
+):
     text = output_of(
-        "step_overhead.py", "--rounds", 1, "--steps", 2, "--nets", *nets, "--save", tmp_path,
+        "step_overhead.py", "--rounds", rounds, "--steps", 2, "--nets", *nets, "--save", tmp_path,
         cwd=tmp_path,
     )  # fmt: skip
     ours, ddp = 'wrap_model(..., "ddp")', "DistributedDataParallel"
@@ -77,12 +80,16 @@ def test_step_overhead_compares_with_both_ddps_and_ends_with_equal_parameters(ne
     same = "parameters of all contenders: equal to the bit, on every rank"
     assert text.count(same) == tables_of_each * len(nets)
     tables = saved(tmp_path, "step_overhead")["tables"]
-    assert [len(row["values"]) for rows in tables.values() for row in rows] == [1] * 13 * len(nets)
+    counts = [len(row["values"]) for rows in tables.values() for row in rows]
+    assert counts == [rounds] * 13 * len(nets)
     assert "cores: " in text.splitlines()[0]
 
 
-def test_metrics_compares_with_the_least_and_with_one_call_each_and_checks_every_mean(tmp_path):
-    text = output_of("metrics.py", "--rounds", 1, "--save", tmp_path, cwd=tmp_path)
+@pytest.mark.parametrize("rounds", [1, pytest.param(3, marks=pytest.mark.soak)])
+def test_metrics_compares_with_the_least_and_with_one_call_each_and_checks_every_mean(
+    rounds, tmp_path
+):
+    text = output_of("metrics.py", "--rounds", rounds, "--save", tmp_path, cwd=tmp_path)
     bare, each = "one bare all_reduce of ten floats", "one all_reduce for each metric"
     floats, tensors = "all_reduce_mean of ten floats", "all_reduce_mean of ten tensors"
     assert verdicts(text) == {
@@ -277,14 +284,15 @@ def test_exact_compares_time_and_memory_with_ddp_and_is_the_same_in_all_rounds(t
     assert len(ddp["values"]) == 2
 
 
-def test_drift_finds_ddp_apart_and_exact_the_same(tmp_path):
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.soak)])
+def test_drift_finds_ddp_apart_and_exact_the_same(size, tmp_path):
     text = output_of(
-        "drift.py", "--sizes", 1, 2, "--epochs", 1, "--save", tmp_path, cwd=tmp_path
+        "drift.py", "--sizes", 1, size, "--epochs", 1, "--save", tmp_path, cwd=tmp_path
     )  # fmt: skip
     ddp, exact = saved(tmp_path, "drift")["tables"].values()
     assert [row["values"][0] == 0 for row in ddp] == [True, True, False, False]
     assert all(row["values"] == [0] for row in exact)
-    assert "2 process(es)" in text
+    assert f"{size} process(es)" in text
     assert is_picture(tmp_path / "drift.png")
 
 

@@ -122,13 +122,19 @@ def runs(block, other):
     return other in block.before and how == others and not any(n.startswith("raises") for n in how)
 
 
-def not_run_by_others(found):
-    return [block for block in found if not any(runs(other, block) for other in found)]
+def to_run(found):
+    """Return a parameter for each block; one that another runs is of the long run."""
+    return [
+        pytest.param(
+            block,
+            id=block.name,
+            marks=[pytest.mark.soak] if any(runs(other, block) for other in found) else [],
+        )
+        for block in found
+    ]
 
 
-RUNNABLE = not_run_by_others(
-    [block for page in PAGES for block in blocks(page) if block.language in RUN]
-)
+RUNNABLE = [block for page in PAGES for block in blocks(page) if block.language in RUN]
 
 
 @pytest.fixture
@@ -225,7 +231,7 @@ def run_doctest(block):
     assert not runner.run(test, out=printed.write).failed, printed.getvalue()
 
 
-@pytest.mark.parametrize("block", RUNNABLE, ids=[block.name for block in RUNNABLE])
+@pytest.mark.parametrize("block", to_run(RUNNABLE))
 @pytest.mark.usefixtures("_restored")
 def test_a_block_runs_as_it_says(block, tmp_path, monkeypatch):
     if '"fsdp")' in block.program and not SHARDS:
@@ -460,13 +466,13 @@ def test_a_block_continues_what_it_says(tmp_path):
     ]  # fmt: skip
 
 
-def test_a_block_that_another_runs_in_the_same_way_is_not_run_alone(tmp_path):
+def test_a_block_that_another_runs_in_the_same_way_is_run_alone_only_in_the_long_run(tmp_path):
     fence = "```python\n{}\n```\n"
     marks = ["", "<!-- continues -->", "<!-- continues -->\n<!-- ranks: 2 -->"]
     marks += ["<!-- continues first -->\n<!-- raises: E: x -->", ""]
     texts = [f"{mark}\n{fence.format(f'n{i}')}" for i, mark in enumerate(marks)]
-    alone = not_run_by_others(blocks(page_with(tmp_path, "".join(texts))))
-    assert [block.text for block in alone] == ["n1", "n2", "n3", "n4"]
+    each = to_run(blocks(page_with(tmp_path, "".join(texts))))
+    assert [len(block.marks) for block in each] == [1, 0, 0, 0, 0]
 
 
 def test_a_wrong_output_in_a_shell_or_doctest_block_fails(tmp_path):

@@ -93,7 +93,8 @@ def test_mnist_compares_a_run_in_one_process_with_one_in_several():
 
 @pytest.mark.parametrize("sizes", [(2, 1), pytest.param((2, 1, 3), marks=pytest.mark.soak)])
 def test_a_run_that_is_killed_and_changes_its_size_ends_as_if_nothing_had_been(sizes):
-    printed = python(ELASTIC, "--sizes", *sizes, "--epochs", 2)
+    # A checkpoint at every step: the first may be killed in step 3, and the next must go on.
+    printed = python(ELASTIC, "--sizes", *sizes, "--epochs", 2, "--save-every", 1)
     assert printed.count("killed in step") == len(sizes) - 1
     assert re.search(rf"goes on in {sizes[-1]} process\(es\) after step \d+", printed)
     assert f"the same to the last bit on 1 and on {', '.join(map(str, sizes))}" in printed
@@ -135,11 +136,12 @@ def test_torchrun_may_lose_a_node_and_go_on_with_the_other(undisturbed, tmp_path
 
 
 @needs_proc
-def test_a_run_that_is_asked_to_stop_saves_and_goes_on_where_it_is_started_again(tmp_path):
+@pytest.mark.parametrize("epochs", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_a_run_that_is_asked_to_stop_saves_and_goes_on_where_it_is_started_again(epochs, tmp_path):
     # On any rank, and the launcher's own signal is one too.
     run_dir = tmp_path / "run"
     options = [
-        EXAMPLES / "mnist.py", "--data", "digits", "--epochs", 1, "--strategy", "exact",
+        EXAMPLES / "mnist.py", "--data", "digits", "--epochs", epochs, "--strategy", "exact",
         "--microbatch-size", 16, "--log-interval", 1, "--run-dir",
     ]  # fmt: skip
     expected = python(*options, tmp_path / "undisturbed").split()[-1]
@@ -151,11 +153,11 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_where_it_is_started_again
     assert re.search(r"stopped; --run-dir .* goes on after step \d+", log.read_text())
     log = tmp_path / "again.txt"
     alone = started(log, *options, run_dir, "--requeue", 75)
-    when(log, "step 12 ")
+    when(log, f"epoch {epochs}/{epochs}")  # it can be asked from here on
     alone.send_signal(signal.SIGTERM)
     assert alone.wait(timeout=120) == 75
     assert "got SIGTERM: the run stops at this step" in log.read_text()
     assert python(*options, run_dir).split()[-1] == expected
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     losses = [line["step"] for line in lines if "train/loss" in line]
-    assert losses == list(range(1, 23))  # no step lost, and none done again
+    assert losses == list(range(1, 22 * epochs + 1))  # no step lost, and none done again

@@ -13,8 +13,8 @@ from hypothesis import settings
 from pardata import __version__
 from pardata.ranks._launcher import MPICH, OPEN_MPI, SLURM, TORCHRUN
 
-# The marks of a folder's tests, but for those of the long run. The last are the rooms that depend on
-# the versions of torch and Python: they also run on the oldest ones.
+# The marks of a folder's tests, but for those of the long run. The rooms that depend on the versions
+# of torch and Python also run on the oldest ones.
 MARKS = {"programs": "programs", "launchers": "launchers"}
 MARKS |= dict.fromkeys(
     ("checkpoint", "collective", "data", "gradient", "launch", "model", "seeds"), "oldest"

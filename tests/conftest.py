@@ -13,7 +13,7 @@ from hypothesis import settings
 from pardata import __version__
 from pardata.ranks._launcher import MPICH, OPEN_MPI, SLURM, TORCHRUN
 
-# The marks of a folder's tests, but for those of the long run. The rooms that depend on the versions
+# The mark of a folder's tests, but for those of the long run. The rooms that depend on the versions
 # of torch and Python also run on the oldest ones.
 MARKS = {"programs": "programs", "launchers": "launchers"}
 MARKS |= dict.fromkeys(

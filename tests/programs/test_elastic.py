@@ -16,6 +16,7 @@ from places import EXAMPLES
 
 ELASTIC = EXAMPLES / "elastic.py"
 
+together = pytest.mark.xdist_group("elastic")  # they share an undisturbed run
 needs_proc = pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds its workers in /proc")
 
 
@@ -75,11 +76,21 @@ def fingerprint(printed):
     return re.search(r"fingerprint ([0-9a-f]{64})", printed)[1]
 
 
+def story(sizes):
+    """Tell the example's story: an undisturbed run, and one that is killed on its way."""
+    # A checkpoint at every step: the first may be killed in step 3, and the next must go on.
+    return python(ELASTIC, "--sizes", *sizes, "--epochs", 2, "--save-every", 1)
+
+
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """The fingerprint of a run in one process that is left alone."""
-    directory = tmp_path_factory.mktemp("undisturbed")
-    return fingerprint(python(ELASTIC, "--run-dir", directory, "--epochs", 2))
+def told():
+    return story((2, 1))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(told):
+    """The fingerprint of a run in one process that is left alone: the story begins with it."""
+    return fingerprint(told)
 
 
 def test_mnist_compares_a_run_in_one_process_with_one_in_several():
@@ -92,14 +103,15 @@ def test_mnist_compares_a_run_in_one_process_with_one_in_several():
 
 
 @pytest.mark.parametrize("sizes", [(2, 1), pytest.param((2, 1, 3), marks=pytest.mark.soak)])
-def test_a_run_that_is_killed_and_changes_its_size_ends_as_if_nothing_had_been(sizes):
-    # A checkpoint at every step: the first may be killed in step 3, and the next must go on.
-    printed = python(ELASTIC, "--sizes", *sizes, "--epochs", 2, "--save-every", 1)
+@together
+def test_a_run_that_is_killed_and_changes_its_size_ends_as_if_nothing_had_been(sizes, told):
+    printed = told if sizes == (2, 1) else story(sizes)
     assert printed.count("killed in step") == len(sizes) - 1
     assert re.search(rf"goes on in {sizes[-1]} process\(es\) after step \d+", printed)
     assert f"the same to the last bit on 1 and on {', '.join(map(str, sizes))}" in printed
 
 
+@together
 def test_torchrun_may_restart_the_workers(undisturbed, tmp_path):
     log, moment = tmp_path / "log.txt", random.randint(6, 20)
     options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", ELASTIC, "--epochs", 2]

@@ -8,7 +8,7 @@ from pathlib import Path
 import on_ranks
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from pardata import __version__
 from pardata.ranks._launcher import MPICH, OPEN_MPI, SLURM, TORCHRUN
@@ -23,7 +23,9 @@ HERE = Path(__file__).parent
 assert {path.name for path in HERE.iterdir()}.issuperset(MARKS)
 
 # No test depends on how fast a machine is, and none leaves files behind.
-settings.register_profile("pardata", deadline=None, database=None)
+settings.register_profile(
+    "pardata", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("pardata")
 
 

@@ -125,7 +125,7 @@ def test_torchrun_may_restart_the_workers(undisturbed, tmp_path):
 @needs_proc
 @pytest.mark.soak
 def test_torchrun_may_lose_a_node_and_go_on_with_the_other(undisturbed, tmp_path):
-    timeouts = "keep_alive_interval=1,keep_alive_max_attempt=2,last_call_timeout=1,store_type=file"
+    timeouts = "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=1,store_type=file"
     options = [
         "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d",
         f"--rdzv-endpoint={tmp_path / 'rendezvous'}", f"--rdzv-conf={timeouts}",

@@ -10,13 +10,14 @@ import os
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from launched import reserved_port
 from misuse import SCOPE, Case, check, parameters, table, tried
 from on_ranks import Raised, caught
 from torch.utils.data import TensorDataset
@@ -169,7 +170,7 @@ CASES = {
 def outcomes(size):
     """Start `size` processes that try all cases; return what each raised."""
     with ExitStack() as taken:
-        ports = [port(taken, keep=each.port_taken) for each in table(THIS)]
+        ports = [taken.enter_context(port(taken=each.port_taken)) for each in table(THIS)]
         command = [sys.executable, "-c", "import test_misuse_launch as t; t.child()"]
         processes = [
             subprocess.Popen(
@@ -190,13 +191,15 @@ def outcomes(size):
     return [[Raised(**one) if one else None for one in json.loads(text)] for text in texts]
 
 
-def port(taken, *, keep):
-    """Return a port that is free, or that somebody listens at until `taken` is closed."""
-    with ExitStack() as until:
-        server = until.enter_context(socket.create_server(("127.0.0.1", 0)))
-        if keep:
-            taken.push(until.pop_all())
-        return server.getsockname()[1]
+@contextmanager
+def port(*, taken):
+    """Yield a port that rank 0 can open and nobody else, or one that somebody listens at."""
+    if not taken:
+        with reserved_port() as free:
+            yield free
+        return
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
 
 
 def child():

@@ -5,7 +5,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from programs import MNIST, fingerprint, run
+from processes import run
+from programs import MNIST, fingerprint
 
 
 @pytest.fixture(autouse=True)

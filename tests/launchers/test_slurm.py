@@ -11,7 +11,9 @@ from cluster import cluster
 from namespaces import require_namespaces
 from packages import require
 from PIL import Image
-from programs import EXAMPLES, MNIST, WHO, fingerprint, joined, wait_for
+from places import EXAMPLES
+from processes import wait_for
+from programs import MNIST, WHO, fingerprint, joined
 
 PYTHON = sys.executable
 

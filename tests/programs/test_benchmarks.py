@@ -25,12 +25,13 @@ needs_proc = pytest.mark.skipif(
 from _measure import Reach, Row, alternate, positive, print_table, require  # noqa: E402  # path first
 
 
-def output_of(name, *arguments, cwd, env=()):
-    command = [sys.executable, str(BENCHMARKS / name), *map(str, arguments)]
-    environment = {**os.environ, **dict(env)}
+def output_of(folder, name, *arguments, **env):
+    """Run a benchmark that saves in `folder`; return what it printed."""
+    command = [sys.executable, str(BENCHMARKS / name), *map(str, arguments), "--save", str(folder)]
     done = subprocess.run(
-        command, check=False, capture_output=True, text=True, cwd=cwd, env=environment, timeout=300
-    )
+        command, check=False, capture_output=True, text=True, cwd=folder,
+        env={**os.environ, **env}, timeout=300,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -65,9 +66,8 @@ def test_step_overhead_compares_with_both_ddps_and_ends_with_equal_parameters(
     nets, rounds, tmp_path
 ):
     text = output_of(
-        "step_overhead.py", "--rounds", rounds, "--steps", 2, "--nets", *nets, "--save", tmp_path,
-        cwd=tmp_path,
-    )  # fmt: skip
+        tmp_path, "step_overhead.py", "--rounds", rounds, "--steps", 2, "--nets", *nets
+    )
     ours, ddp = 'wrap_model(..., "ddp")', "DistributedDataParallel"
     assert verdicts(text) == {
         (ours, ddp, "<= 1.02"),
@@ -89,7 +89,7 @@ def test_step_overhead_compares_with_both_ddps_and_ends_with_equal_parameters(
 def test_metrics_compares_with_the_least_and_with_one_call_each_and_checks_every_mean(
     rounds, tmp_path
 ):
-    text = output_of("metrics.py", "--rounds", rounds, "--save", tmp_path, cwd=tmp_path)
+    text = output_of(tmp_path, "metrics.py", "--rounds", rounds)
     bare, each = "one bare all_reduce of ten floats", "one all_reduce for each metric"
     floats, tensors = "all_reduce_mean of ten floats", "all_reduce_mean of ten tensors"
     assert verdicts(text) == {
@@ -105,9 +105,7 @@ def test_metrics_compares_with_the_least_and_with_one_call_each_and_checks_every
 
 
 def test_import_time_says_what_is_loaded_and_where_the_time_goes(tmp_path):
-    text = output_of(
-        "import_time.py", "--rounds", 1, "--breakdown", "--save", tmp_path, cwd=tmp_path
-    )
+    text = output_of(tmp_path, "import_time.py", "--rounds", 1, "--breakdown")
     assert verdicts(text) == {("torch, then pardata", "", "<= 30")}
     assert re.search(r"modules loaded after torch: \d+ of pardata, \d+ others; none of torch", text)
     assert re.search(r"\| [\d,]+ \| [\d,]+ \| pardata \|", text)
@@ -119,9 +117,8 @@ def test_import_time_says_what_is_loaded_and_where_the_time_goes(tmp_path):
 @pytest.mark.parametrize("sizes", [[1], pytest.param([1, 2], marks=pytest.mark.soak)], ids=len)
 def test_allocator_counts_faults_and_ends_with_equal_losses(sizes, tmp_path):
     text = output_of(
-        "allocator.py", "--rounds", 1, "--steps", 1, "--sizes", *sizes, "--save", tmp_path,
-        cwd=tmp_path,
-        env={"PARDATA_TUNE_CPU": "0"},  # what is compared is the benchmark's own
+        tmp_path, "allocator.py", "--rounds", 1, "--steps", 1, "--sizes", *sizes,
+        PARDATA_TUNE_CPU="0",  # what is compared is the benchmark's own
     )  # fmt: skip
     for size in sizes:
         assert f"losses of all runs at size {size}: equal to the bit" in text
@@ -138,8 +135,8 @@ def test_allocator_counts_faults_and_ends_with_equal_losses(sizes, tmp_path):
 @needs_proc
 def test_shuffle_measures_both_at_each_length_that_they_can_have_and_draws_it(tmp_path):
     text = output_of(
-        "shuffle.py", "--rounds", 1, "--powers", 3, 5, 9, "--sampler-up-to", 5, "--batches", 8,
-        "--save", tmp_path, cwd=tmp_path,
+        tmp_path, "shuffle.py", "--rounds", 1, "--powers", 3, 5, 9, "--sampler-up-to", 5,
+        "--batches", 8,
     )  # fmt: skip
     ours = [f"make_loader, N = 10^{power}" for power in (3, 5, 9)]
     theirs = [f"DistributedSampler, N = 10^{power}" for power in (3, 5)]
@@ -200,10 +197,8 @@ def test_loading_compares_with_data_loader_and_the_limit_whatever_else_is_instal
             shade = Image.new("RGB", (32, 32), (index, 2 * index, 255 - index))
             shade.save(images / "train" / name / f"{index}.jpg")
     text = output_of(
-        "loading.py", "--rounds", 1, "--batches", 1, "--more", 1, "--samples", 256,
-        "--tables", *tables, "--data-dir", SHARED_DATA, "--cifar-dir", images, "--save", tmp_path,
-        cwd=tmp_path,
-        env={"TMPDIR": short_tmp},
+        tmp_path, "loading.py", "--rounds", 1, "--batches", 1, "--more", 1, "--samples", 256,
+        "--tables", *tables, "--data-dir", SHARED_DATA, "--cifar-dir", images, TMPDIR=short_tmp,
     )  # fmt: skip
     assert verdicts(text) == {*PER_SAMPLE}.union(*(cached_verdicts(*both) for both in reach))
     for library in ("StatefulDataLoader", "Accelerate", "Fabric"):
@@ -215,10 +210,7 @@ def test_loading_compares_with_data_loader_and_the_limit_whatever_else_is_instal
 
 
 def test_loading_leaves_out_what_is_not_there_and_says_so(tmp_path):
-    text = output_of(
-        "loading.py", "--data-dir", tmp_path, "--cifar-dir", tmp_path, "--save", tmp_path,
-        cwd=tmp_path,
-    )  # fmt: skip
+    text = output_of(tmp_path, "loading.py", "--data-dir", tmp_path, "--cifar-dir", tmp_path)
     assert f"MNIST: left out, as there is no {tmp_path / 'MNIST' / 'raw'}; see --data-dir" in text
     assert f"left out, as there is no {tmp_path / 'train'}; see --cifar-dir" in text
     assert table_rows(text) == []
@@ -228,11 +220,9 @@ def test_loading_leaves_out_what_is_not_there_and_says_so(tmp_path):
 @needs_mnist
 def test_epoch_compares_with_the_tutorial_and_with_batches_that_are_ready(tmp_path, short_tmp):
     text = output_of(
-        "epoch.py", "--rounds", 1, "--sizes", 2, "--samples", 64, "--batch-size", 32,
+        tmp_path, "epoch.py", "--rounds", 1, "--sizes", 2, "--samples", 64, "--batch-size", 32,
         "--workers-table", 0, "--epochs", 1, "--test-samples", 32, "--data-dir", SHARED_DATA,
-        "--save", tmp_path,
-        cwd=tmp_path,
-        env={"TMPDIR": short_tmp, "PARDATA_TUNE_CPU": "0"},  # what is compared is its own
+        TMPDIR=short_tmp, PARDATA_TUNE_CPU="0",  # what is compared is its own
     )  # fmt: skip
     cached, limit, tutorial = "pardata, cached", "limit: all ready", "the tutorial"
     assert verdicts(text) == {
@@ -255,10 +245,8 @@ def test_epoch_compares_with_the_tutorial_and_with_batches_that_are_ready(tmp_pa
 @needs_proc
 def test_memory_counts_what_ranks_and_workers_have_and_all_read_the_same(tmp_path, short_tmp):
     text = output_of(
-        "memory.py", "--rounds", 1, "--megabytes", 160, "--ranks", 2, "--workers", 1,
-        "--directory", short_tmp, "--save", tmp_path,
-        cwd=tmp_path,
-        env={"TMPDIR": short_tmp},
+        tmp_path, "memory.py", "--rounds", 1, "--megabytes", 160, "--ranks", 2, "--workers", 1,
+        "--directory", short_tmp, TMPDIR=short_tmp,
     )  # fmt: skip
     assert verdicts(text) == {("cache_dataset", "", "<= 1.1")}
     assert "pixels read by all ranks together: the same" in text
@@ -270,10 +258,7 @@ def test_memory_counts_what_ranks_and_workers_have_and_all_read_the_same(tmp_pat
 
 
 def test_exact_compares_time_and_memory_with_ddp_and_is_the_same_in_all_rounds(tmp_path):
-    text = output_of(
-        "exact.py", "--rounds", 2, "--steps", 1, "--nets", "convnet", "--save", tmp_path,
-        cwd=tmp_path,
-    )  # fmt: skip
+    text = output_of(tmp_path, "exact.py", "--rounds", 2, "--steps", 1, "--nets", "convnet")
     assert verdicts(text) == {("s a step, exact", "ddp", "<= 1.3")}
     assert contenders(text) == [
         f"{quantity}, {strategy}"
@@ -286,9 +271,7 @@ def test_exact_compares_time_and_memory_with_ddp_and_is_the_same_in_all_rounds(t
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_drift_finds_ddp_apart_and_exact_the_same(size, tmp_path):
-    text = output_of(
-        "drift.py", "--sizes", 1, size, "--epochs", 1, "--save", tmp_path, cwd=tmp_path
-    )  # fmt: skip
+    text = output_of(tmp_path, "drift.py", "--sizes", 1, size, "--epochs", 1)
     ddp, exact = saved(tmp_path, "drift")["tables"].values()
     assert [row["values"][0] == 0 for row in ddp] == [True, True, False, False]
     assert all(row["values"] == [0] for row in exact)

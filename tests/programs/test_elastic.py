@@ -5,14 +5,13 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from places import EXAMPLES
+from processes import children, ended, kill, run, start, wait_for
 
 ELASTIC = EXAMPLES / "elastic.py"
 
@@ -22,54 +21,25 @@ needs_proc = pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds its wo
 
 def python(*arguments):
     """Run Python to its end; return what it printed."""
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def started(log, *arguments):
-    """Start Python, printing to `log`."""
-    with log.open("w") as file:
-        return subprocess.Popen([sys.executable, *map(str, arguments)], stdout=file, stderr=file)
-
-
-def when(log, text):
-    """Wait until `text` has been printed to `log`."""
-    deadline = time.monotonic() + 120
-    while text not in log.read_text():
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.01)
+    return run(sys.executable, *arguments)
 
 
 @contextmanager
-def torchrun(log, *arguments):
-    """Start torchrun, printing to `log`; make sure that it and its workers are gone at the end."""
-    with log.open("w") as file:
-        command = [sys.executable, "-m", "torch.distributed.run", *map(str, arguments)]
-        job = subprocess.Popen(command, stdout=file, stderr=subprocess.DEVNULL)
-    try:
+def started(log, *arguments):
+    """Start Python, printing to `log`; nothing of it is left at the end."""
+    with log.open("w") as file, ended(start(sys.executable, *arguments, stdout=file)) as job:
         yield job
-    finally:
-        kill(job)
-        job.wait()
 
 
-def kill(job):
-    """Kill a torchrun and its workers, as when their machine goes."""
-    for pid in [*children(job.pid), job.pid]:
-        if job.poll() is None:
-            os.kill(pid, signal.SIGKILL)
+def torchrun(log, *arguments):
+    """Start torchrun in the same way."""
+    return started(log, "-m", "torch.distributed.run", *arguments)
 
 
-def children(pid):
-    file = Path(f"/proc/{pid}/task/{pid}/children")
-    return [int(child) for child in file.read_text().split()] if file.exists() else []
+def until(text, *logs):
+    """Wait until `text` has been printed to one of these."""
+    told = lambda: [log.read_text() for log in logs]  # noqa: E731  # a short one
+    wait_for(lambda: any(text in each for each in told()), 120, told, often=0.01)
 
 
 def fingerprint(printed):
@@ -135,11 +105,7 @@ def test_torchrun_may_lose_a_node_and_go_on_with_the_other(undisturbed, tmp_path
     moment, lost = random.randint(6, 20), random.randrange(2)
     with torchrun(logs[0], *options) as one, torchrun(logs[1], *options) as other:
         nodes = [one, other]
-        deadline = time.monotonic() + 120
-        # Rank 0 alone prints, and may be on either node.
-        while not any(f"step {moment}," in log.read_text() for log in logs):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(f"step {moment},", *logs)  # rank 0 alone prints, and may be on either node
         kill(nodes[lost])
         assert nodes[1 - lost].wait(timeout=120) == 0
     printed = logs[1 - lost].read_text()
@@ -159,15 +125,15 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_where_it_is_started_again
     expected = python(*options, tmp_path / "undisturbed").split()[-1]
     log = tmp_path / "log.txt"
     with torchrun(log, "--standalone", "--nproc-per-node=2", *options, run_dir) as job:
-        when(log, "step 5 ")
+        until("step 5 ", log)
         os.kill(random.choice(children(job.pid)), signal.SIGUSR2)
         assert job.wait(timeout=120) == 0
     assert re.search(r"stopped; --run-dir .* goes on after step \d+", log.read_text())
     log = tmp_path / "again.txt"
-    alone = started(log, *options, run_dir, "--requeue", 75)
-    when(log, f"epoch {epochs}/{epochs}")  # it can be asked from here on
-    alone.send_signal(signal.SIGTERM)
-    assert alone.wait(timeout=120) == 75
+    with started(log, *options, run_dir, "--requeue", 75) as alone:
+        until(f"epoch {epochs}/{epochs}", log)  # it can be asked from here on
+        alone.send_signal(signal.SIGTERM)
+        assert alone.wait(timeout=120) == 75
     assert "got SIGTERM: the run stops at this step" in log.read_text()
     assert python(*options, run_dir).split()[-1] == expected
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -8,18 +8,24 @@ from pathlib import Path
 import on_ranks
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from pardata import __version__
 from pardata.ranks._launcher import MPICH, OPEN_MPI, SLURM, TORCHRUN
 
-# The rooms that depend on the versions of torch and Python. Their tests, but for those of the long
-# run, also run on the oldest ones (`pytest -m oldest`).
-OLDEST = ("checkpoint", "collective", "data", "gradient", "launch", "model", "seeds")
-assert {path.name for path in Path(__file__).parent.iterdir()}.issuperset(OLDEST)
+# The mark of a folder's tests, but for those of the long run. The rooms that depend on the versions
+# of torch and Python also run on the oldest ones.
+MARKS = {"programs": "programs", "launchers": "launchers"}
+MARKS |= dict.fromkeys(
+    ("checkpoint", "collective", "data", "gradient", "launch", "model", "seeds"), "oldest"
+)
+HERE = Path(__file__).parent
+assert {path.name for path in HERE.iterdir()}.issuperset(MARKS)
 
 # No test depends on how fast a machine is, and none leaves files behind.
-settings.register_profile("pardata", deadline=None, database=None)
+settings.register_profile(
+    "pardata", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("pardata")
 
 
@@ -28,8 +34,10 @@ def pytest_report_header():
 
 
 def pytest_itemcollected(item):
-    if item.path.parent.name in OLDEST and item.get_closest_marker("soak") is None:
-        item.add_marker("oldest")
+    if HERE in item.path.parents and item.get_closest_marker("soak") is None:
+        folder = item.path.relative_to(HERE).parts[0]
+        if folder in MARKS:
+            item.add_marker(MARKS[folder])
 
 
 @pytest.fixture

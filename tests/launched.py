@@ -63,12 +63,15 @@ def launched(fn, *args, size, variables=torchrun_variables, **changes):
 def as_rank(environments, directory, fn, args):
     """Give up the group of `run`, be what the variables say, and put a group back for `run`."""
     rank, size = dist.get_rank(), dist.get_world_size()
+    store = dist.FileStore(str(Path(directory) / "store"), size)
+    # Some tests wait a second for the others, who may still be importing this one.
+    store.set(f"is there/{rank}", "")
+    store.wait([f"is there/{other}" for other in range(size)])
     dist.destroy_process_group()
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         del os.environ[name]
     os.environ.update(environments[rank])
     result = caught(fn, *args)
     if not dist.is_initialized():
-        store = dist.FileStore(str(Path(directory) / "store"), size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     return result

@@ -143,9 +143,9 @@ def test_a_killed_rank_is_named_within_seconds(tmp_path):
         assert kind == "RuntimeError"
         assert float(seconds) < 20
         assert "`all_reduce_mean` must be reached by every rank, but rank 1 of 3 did not" in text
-        assert re.search(
-            r"\n  ranks 0, 2: all_reduce_mean at \S*:\d+, lost a connection after \d\.\d s\n", text
-        )
+        # On one line with the other rank, or not: their tenths of a second may differ.
+        line = rf"\n  ranks? [02, ]*{rank}[02, ]*: all_reduce_mean at \S*:\d+, lost a connection "
+        assert re.search(line, text)
 
 
 def lose_the_store(directory):

@@ -150,7 +150,7 @@ def test_an_address_that_does_not_resolve_is_an_error_at_once():
             r"\(.*\): set MASTER_ADDR to an address that every rank can reach",
             raised.text,
         )
-        assert raised.seconds < 5
+        assert raised.seconds < 30  # where no name server answers, asking takes a while
 
 
 @pytest.mark.filterwarnings("ignore:.*TCPStore.*:UserWarning")

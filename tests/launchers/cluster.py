@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from namespaces import Host, hosts
-from programs import run, start
+from processes import run, start
 
 NODES = ("n1", "n2")
 

@@ -1,16 +1,12 @@
-"""What the launchers' tests share: their mark, a folder, and the run that all of them repeat."""
+"""What the launchers' tests share: a folder, and the run that all of them repeat."""
 
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
-from programs import MNIST, fingerprint, run
-
-
-def pytest_itemcollected(item):
-    if item.get_closest_marker("soak") is None:
-        item.add_marker("launchers")
+from processes import run
+from programs import MNIST, fingerprint
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 from namespaces import hosts, require_namespaces
-from programs import EXAMPLES, MNIST, ended, fingerprint, joined, start
+from places import EXAMPLES
+from processes import ended, start
+from programs import MNIST, fingerprint, joined
 from schema import complaints
 
 yaml = pytest.importorskip("yaml")

@@ -6,7 +6,8 @@ import sys
 import pytest
 from namespaces import hosts, require_namespaces
 from packages import require
-from programs import MNIST, WHO, fingerprint, joined, run
+from processes import run
+from programs import MNIST, WHO, fingerprint, joined
 
 PYTHON = sys.executable
 

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 from namespaces import hosts, require_namespaces
-from programs import EXAMPLES, MNIST, fingerprint, joined, run
+from places import EXAMPLES
+from processes import run
+from programs import MNIST, fingerprint, joined
 
 import pardata
 

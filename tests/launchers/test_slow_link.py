@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from namespaces import require_namespaces
-from programs import run
+from processes import run
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "slow_link.py"
 MEGABITS = 50.6  # of gradients: 1,581,066 parameters

@@ -11,7 +11,9 @@ from cluster import cluster
 from namespaces import require_namespaces
 from packages import require
 from PIL import Image
-from programs import EXAMPLES, MNIST, WHO, fingerprint, joined, wait_for
+from places import EXAMPLES
+from processes import wait_for
+from programs import MNIST, WHO, fingerprint, joined
 
 PYTHON = sys.executable
 
@@ -24,18 +26,18 @@ def slurm(tmp_path_factory):
         yield made
 
 
-@pytest.fixture
-def few_images(tmp_path):
+@pytest.fixture(params=[4, pytest.param(16, marks=pytest.mark.soak)])
+def few_images(tmp_path, request):
     """What `cifar10.py` is to read: ten steps of noise, for ResNet is slow on a CPU."""
-    noise = random.Random(0)
-    for part, count in (("train", 40), ("test", 4)):
+    noise, batch_size = random.Random(0), request.param
+    for part, count in (("train", 10 * batch_size), ("test", batch_size)):
         for index in range(count):
             file = tmp_path / part / f"class{index % 2}" / f"{index}.png"
             file.parent.mkdir(parents=True, exist_ok=True)
             Image.frombytes("RGB", (32, 32), noise.randbytes(32 * 32 * 3)).save(file)
     return [
-        "--data", "folder", "--data-dir", tmp_path, "--batch-size", 4, "--model", "resnet18",
-        "--num-workers", 0,
+        "--data", "folder", "--data-dir", tmp_path, "--batch-size", batch_size,
+        "--model", "resnet18", "--num-workers", 0,
     ]  # fmt: skip
 
 
@@ -109,7 +111,8 @@ def test_a_plain_python_in_an_allocation_is_a_single_process(slurm, folder):
 def test_a_preempted_job_goes_on_by_itself_and_no_step_is_lost(slurm, submit, few_images, folder):
     out, run_dir = folder / "out", folder / "run"
     job = submit("requeue.sbatch", *few_images, "--run-dir", run_dir, options=["--exclusive"])
-    wait_for(lambda: out.exists() and "step 10 " in out.read_text())
+    # It can be stopped from here on, and the more is left to do the better: SLURM takes its time.
+    wait_for(lambda: out.exists() and "epoch 1/2" in out.read_text())
     # It needs both nodes, and its partition goes before.
     slurm.run("srun", "--partition=high", "--exclusive", "--nodes=2", "true")
     wait_for(lambda: slurm.state(job) == "COMPLETED", 600, out.read_text)

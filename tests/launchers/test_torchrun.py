@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from namespaces import hosts, require_namespaces
-from programs import MNIST, TORCHRUN, ended, fingerprint, joined, run, start, wait_for
+from processes import ended, run, start, wait_for
+from programs import MNIST, TORCHRUN, fingerprint, joined
 
 SIZES = Path(__file__).parent / "sizes.py"
 # Short times until a node counts as gone, and until a smaller world begins without it.

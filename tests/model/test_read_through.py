@@ -483,7 +483,7 @@ def lonely():
 
 
 def test_no_collective_hides_in_an_evaluation_or_a_forward_without_gradients():
-    run(lonely, world_size=2, timeout=20)
+    run(lonely, world_size=2, timeout=60)
 
 
 def several_forwards():
@@ -573,7 +573,7 @@ def joins(how):
 
 @pytest.mark.parametrize("how", ["join", "Join"])
 def test_uneven_inputs_do_not_hang_in_join_and_replicas_are_equal_after_it(how):
-    run(joins, how, world_size=2, timeout=20)
+    run(joins, how, world_size=2, timeout=60)
 
 
 def joins_apart():
@@ -590,7 +590,7 @@ def joins_apart():
 
 
 def test_join_leaves_buffers_apart_where_asked_and_switched_off_changes_nothing():
-    run(joins_apart, world_size=2, timeout=20)
+    run(joins_apart, world_size=2, timeout=60)
 
 
 # Unused parameters

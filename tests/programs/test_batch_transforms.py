@@ -34,6 +34,7 @@ RANDOM_AND_NOT_SQUARE = pytest.mark.parametrize(
     ("name", "shape"),
     [(name, shape) for name in RANDOM for shape in [(5, 1, 28, 28), (3, 3, 32, 20), (2, 4, 7, 9)]],
 )
+EACH = pytest.mark.parametrize("name", RANDOM)
 DTYPES = pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float64])
 
 
@@ -172,13 +173,13 @@ def test_random_transforms_keep_shape_dtype_and_input(name, shape, dtype):
     assert torch.equal(images, before)
 
 
-@pytest.mark.parametrize("name", RANDOM)
+@EACH
 def test_random_transforms_of_no_images_are_no_images(name):
     assert RANDOM[name](images_of((0, 3, 8, 8))).shape == (0, 3, 8, 8)
     assert normalise(images_of((0, 3, 8, 8)), [0.5] * 3, [0.2] * 3).shape == (0, 3, 8, 8)
 
 
-@pytest.mark.parametrize("name", RANDOM)
+@EACH
 def test_random_transforms_of_images_in_another_layout_are_the_same(name):
     images = images_of((6, 3, 8, 8))
     torch.manual_seed(0)
@@ -194,14 +195,14 @@ def test_each_image_of_a_batch_is_transformed_in_its_own_way(name, different):
     assert len({image.numpy().tobytes() for image in found}) >= different
 
 
-@pytest.mark.parametrize("name", RANDOM)
+@EACH
 def test_all_channels_of_an_image_are_transformed_alike(name):
     one, two, three = RANDOM[name](blobs(20, 3, 16, 16)).unbind(1)
     assert torch.equal(one, two)
     assert torch.equal(one, three)
 
 
-@pytest.mark.parametrize("name", RANDOM)
+@EACH
 def test_the_default_generator_decides(name):
     images = blobs(50, 1, 28, 28)
     results = []

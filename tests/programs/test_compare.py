@@ -17,7 +17,7 @@ import compare_cells
 from compare_cells import Cell, CellError, kept, measured_in
 from compare_machine import machine
 
-EXAMPLES = Path(compare.__file__).parent
+pytestmark = pytest.mark.xdist_group("compare")  # which compares once
 NONE = Cell("mnist", ("--data", "digits"), 1, "none", 1, 0)
 
 

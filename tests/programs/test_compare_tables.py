@@ -1,31 +1,24 @@
 """The tables and pictures that examples/compare.py makes of its results."""
 
-import re
 import sys
 from dataclasses import replace
 
 import pytest
 from places import EXAMPLES
+from test_compare import NONE, table_rows
 
 sys.path.insert(0, str(EXAMPLES))
 
 import compare
 import compare_plots
-from compare_cells import Cell, Result
+from compare_cells import Result
 from compare_tables import Row, efficiency, families, tables
 
-NONE = Cell("mnist", ("--data", "digits"), 1, "none", 1, 0)
 DDP = replace(NONE, strategy="ddp")
 
 
 def result(seconds, *, waited=0.5, steps=10, accuracy=90.0):
     return Result(accuracy, seconds, waited, steps, seconds + 3, 0.1, "2026-11-21")
-
-
-def table_rows(text, header):
-    """Return the cells of the rows of the table whose header begins so."""
-    (table,) = [part for part in text.split("\n\n") if re.match(rf"\| {header}", part)]
-    return [[cell.strip() for cell in line[1:-1].split("|")] for line in table.splitlines()[2:]]
 
 
 # --- tables

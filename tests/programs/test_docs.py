@@ -122,13 +122,19 @@ def runs(block, other):
     return other in block.before and how == others and not any(n.startswith("raises") for n in how)
 
 
-def not_run_by_others(found):
-    return [block for block in found if not any(runs(other, block) for other in found)]
+def to_run(found):
+    """Return a parameter for each block; one that another runs is of the long run."""
+    return [
+        pytest.param(
+            block,
+            id=block.name,
+            marks=[pytest.mark.soak] if any(runs(other, block) for other in found) else [],
+        )
+        for block in found
+    ]
 
 
-RUNNABLE = not_run_by_others(
-    [block for page in PAGES for block in blocks(page) if block.language in RUN]
-)
+RUNNABLE = [block for page in PAGES for block in blocks(page) if block.language in RUN]
 
 
 @pytest.fixture
@@ -225,7 +231,7 @@ def run_doctest(block):
     assert not runner.run(test, out=printed.write).failed, printed.getvalue()
 
 
-@pytest.mark.parametrize("block", RUNNABLE, ids=[block.name for block in RUNNABLE])
+@pytest.mark.parametrize("block", to_run(RUNNABLE))
 @pytest.mark.usefixtures("_restored")
 def test_a_block_runs_as_it_says(block, tmp_path, monkeypatch):
     if '"fsdp")' in block.program and not SHARDS:
@@ -374,37 +380,29 @@ def first_line(value):
     return (inspect.getdoc(value) or "").partition("\n")[0]
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_the_reference_has_every_public_name_with_its_first_line(name):
+def test_the_reference_has_every_public_name_with_its_first_line_and_no_other():
     page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
-    assert re.search(rf"^\.\. auto(function|class):: pardata\.{name}$", page, re.MULTILINE)
-    rows = re.findall(rf"^\| \[`{re.escape(name)}`\]\(#\S+\) \| (.*) \|$", page, re.MULTILINE)
-    assert rows == [first_line(PUBLIC[name])]
+    rows = re.findall(r"^\| \[`([\w.]+)`\]\(#\S+\) \| (.*) \|$", page, re.MULTILINE)
+    assert sorted(rows) == sorted((name, first_line(value)) for name, value in PUBLIC.items())
+    documented = re.findall(r"^\.\. auto(?:function|class):: pardata\.(\S+)$", page, re.MULTILINE)
+    assert set(PUBLIC) <= set(documented)
 
 
-def test_the_reference_has_no_other_name():
-    page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| \[`([\w.]+)`\]", page, re.MULTILINE)
-    assert sorted(rows) == sorted(PUBLIC)
-
-
-@pytest.mark.parametrize("name", PUBLIC)
-def test_a_public_name_says_in_one_line_what_it_does(name):
-    assert first_line(PUBLIC[name]).endswith(".")
+def test_what_is_public_says_in_one_line_what_it_does():
+    methods = {
+        f"{cls.__name__}.{name}": value
+        for cls in CLASSES
+        for name, value in vars(cls).items()
+        if not name.startswith("_") and callable(value)
+    }
+    lines = {name: first_line(value) for name, value in (PUBLIC | methods).items()}
+    assert [name for name, line in lines.items() if not line.endswith(".")] == []
 
 
 def test_the_types_of_every_public_name_are_pinned():
     pinned = (ROOT / "tests/typing/api.py").read_text(encoding="utf-8").partition("\ndef ")[2]
     names = [name.rpartition(".")[2] for name in PUBLIC]
     assert [name for name in names if not re.search(rf"\b{name}\b", pinned)] == []
-
-
-@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
-def test_a_public_method_says_in_one_line_what_it_does(cls):
-    methods = [name for name in vars(cls) if not name.startswith("_") and callable(vars(cls)[name])]
-    assert {name: first_line(getattr(cls, name))[-1:] for name in methods} == dict.fromkeys(
-        methods, "."
-    )
 
 
 # ------------------------------------------------------- these tests can fail, every one
@@ -460,13 +458,13 @@ def test_a_block_continues_what_it_says(tmp_path):
     ]  # fmt: skip
 
 
-def test_a_block_that_another_runs_in_the_same_way_is_not_run_alone(tmp_path):
+def test_a_block_that_another_runs_in_the_same_way_is_run_alone_only_in_the_long_run(tmp_path):
     fence = "```python\n{}\n```\n"
     marks = ["", "<!-- continues -->", "<!-- continues -->\n<!-- ranks: 2 -->"]
     marks += ["<!-- continues first -->\n<!-- raises: E: x -->", ""]
     texts = [f"{mark}\n{fence.format(f'n{i}')}" for i, mark in enumerate(marks)]
-    alone = not_run_by_others(blocks(page_with(tmp_path, "".join(texts))))
-    assert [block.text for block in alone] == ["n1", "n2", "n3", "n4"]
+    each = to_run(blocks(page_with(tmp_path, "".join(texts))))
+    assert [len(block.marks) for block in each] == [1, 0, 0, 0, 0]
 
 
 def test_a_wrong_output_in_a_shell_or_doctest_block_fails(tmp_path):

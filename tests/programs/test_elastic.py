@@ -5,81 +5,62 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from places import EXAMPLES
+from processes import children, ended, kill, run, start, wait_for
 
 ELASTIC = EXAMPLES / "elastic.py"
 
+together = pytest.mark.xdist_group("elastic")  # they share an undisturbed run
 needs_proc = pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds its workers in /proc")
 
 
 def python(*arguments):
     """Run Python to its end; return what it printed."""
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def started(log, *arguments):
-    """Start Python, printing to `log`."""
-    with log.open("w") as file:
-        return subprocess.Popen([sys.executable, *map(str, arguments)], stdout=file, stderr=file)
-
-
-def when(log, text):
-    """Wait until `text` has been printed to `log`."""
-    deadline = time.monotonic() + 120
-    while text not in log.read_text():
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.01)
+    return run(sys.executable, *arguments)
 
 
 @contextmanager
-def torchrun(log, *arguments):
-    """Start torchrun, printing to `log`; make sure that it and its workers are gone at the end."""
-    with log.open("w") as file:
-        command = [sys.executable, "-m", "torch.distributed.run", *map(str, arguments)]
-        job = subprocess.Popen(command, stdout=file, stderr=subprocess.DEVNULL)
-    try:
+def started(log, *arguments):
+    """Start Python, printing to `log`; nothing of it is left at the end."""
+    with log.open("w") as file, ended(start(sys.executable, *arguments, stdout=file)) as job:
         yield job
-    finally:
-        kill(job)
-        job.wait()
 
 
-def kill(job):
-    """Kill a torchrun and its workers, as when their machine goes."""
-    for pid in [*children(job.pid), job.pid]:
-        if job.poll() is None:
-            os.kill(pid, signal.SIGKILL)
+def torchrun(log, *arguments):
+    """Start torchrun in the same way."""
+    return started(log, "-m", "torch.distributed.run", *arguments)
 
 
-def children(pid):
-    file = Path(f"/proc/{pid}/task/{pid}/children")
-    return [int(child) for child in file.read_text().split()] if file.exists() else []
+def until(text, *logs):
+    """Wait until `text` has been printed to one of these."""
+    told = lambda: [log.read_text() for log in logs]  # noqa: E731  # a short one
+    wait_for(lambda: any(text in each for each in told()), 120, told, often=0.01)
 
 
 def fingerprint(printed):
     return re.search(r"fingerprint ([0-9a-f]{64})", printed)[1]
 
 
+def story(sizes):
+    """Tell the example's story: an undisturbed run, and one that is killed on its way."""
+    # A checkpoint at every step: the first may be killed in step 3, and the next must go on.
+    return python(ELASTIC, "--sizes", *sizes, "--epochs", 2, "--save-every", 1)
+
+
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """The fingerprint of a run in one process that is left alone."""
-    directory = tmp_path_factory.mktemp("undisturbed")
-    return fingerprint(python(ELASTIC, "--run-dir", directory, "--epochs", 2))
+def told():
+    return story((2, 1))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(told):
+    """The fingerprint of a run in one process that is left alone: the story begins with it."""
+    return fingerprint(told)
 
 
 def test_mnist_compares_a_run_in_one_process_with_one_in_several():
@@ -92,13 +73,15 @@ def test_mnist_compares_a_run_in_one_process_with_one_in_several():
 
 
 @pytest.mark.parametrize("sizes", [(2, 1), pytest.param((2, 1, 3), marks=pytest.mark.soak)])
-def test_a_run_that_is_killed_and_changes_its_size_ends_as_if_nothing_had_been(sizes):
-    printed = python(ELASTIC, "--sizes", *sizes, "--epochs", 2)
+@together
+def test_a_run_that_is_killed_and_changes_its_size_ends_as_if_nothing_had_been(sizes, told):
+    printed = told if sizes == (2, 1) else story(sizes)
     assert printed.count("killed in step") == len(sizes) - 1
     assert re.search(rf"goes on in {sizes[-1]} process\(es\) after step \d+", printed)
     assert f"the same to the last bit on 1 and on {', '.join(map(str, sizes))}" in printed
 
 
+@together
 def test_torchrun_may_restart_the_workers(undisturbed, tmp_path):
     log, moment = tmp_path / "log.txt", random.randint(6, 20)
     options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", ELASTIC, "--epochs", 2]
@@ -112,7 +95,7 @@ def test_torchrun_may_restart_the_workers(undisturbed, tmp_path):
 @needs_proc
 @pytest.mark.soak
 def test_torchrun_may_lose_a_node_and_go_on_with_the_other(undisturbed, tmp_path):
-    timeouts = "keep_alive_interval=1,keep_alive_max_attempt=2,last_call_timeout=1,store_type=file"
+    timeouts = "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=1,store_type=file"
     options = [
         "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d",
         f"--rdzv-endpoint={tmp_path / 'rendezvous'}", f"--rdzv-conf={timeouts}",
@@ -122,11 +105,7 @@ def test_torchrun_may_lose_a_node_and_go_on_with_the_other(undisturbed, tmp_path
     moment, lost = random.randint(6, 20), random.randrange(2)
     with torchrun(logs[0], *options) as one, torchrun(logs[1], *options) as other:
         nodes = [one, other]
-        deadline = time.monotonic() + 120
-        # Rank 0 alone prints, and may be on either node.
-        while not any(f"step {moment}," in log.read_text() for log in logs):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(f"step {moment},", *logs)  # rank 0 alone prints, and may be on either node
         kill(nodes[lost])
         assert nodes[1 - lost].wait(timeout=120) == 0
     printed = logs[1 - lost].read_text()
@@ -135,27 +114,28 @@ def test_torchrun_may_lose_a_node_and_go_on_with_the_other(undisturbed, tmp_path
 
 
 @needs_proc
-def test_a_run_that_is_asked_to_stop_saves_and_goes_on_where_it_is_started_again(tmp_path):
+@pytest.mark.parametrize("epochs", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_a_run_that_is_asked_to_stop_saves_and_goes_on_where_it_is_started_again(epochs, tmp_path):
     # On any rank, and the launcher's own signal is one too.
     run_dir = tmp_path / "run"
     options = [
-        EXAMPLES / "mnist.py", "--data", "digits", "--epochs", 1, "--strategy", "exact",
+        EXAMPLES / "mnist.py", "--data", "digits", "--epochs", epochs, "--strategy", "exact",
         "--microbatch-size", 16, "--log-interval", 1, "--run-dir",
     ]  # fmt: skip
     expected = python(*options, tmp_path / "undisturbed").split()[-1]
     log = tmp_path / "log.txt"
     with torchrun(log, "--standalone", "--nproc-per-node=2", *options, run_dir) as job:
-        when(log, "step 5 ")
+        until("step 5 ", log)
         os.kill(random.choice(children(job.pid)), signal.SIGUSR2)
         assert job.wait(timeout=120) == 0
     assert re.search(r"stopped; --run-dir .* goes on after step \d+", log.read_text())
     log = tmp_path / "again.txt"
-    alone = started(log, *options, run_dir, "--requeue", 75)
-    when(log, "step 12 ")
-    alone.send_signal(signal.SIGTERM)
-    assert alone.wait(timeout=120) == 75
+    with started(log, *options, run_dir, "--requeue", 75) as alone:
+        until(f"epoch {epochs}/{epochs}", log)  # it can be asked from here on
+        alone.send_signal(signal.SIGTERM)
+        assert alone.wait(timeout=120) == 75
     assert "got SIGTERM: the run stops at this step" in log.read_text()
     assert python(*options, run_dir).split()[-1] == expected
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     losses = [line["step"] for line in lines if "train/loss" in line]
-    assert losses == list(range(1, 23))  # no step lost, and none done again
+    assert losses == list(range(1, 22 * epochs + 1))  # no step lost, and none done again

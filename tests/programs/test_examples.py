@@ -10,6 +10,8 @@ import re
 import runpy
 import subprocess
 import sys
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import on_ranks
 import pytest
@@ -24,17 +26,29 @@ SHARDS = hasattr(torch.cpu.Stream, "record_event")
 needs_shards = pytest.mark.skipif(not SHARDS, reason="fully_shard on a CPU needs torch > 2.6")
 
 
-run = functools.partial(on_ranks.run, timeout=300)
+# Digits to train on. It is their number that takes time, however the steps share them.
+FEW, ALL = 320, 1437
+few_or_all = pytest.mark.parametrize("images", [FEW, pytest.param(ALL, marks=pytest.mark.soak)])
 
 
-def run_example(name, *arguments, cache=None):
+def digits_of(images):
+    """Return so many digits to train on, and 360 to test on."""
+    digits, count = load_digits(), images + 360
+    return SimpleNamespace(images=digits.images[:count], target=digits.target[:count])
+
+
+def run_example(name, *arguments, cache=None, images=ALL):
     """Run an example in this process, which has a group already, and return what it printed."""
     printed = io.StringIO()
     if cache:
         os.environ["PARDATA_CACHE"] = str(cache)  # until the ranks are given back
     sys.argv = [name, *map(str, arguments)]
     sys.path.insert(0, str(EXAMPLES))
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+    with (
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(printed),
+        patch("example_data.load_digits", functools.partial(digits_of, images)),
+    ):
         try:
             runpy.run_path(str(EXAMPLES / name), run_name="__main__")
         except SystemExit as error:
@@ -45,6 +59,12 @@ def run_example(name, *arguments, cache=None):
     return printed.getvalue()
 
 
+def run(program, name, *arguments, size, **options):
+    """Run an example on `size` ranks and return what each of them printed."""
+    program = functools.partial(program, **options) if options else program
+    return on_ranks.run(program, name, *arguments, world_size=size, timeout=300)
+
+
 def run_offline(name, *arguments):
     """Run an example whose downloads fail."""
 
@@ -52,11 +72,11 @@ def run_offline(name, *arguments):
         msg = "Error downloading train-images-idx3-ubyte.gz"
         raise RuntimeError(msg)
 
-    torchvision.datasets.MNIST = torchvision.datasets.CIFAR10 = refuse
-    try:
-        return run_example(name, *arguments)
-    except SystemExit as error:
-        return error.code
+    with patch.multiple(torchvision.datasets, MNIST=refuse, CIFAR10=refuse):
+        try:
+            return run_example(name, *arguments)
+        except SystemExit as error:
+            return error.code
 
 
 def read_docstring(name):
@@ -86,7 +106,7 @@ def losses(run_dir):
 def test_mnist_trains_under_every_strategy(strategy, size, tmp_path):
     first, *others = run(
         run_example, "mnist.py", "--data", "digits", "--epochs", 1, "--strategy", strategy,
-        "--run-dir", tmp_path, world_size=size,
+        "--run-dir", tmp_path, size=size,
     )  # fmt: skip
     assert f"{size} process" in first
     assert "learning rate 0.002" in first
@@ -103,34 +123,38 @@ def test_mnist_trains_under_every_strategy(strategy, size, tmp_path):
     assert metrics(tmp_path)[-1]["step"] == 22
 
 
-@pytest.mark.parametrize("sizes", [(1, 3), pytest.param((1, 2, 4), marks=pytest.mark.soak)])
-def test_mnist_without_dropout_has_the_same_losses_at_every_size(sizes, tmp_path):
+DOUBLE = ("--data", "digits", "--epochs", 1, "--no-dropout", "--double", "--log-interval", 1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "images"), [((1, 3), FEW), pytest.param((1, 2, 3, 4), ALL, marks=pytest.mark.soak)]
+)
+def test_mnist_without_dropout_has_the_same_losses_at_every_size(sizes, images, tmp_path):
     by_size = {}
     for size in sizes:
-        run(
-            run_example, "mnist.py", "--data", "digits", "--epochs", 1, "--no-dropout",
-            "--double", "--log-interval", 1, "--run-dir", tmp_path / str(size), world_size=size,
-        )  # fmt: skip
-        by_size[size] = losses(tmp_path / str(size))
-    assert len(by_size[1]) == 22
+        run_dir = tmp_path / str(size)
+        run(run_example, "mnist.py", *DOUBLE, "--run-dir", run_dir, size=size, images=images)
+        by_size[size] = losses(run_dir)
+    assert len(by_size[1]) == images // 64
     for size in sizes[1:]:
         assert by_size[size] == pytest.approx(by_size[1], rel=1e-6)  # 1e-4 is promised
 
 
 @pytest.mark.parametrize("augment", [pytest.param((), marks=pytest.mark.soak), ("--augment",)])
-def test_mnist_from_a_cache_has_the_same_losses_at_every_size_augmented_or_not(augment, tmp_path):
+@few_or_all
+def test_mnist_from_a_cache_has_the_same_losses_at_every_size_augmented_or_not(
+    images, augment, tmp_path
+):
     by_size = {}
     for size in (1, 3):
         first, *_ = run(
-            functools.partial(run_example, cache=tmp_path / "cache"),
-            "mnist.py", "--data", "digits", "--epochs", 1, "--no-dropout", "--double",
-            "--cache", *augment, "--log-interval", 1, "--run-dir", tmp_path / str(size),
-            world_size=size,
+            run_example, "mnist.py", *DOUBLE, "--cache", *augment,
+            "--run-dir", tmp_path / str(size), size=size, cache=tmp_path / "cache", images=images,
         )  # fmt: skip
         assert ("caching Digits: " in first) is (size == 1)  # the next run finds the files
         assert "/360 images)" in first
         by_size[size] = losses(tmp_path / str(size))
-    assert len(by_size[1]) == 22
+    assert len(by_size[1]) == images // 64
     assert by_size[3] == pytest.approx(by_size[1], rel=1e-6)
 
 
@@ -139,7 +163,7 @@ def test_cifar10_learns_the_digits_as_its_first_commands_start_it(tmp_path):
     assert commands == ["--data digits"] * 2  # with python and with torchrun
     printed, _ = run(
         run_example, "cifar10.py", *commands[0].split(), "--epochs", 2, "--run-dir", tmp_path,
-        world_size=2,
+        size=2,
     )  # fmt: skip
     assert "epoch 2/2  32 images a step, about 16 on each rank" in printed
     after_one, after_two = (row for row in metrics(tmp_path) if "test/loss" in row)
@@ -149,10 +173,11 @@ def test_cifar10_learns_the_digits_as_its_first_commands_start_it(tmp_path):
     assert losses(tmp_path)[-1] < 0.7 * losses(tmp_path)[0]
 
 
-def test_mnist_shows_the_shapes_inside_and_outside_the_model(tmp_path):
+@few_or_all
+def test_mnist_shows_the_shapes_inside_and_outside_the_model(images, tmp_path):
     (printed,) = run(
         run_example, "mnist.py", "--data", "digits", "--epochs", 1, "--strategy", "dp", "--augment",
-        "--show-shapes", "--run-dir", tmp_path, world_size=1,
+        "--show-shapes", "--run-dir", tmp_path, size=1, images=images,
     )  # fmt: skip
     assert printed.count("inside the model: (64, 1, 28, 28) -> (64, 10)") == 1
     assert printed.count("outside the model: (64, 1, 28, 28) -> (64, 10)") == 1
@@ -161,7 +186,7 @@ def test_mnist_shows_the_shapes_inside_and_outside_the_model(tmp_path):
 @pytest.mark.parametrize("name", ["mnist.py", "cifar10.py"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_an_unreachable_download_ends_every_rank_and_names_the_digits(name, size, tmp_path):
-    first, *others = run(run_offline, name, "--run-dir", tmp_path, world_size=size)
+    first, *others = run(run_offline, name, "--run-dir", tmp_path, size=size)
     assert first.startswith("1 ")  # the exit code
     assert "the data could not be downloaded (Error downloading train-images" in first
     assert "try --data digits, which need none" in first
@@ -171,7 +196,7 @@ def test_an_unreachable_download_ends_every_rank_and_names_the_digits(name, size
 @pytest.mark.parametrize("name", ["mnist.py", "cifar10.py"])
 def test_strategies_of_one_process_are_refused_in_two(name):
     with pytest.raises(SystemExit, match="--strategy dp runs in one process, not in 2: use ddp"):
-        run(run_example, name, "--data", "digits", "--strategy", "dp", world_size=2)
+        run(run_example, name, "--data", "digits", "--strategy", "dp", size=2)
 
 
 @pytest.mark.parametrize("name", ["mnist.py", "cifar10.py"])
@@ -187,50 +212,64 @@ def test_help_explains_every_flag(name, monkeypatch, capsys):
         assert len(re.sub(r"--[\w-]+ ?(\{.*?\}|[A-Z_]+)?", "", entry).split()) >= 2, entry
 
 
-def test_cifar10_goes_on_from_a_cache_in_one_process_where_two_had_ended(tmp_path):
-    program = functools.partial(run_example, cache=tmp_path / "cache")
-    common = ("--data", "digits", "--model", "resnet18", "--batch-size", 256, "--cache")
-    common += ("--run-dir", tmp_path)
-    first = run(program, "cifar10.py", *common, "--epochs", 1, world_size=2)[0]
-    assert "epoch 1/1  256 images a step, about 128 on each rank" in first
+@pytest.mark.parametrize(
+    ("images", "batch_size"),
+    [
+        (FEW, 64),
+        pytest.param(ALL, 256, marks=pytest.mark.soak),
+        pytest.param(ALL, 32, marks=pytest.mark.soak),
+    ],
+)
+def test_cifar10_goes_on_from_a_cache_in_one_process_where_two_had_ended(
+    images, batch_size, tmp_path
+):
+    program = functools.partial(run_example, cache=tmp_path / "cache", images=images)
+    common = ("cifar10.py", "--data", "digits", "--model", "resnet18", "--cache")
+    common += ("--batch-size", batch_size, "--run-dir", tmp_path)
+    steps = images // batch_size
+    first = run(program, *common, "--epochs", 1, size=2)[0]
+    assert f"epoch 1/1  {batch_size} images a step, about {batch_size // 2} on each rank" in first
     assert re.search(r"accuracy [\d.]+ % \(\d+/360 images\)", first)
     bare = torchvision.models.resnet18(num_classes=10)
     bare.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True), strict=True)
-    (second,) = run(program, "cifar10.py", *common, "--epochs", 2, world_size=1)
-    assert "restored step 5" in second
+    (second,) = run(program, *common, "--epochs", 2, size=1)
+    assert f"restored step {steps}" in second
     assert "saved by 2 process(es), model under 'ddp'" in second
     assert "epoch 2/2" in second
     assert "epoch 1/2" not in second
-    assert re.search(r"step 10  loss [\d.]+  data [\d.]+ s  training [\d.]+ s", second)
-    steps = [name.name[-2:] for name in (tmp_path / "checkpoints").glob("attempt-*-step-*")]
-    assert sorted(steps) == ["05", "10"]
+    assert re.search(r"step \d0  loss [\d.]+  data [\d.]+ s  training [\d.]+ s", second)
+    saved = [int(name.name[-2:]) for name in (tmp_path / "checkpoints").glob("attempt-*-step-*")]
+    assert sorted(saved) == [steps, 2 * steps]
 
 
 def learning_rate_of_nothing(tmp_path, run_dir, *options):
-    """Return the arguments of a run whose steps leave the parameters as they are."""
-    common = ("--data", "digits", "--epochs", 1, "--batch-size", 512, "--lr", 0.0)
+    """Return the name and the arguments of a run whose steps leave the parameters as they are."""
+    common = ("cifar10.py", "--data", "digits", "--epochs", 1, "--batch-size", 160, "--lr", 0.0)
     return (*common, "--run-dir", tmp_path / run_dir, *options)
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_cifar10_starts_from_the_weights_of_a_file_and_then_goes_on_with_its_run(size, tmp_path):
-    arguments = learning_rate_of_nothing(tmp_path, "first")
-    run(run_example, "cifar10.py", *arguments, world_size=size)
+@few_or_all
+def test_cifar10_starts_from_the_weights_of_a_file_and_then_goes_on_with_its_run(
+    images, size, tmp_path
+):
+    program = functools.partial(run_example, images=images)
+    run(program, *learning_rate_of_nothing(tmp_path, "first"), size=size)
     given = torch.load(tmp_path / "first" / "weights.pt", weights_only=True)
     file = tmp_path / "given.pt"
     given = {name: value + 1 if name == "fc.bias" else value for name, value in given.items()}
     torch.save(given, file)
 
     arguments = learning_rate_of_nothing(tmp_path, "second", "--checkpoint", file)
-    first = run(run_example, "cifar10.py", *arguments, world_size=size)[0]
+    first = run(program, *arguments, size=size)[0]
     assert f"starting from the weights of {file}" in first
     ended = torch.load(tmp_path / "second" / "weights.pt", weights_only=True)
     assert all(torch.equal(ended[name], given[name]) for name in ("conv1.weight", "fc.bias"))
 
     file.unlink()  # the run goes on without it
-    again = run(run_example, "cifar10.py", *arguments, world_size=size)[0]
+    again = run(program, *arguments, size=size)[0]
     assert f"--checkpoint {file} is not read: the run has its own" in again
-    assert "restored step 2" in again
+    assert f"restored step {images // 160}" in again
     assert "starting from" not in again
 
 
@@ -239,13 +278,15 @@ def test_cifar10_says_that_the_file_of_weights_is_missing(size, tmp_path):
     arguments = learning_rate_of_nothing(tmp_path, "run", "--checkpoint", tmp_path / "none.pt")
     says = f"--checkpoint {tmp_path / 'none.pt'} is no file on {size} of {size} ranks: give its"
     with pytest.raises(SystemExit, match=re.escape(says)):
-        run(run_example, "cifar10.py", *arguments, world_size=size)
+        run(run_example, *arguments, size=size)
 
 
 @needs_shards
-def test_cifar10_weights_of_sharded_parameters_load_into_the_bare_model(tmp_path):
-    common = ("--data", "digits", "--model", "resnet18", "--batch-size", 512, "--run-dir", tmp_path)
-    run(run_example, "cifar10.py", *common, "--epochs", 1, "--strategy", "fsdp", world_size=2)
+@few_or_all
+def test_cifar10_weights_of_sharded_parameters_load_into_the_bare_model(images, tmp_path):
+    common = ("--data", "digits", "--model", "resnet18", "--batch-size", 160, "--run-dir", tmp_path)
+    common += ("--epochs", 1, "--strategy", "fsdp")
+    run(run_example, "cifar10.py", *common, size=2, images=images)
     weights = torch.load(tmp_path / "weights.pt", weights_only=True)
     torchvision.models.resnet18(num_classes=10).load_state_dict(weights, strict=True)
 
@@ -262,7 +303,7 @@ def test_cifar10_reads_a_folder_of_images(tmp_path):
     printed = run(
         run_example, "cifar10.py", "--data", "folder", "--data-dir", tmp_path,
         "--model", "resnet18", "--batch-size", 32, "--epochs", 1, "--run-dir", tmp_path / "run",
-        world_size=2,
+        size=2,
     )[0]  # fmt: skip
     assert "/20 images)" in printed
 

@@ -27,10 +27,13 @@ from pardata.doctor._surroundings import shared_package
 VERSION = pardata.__version__
 INFO = f"torch_pardata-{VERSION}.dist-info"
 
-pytestmark = pytest.mark.skipif(
-    not (find_spec("build") and find_spec("hatchling") and (ROOT / "src").is_dir()),
-    reason="builds the distribution: needs a checkout, and `pip install build hatchling`",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not (find_spec("build") and find_spec("hatchling") and (ROOT / "src").is_dir()),
+        reason="builds the distribution: needs a checkout, and `pip install build hatchling`",
+    ),
+    pytest.mark.xdist_group("packaging"),  # which builds once
+]
 
 
 def command(*arguments, cwd=None, **env):

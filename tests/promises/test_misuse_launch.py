@@ -10,42 +10,29 @@ import os
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from launched import reserved_port, slurm_variables, torchrun_variables
 from misuse import SCOPE, Case, check, parameters, table, tried
 from on_ranks import Raised, caught
 from torch.utils.data import TensorDataset
 
 from pardata import init
-from pardata.ranks._launcher import MPICH, OPEN_MPI, SLURM
+from pardata.ranks._launcher import MPICH, OPEN_MPI, SLURM, TORCHRUN
 
 THIS = sys.modules[__name__]
 TEN = TensorDataset(torch.arange(10))
 
 BOTH = (1, 2)
-LAUNCHED = {
-    "RANK": "{rank}",
-    "WORLD_SIZE": "{size}",
-    "LOCAL_RANK": "{rank}",
-    "LOCAL_WORLD_SIZE": "{size}",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "{port}",
-}
-SRUN = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "{rank}",
-    "SLURM_LOCALID": "{rank}",
-    "SLURM_NODEID": "0",
-    "SLURM_STEP_NUM_TASKS": "2",
-    "SLURM_STEP_NODELIST": "localhost",
-    "SLURM_STEP_TASKS_PER_NODE": "2",
-}
+# "{rank}", "{size}" and "{port}" are filled in on each rank.
+LAUNCHED = {name: text for name, text in torchrun_variables("{rank}", "{size}", "{port}").items()
+            if name in TORCHRUN}  # fmt: skip
+SRUN = slurm_variables("{rank}", 2, None, SLURM_JOB_ID="7", MASTER_PORT=None)
 MPIRUN = {
     "OMPI_COMM_WORLD_RANK": "{rank}",
     "OMPI_COMM_WORLD_SIZE": "2",
@@ -140,21 +127,15 @@ CASES = {
                code="one_gpu()", sizes=(2,)),
     ],
     "world": [
-        launch("`torchrun`, and no `init()` before `make_loader`", LAUNCHED, "RuntimeError",
-               "`make_loader` needs the process group", "call it first",
-               code="make_loader(TEN, 4)", sizes=(2,)),
-        launch("`torchrun`, and no `init()` before `wrap_model`", LAUNCHED, "RuntimeError",
-               "`wrap_model` needs the process group", "call it first",
-               code="wrap_model(nn.Linear(1, 1))", sizes=(2,)),
-        launch("`torchrun`, and no `init()` before `all_reduce_mean`", LAUNCHED, "RuntimeError",
-               "`all_reduce_mean` needs the process group", "call it first",
-               code="all_reduce_mean(1.0)", sizes=(2,)),
-        launch("`torchrun`, and no `init()` before `Checkpointer.save`", LAUNCHED, "RuntimeError",
-               "`Checkpointer.save` needs the process group", "call it first",
-               code="Checkpointer('run').save(1)", sizes=(2,)),
-        launch("`torchrun`, and no `init()` before `StopSignal.agreed`", LAUNCHED, "RuntimeError",
-               "`StopSignal.agreed` needs the process group", "call it first",
-               code="StopSignal().agreed()", sizes=(2,)),
+        *[launch(f"`torchrun`, and no `init()` before `{name}`", LAUNCHED, "RuntimeError",
+                 f"`{name}` needs the process group", "call it first", code=code, sizes=(2,))
+          for name, code in {
+              "make_loader": "make_loader(TEN, 4)",
+              "wrap_model": "wrap_model(nn.Linear(1, 1))",
+              "all_reduce_mean": "all_reduce_mean(1.0)",
+              "Checkpointer.save": "Checkpointer('run').save(1)",
+              "StopSignal.agreed": "StopSignal().agreed()",
+          }.items()],
         launch("`wrap_model(model, 'ddp')` in a single process, without `init()`", {},
                "RuntimeError", "strategy 'ddp' needs a process group", "pardata.init()",
                code="wrap_model(nn.Linear(1, 1), 'ddp')", sizes=(1,)),
@@ -169,7 +150,7 @@ CASES = {
 def outcomes(size):
     """Start `size` processes that try all cases; return what each raised."""
     with ExitStack() as taken:
-        ports = [port(taken, keep=each.port_taken) for each in table(THIS)]
+        ports = [taken.enter_context(port(taken=each.port_taken)) for each in table(THIS)]
         command = [sys.executable, "-c", "import test_misuse_launch as t; t.child()"]
         processes = [
             subprocess.Popen(
@@ -190,13 +171,15 @@ def outcomes(size):
     return [[Raised(**one) if one else None for one in json.loads(text)] for text in texts]
 
 
-def port(taken, *, keep):
-    """Return a port that is free, or that somebody listens at until `taken` is closed."""
-    with ExitStack() as until:
-        server = until.enter_context(socket.create_server(("127.0.0.1", 0)))
-        if keep:
-            taken.push(until.pop_all())
-        return server.getsockname()[1]
+@contextmanager
+def port(*, taken):
+    """Yield a port that rank 0 can open and nobody else, or one that somebody listens at."""
+    if not taken:
+        with reserved_port() as free:
+            yield free
+        return
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
 
 
 def child():

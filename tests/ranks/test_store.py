@@ -31,7 +31,7 @@ from pardata.ranks._store import (
     publish,
 )
 
-SOON = timedelta(seconds=0.2)
+SOON = timedelta(seconds=0.6)
 LONG = timedelta(seconds=30)
 
 
@@ -158,7 +158,7 @@ def test_ranks_that_do_not_come_are_named(line, coming, names):
         assert re.fullmatch(
             re.escape(
                 f"`barrier('epoch')` must be reached by every rank, but {names} of 4 did not come "
-                f"within 0:00:00.200000: look at the output of {names} for an earlier error, or "
+                f"within {SOON}: look at the output of {names} for an earlier error, or "
                 f"for a branch that skips this call; this rank waits at "
             )
             + r"\S*test_store\.py:\d+",
@@ -204,7 +204,7 @@ def test_who_waits_for_a_rank_that_called_off_reads_why_at_once(line, others):
     late = [caught(come_late, rank) for rank in (2, 3) if rank not in others]
     for raised in [*(outcomes[rank] for rank in others), *late]:
         assert raised.type == "RuntimeError"
-        assert raised.seconds < 5
+        assert raised.seconds < 20
         assert raised.text.startswith(
             "`second` must be reached by every rank, but rank 1 of 4 failed first: ValueError: "
             "boom; this rank waits at "
@@ -253,7 +253,7 @@ def test_a_rank_that_dies_with_the_store_is_an_error_at_once_and_no_timeout(call
         launched(lose_rank_0, call, str(tmp_path), size=2, variables=slurm_variables)
     kind, seconds, text = (tmp_path / "outcome").read_text().split(" ", 2)
     assert kind == "RuntimeError"
-    assert float(seconds) < 5
+    assert float(seconds) < 20
     assert text.startswith(
         "the process that serves the group's store (rank 0, or torchrun's agent) must be there as "
         "long as any rank, but has ended: look at its output for an earlier error; this rank is at "

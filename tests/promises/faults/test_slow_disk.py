@@ -16,8 +16,8 @@ from launched import launched
 
 from pardata import Checkpointer, init
 
-GROUP_WAITS = 1.0
-SYNC_TAKES = 0.6  # a checkpoint syncs three files or more
+GROUP_WAITS = 2.0
+SYNC_TAKES = 0.9  # a checkpoint syncs three files or more
 # fully_shard on a CPU needs streams that torch 2.6 does not have there.
 SHARDS = hasattr(torch.cpu.Stream, "record_event")
 

@@ -21,7 +21,7 @@ from on_ranks import caught
 from pardata import all_reduce_sum, barrier, init, world
 from pardata.launch._rendezvous import choose_device
 from pardata.ranks._launcher import Launch
-from pardata.ranks._store import missing_text
+from pardata.ranks._verdict import missing_text
 
 SOON = timedelta(seconds=1)
 

@@ -58,15 +58,13 @@ def agree_on_all(
         paths = list(dict.fromkeys(path for facts in told for path in facts))
         filled = [{path: facts.get(path, "(nothing)") for path in paths} for facts in told]
         require_same(place, filled, _CURE)
-    return _generators_of_all(here, place) if here.rank == 0 else []
+    return _generators_of_all(here) if here.rank == 0 else []
 
 
-def _generators_of_all(here: World, place: str) -> list[dict[str, Any]]:
-    # Not by an exchange, which would take them from all to all.
-    line = channel()
-    keys = [_key(rank) for rank in range(1, here.size)]
-    others = [json.loads(collect(line, key, 1, place, line.timeout)) for key in keys]
-    return [generator_states(here.device), *others]
+def _generators_of_all(here: World) -> list[dict[str, Any]]:
+    # Not in a turn, which would take them from all to all. They are there: all have agreed.
+    others = collect(channel(), [_key(rank) for rank in range(1, here.size)])
+    return [generator_states(here.device), *map(json.loads, others)]
 
 
 def _key(rank: int) -> str:

@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from pardata.ranks._call_site import call_site
 from pardata.ranks._failure import as_consequence, is_consequence
-from pardata.ranks._store import Channel, Peer, bounded, missing_cure
+from pardata.ranks._store import Channel, Peer, bounded
 from pardata.ranks._table import ranks_text, table_of
+from pardata.ranks._verdict import missing_cure
 from pardata.ranks._world import channel, world
 
 # Seconds to wait for the others' notes. Who is left by a peer hears of it at the same moment as

@@ -19,7 +19,7 @@ from pardata.doctor._report import errors_text, report_text
 from pardata.doctor._trial import NETWORK_CURE, trial, trial_of_two
 from pardata.launch._init import init
 from pardata.ranks._launcher import Launch
-from pardata.ranks._store import exchange
+from pardata.ranks._turn import all_say
 from pardata.ranks._world import World, channel, single_world
 
 _LEAST = 2.0  # seconds that any step gets, however late it is
@@ -92,14 +92,14 @@ def _reported(
     """Let rank 0 print what all ranks found, and return it when it has. Collective."""
     own = Account.of(here, findings).to_json()
     try:
-        texts = exchange(channel(), here, f"pardata {command}", own, patience)
+        texts = all_say(channel(), here, f"pardata {command}", lambda: own, list, timeout=patience)
     except Exception as error:  # noqa: BLE001  # whatever goes wrong is what is looked for
         findings.append(found_error("reports", error, NETWORK_CURE))
         _end_alone(command, here, findings)
     accounts = [Account.from_json(text) for text in texts]
     if here.is_main:
         print(report_text(command, accounts), flush=True)
-    exchange(channel(), here, "the report is printed", "", patience)
+    all_say(channel(), here, "the report is printed", lambda: None, len, timeout=patience)
     return accounts
 
 

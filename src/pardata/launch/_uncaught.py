@@ -13,13 +13,12 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from pardata.collective import _rank_zero
 from pardata.collective._explanation import Explanation, Note, Notes, first_words, is_lost
-from pardata.ranks import _store
 from pardata.ranks._call_site import raise_site
 from pardata.ranks._failure import chain, is_consequence, one_line, short_text
 from pardata.ranks._logger import get_logger
 from pardata.ranks._store import bounded
+from pardata.ranks._turn import call_off
 from pardata.ranks._world import Joined, is_child, joined
 
 _log = get_logger(__name__)
@@ -81,7 +80,8 @@ def _report(error: BaseException, found: Joined) -> None:
         )
     news = f"rank {cause.rank} of {found.world.size} failed first: {cause.text}"
     if not known.store_is_gone:  # else torch would only print where in its code it saw that
-        bounded(_GRACE, lambda: _call_off(found, news))
+        node = found.world.node_rank if found.world.is_local_main else None
+        bounded(_GRACE, lambda: call_off(found.channel, found.world, news, node=node))
 
 
 def _asked(error: BaseException, found: Joined) -> Explanation:
@@ -104,11 +104,6 @@ def _text(error: BaseException) -> str:
 def _follows(error: BaseException) -> bool:
     """Return whether `error` comes of what another rank did: by its kind, for clocks differ."""
     return is_consequence(error) or any(is_lost(link) for link in chain(error))
-
-
-def _call_off(found: Joined, news: str) -> None:
-    _store.call_off(found.channel, found.world, news)
-    _rank_zero.call_off(found.channel, found.world, news)
 
 
 def _part(found: Joined) -> None:

@@ -136,6 +136,8 @@ def _open_store(launch: Launch, timeout: timedelta) -> tuple[dist.Store, bool]:
     served = launch.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
     hosts = launch.rank == 0 and served != str(True)
     try:
+        if not hosts:
+            _wait_for(launch, timeout)
         store = dist.TCPStore(
             launch.master_addr,
             launch.master_port,
@@ -145,7 +147,7 @@ def _open_store(launch: Launch, timeout: timedelta) -> tuple[dist.Store, bool]:
             wait_for_workers=False,  # `_fresh_part` waits, and can name who is missing
             multi_tenant=True,  # a group that the user makes later at this address shares it
         )
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         if "EADDRINUSE" in str(error):
             msg = (
                 f"the port of `MASTER_PORT` must be free, but {address} is in use: another run "
@@ -158,6 +160,21 @@ def _open_store(launch: Launch, timeout: timedelta) -> tuple[dist.Store, bool]:
             )
         raise RuntimeError(msg) from error
     return store, hosts
+
+
+def _wait_for(launch: Launch, timeout: timedelta) -> None:
+    """Wait until rank 0 listens: torch may try for twice its timeout, and prints where in C++."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        left = max(0.1, deadline - time.monotonic())
+        try:
+            socket.create_connection((launch.master_addr, launch.master_port), left).close()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(min(0.1, left))
+        else:
+            return
 
 
 def _fresh_part(store: dist.Store, launch: Launch, timeout: timedelta) -> dist.Store:

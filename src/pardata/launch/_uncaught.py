@@ -13,7 +13,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from pardata.collective._explanation import Explanation, Note, Notes, first_words, is_lost
+from pardata.collective._explanation import Explanation, Note, asked, first_words, is_lost
 from pardata.ranks._call_site import raise_site
 from pardata.ranks._failure import chain, is_consequence, one_line, short_text
 from pardata.ranks._logger import get_logger
@@ -67,17 +67,13 @@ def report_exit(error: SystemExit) -> None:
 def _report(error: BaseException, found: Joined) -> None:
     """Log one line, and let everybody know who waits for this rank."""
     known = Explanation.of(error) or _asked(error, found)
-    cause = known.first
-    if cause is None:
-        cause = known.own
+    own, first = known.own, known.first
+    if first is None:
         _log.error("failed: %s", _text(error))
     else:
-        _log.error(
-            "failed because rank %d failed first: %s; here: %s",
-            cause.rank,
-            cause.text,
-            known.own.text,
-        )
+        why, here = (first.rank, first.text), own.text
+        _log.error("failed because rank %d failed first: %s; here: %s", *why, here)
+    cause = first or own
     news = f"rank {cause.rank} of {found.world.size} failed first: {cause.text}"
     if not known.store_is_gone:  # else torch would only print where in its code it saw that
         node = found.world.node_rank if found.world.is_local_main else None
@@ -89,9 +85,7 @@ def _asked(error: BaseException, found: Joined) -> Explanation:
     rank = found.world.rank
     own = Note(rank, short_text(error) or _text(error), is_cause=not _follows(error))
     patience = 0.0 if own.is_cause else _GRACE
-    notes = Notes(found.channel, found.world, own, patience=patience, settle=0.0)
-    first = None if own.is_cause else notes.first_cause(rank)
-    return Explanation(own, first, notes.store_is_gone)
+    return asked(found.channel, found.world, own, patience=patience, settle=0.0)
 
 
 def _text(error: BaseException) -> str:
@@ -114,5 +108,6 @@ def _part(found: Joined) -> None:
         backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]  # noqa: SLF001  # torch has no public way
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
     if found.hosts_store:
-        Notes(found.channel, found.world, None, patience=_GRACE, settle=_GRACE)
+        own = Note(found.world.rank, "")  # has been left
+        asked(found.channel, found.world, own, patience=_GRACE, settle=_GRACE, leave=False)
         time.sleep(0.2)  # for the last one to read the last note

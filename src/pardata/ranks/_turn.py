@@ -96,10 +96,26 @@ class Turn:
             self._said = failure.summary(), None
 
     def heard(self, timeout: timedelta) -> Verdict:
-        """Come, and return the verdict once it is there."""
-        while self._gave_me_up(verdict := self._awaited(timeout)):
-            pass  # they are in a later turn
-        return verdict
+        """Come, and return the verdict once it is there.
+
+        As often as the group's timeout passes, the store must answer.
+        """
+        left, comes = timeout, True
+        while left > timedelta(0):
+            patience = min(left, self._line.timeout)
+            left -= patience
+            ends = None if left else timeout
+            verdict = answered(patience, partial(self._listened, patience, comes=comes, ends=ends))
+            if verdict is not None and not self._gave_me_up(verdict):
+                return verdict
+            comes = verdict is not None
+            if comes:
+                left = timeout  # those who gave this rank up are in a later turn
+        msg = (
+            f"{self._must} within {timeout}, but has not: give `timeout=` a larger value if the "
+            f"work takes that long, else look at rank 0's output; this rank waits at {self._where}"
+        )
+        raise as_consequence(TimeoutError(msg), f"{self._call} at {self._where}, timed out")
 
     def lead(self) -> None:
         """Come as the one that gives the verdict; raise what stands already."""
@@ -140,23 +156,6 @@ class Turn:
 
     def _gave_me_up(self, verdict: Verdict) -> bool:
         return self._peer.rank in verdict.get("missing", ())
-
-    def _awaited(self, timeout: timedelta) -> Verdict:
-        """Come and wait; the store must answer as often as the group's timeout passes."""
-        left, comes = timeout, True
-        while left > timedelta(0):
-            patience = min(left, self._line.timeout)
-            left -= patience
-            ends = None if left else timeout
-            verdict = answered(patience, partial(self._listened, patience, comes=comes, ends=ends))
-            if verdict is not None:
-                return verdict
-            comes = False
-        msg = (
-            f"{self._must} within {timeout}, but has not: give `timeout=` a larger value if the "
-            f"work takes that long, else look at rank 0's output; this rank waits at {self._where}"
-        )
-        raise as_consequence(TimeoutError(msg), f"{self._call} at {self._where}, timed out")
 
     def _listened(
         self, patience: timedelta, *, comes: bool, ends: timedelta | None

@@ -174,7 +174,8 @@ class _Rank:
             text = f"the process ended with exit code {self.process.exitcode}, without a word"
             return Failure(self.rank, "run", "ProcessDied", text, text, None)
         if not ok:
-            return Failure.from_json(outcome)
+            failure: Failure = outcome
+            return failure
         self.result = pickle.loads(outcome)  # noqa: S301  # our own child's
         return None
 
@@ -245,10 +246,10 @@ def _work(rank: int, meeting: _Meeting, job: bytes, pipe: Connection) -> None:
         with meeting.stack_file(rank).open("w") as stack:
             # Just before the parent gives up, write where this rank is.
             faulthandler.dump_traceback_later(max(0.1, meeting.timeout - 1), file=stack)
-            outcome = True, pickle.dumps(_joined_call(rank, meeting, job))
+            outcome: tuple[bool, object] = True, pickle.dumps(_joined_call(rank, meeting, job))
             faulthandler.cancel_dump_traceback_later()
     except BaseException as error:  # noqa: BLE001  # SystemExit too: the parent raises it
-        outcome = False, Failure.of(error, rank=rank, place="run").to_json()  # type: ignore[assignment]
+        outcome = False, Failure.of(error, rank=rank, place="run")
     sys.stdout.flush()
     sys.stderr.flush()
     pipe.send(outcome)

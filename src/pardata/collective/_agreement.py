@@ -1,9 +1,11 @@
 """Ranks that disagree find out at once, on every rank, with a table of who has what."""
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping
+from typing import Any
 
-from pardata.ranks._store import Channel, Peer
+from pardata.ranks._store import Peer
 from pardata.ranks._table import table_of
 from pardata.ranks._turn import all_say
 from pardata.ranks._world import channel
@@ -12,20 +14,43 @@ Facts = Mapping[str, object]
 
 
 def agree(
-    here: Peer, place: str, state: Callable[[], Facts], line: Channel | None = None
-) -> list[dict[str, object]]:
-    """Return what `state()` gives on every rank, in rank order. Collective.
+    here: Peer,
+    place: str,
+    state: Callable[[], object],
+    decide: Callable[[list[Any]], object] = list,
+) -> Any:
+    """Return what `decide` makes of what `state()` gives on every rank, in rank order. Collective.
 
-    The values must be JSON-like. An exception that `state` raises on one rank is raised there,
-    and told to the others, so that a bad argument on one rank leaves nobody waiting. They meet on
-    the group's store, or on `line`.
+    The values and the decision must be JSON-like. An exception that `state` raises on one rank is
+    raised there, and told to the others, so that a bad argument on one rank leaves nobody waiting;
+    one that `decide` raises is raised on all.
     """
-    if here.size == 1:
-        facts = state()
-        json.dumps(facts)  # what could not be told to others
-        return [dict(facts)]
-    told: list[dict[str, object]] = all_say(line or channel(), here, place, state, list)
-    return told
+    if here.size > 1:
+        return all_say(channel(), here, place, state, decide)
+    value = state()
+    json.dumps(value)  # what could not be told to others
+    return decide([dict(value) if isinstance(value, Mapping) else value])
+
+
+def same(
+    here: Peer,
+    place: str,
+    state: Callable[[], Facts],
+    differ: Callable[[list[dict[str, Any]]], object],
+) -> None:
+    """Require that `state()` gives the same on every rank, however long it is. Collective.
+
+    A digest travels; only where digests differ, what they are of: to one rank, which raises on all
+    what `differ` raises.
+    """
+    facts: dict[str, object] = {}
+
+    def digest() -> str:
+        facts.update(state())
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+    if agree(here, place, digest, lambda digests: len(set(digests)) > 1):
+        agree(here, f"{place} (in detail)", lambda: facts, differ)
 
 
 def require_same(place: str, told: list[dict[str, object]], cure: str) -> None:

@@ -1,8 +1,8 @@
 """An exception that travels to other processes: as text, and whole only where that is safe.
 
-The first of four files that a failure goes through: it is recorded here, sent by ``_store``, made
-into what the waiting ranks read by ``collective/_explanation``, and reported, where nobody catches
-it, by ``launch/_uncaught``.
+The first of four files that a failure goes through: it is recorded here, told in a ``_turn``, made
+into what those read who wait in a collective by ``collective/_explanation``, and reported, where
+nobody catches it, by ``launch/_uncaught``.
 """
 
 import base64

@@ -136,9 +136,9 @@ def test_a_turn_takes_so_many_requests_of_a_rank_however_many_there_are(size):
     for store in stores:
         store.asked.clear()
     assert together(lambda rank: led(lines[rank], rank, size, value="x"), size) == ["x"] * size
-    assert sum(stores[0].asked.values()) <= 12
+    assert sum(stores[0].asked.values()) <= 10
     for store in stores[1:]:
-        assert sum(store.asked.values()) <= 9
+        assert sum(store.asked.values()) <= 9  # the last one to come compares the calls
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -180,9 +180,9 @@ def test_who_waits_while_rank_0_works_elsewhere_is_told_at_once(line, call, size
             told.wait()
             return raised
         turn = Turn(line, Seat(0, size), call)
-        raised = caught(turn.lead)  # where it comes last, it does not even begin
+        turn.lead()
         told.wait()
-        return raised or caught(turn.tell)
+        return caught(turn.tell)
 
     for raised in together(diverge, size):
         assert raised.seconds < 10
@@ -339,18 +339,12 @@ def test_who_is_turns_ahead_of_a_rank_that_calls_off_hears_of_it_too(line):
     assert "`ahead` must be reached by every rank, but rank 1 failed; this" in outcome[0].text
 
 
-def test_who_leads_is_told_of_a_rank_that_called_off_before_its_work_and_after(line):
-    for comes_late in (True, False):
-        turn = Turn(line, Seat(0, 2), "rank_zero_first")
-        if comes_late:
-            call_off(line, Seat(1, 2), "rank 1 failed")
-            raised = caught(turn.lead)
-        else:
-            turn.lead()
-            line.store.add("turn/1", 1)
-            call_off(line, Seat(1, 2), "rank 1 failed")
-            raised = caught(turn.tell)
-        assert "rank 0 must finish its `rank_zero_first`, but rank 1 failed; this" in raised.text
+def test_who_leads_is_told_of_a_rank_that_called_off_when_its_work_is_done(line):
+    turn = Turn(line, Seat(0, 2), "rank_zero_first")
+    turn.lead()
+    call_off(line, Seat(1, 2), "rank 1 failed")
+    raised = caught(turn.tell)
+    assert "rank 0 must finish its `rank_zero_first`, but rank 1 failed; this" in raised.text
 
 
 def test_a_node_whose_first_rank_called_off_reads_why_and_the_other_nodes_too(line):

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -91,13 +92,9 @@ def cache_dataset(
     """
     here = require_world("cache_dataset")
     with kept_generators():
-        told = agree(here, "cache_dataset", lambda: _facts(dataset, directory, num_workers, here))
-        require_same(
-            "cache_dataset",
-            [{name: facts[name] for name in ("the class", "the length")} for facts in told],
-            "Pass the same data set on every rank.",
-        )
-        plan: Any = next(facts["plan"] for facts in told if facts["node"] == here.node_rank)
+        facts = partial(_facts, dataset, directory, num_workers, here)
+        plans = agree(here, "cache_dataset", facts, _plans)
+        plan: Any = next(plan for node, plan in plans if node == here.node_rank)
         place, source = Path(plan["place"]), plan["source"]
         with rank_zero_first(local=True):
             first = read_sample(dataset, 0)
@@ -226,6 +223,13 @@ def _facts(dataset: Any, directory: Any, num_workers: Any, here: World) -> Facts
         "node": here.node_rank if plan else None,
         "plan": plan,
     }
+
+
+def _plans(told: list[dict[str, Any]]) -> list[list[Any]]:
+    """Require the same data set on all ranks; return the plan of each node."""
+    own = [[facts.pop("node"), facts.pop("plan")] for facts in told]
+    require_same("cache_dataset", told, "Pass the same data set on every rank.")
+    return [each for each in own if each[1] is not None]
 
 
 def _workers(num_workers: Any, dataset: Any, here: World) -> int:

@@ -22,7 +22,7 @@ def agree_on(here: World, place: str, options: Callable[[], Facts]) -> None:
 
     What `options` raises is raised on every rank.
     """
-    require_same(place, agree(here, place, options), _CURE)
+    agree(here, place, options, lambda told: require_same(place, told, _CURE))
 
 
 def agree_on_all(

@@ -118,10 +118,8 @@ def asked(
 
 def _listen(store: dist.Store, known: Explanation, patience: float, settle: float) -> None:
     deadline = time.monotonic() + patience
-    settled = False
     while not _all_there(store, known) and time.monotonic() < deadline:
-        if not settled and any(note.is_cause for note in known.there):
-            settled = True
+        if any(note.is_cause for note in known.there):
             deadline = min(deadline, time.monotonic() + settle)
         time.sleep(0.02)
     if patience and known.first is None and known.missing:

@@ -128,10 +128,13 @@ def _agreed(args: Arguments) -> Arguments:
         args = checked(args)
         return {**args.compared(), "initial_seed": torch.initial_seed()}
 
-    told = agree(args.here, "make_loader", facts) if args.is_shared else [facts()]
-    initial: Any = [each.pop("initial_seed") for each in told]  # may differ: rank 0's is taken
-    require_same("make_loader", told, "Pass the same data set and arguments on every rank.")
-    return args if args.seed is not None else replace(args, seed=initial[0])
+    def decide(told: list[Any]) -> int:
+        initial: list[int] = [each.pop("initial_seed") for each in told]  # may differ
+        require_same("make_loader", told, "Pass the same data set and arguments on every rank.")
+        return initial[0]
+
+    found = agree(args.here, "make_loader", facts, decide) if args.is_shared else decide([facts()])
+    return args if args.seed is not None else replace(args, seed=found)
 
 
 def _built(args: Arguments) -> Loader:

@@ -118,18 +118,16 @@ class Turn:
         raise as_consequence(TimeoutError(msg), f"{self._call} at {self._where}, timed out")
 
     def lead(self) -> None:
-        """Come as the one that gives the verdict; raise what stands already."""
-        while (verdict := answered(self._line.timeout, self._come)) is not None:
-            if not self._gave_me_up(verdict):
-                self.decision(verdict)
+        """Come as the one that gives the verdict when its work is done."""
+        answered(self._line.timeout, self._come)
 
     def tell(self, **verdict: object) -> None:
         """Give the verdict; raise another one, if that stands."""
         own = {**self._giver, **verdict}
-        while (stands := answered(self._line.timeout, partial(self._told, own))) != own:
-            if not self._gave_me_up(stands):
-                self.decision(stands)
+        while self._gave_me_up(stands := answered(self._line.timeout, lambda: self._told(own))):
             self.lead()
+        if stands != own:
+            self.decision(stands)
 
     def decision(self, verdict: Verdict) -> Any:
         """Return what a verdict decides, or raise what it says instead."""
@@ -161,8 +159,10 @@ class Turn:
         self, patience: timedelta, *, comes: bool, ends: timedelta | None
     ) -> Verdict | None:
         """Return the verdict if it comes in time; give one where all patience ends, if all say."""
-        if comes and (there := self._come()) is not None:
-            return there
+        if comes:
+            self._come()
+            if self._node is not None and (stands := self._elsewhere()) is not None:
+                return stands
         if not came(self._store, self._key, patience):
             if ends is None or self._decide is None:
                 return None
@@ -171,12 +171,8 @@ class Turn:
         self._read()
         return verdict
 
-    def _come(self) -> Verdict | None:
-        """Let all know that this rank is here; return the verdict if it stands and this one looks.
-
-        Who leads looks, to be told before its work. So does who waits for the first of its node,
-        which may be further on.
-        """
+    def _come(self) -> None:
+        """Let all know that this rank is here."""
         store, rank = self._store, self._peer.rank
         self._number = store.add(f"turn/{rank}", 1)
         said = json.dumps([self._call, self._where, self._key, *self._said])
@@ -186,11 +182,14 @@ class Turn:
             store.delete_key(f"came/{self._number}")
             store.delete_key(_key(self._number - 1))
             self._judge(self._line.timeout)
-        is_global_reader = self._decide is not None or (self._node is None and self._peer.rank)
-        if is_global_reader or not store.check([_key(self._number)]):
-            return None
-        verdict: Verdict = json.loads(store.get(_key(self._number)))
-        return None if self._passes(verdict) else verdict
+
+    def _elsewhere(self) -> Verdict | None:
+        """Return a verdict for all: who waits for the first of its node may be late, or astray."""
+        key = _key(self._number)
+        verdict: Verdict | None = (
+            json.loads(self._store.get(key)) if self._store.check([key]) else None
+        )
+        return None if verdict is None or self._passes(verdict) else verdict
 
     def _passes(self, verdict: Verdict) -> bool:
         """Return whether a verdict for all is that of a call as this, which is each node's own."""

@@ -303,7 +303,7 @@ def test_a_rank_that_waits_in_a_turn_is_no_rank_of_which_there_is_no_word(line):
         time.sleep(0.01)
     known = asked_as(line, 0, 3, patience=0.1)
     assert known.missing == [2]
-    assert re.fullmatch(r"barrier\(\) at \S+:\d+, still waiting", known.there[-1].text)
+    assert re.fullmatch(r"barrier\(\) at \S+:\d+, not done yet", known.there[-1].text)
     call_off(line, Seat(2, 3), "the end of this test")
     waits.join()
     assert asked_as(line, 0, 3, patience=0.1).missing == [1, 2]

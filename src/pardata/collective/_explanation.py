@@ -137,12 +137,12 @@ def _all_there(store: dist.Store, known: Explanation) -> bool:
 
 
 def _add_who_waits(store: dist.Store, known: Explanation) -> None:
-    """Say where ranks are that have left no note because they wait in a turn: not for long yet."""
+    """Say where ranks are that have left no note because their turn is not over."""
     entries = entries_of(store, known.size)
     for rank in known.missing:
         entry = entries[rank]
         if entry is not None and not store.check([entry.key]):
-            text = f"{entry.call} at {entry.where}, still waiting"
+            text = f"{entry.call} at {entry.where}, not done yet"
             known.there.append(Note(rank, text, place=entry.call))
 
 

@@ -1,11 +1,10 @@
 """What ranks tell each other before a checkpoint: that they mean the same, and their generators."""
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pardata.collective._agreement import Facts, agree, require_same
+from pardata.collective._agreement import Facts, agree, require_same, same
 from pardata.ranks._store import collect, publish
 from pardata.ranks._world import World, channel
 from pardata.seeds._generators import generator_states
@@ -14,7 +13,6 @@ _CURE = (
     "Pass the same on all ranks: `all_gather` collects what is not, and `rank_zero_call` gives all "
     "the name of a directory that rank 0 has made."
 )
-_DIGEST = "the digest of the details"
 
 
 def agree_on(here: World, place: str, options: Callable[[], Facts]) -> None:
@@ -47,18 +45,18 @@ def agree_on_all(
         facts = options()
         if here.rank > 0:
             publish(channel(), _key(here.rank), json.dumps(generator_states(here.device)))
-        digest = hashlib.sha256(json.dumps(details, sort_keys=True).encode()).hexdigest()
-        return {**facts, _DIGEST: digest}
+        return {"options": facts, "details": details}
 
-    told = agree(here, place, tell)
-    digests = {facts.pop(_DIGEST) for facts in told}
-    require_same(place, told, _CURE)
-    if len(digests) > 1:
-        told = agree(here, f"{place} (in detail)", lambda: details)
-        paths = list(dict.fromkeys(path for facts in told for path in facts))
-        filled = [{path: facts.get(path, "(nothing)") for path in paths} for facts in told]
-        require_same(place, filled, _CURE)
+    same(here, place, tell, lambda told: _compare(place, told))
     return _generators_of_all(here) if here.rank == 0 else []
+
+
+def _compare(place: str, told: list[dict[str, Any]]) -> None:
+    """Raise where ranks differ in options, or in details, of which each may have its own."""
+    require_same(place, [facts["options"] for facts in told], _CURE)
+    paths = list(dict.fromkeys(path for facts in told for path in facts["details"]))
+    filled = [{path: facts["details"].get(path, "(nothing)") for path in paths} for facts in told]
+    require_same(place, filled, _CURE)
 
 
 def _generators_of_all(here: World) -> list[dict[str, Any]]:

@@ -214,7 +214,7 @@ def test_ranks_of_one_node_in_another_call_than_the_next_are_told(line):
 def test_a_rank_that_left_its_wait_by_an_interrupt_is_shown_where_it_is(line):
     line.store.add("turn/1", 1)
     line.store.add("came/1", 1)
-    line.store.set("at/1", '2 ["later()", "", "verdict/2", "", null]')
+    line.store.set("at/1", '{"turn": 2, "call": "later()", "key": "verdict/2"}')
     raised = caught(say, line, 0, 2, "barrier()")
     assert raised.text.endswith("  rank 0: barrier()\n  rank 1: later(), which comes later")
 
@@ -291,7 +291,8 @@ def test_what_takes_longer_than_the_groups_timeout_is_waited_for_as_long_as_one_
 
 def test_where_the_last_to_come_dies_before_its_verdict_another_gives_it(line):
     line.store.add("turn/1", 1)
-    line.store.set("at/1", '1 ["here", "", "verdict/1", "", "from the grave"]')
+    own = '"key": "verdict/1", "failed": "", "value": "from the grave"}'
+    line.store.set("at/1", f'{{"turn": 1, "call": "here", {own}')
     assert say(line, 0, 2, value="x", timeout=SOON) == ["x", "from the grave"]
 
 

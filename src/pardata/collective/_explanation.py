@@ -141,9 +141,9 @@ def _add_who_waits(store: dist.Store, known: Explanation) -> None:
     entries = entries_of(store, known.size)
     for rank in known.missing:
         entry = entries[rank]
-        if entry is not None and not store.check([entry.key]):
-            text = f"{entry.call} at {entry.where}, not done yet"
-            known.there.append(Note(rank, text, place=entry.call))
+        if entry is not None and not store.check([entry["key"]]):
+            text = f"{entry['call']} at {entry['where']}, not done yet"
+            known.there.append(Note(rank, text, place=entry["call"]))
 
 
 class explained:  # noqa: N801  # reads as a word: with explained("all_gather")

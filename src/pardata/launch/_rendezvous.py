@@ -5,6 +5,7 @@ import os
 import socket
 import time
 import uuid
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -165,16 +166,17 @@ def _open_store(launch: Launch, timeout: timedelta) -> tuple[dist.Store, bool]:
 def _wait_for(launch: Launch, timeout: timedelta) -> None:
     """Wait until rank 0 listens: torch may try for twice its timeout, and prints where in C++."""
     deadline = time.monotonic() + timeout.total_seconds()
-    while True:
-        left = max(0.1, deadline - time.monotonic())
-        try:
-            socket.create_connection((launch.master_addr, launch.master_port), left).close()
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(min(0.1, left))
-        else:
-            return
+    while not _listens(launch.master_addr, launch.master_port, deadline):
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(0.1)
+
+
+def _listens(host: str, port: int, deadline: float) -> bool:
+    with suppress(OSError):
+        socket.create_connection((host, port), max(0.1, deadline - time.monotonic())).close()
+        return True
+    return False
 
 
 def _fresh_part(store: dist.Store, launch: Launch, timeout: timedelta) -> dist.Store:
@@ -260,25 +262,16 @@ def _make_group(
     try:
         # The others connect to one that has failed for as long as the timeout.
         later = Channel(line.store, line.timeout + _MARGIN)
-        failed = all_say(later, launch, "init", made, _in_time)
+        failed = all_say(later, launch, "init", made, lambda told: sorted(filter(None, told)))
         if failed:
-            _, first, _ = failed[0]
-            raise (
-                error
-                if error and first == launch.rank
-                else told_of([summary for _, _, summary in failed], launch.rank)
-            )
+            told = told_of([summary for _, _, summary in failed], launch.rank)
+            raise error if error and failed[0][1] == launch.rank else told
     except Exception as raised:
         if dist.is_initialized():
             dist.destroy_process_group()
         if error is not None and raised is not error:
             raise raised from error  # which may be why the others did not come
         raise
-
-
-def _in_time(told: list[list[object] | None]) -> list[list[object]]:
-    """Return the failures, from the first to the last."""
-    return sorted(failed for failed in told if failed is not None)
 
 
 def _agreed(arrivals: list[dict[str, str | None]]) -> list[str | None]:

@@ -10,6 +10,7 @@ afterwards.
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -55,54 +56,48 @@ def all_say(
         raise error from turn.own  # which may be why the others did not come
 
 
+@dataclass
 class Turn:
     """One rank's part in a turn; in a later one, where the others gave it up in the meantime.
 
-    Args:
+    Attributes:
         line: the store.
         peer: this rank.
         call: its name in errors.
         decide: makes the decision of what all say; where it is not given, rank 0 gives one.
         node: where the first rank of each node gives one: which node this is, of how many ranks.
-
-    Attributes:
         own: what this rank raised instead of saying something.
     """
 
-    def __init__(
-        self,
-        line: Channel,
-        peer: Peer,
-        call: str,
-        *,
-        decide: Callable[[list[Any]], object] | None = None,
-        node: tuple[int, int] | None = None,
-    ) -> None:
-        self.own: Exception | None = None
-        self._line, self._store, self._peer, self._call = line, line.store, peer, call
-        self._decide, self._node = decide, node
-        self._where = call_site()
-        self._number = 0
-        self._said: tuple[str, object] = "", None
+    line: Channel
+    peer: Peer
+    call: str
+    decide: Callable[[list[Any]], object] | None = None
+    node: tuple[int, int] | None = None
+    own: Exception | None = None
+    _number: int = 0
+    _failed: str = ""
+    _value: object = None
+    _where: str = ""
 
     def say(self, say: Callable[[], object]) -> None:
         """Take what `say` returns for this rank's word, or that it raises."""
         try:
-            self._said = "", say()
-            json.dumps(self._said)
+            self._value = say()
+            json.dumps(self._value)
         except Exception as error:  # noqa: BLE001  # raised again by `decision`, on every rank
-            self.own = error
-            failure = Failure.of(error, rank=self._peer.rank, place=self._call)
-            self._said = failure.summary(), None
+            failure = Failure.of(error, rank=self.peer.rank, place=self.call)
+            self.own, self._failed, self._value = error, failure.summary(), None
 
     def heard(self, timeout: timedelta) -> Verdict:
         """Come, and return the verdict once it is there.
 
         As often as the group's timeout passes, the store must answer.
         """
+        self._where = call_site()
         left, comes = timeout, True
         while left > timedelta(0):
-            patience = min(left, self._line.timeout)
+            patience = min(left, self.line.timeout)
             left -= patience
             ends = None if left else timeout
             verdict = answered(patience, partial(self._listened, patience, comes=comes, ends=ends))
@@ -115,16 +110,17 @@ class Turn:
             f"{self._must} within {timeout}, but has not: give `timeout=` a larger value if the "
             f"work takes that long, else look at rank 0's output; this rank waits at {self._where}"
         )
-        raise as_consequence(TimeoutError(msg), f"{self._call} at {self._where}, timed out")
+        raise as_consequence(TimeoutError(msg), f"{self.call} at {self._where}, timed out")
 
     def lead(self) -> None:
         """Come as the one that gives the verdict when its work is done."""
-        answered(self._line.timeout, self._come)
+        self._where = call_site()
+        answered(self.line.timeout, self._come)
 
     def tell(self, **verdict: object) -> None:
         """Give the verdict; raise another one, if that stands."""
         own = {**self._giver, **verdict}
-        while self._gave_me_up(stands := answered(self._line.timeout, lambda: self._told(own))):
+        while self._gave_me_up(stands := answered(self.line.timeout, lambda: self._told(own))):
             self.lead()
         if stands != own:
             self.decision(stands)
@@ -140,20 +136,20 @@ class Turn:
 
     @property
     def _giver(self) -> Verdict:
-        return {"rank": self._peer.rank, "call": self._call}
+        return {"rank": self.peer.rank, "call": self.call}
 
     @property
     def _key(self) -> str:
-        return _key(self._number, self._node and self._node[0])
+        return _key(self._number, self.node and self.node[0])
 
     @property
     def _must(self) -> str:
-        if self._decide is None:
-            return f"rank 0 must finish its `{self._call}`"
-        return f"`{self._call}` must be reached by every rank"
+        if self.decide is None:
+            return f"rank 0 must finish its `{self.call}`"
+        return f"`{self.call}` must be reached by every rank"
 
     def _gave_me_up(self, verdict: Verdict) -> bool:
-        return self._peer.rank in verdict.get("missing", ())
+        return self.peer.rank in verdict.get("missing", ())
 
     def _listened(
         self, patience: timedelta, *, comes: bool, ends: timedelta | None
@@ -161,85 +157,84 @@ class Turn:
         """Return the verdict if it comes in time; give one where all patience ends, if all say."""
         if comes:
             self._come()
-            if self._node is not None and (stands := self._elsewhere()) is not None:
+            if self.node is not None and (stands := self._elsewhere()) is not None:
                 return stands
-        if not came(self._store, self._key, patience):
-            if ends is None or self._decide is None:
+        if not came(self.line.store, self._key, patience):
+            if ends is None or self.decide is None:
                 return None
             self._judge(ends)
-        verdict: Verdict = json.loads(self._store.get(self._key))
+        verdict: Verdict = json.loads(self.line.store.get(self._key))
         self._read()
         return verdict
 
     def _come(self) -> None:
         """Let all know that this rank is here."""
-        store, rank = self._store, self._peer.rank
+        store, rank = self.line.store, self.peer.rank
         self._number = store.add(f"turn/{rank}", 1)
-        said = json.dumps([self._call, self._where, self._key, *self._said])
-        store.set(f"at/{rank}", f"{self._number} {said}")
-        if store.add(f"came/{self._number}", 1) == self._peer.size:
+        entry = {"turn": self._number, "call": self.call, "where": self._where, "key": self._key}
+        said = {"failed": self._failed, "value": self._value}
+        store.set(f"at/{rank}", json.dumps(entry | said))
+        if store.add(f"came/{self._number}", 1) == self.peer.size:
             # All are here, so all have read the verdict before.
             store.delete_key(f"came/{self._number}")
             store.delete_key(_key(self._number - 1))
-            self._judge(self._line.timeout)
+            self._judge(self.line.timeout)
 
     def _elsewhere(self) -> Verdict | None:
         """Return a verdict for all: who waits for the first of its node may be late, or astray."""
-        key = _key(self._number)
-        verdict: Verdict | None = (
-            json.loads(self._store.get(key)) if self._store.check([key]) else None
-        )
+        store, key = self.line.store, _key(self._number)
+        verdict: Verdict | None = json.loads(store.get(key)) if store.check([key]) else None
         return None if verdict is None or self._passes(verdict) else verdict
 
     def _passes(self, verdict: Verdict) -> bool:
         """Return whether a verdict for all is that of a call as this, which is each node's own."""
-        return verdict["call"] == self._call and "decision" in verdict
+        return verdict["call"] == self.call and "decision" in verdict
 
     def _told(self, own: Verdict) -> Verdict:
         """Give the verdict of who leads; return the one that stands."""
-        if self._node is None:
-            return give(self._store, self._key, own)
-        stands = give(self._store, _key(self._number), {**self._giver, "decision": None})
-        stands = give(self._store, self._key, own if self._passes(stands) else stands)
+        if self.node is None:
+            return give(self.line.store, self._key, own)
+        stands = give(self.line.store, _key(self._number), {**self._giver, "decision": None})
+        stands = give(self.line.store, self._key, own if self._passes(stands) else stands)
         self._read()
         return stands
 
     def _read(self) -> None:
         """Count who has read the verdict of a node: the last one removes it."""
-        if self._node is not None:
+        if self.node is not None:
             readers = f"{self._key}/read"
-            if self._store.add(readers, 1) == self._node[1]:
-                self._store.delete_key(self._key)
-                self._store.delete_key(readers)
+            if self.line.store.add(readers, 1) == self.node[1]:
+                self.line.store.delete_key(self._key)
+                self.line.store.delete_key(readers)
 
     def _judge(self, timeout: timedelta) -> None:
         """Give the verdict, as the last one to come, or as one whose patience ends."""
-        entries = entries_of(self._store, self._peer.size)
-        verdict = judged(entries, self._number, self._call, self._decide, timeout)
+        entries = entries_of(self.line.store, self.peer.size)
+        verdict = judged(entries, self._number, self.call, self.decide, timeout)
         if verdict is not None:
             # One key, but where the ranks of a node wait for the first one there.
-            keys = {entry.key for entry in entries if entry and entry.turn == self._number}
+            keys = {entry["key"] for entry in entries if entry and entry["turn"] == self._number}
             for key in sorted(keys | {self._key}):
-                give(self._store, key, {**self._giver, **verdict})
+                give(self.line.store, key, {**self._giver, **verdict})
 
     def _error(self, verdict: Verdict) -> Exception | None:
         """Return what this rank raises for a verdict that is no decision."""
         waits = f"; this rank waits at {self._where}"
-        at = f"{self._call} at {self._where}"
+        at = f"{self.call} at {self._where}"
         if "off" in verdict:
             return as_consequence(RuntimeError(f"{self._must}, but {verdict['off']}{waits}"), at)
         if "error" in verdict:
             kind, text = verdict["error"]
             return ERRORS[kind](text)
-        if verdict["call"] != self._call:
+        if verdict["call"] != self.call:
             return RuntimeError(
                 f"{ORDER} rank {verdict['rank']} is in {verdict['call']} and rank "
-                f"{self._peer.rank} in {self._call}: look for a branch that skips one"
+                f"{self.peer.rank} in {self.call}: look for a branch that skips one"
             )
         if "missing" in verdict:
             return as_consequence(TimeoutError(f"{verdict['text']}{waits}"), f"{at}, timed out")
         if "failed" in verdict:
-            return self.own or told_of(verdict["failed"], self._peer.rank)
+            return self.own or told_of(verdict["failed"], self.peer.rank)
         return None
 
 

@@ -1,5 +1,7 @@
-"""What is decided in a turn: on the entries that the ranks have left, and as plain data.
+"""What is decided in a turn, on the entries that the ranks have left: plain data.
 
+An entry says in which ``turn`` a rank is, in which ``call``, ``where`` in the user's code, for the
+``key`` of which verdict it waits, how it ``failed``, if it did, and else its ``value``.
 A verdict names the ``rank`` that gave it and its ``call``, and says one thing more: the
 ``decision``; the ``error`` that the decision raised; how ranks have ``failed``; the whole
 ``failure`` of a rank 0 that worked for all; who is ``missing``; or why it is all ``off``.
@@ -7,7 +9,6 @@ A verdict names the ``rank`` that gave it and its ``call``, and says one thing m
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -16,31 +17,11 @@ import torch.distributed as dist
 from pardata.ranks._failure import as_consequence
 from pardata.ranks._table import ranks_text, table_of
 
+Entry = dict[str, Any]
 Verdict = dict[str, Any]
 
 ERRORS = {error.__name__: error for error in (RuntimeError, ValueError, TypeError)}
 ORDER = "every rank must make the same calls in the same order, but"
-
-
-@dataclass(frozen=True)
-class Entry:
-    """Where a rank is, and what it says there.
-
-    Attributes:
-        turn: its number.
-        call: the name of the call.
-        where: the user's line.
-        key: of the verdict that it waits for.
-        failed: how it failed, if it did.
-        value: what it says.
-    """
-
-    turn: int
-    call: str
-    where: str
-    key: str
-    failed: str
-    value: Any
 
 
 def entries_of(store: dist.Store, size: int) -> list[Entry | None]:
@@ -48,12 +29,7 @@ def entries_of(store: dist.Store, size: int) -> list[Entry | None]:
     keys = [f"at/{rank}" for rank in range(size)]
     there = keys if store.check(keys) else [key for key in keys if store.check([key])]
     found = dict(zip(there, store.multi_get(there), strict=True)) if there else {}
-    return [_entry(found[key].decode()) if key in found else None for key in keys]
-
-
-def _entry(text: str) -> Entry:
-    number, _, said = text.partition(" ")
-    return Entry(int(number), *json.loads(said))
+    return [json.loads(found[key]) if key in found else None for key in keys]
 
 
 def give(store: dist.Store, key: str, verdict: Verdict) -> Verdict:
@@ -74,20 +50,20 @@ def judged(
     timeout: timedelta,
 ) -> Verdict | None:
     """Return the verdict on a turn; None where rank 0 is still to give it."""
-    behind = [rank for rank, entry in enumerate(entries) if entry is None or entry.turn < turn]
+    behind = [rank for rank, entry in enumerate(entries) if entry is None or entry["turn"] < turn]
     if behind:
         return {"missing": behind, "text": missing_text(behind, len(entries), call, timeout)}
     told = [entry for entry in entries if entry is not None]
-    here = [entry for entry in told if entry.turn == turn]
-    if len({entry.call for entry in here}) > 1 or (decide and len(here) < len(told)):
-        calls = [e.call if e.turn == turn else f"{e.call}, which comes later" for e in told]
+    here = [entry for entry in told if entry["turn"] == turn]
+    if len({entry["call"] for entry in here}) > 1 or (decide and len(here) < len(told)):
+        calls = [e["call"] + (", which comes later" if e["turn"] > turn else "") for e in told]
         return {"error": ["RuntimeError", f"{ORDER} here:\n{table_of(calls)}"]}
     if decide is None:
         return None
-    if failed := [entry.failed for entry in here if entry.failed]:
+    if failed := [entry["failed"] for entry in here if entry["failed"]]:
         return {"failed": failed}
     try:
-        return {"decision": decide([entry.value for entry in here])}
+        return {"decision": decide([entry["value"] for entry in here])}
     except Exception as error:  # noqa: BLE001  # raised on every rank
         kind, text = type(error).__name__, str(error)
         return {"error": [kind, text] if kind in ERRORS else ["RuntimeError", f"{kind}: {text}"]}

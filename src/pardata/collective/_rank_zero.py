@@ -63,6 +63,7 @@ def rank_zero_first(*, local: bool = False, timeout: timedelta = _HOURS) -> Iter
 
     Raises:
         TimeoutError: on the waiting ranks.
+        RuntimeError: where other ranks are in another call.
 
     >>> with rank_zero_first(local=True):
     ...     pass  # download, unless the files are there
@@ -100,7 +101,7 @@ def rank_zero_call(
 
     Raises:
         TimeoutError: on the waiting ranks.
-        RuntimeError: on a rank that calls it with another function than rank 0.
+        RuntimeError: where other ranks are in another call, or pass another function.
 
     >>> rank_zero_call(sorted, [2, 1])
     [1, 2]

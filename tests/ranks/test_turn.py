@@ -86,7 +86,9 @@ def test_turns_run_over_every_kind_of_store(stores_of, options, prefixes, tmp_pa
         return told, led(line, rank, 3, value=5), say(line, rank, 3)
 
     told = [[f"{turn}-{rank} …\n" for rank in range(3)] for turn in range(3)]
+    began = time.monotonic()
     assert together(values_of, 3) == [(told, 5, [None] * 3)] * 3
+    assert time.monotonic() - began < LONG.total_seconds() / 2  # a verdict wakes who waits for it
 
 
 @pytest.mark.parametrize("error", [RuntimeError, ValueError, TypeError, KeyError])
@@ -262,6 +264,16 @@ def test_a_rank_that_came_too_late_meets_the_others_where_rank_0_decides(line, l
     assert caught(gave_up, line, 1 - late, 2).type == "TimeoutError"
     assert together(lambda rank: led(line, rank, 2, value=5), 2) == [5, 5]
     assert together(lambda rank: say(line, rank, 2, "b", value=rank), 2) == [[0, 1]] * 2
+
+
+def test_a_rank_that_came_too_late_meets_the_others_where_the_first_of_its_node_decides(line):
+    together(lambda rank: gave_up(line, rank, 4), 3)
+
+    def meet(rank):
+        node = rank // 2
+        return led(line, rank, 4, "local", value=node, node=(node, 2), leader=2 * node)
+
+    assert together(meet, 4) == [0, 0, 1, 1]
 
 
 def test_rank_0_that_is_given_up_while_it_looks_gives_its_verdict_in_the_next_turn(line):

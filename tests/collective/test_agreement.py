@@ -1,10 +1,11 @@
 """Ranks that disagree find out, on every rank, with a table of who has what."""
 
 import pytest
-from on_ranks import run_caught
+from on_ranks import caught, run_caught
 
 from pardata import barrier, world
-from pardata.collective._agreement import agree, require_same
+from pardata.collective._agreement import agree, require_same, same
+from pardata.ranks._world import channel
 
 
 def tell():
@@ -26,6 +27,64 @@ def test_one_process_gets_its_own_facts_and_not_the_same_dictionary():
     (told,) = agree(world(), "make_loader", lambda: facts)
     assert told == facts
     assert told is not facts
+
+
+def decide_together():
+    here = world()
+    sizes = []
+
+    def decide(ranks):
+        sizes.append(len(ranks))
+        return max(ranks)
+
+    decided = agree(here, "max", lambda: here.rank, decide)
+    barrier("afterwards")
+    return decided, sizes
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_one_rank_decides_for_all(size):
+    outcomes = run_caught(decide_together, world_size=size)
+    assert [decided for decided, _ in outcomes] == [size - 1] * size
+    assert [size for _, sizes in outcomes for size in sizes] == [size]
+
+
+def compare_long_facts(length, odd):
+    here = world()
+    seen = []
+
+    def facts():
+        return {"table": "x" * length, "rank": here.rank == odd}
+
+    def differ(told):
+        seen.append([each["rank"] for each in told])
+        require_same("f", told, "cure")
+
+    raised = caught(same, here, "f", facts, differ)
+    entry = channel().store.get(f"at/{here.rank}") if here.size > 1 else b""
+    barrier("afterwards")
+    return raised, len(entry), seen
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_of_facts_that_are_the_same_a_digest_travels(size):
+    for raised, length, seen in run_caught(compare_long_facts, 10**5, 9, world_size=size):
+        assert (raised, seen) == (None, [])
+        assert length < 300
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_of_facts_that_differ_one_rank_reads_all_and_all_raise_the_same(size):
+    outcomes = run_caught(compare_long_facts, 5, 1, world_size=size)
+    others = "rank 0" if size == 2 else "ranks 0, 2"
+    for raised, _, _ in outcomes:
+        assert raised.type == "RuntimeError"
+        assert raised.text == (
+            f"every rank must pass the same to `f`, but `rank` differ:\n  {others}: rank=False\n"
+            f"  rank 1: rank=True\ncure"
+        )
+    told = [rows for _, _, seen in outcomes for rows in seen]
+    assert told == [[rank == 1 for rank in range(size)]]
 
 
 def fail_on(*ranks):

@@ -11,7 +11,7 @@ import torch
 from on_ranks import caught, run_caught
 
 from pardata import all_reduce_sum, barrier, rank_zero_call, rank_zero_first, world
-from pardata.collective._rank_zero import call_off
+from pardata.ranks._turn import call_off
 from pardata.ranks._world import channel
 
 SIZES = [1, 2, 4]
@@ -96,6 +96,42 @@ def test_barriers_of_different_names_are_told_apart_on_every_rank(size):
         others = "rank 1" if size == 2 else "ranks 1, 2"
         assert raised.text.endswith(f"\n  rank 0: barrier('data')\n  {others}: barrier()")
         assert total == size
+
+
+def wait_where_rank_0_works(call):
+    here = world()
+    told = channel().store
+    if here.rank:
+        raised = caught(barrier)
+        told.add("have been told", 1)
+    elif call == "first":
+        raised = caught(work_first)
+    else:
+        raised = caught(rank_zero_call, until_all_are_told)
+    barrier("again")
+    return raised
+
+
+def work_first():
+    with rank_zero_first():
+        until_all_are_told()
+
+
+def until_all_are_told():
+    while channel().store.add("have been told", 0) < world().size - 1:
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("call", ["first", "call(until_all_are_told)"])
+def test_a_barrier_is_told_at_once_of_a_rank_0_that_works_elsewhere(call, size):
+    for raised in run_caught(wait_where_rank_0_works, call, world_size=size, fresh=True):
+        others = "rank 1" if size == 2 else "ranks 1, 2"
+        assert (raised.type, raised.seconds < 10) == ("RuntimeError", True)
+        assert raised.text == (
+            f"every rank must make the same calls in the same order, but here:\n"
+            f"  rank 0: rank_zero_{call}\n  {others}: barrier()"
+        )
 
 
 # --- rank_zero_first
@@ -216,7 +252,7 @@ def keep_them_waiting(call):
     return raised
 
 
-@pytest.mark.parametrize("call", ["first", "call"])
+@pytest.mark.parametrize("call", ["first", "call(sorted)"])
 def test_who_waits_too_long_for_rank_0_is_told_what_to_do(call):
     first, second = run_caught(keep_them_waiting, call, world_size=2, fresh=True)
     assert first is None
@@ -229,14 +265,14 @@ def test_who_waits_too_long_for_rank_0_is_told_what_to_do(call):
     assert re.search(r"test_rank_zero\.py:\d+$", second.text)
 
 
-def call_off_the_next():
+def call_off_the_next(section):
     here = world()
     os.environ.update(LOCAL_RANK=str(here.rank), LOCAL_WORLD_SIZE=str(here.size))
     rank_zero_call(str, 1)
     if here.is_main:
-        call_off(channel(), here, "rank 0 of 3 failed first: ValueError: boom")
+        call_off(channel(), here, "rank 0 of 3 failed first: ValueError: boom", node=0)
         return None
-    return [caught(section) for section in (in_call, in_first, in_local_first)]
+    return caught(section)
 
 
 def in_call(timeout=LONG):
@@ -253,14 +289,21 @@ def in_local_first():
         pass
 
 
-def test_who_waits_for_a_leader_that_called_off_reads_why_at_once():
-    for outcomes in run_caught(call_off_the_next, world_size=3, fresh=True)[1:]:
-        for raised, place in zip(outcomes, ["call", "first", "first"], strict=True):
-            assert (raised.type, raised.seconds < 5) == ("RuntimeError", True)
-            assert raised.text.startswith(
-                f"rank 0 must finish its `rank_zero_{place}`, but rank 0 of 3 failed first: "
-                f"ValueError: boom; this rank waits at "
-            )
+@pytest.mark.parametrize(
+    ("section", "call"),
+    [
+        (in_call, "rank_zero_call(str)"),
+        (in_first, "rank_zero_first"),
+        (in_local_first, "rank_zero_first(local=True)"),
+    ],
+)
+def test_who_waits_for_a_leader_that_called_off_reads_why_at_once(section, call):
+    for raised in run_caught(call_off_the_next, section, world_size=3, fresh=True)[1:]:
+        assert (raised.type, raised.seconds < 5) == ("RuntimeError", True)
+        assert raised.text.startswith(
+            f"rank 0 must finish its `{call}`, but rank 0 of 3 failed first: "
+            f"ValueError: boom; this rank waits at "
+        )
 
 
 # --- rank_zero_call
@@ -349,16 +392,19 @@ def test_a_result_that_cannot_be_unpickled_fails_on_rank_0_too():
 
 def skip_a_call_on_rank_0():
     if world().rank:
+        channel().store.wait(["rank 0 is done"])
         rank_zero_call(max, 1, 2)
-    return rank_zero_call(min, 1, 2)
+    result = rank_zero_call(min, 1, 2)
+    channel().store.set("rank 0 is done", "")
+    return result
 
 
 def test_a_call_that_meets_that_of_another_function_is_told_instead_of_its_result():
-    first, *others = run_caught(skip_a_call_on_rank_0, world_size=3)
+    first, *others = run_caught(skip_a_call_on_rank_0, world_size=3, fresh=True)
     assert first == 1
     for rank, other in enumerate(others, start=1):
         assert other.type == "RuntimeError"
         assert (
-            f"but rank 0 is in `rank_zero_call` of min and rank {rank} in that of max: look for a "
-            f"branch that skips one" in other.text
+            f"but rank 0 is in rank_zero_call(min) and rank {rank} in rank_zero_call(max): look "
+            f"for a branch that skips one" in other.text
         )

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -16,9 +17,10 @@ from torch import nn
 
 import pardata
 from pardata import all_gather, all_reduce_mean, all_reduce_sum, backward, make_loader, wrap_model
-from pardata.collective._explanation import Explanation, Note, Notes, explained, is_lost
+from pardata.collective._explanation import Explanation, Note, asked, explained, is_lost
 from pardata.ranks._failure import is_consequence
 from pardata.ranks._store import Channel
+from pardata.ranks._turn import all_say, call_off
 from pardata.ranks._world import channel
 
 LONG = timedelta(seconds=30)
@@ -26,7 +28,7 @@ LOST = "[x/gloo/transport/tcp/pair.cc:5] Connection closed by peer [::1]:5. This
 
 
 class Seat:
-    """All that a `Notes` needs to know of a rank."""
+    """All that is asked of a rank here."""
 
     def __init__(self, rank, size):
         self.rank, self.size = rank, size
@@ -267,31 +269,52 @@ def note(rank, **more):
     return Note(rank, f"text of {rank}", **more)
 
 
+def asked_as(line, rank, size, *, patience=0, settle=0, **more):
+    return asked(line, Seat(rank, size), note(rank, **more), patience=patience, settle=settle)
+
+
 def test_notes_are_read_in_the_order_in_which_they_reached_the_store(line):
     for rank, is_cause in ((2, False), (1, True), (3, True)):
-        Notes(line, Seat(rank, 5), note(rank, is_cause=is_cause), patience=0, settle=0)
-    notes = Notes(line, Seat(0, 5), note(0), patience=0, settle=0)
-    assert [found.rank for found in notes.there] == [2, 1, 3, 0]
-    assert notes.first_cause(but_of=0) == note(1, is_cause=True)
-    assert notes.first_cause(but_of=1) == note(3, is_cause=True)
-    assert notes.missing() == [4]
-    assert not notes.store_is_gone
+        asked_as(line, rank, 5, is_cause=is_cause)
+    known = asked_as(line, 0, 5)
+    assert [found.rank for found in known.there] == [2, 1, 3, 0]
+    assert known.first == note(1, is_cause=True)
+    assert known.missing == [4]
+    assert not known.store_is_gone
+
+
+def test_a_rank_that_failed_by_itself_asks_for_no_other_cause(line):
+    asked_as(line, 1, 3, is_cause=True)
+    assert asked_as(line, 2, 3, is_cause=True).first is None
 
 
 def test_who_knows_the_first_cause_waits_only_a_little_for_the_rest(line):
-    Notes(line, Seat(1, 3), note(1, is_cause=True), patience=0, settle=0)
+    asked_as(line, 1, 3, is_cause=True)
     start = time.monotonic()
-    notes = Notes(line, Seat(0, 3), note(0), patience=60, settle=0.1)
+    known = asked_as(line, 0, 3, patience=60, settle=0.1)
     assert time.monotonic() - start < 30
-    assert notes.missing() == [2]
+    assert known.missing == [2]
+
+
+def test_a_rank_that_waits_in_a_turn_is_no_rank_of_which_there_is_no_word(line):
+    waits = threading.Thread(target=caught, args=(all_say, line, Seat(1, 3), "barrier()", int, int))
+    waits.start()
+    while not line.store.check(["at/1"]):
+        time.sleep(0.01)
+    known = asked_as(line, 0, 3, patience=0.1)
+    assert known.missing == [2]
+    assert re.fullmatch(r"barrier\(\) at \S+:\d+, not done yet", known.there[-1].text)
+    call_off(line, Seat(2, 3), "the end of this test")
+    waits.join()
+    assert asked_as(line, 0, 3, patience=0.1).missing == [1, 2]
 
 
 def test_a_note_that_is_counted_and_not_yet_written_does_not_hold_the_others(line):
     line.store.add("trouble/count", 1)
-    assert Notes(line, Seat(0, 2), note(0), patience=0.1, settle=0).there == []
+    assert asked_as(line, 0, 2, patience=0.1).there == []
 
 
 def test_at_most_so_many_notes_are_read(line):
     for rank in range(70):
-        Notes(line, Seat(rank, 100), note(rank), patience=0, settle=0)
-    assert len(Notes(line, Seat(70, 100), None, patience=0, settle=0).there) == 64
+        asked_as(line, rank, 100)
+    assert len(asked_as(line, 70, 100).there) == 64

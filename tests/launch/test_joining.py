@@ -21,7 +21,7 @@ from on_ranks import caught
 from pardata import all_reduce_sum, barrier, init, world
 from pardata.launch._rendezvous import choose_device
 from pardata.ranks._launcher import Launch
-from pardata.ranks._store import missing_text
+from pardata.ranks._verdict import missing_text
 
 SOON = timedelta(seconds=1)
 
@@ -153,17 +153,17 @@ def test_an_address_that_does_not_resolve_is_an_error_at_once():
         assert raised.seconds < 30  # where no name server answers, asking takes a while
 
 
-@pytest.mark.filterwarnings("ignore:.*TCPStore.*:UserWarning")
-def test_a_rank_0_that_is_not_there_is_named_with_its_address(monkeypatch):
+def test_a_rank_0_that_is_not_there_is_named_with_its_address_in_time(monkeypatch):
     with reserved_port() as port:
         for name, value in slurm_variables(1, 2, port).items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(RuntimeError) as raised:
-            init(timeout=SOON)
-    assert str(raised.value) == (
-        f"rank 1 must reach rank 0 at localhost:{port}, but could not within 0:00:01: is rank 0 "
+        raised = caught(lambda: init(timeout=timedelta(seconds=3)))
+    assert raised.type == "RuntimeError"
+    assert raised.text == (
+        f"rank 1 must reach rank 0 at localhost:{port}, but could not within 0:00:03: is rank 0 "
         f"running, and is the port open between the hosts?"
     )
+    assert 3 <= raised.seconds < 4  # torch's own tries may take twice as long
 
 
 def join_unless(absent):

@@ -1,6 +1,7 @@
 """cache_dataset: decode a data set once, then read whole batches of it from mapped memory."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,10 +63,9 @@ def cache_dataset(
     """
     here = require_world("cache_dataset")
     with kept_generators():
-        told = agree(here, "cache_dataset", lambda: facts_of(dataset, directory, num_workers, here))
-        plans: Any = {facts.pop("node"): facts.pop("plan") for facts in told}
-        require_same("cache_dataset", told, "Pass the same data set on every rank.")
-        plan = plans[here.node_rank]
+        facts = partial(facts_of, dataset, directory, num_workers, here)
+        plans = agree(here, "cache_dataset", facts, _plans)
+        plan: Any = next(plan for node, plan in plans if node == here.node_rank)
         place, source = Path(plan["place"]), plan["source"]
         with rank_zero_first(local=True):
             first, parts = read_sample(dataset, 0)
@@ -151,3 +151,10 @@ class CachedDataset(ReadsBatches):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, source=None)
         self._map()
+
+
+def _plans(told: list[dict[str, Any]]) -> list[list[Any]]:
+    """Require the same data set on all ranks; return the plan of each node."""
+    own = [[facts.pop("node"), facts.pop("plan")] for facts in told]
+    require_same("cache_dataset", told, "Pass the same data set on every rank.")
+    return [each for each in own if each[1] is not None]

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from pardata.checkpoint._checkpoint import newest
 from pardata.checkpoint._files import write_weights
 from pardata.checkpoint._folder import Folder
 from pardata.checkpoint._snapshot import Snapshot, check_stateful
-from pardata.collective._agreement import agree, require_same
+from pardata.collective._agreement import agree, require_same, same
 from pardata.collective._rank_zero import rank_zero_call
 from pardata.ranks._arguments import check_flag, check_integer
 from pardata.ranks._store import collect, publish
@@ -29,7 +29,6 @@ _CURE = (
     "Pass the same on all ranks: `all_gather` collects what is not, and `rank_zero_call` gives all "
     "the name of a directory that rank 0 has made."
 )
-_DIGEST = "the digest of the details"
 
 # A checkpoint that is to be: its step, what rank 0 writes, and the facts of its manifest.
 _Draft: TypeAlias = tuple[int, dict[str, Any], dict[str, Any]]
@@ -112,16 +111,16 @@ class Checkpointer:
         self.wait()
         snapshot = Snapshot()
 
-        def take() -> dict[str, object]:
+        def tell() -> dict[str, object]:
             check_integer("step", step, least=0)
             snapshot.take(here, objects, copy=self._asynchronous and here.rank == 0)
-            if here.rank > 0:  # not by the exchange, which would take them from all to all
+            if here.rank > 0:  # not in the turn, which would take them from all to all
                 own = json.dumps(generator_states(here.device))
                 publish(channel(), f"generators/{here.rank}", own)
-            told = {"step": step, "objects": list(objects), **self._options}
-            return {**told, _DIGEST: snapshot.digest() if here.size > 1 else ""}
+            options = {"step": step, "objects": list(objects), **self._options}
+            return {"options": options, "details": snapshot.texts}
 
-        _require_same(here, agree(here, "Checkpointer.save", take), snapshot.texts)
+        same(here, "Checkpointer.save", tell, _raise_of_what_differs)
         contents = {"objects": snapshot.trees, "generators": _generators_of_all(here)}
         self._start(here, snapshot.parts, (step, contents, snapshot.facts))
 
@@ -152,8 +151,8 @@ class Checkpointer:
             check_stateful(objects)
             return {"objects": list(objects), **self._options}
 
-        told = agree(here, "Checkpointer.restore", check)
-        require_same("Checkpointer.restore", told, _CURE)
+        place = "Checkpointer.restore"
+        agree(here, place, check, lambda told: require_same(place, told, _CURE))
         found = newest(here, self._directory)
         return None if found is None else found.give(here, objects)
 
@@ -243,23 +242,18 @@ class Checkpointer:
         lead(self._folder.finish, *draft)
 
 
-def _require_same(here: World, told: list[dict[str, object]], details: Mapping[str, str]) -> None:
-    """Raise where ranks save what differs; the details are told where digests do. Collective."""
-    digests = {facts.pop(_DIGEST) for facts in told}
-    require_same("Checkpointer.save", told, _CURE)
-    if len(digests) > 1:
-        told = agree(here, "Checkpointer.save (in detail)", lambda: details)
-        paths = dict.fromkeys(path for facts in told for path in facts)
-        filled = [{path: facts.get(path, "(nothing)") for path in paths} for facts in told]
-        require_same("Checkpointer.save", filled, _CURE)
+def _raise_of_what_differs(told: list[dict[str, Any]]) -> None:
+    """Raise where ranks differ in options, or in details, of which each may have its own."""
+    place = "Checkpointer.save"
+    require_same(place, [facts["options"] for facts in told], _CURE)
+    paths = dict.fromkeys(path for facts in told for path in facts["details"])
+    filled = [{path: facts["details"].get(path, "(nothing)") for path in paths} for facts in told]
+    require_same(place, filled, _CURE)
 
 
 def _generators_of_all(here: World) -> list[dict[str, Any]]:
     """Return where the default generators of all ranks are, on rank 0."""
     if here.rank > 0:
         return []
-    found = [generator_states(here.device)]
-    for rank in range(1, here.size):
-        line, key = channel(), f"generators/{rank}"
-        found.append(json.loads(collect(line, key, 1, "Checkpointer.save", line.timeout)))
-    return found
+    others = collect(channel(), [f"generators/{rank}" for rank in range(1, here.size)])
+    return [generator_states(here.device), *map(json.loads, others)]

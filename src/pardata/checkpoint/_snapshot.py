@@ -1,8 +1,6 @@
 """What is taken of a run at one moment: trees that can be read again without running code."""
 
-import hashlib
 import io
-import json
 import textwrap
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -66,10 +64,6 @@ class Snapshot:
                 "strategies": {name: under.name for name, under in strategies.items()},
             },
         }
-
-    def digest(self) -> str:
-        """Return a digest of the texts."""
-        return hashlib.sha256(json.dumps(self.texts, sort_keys=True).encode()).hexdigest()
 
     def _taken(self, path: Path, part: Any) -> Any:
         """Return a part as it will be written, of plain dicts where it has mappings of its own."""

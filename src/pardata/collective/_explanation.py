@@ -9,14 +9,15 @@ import json
 import re
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import torch.distributed as dist
 
 from pardata.ranks._call_site import call_site
 from pardata.ranks._failure import as_consequence, is_consequence
-from pardata.ranks._store import Channel, Peer, bounded, missing_cure
+from pardata.ranks._store import Channel, Peer, bounded
 from pardata.ranks._table import ranks_text, table_of
+from pardata.ranks._verdict import entries_of, missing_cure
 from pardata.ranks._world import channel, world
 
 # Seconds to wait for the others' notes. Who is left by a peer hears of it at the same moment as
@@ -58,61 +59,91 @@ class Note:
     timed_out: bool = False
 
 
-class Notes:
-    """What the ranks have left, in the order in which it reached the store: no clock is compared.
-
-    Args:
-        line: the group's store.
-        peer: this rank.
-        own: this rank's note, to be left.
-        patience: seconds to wait until every rank has left one.
-        settle: seconds to wait once it is known who failed first.
+@dataclass
+class Explanation:
+    """What is known of an error; goes with that of `explained` where it is pickled.
 
     Attributes:
-        there: the notes.
+        own: the note that this rank has left.
+        size: number of ranks.
+        there: all notes, in the order in which they reached the store: no clock is compared.
         store_is_gone: whether the store could not be asked to the end.
     """
 
-    def __init__(
-        self, line: Channel, peer: Peer, own: Note | None, *, patience: float, settle: float
-    ) -> None:
-        self._store, self._size = line.store, peer.size
-        self._own, self._patience, self._settle = own, patience, settle
-        self.there: list[Note] = []
-        self.store_is_gone = True
-        bounded(patience + _MARGIN, self._ask)
+    own: Note
+    size: int
+    there: list[Note] = field(default_factory=list)
+    store_is_gone: bool = True
 
-    def first_cause(self, but_of: int) -> Note | None:
-        """Return the first note of another rank that failed by itself."""
-        causes = (note for note in list(self.there) if note.is_cause and note.rank != but_of)
-        return next(causes, None)
+    @classmethod
+    def of(cls, error: BaseException) -> "Explanation | None":
+        """Return that of `error`, if it has one."""
+        found: Explanation | None = vars(error).get(_EXPLANATION)
+        return found
 
+    @property
+    def first(self) -> Note | None:
+        """The first note of another rank that failed by itself, if this one did not."""
+        others = (note for note in list(self.there) if note.rank != self.own.rank)
+        causes = (note for note in others if note.is_cause)
+        return None if self.own.is_cause else next(causes, None)
+
+    @property
     def missing(self) -> list[int]:
-        """Return the ranks of which there is no word."""
+        """The ranks of which there is no word."""
         heard = {note.rank for note in list(self.there)}
-        return [rank for rank in range(self._size) if rank not in heard]
+        return [rank for rank in range(self.size) if rank not in heard]
 
-    def _ask(self) -> None:
-        if self._own is not None:
-            number = self._store.add("trouble/count", 1)
-            self._store.set(f"trouble/{number}", json.dumps(asdict(self._own)))
-        deadline = time.monotonic() + self._patience
-        settled = False
-        while not self._all_there() and time.monotonic() < deadline:
-            if not settled and any(note.is_cause for note in self.there):
-                settled = True
-                deadline = min(deadline, time.monotonic() + self._settle)
-            time.sleep(0.02)
-        self.store_is_gone = False
 
-    def _all_there(self) -> bool:
-        count = min(_MOST, self._store.add("trouble/count", 0))
-        while len(self.there) < count:
-            key = f"trouble/{len(self.there) + 1}"
-            if not self._store.check([key]):
-                return False  # counted, and being written
-            self.there.append(Note(**json.loads(self._store.get(key))))
-        return not self.missing()
+def asked(
+    line: Channel, peer: Peer, own: Note, *, patience: float, settle: float, leave: bool = True
+) -> Explanation:
+    """Leave this rank's note, and return what the others have left.
+
+    Waits so many seconds of `patience` for a note of every rank, and to `settle` once it is known
+    who failed first.
+    """
+    known = Explanation(own, peer.size)
+
+    def ask() -> None:
+        if leave:
+            number = line.store.add("trouble/count", 1)
+            line.store.set(f"trouble/{number}", json.dumps(asdict(own)))
+        _listen(line.store, known, patience, settle)
+        known.store_is_gone = False
+
+    bounded(patience + _MARGIN, ask)
+    return known
+
+
+def _listen(store: dist.Store, known: Explanation, patience: float, settle: float) -> None:
+    deadline = time.monotonic() + patience
+    while not _all_there(store, known) and time.monotonic() < deadline:
+        if any(note.is_cause for note in known.there):
+            deadline = min(deadline, time.monotonic() + settle)
+        time.sleep(0.02)
+    if patience and known.first is None and known.missing:
+        _add_who_waits(store, known)
+
+
+def _all_there(store: dist.Store, known: Explanation) -> bool:
+    count = min(_MOST, store.add("trouble/count", 0))
+    while len(known.there) < count:
+        key = f"trouble/{len(known.there) + 1}"
+        if not store.check([key]):
+            return False  # counted, and being written
+        known.there.append(Note(**json.loads(store.get(key))))
+    return not known.missing
+
+
+def _add_who_waits(store: dist.Store, known: Explanation) -> None:
+    """Say where ranks are that have left no note because their turn is not over."""
+    entries = entries_of(store, known.size)
+    for rank in known.missing:
+        entry = entries[rank]
+        if entry is not None and not store.check([entry["key"]]):
+            text = f"{entry['call']} at {entry['where']}, not done yet"
+            known.there.append(Note(rank, text, place=entry["call"]))
 
 
 class explained:  # noqa: N801  # reads as a word: with explained("all_gather")
@@ -153,27 +184,6 @@ def is_lost(error: BaseException) -> bool:
     return pattern.search(str(error)) is not None or _is_timeout(error)
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """What is known of an error of `explained`; goes with it where it is pickled.
-
-    Attributes:
-        own: the note that this rank has left.
-        first: that of the rank that failed first.
-        store_is_gone: whether there is nobody to ask any more.
-    """
-
-    own: Note
-    first: Note | None
-    store_is_gone: bool
-
-    @classmethod
-    def of(cls, error: BaseException) -> "Explanation | None":
-        """Return that of `error`, if it has one."""
-        found: Explanation | None = vars(error).get(_EXPLANATION)
-        return found
-
-
 def _explained(
     error: BaseException, place: str, batch: object, seconds: float
 ) -> RuntimeError | TimeoutError:
@@ -191,29 +201,30 @@ def _explained(
         timed_out=timed_out,
     )
     grace = _GRACE_TIMED_OUT if timed_out else _GRACE_LOST
-    notes = Notes(channel(), here, own, patience=grace, settle=_SETTLE)
-    first = notes.first_cause(here.rank)
+    known = asked(channel(), here, own, patience=grace, settle=_SETTLE)
     text = (
-        f"`{place}` must be reached by every rank, but {_what_is_wrong(notes, first, here.size)}; "
-        f"this rank waits at {where}\n{_table(notes, here.size)}\n({first_words(error)})"
+        f"`{place}` must be reached by every rank, but {_what_is_wrong(known, own)}; this rank "
+        f"waits at {where}\n{_table(known)}\n({first_words(error)})"
     )
     better = TimeoutError(text) if timed_out else RuntimeError(text)
-    vars(better)[_EXPLANATION] = Explanation(own, first, notes.store_is_gone)
+    vars(better)[_EXPLANATION] = known
     return as_consequence(better, own.text)
 
 
-def _what_is_wrong(notes: Notes, first: Note | None, size: int) -> str:
+def _what_is_wrong(known: Explanation, own: Note) -> str:
+    first, size, there, missing = known.first, known.size, list(known.there), known.missing
     if first is not None:
         return f"rank {first.rank} of {size} failed first: {first.text}"
-    there, missing = list(notes.there), notes.missing()
-    if notes.store_is_gone and len(there) <= 1:
+    if known.store_is_gone and len(there) <= 1:
         return (
             "a connection is lost and the group's store with it: the process that serves it (rank "
             "0, or torchrun's agent) has ended or does not answer; look at its output for an "
             "earlier error"
         )
     if missing and there:
-        return f"{ranks_text(missing)} of {size} did not come: {missing_cure(missing)}"
+        # Who waits for this rank learns that a connection is lost when this one ends.
+        waits = "" if own.timed_out or len(missing) == 1 else ", or wait for one that did not"
+        return f"{ranks_text(missing)} of {size} did not come{waits}: {missing_cure(missing)}"
     if len({note.place for note in there}) > 1:
         return "the ranks are in different calls: make the same calls in the same order on each"
     return _who_was_late(there, size) or "a connection between them was lost: is the network down?"
@@ -232,10 +243,9 @@ def _who_was_late(there: list[Note], size: int) -> str:
     )
 
 
-def _table(notes: Notes, size: int) -> str:
-    """One line for each set of ranks of which the same is known."""
-    known = {note.rank: note.text for note in reversed(notes.there)}
-    return table_of([known.get(rank, "no word from it") for rank in range(size)])
+def _table(known: Explanation) -> str:
+    texts = {note.rank: note.text for note in reversed(known.there)}
+    return table_of([texts.get(rank, "no word from it") for rank in range(known.size)])
 
 
 def _is_timeout(error: BaseException) -> bool:

@@ -143,8 +143,8 @@ class Matching(Generic[_T]):
 
         # One name for all of them: the ranks may be in different calls.
         place = "all_reduce or all_gather"
-        told = agree(self._here, place, facts)
-        require_same(place, told, "Make the same call with the same structure on every rank.")
+        cure = "Make the same call with the same structure on every rank."
+        agree(self._here, place, facts, lambda told: require_same(place, told, cure))
         return back
 
 

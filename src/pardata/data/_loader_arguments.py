@@ -69,11 +69,14 @@ def agreed(distributed: bool | Literal["auto"], **given: Any) -> Arguments:  # n
         compared = {"the length": args.length, **{name: vars(args)[name] for name in _COMPARED}}
         return {**compared, "initial_seed": torch.initial_seed()}
 
-    told = agree(here, "make_loader", facts) if shared else [facts()]
-    initial = [each.pop("initial_seed") for each in told]  # may differ: rank 0's is taken
-    require_same("make_loader", told, "Pass the same data set and arguments on every rank.")
+    def decide(told: list[dict[str, Any]]) -> int:
+        initial: list[int] = [each.pop("initial_seed") for each in told]  # may differ: rank 0's
+        require_same("make_loader", told, "Pass the same data set and arguments on every rank.")
+        return initial[0]
+
+    seed = agree(here, "make_loader", facts, decide) if shared else decide([facts()])
     if args.seed is None:
-        args.seed = initial[0]
+        args.seed = seed
     _warn_of_uneven_shares(args)
     return args
 

@@ -3,7 +3,6 @@
 Whatever goes wrong becomes a finding, on every rank.
 """
 
-import json
 import os
 import sys
 import time
@@ -18,7 +17,7 @@ from pardata.doctor._surroundings import surroundings
 from pardata.doctor._trial import NETWORK_CURE, trial, trial_of_two
 from pardata.launch._init import init
 from pardata.ranks._launcher import Launch
-from pardata.ranks._store import exchange
+from pardata.ranks._turn import all_say
 from pardata.ranks._world import World, channel, single_world
 
 _LEAST = 2.0  # seconds that any step gets, however late it is
@@ -87,12 +86,12 @@ def _reported(
     command: str, here: World, findings: list[Finding], patience: timedelta
 ) -> list[Account]:
     """Let rank 0 print what all ranks found, and return it when it has. Collective."""
-    own = json.dumps(Account.of(here, findings))
-    texts = exchange(channel(), here, f"pardata {command}", own, patience)
-    accounts = [Account.from_json(text) for text in texts]
+    own = Account.of(here, findings)
+    told = all_say(channel(), here, f"pardata {command}", lambda: own, list, timeout=patience)
+    accounts = list(map(Account.from_lists, told))
     if here.is_main:
         print(report_text(command, accounts), flush=True)
-    exchange(channel(), here, "the report is printed", "", patience)
+    all_say(channel(), here, "the report is printed", lambda: None, len, timeout=patience)
     return accounts
 
 

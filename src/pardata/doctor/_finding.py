@@ -1,9 +1,8 @@
 """What a rank found: each thing with how bad it is and what to do about it, and who the rank is."""
 
-import json
 import re
 import socket
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,9 +47,9 @@ class Account(NamedTuple):
         return cls(findings, here.size, *place, f"{here.device}{name}", usable_cores(here))
 
     @classmethod
-    def from_json(cls, text: str) -> "Account":
+    def from_lists(cls, told: list[Any]) -> "Account":
         """Rebuild an account from the lists that JSON made of it."""
-        findings, *who = json.loads(text)
+        findings, *who = told
         return cls([Finding(*finding) for finding in findings], *who)
 
     @property

@@ -5,21 +5,23 @@ import os
 import socket
 import time
 import uuid
+from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from pardata.collective._agreement import agree, raise_on_all, require_same
+from pardata.collective._agreement import require_same
 from pardata.launch._leaving import check_out
 from pardata.ranks._backend import runs_on_gpus
 from pardata.ranks._failure import Failure
 from pardata.ranks._launcher import Launch
 from pardata.ranks._process import process
-from pardata.ranks._store import Channel, missing_text
+from pardata.ranks._store import Channel
 from pardata.ranks._table import ranks_text
+from pardata.ranks._turn import all_say
+from pardata.ranks._verdict import missing_text, told_of
 from pardata.ranks._world import World
 
 _MARGIN = timedelta(seconds=10)
@@ -39,20 +41,20 @@ def join(
     store, hosts_store = process.stores[launch.identity]
     store = _fresh_part(store, launch, patience)
     line = Channel(dist.PrefixStore("pardata/join", store), patience)
+    own: dict[str, str | None] = {}
+
+    def arrive() -> object:
+        own.update(_arrival(launch, backend, device))
+        return own
+
     try:
-        arrivals = agree(launch, "init", partial(_arrival, launch, backend, device), line)
-        backends: list[dict[str, object]] = [{"backend": a["backend"]} for a in arrivals]
-        require_same("init", backends, "Is a GPU driver missing on a node? Else pass `backend`.")
-        own = arrivals[launch.rank]
+        hosts = all_say(line, launch, "init", arrive, _agreed)
         device, backend = torch.device(str(own["device"])), str(own["backend"])
-        if runs_on_gpus(backend):
-            _refuse_shared_gpus(arrivals)
         _make_group(line, launch, store, backend=backend, timeout=timeout, device=device)
     except Exception:
         # The others read the same; the store must be there until they have.
         check_out(store, launch.size, hosts_store=hosts_store)
         raise
-    hosts = list(dict.fromkeys(arrival["host"] for arrival in arrivals))
     found = World(
         launch.rank,
         launch.size,
@@ -73,12 +75,13 @@ def _arrival(
 ) -> dict[str, str | None]:
     """Return what a rank tells the others before there is a group; make its device current."""
     device = _own_device(launch, wanted)
+    if backend is None:
+        backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
     gpu: str | None = None
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        gpu = str(torch.cuda.get_device_properties(device).uuid)
-    if backend is None:
-        backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
+        if runs_on_gpus(backend):  # gloo's ranks can share one
+            gpu = str(torch.cuda.get_device_properties(device).uuid)
     return {"host": socket.gethostname(), "device": str(device), "gpu": gpu, "backend": backend}
 
 
@@ -134,6 +137,8 @@ def _open_store(launch: Launch, timeout: timedelta) -> tuple[dist.Store, bool]:
     served = launch.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
     hosts = launch.rank == 0 and served != str(True)
     try:
+        if not hosts:
+            _wait_for(launch, timeout)
         store = dist.TCPStore(
             launch.master_addr,
             launch.master_port,
@@ -143,7 +148,7 @@ def _open_store(launch: Launch, timeout: timedelta) -> tuple[dist.Store, bool]:
             wait_for_workers=False,  # `_fresh_part` waits, and can name who is missing
             multi_tenant=True,  # a group that the user makes later at this address shares it
         )
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         if "EADDRINUSE" in str(error):
             msg = (
                 f"the port of `MASTER_PORT` must be free, but {address} is in use: another run "
@@ -156,6 +161,22 @@ def _open_store(launch: Launch, timeout: timedelta) -> tuple[dist.Store, bool]:
             )
         raise RuntimeError(msg) from error
     return store, hosts
+
+
+def _wait_for(launch: Launch, timeout: timedelta) -> None:
+    """Wait until rank 0 listens: torch may try for twice its timeout, and prints where in C++."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    while not _listens(launch.master_addr, launch.master_port, deadline):
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(0.1)
+
+
+def _listens(host: str, port: int, deadline: float) -> bool:
+    with suppress(OSError):
+        socket.create_connection((host, port), max(0.1, deadline - time.monotonic())).close()
+        return True
+    return False
 
 
 def _fresh_part(store: dist.Store, launch: Launch, timeout: timedelta) -> dist.Store:
@@ -218,29 +239,33 @@ def _make_group(
     making, which then fails ("connectFullMesh failed … Connection closed by peer").
     """
     error: Exception | None = None
-    began = time.monotonic()
-    try:
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore("group", store),
-            rank=launch.rank,
-            world_size=launch.size,
-            timeout=timeout,
-            # Lets NCCL connect at once; a group of one has nobody to connect to.
-            device_id=device if runs_on_gpus(backend) and launch.size > 1 else None,
-        )
-    except (RuntimeError, ValueError) as caught:
-        error = caught
-    failure = error and Failure.of(error, rank=launch.rank, place="init").to_json()
-    report = {"failure": failure, "seconds": time.monotonic() - began}
+
+    def made() -> object:
+        nonlocal error
+        began = time.monotonic()
+        try:
+            dist.init_process_group(
+                backend,
+                store=dist.PrefixStore("group", store),
+                rank=launch.rank,
+                world_size=launch.size,
+                timeout=timeout,
+                # Lets NCCL connect at once; a group of one has nobody to connect to.
+                device_id=device if runs_on_gpus(backend) and launch.size > 1 else None,
+            )
+        except (RuntimeError, ValueError) as caught:
+            error = caught
+            failure = Failure.of(error, rank=launch.rank, place="init")
+            return time.monotonic() - began, launch.rank, failure.summary()
+        return None
+
     try:
         # The others connect to one that has failed for as long as the timeout.
         later = Channel(line.store, line.timeout + _MARGIN)
-        reports = agree(launch, "init", lambda: report, later)
-        in_time = sorted(reports, key=lambda told: float(str(told["seconds"])))
-        failed = [Failure.from_json(str(told["failure"])) for told in in_time if told["failure"]]
-        is_first = bool(failed) and failed[0].rank == launch.rank
-        raise_on_all(failed, launch.rank, error if is_first else None)
+        failed = all_say(later, launch, "init", made, lambda told: sorted(filter(None, told)))
+        if failed:
+            told = told_of([summary for _, _, summary in failed], launch.rank)
+            raise error if error and failed[0][1] == launch.rank else told
     except Exception as raised:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -249,8 +274,16 @@ def _make_group(
         raise
 
 
-def _refuse_shared_gpus(arrivals: list[dict[str, object]]) -> None:
-    users: dict[tuple[object, object], list[int]] = {}
+def _agreed(arrivals: list[dict[str, str | None]]) -> list[str | None]:
+    """Require that all ranks can make one group; return the hosts."""
+    backends: list[dict[str, object]] = [{"backend": told["backend"]} for told in arrivals]
+    require_same("init", backends, "Is a GPU driver missing on a node? Else pass `backend`.")
+    _refuse_shared_gpus(arrivals)
+    return list(dict.fromkeys(told["host"] for told in arrivals))
+
+
+def _refuse_shared_gpus(arrivals: list[dict[str, str | None]]) -> None:
+    users: dict[tuple[str | None, str | None], list[int]] = {}
     for rank, arrival in enumerate(arrivals):
         users.setdefault((arrival["host"], arrival["gpu"]), []).append(rank)
     for (host, gpu), ranks in users.items():

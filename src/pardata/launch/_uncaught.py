@@ -13,13 +13,12 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from pardata.collective import _rank_zero
-from pardata.collective._explanation import Explanation, Note, Notes, first_words, is_lost
-from pardata.ranks import _store
+from pardata.collective._explanation import Explanation, Note, asked, first_words, is_lost
 from pardata.ranks._call_site import raise_site
 from pardata.ranks._failure import chain, is_consequence, one_line, short_text
 from pardata.ranks._logger import get_logger
 from pardata.ranks._store import bounded
+from pardata.ranks._turn import call_off
 from pardata.ranks._world import Joined, is_child, joined
 
 _log = get_logger(__name__)
@@ -68,20 +67,17 @@ def report_exit(error: SystemExit) -> None:
 def _report(error: BaseException, found: Joined) -> None:
     """Log one line, and let everybody know who waits for this rank."""
     known = Explanation.of(error) or _asked(error, found)
-    cause = known.first
-    if cause is None:
-        cause = known.own
+    own, first = known.own, known.first
+    if first is None:
         _log.error("failed: %s", _text(error))
     else:
-        _log.error(
-            "failed because rank %d failed first: %s; here: %s",
-            cause.rank,
-            cause.text,
-            known.own.text,
-        )
+        why, here = (first.rank, first.text), own.text
+        _log.error("failed because rank %d failed first: %s; here: %s", *why, here)
+    cause = first or own
     news = f"rank {cause.rank} of {found.world.size} failed first: {cause.text}"
     if not known.store_is_gone:  # else torch would only print where in its code it saw that
-        bounded(_GRACE, lambda: _call_off(found, news))
+        node = found.world.node_rank if found.world.is_local_main else None
+        bounded(_GRACE, lambda: call_off(found.channel, found.world, news, node=node))
 
 
 def _asked(error: BaseException, found: Joined) -> Explanation:
@@ -89,9 +85,7 @@ def _asked(error: BaseException, found: Joined) -> Explanation:
     rank = found.world.rank
     own = Note(rank, short_text(error) or _text(error), is_cause=not _follows(error))
     patience = 0.0 if own.is_cause else _GRACE
-    notes = Notes(found.channel, found.world, own, patience=patience, settle=0.0)
-    first = None if own.is_cause else notes.first_cause(rank)
-    return Explanation(own, first, notes.store_is_gone)
+    return asked(found.channel, found.world, own, patience=patience, settle=0.0)
 
 
 def _text(error: BaseException) -> str:
@@ -106,11 +100,6 @@ def _follows(error: BaseException) -> bool:
     return is_consequence(error) or any(is_lost(link) for link in chain(error))
 
 
-def _call_off(found: Joined, news: str) -> None:
-    _store.call_off(found.channel, found.world, news)
-    _rank_zero.call_off(found.channel, found.world, news)
-
-
 def _part(found: Joined) -> None:
     """Leave without waiting for the dead, but not before the living have read the store."""
     with suppress(RuntimeError, AttributeError):  # there may be none for the CPU
@@ -119,5 +108,6 @@ def _part(found: Joined) -> None:
         backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]  # noqa: SLF001  # torch has no public way
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
     if found.hosts_store:
-        Notes(found.channel, found.world, None, patience=_GRACE, settle=_GRACE)
+        own = Note(found.world.rank, "")  # has been left
+        asked(found.channel, found.world, own, patience=_GRACE, settle=_GRACE, leave=False)
         time.sleep(0.2)  # for the last one to read the last note

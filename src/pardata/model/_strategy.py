@@ -223,7 +223,7 @@ class Exact(Strategy):
 
         place = "wrap_model(strategy='exact')"
         cure = "Start on machines and with versions that are alike, or use strategy 'ddp'."
-        require_same(place, agree(settings.here, place, checked), cure)
+        agree(settings.here, place, checked, lambda told: require_same(place, told, cure))
         if settings.here.size > 1:
             _broadcast_weights(model)
         text = "strategy 'exact' computes with %d thread(s) on each rank, whatever their number"

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pardata.collective._agreement import agree, require_same
+from pardata.collective._agreement import require_same, same
 from pardata.model._replica import strategy_of
 from pardata.model._state_dict import LoadedKeys
 from pardata.model._unwrap import unwrap
@@ -81,26 +81,26 @@ def check_in_sync(model: nn.Module) -> None:
     >>> check_in_sync(nn.Linear(2, 2))
     """
     here = require_world("check_in_sync")
-    digests: dict[str, str] = {}
 
-    def combined() -> dict[str, object]:
+    def digests() -> Mapping[str, str]:
         state = unwrap(model).state_dict()
-        if here.size > 1:
-            whole = {name: value for name, value in state.items() if _is_whole(value)}
-            digests.update((name, _digest(tensor)) for name, tensor in whole.items())
-        return {"all": hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()}
+        whole = {name: value for name, value in state.items() if _is_whole(value)}
+        return {name: _digest(tensor) for name, tensor in whole.items() if here.size > 1}
 
-    told = agree(here, "check_in_sync", combined)
-    if all(facts == told[0] for facts in told):
-        return
-    told = agree(here, "check_in_sync (in detail)", lambda: digests)
+    same(here, "check_in_sync", digests, _compare)
+
+
+def _compare(told: list[dict[str, Any]]) -> None:
+    """Raise, with a table of the first weight that differs."""
     names: list[dict[str, object]] = [{"the parameter names": sorted(facts)} for facts in told]
     require_same("check_in_sync", names, "Build the same model on every rank.")
-    differing = [name for name in digests if len({facts[name] for facts in told}) > 1]
-    table = table_of([f"SHA-256 {str(facts[differing[0]])[:16]}…" for facts in told])
+    differing = [name for name in told[0] if len({facts[name] for facts in told}) > 1]
+    if not differing:
+        return
+    table = table_of([f"SHA-256 {facts[differing[0]][:16]}…" for facts in told])
     msg = (
         f"every rank must hold the same weights, but `{differing[0]}` differs between ranks "
-        f"({len(differing)} of {len(digests)} parameters and buffers differ):\n{table}\n"
+        f"({len(differing)} of {len(told[0])} parameters and buffers differ):\n{table}\n"
         f"Was it changed on some ranks only, or trained without the wrapped model's forward?"
     )
     raise RuntimeError(msg)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pardata.collective._agreement import agree
+from pardata.collective._agreement import same
 from pardata.model._replica import STRATEGIES, StrategyName, named
 from pardata.model._strategy import Settings
 from pardata.ranks._arguments import checked_device
@@ -91,7 +91,7 @@ def wrap_model(
     if any(one.name == name and not one.is_collective for one in STRATEGIES):
         checked()
     else:  # an unknown one too: the other ranks may have it right, and wait
-        _check_same_models(agree(here, "wrap_model", checked))
+        same(here, "wrap_model", checked, _check_same_models)
     return named(name).wrap(model, settings)
 
 

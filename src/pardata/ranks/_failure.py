@@ -1,16 +1,15 @@
 """An exception that travels to other processes: as text, and whole only where that is safe.
 
-The first of four files that a failure goes through: it is recorded here, sent by ``_store``, made
-into what the waiting ranks read by ``collective/_explanation``, and reported, where nobody catches
-it, by ``launch/_uncaught``.
+The first of four files that a failure goes through: it is recorded here, told in a ``_turn``, made
+into what those read who wait in a collective by ``collective/_explanation``, and reported, where
+nobody catches it, by ``launch/_uncaught``.
 """
 
 import base64
-import json
 import pickle
 import traceback
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
 _E = TypeVar("_E", bound=BaseException)
@@ -20,7 +19,7 @@ _MARK = "_pardata_consequence"
 
 @dataclass(frozen=True)
 class Failure:
-    """What one rank raised."""
+    """What one rank raised, as plain data that fits in JSON."""
 
     rank: int
     place: str
@@ -35,15 +34,6 @@ class Failure:
         lines = traceback.format_exception(type(error), error, error.__traceback__)
         pickled = _pickled(error)
         return cls(rank, place, type(error).__qualname__, _text(error), "".join(lines), pickled)
-
-    def to_json(self) -> str:
-        """Return text for `from_json`."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> "Failure":
-        """Rebuild what `to_json` wrote."""
-        return cls(**json.loads(text))
 
     def summary(self) -> str:
         """Say in one line what went wrong, and where."""

@@ -105,9 +105,10 @@ FAULTS = [
           r"`check_in_sync` must be reached by every rank, but rank <C> of 3 did not come|"
           r"rank <C> of 3 failed first: backward at \S*one_rank\.py:\d+"),
     Fault("one more rank_zero_call", "calls `rank_zero_call` once more", IN_TIME,
-          rf"{DID_NOT_COME}|rank 0 is in `rank_zero_call` of max and rank <O> in that of min"),
+          rf"{ELSEWHERE.format(r'rank_zero_call.max.')}|"
+          r"rank 0 is in rank_zero_call\(max\) and rank <O> in rank_zero_call\(min\)"),
     Fault("break", "leaves the loop by `break`", IN_TIME,
-          rf"{DID_NOT_COME}|{ELSEWHERE.format('check_in_sync')}"),
+          ELSEWHERE.format(r"(check_in_sync|rank_zero_call\(min\))")),
     *[
         Fault(name, f"{done}, and serves the store", IN_TIME, says, name != "stopped", True, (0,))
         for name, done, says in [

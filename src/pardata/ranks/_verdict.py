@@ -1,0 +1,91 @@
+"""What is decided in a turn, on the entries that the ranks have left: plain data.
+
+An entry says in which ``turn`` a rank is, in which ``call``, ``where`` in the user's code, for the
+``key`` of which verdict it waits, how it ``failed``, if it did, and else its ``value``.
+A verdict names the ``rank`` that gave it and its ``call``, and says one thing more: the
+``decision``; the ``error`` that the decision raised; how ranks have ``failed``; the whole
+``failure`` of a rank 0 that worked for all; who is ``missing``; or why it is all ``off``.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from pardata.ranks._failure import as_consequence
+from pardata.ranks._table import ranks_text, table_of
+
+Entry = dict[str, Any]
+Verdict = dict[str, Any]
+
+ERRORS = {error.__name__: error for error in (RuntimeError, ValueError, TypeError)}
+ORDER = "every rank must make the same calls in the same order, but"
+
+
+def entries_of(store: dist.Store, size: int) -> list[Entry | None]:
+    """Return the entries of all ranks, and None for one that was in no turn yet."""
+    keys = [f"at/{rank}" for rank in range(size)]
+    there = keys if store.check(keys) else [key for key in keys if store.check([key])]
+    found = dict(zip(there, store.multi_get(there), strict=True)) if there else {}
+    return [json.loads(found[key]) if key in found else None for key in keys]
+
+
+def give(store: dist.Store, key: str, verdict: Verdict) -> Verdict:
+    """Let `verdict` stand under `key` if none does; return the one that stands."""
+    text = json.dumps(verdict)
+    stands = store.compare_set(key, "", text).decode()
+    if stands == text:
+        store.set(key, text)  # wakes who waits: a TCPStore without libuv does not, above
+    found: Verdict = json.loads(stands)
+    return found
+
+
+def judged(
+    entries: Sequence[Entry | None],
+    turn: int,
+    call: str,
+    decide: Callable[[list[Any]], object] | None,
+    timeout: timedelta,
+) -> Verdict | None:
+    """Return the verdict on a turn; None where rank 0 is still to give it."""
+    behind = [rank for rank, entry in enumerate(entries) if entry is None or entry["turn"] < turn]
+    if behind:
+        return {"missing": behind, "text": missing_text(behind, len(entries), call, timeout)}
+    told = [entry for entry in entries if entry is not None]
+    here = [entry for entry in told if entry["turn"] == turn]
+    if len({entry["call"] for entry in here}) > 1 or (decide and len(here) < len(told)):
+        calls = [e["call"] + (", which comes later" if e["turn"] > turn else "") for e in told]
+        return {"error": ["RuntimeError", f"{ORDER} here:\n{table_of(calls)}"]}
+    if decide is None:
+        return None
+    if failed := [entry["failed"] for entry in here if entry["failed"]]:
+        return {"failed": failed}
+    try:
+        return {"decision": decide([entry["value"] for entry in here])}
+    except Exception as error:  # noqa: BLE001  # raised on every rank
+        kind, text = type(error).__name__, str(error)
+        return {"error": [kind, text] if kind in ERRORS else ["RuntimeError", f"{kind}: {text}"]}
+
+
+def told_of(failures: list[str], rank: int) -> RuntimeError:
+    """Return what a rank raises where others have failed."""
+    seen = f"(seen on rank {rank}, which did nothing wrong)"
+    return as_consequence(RuntimeError("\n".join([*failures, seen])))
+
+
+def missing_text(missing: list[int], size: int, call: str, timeout: timedelta) -> str:
+    """Say which ranks did not come, and where to look."""
+    return (
+        f"`{call}` must be reached by every rank, but {ranks_text(missing)} of {size} did not "
+        f"come within {timeout}: {missing_cure(missing)}"
+    )
+
+
+def missing_cure(missing: list[int]) -> str:
+    """Say where to look when these ranks did not come."""
+    return (
+        f"look at the output of {ranks_text(missing)} for an earlier error, or for a branch that "
+        f"skips this call"
+    )

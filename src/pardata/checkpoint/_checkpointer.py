@@ -255,5 +255,6 @@ def _generators_of_all(here: World) -> list[dict[str, Any]]:
     """Return where the default generators of all ranks are, on rank 0."""
     if here.rank > 0:
         return []
-    others = collect(channel(), [f"generators/{rank}" for rank in range(1, here.size)])
+    keys = [f"generators/{rank}" for rank in range(1, here.size)]
+    others = collect(channel(), keys) if keys else []
     return [generator_states(here.device), *map(json.loads, others)]

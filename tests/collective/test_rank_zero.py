@@ -1,16 +1,19 @@
 """What one rank does for all, and waiting for each other."""
 
+import gc
 import os
 import re
 import time
+import weakref
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-from on_ranks import caught, run_caught
+from on_ranks import caught, run, run_caught
 
 from pardata import all_reduce_sum, barrier, rank_zero_call, rank_zero_first, world
+from pardata.collective._agreement import agree
 from pardata.ranks._turn import call_off
 from pardata.ranks._world import channel
 
@@ -408,3 +411,30 @@ def test_a_call_that_meets_that_of_another_function_is_told_instead_of_its_resul
             f"but rank 0 is in rank_zero_call(min) and rank {rank} in rank_zero_call(max): look "
             f"for a branch that skips one" in other.text
         )
+
+
+class Lost(ValueError):
+    """An error that can be watched."""
+
+
+def watched_error(section):
+    def lose():
+        raise Lost
+
+    def raise_once():
+        try:
+            agree(world(), "here", lose) if section == "agree" else rank_zero_call(lose)
+        except Lost as error:
+            return weakref.ref(error)
+
+    gc.collect()
+    gc.disable()
+    try:
+        return raise_once()() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("section", ["agree", "rank_zero_call"])
+def test_an_error_is_gone_when_it_is_caught_and_all_that_its_frames_held_with_it(section):
+    assert run(watched_error, section, world_size=2) == [True, True]

@@ -54,6 +54,8 @@ def all_say(
         if turn.own is None or error is turn.own:
             raise
         raise error from turn.own  # which may be why the others did not come
+    finally:
+        turn.own = None  # held by a frame of its own it would live until a garbage collection
 
 
 @dataclass
@@ -129,7 +131,10 @@ class Turn:
         """Return what a verdict decides, or raise what it says instead."""
         error = self._error(verdict)
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # see `all_say`
         if "failure" in verdict:
             Failure(**verdict["failure"]).reraise()
         return verdict["decision"]

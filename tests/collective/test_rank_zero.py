@@ -413,18 +413,18 @@ def test_a_call_that_meets_that_of_another_function_is_told_instead_of_its_resul
         )
 
 
-class Lost(ValueError):
+class LostError(ValueError):
     """An error that can be watched."""
 
 
 def watched_error(section):
     def lose():
-        raise Lost
+        raise LostError
 
     def raise_once():
         try:
             agree(world(), "here", lose) if section == "agree" else rank_zero_call(lose)
-        except Lost as error:
+        except LostError as error:
             return weakref.ref(error)
 
     gc.collect()

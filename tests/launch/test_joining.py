@@ -3,9 +3,11 @@
 import os
 import re
 import socket
+import sys
 import time
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -20,6 +22,7 @@ from on_ranks import caught
 
 from pardata import all_reduce_sum, barrier, init, world
 from pardata.launch._rendezvous import choose_device
+from pardata.launch._run import run_of
 from pardata.ranks._launcher import Launch
 from pardata.ranks._verdict import missing_text
 
@@ -365,3 +368,48 @@ def test_under_mpi_the_nodes_are_counted_by_the_names_of_the_hosts():
 def test_ranks_of_mpi_join(size, variables):
     outcomes = launched(work_as_usual, size=size, variables=variables)
     assert outcomes == [(rank, size) for rank in range(size)]
+
+
+# --- whose run it is
+
+
+@pytest.mark.parametrize(
+    ("launcher", "env", "named"),
+    [
+        (
+            "slurm",
+            {"SLURM_JOB_ID": "5000", "SLURM_STEP_ID": "1"},
+            "SLURM job 5000, step 1, start 0",
+        ),
+        ("torchrun", {"TORCHELASTIC_RUN_ID": "a1"}, "torchrun's run a1"),
+        ("torchrun", {"TORCHELASTIC_RUN_ID": "none"}, f"a run of {Path(sys.argv[0]).name}"),
+        ("mpi", {"PMIX_NAMESPACE": "prterun-7@1"}, "Open MPI's run prterun-7@1"),
+        ("mpi", {}, f"a run of {Path(sys.argv[0]).name}"),
+    ],
+)
+def test_a_run_has_the_name_that_its_launcher_gave_it(launcher, env, named):
+    assert run_of(launch(0, 2)._replace(launcher=launcher), env) == named
+
+
+def of_two_runs(rank, size, port, **changes):
+    # Of jobs 10,000 apart with the same step, whose default port would be the same.
+    return slurm_variables(rank, size, port, SLURM_JOB_ID=str(123456 + 10000 * rank), **changes)
+
+
+def join_in_two_seconds():
+    with init(timeout=timedelta(seconds=2)):
+        return
+
+
+def test_a_rank_of_another_run_is_told_whose_store_it_met_and_is_no_part_of_it():
+    first, second = launched(join_in_two_seconds, size=2, variables=of_two_runs)
+    assert first.type == "TimeoutError"
+    assert first.text.startswith("`init` must be reached by every rank, but rank 1 of 2 did not")
+    assert second.type == "RuntimeError"
+    assert second.seconds < 30
+    assert re.fullmatch(
+        r"all ranks that meet at localhost:\d+ must be of one run, but the store there is that of "
+        r"SLURM job 123456, step 0, start 0, and this rank is of SLURM job 133456, step 0, "
+        r"start 0: end the other run, or give this one a port of its own by MASTER_PORT",
+        second.text,
+    )

@@ -1,7 +1,9 @@
 """MPI: what `mpirun` starts are ranks, with Open MPI and with MPICH, on one host and on two."""
 
 import re
+import subprocess
 import sys
+import time
 
 import pytest
 from namespaces import hosts, require_namespaces
@@ -98,3 +100,45 @@ def test_two_hosts_and_no_address_is_an_error_that_says_which_variable(mpich, on
         run(*command)
     assert "`MASTER_ADDR` must be set when MPI spans several hosts (1 of 2" in str(failed.value)
     assert "add `-genv MASTER_ADDR <host of rank 0>` to the command" in str(failed.value)
+
+
+TWO_RUNS = """
+import sys, time
+from datetime import timedelta
+from pathlib import Path
+from pardata import init
+
+folder, name = Path(sys.argv[1]), sys.argv[2]
+try:
+    with init(timeout=timedelta(seconds=60)) as here:
+        (folder / f"{name} joined {here.rank}").touch()
+        while name == "first" and not (folder / "second ended").exists():
+            time.sleep(0.1)
+except RuntimeError as error:
+    (folder / f"{name} failed {error}"[:250].replace("/", "|")).touch()
+    raise
+"""
+
+
+def test_a_second_run_at_the_port_of_the_first_raises_and_does_not_disturb_it(mpich, folder):
+    (folder / "two.py").write_text(TWO_RUNS)
+    command = [*mpich, "-n", "2", PYTHON, str(folder / "two.py"), str(folder)]
+    with subprocess.Popen([*command, "first"], text=True) as first:
+        wait_for(folder, "first joined *", 2)
+        second = subprocess.run(
+            [*command, "second"], capture_output=True, text=True, timeout=100, check=False
+        )
+        (folder / "second ended").touch()
+        assert first.wait(100) == 0
+    assert second.returncode != 0
+    assert not list(folder.glob("second joined *"))
+    said = second.stderr + "".join(path.name for path in folder.glob("second failed *"))
+    mixed = r"the store there is that of MPICH's run under process \d+, and this rank is of MPICH's"
+    assert "is in use: another run is on this host" in said or re.search(mixed, said)
+
+
+def wait_for(folder, pattern, count):
+    deadline = time.monotonic() + 100
+    while len(list(folder.glob(pattern))) < count:
+        assert time.monotonic() < deadline, list(folder.iterdir())
+        time.sleep(0.1)

@@ -14,17 +14,19 @@ from torch.distributed import distributed_c10d
 
 from pardata.collective._agreement import require_same
 from pardata.launch._leaving import check_out
+from pardata.launch._run import run_of
 from pardata.ranks._backend import runs_on_gpus
 from pardata.ranks._failure import Failure
 from pardata.ranks._launcher import Launch
 from pardata.ranks._process import process
-from pardata.ranks._store import Channel
+from pardata.ranks._store import Channel, came
 from pardata.ranks._table import ranks_text
 from pardata.ranks._turn import all_say
 from pardata.ranks._verdict import missing_text, told_of
 from pardata.ranks._world import World
 
 _MARGIN = timedelta(seconds=10)
+_RUN = "pardata/run"  # the key of the name of the run that a store belongs to
 
 
 def join(
@@ -39,6 +41,7 @@ def join(
     if launch.identity not in process.stores:
         process.stores[launch.identity] = _open_store(launch, patience)
     store, hosts_store = process.stores[launch.identity]
+    _require_own(store, launch, patience)
     store = _fresh_part(store, launch, patience)
     line = Channel(dist.PrefixStore("pardata/join", store), patience)
     own: dict[str, str | None] = {}
@@ -177,6 +180,25 @@ def _listens(host: str, port: int, deadline: float) -> bool:
         socket.create_connection((host, port), max(0.1, deadline - time.monotonic())).close()
         return True
     return False
+
+
+def _require_own(store: dist.Store, launch: Launch, timeout: timedelta) -> None:
+    """Leave the name of this run on the store as rank 0; refuse a store that is another run's."""
+    own = run_of(launch, os.environ)
+    if launch.rank == 0:
+        theirs = store.compare_set(_RUN, "", own).decode()
+        store.set(_RUN, theirs)  # wakes who waits, which the line above does not everywhere
+    elif came(store, _RUN, timeout):
+        theirs = store.get(_RUN).decode()
+    else:
+        raise TimeoutError(missing_text([0], launch.size, "init", timeout))
+    if theirs != own:
+        msg = (
+            f"all ranks that meet at {launch.master_addr}:{launch.master_port} must be of one run, "
+            f"but the store there is that of {theirs}, and this rank is of {own}: end the other "
+            f"run, or give this one a port of its own by MASTER_PORT"
+        )
+        raise RuntimeError(msg)
 
 
 def _fresh_part(store: dist.Store, launch: Launch, timeout: timedelta) -> dist.Store:

@@ -21,8 +21,8 @@ from launched import agent, launched, reserved_port, slurm_variables, torchrun_v
 from on_ranks import caught
 
 from pardata import all_reduce_sum, barrier, init, world
+from pardata.launch._address import run_of
 from pardata.launch._rendezvous import choose_device
-from pardata.launch._run import run_of
 from pardata.ranks._launcher import Launch
 from pardata.ranks._verdict import missing_text
 

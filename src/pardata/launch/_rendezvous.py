@@ -5,7 +5,6 @@ import os
 import socket
 import time
 import uuid
-from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -13,20 +12,19 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from pardata.collective._agreement import require_same
+from pardata.launch._address import open_store, require_own
 from pardata.launch._leaving import check_out
-from pardata.launch._run import run_of
 from pardata.ranks._backend import runs_on_gpus
 from pardata.ranks._failure import Failure
 from pardata.ranks._launcher import Launch
 from pardata.ranks._process import process
-from pardata.ranks._store import Channel, came
+from pardata.ranks._store import Channel
 from pardata.ranks._table import ranks_text
 from pardata.ranks._turn import all_say
 from pardata.ranks._verdict import missing_text, told_of
 from pardata.ranks._world import World
 
 _MARGIN = timedelta(seconds=10)
-_RUN = "pardata/run"  # the key of the name of the run that a store belongs to
 
 
 def join(
@@ -39,9 +37,9 @@ def join(
     """
     patience = distributed_c10d.default_pg_timeout if timeout is None else timeout
     if launch.identity not in process.stores:
-        process.stores[launch.identity] = _open_store(launch, patience)
+        process.stores[launch.identity] = open_store(launch, patience)
     store, hosts_store = process.stores[launch.identity]
-    _require_own(store, launch, patience)
+    require_own(store, launch, patience)
     store = _fresh_part(store, launch, patience)
     line = Channel(dist.PrefixStore("pardata/join", store), patience)
     own: dict[str, str | None] = {}
@@ -121,84 +119,6 @@ def _own_device(launch: Launch, wanted: torch.device | None) -> torch.device:
         msg = "`device` must be one that is here, but is 'cuda', and no GPU is visible"
         raise RuntimeError(msg)
     return choose_device(launch, visible=visible, masked="CUDA_VISIBLE_DEVICES" in os.environ)
-
-
-def _open_store(launch: Launch, timeout: timedelta) -> tuple[dist.Store, bool]:
-    if not launch.master_addr:
-        return dist.HashStore(), True
-    address = f"{launch.master_addr}:{launch.master_port}"
-    try:
-        # torch retries an unknown name for minutes.
-        socket.getaddrinfo(launch.master_addr, launch.master_port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        msg = (
-            f"`MASTER_ADDR` must be a host that resolves, but {launch.master_addr!r} does not "
-            f"({error}): set MASTER_ADDR to an address that every rank can reach"
-        )
-        raise RuntimeError(msg) from error
-    # Under torchrun the agent serves the store at that address, and every rank is a client.
-    served = launch.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
-    hosts = launch.rank == 0 and served != str(True)
-    try:
-        if not hosts:
-            _wait_for(launch, timeout)
-        store = dist.TCPStore(
-            launch.master_addr,
-            launch.master_port,
-            launch.size,
-            is_master=hosts,
-            timeout=timeout,
-            wait_for_workers=False,  # `_fresh_part` waits, and can name who is missing
-            multi_tenant=True,  # a group that the user makes later at this address shares it
-        )
-    except (RuntimeError, OSError) as error:
-        if "EADDRINUSE" in str(error):
-            msg = (
-                f"the port of `MASTER_PORT` must be free, but {address} is in use: another run "
-                f"is on this host; set MASTER_PORT to a free port"
-            )
-        else:
-            msg = (
-                f"rank {launch.rank} must reach rank 0 at {address}, but could not within "
-                f"{timeout}: is rank 0 running, and is the port open between the hosts?"
-            )
-        raise RuntimeError(msg) from error
-    return store, hosts
-
-
-def _wait_for(launch: Launch, timeout: timedelta) -> None:
-    """Wait until rank 0 listens: torch may try for twice its timeout, and prints where in C++."""
-    deadline = time.monotonic() + timeout.total_seconds()
-    while not _listens(launch.master_addr, launch.master_port, deadline):
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        time.sleep(0.1)
-
-
-def _listens(host: str, port: int, deadline: float) -> bool:
-    with suppress(OSError):
-        socket.create_connection((host, port), max(0.1, deadline - time.monotonic())).close()
-        return True
-    return False
-
-
-def _require_own(store: dist.Store, launch: Launch, timeout: timedelta) -> None:
-    """Leave the name of this run on the store as rank 0; refuse a store that is another run's."""
-    own = run_of(launch, os.environ)
-    if launch.rank == 0:
-        theirs = store.compare_set(_RUN, "", own).decode()
-        store.set(_RUN, theirs)  # wakes who waits, which the line above does not everywhere
-    elif came(store, _RUN, timeout):
-        theirs = store.get(_RUN).decode()
-    else:
-        raise TimeoutError(missing_text([0], launch.size, "init", timeout))
-    if theirs != own:
-        msg = (
-            f"all ranks that meet at {launch.master_addr}:{launch.master_port} must be of one run, "
-            f"but the store there is that of {theirs}, and this rank is of {own}: end the other "
-            f"run, or give this one a port of its own by MASTER_PORT"
-        )
-        raise RuntimeError(msg)
 
 
 def _fresh_part(store: dist.Store, launch: Launch, timeout: timedelta) -> dist.Store:

@@ -1,0 +1,132 @@
+"""The store at the address where the ranks of a run meet, and whose run it belongs to."""
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from pardata.ranks._launcher import Launch
+from pardata.ranks._store import came
+from pardata.ranks._verdict import missing_text
+
+_RUN = "pardata/run"  # the key of the name of the run that a store belongs to
+
+
+def open_store(launch: Launch, timeout: timedelta) -> tuple[dist.Store, bool]:
+    """Return the store at the address that the launcher named, and whether it lives here.
+
+    Raises:
+        RuntimeError: where the address does not resolve, its port is taken, or nobody listens.
+    """
+    if not launch.master_addr:
+        return dist.HashStore(), True
+    address = f"{launch.master_addr}:{launch.master_port}"
+    try:
+        # torch retries an unknown name for minutes.
+        socket.getaddrinfo(launch.master_addr, launch.master_port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        msg = (
+            f"`MASTER_ADDR` must be a host that resolves, but {launch.master_addr!r} does not "
+            f"({error}): set MASTER_ADDR to an address that every rank can reach"
+        )
+        raise RuntimeError(msg) from error
+    # Under torchrun the agent serves the store at that address, and every rank is a client.
+    served = launch.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
+    hosts = launch.rank == 0 and served != str(True)
+    try:
+        if not hosts:
+            _wait_for(launch, timeout)
+        store = dist.TCPStore(
+            launch.master_addr,
+            launch.master_port,
+            launch.size,
+            is_master=hosts,
+            timeout=timeout,
+            wait_for_workers=False,  # `_fresh_part` waits, and can name who is missing
+            multi_tenant=True,  # a group that the user makes later at this address shares it
+        )
+    except (RuntimeError, OSError) as error:
+        if "EADDRINUSE" in str(error):
+            msg = (
+                f"the port of `MASTER_PORT` must be free, but {address} is in use: another run "
+                f"is on this host; set MASTER_PORT to a free port"
+            )
+        else:
+            msg = (
+                f"rank {launch.rank} must reach rank 0 at {address}, but could not within "
+                f"{timeout}: is rank 0 running, and is the port open between the hosts?"
+            )
+        raise RuntimeError(msg) from error
+    return store, hosts
+
+
+def _wait_for(launch: Launch, timeout: timedelta) -> None:
+    """Wait until rank 0 listens: torch may try for twice its timeout, and prints where in C++."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    while not _listens(launch.master_addr, launch.master_port, deadline):
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(0.1)
+
+
+def _listens(host: str, port: int, deadline: float) -> bool:
+    with suppress(OSError):
+        socket.create_connection((host, port), max(0.1, deadline - time.monotonic())).close()
+        return True
+    return False
+
+
+def require_own(store: dist.Store, launch: Launch, timeout: timedelta) -> None:
+    """Leave the name of this run on the store as rank 0; refuse a store that is another run's."""
+    own = run_of(launch, os.environ)
+    if launch.rank == 0:
+        theirs = store.compare_set(_RUN, "", own).decode()
+        store.set(_RUN, theirs)  # wakes who waits, which the line above does not everywhere
+    elif came(store, _RUN, timeout):
+        theirs = store.get(_RUN).decode()
+    else:
+        raise TimeoutError(missing_text([0], launch.size, "init", timeout))
+    if theirs != own:
+        msg = (
+            f"all ranks that meet at {launch.master_addr}:{launch.master_port} must be of one run, "
+            f"but the store there is that of {theirs}, and this rank is of {own}: end the other "
+            f"run, or give this one a port of its own by MASTER_PORT"
+        )
+        raise RuntimeError(msg)
+
+
+def run_of(launch: Launch, env: Mapping[str, str]) -> str:
+    """Return the name of the run that `launch` belongs to, the same on all of its ranks."""
+    if launch.launcher == "slurm":
+        restarts = env.get("SLURM_RESTART_COUNT", "0")
+        job, step = env.get("SLURM_JOB_ID"), env.get("SLURM_STEP_ID")
+        return f"SLURM job {job}, step {step}, start {restarts}"
+    if launch.launcher == "torchrun" and env.get("TORCHELASTIC_RUN_ID", "none") != "none":
+        return f"torchrun's run {env['TORCHELASTIC_RUN_ID']}"
+    if launch.launcher == "mpi" and "PMIX_NAMESPACE" in env:
+        return f"Open MPI's run {env['PMIX_NAMESPACE']}"
+    if launch.launcher == "mpi" and launch.local_size == launch.size and (proxy := _hydra()):
+        return f"MPICH's run under process {proxy}"
+    # No more than the script's name is the same on all ranks, of whatever host and launcher.
+    return f"a run of {Path(sys.argv[0]).name}"
+
+
+def _hydra() -> int:
+    """Return the process by which MPICH started this one and its neighbours; 0 if it is unseen.
+
+    MPICH gives a run no name.
+    """
+    pid = "self"
+    with suppress(OSError, ValueError):  # no Linux, or not allowed to look
+        while pid != "0":
+            name, _, rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+            if "(hydra_" in name:
+                return int(name.split()[0])
+            pid = rest.split()[1]
+    return 0

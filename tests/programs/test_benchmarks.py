@@ -95,6 +95,17 @@ def test_training_loop_compares_the_readme_with_loops_by_hand(tmp_path):
     assert contenders(text).count("DDP again") == contenders(text).count("plain loop again") == 1
 
 
+def test_scale_prints_what_each_operation_costs_by_the_number_of_ranks(tmp_path):
+    text = output_of(tmp_path, "scale.py", "--rounds", 1, "--sizes", 2, 3, "--save", tmp_path)
+    costs = saved(tmp_path, "scale")["costs"]
+    assert [list(costs[name]) for name in costs] == [["2", "3"]] * 7
+    for name, (two, three) in ((name, by_size.values()) for name, by_size in costs.items()):
+        assert f"| {name} |" in text
+        assert min(*two, *three) > 0
+        assert three[1] <= two[1] + 16, name  # requests of one rank: they do not grow
+    assert (tmp_path / "scale.png").stat().st_size > 0
+
+
 @pytest.mark.parametrize("rounds", [1, pytest.param(3, marks=pytest.mark.soak)])
 def test_metrics_compares_with_the_least_and_with_one_call_each_and_checks_every_mean(
     rounds, tmp_path

@@ -1,0 +1,336 @@
+"""What it costs ranks to agree, by how many they are: seconds, requests and bytes, to 1,024 ranks.
+
+    python benchmarks/scale.py
+    python benchmarks/scale.py --sizes 2 8 32 128
+    python benchmarks/scale.py --save
+
+A simulation: the store is real (a TCPStore, in a process of its own), and so is what the library
+does at it, but a rank is a thread with a connection, in one of a few processes, and the backend's
+group, which is PyTorch's, is not made. Measured from the first rank's call to the last one's
+return; with as many ranks as here to a core, that is more than ranks with cores of their own take.
+Requests and bytes are those of the rank that has most of them. The exponent is that of the number
+of ranks by which the seconds grow, fitted from 64 ranks up: 1 is linear. With --save also draws
+scale.png, if matplotlib is there, beside the numbers of older versions in results/scale-*.json.
+"""
+
+import functools
+import json
+import math
+import multiprocessing
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from statistics import linear_regression
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from _measure import parser, positive, print_environment, require
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from pardata import Checkpointer, barrier, make_loader, rank_zero_call, wrap_model
+from pardata.launch import _rendezvous, _uncaught
+from pardata.launch._leaving import remember
+from pardata.model import _wrap_model
+from pardata.model._replica import DDP
+from pardata.ranks import _process, _world
+from pardata.ranks._launcher import Launch
+from pardata.ranks._world import Joined
+
+SIZES = [2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
+PATIENCE = timedelta(minutes=10)
+SMALL = 64  # ranks from which on the exponent is fitted: below, a constant hides the growth
+PROCESSES = 4  # that the ranks are shared out among
+DATA = TensorDataset(torch.arange(100_000))
+FACTS = _wrap_model._facts_of  # noqa: SLF001  # see `simulation`
+
+JOIN, TURN, WRAP, LOADER = "init, without the backend's group", "barrier", "wrap_model", "loader"
+CALL, SAVE, FAILURE = "rank_zero_call", "Checkpointer.save", "one rank fails, all know"
+OPERATIONS = [JOIN, TURN, WRAP, LOADER, CALL, SAVE, FAILURE]
+
+
+class Call(NamedTuple):
+    """What one operation was on one rank: two readings of the clock, requests and bytes."""
+
+    begun: float
+    ended: float
+    requests: int
+    sent: int
+
+
+class Cost(NamedTuple):
+    """What one operation cost: from the first call to the last return, and of whoever had most."""
+
+    seconds: float
+    requests: int
+    sent: int
+
+
+def counted(name: str) -> Callable[..., Any]:
+    """Return a method of `Counted` that asks its store, and counts."""
+
+    def ask(self: "Counted", *args: Any) -> Any:
+        answer = getattr(self.store, name)(*args)
+        self.requests += 1
+        self.sent += sum(map(size_of, (*args, answer)))
+        return answer
+
+    return ask
+
+
+def size_of(part: Any) -> int:
+    """Return the bytes of a key, of a value, or of a list of them."""
+    if isinstance(part, list):
+        return sum(map(size_of, part))
+    return len(part) if isinstance(part, str | bytes) else 0
+
+
+class Counted(dist.Store):
+    """A client of the store that counts its requests, and the bytes in both directions."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__()
+        self.store = dist.TCPStore(
+            "127.0.0.1", port, None, is_master=False, timeout=PATIENCE, wait_for_workers=False
+        )
+        self.requests = self.sent = 0
+
+    set, get, add, check = map(counted, ("set", "get", "add", "check"))
+    wait, multi_get, compare_set = map(counted, ("wait", "multi_get", "compare_set"))
+    delete_key = deleteKey = counted("delete_key")  # noqa: N815  # as a PrefixStore asks for it
+
+
+class EachThread(_process.Process):
+    """The state that the library keeps in a process, kept for each thread: a thread is a rank."""
+
+    _kept = threading.local()
+
+    @property  # type: ignore[override]  # a plain attribute in a process of one rank
+    def joined(self) -> object:
+        """What `init` found on this thread."""
+        return getattr(self._kept, "joined", None)
+
+    @joined.setter
+    def joined(self, found: object) -> None:
+        """Keep it for this thread."""
+        self._kept.joined = found
+
+
+class Simulated:
+    """One rank: a connection to the store, and the operations in their order."""
+
+    def __init__(self, launch: Launch, directory: str) -> None:
+        self.store = Counted(launch.master_port)
+        self._launch = launch
+        self.operations: dict[str, Callable[[], object]] = {
+            JOIN: self._join,
+            TURN: barrier,
+            WRAP: lambda: wrap_model(transformer(), "ddp", device="meta"),
+            LOADER: lambda: make_loader(DATA, 4 * launch.size, shuffle=True, seed=0, num_workers=0),
+            CALL: lambda: rank_zero_call(len, "four"),
+            SAVE: lambda: Checkpointer(directory).save(0, weights=torch.zeros(8), epoch=3),
+            FAILURE: self._fail,
+        }
+
+    def _join(self) -> None:
+        launch = self._launch
+        with patch.dict(_process.process.stores, {launch.identity: (self.store, launch.rank == 0)}):
+            found, hosts_store = _rendezvous.join(
+                launch, backend="gloo", timeout=PATIENCE, device=torch.device("cpu")
+            )
+        line = _world.Channel(dist.PrefixStore("pardata", self.store), PATIENCE)
+        remember(Joined(replace(found, backend="gloo"), line, hosts_store))
+
+    def _fail(self) -> None:
+        found: Any = _world.joined()
+        if self._launch.rank == self._launch.size // 2:
+            try:
+                Path("photo-17.jpg").read_bytes()
+            except FileNotFoundError as error:
+                _uncaught._report(error, found)  # noqa: SLF001  # as at the end of a process
+            return
+        try:
+            barrier()
+        except RuntimeError as error:
+            require(holds="photo-17.jpg" in str(error), what=f"a rank was told {error}")
+        else:
+            require(holds=False, what="a rank did not hear that another failed")
+
+    def measured(self, name: str) -> Call:
+        """Run an operation; return what it cost."""
+        requests, sent = self.store.requests, self.store.sent
+        begun = time.perf_counter()  # the same clock in every process
+        self.operations[name]()
+        ended = time.perf_counter()
+        return Call(begun, ended, self.store.requests - requests, self.store.sent - sent)
+
+
+@functools.cache
+def transformer() -> nn.Module:
+    """Return a model without contents that has the 722 parameters of one of 70 billion."""
+    wide, narrow, inner = 8192, 1024, 28672
+    with torch.device("meta"):
+        blocks = []
+        for _ in range(80):
+            shapes = [(wide, wide), (wide, narrow), (wide, narrow), (wide, wide)]
+            shapes += [(wide, inner), (wide, inner), (inner, wide)]
+            linear = [nn.Linear(*shape, bias=False) for shape in shapes]
+            blocks.append(nn.ModuleList([*linear, nn.RMSNorm(wide), nn.RMSNorm(wide)]))
+        ends = [nn.Embedding(128256, wide), nn.RMSNorm(wide)]
+        return nn.ModuleList([*ends, *blocks])
+
+
+@contextmanager
+def simulation() -> Iterator[None]:
+    """Let each thread be a rank, and leave out what needs PyTorch's group or a rank's own time."""
+    told = FACTS(transformer(), "ddp", {"sync_batchnorm": False})
+    with ExitStack() as stack:
+        for where, name, what in (
+            (_rendezvous, "_make_group", lambda *_, **__: None),
+            (_world, "default_group", lambda: None),
+            (_world, "world", lambda: _world.process.joined.world),
+            (_wrap_model, "_facts_of", lambda *_: told),
+            (type(DDP), "check", lambda *_: None),
+            (nn.Module, "to", lambda model, _: model),
+            (type(DDP), "wrap", lambda _, model, __: model),
+        ):
+            stack.enter_context(patch.object(where, name, what))
+        _process.process.__class__ = EachThread
+        yield
+
+
+def simulate(launches: list[Launch], directory: str, meet: Any, answers: Any) -> None:
+    """Run in a process of its own: be these ranks."""
+    torch.set_num_threads(1)
+    calls: dict[str, list[Call]] = {name: [] for name in OPERATIONS}
+    together = threading.Barrier(len(launches), action=meet.wait)
+
+    def live(launch: Launch) -> None:
+        rank = Simulated(launch, directory)
+        for name in OPERATIONS:
+            together.wait()
+            calls[name].append(rank.measured(name))
+
+    with simulation():
+        threads = [threading.Thread(target=live, args=(launch,)) for launch in launches]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    answers.put(calls)
+
+
+def measure(size: int) -> dict[str, Cost]:
+    """Return what each operation cost, with so many ranks."""
+    context = multiprocessing.get_context("spawn")
+    server = dist.TCPStore("127.0.0.1", 0, None, True, timeout=PATIENCE, wait_for_workers=False)
+    processes = min(size, PROCESSES)
+    meet, answers = context.Barrier(processes), context.Queue()
+    launches = [
+        Launch("torchrun", rank, size, rank, size, 0, 1, "127.0.0.1", server.port)
+        for rank in range(size)
+    ]
+    with tempfile.TemporaryDirectory() as directory:
+        shares = [launches[first::processes] for first in range(processes)]
+        workers = [
+            context.Process(target=simulate, args=(share, directory, meet, answers))
+            for share in shares
+        ]
+        for worker in workers:
+            worker.start()
+        found = [answers.get() for _ in workers]
+        for worker in workers:
+            worker.join()
+    return {name: cost_of([call for calls in found for call in calls[name]]) for name in OPERATIONS}
+
+
+def cost_of(calls: list[Call]) -> Cost:
+    """Return what an operation cost, from what it was on every rank."""
+    return Cost(
+        max(call.ended for call in calls) - min(call.begun for call in calls),
+        max(call.requests for call in calls),
+        max(call.sent for call in calls),
+    )
+
+
+def exponent(sizes: Sequence[int], seconds: Sequence[float]) -> float:
+    """Return the power of the number of ranks by which the seconds grow: least squares, of logs."""
+    points = [
+        (math.log(size), math.log(took))
+        for size, took in zip(sizes, seconds, strict=True)
+        if size >= SMALL
+    ]
+    return linear_regression(*zip(*points, strict=True)).slope if len(points) > 1 else math.nan
+
+
+def print_growth(found: Mapping[int, Mapping[str, Cost]]) -> None:
+    """Print the seconds by the number of ranks, and at the largest what a rank sends and asks."""
+    sizes = list(found)
+    last = sizes[-1]
+    header = ["s", *map(str, sizes), "exponent", f"requests at {last}", f"kB at {last}"]
+    print(f"\n| {' | '.join(header)} |\n|{' --- |' * len(header)}")
+    for name in OPERATIONS:
+        seconds = [found[size][name].seconds for size in sizes]
+        cells = [*(f"{value:.3g}" for value in seconds), f"{exponent(sizes, seconds):.2f}"]
+        cells += [f"{found[last][name].requests:,}", f"{found[last][name].sent / 1e3:,.1f}"]
+        print(f"| {name} | {' | '.join(cells)} |")
+    print(flush=True)
+
+
+def draw(directory: Path) -> None:
+    """Draw the seconds of every operation by the number of ranks, both axes logarithmic."""
+    import matplotlib as mpl  # noqa: PLC0415  # only to draw
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415  # after the choice of the backend
+
+    curves = {
+        path.stem.replace("scale", "pardata"): json.loads(path.read_text())["costs"]
+        for path in sorted(directory.glob("scale*.json"))
+    }
+    figure, axes = plt.subplots(2, 4, figsize=(15, 7), sharex=True, layout="constrained")
+    for axis, name in zip(axes.flat, OPERATIONS, strict=False):
+        for version, operations in curves.items():
+            sizes = [int(size) for size in operations[name]]
+            axis.loglog(sizes, [cost[0] for cost in operations[name].values()], "o-", label=version)
+        axis.set(title=name, xlabel="ranks", ylabel="seconds")
+        axis.grid(alpha=0.3)
+    handles, labels = axes.flat[0].get_legend_handles_labels()
+    axes.flat[-1].legend(handles, labels, loc="center", frameon=False)
+    axes.flat[-1].axis("off")
+    figure.savefig(directory / "scale.png", dpi=110)
+
+
+def main() -> None:
+    """Simulate each number of ranks, and print what the operations cost."""
+    arguments = parser(__doc__, 3, "simulations of each number of ranks; the fastest counts")
+    arguments.add_argument(
+        "--sizes", nargs="+", type=positive, default=SIZES, help="numbers of ranks (default: all)"
+    )
+    args = arguments.parse_args()
+    about = print_environment()
+    found: dict[int, dict[str, Cost]] = {}
+    for size in sorted(args.sizes):
+        rounds = [measure(size) for _ in range(args.rounds)]
+        found[size] = {name: min(costs[name] for costs in rounds) for name in OPERATIONS}
+    print_growth(found)
+    if args.save:
+        args.save.mkdir(parents=True, exist_ok=True)
+        costs = {name: {size: each[name] for size, each in found.items()} for name in OPERATIONS}
+        text = json.dumps({"environment": about, "costs": costs}, indent=1)
+        (args.save / "scale.json").write_text(text + "\n")
+        try:
+            draw(args.save)
+        except ImportError:
+            print("not drawn: matplotlib is not installed")
+
+
+if __name__ == "__main__":
+    main()

@@ -7,7 +7,6 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +149,7 @@ def _create_files(directory: Path, fields: list[Field], length: int) -> None:
 def _publish(directory: Path, source: dict[str, Any], fields: list[Field]) -> None:
     """Make what was built the cache, in one step, and remove what was there before."""
     unfinished, final = directory / _BUILDING, directory / (_FILES + digest(source))
-    stored = [asdict(field) for field in fields]
+    stored = [field._asdict() for field in fields]
     manifest = {"source": source, "fields": stored, "files": final.name}
     # Written before anything of the old cache goes: the disk may be full now.
     (unfinished / _MANIFEST).write_text(json.dumps(manifest, indent=1))

@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +13,7 @@ from pardata.seeds._generators import numpy_or_none
 _BANDS = ("L", "RGB", "RGBA", "CMYK", "YCbCr", "LA")  # image modes of 8 bits a band
 
 
-@dataclass(frozen=True)
-class Field:
+class Field(NamedTuple):
     """One part of every sample: where it stands in the sample, and its dtype and shape."""
 
     path: str

@@ -2,9 +2,8 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,8 +12,7 @@ from pardata.data._plan import Step
 from pardata.data._reader import Fetched, Seeds
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(NamedTuple):
     """Where batches go, and what is done to them there.
 
     Attributes:

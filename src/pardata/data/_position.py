@@ -2,7 +2,6 @@
 
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 _VERSION = 1
@@ -15,8 +14,7 @@ class Position(NamedTuple):
     delivered: int
 
 
-@dataclass(frozen=True)
-class Recipe:
+class Recipe(NamedTuple):
     """What decides which samples are in which step: it must be the same to go on."""
 
     facts: dict[str, Any]  # JSON-like, by the names of arguments

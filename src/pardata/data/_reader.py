@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -39,8 +38,7 @@ class Fetched(NamedTuple):
     digest: str = ""  # of a stream: a hash of what its reader read first
 
 
-@dataclass(frozen=True)
-class Seeds:
+class Seeds(NamedTuple):
     """From where randomness comes: `reproducible` seeds each sample and each microbatch."""
 
     seed: int
@@ -71,8 +69,7 @@ class Seeds:
         return no_draws(user, device, thorough=step.number % _THOROUGH_EACH == 0)
 
 
-@dataclass(frozen=True)
-class Collation:
+class Collation(NamedTuple):
     """How samples that were read become a batch, and what is said of those that cannot be read."""
 
     collate_fn: Callable[[list[Any]], Any] | None

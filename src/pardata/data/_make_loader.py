@@ -140,7 +140,7 @@ def _built(args: Arguments) -> Loader:
 def _recipe(args: Arguments) -> Recipe:
     names = ("length", "batch_size", "microbatch_size", "shuffle", "drop_last", "seed")
     shards = f"{args.size} ranks with {args.num_workers} workers"
-    facts = {name: vars(args)[name] for name in names}
+    facts = {name: getattr(args, name) for name in names}
     facts["sampler"] = None if args.sampler is None else type(args.sampler).__name__
     facts["shards"] = shards if args.sharded else None
     return Recipe(facts, isinstance(args.dataset, IterableDataset))

@@ -1,6 +1,5 @@
 """The loader: epochs that advance by themselves and can be left and resumed at any step."""
 
-import inspect
 import time
 import weakref
 from collections.abc import Generator, Iterator, Mapping
@@ -259,5 +258,5 @@ class Loader:
 
     def _is_running(self) -> bool:
         # The reference dies with a loop that was left, the frame with one that came to its end.
-        run = None if self._run is None else self._run()
-        return run is not None and inspect.getgeneratorstate(run) != inspect.GEN_CLOSED
+        run: Any = None if self._run is None else self._run()
+        return run is not None and run.gi_frame is not None

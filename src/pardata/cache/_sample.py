@@ -75,29 +75,25 @@ def store(parts: Mapping[str, Tensor], into: Mapping[str, Tensor], row: int) -> 
 
 
 def filled(template: Any, parts: Iterable[Any]) -> Any:
-    """Return a sample, or a batch, like `template`, with these leaves."""
+    """Return a batch like `template`, with these leaves."""
     following = iter(parts)
     return mapped(template, lambda *_: next(following))
 
 
-def kinds_of(sample: Any) -> list[str]:
-    """Return what each part is before it is stored, for `of_kind`."""
-    return [_kind(leaf) for _, leaf in leaves(sample)]
+def as_in(template: Any, parts: Iterable[Tensor]) -> Any:
+    """Return a sample of these parts, each of the kind that it has in `template`.
+
+    Tensors, arrays and numbers come back as such; an image stays a tensor.
+    """
+    following = iter(parts)
+    return mapped(template, lambda _, leaf: _of_kind(leaf, next(following)))
 
 
-def of_kind(kind: str, tensor: Tensor) -> Any:
-    """Return `tensor` as what it was before it was stored; an image stays a tensor."""
-    if kind == "number":
-        return tensor.item()
-    if kind == "tensor":
-        return tensor
-    return tensor.numpy() if kind == "array" else tensor.numpy()[()]
-
-
-def _kind(leaf: Any) -> str:
+def _of_kind(leaf: Any, tensor: Tensor) -> Any:
     if hasattr(leaf, "dtype") and not isinstance(leaf, Tensor):
-        return "numpy number" if isinstance(leaf, numpy_or_none().generic) else "array"
-    return "number" if isinstance(leaf, int | float) else "tensor"
+        array = tensor.numpy()
+        return array[()] if isinstance(leaf, numpy_or_none().generic) else array
+    return tensor.item() if isinstance(leaf, int | float) else tensor
 
 
 def _as_tensor(leaf: Any, path: str) -> Tensor:

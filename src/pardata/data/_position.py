@@ -31,15 +31,14 @@ class Recipe(NamedTuple):
             ValueError: where it was not taken from a loader like this one.
         """
         own = self.state(Position(0, 0))
-        is_mapping = isinstance(state, Mapping)
-        version = state.get("version", _VERSION) if is_mapping else _VERSION
-        if version != _VERSION:
+        found = state if isinstance(state, Mapping) else {}
+        if (version := found.get("version", _VERSION)) != _VERSION:
             msg = (
                 f"`state` must be of version {_VERSION}, but is of version "
                 f"{reprlib.repr(version)}: load it with the release of pardata that saved it"
             )
             raise ValueError(msg)
-        if not is_mapping or state.keys() != own.keys():
+        if found.keys() != own.keys():
             msg = (
                 f"`state` must be what the state_dict() of a loader returned, but is "
                 f"{reprlib.repr(state)}: look at what was saved"

@@ -113,10 +113,6 @@ class CachedDataset(ReadsBatches):
         self._batch: Any = default_collate(
             [filled(self._sample, [torch.zeros(())] * len(self._paths))]
         )
-        # The commonest form of all, which need not be walked through at each batch.
-        self._is_flat = type(self._batch) is list and all(
-            isinstance(column, Tensor) for column in self._batch
-        )
 
     def __len__(self) -> int:
         return self._length
@@ -126,8 +122,7 @@ class CachedDataset(ReadsBatches):
 
     def read_batch(self, indices: Tensor) -> Any:
         """Return the batch that ``default_collate`` would make of the samples at `indices`."""
-        columns = [rows_of(field, indices) for field in self._fields]
-        return columns if self._is_flat else filled(self._batch, columns)
+        return filled(self._batch, (rows_of(field, indices) for field in self._fields))
 
     def _map(self) -> None:
         try:

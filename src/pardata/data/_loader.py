@@ -243,18 +243,14 @@ class Loader:
         if stats["wait_seconds"] < _LONG or stats["wait_share"] < _LONG_SHARE:
             return
         workers = 0 if self._source.workers is None else self._source.workers.num_workers
-        cures = f"more num_workers (now {workers}) read in parallel"
-        if not is_read_whole(self.dataset):
-            cures += (
-                ", cache_dataset decodes once, and batch_transform does a whole batch at a time"
-            )
-        _log.warning(
-            "the first epoch spent %.0f %% of its %.1f s waiting for data: %s",
-            100 * stats["wait_share"],
-            stats["seconds"],
-            cures,
-            ranks=[0],
+        text = (
+            f"the first epoch spent {100 * stats['wait_share']:.0f} % of its "
+            f"{stats['seconds']:.1f} s waiting for data: more num_workers (now {workers}) read in "
+            f"parallel"
         )
+        if not is_read_whole(self.dataset):
+            text += ", cache_dataset decodes once, and batch_transform does a whole batch at a time"
+        _log.warning(text, ranks=[0])
 
     def _is_running(self) -> bool:
         # The reference dies with a loop that was left, the frame with one that came to its end.

@@ -251,23 +251,21 @@ def _wrong_sizes(args: Arguments) -> Iterator[Exception]:
 
 
 def _warn_of_uneven_shares(args: Arguments) -> None:
-    batch_size, microbatch_size, size = args.batch_size, args.microbatch_size, args.size
-    if microbatch_size is not None:
-        pieces = -(-batch_size // microbatch_size)
-        if pieces < size:
-            _log.warning(
-                "a `batch_size` of %d in microbatches of %d is %d, fewer than the %d ranks: ranks "
-                "%d to %d idle; make `microbatch_size` smaller",
-                *(batch_size, microbatch_size, pieces, size, pieces, size - 1),
-                ranks=[0],
-                once=True,
-            )
-    elif args.trains and batch_size % size:
-        _log.warning(
-            "`batch_size` %d leaves %d ranks shares that differ by one sample, which "
-            "`pardata.backward` weights, while a loss.backward() of one's own takes the plain mean "
-            "of their gradients: use `pardata.backward`, or choose a multiple of %d",
-            *(batch_size, size, size),
-            ranks=[0],
-            once=True,
+    batch_size, size = args.batch_size, args.size
+    # Without microbatches a rank gets single samples, at least one.
+    pieces = -(-batch_size // (args.microbatch_size or 1))
+    if pieces < size:
+        text = (
+            f"a `batch_size` of {batch_size} in microbatches of {args.microbatch_size} is "
+            f"{pieces}, fewer than the {size} ranks: ranks {pieces} to {size - 1} idle; make "
+            f"`microbatch_size` smaller"
         )
+    elif args.microbatch_size is None and args.trains and batch_size % size:
+        text = (
+            f"`batch_size` {batch_size} leaves {size} ranks shares that differ by one sample, "
+            f"which `pardata.backward` weights, while a loss.backward() of one's own takes the "
+            f"plain mean of their gradients: use `pardata.backward`, or choose a multiple of {size}"
+        )
+    else:
+        return
+    _log.warning(text, ranks=[0], once=True)

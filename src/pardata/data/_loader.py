@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 from pardata.collective._reduction import all_gather
 from pardata.data._batch import emptied, is_read_whole
 from pardata.data._microbatches import Microbatches
-from pardata.data._order import Order
+from pardata.data._order import Requests
 from pardata.data._placement import Placement
 from pardata.data._plan import Plan
 from pardata.data._position import Position, Recipe
@@ -72,7 +72,6 @@ class Loader:
         self,
         recipe: Recipe,
         plan: Plan,
-        order: Order | None,
         source: Source,
         placement: Placement,
     ) -> None:
@@ -80,7 +79,6 @@ class Loader:
         self.batch_size: int = plan.batch_size
         self._recipe = recipe
         self._plan = plan
-        self._order = order
         self._source = source
         self._placement = placement
         self._next = Position(0, 0)  # where the next iter() begins
@@ -163,13 +161,14 @@ class Loader:
         Raises:
             TypeError: for an ``IterableDataset``, whose samples have no indices.
         """
-        if self._order is None:
+        requests: Requests | None = self._source.requests
+        if requests is None:
             msg = (
                 f"the samples must have indices to be told apart, but those of "
                 f"{type(self.dataset).__name__}, an IterableDataset, have none: hash what you get"
             )
             raise TypeError(msg)
-        return self._order.fingerprint(self._now.epoch, self._now.delivered)
+        return requests.order.fingerprint(self._now.epoch, self._now.delivered)
 
     def __iter__(self) -> Iterator[Any]:
         """Run the next epoch, or the rest of the one that was loaded.

@@ -125,7 +125,6 @@ def _built(args: Arguments) -> Loader:
 
     own = {"seed": args.seed, "rank": args.rank, "pin_memory": loader_pins, **args.workers}
     source: Source
-    order = None
     if isinstance(args.dataset, IterableDataset):
         stream = Stream(args.dataset, collation, plan, sharded=args.sharded)
         source = Streamed(stream, ranks, **own)
@@ -134,7 +133,7 @@ def _built(args: Arguments) -> Loader:
         requests = Requests(plan, order, to_workers=args.num_workers > 0)
         source = Source(Reader(args.dataset, collation), requests, **own)
     placement = Placement(args.device, args.batch_transform, seeds, args.prefetch, we_pin)
-    return Loader(_recipe(args), plan, order, source, placement)
+    return Loader(_recipe(args), plan, source, placement)
 
 
 def _recipe(args: Arguments) -> Recipe:

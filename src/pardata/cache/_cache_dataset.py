@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, default_collate
 
 from pardata.cache._cache_files import ensure, map_fields, read_manifest
 from pardata.cache._original import facts_of, read_sample
-from pardata.cache._sample import Field, as_in, fields_of, filled
+from pardata.cache._sample import Field, fields_of, filled
 from pardata.collective._agreement import agree, require_same
 from pardata.collective._rank_zero import rank_zero_first
 from pardata.data._batch import ReadsBatches, rows_of
@@ -118,7 +118,7 @@ class CachedDataset(ReadsBatches):
         return self._length
 
     def __getitem__(self, index: int) -> Any:
-        return as_in(self._sample, (field[index].clone() for field in self._fields))
+        return filled(self._sample, (field[index].clone() for field in self._fields))
 
     def read_batch(self, indices: Tensor) -> Any:
         """Return the batch that ``default_collate`` would make of the samples at `indices`."""

@@ -74,14 +74,8 @@ def store(parts: Mapping[str, Tensor], into: Mapping[str, Tensor], row: int) -> 
         rows[row] = tensor
 
 
-def filled(template: Any, parts: Iterable[Any]) -> Any:
-    """Return a batch like `template`, with these leaves."""
-    following = iter(parts)
-    return mapped(template, lambda *_: next(following))
-
-
-def as_in(template: Any, parts: Iterable[Tensor]) -> Any:
-    """Return a sample of these parts, each of the kind that it has in `template`.
+def filled(template: Any, parts: Iterable[Tensor]) -> Any:
+    """Return a sample, or a batch, of these parts, each of the kind that it has in `template`.
 
     Tensors, arrays and numbers come back as such; an image stays a tensor.
     """

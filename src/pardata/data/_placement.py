@@ -28,9 +28,6 @@ class Placement(NamedTuple):
     def placed(self, fetched: Fetched) -> list[Any]:
         """Return the batches of a step on the device and transformed, one by one."""
         step, batches, _ = fetched
-        on_cpu = self.device is None or self.device.type == "cpu"
-        if on_cpu and self.transform is None and not self.pins:
-            return batches
         return [self._placed(batch, step, n) for n, batch in enumerate(batches, step.first)]
 
     def _placed(self, batch: Any, step: Step, microbatch: int) -> Any:

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, default_collate
 
 from pardata.cache._cache_files import ensure, map_fields, read_manifest
 from pardata.cache._original import facts_of, read_sample
-from pardata.cache._sample import Field, fields_of, filled, kinds_of, of_kind
+from pardata.cache._sample import Field, fields_of, filled
 from pardata.collective._agreement import agree, require_same
 from pardata.collective._rank_zero import rank_zero_first
 from pardata.data._batch import ReadsBatches, rows_of
@@ -95,7 +95,6 @@ class CachedDataset(ReadsBatches):
         self.source: Any = dataset
         self.directory = directory
         self._length: int = source["length"]
-        self._kinds = kinds_of(first)
         # The keys of a dict may have come in another order when the files were built.
         self._paths = [field.path for field in fields]
         manifest = read_manifest(directory) or {"source": None, "fields": ()}
@@ -114,22 +113,16 @@ class CachedDataset(ReadsBatches):
         self._batch: Any = default_collate(
             [filled(self._sample, [torch.zeros(())] * len(self._paths))]
         )
-        # The commonest form of all, which need not be walked through at each batch.
-        self._is_flat = type(self._batch) is list and all(
-            isinstance(column, Tensor) for column in self._batch
-        )
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, index: int) -> Any:
-        stored = zip(self._kinds, self._fields, strict=True)
-        return filled(self._sample, (of_kind(kind, field[index].clone()) for kind, field in stored))
+        return filled(self._sample, (field[index].clone() for field in self._fields))
 
     def read_batch(self, indices: Tensor) -> Any:
         """Return the batch that ``default_collate`` would make of the samples at `indices`."""
-        columns = [rows_of(field, indices) for field in self._fields]
-        return columns if self._is_flat else filled(self._batch, columns)
+        return filled(self._batch, (rows_of(field, indices) for field in self._fields))
 
     def _map(self) -> None:
         try:

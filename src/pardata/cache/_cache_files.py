@@ -7,7 +7,6 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +77,18 @@ def ensure(
         if why is None:
             return
         _log.info("builds the cache in %s, for %s", place, why)
-        with _building(place) as directory:
-            _create_files(directory, fields, source["length"])
-            chunks = _Chunks(dataset, directory, fields, source["length"])
-            written = _written(DataLoader(chunks, batch_size=None, num_workers=workers))
+        unfinished, length = place / _BUILDING, source["length"]
+        shutil.rmtree(unfinished, ignore_errors=True)  # what a killed process left
+        try:
+            _create_files(unfinished, fields, length)
+            writer = _Writer(dataset, unfinished, fields, length)
+            chunks = DataLoader(writer, CHUNK, num_workers=workers, collate_fn=len)
             description = f"caching {type(dataset).__name__}"
-            for _ in progress(written, description, total=source["length"], batch_size=1):
+            for _ in progress(_written(chunks), description, total=length, batch_size=1):
                 pass
             _publish(place, source, fields)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)  # nothing, once it is published
 
 
 def _why_build(place: Path, source: dict[str, Any]) -> str | None:
@@ -114,18 +117,6 @@ def _locked(directory: Path) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _building(directory: Path) -> Iterator[Path]:
-    """Give a directory to build in, free of what a killed process left; gone where that fails."""
-    unfinished = directory / _BUILDING
-    shutil.rmtree(unfinished, ignore_errors=True)
-    try:
-        yield unfinished
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-
-
 def _create_files(directory: Path, fields: list[Field], length: int) -> None:
     """Make the files at their full length, so that a full disk is an error now and no crash later.
 
@@ -150,7 +141,7 @@ def _create_files(directory: Path, fields: list[Field], length: int) -> None:
 def _publish(directory: Path, source: dict[str, Any], fields: list[Field]) -> None:
     """Make what was built the cache, in one step, and remove what was there before."""
     unfinished, final = directory / _BUILDING, directory / (_FILES + digest(source))
-    stored = [asdict(field) for field in fields]
+    stored = [field._asdict() for field in fields]
     manifest = {"source": source, "fields": stored, "files": final.name}
     # Written before anything of the old cache goes: the disk may be full now.
     (unfinished / _MANIFEST).write_text(json.dumps(manifest, indent=1))
@@ -165,8 +156,8 @@ def _publish(directory: Path, source: dict[str, Any], fields: list[Field]) -> No
             shutil.rmtree(older, ignore_errors=True)  # who reads it has it mapped
 
 
-class _Chunks(Dataset[int]):
-    """Decodes, as it is indexed, `CHUNK` samples a time into the files; returns how many."""
+class _Writer(Dataset[None]):
+    """Decodes a sample into the files when it is asked for it, here or in a worker."""
 
     def __init__(self, dataset: Any, directory: Path, fields: list[Field], length: int) -> None:
         self._dataset = dataset
@@ -174,19 +165,16 @@ class _Chunks(Dataset[int]):
         self._into: dict[str, Tensor] | None = None  # each process maps the files for itself
 
     def __len__(self) -> int:
-        return len(range(0, self._files[-1], CHUNK))
+        return self._files[-1]
 
-    def __getitem__(self, chunk: int) -> int:
+    def __getitem__(self, index: int) -> None:
         if self._into is None:
             self._into = map_fields(*self._files, writable=True)
-        samples = range(self._files[-1])[chunk * CHUNK : (chunk + 1) * CHUNK]
-        for index in samples:
-            _, parts = read_sample(self._dataset, index)
-            store(parts, self._into, index)
-        return len(samples)
+        _, parts = read_sample(self._dataset, index)
+        store(parts, self._into, index)
 
 
-def _written(chunks: DataLoader[int]) -> Iterator[int]:
+def _written(chunks: DataLoader[None]) -> Iterator[int]:
     """Decode all samples into the files; yield something for each."""
     try:
         for samples in chunks:

@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +13,7 @@ from pardata.seeds._generators import numpy_or_none
 _BANDS = ("L", "RGB", "RGBA", "CMYK", "YCbCr", "LA")  # image modes of 8 bits a band
 
 
-@dataclass(frozen=True)
-class Field:
+class Field(NamedTuple):
     """One part of every sample: where it stands in the sample, and its dtype and shape."""
 
     path: str
@@ -76,30 +74,20 @@ def store(parts: Mapping[str, Tensor], into: Mapping[str, Tensor], row: int) -> 
         rows[row] = tensor
 
 
-def filled(template: Any, parts: Iterable[Any]) -> Any:
-    """Return a sample, or a batch, like `template`, with these leaves."""
+def filled(template: Any, parts: Iterable[Tensor]) -> Any:
+    """Return a sample, or a batch, of these parts, each of the kind that it has in `template`.
+
+    Tensors, arrays and numbers come back as such; an image stays a tensor.
+    """
     following = iter(parts)
-    return mapped(template, lambda *_: next(following))
+    return mapped(template, lambda _, leaf: _of_kind(leaf, next(following)))
 
 
-def kinds_of(sample: Any) -> list[str]:
-    """Return what each part is before it is stored, for `of_kind`."""
-    return [_kind(leaf) for _, leaf in leaves(sample)]
-
-
-def of_kind(kind: str, tensor: Tensor) -> Any:
-    """Return `tensor` as what it was before it was stored; an image stays a tensor."""
-    if kind == "number":
-        return tensor.item()
-    if kind == "tensor":
-        return tensor
-    return tensor.numpy() if kind == "array" else tensor.numpy()[()]
-
-
-def _kind(leaf: Any) -> str:
+def _of_kind(leaf: Any, tensor: Tensor) -> Any:
     if hasattr(leaf, "dtype") and not isinstance(leaf, Tensor):
-        return "numpy number" if isinstance(leaf, numpy_or_none().generic) else "array"
-    return "number" if isinstance(leaf, int | float) else "tensor"
+        array = tensor.numpy()
+        return array[()] if isinstance(leaf, numpy_or_none().generic) else array
+    return tensor.item() if isinstance(leaf, int | float) else tensor
 
 
 def _as_tensor(leaf: Any, path: str) -> Tensor:

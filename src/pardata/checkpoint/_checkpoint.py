@@ -1,9 +1,8 @@
 """A checkpoint that was read: the newest that is whole, and how things get their state from it."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +22,7 @@ from pardata.seeds._generators import restore_generators
 _log = get_logger(__name__)
 
 
-@dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(NamedTuple):
     """A checkpoint that was read.
 
     Attributes:

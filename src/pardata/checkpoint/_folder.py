@@ -13,15 +13,13 @@ import errno
 import json
 import os
 import re
-import secrets
 import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pardata.checkpoint._files import STATE, save, sync, write_manifest
 from pardata.ranks._logger import get_logger
@@ -32,8 +30,7 @@ _UNFINISHED = ".unfinished-"
 _REMOVED = ".removed-"
 
 
-@dataclass(frozen=True, order=True)
-class Name:
+class Name(NamedTuple):
     """The name of a checkpoint; the newest is the largest."""
 
     attempt: int
@@ -140,7 +137,7 @@ def _self_description() -> str:
     since = time.strftime("%Y-%m-%d %H:%M:%S %z")
     own = {"host": socket.gethostname(), "process": os.getpid(), "since": since}
     # No two are the same, also where the directory was emptied and the numbers begin anew.
-    return json.dumps({**own, "token": secrets.token_hex(8)})
+    return json.dumps({**own, "token": os.urandom(8).hex()})
 
 
 def _text(path: Path) -> str:

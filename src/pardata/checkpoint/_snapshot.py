@@ -20,7 +20,7 @@ from pardata.ranks._world import World
 _LONG = 2**63
 
 
-@dataclass
+@dataclass(eq=False)
 class Snapshot:
     """What is taken of objects: the states of those that have one, the others as they are.
 

@@ -1,6 +1,5 @@
 """The loader: epochs that advance by themselves and can be left and resumed at any step."""
 
-import inspect
 import time
 import weakref
 from collections.abc import Generator, Iterator, Mapping
@@ -11,7 +10,7 @@ from torch.utils.data import Dataset
 from pardata.collective._reduction import all_gather
 from pardata.data._batch import emptied, is_read_whole
 from pardata.data._microbatches import Microbatches
-from pardata.data._order import Order
+from pardata.data._order import Requests
 from pardata.data._placement import Placement
 from pardata.data._plan import Plan
 from pardata.data._position import Position, Recipe
@@ -73,7 +72,6 @@ class Loader:
         self,
         recipe: Recipe,
         plan: Plan,
-        order: Order | None,
         source: Source,
         placement: Placement,
     ) -> None:
@@ -81,7 +79,6 @@ class Loader:
         self.batch_size: int = plan.batch_size
         self._recipe = recipe
         self._plan = plan
-        self._order = order
         self._source = source
         self._placement = placement
         self._next = Position(0, 0)  # where the next iter() begins
@@ -164,13 +161,14 @@ class Loader:
         Raises:
             TypeError: for an ``IterableDataset``, whose samples have no indices.
         """
-        if self._order is None:
+        requests: Requests | None = self._source.requests
+        if requests is None:
             msg = (
                 f"the samples must have indices to be told apart, but those of "
                 f"{type(self.dataset).__name__}, an IterableDataset, have none: hash what you get"
             )
             raise TypeError(msg)
-        return self._order.fingerprint(self._now.epoch, self._now.delivered)
+        return requests.order.fingerprint(self._now.epoch, self._now.delivered)
 
     def __iter__(self) -> Iterator[Any]:
         """Run the next epoch, or the rest of the one that was loaded.
@@ -244,20 +242,16 @@ class Loader:
         if stats["wait_seconds"] < _LONG or stats["wait_share"] < _LONG_SHARE:
             return
         workers = 0 if self._source.workers is None else self._source.workers.num_workers
-        cures = f"more num_workers (now {workers}) read in parallel"
-        if not is_read_whole(self.dataset):
-            cures += (
-                ", cache_dataset decodes once, and batch_transform does a whole batch at a time"
-            )
-        _log.warning(
-            "the first epoch spent %.0f %% of its %.1f s waiting for data: %s",
-            100 * stats["wait_share"],
-            stats["seconds"],
-            cures,
-            ranks=[0],
+        text = (
+            f"the first epoch spent {100 * stats['wait_share']:.0f} % of its "
+            f"{stats['seconds']:.1f} s waiting for data: more num_workers (now {workers}) read in "
+            f"parallel"
         )
+        if not is_read_whole(self.dataset):
+            text += ", cache_dataset decodes once, and batch_transform does a whole batch at a time"
+        _log.warning(text, ranks=[0])
 
     def _is_running(self) -> bool:
         # The reference dies with a loop that was left, the frame with one that came to its end.
-        run = None if self._run is None else self._run()
-        return run is not None and inspect.getgeneratorstate(run) != inspect.GEN_CLOSED
+        run: Any = None if self._run is None else self._run()
+        return run is not None and run.gi_frame is not None

@@ -1,11 +1,11 @@
 """What make_loader is given: checked once, and found to be the same on every rank."""
 
-from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from multiprocessing.context import BaseContext
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from pardata.collective._agreement import agree, require_same
 from pardata.data._workers import choose_workers
@@ -25,8 +25,10 @@ _COMPARED = (
 )
 
 
-class Arguments(SimpleNamespace):
+class Arguments(NamedTuple):
     """The arguments of `make_loader`, by their names there, and what is found out about them.
+
+    Each is of its type once `agreed` has returned them; before, it is what was given.
 
     Attributes:
         here: this process, also where nothing is shared out.
@@ -35,10 +37,30 @@ class Arguments(SimpleNamespace):
         length: samples of an epoch; None where only its end tells.
     """
 
+    dataset: Any
+    batch_size: int
+    shuffle: bool
+    drop_last: bool
+    microbatch_size: int | None
+    sampler: Sampler[Any] | None
+    sharded: bool
+    num_workers: int
+    seed: int
+    reproducible: bool
+    device: torch.device | None
+    batch_transform: Callable[[Any], Any] | None
+    prefetch: int
+    collate_fn: Callable[[list[Any]], Any] | None
+    pin_memory: bool | None
+    timeout: float
+    worker_init_fn: Callable[[int], None] | None
+    multiprocessing_context: BaseContext | str | None
+    prefetch_factor: int | None
+    persistent_workers: bool
     here: World
     rank: int
     size: int
-    length: Any
+    length: Any = None
 
     @property
     def trains(self) -> bool:
@@ -48,7 +70,7 @@ class Arguments(SimpleNamespace):
     @property
     def workers(self) -> dict[str, Any]:
         """What a ``DataLoader`` is to be told of its workers."""
-        return {name: vars(self)[name] for name in _OF_WORKERS}
+        return {name: getattr(self, name) for name in _OF_WORKERS}
 
 
 def agreed(distributed: bool | Literal["auto"], **given: Any) -> Arguments:  # noqa: FBT001  # as make_loader has it
@@ -65,8 +87,9 @@ def agreed(distributed: bool | Literal["auto"], **given: Any) -> Arguments:  # n
     args = Arguments(**given, here=here, rank=rank, size=size)
 
     def facts() -> dict[str, object]:
-        _check(args)
-        compared = {"the length": args.length, **{name: vars(args)[name] for name in _COMPARED}}
+        nonlocal args
+        args = _checked(args)
+        compared = {"the length": args.length, **{name: getattr(args, name) for name in _COMPARED}}
         return {**compared, "initial_seed": torch.initial_seed()}
 
     def decide(told: list[dict[str, Any]]) -> int:
@@ -75,10 +98,8 @@ def agreed(distributed: bool | Literal["auto"], **given: Any) -> Arguments:  # n
         return initial[0]
 
     seed = agree(here, "make_loader", facts, decide) if shared else decide([facts()])
-    if args.seed is None:
-        args.seed = seed
     _warn_of_uneven_shares(args)
-    return args
+    return args if given["seed"] is not None else args._replace(seed=seed)
 
 
 def _world_for(distributed: object) -> World:
@@ -96,35 +117,37 @@ def _world_for(distributed: object) -> World:
     return here
 
 
-def _check(args: Arguments) -> None:
-    """Raise where an argument is wrong, and leave nothing open but the seed."""
+def _checked(args: Any) -> Arguments:
+    """Return the arguments with nothing left open but the seed; raise where one is wrong."""
     if args.drop_last is None:
-        args.drop_last = args.trains
+        args = args._replace(drop_last=args.trains)
     for name in ("shuffle", "drop_last", "sharded", "reproducible"):
-        check_flag(name, vars(args)[name])
+        check_flag(name, getattr(args, name))
     for error in _wrong_data(args):
         raise error
-    args.length = _length_of(args)
+    args = args._replace(length=_length_of(args))
     for error in _wrong_sizes(args):
         raise error
     if args.seed is not None:
         check_integer("seed", args.seed)
     check_integer("prefetch", args.prefetch, least=0)
     for name in ("collate_fn", "batch_transform", "worker_init_fn"):
-        function = vars(args)[name]
+        function = getattr(args, name)
         if function is not None and not callable(function):
             msg = f"`{name}` must be a function, but is {function!r}"
             raise TypeError(msg)
     if args.device is not None:
-        args.device = args.here.device if args.device == "auto" else checked_device(args.device)
-    _decide_on_workers(args)
-    DataLoader(args.dataset, **args.workers)  # refuses what it does while other ranks listen
+        device = args.here.device if args.device == "auto" else checked_device(args.device)
+        args = args._replace(device=device)
+    checked: Arguments = args._replace(**_workers_of(args))
+    DataLoader(checked.dataset, **checked.workers)  # refuses what it does while others listen
+    return checked
 
 
-def _decide_on_workers(args: Arguments) -> None:
-    """Find out how many workers there are, and what goes with that."""
-    asked, timeout = args.num_workers, args.timeout
-    args.num_workers = choose_workers(asked, args.dataset, args.here)
+def _workers_of(args: Any) -> dict[str, Any]:
+    """Return how many workers there are, and what goes with that."""
+    asked, timeout, persistent = args.num_workers, args.timeout, args.persistent_workers
+    number = choose_workers(asked, args.dataset, args.here)
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
         msg = f"`timeout` must be a number of seconds from 0 up, but is {timeout!r}"
         raise ValueError(msg)
@@ -134,12 +157,14 @@ def _decide_on_workers(args: Arguments) -> None:
             f"leave it out, or pass `num_workers`"
         )
         raise ValueError(msg)
-    if args.persistent_workers is None:
-        args.persistent_workers = args.num_workers > 0
-    if args.num_workers == 0 and asked == "auto":
+    if number == 0 and asked == "auto":
         # DataLoader refuses these without workers, and "auto" may find none on some ranks only.
-        args.timeout, args.persistent_workers = 0, False
-        args.multiprocessing_context = args.prefetch_factor = None
+        alone = {"timeout": 0, "multiprocessing_context": None, "prefetch_factor": None}
+        return {"num_workers": 0, "persistent_workers": False, **alone}
+    return {
+        "num_workers": number,
+        "persistent_workers": number > 0 if persistent is None else persistent,
+    }
 
 
 def _wrong_data(args: Arguments) -> Iterator[Exception]:
@@ -229,23 +254,21 @@ def _wrong_sizes(args: Arguments) -> Iterator[Exception]:
 
 
 def _warn_of_uneven_shares(args: Arguments) -> None:
-    batch_size, microbatch_size, size = args.batch_size, args.microbatch_size, args.size
-    if microbatch_size is not None:
-        pieces = -(-batch_size // microbatch_size)
-        if pieces < size:
-            _log.warning(
-                "a `batch_size` of %d in microbatches of %d is %d, fewer than the %d ranks: ranks "
-                "%d to %d idle; make `microbatch_size` smaller",
-                *(batch_size, microbatch_size, pieces, size, pieces, size - 1),
-                ranks=[0],
-                once=True,
-            )
-    elif args.trains and batch_size % size:
-        _log.warning(
-            "`batch_size` %d leaves %d ranks shares that differ by one sample, which "
-            "`pardata.backward` weights, while a loss.backward() of one's own takes the plain mean "
-            "of their gradients: use `pardata.backward`, or choose a multiple of %d",
-            *(batch_size, size, size),
-            ranks=[0],
-            once=True,
+    batch_size, size = args.batch_size, args.size
+    # Without microbatches a rank gets single samples, at least one.
+    pieces = -(-batch_size // (args.microbatch_size or 1))
+    if pieces < size:
+        text = (
+            f"a `batch_size` of {batch_size} in microbatches of {args.microbatch_size} is "
+            f"{pieces}, fewer than the {size} ranks: ranks {pieces} to {size - 1} idle; make "
+            f"`microbatch_size` smaller"
         )
+    elif args.microbatch_size is None and args.trains and batch_size % size:
+        text = (
+            f"`batch_size` {batch_size} leaves {size} ranks shares that differ by one sample, "
+            f"which `pardata.backward` weights, while a loss.backward() of one's own takes the "
+            f"plain mean of their gradients: use `pardata.backward`, or choose a multiple of {size}"
+        )
+    else:
+        return
+    _log.warning(text, ranks=[0], once=True)

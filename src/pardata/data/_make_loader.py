@@ -125,7 +125,6 @@ def _built(args: Arguments) -> Loader:
 
     own = {"seed": args.seed, "rank": args.rank, "pin_memory": loader_pins, **args.workers}
     source: Source
-    order = None
     if isinstance(args.dataset, IterableDataset):
         stream = Stream(args.dataset, collation, plan, sharded=args.sharded)
         source = Streamed(stream, ranks, **own)
@@ -134,13 +133,13 @@ def _built(args: Arguments) -> Loader:
         requests = Requests(plan, order, to_workers=args.num_workers > 0)
         source = Source(Reader(args.dataset, collation), requests, **own)
     placement = Placement(args.device, args.batch_transform, seeds, args.prefetch, we_pin)
-    return Loader(_recipe(args), plan, order, source, placement)
+    return Loader(_recipe(args), plan, source, placement)
 
 
 def _recipe(args: Arguments) -> Recipe:
     names = ("length", "batch_size", "microbatch_size", "shuffle", "drop_last", "seed")
     shards = f"{args.size} ranks with {args.num_workers} workers"
-    facts = {name: vars(args)[name] for name in names}
+    facts = {name: getattr(args, name) for name in names}
     facts["sampler"] = None if args.sampler is None else type(args.sampler).__name__
     facts["shards"] = shards if args.sharded else None
     return Recipe(facts, isinstance(args.dataset, IterableDataset))

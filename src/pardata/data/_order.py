@@ -26,7 +26,7 @@ LookUp: TypeAlias = Callable[[list[range]], Iterable[Indices]]
 _AHEAD = 2**14  # positions that are looked up together: what costs is the call
 
 
-@dataclass
+@dataclass(eq=False)
 class Order:
     """In which order an epoch goes through the data set.
 

@@ -2,9 +2,8 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,8 +12,7 @@ from pardata.data._plan import Step
 from pardata.data._reader import Fetched, Seeds
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(NamedTuple):
     """Where batches go, and what is done to them there.
 
     Attributes:
@@ -30,9 +28,6 @@ class Placement:
     def placed(self, fetched: Fetched) -> list[Any]:
         """Return the batches of a step on the device and transformed, one by one."""
         step, batches, _ = fetched
-        on_cpu = self.device is None or self.device.type == "cpu"
-        if on_cpu and self.transform is None and not self.pins:
-            return batches
         return [self._placed(batch, step, n) for n, batch in enumerate(batches, step.first)]
 
     def _placed(self, batch: Any, step: Step, microbatch: int) -> Any:

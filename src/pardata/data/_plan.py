@@ -30,7 +30,7 @@ class Step(NamedTuple):
     samples: int  # of the whole step, over all ranks
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Plan:
     """How the positions of an epoch become steps, and a step the shares of the ranks.
 

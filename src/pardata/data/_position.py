@@ -2,7 +2,6 @@
 
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 _VERSION = 1
@@ -15,8 +14,7 @@ class Position(NamedTuple):
     delivered: int
 
 
-@dataclass(frozen=True)
-class Recipe:
+class Recipe(NamedTuple):
     """What decides which samples are in which step: it must be the same to go on."""
 
     facts: dict[str, Any]  # JSON-like, by the names of arguments
@@ -33,15 +31,14 @@ class Recipe:
             ValueError: where it was not taken from a loader like this one.
         """
         own = self.state(Position(0, 0))
-        is_mapping = isinstance(state, Mapping)
-        version = state.get("version", _VERSION) if is_mapping else _VERSION
-        if version != _VERSION:
+        found = state if isinstance(state, Mapping) else {}
+        if (version := found.get("version", _VERSION)) != _VERSION:
             msg = (
                 f"`state` must be of version {_VERSION}, but is of version "
                 f"{reprlib.repr(version)}: load it with the release of pardata that saved it"
             )
             raise ValueError(msg)
-        if not is_mapping or state.keys() != own.keys():
+        if found.keys() != own.keys():
             msg = (
                 f"`state` must be what the state_dict() of a loader returned, but is "
                 f"{reprlib.repr(state)}: look at what was saved"

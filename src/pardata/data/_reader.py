@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -14,16 +13,7 @@ from pardata.data._order import Request, as_list
 from pardata.data._plan import Step
 from pardata.data._sameness import same
 from pardata.ranks._logger import get_logger
-from pardata.seeds._generators import (
-    Default,
-    default_generators,
-    forked_seed,
-    kept_generators,
-    moved,
-    no_draws,
-    seed_generators,
-    states_of,
-)
+from pardata.seeds import _generators as generators
 from pardata.seeds._mix import mix
 
 _log = get_logger(__name__)
@@ -39,8 +29,7 @@ class Fetched(NamedTuple):
     digest: str = ""  # of a stream: a hash of what its reader read first
 
 
-@dataclass(frozen=True)
-class Seeds:
+class Seeds(NamedTuple):
     """From where randomness comes: `reproducible` seeds each sample and each microbatch."""
 
     seed: int
@@ -54,7 +43,7 @@ class Seeds:
 
     def around_reading(self) -> AbstractContextManager[None]:
         """Return the context in which the samples of a step are read and collated."""
-        return kept_generators() if self.reproducible else nullcontext()
+        return generators.kept_generators() if self.reproducible else nullcontext()
 
     def around(
         self, user: str, step: Step, microbatch: int, device: torch.device | None = None
@@ -67,12 +56,11 @@ class Seeds:
             return nullcontext()
         if self.microbatches:
             place = step.epoch, step.number, microbatch
-            return forked_seed(mix(self.seed, *place, *user.encode()), device)
-        return no_draws(user, device, thorough=step.number % _THOROUGH_EACH == 0)
+            return generators.forked_seed(mix(self.seed, *place, *user.encode()), device)
+        return generators.no_draws(user, device, thorough=step.number % _THOROUGH_EACH == 0)
 
 
-@dataclass(frozen=True)
-class Collation:
+class Collation(NamedTuple):
     """How samples that were read become a batch, and what is said of those that cannot be read."""
 
     collate_fn: Callable[[list[Any]], Any] | None
@@ -124,7 +112,8 @@ class Reader(StandsForDataset, Dataset[Any]):
         # Shared, so that workers which are started anew for each epoch look only once.
         self._looks_twice = torch.tensor(seeds.reproducible and per_sample and collation.rank == 0)
         self._looks_twice.share_memory_()
-        self._drawn_from: list[Default] = []  # the generators that the data set has been seen using
+        # The generators that the data set has been seen using.
+        self._drawn_from: list[generators.Default] = []
         self.dataset = dataset
 
     def __getitem__(self, request: Request) -> Fetched:
@@ -158,18 +147,18 @@ class Reader(StandsForDataset, Dataset[Any]):
         Those that the data set has never drawn from are left alone, which saves most of the time;
         where it has now drawn from one of them, all is read again.
         """
-        left_alone = default_generators() if self._seeds.reproducible else ()
+        left_alone = generators.default_generators() if self._seeds.reproducible else ()
         while True:
             left_alone = tuple(own for own in left_alone if own not in self._drawn_from)
-            states = states_of(left_alone)
+            states = generators.states_of(left_alone)
             samples = [self._sample(epoch, index) for index in indices]
-            if not (drawn := moved(states)):
+            if not (drawn := generators.moved(states)):
                 return samples
             self._drawn_from += drawn
 
     def _sample(self, epoch: int, index: Any) -> Any:
         if self._drawn_from:
-            seed_generators(self._seeds.of_sample(epoch, index), among=self._drawn_from)
+            generators.seed_generators(self._seeds.of_sample(epoch, index), among=self._drawn_from)
         return self._got(self.dataset.__getitem__, index)
 
     def _got(self, get: Callable[[Any], Any], index: Any) -> Any:
@@ -188,7 +177,7 @@ class Reader(StandsForDataset, Dataset[Any]):
         if first is None or (worker and worker.id):
             return
         self._looks_twice.fill_(False)
-        with kept_generators():
+        with generators.kept_generators():
             one, other = (self._samples(request.step.epoch, first) for _ in range(2))
         if not same(one, other):
             _log.warning(

@@ -63,10 +63,7 @@ class Stream(StandsForDataset, IterableDataset[Fetched]):
             return
         first = delivered // batch_size
         digest = ""
-        for number in count(first):
-            read = _next(samples, batch_size)
-            if not read or (len(read) < batch_size and self.plan.drop_last):
-                return
+        for number, read in enumerate(self._shares(samples, batch_size), first):
             digest = digest or _hash([read[0], read[-1]])
             if (number - first) % workers == worker:
                 step, runs = self.plan.share_of(len(read), epoch, number)
@@ -77,13 +74,17 @@ class Stream(StandsForDataset, IterableDataset[Fetched]):
         rows = len(share(plan.batch_size, plan.rank, plan.size))
         # A worker of its own seed, as the data set is to yield other samples in each.
         samples = self._seeded(epoch, plan.rank, worker)
-        for number in count(worker, workers):
-            read = _next(samples, rows)
-            if not read or (len(read) < rows and plan.drop_last):
-                return
+        steps = count(worker, workers)
+        for number, read in zip(steps, self._shares(samples, rows), strict=False):
             # It knows only how many samples the whole step should have.
             step = Step(epoch, number, 0, (len(read),), len(read), plan.batch_size)
             yield self._fetched(step, [range(len(read))], read)
+
+    def _shares(self, samples: Iterator[Any], rows: int) -> Iterator[list[Any]]:
+        """Yield the samples by `rows`, and what is left of them, unless that is dropped."""
+        while read := _next(samples, rows):
+            if len(read) == rows or not self.plan.drop_last:
+                yield read
 
     def _fetched(self, step: Step, runs: list[range], read: list[Any], digest: str = "") -> Fetched:
         with self._collation.seeds.around_reading():

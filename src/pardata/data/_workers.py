@@ -54,11 +54,12 @@ class Source:
     """Where the steps of an epoch come from: `reader`, which is asked for each of `requests`.
 
     Attributes:
+        requests: None for a stream, which is not asked for anything.
         workers: where copies of it read, and what they bring is pinned; None if it reads here.
     """
 
     def __init__(self, reader: Any, requests: Any, *, seed: int, rank: int, **options: Any) -> None:
-        self.reader, self._requests = reader, requests
+        self.reader, self.requests = reader, requests
         self._seed, self._rank = seed, rank
         self.workers: DataLoader[Any] | None = None
         if options["num_workers"] or options["pin_memory"]:  # else 90 microseconds a batch more
@@ -73,8 +74,8 @@ class Source:
 
     def steps(self, epoch: int, delivered: int) -> Iterator[Any]:
         """Yield the steps after those delivered. Collective where the order is a sampler's."""
-        self._requests.start_at(epoch, delivered)
-        return self._begun(epoch, lambda: map(self.reader.__getitem__, self._requests))
+        self.requests.start_at(epoch, delivered)
+        return self._begun(epoch, lambda: map(self.reader.__getitem__, self.requests))
 
     def _begun(self, epoch: int, here: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Return what is read of this epoch, `here` without workers; those begin at once."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from operator import index
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from pardata.ranks._world import world
 Count = Callable[[Any], int]
 
 
-@dataclass
+@dataclass(eq=False)
 class Sharing:
     """Who runs the microbatches of a step together.
 
@@ -36,7 +36,7 @@ class Sharing:
     equally_many: ClassVar[bool] = False
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Piece:
     """One microbatch that this rank runs; a stand-in counts 0 and has no number in the step."""
 
@@ -45,8 +45,7 @@ class Piece:
     number: int | None = None
 
 
-@dataclass(frozen=True)
-class Pieces:
+class Pieces(NamedTuple):
     """The microbatches that this rank runs in a step.
 
     Attributes:

@@ -4,9 +4,8 @@ import math
 import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,8 +25,7 @@ from pardata.seeds._mix import mix
 _log = get_logger(__name__)
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(NamedTuple):
     """What all ranks together have seen in a step.
 
     Attributes:

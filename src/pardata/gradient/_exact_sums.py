@@ -39,7 +39,7 @@ class Bucket(_fixed_point.Words):
         return self.late
 
 
-@dataclass
+@dataclass(eq=False)
 class _Summand:
     """A parameter: where its sum is, and how many gradients are in it."""
 

@@ -7,8 +7,7 @@ after this one.
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,8 +29,7 @@ from pardata.ranks._world import World
 _log = get_logger(__name__)
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """What `wrap_model` is told beside the model, and in which world."""
 
     here: World

@@ -82,7 +82,6 @@ class MetricWriter:
             self._file.close()  # and stays: a later write is an error
         if self._board is not None:
             self._board.close()
-            self._board = None
 
     def __enter__(self) -> Self:
         return self

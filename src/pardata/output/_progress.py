@@ -54,18 +54,16 @@ def progress(
     if batch_size is None:
         own = getattr(iterable, "batch_size", None)
         batch_size = own if isinstance(own, int) else None
-    display = _display(description, total) if require_world("progress").is_main else None
-    return Progress(iterable, display, batch_size)
+    bar = _bar(description, total) if require_world("progress").is_main else None
+    return Progress(iterable, bar, batch_size)
 
 
 class Progress(Generic[_T]):
     """An iterable that shows how far it is; made by `progress`."""
 
-    def __init__(
-        self, iterable: Iterable[_T], display: "_Bar | _Lines | None", batch_size: int | None
-    ) -> None:
+    def __init__(self, iterable: Iterable[_T], bar: Any, batch_size: int | None) -> None:
         self._iterable = iterable
-        self._display = display
+        self._bar = bar  # tqdm's or `_Lines`; None on the other ranks
         self._batch_size = batch_size
         self._values: dict[str, Any] = {}
 
@@ -90,9 +88,10 @@ class Progress(Generic[_T]):
 
     def __iter__(self) -> Iterator[_T]:
         """Iterate, once."""
-        if self._display is None:
+        if self._bar is None:
             yield from self._iterable
             return
+        pause = 10.0 if isinstance(self._bar, _Lines) else 0.1  # from one drawing to the next
         start = drawn = time.perf_counter()
         done = 0
         try:
@@ -100,61 +99,47 @@ class Progress(Generic[_T]):
                 yield item
                 done += 1
                 now = time.perf_counter()
-                if now - drawn > self._display.pause:
+                if now - drawn > pause:
                     drawn = now
-                    self._display.draw(done, now - start, self._text(done, now - start))
+                    self._draw(done, now - start)
         finally:
-            seconds = time.perf_counter() - start
-            self._display.close(done, seconds, self._text(done, seconds))
+            self._draw(done, time.perf_counter() - start)
+            self._bar.close()
 
-    def _text(self, done: int, seconds: float) -> str:
+    def _draw(self, done: int, seconds: float) -> None:
         shown = {name: _short(value) for name, value in self._values.items()}
         if self._batch_size and seconds > 0:
             shown["samples/s"] = f"{done * self._batch_size / seconds:,.0f}"
-        return ", ".join(f"{name} {text}" for name, text in shown.items())
-
-
-class _Bar:
-    """tqdm, told what to write at its right end only when it draws."""
-
-    pause = 0.1  # seconds from one drawing to the next
-
-    def __init__(self, bar: Any) -> None:
-        self._bar = bar
-
-    def draw(self, done: int, _: float, text: str) -> None:
         self._bar.n = done
-        self._bar.set_postfix_str(text)
-
-    def close(self, done: int, seconds: float, text: str) -> None:
-        self.draw(done, seconds, text)
-        self._bar.close()
+        self._bar.seconds = seconds
+        self._bar.set_postfix_str(", ".join(f"{name} {text}" for name, text in shown.items()))
 
 
 class _Lines:
-    """For log files: a line now and then."""
-
-    pause = 10.0
+    """Stands for a bar of tqdm where that would fill a log file: a line each time it is told."""
 
     def __init__(self, description: str, total: int | None) -> None:
         self._head = f"{description}: " if description else ""
         self._of = "" if total is None else f"/{total}"
+        self.n = 0
+        self.seconds = 0.0
 
-    def draw(self, done: int, seconds: float, text: str) -> None:
-        tail = f", {text}" if text else ""
-        print(f"{self._head}{done}{self._of} in {seconds:.1f} s{tail}", file=sys.stderr, flush=True)
+    def set_postfix_str(self, text: str) -> None:
+        line = f"{self._head}{self.n}{self._of} in {self.seconds:.1f} s"
+        print(f"{line}, {text}" if text else line, file=sys.stderr, flush=True)
 
-    close = draw
+    def close(self) -> None:
+        """Nothing is left to be written."""
 
 
-def _display(description: str, total: int | None) -> _Bar | _Lines:
+def _bar(description: str, total: int | None) -> Any:
     if sys.stderr.isatty():
         try:
             from tqdm import tqdm  # noqa: PLC0415  # an extra, and only wanted on a terminal
         except ImportError:
             pass  # the lines say the same
         else:
-            return _Bar(tqdm(desc=description or None, total=total))
+            return tqdm(desc=description or None, total=total)
     return _Lines(description, total)
 
 

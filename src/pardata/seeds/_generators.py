@@ -5,7 +5,6 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -14,8 +13,7 @@ import torch
 _NUMPY_WORDS = 624  # of the Mersenne Twister
 
 
-@dataclass(frozen=True, eq=False)
-class Default:
+class Default(NamedTuple):
     """One default generator of this process: how it is seeded, its state seen and set."""
 
     seed: Callable[[int], object]

@@ -8,11 +8,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -122,8 +121,7 @@ def _require_a_script_that_children_find(fn: Callable[..., object]) -> None:
         raise RuntimeError(msg)
 
 
-@dataclass(frozen=True)
-class _Meeting:
+class _Meeting(NamedTuple):
     """What the processes of one run have in common."""
 
     directory: str

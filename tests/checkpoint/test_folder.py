@@ -86,7 +86,7 @@ def test_the_newest_is_the_last_one_written_where_steps_go_back_or_come_again(tm
 
 def test_a_new_attempt_removes_what_the_last_one_was_killed_over(tmp_path):
     (Writer(tmp_path).begin(3) / "sharded").mkdir()
-    (tmp_path / ".removed-attempt-0001-step-000000001").mkdir()
+    (tmp_path / ".unfinished-attempt-0001-step-000000001").mkdir()
     (tmp_path / ".unfinished-mine").mkdir()
     save_steps(tmp_path, 3)
     assert leftovers(tmp_path) == [".unfinished-mine"]

@@ -162,7 +162,7 @@ def _read(path: Path, manifest: dict[str, Any]) -> Checkpoint:
         msg = f"{STATE} cannot be read without running code, or at all ({error})"
         raise UnusableError(msg) from error
     if sharded:
-        shards.check(path, manifest["files"])
+        shards.read_metadata(path)
     return Checkpoint(path, manifest, contents, sharded)
 
 

@@ -28,8 +28,7 @@ from pardata.ranks._logger import get_logger
 
 _log = get_logger(__name__)
 
-_UNFINISHED = ".unfinished-"
-_REMOVED = ".removed-"
+_UNFINISHED = ".unfinished-"  # of what is being written, or removed
 
 
 @dataclass(frozen=True, order=True)
@@ -236,19 +235,17 @@ class Folder:
             kept = self._keep_every is not None and name.step % self._keep_every == 0
             if not kept and name.attempt <= self._attempt.number:
                 # Half of it removed must not look like a checkpoint.
-                removed = self._directory / f"{_REMOVED}{name}"
+                removed = self._directory / f"{_UNFINISHED}{name}"
                 with suppress(FileNotFoundError):  # the older run was at it when this one began
                     (self._directory / str(name)).rename(removed)
                     shutil.rmtree(removed, ignore_errors=True)
 
     def _remove_leftovers(self) -> None:
         """Remove what earlier attempts were killed over."""
-        for entry in list(self._directory.iterdir()):
-            for prefix in (_UNFINISHED, _REMOVED):
-                name = Name.parse(entry.name.removeprefix(prefix))
-                is_older = name and name.attempt < self._attempt.number
-                if is_older and entry.name.startswith(prefix):
-                    shutil.rmtree(entry, ignore_errors=True)
+        for entry in list(self._directory.glob(f"{_UNFINISHED}*")):
+            name = Name.parse(entry.name.removeprefix(_UNFINISHED))
+            if name is not None and name.attempt < self._attempt.number:
+                shutil.rmtree(entry, ignore_errors=True)
 
     @contextmanager
     def _cleaned_after_errors(self, step: int) -> Iterator[None]:

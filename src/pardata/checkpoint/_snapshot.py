@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pardata.checkpoint import _shards as shards
-from pardata.collective._tree import Path, flat, in_brackets, is_special, mapped, rebuilt
+from pardata.collective._tree import Path, in_brackets, is_special, leaves, mapped
 from pardata.model._replica import strategy_of
 from pardata.ranks._version import __version__
 from pardata.ranks._world import World
@@ -73,9 +73,7 @@ class Snapshot:
 
     def _taken(self, path: Path, part: Any) -> Any:
         """Return a part as it will be written, of plain dicts where it has mappings of its own."""
-        inside = {"is_leaf": is_special, "path": path}
-        found = flat(part, **inside)
-        return rebuilt(part, {p: self._taken_leaf(p, leaf) for p, leaf in found.items()}, **inside)
+        return mapped(part, self._taken_leaf, is_leaf=is_special, path=path)
 
     def _taken_leaf(self, path: Path, leaf: Any) -> Any:
         if isinstance(leaf, Mapping):
@@ -161,14 +159,15 @@ def _require_safe(trees: Mapping[str, Any]) -> None:
         return
     # Asking PyTorch itself, which knows what the user has allowed beside its own.
     # Of tensors only those of classes that need not be known to it.
-    found = flat(trees, is_leaf=is_special).items()
-    parts = {path: None if type(leaf) is Tensor else leaf for path, leaf in found}
-    skeleton = rebuilt(trees, parts, is_leaf=is_special)
+    skeleton = mapped(
+        trees, lambda _, leaf: None if type(leaf) is Tensor else leaf, is_leaf=is_special
+    )
     why = _refusal(skeleton)
     if why is None:
         return
-    parts |= {(name,): tree for name, tree in skeleton.items()}
-    (name, *path), part = next(item for item in parts.items() if _refusal(item[1]) is not None)
+    parts = [*leaves(skeleton, is_leaf=is_special)]
+    parts += [((name,), tree) for name, tree in skeleton.items()]
+    (name, *path), part = next(item for item in parts if _refusal(item[1]) is not None)
     text = textwrap.shorten(repr(part), 100)
     kind = f"{type(part).__module__}.{type(part).__qualname__}"
     msg = (

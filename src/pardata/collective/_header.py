@@ -48,8 +48,7 @@ class Matching(Generic[_T]):
         # Chosen from the world and never from the values: ranks could be of two minds.
         self.device = device_of_sums(here.backend, here.device)
         self._error: Exception | None = None
-        nothing: dict[Path, Leaf] = {}
-        found = self.guarded(lambda: numbers_of(value), nothing)
+        found: dict[Path, Leaf] = self.guarded(lambda: numbers_of(value), {})
         self._paths, self.leaves = list(found), list(found.values())
         texts = (f"{in_brackets('value', p)}: {describe_leaf(leaf)}" for p, leaf in found.items())
         self._text = self.guarded(lambda: "; ".join(texts), "")
@@ -92,24 +91,14 @@ class Matching(Generic[_T]):
     def start_all_reduce(self, values: list[float]) -> Callable[[], list[float]]:
         """Begin to sum a few numbers over all ranks, and return what waits for the sums.
 
-        That raises as `all_reduce` does. It must be called on every rank.
+        That raises as `all_reduce` does. It must be called once, on every rank.
         """
         header = self._header(values, 0.0)
         work: Any = dist.all_reduce(header, async_op=True)
 
-        @functools.cache  # the ranks tell each other only once what is wrong
-        def outcome() -> list[float] | RuntimeError:
-            work.wait()
-            try:
-                return self._read(header)[_FIRST_VALUE : _FIRST_VALUE + len(values)]
-            except RuntimeError as error:
-                return error
-
         def sums() -> list[float]:
-            found = outcome()
-            if isinstance(found, RuntimeError):
-                raise found
-            return found
+            work.wait()
+            return self._read(header)[_FIRST_VALUE : _FIRST_VALUE + len(values)]
 
         return sums
 

@@ -82,16 +82,6 @@ def mapped(
     return _like(tree, items)
 
 
-def flat(tree: Any, **options: Any) -> dict[Path, Any]:
-    """Return all `leaves` by their paths; `rebuilt` makes a tree of such."""
-    return dict(leaves(tree, **options))
-
-
-def rebuilt(tree: Any, replacements: Mapping[Path, Any], **options: Any) -> Any:
-    """Return a tree like `tree` with the leaf at each path replaced."""
-    return mapped(tree, lambda path, _: replacements[path], **options)
-
-
 def in_brackets(name: str, path: Path) -> str:
     """Write a path as code would: ``value['loss'][2]``.
 

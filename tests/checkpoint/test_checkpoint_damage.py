@@ -210,7 +210,7 @@ def forged(saved, tmp_path, contents):
     return directory
 
 
-MARK = {"objects": {"value": {"pardata: a sharded tensor": "value"}}, "generators": []}
+MARK = {"objects": {"value": "pardata: the sharded tensor value"}, "generators": []}
 
 
 @pytest.mark.parametrize("contents", [1, None, [], {}, torch.ones(2), MARK], ids=str)

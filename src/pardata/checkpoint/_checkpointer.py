@@ -211,7 +211,7 @@ class Checkpointer:
 
     def _start(self, here: World, parts: dict[str, torch.Tensor], draft: _Draft) -> None:
         """Write a checkpoint, or begin to in the background. Collective."""
-        written: Callable[[], None] | None = None
+        written: Callable[[], object] | None = None
         if parts:
             path = rank_zero_call(self._folder.begin, draft[0])
             if self._asynchronous:
@@ -229,7 +229,7 @@ class Checkpointer:
         self._background = Background(work, f"the checkpoint of step {draft[0]}")
 
     def _write(
-        self, lead: Callable[..., object], written: Callable[[], None] | None, draft: _Draft
+        self, lead: Callable[..., object], written: Callable[[], object] | None, draft: _Draft
     ) -> None:
         """Write a checkpoint, by what runs a function on rank 0, once all have `written` parts."""
         if written is None:

@@ -192,7 +192,6 @@ class Folder:
             self._remove_unfinished()  # of a save that stopped half-way
             self._name = Name(self._attempt.number, step)
             self._unfinished = self._directory / f"{_UNFINISHED}{self._name}"
-            shutil.rmtree(self._unfinished, ignore_errors=True)
             self._unfinished.mkdir()
             return self._unfinished
 

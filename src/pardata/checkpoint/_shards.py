@@ -79,7 +79,7 @@ def _is_mark(leaf: object) -> bool:
 
 def writing(
     checkpoint: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None
-) -> Callable[[], None]:
+) -> Callable[[], object]:
     """Return what writes this rank's parts, and raises where any rank failed; all call it.
 
     Args:
@@ -98,12 +98,7 @@ def writing(
         own = {n: t.detach().clone() if t.device == cpu else t for n, t in tensors.items()}
         started: Any = dcp.async_save(own, storage_writer=writer, process_group=group)
         finish = started.result
-
-    def finished() -> None:
-        with _failures_as_errors():
-            finish()
-
-    return finished
+    return _failures_as_errors()(finish)
 
 
 def read(checkpoint: Path, targets: Mapping[str, object]) -> dict[str, Tensor]:

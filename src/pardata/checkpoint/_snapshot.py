@@ -50,7 +50,7 @@ class Snapshot:
         for name in [name for name in objects if name not in values]:
             thing, under = objects[name], strategies.get(name)
             states[name] = under.state_dict(thing) if under else thing.state_dict()
-        self.trees = self._taken((), states)
+        self.trees = mapped(states, self._taken, is_leaf=is_special)
         _require_safe(self.trees)
         if copy:
             # The others are freed here, before a thread writes: with each that was freed beside it,
@@ -71,13 +71,10 @@ class Snapshot:
         """Return a digest of the texts."""
         return hashlib.sha256(json.dumps(self.texts, sort_keys=True).encode()).hexdigest()
 
-    def _taken(self, path: Path, part: Any) -> Any:
-        """Return a part as it will be written, of plain dicts where it has mappings of its own."""
-        return mapped(part, self._taken_leaf, is_leaf=is_special, path=path)
-
-    def _taken_leaf(self, path: Path, leaf: Any) -> Any:
+    def _taken(self, path: Path, leaf: Any) -> Any:
+        """Return a leaf as it will be written: a mapping of its own kind as a plain dict."""
         if isinstance(leaf, Mapping):
-            return self._taken(path, dict(leaf))
+            return mapped(dict(leaf), self._taken, is_leaf=is_special, path=path)
         name = ".".join(map(str, path))  # as weights are named: optimizer.state.0.exp_avg
         if not isinstance(leaf, Tensor):
             # The order of a set is not the same in every process.
@@ -110,8 +107,7 @@ def _is_stateful(thing: object) -> bool:
 
 def copied(tree: Any) -> Any:
     """Return a tree with tensors of its own, on the CPU; those that are one stay one."""
-    known: dict[tuple[object, ...], Tensor] = {}
-    gpus = set[torch.device]()
+    known: dict[tuple[Any, ...], Tensor] = {}
 
     def copy_of(_: Path, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -122,13 +118,11 @@ def copied(tree: Any) -> Any:
         key = (*place, leaf.dtype, leaf.device)
         if key not in known:
             known[key] = _on_cpu(leaf)
-            if leaf.is_cuda:
-                gpus.add(leaf.device)
         return known[key]
 
     copies = mapped(tree, copy_of, is_leaf=is_special)
     # Each copy runs on the stream of now of the GPU that it comes from, whichever GPU is current.
-    for gpu in gpus:
+    for gpu in {device for *_, device in known if device.type == "cuda"}:
         torch.cuda.current_stream(gpu).synchronize()
     return copies
 

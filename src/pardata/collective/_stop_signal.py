@@ -134,13 +134,9 @@ class StopSignal:
         os.kill(os.getpid(), number)
 
 
-def _checked(number: object) -> int:
-    try:
-        found = signal.Signals(number)  # type: ignore[arg-type]  # or else it raises
-    except ValueError:
-        found = None
-    is_bool = isinstance(number, bool)  # True would be SIGHUP
-    if is_bool or found is None or found.name in ("SIGKILL", "SIGSTOP"):
+def _checked(number: int) -> int:
+    caught = [found for found in signal.Signals if found.name not in ("SIGKILL", "SIGSTOP")]
+    if isinstance(number, bool) or number not in caught:  # True would be SIGHUP
         msg = f"`signals` must be ones that can be caught, as signal.SIGTERM, but are {number!r}"
         raise ValueError(msg)
-    return int(found)
+    return int(number)

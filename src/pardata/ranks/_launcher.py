@@ -51,8 +51,7 @@ class Launch(NamedTuple):
     @property
     def identity(self) -> str:
         """Tell this process of this run from every other: a subprocess inherits it unchanged."""
-        address = f"{self.master_addr}:{self.master_port}"
-        return f"{self.launcher}:{self.rank}/{self.size}@{address}"
+        return f"{self.launcher}:{self.rank}/{self.size}@{self.master_addr}:{self.master_port}"
 
 
 SINGLE = Launch("single", 0, 1, 0, 1, 0, 1, "", 0)
@@ -138,22 +137,20 @@ def _slurm(env: Mapping[str, str]) -> Launch:
 
 def _tasks_at(node: int, text: str) -> tuple[int, int]:
     """Return how many tasks a node has, and how many nodes there are: ``"2(x3),1"`` has 4."""
-    found, nodes = None, 0
+    tasks: list[int] = []
     for item in text.split(","):
         match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", item)
         if match is None:
             msg = f"`SLURM_STEP_TASKS_PER_NODE` must look like '2(x3),1', but is {text!r}"
             raise ValueError(msg)
-        nodes += int(match[2] or 1)
-        if found is None and node < nodes:
-            found = int(match[1])
-    if found is None:
+        tasks += [int(match[1])] * int(match[2] or 1)
+    if node >= len(tasks):
         msg = (
-            f"`SLURM_NODEID` must be less than the {nodes} nodes of "
+            f"`SLURM_NODEID` must be less than the {len(tasks)} nodes of "
             f"`SLURM_STEP_TASKS_PER_NODE` ({text!r}), but is {node}"
         )
         raise ValueError(msg)
-    return found, nodes
+    return tasks[node], len(tasks)
 
 
 def first_host(text: str) -> str:

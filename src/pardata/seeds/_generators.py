@@ -4,7 +4,7 @@ import ctypes
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -201,11 +201,11 @@ def no_draws(what: str, device: torch.device | None = None, *, thorough: bool) -
 @cache
 def numpy_or_none() -> Any:
     """Return NumPy if it is installed: pardata does not require it."""
-    try:
+    with suppress(ImportError):
         import numpy as np  # noqa: PLC0415
-    except ImportError:
-        return None
-    return np
+
+        return np
+    return None
 
 
 def _of(device: torch.device | None) -> tuple[Default, ...]:

@@ -49,7 +49,7 @@ def test_a_name_is_read_as_it_is_written(attempt, step):
 @pytest.mark.parametrize(
     "text",
     ["attempt-1-step-1", "attempt-0001-step-000000001.bak", "attempt-00001-step-000000001",
-     "attempt-0001-step-0000000001", "attempt-000\u0661-step-000000001", "attempt-0001.json", ""],
+     "attempt-0001-step-0000000001", "attempt-000\u0661-step-000000001", "attempt-0001.txt", ""],
 )  # fmt: skip
 def test_what_is_written_otherwise_is_no_name(text):
     assert Name.parse(text) is None
@@ -90,7 +90,7 @@ def test_a_new_attempt_removes_what_the_last_one_was_killed_over(tmp_path):
     (tmp_path / ".unfinished-mine").mkdir()
     save_steps(tmp_path, 3)
     assert leftovers(tmp_path) == [".unfinished-mine"]
-    assert [path.name for path in tmp_path.glob("*.json")] == ["attempt-0002.json"]
+    assert [path.name for path in tmp_path.glob("*.txt")] == ["attempt-0002.txt"]
 
 
 # --- two runs
@@ -129,7 +129,7 @@ def test_the_older_one_stays_the_older_one_also_where_the_directory_was_emptied(
 def test_the_only_one_goes_on_where_the_directory_was_emptied(tmp_path):
     writer = Writer(tmp_path)
     writer.act("begin", 3)
-    (tmp_path / "attempt-0001.json").unlink()
+    (tmp_path / "attempt-0001.txt").unlink()
     writer.act("finish")
     assert whole_steps(tmp_path) == [3]
     newer = Attempt(tmp_path)
@@ -147,9 +147,9 @@ def test_a_claim_that_cannot_be_read_is_one_and_one_that_cannot_be_written_is_no
     finally:
         end()
     attempt.check()
-    assert [path.name for path in tmp_path.iterdir()] == ["attempt-0001.json"]
-    for content in (b"", b"[]", b"\xff", b'{"host": 1}'):
-        (tmp_path / "attempt-0007.json").write_bytes(content)
+    assert [path.name for path in tmp_path.iterdir()] == ["attempt-0001.txt"]
+    for content in (b"", b"\xff"):
+        (tmp_path / "attempt-0007.txt").write_bytes(content)
         with pytest.raises(RuntimeError, match=r"attempt 7 has begun \(by another process\)"):
             attempt.check()
 

@@ -10,7 +10,6 @@ nor in its place.
 """
 
 import errno
-import json
 import os
 import re
 import secrets
@@ -108,17 +107,19 @@ class Attempt:
         if not _claims(self._directory):  # somebody has emptied it, and not written yet
             self._write_claim(self.number, self._claimed)
         newest, path = max(_claims(self._directory).items(), default=(0, Path()))
-        if newest != self.number or _text(path) != self._claimed:
+        text = _text(path)
+        if newest != self.number or text != self._claimed:
+            who = text.partition("\n")[0] or "by another process"  # which has not written yet
             msg = (
                 f"one run at a time must write to {self._directory}, but this is attempt "
-                f"{self.number} and attempt {newest} has begun ({_who(path)}): this run is the "
+                f"{self.number} and attempt {newest} has begun ({who}): this run is the "
                 f"older one and must end; give it a directory of its own if both are wanted"
             )
             raise RuntimeError(msg)
 
     def _write_claim(self, number: int, text: str) -> bool:
         """Claim a number, and return whether nobody else has."""
-        path = self._directory / f"attempt-{number:04d}.json"
+        path = self._directory / f"attempt-{number:04d}.txt"
         with suppress(FileExistsError), path.open("x") as file:
             try:
                 file.write(text)
@@ -131,15 +132,14 @@ class Attempt:
 
 
 def _claims(directory: Path) -> dict[int, Path]:
-    found = [(re.fullmatch(r"attempt-(\d{4,})\.json", p.name), p) for p in directory.iterdir()]
+    found = [(re.fullmatch(r"attempt-(\d{4,})\.txt", p.name), p) for p in directory.iterdir()]
     return {int(match[1]): path for match, path in found if match}
 
 
 def _self_description() -> str:
     since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-    own = {"host": socket.gethostname(), "process": os.getpid(), "since": since}
     # No two are the same, also where the directory was emptied and the numbers begin anew.
-    return json.dumps({**own, "token": secrets.token_hex(8)})
+    return f"process {os.getpid()} on {socket.gethostname()}, since {since}\n{secrets.token_hex(8)}"
 
 
 def _text(path: Path) -> str:
@@ -147,14 +147,6 @@ def _text(path: Path) -> str:
         return path.read_text()
     except (OSError, ValueError):  # removed by a third, or not ours
         return ""
-
-
-def _who(claim: Path) -> str:
-    try:
-        facts = json.loads(_text(claim))
-        return f"process {facts['process']} on {facts['host']}, since {facts['since']}"
-    except (ValueError, TypeError, KeyError):  # being written
-        return "by another process"
 
 
 class Folder:

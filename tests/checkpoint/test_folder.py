@@ -19,20 +19,19 @@ class Writer(Folder):
 
     def __init__(self, directory):
         super().__init__(directory, keep=2, keep_every=None)
-        self.step = None
+        self.begun = None
 
     def act(self, action, step=None):
         """Return the path of the checkpoint that was finished, if one was."""
-        begun, self.step = self.step, None
+        begun, self.begun = self.begun, None
         if action == "begin":
-            self.begin(step)
-            self.step = step
+            self.begun = self.begin(step), step
         elif action == "fail":
             self.fail()
         elif action == "write":
-            self.write(step, f"{id(self)} {step}", {})
+            self.finish(None, step, f"{id(self)} {step}", {})
         elif begun is not None:
-            self.finish(begun, f"{id(self)} {begun}", {})
+            self.finish(*begun, f"{id(self)} {begun[1]}", {})
         is_there = action == "write" or (action == "finish" and begun is not None)
         return self._directory / str(self._name) if is_there else None
 

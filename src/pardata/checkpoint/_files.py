@@ -25,8 +25,7 @@ class UnusableError(RuntimeError):
 def write_manifest(folder: Path, facts: Mapping[str, Any]) -> int:
     """Describe all files in a folder, wait until they are on the disk, and return their bytes."""
     written = sorted(folder.rglob("*"))
-    digests = {path: _size_and_digest(path) for path in written if path.is_file()}
-    files = {path.relative_to(folder).as_posix(): digest for path, digest in digests.items()}
+    files = {p.relative_to(folder).as_posix(): _size_and_digest(p) for p in written if p.is_file()}
     manifest = {"format": FORMAT, "files": files, **facts}
     signed = {"sha256": _digest(manifest), "manifest": manifest}
     (folder / _MANIFEST).write_text(json.dumps(signed, sort_keys=True, indent=1))
@@ -44,10 +43,8 @@ def verified(folder: Path, step: int) -> dict[str, Any]:
         manifest = _read_manifest(folder)
         for file, (size, digest) in manifest["files"].items():
             _require((folder / file).is_file(), f"{file} is missing")
-            found_size, found = _size_and_digest(folder / file)
-            _require(
-                found_size == size, f"{file} has {found_size:,} bytes and should have {size:,}"
-            )
+            length, found = _size_and_digest(folder / file)
+            _require(length == size, f"{file} has {length:,} bytes and should have {size:,}")
             _require(found == digest, f"the checksum of {file} is wrong")
     except OSError as error:
         msg = f"it cannot be read ({error})"

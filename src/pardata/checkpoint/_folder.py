@@ -77,10 +77,14 @@ class Attempt:
             RuntimeError: where somebody else came after this one's last claim.
         """
         self.check()  # before anything is made
-        directory, claimed = self._directory, _self_description()
+        directory = self._directory
         if directory.exists() and not directory.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
         directory.mkdir(parents=True, exist_ok=True)
+        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        # No two are the same, also where the directory was emptied and the numbers begin anew.
+        token = secrets.token_hex(8)
+        claimed = f"process {os.getpid()} on {socket.gethostname()}, since {since}\n{token}"
         while True:
             taken = [*_claims(directory), *(name.attempt for name in names(directory))]
             # After a claim of its own the very next number, or none: a run that has been told that
@@ -136,12 +140,6 @@ def _claims(directory: Path) -> dict[int, Path]:
     return {int(match[1]): path for match, path in found if match}
 
 
-def _self_description() -> str:
-    since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-    # No two are the same, also where the directory was emptied and the numbers begin anew.
-    return f"process {os.getpid()} on {socket.gethostname()}, since {since}\n{secrets.token_hex(8)}"
-
-
 def _text(path: Path) -> str:
     try:
         return path.read_text()
@@ -167,11 +165,6 @@ class Folder:
         self._unfinished: Path | None = None
         self._began = 0.0
 
-    def write(self, step: int, contents: Any, facts: Mapping[str, Any]) -> None:
-        """Write a checkpoint that rank 0 has all of."""
-        self.begin(step)
-        self.finish(step, contents, facts)
-
     def begin(self, step: int) -> Path:
         """Return the folder where a checkpoint is to be written before it has its name."""
         self._began = time.perf_counter()
@@ -187,16 +180,18 @@ class Folder:
             self._unfinished.mkdir()
             return self._unfinished
 
-    def finish(self, step: int, contents: Any, facts: Mapping[str, Any]) -> None:
-        """Write rank 0's part, make all that was written since `begin` a checkpoint, and prune.
+    def finish(
+        self, begun: Path | None, step: int, contents: Any, facts: Mapping[str, Any]
+    ) -> None:
+        """Write rank 0's part, make all that is there a checkpoint, and prune.
 
         Args:
-            step: with which it was begun.
+            begun: what `begin` returned for this step, if it was called.
+            step: of the run.
             contents: of the file of rank 0.
             facts: of the manifest.
         """
-        path = self._unfinished
-        assert path is not None  # noqa: S101  # `begin` was called
+        path = begun or self.begin(step)
         with self._cleaned_after_errors(step):
             save(contents, path / STATE)
             size = write_manifest(path, {"step": step, **facts})

@@ -66,11 +66,11 @@ def marked(tree: Any) -> dict[TreePath, str]:
 
 def joined(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Return a tree with sharded tensors, by their paths, in the place of its marks."""
-    return mapped(
-        tree,
-        lambda _, leaf: tensors[leaf.removeprefix(_MARK)] if _is_mark(leaf) else leaf,
-        is_leaf=is_special,
-    )
+
+    def filled(_: TreePath, leaf: Any) -> Any:
+        return tensors[leaf.removeprefix(_MARK)] if _is_mark(leaf) else leaf
+
+    return mapped(tree, filled, is_leaf=is_special)
 
 
 def _is_mark(leaf: object) -> bool:

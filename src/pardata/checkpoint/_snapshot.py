@@ -153,9 +153,7 @@ def _require_safe(trees: Mapping[str, Any]) -> None:
         return
     # Asking PyTorch itself, which knows what the user has allowed beside its own.
     # Of tensors only those of classes that need not be known to it.
-    skeleton = mapped(
-        trees, lambda _, leaf: None if type(leaf) is Tensor else leaf, is_leaf=is_special
-    )
+    skeleton = mapped(trees, lambda _, x: None if type(x) is Tensor else x, is_leaf=is_special)
     why = _refusal(skeleton)
     if why is None:
         return

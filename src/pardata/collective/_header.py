@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pardata.collective._agreement import agree, require_same
-from pardata.collective._tree import Path, by_text, in_brackets, leaves, mapped
+from pardata.collective._tree import Path, in_brackets, leaves, mapped
 from pardata.ranks._backend import device_of_sums
 from pardata.ranks._world import World
 
@@ -143,7 +143,7 @@ def numbers_of(value: object) -> dict[Path, Leaf]:
     Raises:
         TypeError: for a leaf that is no number, naming its path, as ``value['loss'][2]``.
     """
-    return {path: _number(leaf, path) for path, leaf in leaves(value, keys=by_text)}
+    return {path: _number(leaf, path) for path, leaf in leaves(value, by_text=True)}
 
 
 def _number(leaf: Any, path: Path) -> Leaf:

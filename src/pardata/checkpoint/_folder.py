@@ -111,7 +111,10 @@ class Attempt:
         if not _claims(self._directory):  # somebody has emptied it, and not written yet
             self._write_claim(self.number, self._claimed)
         newest, path = max(_claims(self._directory).items(), default=(0, Path()))
-        text = _text(path)
+        try:
+            text = path.read_text()
+        except (OSError, ValueError):  # removed by a third, or not ours
+            text = ""
         if newest != self.number or text != self._claimed:
             who = text.partition("\n")[0] or "by another process"  # which has not written yet
             msg = (
@@ -138,13 +141,6 @@ class Attempt:
 def _claims(directory: Path) -> dict[int, Path]:
     found = [(re.fullmatch(r"attempt-(\d{4,})\.txt", p.name), p) for p in directory.iterdir()]
     return {int(match[1]): path for match, path in found if match}
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (OSError, ValueError):  # removed by a third, or not ours
-        return ""
 
 
 class Folder:

@@ -14,7 +14,7 @@ from typing_extensions import Self
 from pardata.collective._explanation import explained
 from pardata.ranks._backend import device_of_counts
 from pardata.ranks._logger import get_logger
-from pardata.ranks._world import World, require_world
+from pardata.ranks._world import require_world
 
 _log = get_logger(__name__)
 
@@ -73,7 +73,9 @@ class StopSignal:
                 why = f"got {signal.Signals(self._received).name}" if self._received else asked
                 _log.info("%s: the run stops at this step", why, ranks=[here.rank])
             elif here.size > 1:
-                self._tell(here)
+                facts = [int(self.requested), self._calls, -self._calls]
+                told = torch.tensor(facts, device=device_of_counts(here.backend, here.device))
+                self._sent = told, dist.all_reduce(told, dist.ReduceOp.MAX, async_op=True)
         return self._agreed
 
     def _heard(self) -> bool:
@@ -92,11 +94,6 @@ class StopSignal:
             )
             raise RuntimeError(msg)
         return bool(asked)
-
-    def _tell(self, here: World) -> None:
-        facts = [int(self.requested), self._calls, -self._calls]
-        told = torch.tensor(facts, device=device_of_counts(here.backend, here.device))
-        self._sent = told, dist.all_reduce(told, dist.ReduceOp.MAX, async_op=True)
 
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():

@@ -82,7 +82,7 @@ def assert_same_at_every_size(
             found = run(_record, *job, world_size=size, timeout=timeout)
             reference = reference or found[0]
             if not reference:
-                msg = "`train` must yield after each step, but yielded nothing: let it take some"
+                msg = "`train` must yield after each step, but yielded nothing: let it take a step"
                 raise ValueError(msg)
             compared = [_parting(files, reference, (rtol, atol)) for files in found]
             partings = {rank: parting for rank, parting in enumerate(compared) if parting}

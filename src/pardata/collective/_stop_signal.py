@@ -110,10 +110,8 @@ class StopSignal:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._stop_listening()
-        if kind is None and self._sent is not None:
-            with explained("the end of StopSignal"):
-                self._sent[1].wait()  # all ranks have sent equally often
-            self._sent = None
+        if kind is None:
+            self._heard()  # all ranks have sent equally often
 
     def _stop_listening(self) -> None:
         for number, handler in self._before.items():

@@ -19,20 +19,19 @@ class Writer(Folder):
 
     def __init__(self, directory):
         super().__init__(directory, keep=2, keep_every=None)
-        self.step = None
+        self.begun = None
 
     def act(self, action, step=None):
         """Return the path of the checkpoint that was finished, if one was."""
-        begun, self.step = self.step, None
+        begun, self.begun = self.begun, None
         if action == "begin":
-            self.begin(step)
-            self.step = step
+            self.begun = self.begin(step), step
         elif action == "fail":
             self.fail()
         elif action == "write":
-            self.write(step, f"{id(self)} {step}", {})
+            self.finish(None, step, f"{id(self)} {step}", {})
         elif begun is not None:
-            self.finish(begun, f"{id(self)} {begun}", {})
+            self.finish(*begun, f"{id(self)} {begun[1]}", {})
         is_there = action == "write" or (action == "finish" and begun is not None)
         return self._directory / str(self._name) if is_there else None
 
@@ -49,7 +48,7 @@ def test_a_name_is_read_as_it_is_written(attempt, step):
 @pytest.mark.parametrize(
     "text",
     ["attempt-1-step-1", "attempt-0001-step-000000001.bak", "attempt-00001-step-000000001",
-     "attempt-0001-step-0000000001", "attempt-000\u0661-step-000000001", "attempt-0001.json", ""],
+     "attempt-0001-step-0000000001", "attempt-000\u0661-step-000000001", "attempt-0001.txt", ""],
 )  # fmt: skip
 def test_what_is_written_otherwise_is_no_name(text):
     assert Name.parse(text) is None
@@ -86,11 +85,11 @@ def test_the_newest_is_the_last_one_written_where_steps_go_back_or_come_again(tm
 
 def test_a_new_attempt_removes_what_the_last_one_was_killed_over(tmp_path):
     (Writer(tmp_path).begin(3) / "sharded").mkdir()
-    (tmp_path / ".removed-attempt-0001-step-000000001").mkdir()
+    (tmp_path / ".unfinished-attempt-0001-step-000000001").mkdir()
     (tmp_path / ".unfinished-mine").mkdir()
     save_steps(tmp_path, 3)
     assert leftovers(tmp_path) == [".unfinished-mine"]
-    assert [path.name for path in tmp_path.glob("*.json")] == ["attempt-0002.json"]
+    assert [path.name for path in tmp_path.glob("*.txt")] == ["attempt-0002.txt"]
 
 
 # --- two runs
@@ -129,7 +128,7 @@ def test_the_older_one_stays_the_older_one_also_where_the_directory_was_emptied(
 def test_the_only_one_goes_on_where_the_directory_was_emptied(tmp_path):
     writer = Writer(tmp_path)
     writer.act("begin", 3)
-    (tmp_path / "attempt-0001.json").unlink()
+    (tmp_path / "attempt-0001.txt").unlink()
     writer.act("finish")
     assert whole_steps(tmp_path) == [3]
     newer = Attempt(tmp_path)
@@ -147,9 +146,9 @@ def test_a_claim_that_cannot_be_read_is_one_and_one_that_cannot_be_written_is_no
     finally:
         end()
     attempt.check()
-    assert [path.name for path in tmp_path.iterdir()] == ["attempt-0001.json"]
-    for content in (b"", b"[]", b"\xff", b'{"host": 1}'):
-        (tmp_path / "attempt-0007.json").write_bytes(content)
+    assert [path.name for path in tmp_path.iterdir()] == ["attempt-0001.txt"]
+    for content in (b"", b"\xff"):
+        (tmp_path / "attempt-0007.txt").write_bytes(content)
         with pytest.raises(RuntimeError, match=r"attempt 7 has begun \(by another process\)"):
             attempt.check()
 

@@ -385,8 +385,6 @@ WRONG = {
     "few words": {"python": [3, [1, 2], None]},
     "a place beyond them": {"python": [3, [1] * 624 + [10**6], None]},
     "NumPy's few words": {"numpy": ["MT19937", [1], 3, 0, 0.0]},
-    "NumPy's place beyond them": {"numpy": ["MT19937", [1] * 624, 10**9, 0, 0.0]},
-    "NumPy's place before them": {"numpy": ["MT19937", [1] * 624, -1, 0, 0.0]},
     "NumPy's other kind": {"numpy": ["PCG64", [1] * 624, 3, 0, 0.0]},
     "PyTorch's few": {"torch": [1]},
     "PyTorch's too large": {"torch": [256]},

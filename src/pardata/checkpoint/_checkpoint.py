@@ -49,7 +49,12 @@ class Checkpoint(NamedTuple):
         def load() -> dict[str, object]:
             for name, thing in things.items():
                 _load(name, thing, states[name])
-            _restore_generators(here, self.contents["generators"])
+            saved = self.contents["generators"]
+            if len(saved) == here.size:
+                restore_generators(saved[here.rank], here.device)
+            else:
+                text = "the default generators are left as they are: they were those of %d ranks"
+                _log.info(text, len(saved))
             return {}
 
         agree(here, "Checkpointer.restore (loading)", load)
@@ -160,7 +165,7 @@ def _read(path: Path, manifest: dict[str, Any]) -> Checkpoint:
         msg = f"{STATE} cannot be read without running code, or at all ({error})"
         raise UnusableError(msg) from error
     if sharded:
-        shards.check(path, manifest["files"])
+        shards.read_metadata(path)
     return Checkpoint(path, manifest, contents, sharded)
 
 
@@ -183,14 +188,6 @@ def _load(name: str, thing: Any, tree: Any) -> None:
             f"of a {type(thing).__name__} ({type(error).__name__}: {error})"
         )
         raise RuntimeError(msg) from error
-
-
-def _restore_generators(here: World, saved: list[dict[str, Any]]) -> None:
-    if len(saved) == here.size:
-        restore_generators(saved[here.rank], here.device)
-    else:
-        text = "the default generators are left as they are: they were those of %d ranks"
-        _log.info(text, len(saved))
 
 
 def _likes(thing: object) -> dict[TreePath, Tensor]:

@@ -33,6 +33,8 @@ _CURE = (
 # A checkpoint that is to be: its step, what rank 0 writes, and the facts of its manifest.
 _Draft: TypeAlias = tuple[int, dict[str, Any], dict[str, Any]]
 
+_Lead: TypeAlias = Callable[..., object]  # runs a function on rank 0
+
 
 class Checkpointer:
     """Saves the state of a run to a directory, and restores the newest checkpoint that is whole.
@@ -210,32 +212,29 @@ class Checkpointer:
 
     def _start(self, here: World, parts: dict[str, torch.Tensor], draft: _Draft) -> None:
         """Write a checkpoint, or begin to in the background. Collective."""
-        written: Callable[[], None] | None = None
+        begun: Path | None = None
+        written: Callable[[], object] | None = None
         if parts:
-            path = rank_zero_call(self._folder.begin, draft[0])
+            begun = rank_zero_call(self._folder.begin, draft[0])
             if self._asynchronous:
                 self._group = self._group or dist.new_group(backend="gloo")
-            written = shards.writing(path, parts, self._group)
+            written = shards.writing(begun, parts, self._group)
         if not self._asynchronous:
-            self._write(rank_zero_call, written, draft)
+            self._write(rank_zero_call, written, (begun, *draft))
             return
 
         def lead(fn: Callable[..., object], *args: object) -> None:
             if here.is_main:
                 fn(*args)
 
-        work = partial(self._write, lead, written, draft)
+        work = partial(self._write, lead, written, (begun, *draft))
         self._background = Background(work, f"the checkpoint of step {draft[0]}")
 
-    def _write(
-        self, lead: Callable[..., object], written: Callable[[], None] | None, draft: _Draft
-    ) -> None:
-        """Write a checkpoint, by what runs a function on rank 0, once all have `written` parts."""
-        if written is None:
-            lead(self._folder.write, *draft)
-            return
+    def _write(self, lead: _Lead, written: Callable[[], object] | None, draft: Any) -> None:
+        """Finish a checkpoint, by what runs that on rank 0, once all have `written` parts."""
         try:
-            written()
+            if written is not None:
+                written()
         except OSError:  # on all ranks
             lead(self._folder.fail)
             raise

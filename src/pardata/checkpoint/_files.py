@@ -25,8 +25,7 @@ class UnusableError(RuntimeError):
 def write_manifest(folder: Path, facts: Mapping[str, Any]) -> int:
     """Describe all files in a folder, wait until they are on the disk, and return their bytes."""
     written = sorted(folder.rglob("*"))
-    digests = {path: _size_and_digest(path) for path in written if path.is_file()}
-    files = {path.relative_to(folder).as_posix(): digest for path, digest in digests.items()}
+    files = {p.relative_to(folder).as_posix(): _size_and_digest(p) for p in written if p.is_file()}
     manifest = {"format": FORMAT, "files": files, **facts}
     signed = {"sha256": _digest(manifest), "manifest": manifest}
     (folder / _MANIFEST).write_text(json.dumps(signed, sort_keys=True, indent=1))
@@ -43,10 +42,9 @@ def verified(folder: Path, step: int) -> dict[str, Any]:
     try:
         manifest = _read_manifest(folder)
         for file, (size, digest) in manifest["files"].items():
-            found_size, found = _size_and_digest(_file_in(folder, file))
-            _require(
-                found_size == size, f"{file} has {found_size:,} bytes and should have {size:,}"
-            )
+            _require((folder / file).is_file(), f"{file} is missing")
+            length, found = _size_and_digest(folder / file)
+            _require(length == size, f"{file} has {length:,} bytes and should have {size:,}")
             _require(found == digest, f"the checksum of {file} is wrong")
     except OSError as error:
         msg = f"it cannot be read ({error})"
@@ -56,8 +54,10 @@ def verified(folder: Path, step: int) -> dict[str, Any]:
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / _MANIFEST
+    _require(path.is_file(), f"{_MANIFEST} is missing")
     try:
-        signed = json.loads(_file_in(folder, _MANIFEST).read_bytes())
+        signed = json.loads(path.read_bytes())
         manifest: dict[str, Any] = signed["manifest"]
         intact = _digest(manifest) == signed["sha256"]
         found = manifest["format"]
@@ -67,15 +67,6 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     _require(intact, f"the checksum of {_MANIFEST} is wrong")
     _require(found == FORMAT, f"its format is {found!r}, and this pardata reads {FORMAT}")
     return manifest
-
-
-def _file_in(folder: Path, file: str) -> Path:
-    """Return the path of a file, and of nothing that is elsewhere, or on which a reader waits."""
-    path = folder / file
-    is_inside = path.resolve().is_relative_to(folder.resolve())
-    _require(is_inside, f"{file} is not in it, but in {path.resolve().parent}")
-    _require(path.is_file(), f"{file} is missing")
-    return path
 
 
 def _require(condition: object, why: str) -> None:

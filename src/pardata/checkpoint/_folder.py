@@ -10,7 +10,6 @@ nor in its place.
 """
 
 import errno
-import json
 import os
 import re
 import shutil
@@ -26,8 +25,7 @@ from pardata.ranks._logger import get_logger
 
 _log = get_logger(__name__)
 
-_UNFINISHED = ".unfinished-"
-_REMOVED = ".removed-"
+_UNFINISHED = ".unfinished-"  # of what is being written, or removed
 
 
 class Name(NamedTuple):
@@ -76,10 +74,14 @@ class Attempt:
             RuntimeError: where somebody else came after this one's last claim.
         """
         self.check()  # before anything is made
-        directory, claimed = self._directory, _self_description()
+        directory = self._directory
         if directory.exists() and not directory.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
         directory.mkdir(parents=True, exist_ok=True)
+        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        # No two are the same, also where the directory was emptied and the numbers begin anew.
+        token = os.urandom(8).hex()
+        claimed = f"process {os.getpid()} on {socket.gethostname()}, since {since}\n{token}"
         while True:
             taken = [*_claims(directory), *(name.attempt for name in names(directory))]
             # After a claim of its own the very next number, or none: a run that has been told that
@@ -106,17 +108,22 @@ class Attempt:
         if not _claims(self._directory):  # somebody has emptied it, and not written yet
             self._write_claim(self.number, self._claimed)
         newest, path = max(_claims(self._directory).items(), default=(0, Path()))
-        if newest != self.number or _text(path) != self._claimed:
+        try:
+            text = path.read_text()
+        except (OSError, ValueError):  # removed by a third, or not ours
+            text = ""
+        if newest != self.number or text != self._claimed:
+            who = text.partition("\n")[0] or "by another process"  # which has not written yet
             msg = (
                 f"one run at a time must write to {self._directory}, but this is attempt "
-                f"{self.number} and attempt {newest} has begun ({_who(path)}): this run is the "
+                f"{self.number} and attempt {newest} has begun ({who}): this run is the "
                 f"older one and must end; give it a directory of its own if both are wanted"
             )
             raise RuntimeError(msg)
 
     def _write_claim(self, number: int, text: str) -> bool:
         """Claim a number, and return whether nobody else has."""
-        path = self._directory / f"attempt-{number:04d}.json"
+        path = self._directory / f"attempt-{number:04d}.txt"
         with suppress(FileExistsError), path.open("x") as file:
             try:
                 file.write(text)
@@ -129,30 +136,8 @@ class Attempt:
 
 
 def _claims(directory: Path) -> dict[int, Path]:
-    found = [(re.fullmatch(r"attempt-(\d{4,})\.json", p.name), p) for p in directory.iterdir()]
+    found = [(re.fullmatch(r"attempt-(\d{4,})\.txt", p.name), p) for p in directory.iterdir()]
     return {int(match[1]): path for match, path in found if match}
-
-
-def _self_description() -> str:
-    since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-    own = {"host": socket.gethostname(), "process": os.getpid(), "since": since}
-    # No two are the same, also where the directory was emptied and the numbers begin anew.
-    return json.dumps({**own, "token": os.urandom(8).hex()})
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (OSError, ValueError):  # removed by a third, or not ours
-        return ""
-
-
-def _who(claim: Path) -> str:
-    try:
-        facts = json.loads(_text(claim))
-        return f"process {facts['process']} on {facts['host']}, since {facts['since']}"
-    except (ValueError, TypeError, KeyError):  # being written
-        return "by another process"
 
 
 class Folder:
@@ -173,11 +158,6 @@ class Folder:
         self._unfinished: Path | None = None
         self._began = 0.0
 
-    def write(self, step: int, contents: Any, facts: Mapping[str, Any]) -> None:
-        """Write a checkpoint that rank 0 has all of."""
-        self.begin(step)
-        self.finish(step, contents, facts)
-
     def begin(self, step: int) -> Path:
         """Return the folder where a checkpoint is to be written before it has its name."""
         self._began = time.perf_counter()
@@ -190,20 +170,21 @@ class Folder:
             self._remove_unfinished()  # of a save that stopped half-way
             self._name = Name(self._attempt.number, step)
             self._unfinished = self._directory / f"{_UNFINISHED}{self._name}"
-            shutil.rmtree(self._unfinished, ignore_errors=True)
             self._unfinished.mkdir()
             return self._unfinished
 
-    def finish(self, step: int, contents: Any, facts: Mapping[str, Any]) -> None:
-        """Write rank 0's part, make all that was written since `begin` a checkpoint, and prune.
+    def finish(
+        self, begun: Path | None, step: int, contents: Any, facts: Mapping[str, Any]
+    ) -> None:
+        """Write rank 0's part, make all that is there a checkpoint, and prune.
 
         Args:
-            step: with which it was begun.
+            begun: what `begin` returned for this step, if it was called.
+            step: of the run.
             contents: of the file of rank 0.
             facts: of the manifest.
         """
-        path = self._unfinished
-        assert path is not None  # noqa: S101  # `begin` was called
+        path = begun or self.begin(step)
         with self._cleaned_after_errors(step):
             save(contents, path / STATE)
             size = write_manifest(path, {"step": step, **facts})
@@ -233,19 +214,17 @@ class Folder:
             kept = self._keep_every is not None and name.step % self._keep_every == 0
             if not kept and name.attempt <= self._attempt.number:
                 # Half of it removed must not look like a checkpoint.
-                removed = self._directory / f"{_REMOVED}{name}"
+                removed = self._directory / f"{_UNFINISHED}{name}"
                 with suppress(FileNotFoundError):  # the older run was at it when this one began
                     (self._directory / str(name)).rename(removed)
                     shutil.rmtree(removed, ignore_errors=True)
 
     def _remove_leftovers(self) -> None:
         """Remove what earlier attempts were killed over."""
-        for entry in list(self._directory.iterdir()):
-            for prefix in (_UNFINISHED, _REMOVED):
-                name = Name.parse(entry.name.removeprefix(prefix))
-                is_older = name and name.attempt < self._attempt.number
-                if is_older and entry.name.startswith(prefix):
-                    shutil.rmtree(entry, ignore_errors=True)
+        for entry in list(self._directory.glob(f"{_UNFINISHED}*")):
+            name = Name.parse(entry.name.removeprefix(_UNFINISHED))
+            if name is not None and name.attempt < self._attempt.number:
+                shutil.rmtree(entry, ignore_errors=True)
 
     @contextmanager
     def _cleaned_after_errors(self, step: int) -> Iterator[None]:

@@ -8,7 +8,7 @@ model has paid for most of them.
 
 import dataclasses
 import pickle
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
@@ -21,11 +21,11 @@ from torch import Tensor
 
 from pardata.checkpoint._files import UnusableError
 from pardata.collective._tree import Path as TreePath
-from pardata.collective._tree import flat, is_special, mapped, rebuilt
+from pardata.collective._tree import is_special, leaves, mapped
 
 _FOLDER = "sharded"
 
-_MARK = "pardata: a sharded tensor"
+_MARK = "pardata: the sharded tensor "
 _METADATA = ".metadata"
 
 _MODULES = (
@@ -43,42 +43,43 @@ def distributed(tree: Any, likes: Mapping[TreePath, Tensor]) -> Any:
         return tree
     from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415
 
-    parts = flat(tree, is_leaf=is_special)
-    for at, leaf in parts.items():
+    def as_like(at: TreePath, leaf: Any) -> Any:
         like = sharded.get(at[:-1])
         is_whole = isinstance(leaf, Tensor) and not _is_sharded(leaf)
-        if like is not None and is_whole and leaf.shape == like.shape:
-            parts[at] = distribute_tensor(leaf.to(like.device), like.device_mesh, like.placements)
-    return rebuilt(tree, parts, is_leaf=is_special)
+        if like is None or not is_whole or leaf.shape != like.shape:
+            return leaf
+        return distribute_tensor(leaf.to(like.device), like.device_mesh, like.placements)
+
+    return mapped(tree, as_like, is_leaf=is_special)
 
 
-def mark(path: str) -> dict[str, str]:
+def mark(path: str) -> str:
     """Return what stands in a tree for the sharded tensor that is written under this path."""
-    return {_MARK: path}
+    return _MARK + path
 
 
 def marked(tree: Any) -> dict[TreePath, str]:
     """Return where a tree's sharded tensors are, and the paths under which they are written."""
-    found = flat(tree, is_leaf=is_special)
-    return {path[:-1]: leaf for path, leaf in found.items() if path[1:] and path[-1] == _MARK}
+    found = leaves(tree, is_leaf=is_special)
+    return {at: leaf.removeprefix(_MARK) for at, leaf in found if _is_mark(leaf)}
 
 
 def joined(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Return a tree with sharded tensors, by their paths, in the place of its marks."""
 
-    def is_mark(part: object) -> bool:
-        return isinstance(part, dict) and part.keys() == {_MARK}
+    def filled(_: TreePath, leaf: Any) -> Any:
+        return tensors[leaf.removeprefix(_MARK)] if _is_mark(leaf) else leaf
 
-    return mapped(
-        tree,
-        lambda _, leaf: tensors[leaf[_MARK]] if is_mark(leaf) else leaf,
-        is_leaf=lambda part: is_mark(part) or is_special(part),
-    )
+    return mapped(tree, filled, is_leaf=is_special)
+
+
+def _is_mark(leaf: object) -> bool:
+    return isinstance(leaf, str) and leaf.startswith(_MARK)
 
 
 def writing(
     checkpoint: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None
-) -> Callable[[], None]:
+) -> Callable[[], object]:
     """Return what writes this rank's parts, and raises where any rank failed; all call it.
 
     Args:
@@ -97,12 +98,7 @@ def writing(
         own = {n: t.detach().clone() if t.device == cpu else t for n, t in tensors.items()}
         started: Any = dcp.async_save(own, storage_writer=writer, process_group=group)
         finish = started.result
-
-    def finished() -> None:
-        with _failures_as_errors():
-            finish()
-
-    return finished
+    return _failures_as_errors()(finish)
 
 
 def read(checkpoint: Path, targets: Mapping[str, object]) -> dict[str, Tensor]:
@@ -116,25 +112,12 @@ def read(checkpoint: Path, targets: Mapping[str, object]) -> dict[str, Tensor]:
         def read_metadata(self, *_: Any, **__: Any) -> Any:  # newer torch passes more
             return metadata
 
-    metadata = _read_metadata(checkpoint)
+    metadata = read_metadata(checkpoint)
     stored = metadata.state_dict_metadata
     tensors = {name: _empty(stored[name], target) for name, target in targets.items()}
     with _failures_as_errors():
         dcp.load(tensors, storage_reader=Reader(checkpoint / _FOLDER))
     return tensors
-
-
-def check(checkpoint: Path, files: Container[str]) -> None:
-    """Check that what is there can be read without running code, from these files alone.
-
-    Raises:
-        UnusableError: where not; says why.
-    """
-    for place in _read_metadata(checkpoint).storage_data.values():
-        file = PurePath(place.relative_path).name
-        if file != place.relative_path or f"{_FOLDER}/{file}" not in files:
-            msg = f"{_FOLDER} needs {str(place.relative_path)!r}, which is no file in it"
-            raise UnusableError(msg)
 
 
 @contextmanager
@@ -161,8 +144,12 @@ def _is_sharded(value: object) -> bool:
     return isinstance(value, Tensor) and hasattr(value, "device_mesh")
 
 
-def _read_metadata(checkpoint: Path) -> Any:
-    """Return what PyTorch has written there as a pickle, without running what it may say."""
+def read_metadata(checkpoint: Path) -> Any:
+    """Return what PyTorch has written there as a pickle, without running what it may say.
+
+    Raises:
+        UnusableError: where that cannot be; says why.
+    """
     try:
         with (checkpoint / _FOLDER / _METADATA).open("rb") as file:
             metadata = _Unpickler(file).load()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pardata.checkpoint import _shards as shards
-from pardata.collective._tree import Path, flat, in_brackets, is_special, mapped, rebuilt
+from pardata.collective._tree import Path, in_brackets, is_special, leaves, mapped
 from pardata.model._replica import strategy_of
 from pardata.ranks._version import __version__
 from pardata.ranks._world import World
@@ -48,7 +48,7 @@ class Snapshot:
         for name in [name for name in objects if name not in values]:
             thing, under = objects[name], strategies.get(name)
             states[name] = under.state_dict(thing) if under else thing.state_dict()
-        self.trees = self._taken((), states)
+        self.trees = mapped(states, self._taken, is_leaf=is_special)
         _require_safe(self.trees)
         if copy:
             # The others are freed here, before a thread writes: with each that was freed beside it,
@@ -65,15 +65,10 @@ class Snapshot:
             },
         }
 
-    def _taken(self, path: Path, part: Any) -> Any:
-        """Return a part as it will be written, of plain dicts where it has mappings of its own."""
-        inside = {"is_leaf": is_special, "path": path}
-        found = flat(part, **inside)
-        return rebuilt(part, {p: self._taken_leaf(p, leaf) for p, leaf in found.items()}, **inside)
-
-    def _taken_leaf(self, path: Path, leaf: Any) -> Any:
+    def _taken(self, path: Path, leaf: Any) -> Any:
+        """Return a leaf as it will be written: a mapping of its own kind as a plain dict."""
         if isinstance(leaf, Mapping):
-            return self._taken(path, dict(leaf))
+            return mapped(dict(leaf), self._taken, is_leaf=is_special, path=path)
         name = ".".join(map(str, path))  # as weights are named: optimizer.state.0.exp_avg
         if not isinstance(leaf, Tensor):
             # The order of a set is not the same in every process.
@@ -106,8 +101,7 @@ def _is_stateful(thing: object) -> bool:
 
 def copied(tree: Any) -> Any:
     """Return a tree with tensors of its own, on the CPU; those that are one stay one."""
-    known: dict[tuple[object, ...], Tensor] = {}
-    gpus = set[torch.device]()
+    known: dict[tuple[Any, ...], Tensor] = {}
 
     def copy_of(_: Path, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -118,13 +112,11 @@ def copied(tree: Any) -> Any:
         key = (*place, leaf.dtype, leaf.device)
         if key not in known:
             known[key] = _on_cpu(leaf)
-            if leaf.is_cuda:
-                gpus.add(leaf.device)
         return known[key]
 
     copies = mapped(tree, copy_of, is_leaf=is_special)
     # Each copy runs on the stream of now of the GPU that it comes from, whichever GPU is current.
-    for gpu in gpus:
+    for gpu in {device for *_, device in known if device.type == "cuda"}:
         torch.cuda.current_stream(gpu).synchronize()
     return copies
 
@@ -155,14 +147,13 @@ def _require_safe(trees: Mapping[str, Any]) -> None:
         return
     # Asking PyTorch itself, which knows what the user has allowed beside its own.
     # Of tensors only those of classes that need not be known to it.
-    found = flat(trees, is_leaf=is_special).items()
-    parts = {path: None if type(leaf) is Tensor else leaf for path, leaf in found}
-    skeleton = rebuilt(trees, parts, is_leaf=is_special)
+    skeleton = mapped(trees, lambda _, x: None if type(x) is Tensor else x, is_leaf=is_special)
     why = _refusal(skeleton)
     if why is None:
         return
-    parts |= {(name,): tree for name, tree in skeleton.items()}
-    (name, *path), part = next(item for item in parts.items() if _refusal(item[1]) is not None)
+    parts = [*leaves(skeleton, is_leaf=is_special)]
+    parts += [((name,), tree) for name, tree in skeleton.items()]
+    (name, *path), part = next(item for item in parts if _refusal(item[1]) is not None)
     text = textwrap.shorten(repr(part), 100)
     kind = f"{type(part).__module__}.{type(part).__qualname__}"
     msg = (

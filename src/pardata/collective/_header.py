@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pardata.collective._agreement import agree, require_same
-from pardata.collective._tree import Path, by_text, in_brackets, leaves, mapped
+from pardata.collective._tree import Path, in_brackets, leaves, mapped
 from pardata.ranks._backend import device_of_sums
 from pardata.ranks._world import World
 
@@ -48,8 +48,7 @@ class Matching(Generic[_T]):
         # Chosen from the world and never from the values: ranks could be of two minds.
         self.device = device_of_sums(here.backend, here.device)
         self._error: Exception | None = None
-        nothing: dict[Path, Leaf] = {}
-        found = self.guarded(lambda: numbers_of(value), nothing)
+        found: dict[Path, Leaf] = self.guarded(lambda: numbers_of(value), {})
         self._paths, self.leaves = list(found), list(found.values())
         texts = (f"{in_brackets('value', p)}: {describe_leaf(leaf)}" for p, leaf in found.items())
         self._text = self.guarded(lambda: "; ".join(texts), "")
@@ -92,24 +91,14 @@ class Matching(Generic[_T]):
     def start_all_reduce(self, values: list[float]) -> Callable[[], list[float]]:
         """Begin to sum a few numbers over all ranks, and return what waits for the sums.
 
-        That raises as `all_reduce` does. It must be called on every rank.
+        That raises as `all_reduce` does. It must be called once, on every rank.
         """
         header = self._header(values, 0.0)
         work: Any = dist.all_reduce(header, async_op=True)
 
-        @functools.cache  # the ranks tell each other only once what is wrong
-        def outcome() -> list[float] | RuntimeError:
-            work.wait()
-            try:
-                return self._read(header)[_FIRST_VALUE : _FIRST_VALUE + len(values)]
-            except RuntimeError as error:
-                return error
-
         def sums() -> list[float]:
-            found = outcome()
-            if isinstance(found, RuntimeError):
-                raise found
-            return found
+            work.wait()
+            return self._read(header)[_FIRST_VALUE : _FIRST_VALUE + len(values)]
 
         return sums
 
@@ -154,7 +143,7 @@ def numbers_of(value: object) -> dict[Path, Leaf]:
     Raises:
         TypeError: for a leaf that is no number, naming its path, as ``value['loss'][2]``.
     """
-    return {path: _number(leaf, path) for path, leaf in leaves(value, keys=by_text)}
+    return {path: _number(leaf, path) for path, leaf in leaves(value, by_text=True)}
 
 
 def _number(leaf: Any, path: Path) -> Leaf:

@@ -1,7 +1,7 @@
 """Reduce and gather numbers, tensors and nested structures of them, in one collective."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any, TypeVar, overload
 
@@ -120,13 +120,13 @@ def _gathered(here: World, matching: Matching[_T]) -> list[_T]:
     rows = torch.tensor([len(part) if part.ndim else 1 for part in parts], dtype=torch.int64)
     all_rows: list[list[int]] = _gather(here, rows.to(device)).tolist()
     row_bytes = [math.prod(part.shape[1:]) * part.element_size() for part in parts]
-    sizes = [sum(n * b for n, b in zip(r, row_bytes, strict=True)) for r in all_rows]
-    buffer = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+    sizes = [[n * b for n, b in zip(r, row_bytes, strict=True)] for r in all_rows]
+    buffer = torch.zeros(max(map(sum, sizes)), dtype=torch.uint8, device=device)
     if parts:
-        buffer[: sizes[here.rank]] = torch.cat([_to_bytes(part, device) for part in parts])
+        buffer[: sum(sizes[here.rank])] = torch.cat([_to_bytes(part, device) for part in parts])
     return [
-        matching.rebuilt(_from_bytes(matching.leaves, counts, row))
-        for counts, row in zip(all_rows, _gather(here, buffer), strict=True)
+        matching.rebuilt(map(_from_bytes, matching.leaves, counts, row[: sum(size)].split(size)))
+        for counts, size, row in zip(all_rows, sizes, _gather(here, buffer), strict=True)
     ]
 
 
@@ -253,16 +253,12 @@ def _to_bytes(part: Tensor, device: torch.device) -> Tensor:
     return flat.view(torch.uint8).to(device)
 
 
-def _from_bytes(own: list[Leaf], counts: list[int], row: Tensor) -> Iterator[Leaf]:
-    start = 0
-    for leaf, count in zip(own, counts, strict=True):
-        part = _as_tensor(leaf)
-        shape = (count, *part.shape[1:]) if part.ndim else ()
-        end = start + math.prod(shape) * part.element_size()
-        # A copy: a view may begin where an element of this dtype may not.
-        tensor = row[start:end].clone().view(part.dtype).view(shape).to(part.device)
-        yield tensor if isinstance(leaf, Tensor) else tensor.item()
-        start = end
+def _from_bytes(own: Leaf, rows: int, piece: Tensor) -> Leaf:
+    part = _as_tensor(own)
+    shape = (rows, *part.shape[1:]) if part.ndim else ()
+    # A copy: a view may begin where an element of this dtype may not.
+    tensor = piece.clone().view(part.dtype).view(shape).to(part.device)
+    return tensor if isinstance(own, Tensor) else tensor.item()
 
 
 def _gather(here: World, flat: Tensor) -> Tensor:

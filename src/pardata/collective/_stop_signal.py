@@ -14,7 +14,7 @@ from typing_extensions import Self
 from pardata.collective._explanation import explained
 from pardata.ranks._backend import device_of_counts
 from pardata.ranks._logger import get_logger
-from pardata.ranks._world import World, require_world
+from pardata.ranks._world import require_world
 
 _log = get_logger(__name__)
 
@@ -73,7 +73,9 @@ class StopSignal:
                 why = f"got {signal.Signals(self._received).name}" if self._received else asked
                 _log.info("%s: the run stops at this step", why, ranks=[here.rank])
             elif here.size > 1:
-                self._tell(here)
+                facts = [int(self.requested), self._calls, -self._calls]
+                told = torch.tensor(facts, device=device_of_counts(here.backend, here.device))
+                self._sent = told, dist.all_reduce(told, dist.ReduceOp.MAX, async_op=True)
         return self._agreed
 
     def _heard(self) -> bool:
@@ -93,11 +95,6 @@ class StopSignal:
             raise RuntimeError(msg)
         return bool(asked)
 
-    def _tell(self, here: World) -> None:
-        facts = [int(self.requested), self._calls, -self._calls]
-        told = torch.tensor(facts, device=device_of_counts(here.backend, here.device))
-        self._sent = told, dist.all_reduce(told, dist.ReduceOp.MAX, async_op=True)
-
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
             _log.warning(
@@ -113,10 +110,8 @@ class StopSignal:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._stop_listening()
-        if kind is None and self._sent is not None:
-            with explained("the end of StopSignal"):
-                self._sent[1].wait()  # all ranks have sent equally often
-            self._sent = None
+        if kind is None:
+            self._heard()  # all ranks have sent equally often
 
     def _stop_listening(self) -> None:
         for number, handler in self._before.items():
@@ -134,13 +129,9 @@ class StopSignal:
         os.kill(os.getpid(), number)
 
 
-def _checked(number: object) -> int:
-    try:
-        found = signal.Signals(number)  # type: ignore[arg-type]  # or else it raises
-    except ValueError:
-        found = None
-    is_bool = isinstance(number, bool)  # True would be SIGHUP
-    if is_bool or found is None or found.name in ("SIGKILL", "SIGSTOP"):
+def _checked(number: int) -> int:
+    caught = [found for found in signal.Signals if found.name not in ("SIGKILL", "SIGSTOP")]
+    if isinstance(number, bool) or number not in caught:  # True would be SIGHUP
         msg = f"`signals` must be ones that can be caught, as signal.SIGTERM, but are {number!r}"
         raise ValueError(msg)
-    return int(found)
+    return int(number)

@@ -13,7 +13,6 @@ Path: TypeAlias = tuple[Any, ...]
 """The keys and indices that lead to a leaf."""
 
 _Test: TypeAlias = Callable[[Any], bool]
-_Keys: TypeAlias = Callable[[Mapping[Any, Any]], Iterable[Any]]
 
 _MAPPINGS = (dict, Mapping)  # the first is found at once
 _SEQUENCES = (list, tuple)
@@ -27,36 +26,37 @@ def is_special(part: object) -> bool:
 
 
 def _parts(
-    tree: Any, is_leaf: _Test | None, keys: _Keys = iter
+    tree: Any, is_leaf: _Test | None, *, by_text: bool = False
 ) -> Iterable[tuple[Any, Any]] | None:
     """Return what a container holds, with key or index, and `None` for a leaf."""
     if is_leaf is not None and is_leaf(tree):
         return None
     if isinstance(tree, _MAPPINGS):
-        return [(key, tree[key]) for key in keys(tree)]
+        return [(key, tree[key]) for key in (sorted(tree, key=repr) if by_text else tree)]
     return enumerate(tree) if isinstance(tree, _SEQUENCES) else None
 
 
 def leaves(
-    tree: Any, *, is_leaf: _Test | None = None, keys: _Keys = iter, path: Path = ()
+    tree: Any, *, is_leaf: _Test | None = None, by_text: bool = False, path: Path = ()
 ) -> Iterator[tuple[Path, Any]]:
     """Yield each leaf of `tree` with its path.
 
     Args:
         tree: dicts and other mappings, lists and tuples; anything else is a leaf.
         is_leaf: takes a part for a leaf that would be looked into.
-        keys: in which order a mapping is gone through; its own if not given.
+        by_text: go through a mapping in the order of its keys' texts, which is the same on all
+            ranks, however it was filled.
         path: stands before all paths.
 
     >>> list(leaves({"loss": [1, 2]}))
     [(('loss', 0), 1), (('loss', 1), 2)]
     """
-    parts = _parts(tree, is_leaf, keys)
+    parts = _parts(tree, is_leaf, by_text=by_text)
     if parts is None:
         yield path, tree
         return
     for key, part in parts:
-        yield from leaves(part, is_leaf=is_leaf, keys=keys, path=(*path, key))
+        yield from leaves(part, is_leaf=is_leaf, by_text=by_text, path=(*path, key))
 
 
 def mapped(
@@ -82,16 +82,6 @@ def mapped(
     return _like(tree, items)
 
 
-def flat(tree: Any, **options: Any) -> dict[Path, Any]:
-    """Return all `leaves` by their paths; `rebuilt` makes a tree of such."""
-    return dict(leaves(tree, **options))
-
-
-def rebuilt(tree: Any, replacements: Mapping[Path, Any], **options: Any) -> Any:
-    """Return a tree like `tree` with the leaf at each path replaced."""
-    return mapped(tree, lambda path, _: replacements[path], **options)
-
-
 def in_brackets(name: str, path: Path) -> str:
     """Write a path as code would: ``value['loss'][2]``.
 
@@ -99,11 +89,6 @@ def in_brackets(name: str, path: Path) -> str:
     "value['loss'][2]"
     """
     return name + "".join(f"[{key!r}]" for key in path)
-
-
-def by_text(tree: Mapping[Any, Any]) -> list[Any]:
-    """Return the keys in an order that is the same on all ranks, however they were filled."""
-    return sorted(tree, key=repr)
 
 
 def _like(tree: Any, items: dict[Any, Any]) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pardata.collective._tree import by_text, leaves
+from pardata.collective._tree import leaves
 
 
 def same(one: Any, other: Any) -> bool:
@@ -15,7 +15,7 @@ def same(one: Any, other: Any) -> bool:
     Tensors, arrays and numbers are equal where NaN stands in both, images where their pixels are.
     """
     try:
-        ours, theirs = (dict(leaves(sample, keys=by_text)) for sample in (one, other))
+        ours, theirs = (dict(leaves(sample, by_text=True)) for sample in (one, other))
     except RecursionError:  # of what holds itself
         return True
     return ours.keys() == theirs.keys() and all(_same(ours[path], theirs[path]) for path in ours)

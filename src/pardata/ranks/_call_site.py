@@ -6,6 +6,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -28,7 +29,9 @@ def _last_of_the_users(places: Iterable[tuple[FrameType, int]]) -> str:
     if not lines:
         return "an unknown line"
     file, line = ([place for place in lines if _is_the_users(place[0])] or lines)[-1]
-    return f"{_short(file)}:{line}"
+    with suppress(ValueError, OSError):  # elsewhere than we are, or that folder is gone
+        file = str(Path(file).relative_to(Path.cwd()))
+    return f"{file}:{line}"
 
 
 def _is_the_users(file: str) -> bool:
@@ -43,11 +46,3 @@ def _folders() -> tuple[tuple[str, ...], str]:
     """Return where pardata and torch are, and Python's own library."""
     ours = (Path(__file__).parents[1], Path(torch.__file__ or __file__).parent)
     return tuple(f"{folder}{os.sep}" for folder in ours), sysconfig.get_paths()["stdlib"] + os.sep
-
-
-def _short(file: str) -> str:
-    """Return the path as seen from where the process runs, if it is below."""
-    try:
-        return str(Path(file).relative_to(Path.cwd()))
-    except (ValueError, OSError):  # elsewhere, or that folder is gone
-        return file

@@ -70,7 +70,7 @@ def _chosen(rank: int, level: int, ranks: str | Iterable[int] | None) -> bool:
 
 
 def _rank_and_size() -> tuple[int, int]:
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     try:
         launch = detect(os.environ)

@@ -4,13 +4,11 @@ import ctypes
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-
-_NUMPY_WORDS = 624  # of the Mersenne Twister
 
 
 class Default(NamedTuple):
@@ -143,16 +141,15 @@ def forked_seed(number: int, device: torch.device | None = None) -> Iterator[Non
 def generator_states(device: torch.device) -> dict[str, Any]:
     """Return where the default generators of this process are, that of a GPU `device` included.
 
-    Of integers, strings and lists alone, for `restore_generators` of any process to come.
+    Of integers, strings, lists and tuples alone, for `restore_generators` of any process to come.
     """
-    version, words, normal = random.getstate()
-    found: dict[str, Any] = {"python": [version, list(words), normal]}
+    found: dict[str, Any] = {"python": random.getstate()}
     if (numpy := numpy_or_none()) is not None:
         kind, keys, *rest = numpy.random.get_state()
         found["numpy"] = [kind, keys.tolist(), *rest]
-    found["torch"] = _hex(torch.get_rng_state())
+    found["torch"] = torch.get_rng_state().tolist()
     if device.type == "cuda":
-        found["cuda"] = _hex(torch.cuda.get_rng_state(device))
+        found["cuda"] = torch.cuda.get_rng_state(device).tolist()
     return found
 
 
@@ -166,15 +163,10 @@ def restore_generators(states: dict[str, Any], device: torch.device) -> None:
         version, words, normal = states["python"]
         random.setstate((version, tuple(words), normal))
         if "numpy" in states and (numpy := numpy_or_none()) is not None:
-            kind, keys, position, *normal = states["numpy"]
-            # NumPy would read beyond its words.
-            if not 0 <= position <= _NUMPY_WORDS:
-                msg = f"NumPy's is at {position} of {_NUMPY_WORDS}"
-                raise ValueError(msg)
-            numpy.random.set_state((kind, keys, position, *normal))
-        torch.set_rng_state(_from_hex(states["torch"]))
+            numpy.random.set_state(states["numpy"])
+        torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
         if "cuda" in states and device.type == "cuda":
-            torch.cuda.set_rng_state(_from_hex(states["cuda"]), device)
+            torch.cuda.set_rng_state(torch.tensor(states["cuda"], dtype=torch.uint8), device)
     except (TypeError, ValueError, LookupError, RuntimeError, OverflowError) as error:
         msg = (
             f"the default generators must be put back to where they once were, but what was saved "
@@ -207,19 +199,11 @@ def no_draws(what: str, device: torch.device | None = None, *, thorough: bool) -
 @cache
 def numpy_or_none() -> Any:
     """Return NumPy if it is installed: pardata does not require it."""
-    try:
+    with suppress(ImportError):
         import numpy as np  # noqa: PLC0415
-    except ImportError:
-        return None
-    return np
 
-
-def _hex(state: torch.Tensor) -> str:
-    return bytes(state.tolist()).hex()
-
-
-def _from_hex(text: str) -> torch.Tensor:
-    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
+        return np
+    return None
 
 
 def _of(device: torch.device | None) -> tuple[Default, ...]:

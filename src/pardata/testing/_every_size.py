@@ -44,8 +44,8 @@ def assert_same_at_every_size(
     Args:
         train: importable by name, as for `run`.
         args: handed to it.
-        sizes: numbers of processes; the first is what the others are compared with. Where that is
-            not 1, it is run a second time, so that its own ranks are compared too.
+        sizes: numbers of processes; all are compared with rank 0 of the first, its other ranks
+            too.
         rtol: by how much a floating-point number may differ, relative to what it is compared with.
             With 0 and an `atol` of 0 every bit must be the same, but for NaN and the sign of 0.
             Whole numbers must always be equal.
@@ -75,15 +75,19 @@ def assert_same_at_every_size(
     if len(sizes) < 2:
         msg = f"`sizes` must be two or more, to be compared, but is {sizes}: add another"
         raise ValueError(msg)
-    reference, *others = sizes
+    reference: list[str] = []
     with tempfile.TemporaryDirectory(prefix="pardata-sizes-") as folder:
-        steps = run(_record, train, args, folder, world_size=reference, timeout=timeout)[0]
-        job = train, args, folder, steps, (rtol, atol)
-        for size in others if reference == 1 else sizes:
-            found = run(_compare, *job, world_size=size, timeout=timeout)
-            partings = {rank: parting for rank, parting in enumerate(found) if parting is not None}
+        for size in sizes:
+            job = train, args, tempfile.mkdtemp(dir=folder)
+            found = run(_record, *job, world_size=size, timeout=timeout)
+            reference = reference or found[0]
+            if not reference:
+                msg = "`train` must yield after each step, but yielded nothing: let it take a step"
+                raise ValueError(msg)
+            compared = [_parting(files, reference, (rtol, atol)) for files in found]
+            partings = {rank: parting for rank, parting in enumerate(compared) if parting}
             if partings:
-                raise AssertionError(_message(partings, size, reference))
+                raise AssertionError(_message(partings, size, sizes[0]))
 
 
 def difference(ours: Tensor, theirs: Tensor, near: _Near) -> tuple[float, str] | None:
@@ -115,31 +119,25 @@ def _message(partings: dict[int, _Parting], size: int, reference: int) -> str:
     )
 
 
-def _record(train: Any, args: Any, directory: str) -> int:
-    """Write what is yielded after each step, on rank 0; return how many steps there were."""
-    steps = 0
-    for steps, trained in enumerate(_yielded(train, args), start=1):
-        tensors = _tensors(trained)
-        if torch.distributed.get_rank() == 0:
-            torch.save(tensors, f"{directory}/{steps}.pt")
-    if steps == 0:
-        msg = "`train` must yield after each step, but yielded nothing: let it take some steps"
-        raise ValueError(msg)
-    return steps
+def _record(train: Any, args: Any, directory: str) -> list[str]:
+    """Write what this rank yields after each step, and return the files."""
+    files: list[str] = []
+    for trained in _yielded(train, args):
+        files.append(f"{directory}/{torch.distributed.get_rank()}-{len(files)}.pt")
+        torch.save(_tensors(trained), files[-1])
+    return files
 
 
-def _compare(train: Any, args: Any, directory: str, steps: int, near: _Near) -> _Parting | None:
-    """Return the first difference to what was written, and train to the end, as the others do."""
-    first: _Parting | None = None
-    done = 0
-    for done, trained in enumerate(_yielded(train, args), start=1):
-        ours = _tensors(trained)  # collective where they are sharded
-        if first is None and done <= steps:
-            text = _difference(ours, torch.load(f"{directory}/{done}.pt"), near)
-            first = None if text is None else (done, text)
-    if first is None and done != steps:
-        first = min(done, steps), f"it took {done} steps in all, not {steps}"
-    return first
+def _parting(ours: list[str], theirs: list[str], near: _Near) -> _Parting | None:
+    """Return the first difference between what was written on two ranks."""
+    for step, (file, other) in enumerate(zip(ours, theirs, strict=False), start=1):
+        text = _difference(torch.load(file), torch.load(other), near)
+        if text is not None:
+            return step, text
+    done, steps = len(ours), len(theirs)
+    return (
+        None if done == steps else (min(done, steps), f"it took {done} steps in all, not {steps}")
+    )
 
 
 def _yielded(train: Any, args: Any) -> Iterable[Any]:

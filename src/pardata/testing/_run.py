@@ -27,9 +27,8 @@ _Args = TypeVarTuple("_Args")
 # How long the others may go on after one rank has failed, to fail in their turn.
 _GRACE = 5.0
 # A test that inherits the launcher of its runner would join as somebody else's rank.
-_LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_")
-_GROUP = ("GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK")
-_LAUNCHER_NAMES = (*TORCHRUN[:4], *_GROUP, "PARDATA_JOINED", "PARDATA_LAUNCHER")
+_LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_", "GROUP_")
+_LAUNCHER_NAMES = (*TORCHRUN[:4], "NODE_RANK", "PARDATA_JOINED", "PARDATA_LAUNCHER")
 
 
 def run(
@@ -69,8 +68,7 @@ def run(
     """
     check_integer("world_size", world_size, least=1)
     _check_timeout(timeout)
-    added = dict(env or {})
-    _check_text(added)
+    variables = _environment(dict(env or {}))
     try:
         job = pickle.dumps((fn, args))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -79,8 +77,7 @@ def run(
     _require_a_script_that_children_find(fn)
     with tempfile.TemporaryDirectory(prefix="pardata-run-") as directory:
         start_method = multiprocessing.get_start_method(allow_none=True)
-        env = {**_inherited(), **added}
-        meeting = _Meeting(directory, world_size, timeout, env, start_method)
+        meeting = _Meeting(directory, world_size, timeout, variables, start_method)
         team = [_Rank(rank, meeting, job) for rank in range(world_size)]
         try:
             return _results(team, meeting)
@@ -96,11 +93,19 @@ def _check_timeout(timeout: object) -> None:
         raise ValueError(msg)
 
 
-def _check_text(env: dict[Any, Any]) -> None:
-    for name, value in env.items():
+def _environment(added: dict[Any, Any]) -> dict[str, str]:
+    """Return the variables of a rank: those of this process, without its launcher's, and more."""
+    for name, value in added.items():
         if not (isinstance(name, str) and isinstance(value, str)):
             msg = f"`env` must map names to text, but maps {name!r} to {value!r}: use str()"
             raise TypeError(msg)
+    # The server's environment is that of its start; a test may have changed its own since.
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _LAUNCHER_NAMES and not name.startswith(_LAUNCHER_PREFIXES)
+    }
+    return {**own, **added}
 
 
 def _require_a_script_that_children_find(fn: Callable[..., object]) -> None:
@@ -148,9 +153,8 @@ class _Rank:
     def end(self) -> None:
         """Make sure that the process is gone."""
         self._process.join(timeout=0 if self.outcome is None else _GRACE)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
+        self._process.kill()
+        self._process.join()
         self.pipe.close()
         self._process.close()
 
@@ -206,20 +210,10 @@ def _context() -> Any:
     return context
 
 
-def _inherited() -> dict[str, str]:
-    # The server's environment is that of its start; a test may have changed its own since.
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _LAUNCHER_NAMES and not name.startswith(_LAUNCHER_PREFIXES)
-    }
-
-
 def _work(rank: int, meeting: _Meeting, job: bytes, pipe: Connection) -> None:
     """Be one rank: join, run, report."""
     os.environ.clear()
-    os.environ.update(meeting.env)
-    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(meeting.size))
+    os.environ.update(meeting.env, LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(meeting.size))
     # That of the parent, for a rank's own children: a process from a server would ask for another
     # server, and each DataLoader worker would take seconds to import torch.
     multiprocessing.set_start_method(meeting.start_method, force=True)
@@ -244,9 +238,7 @@ def _joined_call(rank: int, meeting: _Meeting, job: bytes) -> Any:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     # torch does not wait: a rank whose `fn` leaves the group at once would close connections that
     # another is still making.
-    if store.add("joined", 1) == meeting.size:
-        store.set("all joined", "")
-    store.wait(["all joined"])
+    dist.barrier()
     fn, args = pickle.loads(job)  # noqa: S301  # our own parent's
     result = fn(*args)
     # Nobody leaves while another still needs the connection.

@@ -16,7 +16,7 @@ TRAINING = Path(__file__).parent / "training.py"
 # What a run has on its disk while it does what it is to be killed in.
 MOMENTS = {
     "saving": "checkpoints/.unfinished-*",
-    "pruning": "checkpoints/.removed-*",
+    "pruning": "checkpoints/.unfinished-*/manifest.json",  # or about to end a save
     "caching": "cache/pardata-building",
 }
 

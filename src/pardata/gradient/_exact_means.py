@@ -54,7 +54,8 @@ class Means:
         same = (after == self._before) | (after.isnan() & self._before.isnan())
         change = (after - self._before).masked_fill_(same, 0.0)
         loss = loss.detach().reshape(1).to(change)
-        peaks = _fixed_point.largest_of_each([loss, *self._split(change, self._floating)])
+        parts = [loss, *self._split(change, self._floating)]
+        peaks = torch.stack([_fixed_point.largest(part) for part in parts])
         self.peaks = torch.maximum(self.peaks, peaks)  # NaN if either is
         _fixed_point.add(torch.cat([loss, change]), weight, *self._words.split(self.count))
         if self.first == _NONE:

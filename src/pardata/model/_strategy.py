@@ -155,13 +155,14 @@ class Replicated(Strategy):
     def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
         model = _with_batch_norms(model, settings)
         options = {"gradient_as_bucket_view": True, **settings.options}
-        # PyTorch's flag, by its new and its old name: ours replaces the broadcast it is for.
-        asked = [options.pop(name, None) for name in ("forward_sync_buffers", "broadcast_buffers")]
-        options[_sync_flag()] = False
+        old, new = "broadcast_buffers", "forward_sync_buffers"
+        # From torch 2.13 on, where there is a new name, the old one is a property, and warns.
+        if old in options and hasattr(DistributedDataParallel, old):
+            options.setdefault(new, options.pop(old))
         devices = {parameter.device for parameter in model.parameters()}
         if len(devices) == 1 and (only := devices.pop()).type != "cpu":
             options.setdefault("device_ids", [only])
-        return ReadThroughDDP(model, sync_buffers=False not in asked, **options)
+        return ReadThroughDDP(model, **options)
 
 
 class Sharded(Strategy):
@@ -255,12 +256,6 @@ def _check_trainable(model: nn.Module, strategy: str) -> None:
             f"{type(model).__name__} has none that requires a gradient: use strategy='none'"
         )
         raise ValueError(msg)
-
-
-def _sync_flag() -> str:
-    new = "forward_sync_buffers"  # from torch 2.13 on, where the old name warns
-    known = inspect.signature(DistributedDataParallel).parameters
-    return new if new in known else "broadcast_buffers"
 
 
 def _with_batch_norms(model: nn.Module, settings: Settings) -> nn.Module:

@@ -35,7 +35,7 @@ class Means:
         self.peaks = torch.zeros(len(self.names), dtype=torch.float64, device=device)
         self._before = self._flat(self._start, self._floating, torch.float64)
         self.count = 1 + len(self._before)
-        self._words = torch.zeros(2 * self.count, dtype=torch.int64, device=device)
+        self._words = torch.zeros(2, self.count, dtype=torch.int64, device=device)
         self.first = _NONE
         # As that leaves them; 0 before.
         self._counts = torch.zeros_like(self._flat(self._start, self._counting, torch.int64))
@@ -57,7 +57,7 @@ class Means:
         parts = [loss, *self._split(change, self._floating)]
         peaks = torch.stack([_fixed_point.largest(part) for part in parts])
         self.peaks = torch.maximum(self.peaks, peaks)  # NaN if either is
-        _fixed_point.add(torch.cat([loss, change]), weight, *self._words.split(self.count))
+        _fixed_point.add(torch.cat([loss, change]), weight, *self._words)
         if self.first == _NONE:
             self.first = number
             self._counts = self._flat(now, self._counting, torch.int64)
@@ -71,18 +71,18 @@ class Means:
         if first != self.first:
             self._counts.zero_()
         if size > 1:
-            together = torch.cat([self._words, self._counts])
+            together = torch.cat([*self._words, self._counts])
             dist.all_reduce(together)
-            self._words, self._counts = together.split([len(self._words), len(self._counts)])
-        low, high = self._words.split(self.count)
-        self._sums = _fixed_point.value(low, high)
+            words, self._counts = together.tensor_split([2 * self.count])
+            self._words = words.view(2, -1)
+        self._sums = _fixed_point.value(*self._words)
         return self._sums[0]
 
     def apply(self) -> None:
         """Set the buffers, from sums that are those of all ranks."""
         now = self._now()
         # Where nothing was added, not even 0.0, for -0.0 would become that.
-        is_changed = self._words.view(2, -1)[:, 1:].any(dim=0)
+        is_changed = self._words[:, 1:].any(dim=0)
         means = torch.where(is_changed, self._before + self._sums[1:], self._before)
         for names, flat in ((self._floating, means), (self._counting, self._counts)):
             for name, part in zip(names, self._split(flat, names), strict=True):

@@ -130,17 +130,6 @@ class ExactStep(Step):
         report = _exchanged(self._means, self._sums, self.size, failed=failed is not None)
         self._loss = self._means.add_up(report.first, self.size)
         self._sums.receive(report.late, report.large)
-        self._check(report, failed)
-        return report
-
-    def _key(self) -> int:
-        """Return a number that is the same on all ranks which send the same at the same step."""
-        batch = self._batch
-        sizes = [(name, p.numel()) for name, p in self._sums.parameters.items()]
-        sent = repr([sizes, self._means.shapes, self._means.count])
-        return mix(batch.seed, batch.epoch, batch.step, *batch.counts, zlib.crc32(sent.encode()))
-
-    def _check(self, report: Report, failed: Exception | None) -> None:
         if failed is not None:
             raise failed
         if report.failed:
@@ -154,6 +143,14 @@ class ExactStep(Step):
             raise TypeError(msg)
         if report.overflow and self._exact.on_overflow == "raise":
             raise OverflowError(self._text(report))
+        return report
+
+    def _key(self) -> int:
+        """Return a number that is the same on all ranks which send the same at the same step."""
+        batch = self._batch
+        sizes = [(name, p.numel()) for name, p in self._sums.parameters.items()]
+        sent = repr([sizes, self._means.shapes, self._means.count])
+        return mix(batch.seed, batch.epoch, batch.step, *batch.counts, zlib.crc32(sent.encode()))
 
     def _text(self, report: Report) -> str:
         name, peak = next(iter(report.overflow.items()))

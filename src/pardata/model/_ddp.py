@@ -43,7 +43,7 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
         finally:
             self.__dict__["_forward_runs"] = False
         trains = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if trains and not self._in_step and not self._joins:
+        if trains and not self._in_step and not self._join_config.enable:
             self._equalise_buffers()
         return output
 
@@ -52,14 +52,9 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
         if self.broadcast_buffers and self.modules_buffers and self._inside.training:
             self._broadcast_buffers()
 
-    @property
-    def _joins(self) -> bool:
-        """Whether this is inside ``join()``, PyTorch's protocol for uneven inputs."""
-        return bool(self._join_config.enable)
-
     def will_sync_module_buffers(self) -> bool:
         """Leave the buffers to PyTorch inside ``join()``: ranks that have finished follow it."""
-        return self._joins and bool(super().will_sync_module_buffers())
+        return bool(self._join_config.enable and super().will_sync_module_buffers())
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:
         super()._sync_final_model(is_last_joiner)
@@ -92,8 +87,8 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
             return
         # .data: autograd may have saved a buffer for the backward that is still to come, and
         # would refuse it as modified. The values it needs are the same on every rank.
-        ignored = {f"module.{name}" for name in self.parameters_to_ignore}
-        buffers = [buffer.data for name, buffer in self.named_buffers() if name not in ignored]
+        named, ignored = self.module.named_buffers(), self.parameters_to_ignore
+        buffers = [buffer.data for name, buffer in named if name not in ignored]
         if buffers:
             self._distributed_broadcast_coalesced(buffers, self.broadcast_bucket_size, 0)
 

@@ -75,19 +75,18 @@ class ExactModel(ReadThrough, Wrapper):
     def _check_record(self, facts: Mapping[str, Any]) -> None:
         now = kernels(self)
         then = facts.get(_RECORD, now)
-        if then == now:
-            return
         differing = ", ".join(
             f"{name} was {then.get(name)!r} and is {now.get(name)!r}"
             for name in {**then, **now}
             if then.get(name) != now.get(name)
         )
-        msg = (
-            f"an exact run must go on with the kernels that it began with, but {differing}: go on "
-            f"where it began (threads: wrap_model(..., threads=…)), or load into unwrap(model), "
-            f"for a run that is no longer the same to the last bit"
-        )
-        raise ValueError(msg)
+        if differing:
+            msg = (
+                f"an exact run must go on with the kernels that it began with, but {differing}: go "
+                f"on where it began (threads: wrap_model(..., threads=…)), or load into "
+                f"unwrap(model), for a run that is no longer the same to the last bit"
+            )
+            raise ValueError(msg)
 
 
 class Exactness:

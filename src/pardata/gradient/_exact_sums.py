@@ -2,7 +2,7 @@
 
 from collections import Counter
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,14 +61,6 @@ class Bucket:
         _fixed_point.add(numbers, weight, low[place], high, is_large)
 
 
-class _Summand(NamedTuple):
-    """A parameter: where its sum is."""
-
-    name: str
-    bucket: Bucket
-    peak: Tensor  # of what comes in a microbatch
-
-
 class Sums:
     """Adds up the gradients of this rank's microbatches, and those of all ranks.
 
@@ -101,8 +93,8 @@ class Sums:
         self._now = torch.zeros_like(self.peaks)  # those of this microbatch
         # By the parameter itself: it may have got another name since it was hooked.
         bucket_of = {name: bucket for bucket in self.buckets for name in bucket.places}
-        self._summands = {
-            parameter: _Summand(name, bucket_of[name], peak)
+        self._places = {
+            parameter: (name, bucket_of[name], peak)
             for (name, parameter), peak in zip(parameters.items(), self._now, strict=True)
         }
         self._weight = 0.0  # what has a gradient beside `add_gradients` is used and adds nothing
@@ -138,23 +130,23 @@ class Sums:
         """Add the gradient that `parameter` has got, be it one of several."""
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None  # noqa: S101  # PyTorch has just set it
-        summand = self._summands.get(parameter)
-        if summand is None:
+        found = self._places.get(parameter)
+        if found is None:
             msg = (
                 f"what is trained must not change within a step under strategy 'exact', but a "
                 f"parameter of shape {tuple(parameter.shape)} got a gradient that was frozen, or "
                 f"not there, when it began: call requires_grad_() before backward"
             )
             raise RuntimeError(msg)
-        name = summand.name
+        name, bucket, peak = found
         self.counts[name] += self._weight > 0
         if gradient.layout != torch.strided:
             self.sparse.add(name)
         elif self._weight:
             self._check_count(name)
-            summand.bucket.add(name, gradient, self._weight, summand.peak)
+            bucket.add(name, gradient, self._weight, peak)
         if self._is_last:
-            summand.bucket.missing.discard(name)
+            bucket.missing.discard(name)
             self.send()
 
     def send(self, *, rest: bool = False) -> None:

@@ -30,14 +30,13 @@ def load_whole(
     model: nn.Module, state_or_path: object, *, strict: bool, assign: bool
 ) -> LoadedKeys:
     """Load into the module inside `model`, of which every rank has all."""
-    wrapped = layers(model)
-    if assign and len(wrapped) > 1:
+    *wrapped, plain = layers(model)
+    if assign and wrapped:
         raise ValueError(NO_ASSIGN)
     state = _read_state(state_or_path)
     for layer in wrapped:
         if isinstance(layer, Wrapper):
             layer.check_state(state)
-    plain = wrapped[-1]
     return LoadedKeys(*plain.load_state_dict(_renamed(state, plain), strict=strict, assign=assign))
 
 

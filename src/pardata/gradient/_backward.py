@@ -16,8 +16,7 @@ from pardata.gradient._exact_step import ExactStep
 from pardata.gradient._step import ReplicatedStep, ShardedStep, Step
 from pardata.model._batch_norm import is_synchronised
 from pardata.model._buffers import kept_buffers
-from pardata.model._replica import DDP, DP, EXACT, FSDP, NONE, Replica, replica_of
-from pardata.model._strategy import Strategy
+from pardata.model._strategy import DDP, DP, EXACT, FSDP, NONE, Replica, Strategy, replica_of
 from pardata.model._unwrap import is_parallel
 from pardata.ranks._logger import get_logger
 from pardata.ranks._world import World, require_world

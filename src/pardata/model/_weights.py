@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from pardata.collective._agreement import agree, require_same
-from pardata.model._replica import strategy_of
 from pardata.model._state_dict import LoadedKeys
+from pardata.model._strategy import strategy_of
 from pardata.model._unwrap import unwrap
 from pardata.ranks._table import table_of
 from pardata.ranks._world import require_world

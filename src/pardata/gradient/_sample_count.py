@@ -97,11 +97,8 @@ def _length(column: Any) -> int | None:
 
 def _are_alike(items: Iterable[Any]) -> bool:
     """Whether `items` may be the same field of several samples."""
-    return len({_kind(item) for item in items}) == 1
-
-
-def _kind(item: Any) -> object:
-    return (item.dtype, item.ndim) if isinstance(item, Tensor) else type(item)
+    kinds = {(item.dtype, item.ndim) if isinstance(item, Tensor) else type(item) for item in items}
+    return len(kinds) == 1
 
 
 def _is_list(part: Any) -> bool:

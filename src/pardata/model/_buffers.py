@@ -12,8 +12,7 @@ from torch.distributed import distributed_c10d
 class EqualBuffers:
     """A forward hook: after a training forward all ranks have rank 0's buffers, as under "ddp"."""
 
-    def __init__(self) -> None:
-        self.waits = False
+    waits = False
 
     def __call__(self, module: nn.Module, _args: object, _output: object) -> None:
         """Broadcast the buffers."""
@@ -79,14 +78,14 @@ def kept_buffers(module: nn.Module, but_of: Collection[nn.Module] = ()) -> Itera
     All but those of the parts `but_of`.
     """
     parts = [part for part in module.modules() if part not in but_of]
-    held = [(part, dict(part._buffers)) for part in parts]  # noqa: SLF001  # as above
+    held = [(part._buffers, dict(part._buffers)) for part in parts]  # noqa: SLF001  # as above
     values = [(buffer, buffer.clone()) for part in parts for buffer in part.buffers(recurse=False)]
     try:
         yield
     finally:
-        for part, buffers in held:
-            part._buffers.clear()  # noqa: SLF001
-            part._buffers.update(buffers)  # noqa: SLF001
+        for own, buffers in held:
+            own.clear()
+            own.update(buffers)
         for buffer, value in values:
             buffer.data.copy_(value)
 

@@ -23,8 +23,7 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
         # Not as attributes are set, which are the module's from here on.
         self.__dict__.update(_in_step=False, _forward_runs=False)
         self._note_reduced(module)
-        if "modules_buffers" not in self.__dict__:  # where PyTorch delays all its reductions
-            self._assign_modules_buffers()
+        self._assign_modules_buffers()  # PyTorch does not where it delays all its reductions
         if options.get("init_sync", True):
             self._broadcast_buffers()  # older PyTorch does not do it when its flag is off
 
@@ -146,8 +145,7 @@ def one_step(model: DistributedDataParallel) -> Iterator[None]:
 
     At its end all gradients must have been reduced; then the buffers are equalised.
     """
-    own = model.__dict__  # nn.Module's way to set an attribute takes longer
-    own["_in_step"] = True
+    model.__dict__["_in_step"] = True  # nn.Module's way to set an attribute takes longer
     try:
         yield
         # Now: the next collective would meet what other ranks still reduce.
@@ -157,6 +155,6 @@ def one_step(model: DistributedDataParallel) -> Iterator[None]:
             model._name_unused(error)  # noqa: SLF001  # a public name would hide the module's
         raise
     finally:
-        own["_in_step"] = False
+        model.__dict__["_in_step"] = False
     if isinstance(model, ReadThroughDDP):
         model._equalise_buffers()  # noqa: SLF001  # likewise

@@ -39,7 +39,7 @@ from pardata import Checkpointer, barrier, make_loader, rank_zero_call, wrap_mod
 from pardata.launch import _rendezvous, _uncaught
 from pardata.launch._leaving import remember
 from pardata.model import _wrap_model
-from pardata.model._replica import DDP
+from pardata.model._strategy import DDP
 from pardata.ranks import _process, _world
 from pardata.ranks._launcher import Launch
 from pardata.ranks._world import Joined

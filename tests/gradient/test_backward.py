@@ -1026,3 +1026,21 @@ def print_table():
 if __name__ == "__main__":
     with contextlib.suppress(BrokenPipeError):
         print_table()
+
+
+# Forwards in one step
+
+
+def _as_often_as_the_rank():
+    model = wrap_model(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), "ddp")
+    rows = torch.arange(8.0).view(4, 2) + world().rank
+
+    def loss_fn(model, x):
+        return sum(model(x).square().mean() for _ in range(1 + world().rank))
+
+    backward(model, loss_fn, rows)
+    check_in_sync(model)
+
+
+def test_ranks_may_run_the_model_unequally_often_in_a_step():
+    run(_as_often_as_the_rank, world_size=2, timeout=20)

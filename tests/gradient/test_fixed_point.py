@@ -9,14 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pardata.gradient import _fixed_point
+from pardata.gradient._exact_sums import Bucket
 from pardata.gradient._fixed_point import (
     LARGEST,
     MOST,
     SMALL,
-    Words,
     add,
     largest,
-    largest_of_each,
     value,
 )
 
@@ -167,14 +166,13 @@ def test_where_nobody_looks_the_words_are_the_same(many, is_large):
 
 def test_high_words_are_made_for_the_first_number_that_may_be_large():
     peak = torch.zeros((), dtype=torch.float64)
-    words = Words({"a": slice(1, 3)}, torch.ones(4, dtype=torch.int64))
+    words = Bucket({"a": slice(1, 3)}, torch.ones(4, dtype=torch.int64))
     words.add("a", torch.tensor([0.5, -0.25]), 0.5, peak)
-    assert (peak, words._high) == (0.5, None)
+    assert peak == 0.5
+    assert "high" not in vars(words)
     words.add("a", torch.tensor([0.5, -0.75]), 0.5, peak)  # together it may be beyond one
     assert peak == 1.25
     assert value(words.low, words.high).tolist() == [0.0, 0.5, -0.5, 0.0]
-    words.write({"a": (found := torch.empty(2))}, {"a"})
-    assert found.tolist() == [0.5, -0.5]
 
 
 # Kinds of tensors
@@ -213,7 +211,6 @@ def test_the_largest_magnitude_is_found_wherever_it_is(dtype, count, place, most
     tensor[0] = -math.inf if math.isnan(most) else 0.5
     tensor[place] = most
     torch.testing.assert_close(largest(tensor), torch.tensor(abs(most)).double(), equal_nan=True)
-    torch.testing.assert_close(largest_of_each([tensor])[0], largest(tensor), equal_nan=True)
 
 
 # The value

@@ -13,7 +13,7 @@ from on_ranks import run
 from torch import nn
 
 from pardata import backward, unwrap, wrap_model
-from pardata.model._buffers import _parts_of, average, kept_buffers
+from pardata.model._buffers import average, kept_buffers, real_buffers
 
 
 class Many(nn.Module):
@@ -71,7 +71,7 @@ def averaged(weights):
     module.short.fill_(rank)
     module.angles = torch.full((2,), complex(rank, -rank))
     module.mask.fill_(rank == 0)
-    average(_parts_of(module), weights[rank] / sum(weights))
+    average(real_buffers(module).values(), weights[rank] / sum(weights))
     average([], 0.5)
     average([torch.tensor([rank])], 0.5)
     return state(module)

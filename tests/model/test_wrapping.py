@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from pardata import check_in_sync, fingerprint, init, unwrap, world, wrap_model
-from pardata.model._replica import StrategyName, named, strategy_of
+from pardata.model._strategy import StrategyName, named, strategy_of
 
 TARGETS = torch.arange(12) % 3
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pardata.checkpoint import _shards as shards
 from pardata.collective._tree import Path, in_brackets, is_special, leaves, mapped
-from pardata.model._replica import strategy_of
+from pardata.model._strategy import strategy_of
 from pardata.ranks._version import __version__
 from pardata.ranks._world import World
 

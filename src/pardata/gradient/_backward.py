@@ -16,8 +16,7 @@ from pardata.gradient._exact_step import ExactStep
 from pardata.gradient._step import ReplicatedStep, ShardedStep, Step
 from pardata.model._batch_norm import is_synchronised
 from pardata.model._buffers import kept_buffers
-from pardata.model._replica import DDP, DP, EXACT, FSDP, NONE, Replica, replica_of
-from pardata.model._strategy import Strategy
+from pardata.model._strategy import DDP, DP, EXACT, FSDP, NONE, Replica, Strategy, replica_of
 from pardata.model._unwrap import is_parallel
 from pardata.ranks._logger import get_logger
 from pardata.ranks._world import World, require_world
@@ -152,7 +151,7 @@ def _add_zeros(outputs: list[Tensor], loss: Any, *, everywhere: bool) -> None:
     # Not from the loss, which may be NaN, or no function of the outputs where nothing counts; but
     # from what it is made of, as FSDP needs gradients of the same parameters on all ranks.
     made_of = _edges([loss] if isinstance(loss, Tensor) and loss.requires_grad else [])
-    used = [output for output in trained if _edges_at([output])[0] in made_of]
+    used = [output for output in trained if get_gradient_edge(output)[:2] in made_of]
     starts = used or trained or [loss]
     # 0 times what is NaN inside the model is NaN as well, a loss that it computes itself say.
     ends = {node for node, _ in _edges(starts) if hasattr(node, "variable")}
@@ -171,18 +170,13 @@ _Edge = tuple[Node, int]
 def _edges(tensors: list[Tensor]) -> set[_Edge]:
     """Return all that `tensors` are made of, down to the leaves, in autograd's graph."""
     found = set[_Edge]()
-    ahead = _edges_at(tensors)
+    ahead: list[_Edge] = [get_gradient_edge(tensor)[:2] for tensor in tensors]
     while ahead:
         edge = ahead.pop()
         if edge not in found:
             found.add(edge)
             ahead.extend((node, number) for node, number in edge[0].next_functions if node)
     return found
-
-
-def _edges_at(tensors: list[Tensor]) -> list[_Edge]:
-    edges = map(get_gradient_edge, tensors)
-    return [(edge.node, edge.output_nr) for edge in edges]
 
 
 def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:

@@ -65,7 +65,12 @@ class Pieces(NamedTuple):
         if not isinstance(batch, Microbatches):
             counts, total = _counted([batch], samples_of if count is None else count, sharing)
             return cls([Piece(batch, counts[0], 0)], 1, total)
-        _check_shared_alike(batch, sharing)
+        if sharing.size not in (1, batch.size):
+            msg = (
+                f"the ranks that train the model, {sharing.size}, must be those that share "
+                f"`batch`, but it is shared by {batch.size}: pass distributed='auto' to make_loader"
+            )
+            raise ValueError(msg)
         held, first = batch[:], batch.first
         if count is None:
             counts = batch.counts[first : first + len(held)]
@@ -83,15 +88,6 @@ class Pieces(NamedTuple):
             raise ValueError(msg)
         # First, so that what synchronises is a microbatch of this rank's own, if it has one.
         return cls([Piece(batch.stand_in, 0)] * (wanted - len(own)) + own, most, total)
-
-
-def _check_shared_alike(batch: Microbatches[Any], sharing: Sharing) -> None:
-    if sharing.size not in (1, batch.size):
-        msg = (
-            f"the ranks that train the model, {sharing.size}, must be those that share `batch`, "
-            f"but it is shared by {batch.size}: pass distributed='auto' to make_loader"
-        )
-        raise ValueError(msg)
 
 
 def _counted(
@@ -122,16 +118,14 @@ def _counted(
     return counts, total
 
 
-def _start_sum(own: list[int], sharing: Sharing) -> Callable[[], Sequence[float]]:
+def _start_sum(own: list[float], sharing: Sharing) -> Callable[[], Sequence[float]]:
     """Begin to add up a few numbers over the ranks, and return what waits for the sums."""
     if sharing.size == 1:
         return lambda: own
     here = world()
     if sharing.size == here.size:
         # In the form of all other collectives of ours: a rank that is in another one is told.
-        return Matching(here, "backward", 0, lambda _: "counts").start_all_reduce(
-            [float(number) for number in own]
-        )
+        return Matching(here, "backward", 0, lambda _: "counts").start_all_reduce(own)
     told = torch.tensor(own, device=sharing.device)
     work: Any = dist.all_reduce(told, group=sharing.group, async_op=True)
 

@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pardata.gradient import _fixed_point
+from pardata.model._buffers import real_buffers
 
 LOSS = "the loss"
 _NONE = 2**53  # the number of a microbatch that there is not
@@ -27,7 +28,7 @@ class Means:
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._module = module
         self._device = device
-        self._start = {name: buffer.clone() for name, buffer in _real(module).items()}
+        self._start = {name: buffer.clone() for name, buffer in real_buffers(module).items()}
         self.shapes = _shapes(module)
         self._floating = [name for name, b in self._start.items() if b.is_floating_point()]
         self._counting = [name for name in self._start if name not in self._floating]
@@ -35,14 +36,15 @@ class Means:
         self.peaks = torch.zeros(len(self.names), dtype=torch.float64, device=device)
         self._before = self._flat(self._start, self._floating, torch.float64)
         self.count = 1 + len(self._before)
-        self._words = torch.zeros(2 * self.count, dtype=torch.int64, device=device)
         self.first = _NONE
-        # As that leaves them; 0 before.
-        self._counts = torch.zeros_like(self._flat(self._start, self._counting, torch.int64))
+        counts = self._flat(self._start, self._counting, torch.int64)
+        self._sent = counts.new_zeros(2 * self.count + len(counts))
+        self._words = self._sent[: 2 * self.count].view(2, -1)
+        self._counts = self._sent[2 * self.count :]  # as the first microbatch leaves them
 
     def restore(self) -> None:
         """Put back what was there at the start of the step, but for what has another shape now."""
-        for name, buffer in _real(self._module).items():
+        for name, buffer in real_buffers(self._module).items():
             start = self._start.get(name)
             if start is not None and start.shape == buffer.shape:
                 buffer.copy_(start)
@@ -54,12 +56,13 @@ class Means:
         same = (after == self._before) | (after.isnan() & self._before.isnan())
         change = (after - self._before).masked_fill_(same, 0.0)
         loss = loss.detach().reshape(1).to(change)
-        peaks = _fixed_point.largest_of_each([loss, *self._split(change, self._floating)])
+        parts = [loss, *self._split(change, self._floating)]
+        peaks = torch.stack([_fixed_point.largest(part) for part in parts])
         self.peaks = torch.maximum(self.peaks, peaks)  # NaN if either is
-        _fixed_point.add(torch.cat([loss, change]), weight, *self._words.split(self.count))
+        _fixed_point.add(torch.cat([loss, change]), weight, *self._words)
         if self.first == _NONE:
             self.first = number
-            self._counts = self._flat(now, self._counting, torch.int64)
+            self._counts.copy_(self._flat(now, self._counting, torch.int64))
         self.restore()
 
     def add_up(self, first: int, size: int) -> Tensor:
@@ -70,18 +73,15 @@ class Means:
         if first != self.first:
             self._counts.zero_()
         if size > 1:
-            together = torch.cat([self._words, self._counts])
-            dist.all_reduce(together)
-            self._words, self._counts = together.split([len(self._words), len(self._counts)])
-        low, high = self._words.split(self.count)
-        self._sums = _fixed_point.value(low, high)
+            dist.all_reduce(self._sent)
+        self._sums = _fixed_point.value(*self._words)
         return self._sums[0]
 
     def apply(self) -> None:
         """Set the buffers, from sums that are those of all ranks."""
         now = self._now()
         # Where nothing was added, not even 0.0, for -0.0 would become that.
-        is_changed = self._words.view(2, -1)[:, 1:].any(dim=0)
+        is_changed = self._words[:, 1:].any(dim=0)
         means = torch.where(is_changed, self._before + self._sums[1:], self._before)
         for names, flat in ((self._floating, means), (self._counting, self._counts)):
             for name, part in zip(names, self._split(flat, names), strict=True):
@@ -98,7 +98,7 @@ class Means:
                     f"attribute, or give the buffer its full size from the beginning"
                 )
                 raise RuntimeError(msg)
-        return _real(self._module)
+        return real_buffers(self._module)
 
     def _flat(self, buffers: dict[str, Tensor], names: list[str], dtype: torch.dtype) -> Tensor:
         parts = [buffers[name].reshape(-1).to(self._device, dtype) for name in names]
@@ -107,14 +107,6 @@ class Means:
     def _split(self, flat: Tensor, names: list[str]) -> tuple[Tensor, ...]:
         parts: tuple[Tensor, ...] = flat.split([self._start[name].numel() for name in names])
         return parts
-
-
-def _real(module: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers of a module, complex numbers as two real ones."""
-    return {
-        name: torch.view_as_real(b.data) if b.is_complex() else b.data
-        for name, b in module.named_buffers()
-    }
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -89,11 +89,13 @@ class ExactStep(Step):
             self._exact.receive = None
         report = self._added_up(failed)
         if report.overflow:
-            self._skip(report)
+            if LOSS in report.overflow:
+                self._loss.fill_(torch.nan)
+            _log.warning("skipped step %d: %s", self._batch.step, self._text(report), ranks=[0])
             return
         self._means.apply()
         self._sums.set_gradients(report.used, report.large)
-        self._exact.scratch = self._sums.scratch
+        self._exact.scratch = [bucket.low for bucket in self._sums.buckets]
 
     def around(self, piece: Piece, *, last: bool) -> AbstractContextManager[None]:
         """Let the microbatch run under a seed of its own; buffers are those of the step's start."""
@@ -126,17 +128,6 @@ class ExactStep(Step):
         report = _exchanged(self._means, self._sums, self.size, failed=failed is not None)
         self._loss = self._means.add_up(report.first, self.size)
         self._sums.receive(report.late, report.large)
-        self._check(report, failed)
-        return report
-
-    def _key(self) -> int:
-        """Return a number that is the same on all ranks which send the same at the same step."""
-        batch = self._batch
-        sizes = [(name, p.numel()) for name, p in self._sums.parameters.items()]
-        sent = repr([sizes, self._means.shapes, self._means.count])
-        return mix(batch.seed, batch.epoch, batch.step, *batch.counts, zlib.crc32(sent.encode()))
-
-    def _check(self, report: Report, failed: Exception | None) -> None:
         if failed is not None:
             raise failed
         if report.failed:
@@ -150,11 +141,14 @@ class ExactStep(Step):
             raise TypeError(msg)
         if report.overflow and self._exact.on_overflow == "raise":
             raise OverflowError(self._text(report))
+        return report
 
-    def _skip(self, report: Report) -> None:
-        if LOSS in report.overflow:
-            self._loss.fill_(torch.nan)
-        _log.warning("skipped step %d: %s", self._batch.step, self._text(report), ranks=[0])
+    def _key(self) -> int:
+        """Return a number that is the same on all ranks which send the same at the same step."""
+        batch = self._batch
+        sizes = [(name, p.numel()) for name, p in self._sums.parameters.items()]
+        sent = repr([sizes, self._means.shapes, self._means.count])
+        return mix(batch.seed, batch.epoch, batch.step, *batch.counts, zlib.crc32(sent.encode()))
 
     def _text(self, report: Report) -> str:
         name, peak = next(iter(report.overflow.items()))
@@ -172,8 +166,9 @@ def _exchanged(means: Means, sums: Sums, size: int, *, failed: bool) -> Report:
     loss, *buffers = means.names
     names = [loss, *sums.parameters, *buffers]  # in the order in which they are named
     peaks = torch.cat([means.peaks[:1], sums.peaks, means.peaks[1:]])
-    flags = [name in seen for seen in (sums.used, sums.sparse) for name in names]
-    rest = peaks.new_tensor([*flags, *sums.late, failed, -means.first])
+    flags = [name in seen for seen in (sums.counts, sums.sparse) for name in names]
+    late = [bucket.late is not None for bucket in sums.buckets]
+    rest = peaks.new_tensor([*flags, *late, failed, -means.first])
     # The maximum of NaN and a number is not NaN with every backend.
     numbers = torch.nan_to_num(peaks, nan=0.0, posinf=torch.inf)
     message = torch.cat([numbers, peaks.isnan(), rest])

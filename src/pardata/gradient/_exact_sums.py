@@ -1,6 +1,6 @@
 """The gradients of a step as sums in fixed point, sent in buckets while the backward still runs."""
 
-from dataclasses import dataclass
+from collections import Counter
 from functools import cached_property
 from typing import Any
 
@@ -13,40 +13,52 @@ from pardata.gradient import _fixed_point
 _BUCKET = 2**20  # numbers that are sent together: 8 MiB
 
 
-class Bucket(_fixed_point.Words):
+class Bucket:
     """Parameters whose sums are sent together: low words as soon as all of them are complete.
+
+    Args:
+        places: where the sums of each parameter are, by its name.
+        low: of shape (n,): the memory of the low words.
 
     Attributes:
         missing: the parameters whose last gradient has not come.
         is_sent: whether the low words are on their way, to which nothing more can be added.
-        late: the words of what came after that.
+        late: the low words of what came after that.
         work: what is waited for, where there are other ranks.
     """
 
     def __init__(self, places: dict[str, slice], low: Tensor) -> None:
-        super().__init__(places, low)
+        self.places = places
+        self.low = low.zero_()
         self.missing = set(places)
         self.is_sent = False
-        self.late: _fixed_point.Words | None = None
+        self.late: Tensor | None = None
         self.work: Any = None
 
-    def open(self) -> _fixed_point.Words:
-        """Return the words to which more can be added."""
-        if not self.is_sent:
-            return self
-        if self.late is None:
-            self.late = _fixed_point.Words(self.places, torch.empty_like(self.low))
-        return self.late
+    @cached_property
+    def high(self) -> Tensor:
+        """The high words, from the first large number on."""
+        return torch.zeros_like(self.low)
 
+    def add(self, name: str, numbers: Tensor, weight: float, peak: Tensor) -> None:
+        """Add ``weight * numbers`` to the sums of a parameter, and look at them: add to `peak`.
 
-@dataclass(eq=False)
-class _Summand:
-    """A parameter: where its sum is, and how many gradients are in it."""
-
-    name: str
-    bucket: Bucket
-    peak: Tensor  # of what comes in a microbatch
-    count: int = 0
+        Args:
+            name: of the parameter.
+            numbers: as `_fixed_point.add` takes them.
+            weight: likewise.
+            peak: the sum of the largest of all that came for this parameter and has its weight in
+                common, without dimensions: what those add up to is no larger.
+        """
+        peak += _fixed_point.largest(numbers)
+        is_large = peak > _fixed_point.SMALL
+        place = self.places[name]
+        if self.is_sent and self.late is None:
+            self.late = torch.zeros_like(self.low)
+        low = self.low if self.late is None else self.late
+        # A GPU is not waited for: it may write high words, of zero, that nobody asks for.
+        high = self.high[place] if is_large.is_cuda or is_large else None
+        _fixed_point.add(numbers, weight, low[place], high, is_large)
 
 
 class Sums:
@@ -59,8 +71,9 @@ class Sums:
         scratch: the memory of the step before: used again where it fits, as DDP's buckets are.
 
     Attributes:
+        buckets: of which one after the other is sent.
         peaks: of each parameter, the largest that a microbatch would add.
-        used: which parameters have had a gradient, be it of weight 0.
+        counts: how many gradients each parameter has had, if any; those of weight 0 add none.
         sparse: of which it was sparse.
     """
 
@@ -71,31 +84,21 @@ class Sums:
         device: torch.device,
         scratch: list[Tensor],
     ) -> None:
-        self.used: set[str] = set()
+        self.counts = Counter[str]()
         self.sparse: set[str] = set()
         self.parameters = parameters
         self._size = size
-        self._buckets = _empty_buckets(parameters, device, scratch)
+        self.buckets = _empty_buckets(parameters, device, scratch)
         self.peaks = torch.zeros(len(parameters), dtype=torch.float64, device=device)
         self._now = torch.zeros_like(self.peaks)  # those of this microbatch
         # By the parameter itself: it may have got another name since it was hooked.
-        bucket_of = {name: bucket for bucket in self._buckets for name in bucket.places}
-        self._summands = {
-            parameter: _Summand(name, bucket_of[name], peak)
+        bucket_of = {name: bucket for bucket in self.buckets for name in bucket.places}
+        self._places = {
+            parameter: (name, bucket_of[name], peak)
             for (name, parameter), peak in zip(parameters.items(), self._now, strict=True)
         }
         self._weight = 0.0  # what has a gradient beside `add_gradients` is used and adds nothing
         self._is_last = False
-
-    @property
-    def late(self) -> list[bool]:
-        """Say of each bucket whether something came when it had been sent."""
-        return [bucket.late is not None for bucket in self._buckets]
-
-    @property
-    def scratch(self) -> list[Tensor]:
-        """Return the memory of this step, for the next."""
-        return [bucket.low for bucket in self._buckets]
 
     def agree_on(self, key: int) -> None:
         """Ask all ranks whether they send the same, which `key` stands for. Collective.
@@ -127,28 +130,29 @@ class Sums:
         """Add the gradient that `parameter` has got, be it one of several."""
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None  # noqa: S101  # PyTorch has just set it
-        summand = self._summands.get(parameter)
-        if summand is None:
+        found = self._places.get(parameter)
+        if found is None:
             msg = (
                 f"what is trained must not change within a step under strategy 'exact', but a "
                 f"parameter of shape {tuple(parameter.shape)} got a gradient that was frozen, or "
                 f"not there, when it began: call requires_grad_() before backward"
             )
             raise RuntimeError(msg)
-        self.used.add(summand.name)
+        name, bucket, peak = found
+        self.counts[name] += self._weight > 0
         if gradient.layout != torch.strided:
-            self.sparse.add(summand.name)
+            self.sparse.add(name)
         elif self._weight:
-            self._count(summand)
-            summand.bucket.open().add(summand.name, gradient, self._weight, summand.peak)
+            self._check_count(name)
+            bucket.add(name, gradient, self._weight, peak)
         if self._is_last:
-            summand.bucket.missing.discard(summand.name)
+            bucket.missing.discard(name)
             self.send()
 
     def send(self, *, rest: bool = False) -> None:
         """Send what is complete, or the `rest` as well. Collective, as is what follows."""
         # In the same order on every rank, whichever is complete first.
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             if bucket.is_sent:
                 continue
             if (bucket.missing and not rest) or not self.agreed:
@@ -164,39 +168,38 @@ class Sums:
             late: what all ranks say of theirs.
             large: the parameters of which any has a gradient that needs high words.
         """
-        for bucket, is_late in zip(self._buckets, late, strict=True):
+        for bucket, is_late in zip(self.buckets, late, strict=True):
             if bucket.work is not None:
                 bucket.work.wait()
-            is_large = not large.isdisjoint(bucket.places)
             if is_late:
-                rest = bucket.open()
-                bucket.low.add_(self._summed(rest.low))
-                if is_large:
-                    bucket.high.add_(rest.high)
-            if is_large:
+                here = torch.zeros_like(bucket.low) if bucket.late is None else bucket.late
+                bucket.low.add_(self._summed(here))
+            if not large.isdisjoint(bucket.places):
                 self._summed(bucket.high)
 
     def set_gradients(self, used: set[str], large: set[str]) -> None:
         """Set the gradient of each parameter that is `used`; `large` as above."""
-        for bucket in self._buckets:
-            named = {name: self.parameters[name] for name in bucket.places if name in used}
-            for parameter in named.values():
+        for bucket in self.buckets:
+            for name, place in bucket.places.items():
+                if name not in used:
+                    continue
+                parameter = self.parameters[name]
                 # In its own layout, as PyTorch's: fused optimizers insist on it.
                 parameter.grad = torch.empty_like(parameter, requires_grad=False)
-            bucket.write({name: p.grad for name, p in named.items() if p.grad is not None}, large)
+                high = bucket.high[place] if name in large else None
+                _fixed_point.value(bucket.low[place], high, parameter.grad)
 
     def _summed(self, words: Tensor) -> Tensor:
         if self._size > 1:
             dist.all_reduce(words)
         return words
 
-    def _count(self, summand: _Summand) -> None:
-        summand.count += 1
+    def _check_count(self, name: str) -> None:
         most = _fixed_point.MOST // self._size
-        if summand.count > most:
+        if self.counts[name] > most:
             msg = (
                 f"a step must give a parameter at most {most} gradients on each of {self._size} "
-                f"ranks under strategy 'exact', but `{summand.name}` got more: make "
+                f"ranks under strategy 'exact', but `{name}` got more: make "
                 f"`microbatch_size` larger"
             )
             raise OverflowError(msg)

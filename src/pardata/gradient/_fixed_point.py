@@ -8,7 +8,7 @@ of itself. What is larger takes a second word, the multiple of 2**-16, and leave
 first. No scale depends on the numbers: it would be one more thing that differs between runs.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -67,11 +67,6 @@ def largest(numbers: Tensor) -> Tensor:
     return torch.maximum(-least, greatest).double()
 
 
-def largest_of_each(parts: Iterable[Tensor]) -> Tensor:
-    """Return the `largest` of each of some tensors."""
-    return torch.stack([largest(numbers) for numbers in parts])
-
-
 def value(low: Tensor, high: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """Return the sums, computed in float64.
 
@@ -93,49 +88,6 @@ def value(low: Tensor, high: Tensor | None = None, out: Tensor | None = None) ->
     if not is_flat:
         numbers.copy_(sums.view(numbers.shape))
     return target
-
-
-class Words:
-    """Sums of nothing so far: low words, and high ones from the first large number on.
-
-    Args:
-        places: where the sums of each tensor are, by its name.
-        low: of shape (n,): the memory of the low words.
-    """
-
-    def __init__(self, places: dict[str, slice], low: Tensor) -> None:
-        self.places = places
-        self.low = low.zero_()
-        self._high: Tensor | None = None
-
-    @property
-    def high(self) -> Tensor:
-        if self._high is None:
-            self._high = torch.zeros_like(self.low)
-        return self._high
-
-    def add(self, name: str, numbers: Tensor, weight: float, peak: Tensor) -> None:
-        """Add ``weight * numbers`` to the sums of a tensor, and look at them: add to `peak`.
-
-        Args:
-            name: of the tensor.
-            numbers: as `add` takes them.
-            weight: likewise.
-            peak: the sum of the largest of all that came for this tensor and has its weight in
-                common, without dimensions: what those add up to is no larger.
-        """
-        peak += largest(numbers)
-        is_large = peak > SMALL
-        place = self.places[name]
-        # A GPU is not waited for: it may write high words, of zero, that nobody asks for.
-        high = self.high[place] if is_large.is_cuda or is_large else None
-        add(numbers, weight, self.low[place], high, is_large)
-
-    def write(self, tensors: dict[str, Tensor], large: set[str]) -> None:
-        """Set each of the tensors to its sums, of which those that are `large` have high words."""
-        for name, tensor in tensors.items():
-            place = self.places[name]
-            value(self.low[place], self.high[place] if name in large else None, tensor)
 
 
 def _real(numbers: Tensor) -> Tensor:

@@ -1,11 +1,12 @@
 """How many samples a batch of any kind has, as far as that can be told."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from pardata.collective._tree import leaves
 from pardata.data._batch import tensors_of
 
 
@@ -38,84 +39,66 @@ def samples_of(batch: Any) -> int:
 
 def _readings(batch: Any) -> set[int]:
     """Return every number of samples that `batch` may have."""
-    if isinstance(batch, Tensor):
-        return {len(batch)} if batch.ndim else set()
-    if isinstance(batch, Mapping):
-        return _of_columns(list(batch.values()))
     if isinstance(batch, PackedSequence):
         return set()  # rows of it are elements of all its samples
-    if not isinstance(batch, list | tuple):
-        # A graph has a tensor of nodes and one of edges; a batch of a class of one's own, columns.
-        return _one(_lengths(tensors_of(batch)))
-    if hasattr(batch, "_fields"):
-        return _of_columns(list(batch))
-    return _of_list(batch)
+    if _is_list(batch):
+        return _of_list(batch)
+    if isinstance(batch, Mapping | tuple):
+        return _of_columns([*batch.values()] if isinstance(batch, Mapping) else batch)
+    # A graph has a tensor of nodes and one of edges; a batch of a class of one's own, columns.
+    return _agreed(tensors_of(batch))
 
 
 def _of_list(batch: Sequence[Any]) -> set[int]:
     """Return the readings of a list or tuple: columns, or samples, or lists of either."""
     if all(isinstance(item, Tensor) for item in batch):
         # Of one kind and of unlike length: an input and a target, or sequences, a sample each.
-        lengths = {len(item) if item.ndim else -1 for item in batch}
-        either = len(lengths) > 1 and _are_alike(batch)
+        either = _are_alike(batch) and len({item.shape[:1] for item in batch}) > 1
         return _readings(batch[0]) | ({len(batch)} if either else set())
     if all(map(_is_object, batch)) or all(isinstance(item, Mapping) for item in batch):
-        return {len(batch)} | _one(_lengths(batch))  # objects have none
-    if all(map(_is_list, batch)) and len({len(item) for item in batch}) == 1:
-        return _of_table(batch)
-    return _of_columns(batch)
-
-
-def _of_table(batch: Sequence[Sequence[Any]]) -> set[int]:
-    """Return the readings of equally long lists: a field of all samples each, or a sample each."""
-    by_field = all(map(_are_alike, batch))
+        return {len(batch)} | _agreed(batch)
+    if not all(map(_is_list, batch)) or len({len(item) for item in batch}) != 1:
+        return _of_columns(batch)
+    by_field = all(map(_are_alike, batch))  # of all samples
     by_sample = all(map(_are_alike, zip(*batch, strict=True)))
-    readings = _one(_lengths(batch))
-    if by_field or not by_sample:
-        readings |= {len(batch[0])}
-    if by_sample or not by_field:
-        readings |= {len(batch)}
-    return readings
+    if by_field == by_sample:
+        return {len(batch), len(batch[0])} | _agreed(batch)
+    return {len(batch[0] if by_field else batch)} | _agreed(batch)
 
 
-def _of_columns(columns: Iterable[Any]) -> set[int]:
+def _of_columns(columns: Sequence[Any]) -> set[int]:
     """Return the readings of columns: rows of the first with tensors, or items of their lists."""
-    columns = list(columns)
-    first = next((part for part in columns if next(tensors_of(part), None) is not None), None)
+    first = next((part for part in columns if any(True for _ in tensors_of(part))), None)
+    if _is_object(first):
+        return _agreed(tensors_of(columns))
     if not _is_list(first):
-        return _one(_lengths(tensors_of(columns))) if _is_object(first) else _readings(first)
-    sized = [part for part in columns if _is_list(part) or (isinstance(part, Tensor) and part.ndim)]
-    return _one(map(len, sized)) | _one(_lengths(columns))
+        return _readings(first)
+    sizes = {len(part) for part in columns if _is_list(part) or _length(part) is not None}
+    return _agreed(columns) | (sizes if len(sizes) == 1 else set())
 
 
-def _lengths(parts: Iterable[Any]) -> Iterator[int | None]:
-    """Yield the length of each column in `parts`, and None for what no column has in it."""
-    for part in parts:
-        if isinstance(part, Tensor) and part.ndim:
-            yield len(part)
-        elif isinstance(part, Mapping):
-            yield from _lengths(part.values())
-        elif _is_list(part) and part and all(isinstance(item, str | bytes) for item in part):
-            yield len(part)
-        elif _is_list(part) and not any(isinstance(item, Mapping) for item in part):
-            yield from _lengths(part)
-        else:
-            yield None
-
-
-def _one(lengths: Iterable[int | None]) -> set[int]:
-    """Return the length that all agree in, if they do."""
-    found = set(lengths)
+def _agreed(parts: Iterable[Any]) -> set[int]:
+    """Return the length of the columns in `parts`, if it is one, and nothing else is in them."""
+    found = {_length(leaf) for part in parts for _, leaf in leaves(part, is_leaf=_is_whole)}
     return {length for length in found if length is not None and len(found) == 1}
+
+
+def _is_whole(part: Any) -> bool:
+    """Whether this is a list of texts, which is one column, or of dicts, which has none in it."""
+    return _is_list(part) and any(isinstance(item, str | bytes | Mapping) for item in part)
+
+
+def _length(column: Any) -> int | None:
+    if isinstance(column, Tensor):
+        return len(column) if column.ndim else None
+    is_text = _is_list(column) and all(isinstance(item, str | bytes) for item in column)
+    return len(column) if is_text else None
 
 
 def _are_alike(items: Iterable[Any]) -> bool:
     """Whether `items` may be the same field of several samples."""
-    return len({_kind(item) for item in items}) == 1
-
-
-def _kind(item: Any) -> object:
-    return (item.dtype, item.ndim) if isinstance(item, Tensor) else type(item)
+    kinds = {(item.dtype, item.ndim) if isinstance(item, Tensor) else type(item) for item in items}
+    return len(kinds) == 1
 
 
 def _is_list(part: Any) -> bool:

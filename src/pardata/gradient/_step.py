@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pardata.gradient._count import Piece, Pieces, Sharing
-from pardata.model._buffers import EqualBuffers
+from pardata.model._buffers import averaged_buffers
 from pardata.model._ddp import one_step
 
 
@@ -106,11 +106,8 @@ class ShardedStep(Step):
                 raise ValueError(msg)
 
     def whole(self, pieces: Pieces) -> AbstractContextManager[None]:
-        hook = EqualBuffers.of(self._sharded)
-        if hook is None:
-            return nullcontext()
         own = sum(piece.count for piece in pieces.own)
-        return hook.averaged(self._sharded, lambda: own / pieces.total())
+        return averaged_buffers(self._sharded, lambda: own / pieces.total())
 
     @contextmanager
     def around(self, piece: Piece, *, last: bool) -> Iterator[None]:  # noqa: ARG002

@@ -65,25 +65,20 @@ class SyncBatchNormCPU(_BatchNorm):
                 running.lerp_(new.to(running), momentum)
 
 
-# Still of their old classes: users find batch norms by `isinstance`, to freeze them say.
+# Still of their old classes: users find batch norms by `isinstance`, to freeze them say. PyTorch's
+# stand first, of which each has nothing but its check of dimensions.
 
 
-class SyncBatchNorm1d(SyncBatchNormCPU, nn.BatchNorm1d):
+class SyncBatchNorm1d(nn.BatchNorm1d, SyncBatchNormCPU):
     """`torch.nn.BatchNorm1d` over all ranks."""
 
-    _check_input_dim = nn.BatchNorm1d._check_input_dim  # noqa: SLF001
 
-
-class SyncBatchNorm2d(SyncBatchNormCPU, nn.BatchNorm2d):
+class SyncBatchNorm2d(nn.BatchNorm2d, SyncBatchNormCPU):
     """`torch.nn.BatchNorm2d` over all ranks."""
 
-    _check_input_dim = nn.BatchNorm2d._check_input_dim  # noqa: SLF001
 
-
-class SyncBatchNorm3d(SyncBatchNormCPU, nn.BatchNorm3d):
+class SyncBatchNorm3d(nn.BatchNorm3d, SyncBatchNormCPU):
     """`torch.nn.BatchNorm3d` over all ranks."""
-
-    _check_input_dim = nn.BatchNorm3d._check_input_dim  # noqa: SLF001
 
 
 # By the shapes that they take, which a class of the user's may have changed.

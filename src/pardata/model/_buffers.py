@@ -12,35 +12,33 @@ from torch.distributed import distributed_c10d
 class EqualBuffers:
     """A forward hook: after a training forward all ranks have rank 0's buffers, as under "ddp"."""
 
-    def __init__(self) -> None:
-        self._waits = False
+    waits = False
 
     def __call__(self, module: nn.Module, _args: object, _output: object) -> None:
         """Broadcast the buffers."""
-        if module.training and torch.is_grad_enabled() and not self._waits:
+        if module.training and torch.is_grad_enabled() and not self.waits:
             broadcast(module.buffers())
 
-    @classmethod
-    def of(cls, module: nn.Module) -> "EqualBuffers | None":
-        """Return that of this module, if it has one."""
-        hooks = module._forward_hooks.values()  # noqa: SLF001  # torch has no public name
-        return next((hook for hook in hooks if isinstance(hook, cls)), None)
 
-    @contextmanager
-    def averaged(self, module: nn.Module, share: Callable[[], float]) -> Iterator[None]:
-        """Let the forwards of a block be, and take the mean of the buffers after it. Collective.
+@contextmanager
+def averaged_buffers(module: nn.Module, share: Callable[[], float]) -> Iterator[None]:
+    """Let the forwards of a block be, and take the mean of the buffers after it. Collective.
 
-        Args:
-            module: that has this hook.
-            share: returns how much of the mean is this rank's.
-        """
-        self._waits = True
-        try:
-            yield
-        finally:
-            self._waits = False
-        if module.training:
-            average(_parts_of(module), share())
+    Args:
+        module: does nothing for one that has not the hook `EqualBuffers`.
+        share: returns how much of the mean is this rank's.
+    """
+    hooks = module._forward_hooks.values()  # noqa: SLF001  # torch has no public name
+    equal = [hook for hook in hooks if isinstance(hook, EqualBuffers)]
+    for hook in equal:
+        hook.waits = True
+    try:
+        yield
+    finally:
+        for hook in equal:
+            hook.waits = False
+    if equal and module.training:
+        average(real_buffers(module).values(), share())
 
 
 def broadcast(tensors: Iterable[Tensor]) -> None:
@@ -56,7 +54,7 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
             tensor.copy_(whole)
 
 
-def average(buffers: list[Tensor], share: float) -> None:
+def average(buffers: Collection[Tensor], share: float) -> None:
     """Set buffers to their mean, weighted by each rank's `share`; whole numbers to rank 0's.
 
     Collective, in one message of each of the two kinds.
@@ -80,19 +78,21 @@ def kept_buffers(module: nn.Module, but_of: Collection[nn.Module] = ()) -> Itera
     All but those of the parts `but_of`.
     """
     parts = [part for part in module.modules() if part not in but_of]
-    held = [(part, dict(part._buffers)) for part in parts]  # noqa: SLF001  # as above
+    held = [(part._buffers, dict(part._buffers)) for part in parts]  # noqa: SLF001  # as above
     values = [(buffer, buffer.clone()) for part in parts for buffer in part.buffers(recurse=False)]
     try:
         yield
     finally:
-        for part, buffers in held:
-            part._buffers.clear()  # noqa: SLF001
-            part._buffers.update(buffers)  # noqa: SLF001
+        for own, buffers in held:
+            own.clear()
+            own.update(buffers)
         for buffer, value in values:
             buffer.data.copy_(value)
 
 
-def _parts_of(module: nn.Module) -> list[Tensor]:
-    """Return the memory of the buffers; of a complex number, which no backend takes, two."""
-    parts = [buffer.data for buffer in module.buffers()]
-    return [torch.view_as_real(part) if part.is_complex() else part for part in parts]
+def real_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the memory of the buffers; of a complex number, which no backend takes, as two."""
+    return {
+        name: torch.view_as_real(b.data) if b.is_complex() else b.data
+        for name, b in module.named_buffers()
+    }

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -18,15 +18,14 @@ from pardata.model._read_through import ReadThrough
 class ReadThroughDDP(ReadThrough, DistributedDataParallel):
     """`DistributedDataParallel` that reads through, with equal buffers after every step."""
 
-    def __init__(self, module: nn.Module, *, sync_buffers: bool = True, **options: Any) -> None:
+    def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
         # Not as attributes are set, which are the module's from here on.
-        self.__dict__.update(_syncs_buffers=sync_buffers, _forward_runs=False)
+        self.__dict__.update(_in_step=False, _forward_runs=False)
         self._note_reduced(module)
-        if "modules_buffers" not in self.__dict__:  # where PyTorch delays all its reductions
-            self._assign_modules_buffers()
+        self._assign_modules_buffers()  # PyTorch does not where it delays all its reductions
         if options.get("init_sync", True):
-            self._broadcast_buffers()  # older PyTorch does not do it when its own flag is off
+            self._broadcast_buffers()  # older PyTorch does not do it when its flag is off
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; after a training forward that will synchronise, equalise the buffers.
@@ -43,41 +42,21 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
         finally:
             self.__dict__["_forward_runs"] = False
         trains = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if trains and self._syncs_buffers and not self._joins:
+        if trains and not self._in_step and not self._join_config.enable:
             self._equalise_buffers()
         return output
 
-    @contextmanager
-    def _buffers_once(self) -> Iterator[None]:
-        """Equalise the buffers after the block and not within it. Collective."""
-        own = self.__dict__  # nn.Module's way to set an attribute takes longer
-        syncs, own["_syncs_buffers"] = self._syncs_buffers, False
-        try:
-            yield
-        finally:
-            own["_syncs_buffers"] = syncs
-        if syncs:
-            self._equalise_buffers()
-
     def _equalise_buffers(self) -> None:
         # The mode is the module's: unwrap(model).train() does not reach the wrapper.
-        if self.modules_buffers and self._inside.training:
+        if self.broadcast_buffers and self.modules_buffers and self._inside.training:
             self._broadcast_buffers()
-
-    @property
-    def _joins(self) -> bool:
-        """Whether this is inside ``join()``, PyTorch's protocol for uneven inputs."""
-        return bool(self._join_config.enable)
 
     def will_sync_module_buffers(self) -> bool:
         """Leave the buffers to PyTorch inside ``join()``: ranks that have finished follow it."""
-        syncs = self._joins and self._syncs_buffers and self.require_forward_param_sync
-        return bool(syncs and self.modules_buffers)
+        return bool(self._join_config.enable and super().will_sync_module_buffers())
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:
         super()._sync_final_model(is_last_joiner)
-        if self._syncs_buffers:
-            self._broadcast_buffers(self._authoritative_rank)
         # PyTorch leaves it on, and every later forward would communicate.
         self._join_config = _JoinConfig.construct_disabled_join_config()
 
@@ -102,15 +81,15 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
         ]
 
     @torch._disable_dynamo  # noqa: SLF001  # torch.compiler.disable would import all of dynamo
-    def _broadcast_buffers(self, source: int = 0) -> None:
+    def _broadcast_buffers(self) -> None:
         if not self.modules_buffers:  # looking for them again takes a walk over all modules
             return
         # .data: autograd may have saved a buffer for the backward that is still to come, and
         # would refuse it as modified. The values it needs are the same on every rank.
-        ignored = {f"module.{name}" for name in self.parameters_to_ignore}
-        buffers = [buffer.data for name, buffer in self.named_buffers() if name not in ignored]
+        named, ignored = self.module.named_buffers(), self.parameters_to_ignore
+        buffers = [buffer.data for name, buffer in named if name not in ignored]
         if buffers:
-            self._distributed_broadcast_coalesced(buffers, self.broadcast_bucket_size, source)
+            self._distributed_broadcast_coalesced(buffers, self.broadcast_bucket_size, 0)
 
     def _name_unused(self, error: RuntimeError) -> None:
         """Raise in place of an error of DDP about unused parameters, which gives numbers only."""
@@ -166,12 +145,16 @@ def one_step(model: DistributedDataParallel) -> Iterator[None]:
 
     At its end all gradients must have been reduced; then the buffers are equalised.
     """
-    ours = model if isinstance(model, ReadThroughDDP) else None
-    with ours._buffers_once() if ours else nullcontext():  # noqa: SLF001  # a public name would hide the module's
+    model.__dict__["_in_step"] = True  # nn.Module's way to set an attribute takes longer
+    try:
         yield
-        try:  # now: the next collective would meet what other ranks still reduce
-            model._check_reducer_finalized()  # noqa: SLF001  # torch has no public name
-        except RuntimeError as error:
-            if ours:
-                ours._name_unused(error)  # noqa: SLF001  # as above
-            raise
+        # Now: the next collective would meet what other ranks still reduce.
+        model._check_reducer_finalized()  # noqa: SLF001  # torch has no public name
+    except RuntimeError as error:
+        if isinstance(model, ReadThroughDDP):
+            model._name_unused(error)  # noqa: SLF001  # a public name would hide the module's
+        raise
+    finally:
+        model.__dict__["_in_step"] = False
+    if isinstance(model, ReadThroughDDP):
+        model._equalise_buffers()  # noqa: SLF001  # likewise

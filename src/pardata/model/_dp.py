@@ -21,15 +21,11 @@ class ReadThroughDP(ReadThrough, DataParallel[nn.Module]):
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
         """Split the batch as PyTorch does, and remember the sizes of the pieces."""
         chunks, chunk_kwargs = super().scatter(inputs, kwargs, device_ids)
-        self._rows = [
-            _rows([*args, *named.values()], self.dim)
-            for args, named in zip(chunks, chunk_kwargs, strict=True)
-        ]
+        self._rows = [_rows(pair, self.dim) for pair in zip(chunks, chunk_kwargs, strict=True)]
         return chunks, chunk_kwargs
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Join the outputs as PyTorch does, but a scalar of each piece to their weighted mean."""
-        outputs = list(outputs)
         first = outputs[0]
         if isinstance(first, Tensor) and first.ndim == 0 and first.is_floating_point():
             return self._mean(outputs, output_device)

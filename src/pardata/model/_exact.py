@@ -15,9 +15,6 @@ from pardata.model._read_through import ReadThrough
 from pardata.model._unwrap import Wrapper, unwrap
 from pardata.ranks._arguments import check_integer
 
-# Is handed each parameter as soon as it has got a gradient.
-Receive = Callable[[nn.Parameter], None]
-
 _RECORD = "exact"  # in the metadata of a state dict
 
 
@@ -75,19 +72,18 @@ class ExactModel(ReadThrough, Wrapper):
     def _check_record(self, facts: Mapping[str, Any]) -> None:
         now = kernels(self)
         then = facts.get(_RECORD, now)
-        if then == now:
-            return
         differing = ", ".join(
             f"{name} was {then.get(name)!r} and is {now.get(name)!r}"
             for name in {**then, **now}
             if then.get(name) != now.get(name)
         )
-        msg = (
-            f"an exact run must go on with the kernels that it began with, but {differing}: go on "
-            f"where it began (threads: wrap_model(..., threads=…)), or load into unwrap(model), "
-            f"for a run that is no longer the same to the last bit"
-        )
-        raise ValueError(msg)
+        if differing:
+            msg = (
+                f"an exact run must go on with the kernels that it began with, but {differing}: go "
+                f"on where it began (threads: wrap_model(..., threads=…)), or load into "
+                f"unwrap(model), for a run that is no longer the same to the last bit"
+            )
+            raise ValueError(msg)
 
 
 class Exactness:
@@ -97,7 +93,8 @@ class Exactness:
         module: whose parameters are hooked.
         threads: as `ExactModel` was given them.
         on_overflow: likewise.
-        receive: is handed the gradients that are made now; None while no microbatch is run.
+        receive: is handed each parameter as soon as it has got a gradient; None while no
+            microbatch is run.
         scratch: memory that a step leaves to the next. Neither copied nor pickled, as the hooks.
     """
 
@@ -105,7 +102,7 @@ class Exactness:
         self.module = module
         self.threads = threads
         self.on_overflow = on_overflow
-        self.receive: Receive | None = None
+        self.receive: Callable[[nn.Parameter], None] | None = None
         self.scratch: list[torch.Tensor] = []
         self._hooked: set[nn.Parameter] = set()
         self.hook_parameters()
@@ -146,11 +143,9 @@ class _Hook:
 
     def __call__(self, parameter: Any) -> None:
         exact = self.exact()
-        if exact is None:
-            return
-        if exact.receive is not None:
+        if exact is not None and exact.receive is not None:
             exact.receive(parameter)
-        elif not _is_received(parameter):
+        elif exact is not None and not _is_received(parameter):
             parameter.grad = None  # of this rank alone: a later `backward` would add to it
             named = exact.module.named_parameters()
             name = next((name for name, p in named if p is parameter), "a former parameter")

@@ -108,8 +108,7 @@ class ReadThrough(nn.Module):
         names = self._inside.state_dict(prefix=prefix)
         wanted = {name: inside + name[len(prefix) :] for name in names if name in state_dict}
         if not any(name in state_dict for name in wanted.values() if name not in names):
-            plain = {name: state_dict.pop(name) for name in wanted}
-            state_dict.update({wanted[name]: value for name, value in plain.items()})
+            state_dict.update({long: state_dict.pop(name) for name, long in wanted.items()})
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _log_hidden_names(self) -> None:

@@ -30,14 +30,13 @@ def load_whole(
     model: nn.Module, state_or_path: object, *, strict: bool, assign: bool
 ) -> LoadedKeys:
     """Load into the module inside `model`, of which every rank has all."""
-    wrapped = layers(model)
-    if assign and len(wrapped) > 1:
+    *wrapped, plain = layers(model)
+    if assign and wrapped:
         raise ValueError(NO_ASSIGN)
     state = _read_state(state_or_path)
     for layer in wrapped:
         if isinstance(layer, Wrapper):
             layer.check_state(state)
-    plain = wrapped[-1]
     return LoadedKeys(*plain.load_state_dict(_renamed(state, plain), strict=strict, assign=assign))
 
 
@@ -94,11 +93,14 @@ def _read_state(state: object) -> Mapping[str, Any]:
 
 def _renamed(state: Mapping[str, Any], plain: nn.Module) -> dict[str, Any]:
     """Give the entries of `state` the names that `plain` uses."""
-    known = plain.state_dict().keys()
     renamed: OrderedDict[str, Any] = OrderedDict()
-    _keep_versions(state, renamed, plain)
+    # Which version of each module wrote `state`: what may be missing goes by that.
+    versions = {_core(path): facts for path, facts in getattr(state, "_metadata", {}).items()}
+    renamed._metadata = {  # type: ignore[attr-defined]  # noqa: SLF001  # PyTorch's place for it
+        path: versions.get(_core(path), {}) for path, _ in plain.named_modules()
+    }
     by_core: dict[str, list[str]] = {}
-    for name in known:
+    for name in plain.state_dict():
         by_core.setdefault(_core(name), []).append(name)
     for name, value in state.items():
         partner = _partner(name, by_core.get(_core(name), []))
@@ -107,17 +109,6 @@ def _renamed(state: Mapping[str, Any], plain: nn.Module) -> dict[str, Any]:
             raise ValueError(msg)
         renamed[partner] = value
     return renamed
-
-
-def _keep_versions(
-    state: Mapping[str, Any], renamed: OrderedDict[str, Any], plain: nn.Module
-) -> None:
-    """Pass on which version of each module wrote `state`: what may be missing goes by that."""
-    versions = {_core(path): facts for path, facts in getattr(state, "_metadata", {}).items()}
-    paths = [path for path, _ in plain.named_modules() if _core(path) in versions]
-    if paths:
-        metadata = OrderedDict((path, versions[_core(path)]) for path in paths)
-        renamed._metadata = metadata  # type: ignore[attr-defined]  # noqa: SLF001  # PyTorch's place for it
 
 
 def _partner(name: str, partners: list[str]) -> str:

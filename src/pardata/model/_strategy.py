@@ -1,28 +1,28 @@
-"""The strategies, side by side: how each checks a model, where it puts it, and what it wraps it in.
+"""The strategies, side by side: what each refuses, where it puts a model, and what it wraps it in.
+
+And which of them a model is under: nothing else asks that.
 
 What a step of `backward` does under each stands in one table in the room of steps, which comes
 after this one.
 """
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.nn.parameter import is_lazy
 
 from pardata.collective._agreement import Facts, agree, require_same
-from pardata.model._batch_norm import is_synchronised, with_synchronised_batch_norms
+from pardata.model._batch_norm import is_synchronised
 from pardata.model._buffers import EqualBuffers, broadcast
 from pardata.model._ddp import ReadThroughDDP
 from pardata.model._dp import ReadThroughDP
 from pardata.model._exact import ExactModel, check_kernels, kernels
 from pardata.model._state_dict import LoadedKeys, load_sharded, load_whole
-from pardata.model._unwrap import ShardedModule, is_parallel, layers, unwrap
-from pardata.ranks._arguments import check_flag, check_module
+from pardata.model._unwrap import ShardedModule, layers, unwrap
+from pardata.ranks._arguments import check_module
 from pardata.ranks._logger import get_logger
 from pardata.ranks._world import World
 
@@ -55,31 +55,8 @@ class Strategy(ABC):
     is_collective = needs_group = True
     takes_all = takes_sharded_parts = False
 
-    def check(self, model: nn.Module, settings: Settings) -> None:
-        """Refuse a model or settings that this strategy cannot take."""
-        check_module(model)
-        if is_parallel(model, but_for_sharded_parts=self.takes_sharded_parts):
-            msg = (
-                f"`model` must not be wrapped yet, but is or holds a wrapped module "
-                f"({type(model).__name__}): pass unwrap(model), or wrap once, at the outside"
-            )
-            raise ValueError(msg)
-        known = inspect.signature(self.options_of()).parameters.keys() - {"module"}
-        for name in sorted(settings.options.keys() - known):
-            msg = (
-                f"`options` must be ones of strategy {self.name!r}, but {name!r} is not; there are "
-                f"{', '.join(sorted(known))}"
-            )
-            raise TypeError(msg)
-        check_flag("sync_batchnorm", settings.sync_batchnorm)
-        if not self.takes_all:
-            _check_trainable(model, self.name)
-        if self.needs_group and settings.here.backend is None:
-            msg = (
-                f"strategy {self.name!r} needs a process group, but this process is in none: call "
-                f"`pardata.init()` first, or use strategy='auto'"
-            )
-            raise RuntimeError(msg)
+    def check(self, model: nn.Module, settings: Settings) -> None:  # noqa: B027  # for some only
+        """Refuse a model or settings that this strategy cannot take, but others can."""
 
     def device(self, settings: Settings) -> torch.device | str:
         """Return where the model is to be."""
@@ -120,8 +97,7 @@ class Scattered(Strategy):
     wrapper = DataParallel
     is_collective = needs_group = False
 
-    def check(self, model: nn.Module, settings: Settings) -> None:
-        super().check(model, settings)
+    def check(self, model: nn.Module, settings: Settings) -> None:  # noqa: ARG002  # others look
         size = settings.here.size
         if size > 1 or settings.sync_batchnorm:
             what = f"{size} processes" if size > 1 else "sync_batchnorm=True"
@@ -151,15 +127,15 @@ class Replicated(Strategy):
     wrapper = DistributedDataParallel
 
     def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
-        model = _with_batch_norms(model, settings)
         options = {"gradient_as_bucket_view": True, **settings.options}
-        # PyTorch's flag, by its new and its old name: ours replaces the broadcast it is for.
-        asked = [options.pop(name, None) for name in ("forward_sync_buffers", "broadcast_buffers")]
-        options[_sync_flag()] = False
+        old, new = "broadcast_buffers", "forward_sync_buffers"
+        # From torch 2.13 on, where there is a new name, the old one is a property, and warns.
+        if old in options and hasattr(DistributedDataParallel, old):
+            options.setdefault(new, options.pop(old))
         devices = {parameter.device for parameter in model.parameters()}
         if len(devices) == 1 and (only := devices.pop()).type != "cpu":
             options.setdefault("device_ids", [only])
-        return ReadThroughDDP(model, sync_buffers=False not in asked, **options)
+        return ReadThroughDDP(model, **options)
 
 
 class Sharded(Strategy):
@@ -175,7 +151,6 @@ class Sharded(Strategy):
     def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
         from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415  # as above
 
-        model = _with_batch_norms(model, settings)
         kind = next(model.parameters()).device.type
         if kind == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):  # torch 2.6
             msg = (
@@ -203,7 +178,6 @@ class Exact(Strategy):
     needs_group = False
 
     def check(self, model: nn.Module, settings: Settings) -> None:
-        super().check(model, settings)
         if settings.sync_batchnorm or any(map(is_synchronised, model.modules())):
             msg = (
                 "`sync_batchnorm` must be False under strategy 'exact', but is True or was before: "
@@ -230,41 +204,8 @@ class Exact(Strategy):
 
     def state_dict(self, model: nn.Module) -> Mapping[str, Any]:
         # With the wrapper's record in it of the kernels by which it was trained.
-        (wrapper,) = (layer for layer in layers(model) if isinstance(layer, ExactModel))
-        state: Mapping[str, Any] = wrapper.state_dict()
+        state: Mapping[str, Any] = replica_of(model).wrapper.state_dict()
         return state
-
-
-def _check_trainable(model: nn.Module, strategy: str) -> None:
-    """Refuse a model that is not ready, or has nothing to train."""
-    tensors = [*model.parameters(), *model.buffers()]
-    if any(is_lazy(tensor) for tensor in tensors):
-        msg = "`model` must be initialised, but has lazy parameters: run one forward pass first"
-        raise ValueError(msg)
-    if any(tensor.is_meta for tensor in tensors):
-        msg = (
-            "`model` must have its weights on every rank, but has parameters or buffers on the "
-            "meta device: build it on a real one, or call to_empty() and initialise them first"
-        )
-        raise ValueError(msg)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        msg = (
-            f"`model` must have a parameter to train under strategy {strategy!r}, but "
-            f"{type(model).__name__} has none that requires a gradient: use strategy='none'"
-        )
-        raise ValueError(msg)
-
-
-def _sync_flag() -> str:
-    new = "forward_sync_buffers"  # from torch 2.13 on, where the old name warns
-    known = inspect.signature(DistributedDataParallel).parameters
-    return new if new in known else "broadcast_buffers"
-
-
-def _with_batch_norms(model: nn.Module, settings: Settings) -> nn.Module:
-    """Return the model with batch norms over all ranks, if that was asked for."""
-    wanted = settings.sync_batchnorm and settings.here.size > 1
-    return with_synchronised_batch_norms(model) if wanted else model
 
 
 def _broadcast_weights(model: nn.Module) -> None:
@@ -272,3 +213,59 @@ def _broadcast_weights(model: nn.Module) -> None:
     tensors = [*model.parameters(), *model.buffers()]
     # What was sharded before has no copy to equalise.
     broadcast(tensor for tensor in tensors if not hasattr(tensor, "full_tensor"))
+
+
+StrategyName: TypeAlias = Literal["auto", "none", "dp", "ddp", "fsdp", "exact"]
+
+NONE, DP, DDP, FSDP, EXACT = Alone(), Scattered(), Replicated(), Sharded(), Exact()
+
+# In the order in which they are looked for in a model: what reduces gradients first.
+STRATEGIES: tuple[Strategy, ...] = (EXACT, DDP, FSDP, DP, NONE)
+
+
+def named(name: object) -> Strategy:
+    """Return the strategy of a name.
+
+    Raises:
+        ValueError: for a name that no strategy has.
+    """
+    for strategy in STRATEGIES:
+        if name == strategy.name:
+            return strategy
+    names = ", ".join(map(repr, get_args(StrategyName)))
+    msg = f"`strategy` must be one of {names}, but is {name!r}"
+    raise ValueError(msg)
+
+
+class Replica(NamedTuple):
+    """This rank's copy of a model, taken apart.
+
+    Attributes:
+        strategy: that keeps it equal to the others' copies.
+        wrapper: the layer of the model by which the strategy is known; under "none" the outermost.
+        module: the module inside all layers.
+    """
+
+    strategy: Strategy
+    wrapper: Any
+    module: nn.Module
+
+
+def replica_of(model: nn.Module) -> Replica:
+    """Take a model apart.
+
+    Raises:
+        TypeError: for what is no module.
+    """
+    check_module(model)
+    found = layers(model)
+    for strategy in STRATEGIES:
+        for layer in found:
+            if isinstance(layer, strategy.wrapper):
+                return Replica(strategy, layer, found[-1])
+    return Replica(NONE, model, found[-1])
+
+
+def strategy_of(model: nn.Module) -> Strategy:
+    """Return the strategy that `wrap_model`, or PyTorch's own class, has put around a model."""
+    return replica_of(model).strategy

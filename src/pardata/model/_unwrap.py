@@ -63,14 +63,9 @@ def layers(model: nn.Module) -> list[nn.Module]:
 
 def is_parallel(model: nn.Module, *, but_for_sharded_parts: bool = False) -> bool:
     """Whether `model` is, or holds at any depth, a module that a strategy has wrapped."""
-    innermost = layers(model)[-1]
-    return any(
-        _is_wrapper(module)
-        or (
-            isinstance(module, ShardedModule) and (module is innermost or not but_for_sharded_parts)
-        )
-        for module in model.modules()
-    )
+    parts = layers(model)[-1:] if but_for_sharded_parts else model.modules()
+    is_sharded = any(isinstance(part, ShardedModule) for part in parts)
+    return is_sharded or any(map(_is_wrapper, model.modules()))
 
 
 def _is_wrapper(module: nn.Module) -> bool:

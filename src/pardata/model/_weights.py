@@ -3,14 +3,14 @@
 import ctypes
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from pardata.collective._agreement import require_same, same
-from pardata.model._replica import strategy_of
 from pardata.model._state_dict import LoadedKeys
+from pardata.model._strategy import strategy_of
 from pardata.model._unwrap import unwrap
 from pardata.ranks._table import table_of
 from pardata.ranks._world import require_world
@@ -60,11 +60,7 @@ def fingerprint(model: nn.Module) -> str:
     >>> fingerprint(nn.Identity())[:8]
     'e3b0c442'
     """
-    digest = hashlib.sha256()
-    for name, tensor in named_tensors(model):
-        digest.update(f"{name} {tensor.dtype}".encode())
-        _update(digest, tensor)
-    return digest.hexdigest()
+    return _digest((f"{name} {tensor.dtype}", tensor) for name, tensor in named_tensors(model))
 
 
 def check_in_sync(model: nn.Module) -> None:
@@ -84,8 +80,11 @@ def check_in_sync(model: nn.Module) -> None:
 
     def digests() -> Mapping[str, str]:
         state = unwrap(model).state_dict()
-        whole = {name: value for name, value in state.items() if _is_whole(value)}
-        return {name: _digest(tensor) for name, tensor in whole.items() if here.size > 1}
+        return {
+            name: _digest([(f"{value.dtype} {tuple(value.shape)}", value)])
+            for name, value in (state.items() if here.size > 1 else ())
+            if _is_whole(value)
+        }
 
     same(here, "check_in_sync", digests, _compare)
 
@@ -118,15 +117,14 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, Tensor) and not hasattr(value, "full_tensor")
 
 
-def _digest(tensor: Tensor) -> str:
-    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    _update(digest, tensor)
+def _digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Return a SHA-256 of the bits of tensors, each with a text before it."""
+    digest = hashlib.sha256()
+    for text, tensor in tensors:
+        digest.update(text.encode())
+        data = tensor.detach().cpu().contiguous()
+        # The bytes as they lie in memory, without NumPy, which torch does not require.
+        digest.update(
+            (ctypes.c_char * data.nbytes).from_address(data.data_ptr()) if data.nbytes else b""
+        )
     return digest.hexdigest()
-
-
-def _update(digest: "hashlib._Hash", tensor: Tensor) -> None:
-    data = tensor.detach().cpu().contiguous()
-    # The bytes as they lie in memory, without NumPy, which torch does not require.
-    digest.update(
-        (ctypes.c_char * data.nbytes).from_address(data.data_ptr()) if data.nbytes else b""
-    )

@@ -1,15 +1,18 @@
 """One argument chooses how replicas are kept equal."""
 
+import inspect
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from pardata.collective._agreement import same
-from pardata.model._replica import STRATEGIES, StrategyName, named
-from pardata.model._strategy import Settings
-from pardata.ranks._arguments import checked_device
+from pardata.model._batch_norm import with_synchronised_batch_norms
+from pardata.model._strategy import STRATEGIES, Settings, Strategy, StrategyName, named
+from pardata.model._unwrap import is_parallel
+from pardata.ranks._arguments import check_flag, check_module, checked_device
 from pardata.ranks._table import table_of
 from pardata.ranks._world import require_world
 
@@ -81,7 +84,7 @@ def wrap_model(
 
     def checked() -> dict[str, object]:
         chosen = named(name)
-        chosen.check(model, settings)
+        _check(model, chosen, settings)
         target = checked_device(chosen.device(settings))
         if len({parameter.device for parameter in model.parameters()}) < 2:
             model.to(target)  # else somebody placed its parts by hand
@@ -92,7 +95,58 @@ def wrap_model(
         checked()
     else:  # an unknown one too: the other ranks may have it right, and wait
         same(here, "wrap_model", checked, _check_same_models)
-    return named(name).wrap(model, settings)
+    chosen = named(name)
+    if sync_batchnorm and here.size > 1 and chosen.is_collective:
+        model = with_synchronised_batch_norms(model)
+    return chosen.wrap(model, settings)
+
+
+def _check(model: nn.Module, chosen: Strategy, settings: Settings) -> None:
+    """Refuse what no strategy can take, or not this one."""
+    check_module(model)
+    if is_parallel(model, but_for_sharded_parts=chosen.takes_sharded_parts):
+        msg = (
+            f"`model` must not be wrapped yet, but is or holds a wrapped module "
+            f"({type(model).__name__}): pass unwrap(model), or wrap once, at the outside"
+        )
+        raise ValueError(msg)
+    known = inspect.signature(chosen.options_of()).parameters.keys() - {"module"}
+    for name in sorted(settings.options.keys() - known):
+        msg = (
+            f"`options` must be ones of strategy {chosen.name!r}, but {name!r} is not; there are "
+            f"{', '.join(sorted(known))}"
+        )
+        raise TypeError(msg)
+    check_flag("sync_batchnorm", settings.sync_batchnorm)
+    if not chosen.takes_all:
+        _check_trainable(model, chosen.name)
+    if chosen.needs_group and settings.here.backend is None:
+        msg = (
+            f"strategy {chosen.name!r} needs a process group, but this process is in none: call "
+            f"`pardata.init()` first, or use strategy='auto'"
+        )
+        raise RuntimeError(msg)
+    chosen.check(model, settings)
+
+
+def _check_trainable(model: nn.Module, strategy: str) -> None:
+    """Refuse a model that is not ready, or has nothing to train."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(is_lazy(tensor) for tensor in tensors):
+        msg = "`model` must be initialised, but has lazy parameters: run one forward pass first"
+        raise ValueError(msg)
+    if any(tensor.is_meta for tensor in tensors):
+        msg = (
+            "`model` must have its weights on every rank, but has parameters or buffers on the "
+            "meta device: build it on a real one, or call to_empty() and initialise them first"
+        )
+        raise ValueError(msg)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        msg = (
+            f"`model` must have a parameter to train under strategy {strategy!r}, but "
+            f"{type(model).__name__} has none that requires a gradient: use strategy='none'"
+        )
+        raise ValueError(msg)
 
 
 def _facts_of(model: nn.Module, strategy: str, options: dict[str, Any]) -> dict[str, object]:

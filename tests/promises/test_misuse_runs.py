@@ -86,7 +86,7 @@ def spoil(change):
     with checkpoints() as own:
         own.save(1, **BEST)
         if world().is_main:
-            change(next(own._directory.glob("attempt-*")))
+            change(next(own._directory.glob("attempt-*-step-*")))
         barrier("it is spoilt")
         own.restore(model=net())
 

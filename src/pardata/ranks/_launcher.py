@@ -137,20 +137,22 @@ def _slurm(env: Mapping[str, str]) -> Launch:
 
 def _tasks_at(node: int, text: str) -> tuple[int, int]:
     """Return how many tasks a node has, and how many nodes there are: ``"2(x3),1"`` has 4."""
-    tasks: list[int] = []
+    found, nodes = None, 0
     for item in text.split(","):
         match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", item)
         if match is None:
             msg = f"`SLURM_STEP_TASKS_PER_NODE` must look like '2(x3),1', but is {text!r}"
             raise ValueError(msg)
-        tasks += [int(match[1])] * int(match[2] or 1)
-    if node >= len(tasks):
+        nodes += int(match[2] or 1)
+        if found is None and node < nodes:
+            found = int(match[1])
+    if found is None:
         msg = (
-            f"`SLURM_NODEID` must be less than the {len(tasks)} nodes of "
+            f"`SLURM_NODEID` must be less than the {nodes} nodes of "
             f"`SLURM_STEP_TASKS_PER_NODE` ({text!r}), but is {node}"
         )
         raise ValueError(msg)
-    return tasks[node], len(tasks)
+    return found, nodes
 
 
 def first_host(text: str) -> str:

@@ -161,9 +161,13 @@ def first_host(text: str) -> str:
     Raises:
         ValueError: where any of the text is no node list.
     """
-    item = "[0-9]+(?:-[0-9]+)?"
+    number = "[0-9]{1,18}"  # int() would take the digits of every script
+    item = f"{number}(?:-{number})?"
     entry = rf"(?:[^\[\],\s]|\[{item}(?:,{item})*\])+"
-    if not re.fullmatch(f"{entry}(?:,{entry})*", text):
+    looks_right = re.fullmatch(f"{entry}(?:,{entry})*", text) is not None
+    brackets = "".join(re.findall(r"\[.*?\]", text)) if looks_right else ""
+    ranges = re.findall(f"({number})-({number})", brackets)
+    if not looks_right or any(int(low) > int(high) for low, high in ranges):
         msg = (
             f"a SLURM node list must look like 'a[1-3,7],b2', but is {text!r}: correct "
             f"`SLURM_STEP_NODELIST`, or {_OPT_OUT}"

@@ -197,7 +197,7 @@ def simulation() -> Iterator[None]:
             (_world, "default_group", lambda: None),
             (_world, "world", lambda: _world.process.joined.world),
             (_wrap_model, "_facts_of", lambda *_: told),
-            (type(DDP), "check", lambda *_: None),
+            (_wrap_model, "_check", lambda *_: None),
             (nn.Module, "to", lambda model, _: model),
             (type(DDP), "wrap", lambda _, model, __: model),
         ):

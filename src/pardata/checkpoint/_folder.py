@@ -99,18 +99,24 @@ class Attempt:
         """Raise if somebody has claimed since this one did, or the directory is gone."""
         if self.number == 0:
             return
-        if not self._directory.is_dir():
+        newest, path = 0, self._directory
+        if self._directory.is_dir():
+            if not _claims(self._directory):  # somebody has emptied it, and not written yet
+                self._write_claim(self.number, self._claimed)
+            newest, path = max(_claims(self._directory).items(), default=(0, self._directory))
+        # No claim, or none any more: somebody is removing it all.
+        if newest == 0 or (newest == self.number and not path.exists()):
             msg = (
                 f"the directory of the checkpoints must stay, but {self._directory} is gone: was "
                 f"it removed, or its disk unmounted?"
             )
             raise FileNotFoundError(msg)
-        if not _claims(self._directory):  # somebody has emptied it, and not written yet
-            self._write_claim(self.number, self._claimed)
-        newest, path = max(_claims(self._directory).items(), default=(0, Path()))
         try:
             text = path.read_text()
-        except (OSError, ValueError):  # removed by a third, or not ours
+        except FileNotFoundError:  # in this very moment
+            self.check()
+            return
+        except (OSError, ValueError):  # not ours
             text = ""
         if newest != self.number or text != self._claimed:
             who = text.partition("\n")[0] or "by another process"  # which has not written yet

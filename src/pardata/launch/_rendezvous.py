@@ -37,9 +37,10 @@ def join(
     """
     patience = distributed_c10d.default_pg_timeout if timeout is None else timeout
     if launch.identity not in process.stores:
-        process.stores[launch.identity] = open_store(launch, patience)
+        opened = open_store(launch, patience)
+        require_own(opened[0], launch, patience)  # before it is kept: a second try looks again
+        process.stores[launch.identity] = opened
     store, hosts_store = process.stores[launch.identity]
-    require_own(store, launch, patience)
     store = _fresh_part(store, launch, patience)
     line = Channel(dist.PrefixStore("pardata/join", store), patience)
     own: dict[str, str | None] = {}

@@ -103,8 +103,7 @@ def positive(text: str) -> int:
     """Return the number on the command line, which must be 1 or more."""
     number = int(text)
     if number < 1:
-        msg = f"must be 1 or more, but is {number}"
-        raise argparse.ArgumentTypeError(msg)
+        raise argparse.ArgumentTypeError(f"must be 1 or more, but is {number}")
     return number
 
 
@@ -182,8 +181,7 @@ def save(
 def require(*, holds: bool, what: str) -> None:
     """Stop where the contenders did not do the same work: their times would mean nothing."""
     if not holds:
-        msg = f"the contenders must do the same work, but {what}"
-        raise RuntimeError(msg)
+        raise RuntimeError(f"the contenders must do the same work, but {what}")
 
 
 def _cpu_model() -> str:

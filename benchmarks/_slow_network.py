@@ -51,8 +51,7 @@ def slow_link(delay_ms: float, rate_mbit: float) -> Iterator[list[str]]:
         command = [sys.executable, __file__, *names, str(delay_ms), str(rate_mbit)]
         relay = subprocess.Popen(command, stdout=subprocess.PIPE)
         if not relay.stdout or relay.stdout.readline() != b"ready\n":
-            msg = f"the relay between {names} must start, but ended: see above"
-            raise RuntimeError(msg)
+            raise RuntimeError(f"the relay between {names} must start, but ended: see above")
         yield names
     finally:
         if relay:

@@ -352,8 +352,7 @@ def not_negative(text: str) -> int:
     """Return the number on the command line, which must be 0 or more."""
     number = int(text)
     if number < 0:
-        msg = f"must be 0 or more, but is {number}"
-        raise argparse.ArgumentTypeError(msg)
+        raise argparse.ArgumentTypeError(f"must be 0 or more, but is {number}")
     return number
 
 

@@ -100,8 +100,7 @@ def not_negative(text: str) -> int:
 
 def _at_least(least: int, text: str) -> int:
     if not text.isdecimal() or int(text) < least:
-        msg = f"must be a whole number from {least} up, but is {text}"
-        raise argparse.ArgumentTypeError(msg)
+        raise argparse.ArgumentTypeError(f"must be a whole number from {least} up, but is {text}")
     return int(text)
 
 

@@ -168,8 +168,7 @@ def measured_in(folder: Path, epochs: int) -> dict[str, Any]:
     """
     tests = [row for row in _rows(folder) if "test/accuracy" in row]
     if len(tests) < epochs:
-        msg = f"it ended after {len(tests)} of {counted(epochs, 'epoch')}"
-        raise CellError(msg)
+        raise CellError(f"it ended after {len(tests)} of {counted(epochs, 'epoch')}")
     return {
         "accuracy": tests[-1]["test/accuracy"],
         "seconds": sum(row["time/epoch"] for row in tests),
@@ -200,8 +199,7 @@ def _run_to_the_end(
                 show(_progress(folder, begin))
         finally:
             _end(process)
-    msg = f"it was ended after {timeout:g} seconds, see --timeout"
-    raise CellError(msg)
+    raise CellError(f"it was ended after {timeout:g} seconds, see --timeout")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

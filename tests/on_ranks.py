@@ -107,8 +107,9 @@ class _Team:
             self._start()
         elif dead := wait(self._pipes, 0):  # who has nothing to do says nothing
             ranks = sorted(map(self._pipes.index, dead))
-            msg = f"ranks {ranks} have died since their last test, which was {self._last_test}"
-            raise RuntimeError(msg)
+            raise RuntimeError(
+                f"ranks {ranks} have died since their last test, which was {self._last_test}"
+            )
         self._last_test = os.environ.get("PYTEST_CURRENT_TEST", "")
         self._tell((job, timeout))
         outcomes = self._outcomes(timeout)

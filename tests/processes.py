@@ -16,8 +16,9 @@ def run(*command, timeout=300, **env):
             printed, _ = job.communicate(timeout=timeout)
         except subprocess.TimeoutExpired as late:
             printed = (late.stdout or b"").decode(errors="replace")
-            msg = f"{command} took longer than {timeout} s; it printed:\n{printed}"
-            raise AssertionError(msg) from None
+            raise AssertionError(
+                f"{command} took longer than {timeout} s; it printed:\n{printed}"
+            ) from None
     assert job.returncode == 0, f"{command} ended with {job.returncode}; it printed:\n{printed}"
     return printed
 

@@ -54,8 +54,9 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds <= 86400:
-        msg = f"must be a number of seconds above 0, up to a day, but is {text!r}"
-        raise argparse.ArgumentTypeError(msg)
+        raise argparse.ArgumentTypeError(
+            f"must be a number of seconds above 0, up to a day, but is {text!r}"
+        )
     return seconds
 
 

@@ -46,8 +46,7 @@ def at(index, odd, usual=pair):
 
 
 def unreadable(index):
-    msg = f"bad pixel {index}"
-    raise ValueError(msg)
+    raise ValueError(f"bad pixel {index}")
 
 
 def contents(directory):

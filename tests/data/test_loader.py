@@ -34,8 +34,7 @@ def loader_of_six(**options):
 
 def leave_by_an_exception(loader):
     for _ in loader:
-        msg = f"in epoch {loader.epoch}"
-        raise LookupError(msg)
+        raise LookupError(f"in epoch {loader.epoch}")
 
 
 def test_the_epoch_is_the_one_in_progress_else_the_next():

@@ -312,8 +312,7 @@ def join_without_a_link(bad, others_see_it):
         make(*args, **kwargs)
         if rank != bad:
             time.sleep(0.5)
-        msg = "no route to host" if rank == bad else "connection closed by peer"
-        raise RuntimeError(msg)
+        raise RuntimeError("no route to host" if rank == bad else "connection closed by peer")
 
     causes = []
 

@@ -69,8 +69,7 @@ def run_offline(name, *arguments):
     """Run an example whose downloads fail."""
 
     def refuse(*_args, **_options):
-        msg = "Error downloading train-images-idx3-ubyte.gz"
-        raise RuntimeError(msg)
+        raise RuntimeError("Error downloading train-images-idx3-ubyte.gz")
 
     with patch.multiple(torchvision.datasets, MNIST=refuse, CIFAR10=refuse):
         try:

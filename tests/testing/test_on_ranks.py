@@ -21,14 +21,12 @@ SIZE = 2
 
 
 def raise_on_each():
-    msg = f"rank {world().rank}"
-    raise LookupError(msg)
+    raise LookupError(f"rank {world().rank}")
 
 
 def raise_on_one():
     if world().rank == 1:
-        msg = "alone"
-        raise KeyError(msg)
+        raise KeyError("alone")
     barrier("in vain")
 
 

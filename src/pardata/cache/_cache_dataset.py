@@ -99,12 +99,11 @@ class CachedDataset(ReadsBatches):
         self._paths = [field.path for field in fields]
         manifest = read_manifest(directory) or {"source": None, "fields": ()}
         if manifest["source"] != source or set(manifest["fields"]) != set(fields):
-            msg = (
+            raise RuntimeError(
                 f"the cache in {directory} must be of this data set, but is of another or gone: "
                 f"give each data set a directory of its own, and pass the same data set on every "
                 f"rank"
             )
-            raise RuntimeError(msg)
         self._files = manifest["files"], manifest["fields"], self._length
         self._map()
         self._sample: Any = first
@@ -128,11 +127,10 @@ class CachedDataset(ReadsBatches):
         try:
             fields = map_fields(*self._files)
         except (OSError, ValueError, RuntimeError) as error:  # gone, empty, shorter
-            msg = (
+            raise RuntimeError(
                 f"the cache in {self.directory} must stay as it was when it was opened, but has "
                 f"been removed or built again: call cache_dataset again"
-            )
-            raise RuntimeError(msg) from error
+            ) from error
         self._fields = [fields[path] for path in self._paths]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -134,8 +134,9 @@ def _create_files(directory: Path, fields: list[Field], length: int) -> None:
                     file.truncate(size)
             except OSError as error:
                 total = sum(each.size_in_bytes(length) for each in fields)
-                msg = f"{error.strerror}, and the cache takes {total:,} bytes"
-                raise OSError(error.errno, msg, str(path)) from error
+                raise OSError(
+                    error.errno, f"{error.strerror}, and the cache takes {total:,} bytes", str(path)
+                ) from error
 
 
 def _publish(directory: Path, source: dict[str, Any], fields: list[Field]) -> None:

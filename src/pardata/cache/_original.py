@@ -64,17 +64,15 @@ def _check_source(dataset: Any) -> None:
     if isinstance(dataset, IterableDataset) or not (
         hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     ):
-        msg = (
+        raise TypeError(
             f"`dataset` must have __getitem__ and __len__ to be cached, but {name} has not: write "
             f"a map-style data set"
         )
-        raise TypeError(msg)
     if len(dataset) == 0:
-        msg = (
+        raise ValueError(
             f"`dataset` must have at least one sample to be cached, but {name} has none: look at "
             f"where it reads from"
         )
-        raise ValueError(msg)
 
 
 def read_sample(dataset: Any, index: int, seed: int = 0) -> tuple[Any, dict[str, Tensor]]:
@@ -96,8 +94,7 @@ def read_sample(dataset: Any, index: int, seed: int = 0) -> tuple[Any, dict[str,
     try:
         return whole, parts_of(whole)
     except TypeError as error:
-        msg = f"sample {index} cannot be stored: {error}"
-        raise TypeError(msg) from error
+        raise TypeError(f"sample {index} cannot be stored: {error}") from error
     except Exception as error:  # an image file is decoded only now
         raise _unreadable(index, error) from error
 

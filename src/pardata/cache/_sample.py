@@ -38,8 +38,7 @@ def parts_of(sample: Any) -> dict[str, Tensor]:
     """
     named = {in_brackets("sample", path): leaf for path, leaf in leaves(sample)}
     if not named:
-        msg = f"`sample` must have at least one part, but is {sample!r}"
-        raise TypeError(msg)
+        raise TypeError(f"`sample` must have at least one part, but is {sample!r}")
     return {name: _as_tensor(leaf, name) for name, leaf in named.items()}
 
 
@@ -57,20 +56,18 @@ def store(parts: Mapping[str, Tensor], into: Mapping[str, Tensor], row: int) -> 
     if parts.keys() != into.keys():
         lacks = [f"lacks `{path}`" for path in into if path not in parts]
         extra = [f"has `{path}` besides" for path in parts if path not in into]
-        msg = (
+        raise ValueError(
             f"sample {row} cannot be stored: it must have the same parts as the first sample, but "
             f"{', '.join(lacks + extra)}: return the same parts for every sample"
         )
-        raise ValueError(msg)
     for path, rows in into.items():
         tensor, shape = parts[path], tuple(rows.shape[1:])
         if tuple(tensor.shape) != shape or tensor.dtype != rows.dtype:
-            msg = (
+            raise ValueError(
                 f"sample {row} cannot be stored: `{path}` must be {_name(rows.dtype)} of shape "
                 f"{shape}, as in the first sample, but is {_name(tensor.dtype)} of shape "
                 f"{tuple(tensor.shape)}: resize, crop or convert it in the data set's transform"
             )
-            raise ValueError(msg)
         rows[row] = tensor
 
 
@@ -114,11 +111,10 @@ def _as_tensor(leaf: Any, path: str) -> Tensor:
             return torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else None)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         what += f" ({error})"
-    msg = (
+    raise TypeError(
         f"`{path}` must be a dense tensor, an array, an image of 8 bits a band or a number, but is "
         f"{what}: convert it in the data set, or leave it out"
     )
-    raise TypeError(msg)
 
 
 def _of_image(image: Any) -> Tensor:

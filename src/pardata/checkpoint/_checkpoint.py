@@ -83,12 +83,11 @@ class Checkpoint(NamedTuple):
         saved = [name for name in self.contents["objects"] if name not in self.manifest["values"]]
         missing = [name for name in wanted if name not in saved]
         if missing:
-            msg = (
+            raise ValueError(
                 f"what is asked for must have been saved as something with a state, but "
                 f"{', '.join(map(repr, missing))} not; the checkpoint {self.path} has "
                 f"{', '.join(map(repr, saved)) or 'none'}"
             )
-            raise ValueError(msg)
 
     def _log_restored(self) -> None:
         saved = self.manifest["identity"]
@@ -138,22 +137,20 @@ def _newest(directory: Path) -> list[Checkpoint]:
             break  # else one was added or removed meanwhile
     if not passed_over:
         return []
-    msg = (
+    raise RuntimeError(
         f"one of the checkpoints in {directory} must be whole, but none is:{''.join(passed_over)}\n"
         f"Put a copy back, or remove them to begin anew"
     )
-    raise RuntimeError(msg)
 
 
 def _read_elsewhere(path: Path, manifest: dict[str, Any]) -> Checkpoint:
     """Read what rank 0 has found and verified."""
     file = path / STATE
     if not file.is_file():
-        msg = (
+        raise FileNotFoundError(
             f"every rank must see the checkpoints, but {file} is not there for this one: save to a "
             f"disk that all nodes share"
         )
-        raise FileNotFoundError(msg)
     return _read(path, manifest)
 
 
@@ -162,8 +159,9 @@ def _read(path: Path, manifest: dict[str, Any]) -> Checkpoint:
         contents = torch.load(path / STATE, map_location="cpu", weights_only=True)
         sharded = shards.marked(contents["objects"])
     except Exception as error:  # whatever PyTorch makes of bytes that somebody has made up
-        msg = f"{STATE} cannot be read without running code, or at all ({error})"
-        raise UnusableError(msg) from error
+        raise UnusableError(
+            f"{STATE} cannot be read without running code, or at all ({error})"
+        ) from error
     if sharded:
         shards.read_metadata(path)
     return Checkpoint(path, manifest, contents, sharded)
@@ -183,11 +181,10 @@ def _load(name: str, thing: Any, tree: Any) -> None:
         else:
             thing.load_state_dict(tree)
     except (LookupError, AttributeError, TypeError) as error:
-        msg = (
+        raise RuntimeError(
             f"what is restored must be like what was saved, but the state of `{name}` is not that "
             f"of a {type(thing).__name__} ({type(error).__name__}: {error})"
-        )
-        raise RuntimeError(msg) from error
+        ) from error
 
 
 def _likes(thing: object) -> dict[TreePath, Tensor]:

@@ -179,8 +179,9 @@ class Checkpointer:
         self.wait()
         found = newest(here, self._directory)
         if found is None:
-            msg = f"there must be a checkpoint in {self._directory} to export, but there is none"
-            raise FileNotFoundError(msg)
+            raise FileNotFoundError(
+                f"there must be a checkpoint in {self._directory} to export, but there is none"
+            )
         tree = found.states_of({name: None})[name]
         rank_zero_call(write_weights, Path(path), tree)
 

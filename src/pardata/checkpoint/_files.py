@@ -47,8 +47,7 @@ def verified(folder: Path, step: int) -> dict[str, Any]:
             _require(length == size, f"{file} has {length:,} bytes and should have {size:,}")
             _require(found == digest, f"the checksum of {file} is wrong")
     except OSError as error:
-        msg = f"it cannot be read ({error})"
-        raise UnusableError(msg) from error
+        raise UnusableError(f"it cannot be read ({error})") from error
     _require(manifest["step"] == step, f"it is that of step {manifest['step']}")
     return manifest
 
@@ -62,8 +61,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         intact = _digest(manifest) == signed["sha256"]
         found = manifest["format"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        msg = f"{_MANIFEST} is damaged"
-        raise UnusableError(msg) from error
+        raise UnusableError(f"{_MANIFEST} is damaged") from error
     _require(intact, f"the checksum of {_MANIFEST} is wrong")
     _require(found == FORMAT, f"its format is {found!r}, and this pardata reads {FORMAT}")
     return manifest
@@ -144,5 +142,6 @@ def _checked_weights(state: object) -> Mapping[str, Tensor]:
         what = f"has {others[0]!r}, which is none"
     else:
         what = f"is a {type(state).__name__}"
-    msg = f"what is exported must be the weights of a module, all of them tensors, but it {what}"
-    raise TypeError(msg)
+    raise TypeError(
+        f"what is exported must be the weights of a module, all of them tensors, but it {what}"
+    )

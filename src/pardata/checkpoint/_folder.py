@@ -106,11 +106,10 @@ class Attempt:
             newest, path = max(_claims(self._directory).items(), default=(0, self._directory))
         # No claim, or none any more: somebody is removing it all.
         if newest == 0 or (newest == self.number and not path.exists()):
-            msg = (
+            raise FileNotFoundError(
                 f"the directory of the checkpoints must stay, but {self._directory} is gone: was "
                 f"it removed, or its disk unmounted?"
             )
-            raise FileNotFoundError(msg)
         try:
             text = path.read_text()
         except FileNotFoundError:  # in this very moment
@@ -120,12 +119,11 @@ class Attempt:
             text = ""
         if newest != self.number or text != self._claimed:
             who = text.partition("\n")[0] or "by another process"  # which has not written yet
-            msg = (
+            raise RuntimeError(
                 f"one run at a time must write to {self._directory}, but this is attempt "
                 f"{self.number} and attempt {newest} has begun ({who}): this run is the "
                 f"older one and must end; give it a directory of its own if both are wanted"
             )
-            raise RuntimeError(msg)
 
     def _write_claim(self, number: int, text: str) -> bool:
         """Claim a number, and return whether nobody else has."""
@@ -243,8 +241,9 @@ class Folder:
                 self._attempt.check()  # it may know why
             if not isinstance(error, OSError) or error.errno is None:
                 raise
-            msg = (
+            raise OSError(
+                error.errno,
                 f"{error.strerror}, while saving step {step}: the checkpoints before it stand in "
-                f"{self._directory}"
-            )
-            raise OSError(error.errno, msg, error.filename) from error
+                f"{self._directory}",
+                error.filename,
+            ) from error

@@ -129,8 +129,7 @@ def _failures_as_errors() -> Iterator[None]:
         yield
     except CheckpointException as failed:
         told = "; ".join(f"rank {rank}: {error[0]!r}" for rank, error in failed.failures.items())
-        msg = f"not all ranks could read or write their parts: {told}"
-        raise OSError(msg) from failed
+        raise OSError(f"not all ranks could read or write their parts: {told}") from failed
 
 
 def _empty(stored: Any, target: Any) -> Tensor:
@@ -155,8 +154,7 @@ def read_metadata(checkpoint: Path) -> Any:
             metadata = _Unpickler(file).load()
         _check_metadata(metadata)
     except Exception as error:  # whatever comes of a pickle that somebody has made up
-        msg = f"{_FOLDER} must hold tensors and nothing else, but {error}"
-        raise UnusableError(msg) from error
+        raise UnusableError(f"{_FOLDER} must hold tensors and nothing else, but {error}") from error
     return metadata
 
 
@@ -169,8 +167,7 @@ class _Unpickler(pickle.Unpickler):
             found = super().find_class(module, name)
             if _is_plain(found):
                 return found
-        msg = f"it asks for {module}.{name}, which might run code"
-        raise pickle.UnpicklingError(msg)
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which might run code")
 
 
 def _is_plain(found: object) -> bool:
@@ -190,5 +187,4 @@ def _check_metadata(metadata: Any) -> None:
     stored = metadata.state_dict_metadata if isinstance(metadata, kinds.Metadata) else {"it": None}
     for name, kind in stored.items():
         if not isinstance(kind, kinds.TensorStorageMetadata):
-            msg = f"{name!r} is a {type(kind).__name__}, which might run code"
-            raise TypeError(msg)
+            raise TypeError(f"{name!r} is a {type(kind).__name__}, which might run code")

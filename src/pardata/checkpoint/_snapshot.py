@@ -87,11 +87,10 @@ def check_stateful(objects: Mapping[str, object]) -> None:
     """Raise for what has no state to be restored."""
     for name, thing in objects.items():
         if not _is_stateful(thing):
-            msg = (
+            raise TypeError(
                 f"`restore` must be given what has state_dict and load_state_dict, but `{name}` "
                 f"is a {type(thing).__name__}: values are in what it returns"
             )
-            raise TypeError(msg)
 
 
 def _is_stateful(thing: object) -> bool:
@@ -156,12 +155,11 @@ def _require_safe(trees: Mapping[str, Any]) -> None:
     (name, *path), part = next(item for item in parts if _refusal(item[1]) is not None)
     text = textwrap.shorten(repr(part), 100)
     kind = f"{type(part).__module__}.{type(part).__qualname__}"
-    msg = (
+    raise TypeError(
         f"what is saved must be tensors, numbers, strings, and dicts, lists and tuples of them, "
         f"but `{in_brackets(name, tuple(path))}` is {text} ({kind}): convert it, or leave it out; "
         f"it would have to run code when it is loaded"
-    )
-    raise TypeError(msg) from why
+    ) from why
 
 
 def _is_plain(tree: Any) -> bool:

@@ -162,8 +162,7 @@ def _number(leaf: Any, path: Path) -> Leaf:
         if isinstance(leaf, Real):
             return leaf  # type: ignore[return-value]  # Real is what numbers have in common
         must, but = "a number or a tensor", f"{leaf!r} ({type(leaf).__name__})"
-    msg = f"`{in_brackets('value', path)}` must be {must}, but is {but}"
-    raise TypeError(msg)
+    raise TypeError(f"`{in_brackets('value', path)}` must be {must}, but is {but}")
 
 
 @functools.lru_cache(maxsize=64)  # a training loop reduces the same few structures

@@ -59,8 +59,9 @@ def all_reduce_mean(value: Any, weight: float | Tensor = 1) -> Any:
     with explained("all_reduce_mean"):
         sums, total = matching.all_reduce(lambda: _pack(matching, number), number)
     if total == 0:
-        msg = "`weight` must be positive on at least one rank, but is 0 on all: nothing was counted"
-        raise ValueError(msg)
+        raise ValueError(
+            "`weight` must be positive on at least one rank, but is 0 on all: nothing was counted"
+        )
     means = [part / total for part in _unpacked(matching.leaves, sums)]
     return matching.rebuilt(map(_mean_like, matching.leaves, means))
 
@@ -204,23 +205,20 @@ def _require_exact(parts: list[Leaf]) -> None:
 def _refuse_large(number: float) -> None:
     # 2**53 itself may be what 2**53 + 1 was rounded to.
     if number >= _EXACT:
-        msg = (
+        raise OverflowError(
             f"whole numbers and their sum must be below 2**53 to be exact, but one has "
             f"{int(number).bit_length()} bits: pass it as a float"
         )
-        raise OverflowError(msg)
 
 
 def _checked_weight(weight: object) -> float:
     if isinstance(weight, Tensor) and weight.numel() == 1:
         weight = weight.item()
     if not isinstance(weight, Real):
-        msg = f"`weight` must be one number, but is {weight!r} ({type(weight).__name__})"
-        raise TypeError(msg)
+        raise TypeError(f"`weight` must be one number, but is {weight!r} ({type(weight).__name__})")
     number = float(weight)
     if not (math.isfinite(number) and number >= 0):
-        msg = f"`weight` must be a finite number that is not negative, but is {number}"
-        raise ValueError(msg)
+        raise ValueError(f"`weight` must be a finite number that is not negative, but is {number}")
     return number
 
 

@@ -88,11 +88,10 @@ class StopSignal:
         self._sent = None
         asked, most, minus_least = told.tolist()
         if most != -minus_least:
-            msg = (
+            raise RuntimeError(
                 f"every rank must call `agreed` once a step, but one has called it {most} times "
                 f"and another {-minus_least}: call it at the same place of the loop on all"
             )
-            raise RuntimeError(msg)
         return bool(asked)
 
     def __enter__(self) -> Self:
@@ -132,6 +131,7 @@ class StopSignal:
 def _checked(number: int) -> int:
     caught = [found for found in signal.Signals if found.name not in ("SIGKILL", "SIGSTOP")]
     if isinstance(number, bool) or number not in caught:  # True would be SIGHUP
-        msg = f"`signals` must be ones that can be caught, as signal.SIGTERM, but are {number!r}"
-        raise ValueError(msg)
+        raise ValueError(
+            f"`signals` must be ones that can be caught, as signal.SIGTERM, but are {number!r}"
+        )
     return int(number)

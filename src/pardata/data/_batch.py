@@ -114,8 +114,7 @@ def _from_the_front(indices: Tensor, length: int) -> Tensor:
     """Return `indices` with the negative ones, which count from the end, as they are from there."""
     outside = (indices < -length) | (indices >= length)
     if outside.any():
-        msg = f"index {indices[outside][0]} is out of range for {length} samples"
-        raise IndexError(msg)
+        raise IndexError(f"index {indices[outside][0]} is out of range for {length} samples")
     return torch.where(indices < 0, indices + length, indices)
 
 
@@ -161,12 +160,11 @@ def emptied(batch: Any) -> Any:
         if _is_text(leaf) or (is_tensor and leaf.ndim):
             return leaf[:0]
         what = f"{type(leaf).__name__}{' without dimensions' if is_tensor else ''}"
-        msg = (
+        raise TypeError(
             f"a batch must be made of tensors, dicts, lists and tuples for a rank to get none of "
             f"its rows, but this one holds a {what}: use drop_last=True, or a batch "
             f"size that leaves every rank a sample"
         )
-        raise TypeError(msg)
 
     return _changed(batch, empty)
 

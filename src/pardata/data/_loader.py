@@ -91,11 +91,10 @@ class Loader:
     def __len__(self) -> int:
         """Return the number of steps of a whole epoch, the same on every rank."""
         if self._plan.length is None:
-            msg = (
+            raise TypeError(
                 f"the length of a loader must be that of its data set, but "
                 f"{type(self.dataset).__name__} has none: give it a __len__, or count the batches"
             )
-            raise TypeError(msg)
         return len(self._plan)
 
     @property
@@ -163,11 +162,10 @@ class Loader:
         """
         requests: Requests | None = self._source.requests
         if requests is None:
-            msg = (
+            raise TypeError(
                 f"the samples must have indices to be told apart, but those of "
                 f"{type(self.dataset).__name__}, an IterableDataset, have none: hash what you get"
             )
-            raise TypeError(msg)
         return requests.order.fingerprint(self._now.epoch, self._now.delivered)
 
     def __iter__(self) -> Iterator[Any]:
@@ -194,11 +192,10 @@ class Loader:
         try:
             while True:
                 if clock is not self._clock:
-                    msg = (
+                    raise RuntimeError(
                         "a loader must run one epoch at a time, but a newer iter() has begun: "
                         "make another loader for the loop inside"
                     )
-                    raise RuntimeError(msg)
                 asked = time.perf_counter()
                 samples, batch = next(batches, _END)
                 clock.add(time.perf_counter() - asked, samples)

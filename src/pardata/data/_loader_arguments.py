@@ -105,15 +105,13 @@ def agreed(distributed: bool | Literal["auto"], **given: Any) -> Arguments:  # n
 def _world_for(distributed: object) -> World:
     """Return the world that shares each global batch."""
     if distributed is not True and distributed != "auto":
-        msg = f"`distributed` must be True, False or 'auto', but is {distributed!r}"
-        raise ValueError(msg)
+        raise ValueError(f"`distributed` must be True, False or 'auto', but is {distributed!r}")
     here = require_world("make_loader")
     if distributed is True and (here.backend is None or here.launcher == "single"):
-        msg = (
+        raise RuntimeError(
             "`distributed` must be 'auto' or False without a launcher, but is True: start the "
             "script with torchrun, srun or mpirun and call `pardata.init()` first"
         )
-        raise RuntimeError(msg)
     return here
 
 
@@ -134,8 +132,7 @@ def _checked(args: Any) -> Arguments:
     for name in ("collate_fn", "batch_transform", "worker_init_fn"):
         function = getattr(args, name)
         if function is not None and not callable(function):
-            msg = f"`{name}` must be a function, but is {function!r}"
-            raise TypeError(msg)
+            raise TypeError(f"`{name}` must be a function, but is {function!r}")
     if args.device is not None:
         device = args.here.device if args.device == "auto" else checked_device(args.device)
         args = args._replace(device=device)
@@ -149,14 +146,12 @@ def _workers_of(args: Any) -> dict[str, Any]:
     asked, timeout, persistent = args.num_workers, args.timeout, args.persistent_workers
     number = choose_workers(asked, args.dataset, args.here)
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
-        msg = f"`timeout` must be a number of seconds from 0 up, but is {timeout!r}"
-        raise ValueError(msg)
+        raise ValueError(f"`timeout` must be a number of seconds from 0 up, but is {timeout!r}")
     if timeout and asked == 0:
-        msg = (
+        raise ValueError(
             f"`timeout` must be 0 without workers, for whose batches it waits, but is {timeout!r}: "
             f"leave it out, or pass `num_workers`"
         )
-        raise ValueError(msg)
     if number == 0 and asked == "auto":
         # DataLoader refuses these without workers, and "auto" may find none on some ranks only.
         alone = {"timeout": 0, "multiprocessing_context": None, "prefetch_factor": None}
@@ -214,11 +209,10 @@ def _length_of(args: Arguments) -> int | None:
     except (TypeError, NotImplementedError) as error:
         if isinstance(error, TypeError) and isinstance(args.dataset, IterableDataset):
             return None  # it may have none
-        msg = (
+        raise TypeError(
             f"`{name}` must know its length, but len() of {type(measured).__name__} failed: "
             f"{error}: let its __len__ return a whole number"
-        )
-        raise TypeError(msg) from error
+        ) from error
 
 
 def _wrong_sizes(args: Arguments) -> Iterator[Exception]:

@@ -43,12 +43,11 @@ class Microbatches(Sequence[_T]):
         self.first = first
         self.counts = tuple(counts)
         if not 0 <= first <= len(self.counts) - len(self._batches):
-            msg = (
+            raise ValueError(
                 f"`counts` must have a number for each microbatch of the step, over all ranks, but "
                 f"has {len(self.counts)}, and here are {len(self._batches)} from number {first} "
                 f"on: count those of the other ranks too"
             )
-            raise ValueError(msg)
         self.seed = seed
         self.size = size
         self.stand_in = self._batches[0] if self._batches else stand_in

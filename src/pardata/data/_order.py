@@ -65,14 +65,13 @@ class Order:
         def draw() -> dict[str, object]:
             indices.extend(self._drawn_once(sampler, epoch))
             if self._looks_twice and repr(self._drawn_once(sampler, epoch)) != repr(indices):
-                msg = (
+                raise ValueError(
                     f"`sampler` must yield the same order whenever it is asked for that of an "
                     f"epoch, or no run could go on where it was, but {type(sampler).__name__} "
                     f"yielded another for epoch {epoch} when asked again: let it draw from "
                     f"the default generators, which are seeded for it, and not from one of "
                     f"its own (generator=None), and count no epochs but by set_epoch"
                 )
-                raise ValueError(msg)
             self._looks_twice = False
             return {"the order": hashlib.sha256(repr(indices).encode()).hexdigest()[:16]}
 
@@ -89,11 +88,10 @@ class Order:
             indices = list(islice(sampler, self.length + 1))  # it may never end
         if len(indices) != self.length:
             yielded = len(indices) if len(indices) < self.length else "more"
-            msg = (
+            raise ValueError(
                 f"`sampler` must yield as many indices as its length, {self.length}, but yielded "
                 f"{yielded}: let its __iter__ end where its __len__ says"
             )
-            raise ValueError(msg)
         return indices
 
 

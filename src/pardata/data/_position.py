@@ -33,36 +33,32 @@ class Recipe(NamedTuple):
         own = self.state(Position(0, 0))
         found = state if isinstance(state, Mapping) else {}
         if (version := found.get("version", _VERSION)) != _VERSION:
-            msg = (
+            raise ValueError(
                 f"`state` must be of version {_VERSION}, but is of version "
                 f"{reprlib.repr(version)}: load it with the release of pardata that saved it"
             )
-            raise ValueError(msg)
         if found.keys() != own.keys():
-            msg = (
+            raise ValueError(
                 f"`state` must be what the state_dict() of a loader returned, but is "
                 f"{reprlib.repr(state)}: look at what was saved"
             )
-            raise ValueError(msg)
         differ = [
             f"{name} was {reprlib.repr(state[name])} and is {own[name]!r}"
             for name in self.facts
             if state[name] != own[name]
         ]
         if differ:
-            msg = (
+            raise ValueError(
                 f"`state` must come from a loader with the same data set and arguments, but "
                 f"{', '.join(differ)}: make the loader as it was when the state was saved"
             )
-            raise ValueError(msg)
         epoch, delivered = state["epoch"], state["delivered"]
         if not (_is_count(epoch) and _is_count(delivered) and self._ends_a_batch(delivered)):
-            msg = (
+            raise ValueError(
                 f"`state` must be at the end of a batch of {self.facts['batch_size']}, but is at "
                 f"sample {reprlib.repr(delivered)} of epoch {reprlib.repr(epoch)}: look at what "
                 f"was saved"
             )
-            raise ValueError(msg)
         return Position(epoch, delivered)
 
     def _ends_a_batch(self, delivered: int) -> bool:

@@ -50,12 +50,11 @@ def _alike(fetched: Iterator[Fetched], first: int) -> Iterator[Fetched]:
         # A short step is a tail, after which nothing follows.
         follows = digest is None or (current.digest == digest and current.step.samples <= most)
         if current.step.number != number or not follows:
-            msg = (
+            raise RuntimeError(
                 "every worker must read the same stream, but they differ: let it not look at "
                 "get_worker_info(), and draw from the default generators alone, or pass "
                 "sharded=True if each rank and worker has its own"
             )
-            raise RuntimeError(msg)
         digest, most = current.digest, current.step.samples
         yield current
 
@@ -135,22 +134,20 @@ class _Coming:
         told = agree(self._here, "the end of an IterableDataset", lambda: own)
         counts: list[Any] = [facts["samples"] for facts in told]
         shorter = ranks_text([rank for rank, count in enumerate(counts) if count < max(counts)])
-        msg = (
+        raise RuntimeError(
             f"every rank must read the same stream, but it ended on {shorter} of "
             f"{self._here.size} before the others: let it yield the same samples everywhere, "
             f"drawing from the default generators alone, or pass sharded=True if each rank has "
             f"its own"
         )
-        raise RuntimeError(msg)
 
     def check_first(self, without: int, *, sharded: bool) -> None:
         """Raise where ranks have nothing at all, or did not read the same. Collective."""
         if without:
-            msg = (
+            raise RuntimeError(
                 f"every rank must have a sample, but {without} of {self._here.size} have none at "
                 f"all: let the data set yield some on each, or pass sharded=False"
             )
-            raise RuntimeError(msg)
         if sharded or self.fetched is None:
             return
         own = {"first samples": self.fetched.digest}

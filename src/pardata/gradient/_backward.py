@@ -107,13 +107,12 @@ def _check_equally_many(module: nn.Module, batch: Any, size: int) -> None:
     if not isinstance(batch, Microbatches) or len(batch.counts) % size == 0:
         return
     if any(is_synchronised(part) and part.training for part in module.modules()):
-        msg = (
+        raise ValueError(
             f"`batch` must be equally many microbatches on each of the {size} ranks for a model "
             f"with SyncBatchNorm, whose forwards they run together, but is {len(batch.counts)} in "
             f"all: pass make_loader a `batch_size` that is a multiple of `microbatch_size` times "
             f"the number of ranks, with drop_last=True, or leave out sync_batchnorm"
         )
-        raise ValueError(msg)
 
 
 def _checked(loss: Any) -> Tensor:
@@ -204,11 +203,10 @@ def _forward_of(model: nn.Module, see: Callable[[Any], object] = lambda _: None)
     finally:
         hook.remove()
     if not ran:
-        msg = (
+        raise RuntimeError(
             "`loss_fn` must run the model that it is given, with gradients, but did not, so that "
             "none would be synchronised: call model(…), and not a module inside it"
         )
-        raise RuntimeError(msg)
 
 
 @contextmanager
@@ -232,10 +230,9 @@ def _check_alone(model: nn.Module, module: nn.Module, here: World) -> None:
     """Say that nobody synchronises the model, or refuse it where a part of it is synchronised."""
     name = type(model).__name__
     if is_parallel(module):
-        msg = (
+        raise ValueError(
             f"`model` must be what wrap_model returned, but this {name} only holds a wrapped "
             f"module, and nobody would synchronise the rest: wrap once, at the outside"
         )
-        raise ValueError(msg)
     what = f"no strategy keeps the replicas of {name} equal: each of the {here.size} ranks trains"
     _log.warning("%s its own; pass what wrap_model returned", what, ranks=[0], once=True)

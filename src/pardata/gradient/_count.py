@@ -66,11 +66,10 @@ class Pieces(NamedTuple):
             counts, total = _counted([batch], samples_of if count is None else count, sharing)
             return cls([Piece(batch, counts[0], 0)], 1, total)
         if sharing.size not in (1, batch.size):
-            msg = (
+            raise ValueError(
                 f"the ranks that train the model, {sharing.size}, must be those that share "
                 f"`batch`, but it is shared by {batch.size}: pass distributed='auto' to make_loader"
             )
-            raise ValueError(msg)
         held, first = batch[:], batch.first
         if count is None:
             counts = batch.counts[first : first + len(held)]
@@ -81,11 +80,10 @@ class Pieces(NamedTuple):
         most = -(-len(batch.counts) // sharing.size)
         wanted = max(sharing.least, most if sharing.equally_many else 0)
         if len(own) < wanted and batch.stand_in is None:
-            msg = (
+            raise ValueError(
                 f"a rank must have a microbatch to run where the others run one, but {batch!r} "
                 f"has none: give it a stand_in, any microbatch of the step"
             )
-            raise ValueError(msg)
         # First, so that what synchronises is a microbatch of this rank's own, if it has one.
         return cls([Piece(batch.stand_in, 0)] * (wanted - len(own)) + own, most, total)
 
@@ -108,11 +106,10 @@ def _counted(
         if error is not None:
             raise error
         if failed:
-            msg = (
+            raise RuntimeError(
                 f"every microbatch must be counted, but that failed on {failed} other rank(s): "
                 f"see the error there"
             )
-            raise RuntimeError(msg)
         return _positive(everything)
 
     return counts, total
@@ -143,16 +140,15 @@ def _checked(number: Any) -> int:
             raise TypeError
         whole = index(number)  # of NumPy, or a tensor, too
     except TypeError:
-        msg = f"`count` must return an integer, but returned {number!r} ({type(number).__name__})"
-        raise TypeError(msg) from None
+        raise TypeError(
+            f"`count` must return an integer, but returned {number!r} ({type(number).__name__})"
+        ) from None
     if whole < 0:
-        msg = f"`count` must return an integer from 0 up, but returned {whole}"
-        raise ValueError(msg)
+        raise ValueError(f"`count` must return an integer from 0 up, but returned {whole}")
     return whole
 
 
 def _positive(total: int) -> int:
     if total == 0:
-        msg = "a step must count something, but all its microbatches count 0: skip it"
-        raise ValueError(msg)
+        raise ValueError("a step must count something, but all its microbatches count 0: skip it")
     return total

@@ -92,12 +92,11 @@ class Means:
         now = _shapes(self._module)
         for name, shape in self.shapes.items():
             if now.get(name) != shape:
-                msg = (
+                raise RuntimeError(
                     f"a buffer must keep its shape within a step under strategy 'exact', but "
                     f"`{name}` was {shape} and is {now.get(name)}: keep what grows in a plain "
                     f"attribute, or give the buffer its full size from the beginning"
                 )
-                raise RuntimeError(msg)
         return real_buffers(self._module)
 
     def _flat(self, buffers: dict[str, Tensor], names: list[str], dtype: torch.dtype) -> Tensor:

@@ -58,12 +58,11 @@ class ExactStep(Step):
     def __init__(self, model: nn.Module, wrapper: ExactModel, batch: Any, size: int) -> None:
         super().__init__(model, None, size)
         if not isinstance(batch, Microbatches):
-            msg = (
+            raise TypeError(
                 f"`batch` must be Microbatches under strategy 'exact', but is a "
                 f"{type(batch).__name__}: pass microbatch_size to make_loader, so that pieces are "
                 f"the same at every world size"
             )
-            raise TypeError(msg)
         self._batch = batch
         self._exact = exact = wrapper.exact
         # Raised within the step, so that the others hear it.
@@ -131,14 +130,14 @@ class ExactStep(Step):
         if failed is not None:
             raise failed
         if report.failed:
-            msg = "every rank must run its microbatches, but another one failed: see its error"
-            raise RuntimeError(msg)
+            raise RuntimeError(
+                "every rank must run its microbatches, but another one failed: see its error"
+            )
         if report.sparse:
-            msg = (
+            raise TypeError(
                 f"gradients must be dense under strategy 'exact', but that of "
                 f"`{min(report.sparse)}` is sparse: make the embedding with sparse=False"
             )
-            raise TypeError(msg)
         if report.overflow and self._exact.on_overflow == "raise":
             raise OverflowError(self._text(report))
         return report

@@ -132,12 +132,11 @@ class Sums:
         assert gradient is not None  # noqa: S101  # PyTorch has just set it
         found = self._places.get(parameter)
         if found is None:
-            msg = (
+            raise RuntimeError(
                 f"what is trained must not change within a step under strategy 'exact', but a "
                 f"parameter of shape {tuple(parameter.shape)} got a gradient that was frozen, or "
                 f"not there, when it began: call requires_grad_() before backward"
             )
-            raise RuntimeError(msg)
         name, bucket, peak = found
         self.counts[name] += self._weight > 0
         if gradient.layout != torch.strided:
@@ -197,12 +196,11 @@ class Sums:
     def _check_count(self, name: str) -> None:
         most = _fixed_point.MOST // self._size
         if self.counts[name] > most:
-            msg = (
+            raise OverflowError(
                 f"a step must give a parameter at most {most} gradients on each of {self._size} "
                 f"ranks under strategy 'exact', but `{name}` got more: make "
                 f"`microbatch_size` larger"
             )
-            raise OverflowError(msg)
 
 
 def _empty_buckets(

@@ -18,22 +18,20 @@ def samples_of(batch: Any) -> int:
     """
     tensors = list(tensors_of(batch))
     if not any(tensor.ndim for tensor in tensors):
-        msg = (
+        raise TypeError(
             f"`batch` must hold a tensor whose rows are its samples, but a {type(batch).__name__} "
             f"has none: pass `count`"
         )
-        raise TypeError(msg)
     if all(tensor.ndim and not len(tensor) for tensor in tensors):
         return 0  # as the loader makes it for a rank without samples: lists keep their length
     readings = _readings(batch)
     if len(readings) != 1:
         found = " or ".join(map(str, sorted(readings)))
         what = f"may be of {found} samples" if found else "has columns of unlike length"
-        msg = (
+        raise TypeError(
             f"`batch` must tell how many samples it has, but this {type(batch).__name__} {what}: "
             f"pass `count`"
         )
-        raise TypeError(msg)
     return readings.pop()
 
 

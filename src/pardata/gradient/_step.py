@@ -57,23 +57,21 @@ class ReplicatedStep(Step):
 
     def __init__(self, module: nn.Module, wrapper: DistributedDataParallel) -> None:
         if not wrapper.require_backward_grad_sync:
-            msg = (
+            raise ValueError(
                 "`backward` must synchronise, but is called under no_sync(): leave out no_sync(), "
                 "for backward synchronises once a call; pass microbatch_size to make_loader to "
                 "accumulate"
             )
-            raise ValueError(msg)
         group = wrapper.process_group
         super().__init__(module, group, dist.get_world_size(group))
         self._wrapper = wrapper
 
     def whole(self, pieces: Pieces) -> AbstractContextManager[None]:
         if pieces.most > 1 and self._wrapper.static_graph:
-            msg = (
+            raise ValueError(
                 f"`static_graph` must be False where a rank has more than one microbatch, here "
                 f"{pieces.most}, for PyTorch cannot accumulate with it: leave it out of wrap_model"
             )
-            raise ValueError(msg)
         return one_step(self._wrapper)
 
     def around(self, piece: Piece, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
@@ -88,22 +86,20 @@ class ShardedStep(Step):
 
     def __init__(self, sharded: Any) -> None:
         if not hasattr(sharded, "set_requires_gradient_sync"):
-            msg = (
+            raise TypeError(
                 f"`model` must be sharded by fully_shard, but is in FSDP's older wrapper, "
                 f"{type(sharded).__name__}: pass what wrap_model(model, 'fsdp') returned"
             )
-            raise TypeError(msg)
         size = dist.get_world_size()
         super().__init__(sharded, None, size)
         self._sharded = sharded
         for parameter in sharded.parameters():
             mesh = getattr(parameter, "device_mesh", None)
             if mesh is not None and mesh.size() != size:
-                msg = (
+                raise ValueError(
                     f"the model must be sharded over all {size} ranks, but is so over "
                     f"{mesh.size()}: give fully_shard a mesh of all ranks"
                 )
-                raise ValueError(msg)
 
     def whole(self, pieces: Pieces) -> AbstractContextManager[None]:
         own = sum(piece.count for piece in pieces.own)

@@ -31,11 +31,10 @@ def open_store(launch: Launch, timeout: timedelta) -> tuple[dist.Store, bool]:
         # torch retries an unknown name for minutes.
         socket.getaddrinfo(launch.master_addr, launch.master_port, type=socket.SOCK_STREAM)
     except OSError as error:
-        msg = (
+        raise RuntimeError(
             f"`MASTER_ADDR` must be a host that resolves, but {launch.master_addr!r} does not "
             f"({error}): set MASTER_ADDR to an address that every rank can reach"
-        )
-        raise RuntimeError(msg) from error
+        ) from error
     # Under torchrun the agent serves the store at that address, and every rank is a client.
     served = launch.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
     hosts = launch.rank == 0 and served != str(True)
@@ -53,16 +52,14 @@ def open_store(launch: Launch, timeout: timedelta) -> tuple[dist.Store, bool]:
         )
     except (RuntimeError, OSError) as error:
         if "EADDRINUSE" in str(error):
-            msg = (
+            raise RuntimeError(
                 f"the port of `MASTER_PORT` must be free, but {address} is in use: another run "
                 f"is on this host; set MASTER_PORT to a free port"
-            )
-        else:
-            msg = (
-                f"rank {launch.rank} must reach rank 0 at {address}, but could not within "
-                f"{timeout}: is rank 0 running, and is the port open between the hosts?"
-            )
-        raise RuntimeError(msg) from error
+            ) from error
+        raise RuntimeError(
+            f"rank {launch.rank} must reach rank 0 at {address}, but could not within "
+            f"{timeout}: is rank 0 running, and is the port open between the hosts?"
+        ) from error
     return store, hosts
 
 
@@ -93,12 +90,11 @@ def require_own(store: dist.Store, launch: Launch, timeout: timedelta) -> None:
     else:
         raise TimeoutError(missing_text([0], launch.size, "init", timeout))
     if theirs != own:
-        msg = (
+        raise RuntimeError(
             f"all ranks that meet at {launch.master_addr}:{launch.master_port} must be of one run, "
             f"but the store there is that of {theirs}, and this rank is of {own}: end the other "
             f"run, or give this one a port of its own by MASTER_PORT"
         )
-        raise RuntimeError(msg)
 
 
 def run_of(launch: Launch, env: Mapping[str, str]) -> str:

@@ -113,12 +113,11 @@ def _adopt(device: torch.device | None, timeout: timedelta | None) -> Joined:
 def _refuse_inherited(launch: Launch) -> None:
     pid, _, identity = os.environ.get("PARDATA_JOINED", "").partition(" ")
     if launch.size > 1 and pid != str(os.getpid()) and identity == launch.identity:
-        msg = (
+        raise RuntimeError(
             f"this process inherited the variables of rank {launch.rank}, which process {pid} has "
             f"already joined as: start it with PARDATA_LAUNCHER=none in its environment to run as "
             f"a single process, or with a launcher of its own"
         )
-        raise RuntimeError(msg)
 
 
 def _refuse_other_arguments(
@@ -128,12 +127,11 @@ def _refuse_other_arguments(
     wanted = None if device is None else torch.device(device)
     same = wanted in (None, joined.device) or wanted == torch.device(joined.device.type)
     if not same or backend not in (None, joined.backend):
-        msg = (
+        raise RuntimeError(
             f"`init` has already joined with backend={joined.backend!r} and "
             f"device={str(joined.device)!r}, but is now asked for backend={backend!r} and "
             f"device={str(device)!r}: pass them to the first call"
         )
-        raise RuntimeError(msg)
 
 
 def _tune_cpu() -> None:

@@ -101,14 +101,13 @@ def choose_device(launch: Launch, *, visible: int, masked: bool) -> torch.device
     if visible == 1 and masked:
         return torch.device("cuda", 0)
     if launch.local_rank >= visible:
-        msg = (
+        raise RuntimeError(
             f"the local rank must be less than the number of visible GPUs, {visible}, but is "
             f"{launch.local_rank} of {launch.local_size} on {socket.gethostname()}: start "
             f"{visible} process{'es' if visible > 1 else ''} per node (torchrun "
             f"--nproc-per-node={visible}, srun --ntasks-per-node={visible}), or pass "
             f'`init(device="cpu")`'
         )
-        raise RuntimeError(msg)
     return torch.device("cuda", launch.local_rank)
 
 
@@ -117,8 +116,9 @@ def _own_device(launch: Launch, wanted: torch.device | None) -> torch.device:
         return wanted
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted is not None and visible == 0:
-        msg = "`device` must be one that is here, but is 'cuda', and no GPU is visible"
-        raise RuntimeError(msg)
+        raise RuntimeError(
+            "`device` must be one that is here, but is 'cuda', and no GPU is visible"
+        )
     return choose_device(launch, visible=visible, masked="CUDA_VISIBLE_DEVICES" in os.environ)
 
 
@@ -231,9 +231,8 @@ def _refuse_shared_gpus(arrivals: list[dict[str, str | None]]) -> None:
         users.setdefault((arrival["host"], arrival["gpu"]), []).append(rank)
     for (host, gpu), ranks in users.items():
         if gpu is not None and len(ranks) > 1:
-            msg = (
+            raise RuntimeError(
                 f"every rank must have a GPU of its own, but {ranks_text(ranks)} "
                 f"on {host} share one: start one process per GPU, or pass "
                 f'`init(backend="gloo")`, which can share (slowly)'
             )
-            raise RuntimeError(msg)

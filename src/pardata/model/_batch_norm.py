@@ -24,8 +24,9 @@ class SyncBatchNormCPU(_BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002  # PyTorch's name
         if input.dim() < 2:
-            msg = f"`input` must have 2 dimensions or more, but has {input.dim()}: add a batch's"
-            raise ValueError(msg)
+            raise ValueError(
+                f"`input` must have 2 dimensions or more, but has {input.dim()}: add a batch's"
+            )
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # PyTorch's name
         """Normalise each channel, the second dimension; collective in training."""
@@ -45,14 +46,14 @@ class SyncBatchNormCPU(_BatchNorm):
     def _check_numbers(self, rows: Tensor) -> None:
         # What PyTorch's kernel would refuse, and arithmetic would broadcast or round.
         if rows.shape[1] != self.num_features:
-            msg = (
+            raise ValueError(
                 f"`input` must have {self.num_features} channels, its second dimension, but has "
                 f"{rows.shape[1]}: fit `num_features` to it"
             )
-            raise ValueError(msg)
         if not rows.is_floating_point():
-            msg = f"`input` must hold floating-point numbers, but is {rows.dtype}: convert it"
-            raise TypeError(msg)
+            raise TypeError(
+                f"`input` must hold floating-point numbers, but is {rows.dtype}: convert it"
+            )
 
     def _track(self, mean: Tensor, variance: Tensor) -> None:
         momentum = self.momentum
@@ -103,12 +104,11 @@ def with_synchronised_batch_norms(model: nn.Module) -> nn.Module:
     plain = [m for m in names if isinstance(m, _BatchNorm) and not is_synchronised(m)]
     for module in plain:
         if getattr(module.forward, "__func__", None) is not _BatchNorm.forward:
-            msg = (
+            raise ValueError(
                 f"`sync_batchnorm` must find batch norms with PyTorch's own forward, to replace "
                 f"it, but `{names[module] or 'model'}` ({type(module).__name__}) has another: put "
                 f"what it adds into a module beside an nn.BatchNorm1d, 2d or 3d"
             )
-            raise ValueError(msg)
     if all(parameter.device.type != "cpu" for parameter in model.parameters()):
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         return converted
@@ -132,11 +132,10 @@ def _statistics(rows: Tensor) -> tuple[Tensor, Tensor, int]:
     counts, means, squares = torch.stack(there).unbind(dim=1)
     count = int(counts[:, 0].sum())
     if count < 2:
-        msg = (
+        raise ValueError(
             f"batch norm must have more than one number per channel in training, but all ranks "
             f"together have {count}: use a larger batch"
         )
-        raise ValueError(msg)
     mean = (counts * means).sum(dim=0) / count
     spread = squares.sum(dim=0) + (counts * (means - mean).square()).sum(dim=0)
     return mean, spread / count, count

@@ -98,13 +98,12 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
         listed = re.search(r"indices which did not receive grad for rank \d+:([ \d]+)", str(error))
         indices = [int(text) for text in listed[1].split()] if listed else []
         names = ", ".join(f"`{self._reduced_names[index]}`" for index in indices)
-        msg = (
+        raise RuntimeError(
             f"every parameter must take part in the loss, but {names or 'some'} did not in the "
             f"last step, so its gradient was not synchronised: use all outputs in the loss, "
             f"freeze what is not trained (requires_grad_(False)), or pass "
             f"wrap_model(..., find_unused_parameters=True)"
-        )
-        raise RuntimeError(msg) from error
+        ) from error
 
     def _passed_through(self, name: str, value: Any) -> Any:
         if isinstance(value, MethodType) and value.__self__ is self._inside:
@@ -123,13 +122,12 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
                 return
             trains = any(parameter.requires_grad for parameter in module.parameters())
             if trains and any(own is module for own in self.module.modules()):
-                msg = (
+                raise RuntimeError(
                     f"`{name}` must not train through DistributedDataParallel, but it runs "
                     f"{type(module).__name__} with gradients, which would not be synchronised: "
                     f"call it from the model's forward, or under torch.no_grad() if nothing is "
                     f"trained, or as unwrap(model).{name} if the ranks shall differ"
                 )
-                raise RuntimeError(msg)
 
         # One global hook for the time of the call costs the same for a module of any size.
         handle = register_module_forward_pre_hook(refuse)

@@ -37,8 +37,7 @@ class ExactModel(ReadThrough, Wrapper):
     def __init__(self, module: nn.Module, *, threads: int = 1, on_overflow: str = "raise") -> None:
         check_integer("threads", threads, least=1)
         if on_overflow not in ("raise", "skip"):
-            msg = f"`on_overflow` must be 'raise' or 'skip', but is {on_overflow!r}"
-            raise ValueError(msg)
+            raise ValueError(f"`on_overflow` must be 'raise' or 'skip', but is {on_overflow!r}")
         torch.set_num_threads(threads)
         # Not as attributes are set, which are the module's once it is wrapped.
         self.__dict__["exact"] = Exactness(unwrap(module), threads, on_overflow)
@@ -78,12 +77,11 @@ class ExactModel(ReadThrough, Wrapper):
             if then.get(name) != now.get(name)
         )
         if differing:
-            msg = (
+            raise ValueError(
                 f"an exact run must go on with the kernels that it began with, but {differing}: go "
                 f"on where it began (threads: wrap_model(..., threads=…)), or load into "
                 f"unwrap(model), for a run that is no longer the same to the last bit"
             )
-            raise ValueError(msg)
 
 
 class Exactness:
@@ -149,12 +147,11 @@ class _Hook:
             parameter.grad = None  # of this rank alone: a later `backward` would add to it
             named = exact.module.named_parameters()
             name = next((name for name, p in named if p is parameter), "a former parameter")
-            msg = (
+            raise RuntimeError(
                 f"under strategy 'exact' only `pardata.backward` must run a backward, but "
                 f"`{name}` got a gradient from another: call backward(model, loss_fn, batch) in "
                 f"place of loss.backward()"
             )
-            raise RuntimeError(msg)
 
 
 def _is_received(parameter: nn.Parameter) -> bool:
@@ -185,26 +182,23 @@ def check_kernels(model: nn.Module) -> None:
     What is compiled in place does not say how.
     """
     if torch.backends.cudnn.benchmark:
-        msg = (
+        raise RuntimeError(
             "torch.backends.cudnn.benchmark must be False for strategy 'exact', but is True, so "
             "that kernels are chosen by their speed: set it to False"
         )
-        raise RuntimeError(msg)
     on_gpu = any(parameter.is_cuda for parameter in model.parameters())
     if on_gpu and not torch.are_deterministic_algorithms_enabled():
-        msg = (
+        raise RuntimeError(
             "strategy 'exact' must have deterministic algorithms on a GPU, but they are off: call "
             "seed_everything(seed, deterministic=True), before anything runs there"
         )
-        raise RuntimeError(msg)
     for module in model.modules():
         context = module.__dict__.get("dynamo_ctx")
         in_place = module._compiled_call_impl is not None  # noqa: SLF001  # torch has no public name
         if in_place or (context is not None and getattr(context, "_dynamic", None) is not False):
             how = "in place, where that cannot be seen" if in_place else "without it"
-            msg = (
+            raise RuntimeError(
                 f"a model must be compiled with dynamic=False for strategy 'exact', but a "
                 f"{type(unwrap(module)).__name__} was compiled {how}, so that kernels may depend "
                 f"on the sizes that came before: pass torch.compile(model, dynamic=False)"
             )
-            raise RuntimeError(msg)

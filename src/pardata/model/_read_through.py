@@ -63,12 +63,11 @@ class ReadThrough(nn.Module):
 
     def _refuse_assignment(self, name: str, value: object) -> None:
         kind = "Parameter" if isinstance(value, nn.Parameter) else "Module"
-        msg = (
+        raise TypeError(
             f"`{name}` must be set before the model is wrapped, but a {kind} is assigned through "
             f"{type(self).__name__}, which would train it without synchronising: set it on the "
             f"module, then call wrap_model"
         )
-        raise TypeError(msg)
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
         """Register on the module: there it is saved, and kept equal on all ranks."""

@@ -72,22 +72,21 @@ def _read_state(state: object) -> Mapping[str, Any]:
     if isinstance(state, str | os.PathLike):
         state = read_weights(state)
     if not isinstance(state, Mapping):
-        msg = f"`state_or_path` must be a state dict or a path, but is a {type(state).__name__}"
-        raise TypeError(msg)
+        raise TypeError(
+            f"`state_or_path` must be a state dict or a path, but is a {type(state).__name__}"
+        )
     for key, value in state.items():
         if not isinstance(key, str):
-            msg = (
+            raise TypeError(
                 f"`state_or_path` must map names to tensors, but has the key {key!r} "
                 f"({type(key).__name__}): pass what a model's state_dict() returned"
             )
-            raise TypeError(msg)
         # What a module's get_extra_state() returns may well be a dict.
         if isinstance(value, Mapping) and not key.endswith("_extra_state"):
-            msg = (
+            raise TypeError(
                 f"`state_or_path` must map names to tensors, but {key!r} holds a dict: if this is "
                 f"a checkpoint of several things, pass the model's part, as checkpoint[{key!r}]"
             )
-            raise TypeError(msg)
     return state
 
 
@@ -105,8 +104,9 @@ def _renamed(state: Mapping[str, Any], plain: nn.Module) -> dict[str, Any]:
     for name, value in state.items():
         partner = _partner(name, by_core.get(_core(name), []))
         if partner in renamed:
-            msg = f"`state_or_path` must name each parameter once, but {partner!r} comes twice"
-            raise ValueError(msg)
+            raise ValueError(
+                f"`state_or_path` must name each parameter once, but {partner!r} comes twice"
+            )
         renamed[partner] = value
     return renamed
 
@@ -136,12 +136,11 @@ def _keys_of(plain: nn.Module, state: dict[str, Any], *, strict: bool) -> Loaded
         [name for name in names if name not in state], [name for name in state if name not in names]
     )
     if strict and (keys.missing_keys or keys.unexpected_keys):
-        msg = (
+        raise RuntimeError(
             f"the weights must have the names of {type(plain).__name__}, but missing are "
             f"{keys.missing_keys} and unexpected {keys.unexpected_keys}: pass the weights of this "
             f"model, or strict=False"
         )
-        raise RuntimeError(msg)
     return keys
 
 
@@ -163,12 +162,11 @@ def read_weights(path: str | os.PathLike[str]) -> Any:
         # Of a damaged file, torch and safetensors raise almost anything, and name no file.
         # What torch says after its first sentence is how to run the code in it all the same.
         sentence = str(error).partition("\n")[0].partition(". ")[0]
-        msg = (
+        raise RuntimeError(
             f"{os.fspath(path)} must be a file of weights, written by torch.save or as "
             f"safetensors, but cannot be read as one ({type(error).__name__}: {sentence}): is it "
             f"complete, and does it hold nothing but tensors?"
-        )
-        raise RuntimeError(msg) from error
+        ) from error
 
 
 def safetensors_for(path: str | os.PathLike[str]) -> Any:
@@ -176,6 +174,7 @@ def safetensors_for(path: str | os.PathLike[str]) -> Any:
     try:
         import safetensors.torch  # noqa: PLC0415  # pardata does not require it
     except ImportError as error:
-        msg = f"{path} needs safetensors, which are not installed: pip install safetensors"
-        raise ImportError(msg) from error
+        raise ImportError(
+            f"{path} needs safetensors, which are not installed: pip install safetensors"
+        ) from error
     return safetensors.torch

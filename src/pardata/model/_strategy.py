@@ -101,11 +101,10 @@ class Scattered(Strategy):
         size = settings.here.size
         if size > 1 or settings.sync_batchnorm:
             what = f"{size} processes" if size > 1 else "sync_batchnorm=True"
-            msg = (
+            raise ValueError(
                 f"strategy 'dp' must run in one process, without SyncBatchNorm, but has {what}: "
                 f"use 'ddp', with one process per GPU"
             )
-            raise ValueError(msg)
 
     def device(self, settings: Settings) -> torch.device | str:
         ids = settings.options.get("device_ids")
@@ -153,11 +152,10 @@ class Sharded(Strategy):
 
         kind = next(model.parameters()).device.type
         if kind == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):  # torch 2.6
-            msg = (
+            raise RuntimeError(
                 f"strategy 'fsdp' on a CPU needs a newer torch, but this is {torch.__version__}, "
                 f"whose fully_shard needs a GPU: install a newer one, or use 'ddp'"
             )
-            raise RuntimeError(msg)
         # fully_shard shards what each rank has; unlike DDP it does not begin from rank 0's weights.
         _broadcast_weights(model)
         # Inside torch.compile, as PyTorch advises: names and hooks are then those of the module.
@@ -179,12 +177,11 @@ class Exact(Strategy):
 
     def check(self, model: nn.Module, settings: Settings) -> None:
         if settings.sync_batchnorm or any(map(is_synchronised, model.modules())):
-            msg = (
+            raise ValueError(
                 "`sync_batchnorm` must be False under strategy 'exact', but is True or was before: "
                 "make the model anew without it, for there batch norm takes the statistics of each "
                 "microbatch, which are the same at every world size"
             )
-            raise ValueError(msg)
 
     def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
         wrapped = ExactModel(model, **settings.options)
@@ -233,8 +230,7 @@ def named(name: object) -> Strategy:
         if name == strategy.name:
             return strategy
     names = ", ".join(map(repr, get_args(StrategyName)))
-    msg = f"`strategy` must be one of {names}, but is {name!r}"
-    raise ValueError(msg)
+    raise ValueError(f"`strategy` must be one of {names}, but is {name!r}")
 
 
 class Replica(NamedTuple):

@@ -97,12 +97,11 @@ def _compare(told: list[dict[str, Any]]) -> None:
     if not differing:
         return
     table = table_of([f"SHA-256 {facts[differing[0]][:16]}…" for facts in told])
-    msg = (
+    raise RuntimeError(
         f"every rank must hold the same weights, but `{differing[0]}` differs between ranks "
         f"({len(differing)} of {len(told[0])} parameters and buffers differ):\n{table}\n"
         f"Was it changed on some ranks only, or trained without the wrapped model's forward?"
     )
-    raise RuntimeError(msg)
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -105,27 +105,24 @@ def _check(model: nn.Module, chosen: Strategy, settings: Settings) -> None:
     """Refuse what no strategy can take, or not this one."""
     check_module(model)
     if is_parallel(model, but_for_sharded_parts=chosen.takes_sharded_parts):
-        msg = (
+        raise ValueError(
             f"`model` must not be wrapped yet, but is or holds a wrapped module "
             f"({type(model).__name__}): pass unwrap(model), or wrap once, at the outside"
         )
-        raise ValueError(msg)
     known = inspect.signature(chosen.options_of()).parameters.keys() - {"module"}
     for name in sorted(settings.options.keys() - known):
-        msg = (
+        raise TypeError(
             f"`options` must be ones of strategy {chosen.name!r}, but {name!r} is not; there are "
             f"{', '.join(sorted(known))}"
         )
-        raise TypeError(msg)
     check_flag("sync_batchnorm", settings.sync_batchnorm)
     if not chosen.takes_all:
         _check_trainable(model, chosen.name)
     if chosen.needs_group and settings.here.backend is None:
-        msg = (
+        raise RuntimeError(
             f"strategy {chosen.name!r} needs a process group, but this process is in none: call "
             f"`pardata.init()` first, or use strategy='auto'"
         )
-        raise RuntimeError(msg)
     chosen.check(model, settings)
 
 
@@ -133,20 +130,19 @@ def _check_trainable(model: nn.Module, strategy: str) -> None:
     """Refuse a model that is not ready, or has nothing to train."""
     tensors = [*model.parameters(), *model.buffers()]
     if any(is_lazy(tensor) for tensor in tensors):
-        msg = "`model` must be initialised, but has lazy parameters: run one forward pass first"
-        raise ValueError(msg)
+        raise ValueError(
+            "`model` must be initialised, but has lazy parameters: run one forward pass first"
+        )
     if any(tensor.is_meta for tensor in tensors):
-        msg = (
+        raise ValueError(
             "`model` must have its weights on every rank, but has parameters or buffers on the "
             "meta device: build it on a real one, or call to_empty() and initialise them first"
         )
-        raise ValueError(msg)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        msg = (
+        raise ValueError(
             f"`model` must have a parameter to train under strategy {strategy!r}, but "
             f"{type(model).__name__} has none that requires a gradient: use strategy='none'"
         )
-        raise ValueError(msg)
 
 
 def _facts_of(model: nn.Module, strategy: str, options: dict[str, Any]) -> dict[str, object]:
@@ -168,8 +164,7 @@ def _check_same_models(told: list[dict[str, object]]) -> None:
         return
     entries = zip_longest(*models, fillvalue="no further parameter or buffer")
     first = next(entry for entry in entries if len(set(entry)) > 1)
-    msg = (
+    raise RuntimeError(
         f"every rank must pass the same model to `wrap_model`, but they differ, first here:\n"
         f"{table_of(first)}\nBuild the same model, in the same order, on every rank."
     )
-    raise RuntimeError(msg)

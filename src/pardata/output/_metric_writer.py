@@ -58,11 +58,13 @@ class MetricWriter:
         """
         check_integer("step", step)
         if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
-            msg = f"`values` must map names to numbers, but is {values!r}: pass {{'loss': loss}}"
-            raise TypeError(msg)
+            raise TypeError(
+                f"`values` must map names to numbers, but is {values!r}: pass {{'loss': loss}}"
+            )
         if "step" in values:
-            msg = '`values` must not have a "step", which each line has already: rename it'
-            raise ValueError(msg)
+            raise ValueError(
+                '`values` must not have a "step", which each line has already: rename it'
+            )
         if self._file is None:
             return
         numbers = {name: _number(name, value) for name, value in values.items()}
@@ -99,8 +101,9 @@ def _number(name: str, value: object) -> float:
     if isinstance(number, int) and number.bit_length() > _BITS:
         number = None  # what reads it back would make infinity of it
     if not isinstance(number, int | float):
-        msg = f"`values[{name!r}]` must be one number, but is {value!r} ({type(value).__name__})"
-        raise TypeError(msg)
+        raise TypeError(
+            f"`values[{name!r}]` must be one number, but is {value!r} ({type(value).__name__})"
+        )
     return number
 
 

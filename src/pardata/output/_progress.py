@@ -44,8 +44,7 @@ def progress(
     ...     bar.show(number=number)
     """
     if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
-        msg = f"`iterable` must be something to iterate over, but is {iterable!r}"
-        raise TypeError(msg)
+        raise TypeError(f"`iterable` must be something to iterate over, but is {iterable!r}")
     for name, number in {"total": total, "batch_size": batch_size}.items():
         if number is not None:
             check_integer(name, number, least=0)
@@ -77,11 +76,10 @@ class Progress(Generic[_T]):
             count = value.numel() if isinstance(value, Tensor) else getattr(value, "size", 1)
             if hasattr(value, "item") and count != 1:
                 kind = "a tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-                msg = (
+                raise TypeError(
                     f"`{name}` must be one number to be shown, but is {kind} of {count}: take its "
                     f"mean, say"
                 )
-                raise TypeError(msg)
             if isinstance(value, Tensor):
                 values[name] = value.detach()  # drawn later: its graph need not live until then
         self._values.update(values)

@@ -12,25 +12,22 @@ def check_module(model: object) -> None:
     if not isinstance(model, nn.Module):
         what = f"the class {model.__name__}" if isinstance(model, type) else None
         got = what or f"a {type(model).__name__}"
-        msg = f"`model` must be a torch.nn.Module, but is {got}"
-        raise TypeError(msg)
+        raise TypeError(f"`model` must be a torch.nn.Module, but is {got}")
 
 
 def check_no_class(dataset: object) -> None:
     """Refuse a class where an object of it is meant."""
     if isinstance(dataset, type):
-        msg = (
+        raise TypeError(
             f"`dataset` must be a data set, but is the class {dataset.__name__}: pass an object "
             f"of it"
         )
-        raise TypeError(msg)
 
 
 def check_flag(name: str, value: object) -> None:
     """Refuse what is no bool: the text "False", of a command line say, would count as True."""
     if not isinstance(value, bool):
-        msg = f"`{name}` must be True or False, but is {value!r}"
-        raise TypeError(msg)
+        raise TypeError(f"`{name}` must be True or False, but is {value!r}")
 
 
 def check_integer(name: str, value: object, *, least: int | None = None, why: str = "") -> None:
@@ -50,11 +47,11 @@ def check_integer(name: str, value: object, *, least: int | None = None, why: st
 def check_timeout(timeout: object) -> None:
     """Refuse what is no time to wait."""
     if not isinstance(timeout, timedelta):
-        msg = f"`timeout` must be a datetime.timedelta, as timedelta(minutes=5), but is {timeout!r}"
-        raise TypeError(msg)
+        raise TypeError(
+            f"`timeout` must be a datetime.timedelta, as timedelta(minutes=5), but is {timeout!r}"
+        )
     if timeout <= timedelta(0):  # torch's stores take 0 for no end
-        msg = f"`timeout` must be more than 0, but is {timeout.total_seconds():g} s"
-        raise ValueError(msg)
+        raise ValueError(f"`timeout` must be more than 0, but is {timeout.total_seconds():g} s")
 
 
 def checked_device(device: Any) -> torch.device:
@@ -68,6 +65,7 @@ def checked_device(device: Any) -> torch.device:
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError, TypeError) as error:  # the last two are torch's, too
         why = str(error).partition("\n")[0]
-        msg = f"`device` must be one that this machine has, but is {str(device)!r}: {why}"
-        raise RuntimeError(msg) from error
+        raise RuntimeError(
+            f"`device` must be one that this machine has, but is {str(device)!r}: {why}"
+        ) from error
     return found

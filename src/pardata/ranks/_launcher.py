@@ -66,8 +66,9 @@ def detect(env: Mapping[str, str]) -> Launch:
     """
     choice = env.get("PARDATA_LAUNCHER", "auto")
     if choice not in LAUNCHERS:
-        msg = f"`PARDATA_LAUNCHER` must be one of {', '.join(LAUNCHERS)}, but is {choice!r}"
-        raise ValueError(msg)
+        raise ValueError(
+            f"`PARDATA_LAUNCHER` must be one of {', '.join(LAUNCHERS)}, but is {choice!r}"
+        )
     found = _found(env) if choice == "auto" else choice
     if found == "none":
         return SINGLE
@@ -116,11 +117,10 @@ def _mpi(env: Mapping[str, str]) -> Launch:
     rank, size, local_rank, local_size = _numbers(env, names, who)
     address = env.get("MASTER_ADDR") or ("127.0.0.1" if local_size == size else "")
     if not address:
-        msg = (
+        raise ValueError(
             f"`MASTER_ADDR` must be set when MPI spans several hosts ({local_size} of {size} "
             f"ranks are on this one), but is not: add `{option}` to the command"
         )
-        raise ValueError(msg)
     port = _port(env, default=port)
     return Launch("mpi", rank, size, local_rank, local_size, None, None, address, port)
 
@@ -141,17 +141,17 @@ def _tasks_at(node: int, text: str) -> tuple[int, int]:
     for item in text.split(","):
         match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", item)
         if match is None:
-            msg = f"`SLURM_STEP_TASKS_PER_NODE` must look like '2(x3),1', but is {text!r}"
-            raise ValueError(msg)
+            raise ValueError(
+                f"`SLURM_STEP_TASKS_PER_NODE` must look like '2(x3),1', but is {text!r}"
+            )
         nodes += int(match[2] or 1)
         if found is None and node < nodes:
             found = int(match[1])
     if found is None:
-        msg = (
+        raise ValueError(
             f"`SLURM_NODEID` must be less than the {nodes} nodes of "
             f"`SLURM_STEP_TASKS_PER_NODE` ({text!r}), but is {node}"
         )
-        raise ValueError(msg)
     return found, nodes
 
 
@@ -168,11 +168,10 @@ def first_host(text: str) -> str:
     brackets = "".join(re.findall(r"\[.*?\]", text)) if looks_right else ""
     ranges = re.findall(f"({number})-({number})", brackets)
     if not looks_right or any(int(low) > int(high) for low, high in ranges):
-        msg = (
+        raise ValueError(
             f"a SLURM node list must look like 'a[1-3,7],b2', but is {text!r}: correct "
             f"`SLURM_STEP_NODELIST`, or {_OPT_OUT}"
         )
-        raise ValueError(msg)
     # The first number in each bracket, with its zeros.
     return re.sub(r"\[([0-9]+).*?\]", r"\1", text).split(",", 1)[0]
 
@@ -182,12 +181,11 @@ def _numbers(env: Mapping[str, str], names: tuple[str, ...], launcher: str) -> l
     there = [f"`{name}`" for name in names if env.get(name)]
     missing = [f"`{name}`" for name in names if not env.get(name)]
     if missing:
-        msg = (
+        raise ValueError(
             f"the variables of {launcher} must be set together, but {', '.join(missing)} must "
             f"still be set beside {', '.join(there) or 'none of them'}: start the script with the "
             f"launcher itself, or {_OPT_OUT}"
         )
-        raise ValueError(msg)
     return [whole_number(env, name) for name in names[:4]]
 
 
@@ -196,16 +194,16 @@ def whole_number(env: Mapping[str, str], name: str) -> int:
     text = env.get(name, "")
     # isascii: int() takes the digits of every script. 18 digits: more cannot be a count.
     if not (text.isascii() and text.isdecimal() and len(text) <= 18):
-        msg = f"`{name}` must be a whole number, but is {text!r}: correct it, or {_OPT_OUT}"
-        raise ValueError(msg)
+        raise ValueError(
+            f"`{name}` must be a whole number, but is {text!r}: correct it, or {_OPT_OUT}"
+        )
     return int(text)
 
 
 def _port(env: Mapping[str, str], default: int) -> int:
     port = whole_number(env, "MASTER_PORT") if env.get("MASTER_PORT") else default
     if not 0 < port < 65536:
-        msg = f"`MASTER_PORT` must be between 1 and 65535, but is {port}"
-        raise ValueError(msg)
+        raise ValueError(f"`MASTER_PORT` must be between 1 and 65535, but is {port}")
     return port
 
 
@@ -217,23 +215,21 @@ def _check_bounds(launch: Launch) -> None:
         (launch.node_rank, launch.num_nodes, "rank of the node", "number of nodes"),
     ):
         if value is not None and bound is not None and value >= bound:
-            msg = (
+            raise ValueError(
                 f"the {name} must be less than the {of} ({bound}), but {launcher_text(launch)} "
                 f"set it to {value}: the variables ({_WHO[launch.launcher]}) contradict each "
                 f"other, or are left over from another run; {_OPT_OUT}"
             )
-            raise ValueError(msg)
 
 
 def _check_torchs(launch: Launch, env: Mapping[str, str]) -> None:
     """Refuse torch's variables, exported by hand, that contradict the launcher found."""
     for name, value in zip(_TORCHRUN_OWN, launch[1:5], strict=True):
         if name in env and whole_number(env, name) != value:
-            msg = (
+            raise ValueError(
                 f"`{name}` must be {value}, as {launcher_text(launch)} says, but is {env[name]}: "
                 f"unset it, or choose one launcher with PARDATA_LAUNCHER"
             )
-            raise ValueError(msg)
 
 
 def launcher_text(launch: Launch) -> str:

@@ -64,8 +64,7 @@ def _chosen(rank: int, level: int, ranks: str | Iterable[int] | None) -> bool:
     if isinstance(ranks, str) and ranks == "all":
         return True
     if isinstance(ranks, str) or not isinstance(ranks, Iterable):
-        msg = f"`ranks` must be 'all' or a list of ranks, but is {ranks!r}"
-        raise ValueError(msg)
+        raise ValueError(f"`ranks` must be 'all' or a list of ranks, but is {ranks!r}")
     return rank in ranks
 
 

@@ -45,18 +45,21 @@ def answered(timeout: timedelta, work: Callable[[], _T]) -> _T:
     outcome = bounded(timeout.total_seconds() + _MARGIN, work)
     if not outcome:
         where = call_site()
-        msg = (
-            f"{_SERVER} must answer, but has not for {timeout}: is it stopped, or is the network "
-            f"down? This rank is at {where}"
+        raise as_consequence(
+            TimeoutError(
+                f"{_SERVER} must answer, but has not for {timeout}: is it stopped, or is the "
+                f"network down? This rank is at {where}"
+            ),
+            f"{where}, timed out",
         )
-        raise as_consequence(TimeoutError(msg), f"{where}, timed out")
     (found,) = outcome
     if isinstance(found, dist.DistNetworkError):
-        msg = (
-            f"{_SERVER} must be there as long as any rank, but has ended: look at its output for "
-            f"an earlier error; this rank is at {call_site()}"
-        )
-        raise as_consequence(RuntimeError(msg)) from found
+        raise as_consequence(
+            RuntimeError(
+                f"{_SERVER} must be there as long as any rank, but has ended: look at its output "
+                f"for an earlier error; this rank is at {call_site()}"
+            )
+        ) from found
     if isinstance(found, BaseException):
         raise found
     return found

@@ -108,11 +108,14 @@ class Turn:
             comes = verdict is not None
             if comes:
                 left = timeout  # those who gave this rank up are in a later turn
-        msg = (
-            f"{self._must} within {timeout}, but has not: give `timeout=` a larger value if the "
-            f"work takes that long, else look at rank 0's output; this rank waits at {self._where}"
+        raise as_consequence(
+            TimeoutError(
+                f"{self._must} within {timeout}, but has not: give `timeout=` a larger value if "
+                f"the work takes that long, else look at rank 0's output; this rank waits at "
+                f"{self._where}"
+            ),
+            f"{self.call} at {self._where}, timed out",
         )
-        raise as_consequence(TimeoutError(msg), f"{self.call} at {self._where}, timed out")
 
     def lead(self) -> None:
         """Come as the one that gives the verdict when its work is done."""

@@ -125,12 +125,11 @@ def require_world(what: str) -> World:
         return found
     launch = detect(os.environ)
     if launch.size > 1:
-        msg = (
+        raise RuntimeError(
             f"`{what}` needs the process group: {launcher_text(launch)} started {launch.size} "
             f"processes, but `pardata.init()` was not called in this one: call it first, or set "
             f"PARDATA_LAUNCHER=none to run as a single process"
         )
-        raise RuntimeError(msg)
     return found
 
 

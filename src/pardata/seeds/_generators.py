@@ -168,11 +168,10 @@ def restore_generators(states: dict[str, Any], device: torch.device) -> None:
         if "cuda" in states and device.type == "cuda":
             torch.cuda.set_rng_state(torch.tensor(states["cuda"], dtype=torch.uint8), device)
     except (TypeError, ValueError, LookupError, RuntimeError, OverflowError) as error:
-        msg = (
+        raise RuntimeError(
             f"the default generators must be put back to where they once were, but what was saved "
             f"of them is nothing of theirs ({type(error).__name__}: {error})"
-        )
-        raise RuntimeError(msg) from error
+        ) from error
 
 
 @contextmanager
@@ -188,12 +187,11 @@ def no_draws(what: str, device: torch.device | None = None, *, thorough: bool) -
     states = states_of((*(others if thorough else ()), default, *_of(device)))
     yield
     if moved(states):
-        msg = (
+        raise RuntimeError(
             f"`{what}` must draw no random numbers from a batch whose size depends on the number "
             f"of ranks, but did: pass `microbatch_size`, so that it gets the same pieces at every "
             f"world size, each seeded alike, or reproducible=False"
         )
-        raise RuntimeError(msg)
 
 
 @cache

@@ -32,8 +32,7 @@ def seed_everything(seed: int, *, per_rank: bool = False, deterministic: bool = 
     """
     check_integer("seed", seed)
     if not 0 <= seed < 2**63:
-        msg = f"`seed` must be between 0 and 2**63 - 1, but is {seed}"
-        raise ValueError(msg)
+        raise ValueError(f"`seed` must be between 0 and 2**63 - 1, but is {seed}")
     check_flag("per_rank", per_rank)
     check_flag("deterministic", deterministic)
     if per_rank:

@@ -63,18 +63,17 @@ def assert_same_at_every_size(
     >>> assert_same_at_every_size(iter, [{"weight": torch.ones(2)}], sizes=(1, 2))
     """
     if not isinstance(sizes, Iterable):
-        msg = f"`sizes` must be two or more numbers, but is {sizes!r}: pass (1, {sizes})"
-        raise TypeError(msg)
+        raise TypeError(f"`sizes` must be two or more numbers, but is {sizes!r}: pass (1, {sizes})")
     for name, tolerance in {"rtol": rtol, "atol": atol}.items():
         if not isinstance(tolerance, int | float) or not 0 <= tolerance < math.inf:
-            msg = (
+            raise ValueError(
                 f"`{name}` must be a finite number from 0 up, but is {tolerance!r}: pass 1e-6, say"
             )
-            raise ValueError(msg)
     sizes = list(sizes)
     if len(sizes) < 2:
-        msg = f"`sizes` must be two or more, to be compared, but is {sizes}: add another"
-        raise ValueError(msg)
+        raise ValueError(
+            f"`sizes` must be two or more, to be compared, but is {sizes}: add another"
+        )
     reference: list[str] = []
     with tempfile.TemporaryDirectory(prefix="pardata-sizes-") as folder:
         for size in sizes:
@@ -82,8 +81,9 @@ def assert_same_at_every_size(
             found = run(_record, *job, world_size=size, timeout=timeout)
             reference = reference or found[0]
             if not reference:
-                msg = "`train` must yield after each step, but yielded nothing: let it take a step"
-                raise ValueError(msg)
+                raise ValueError(
+                    "`train` must yield after each step, but yielded nothing: let it take a step"
+                )
             compared = [_parting(files, reference, (rtol, atol)) for files in found]
             partings = {rank: parting for rank, parting in enumerate(compared) if parting}
             if partings:
@@ -143,11 +143,10 @@ def _parting(ours: list[str], theirs: list[str], near: _Near) -> _Parting | None
 def _yielded(train: Any, args: Any) -> Iterable[Any]:
     steps = train(*args)
     if not isinstance(steps, Iterable) or isinstance(steps, nn.Module | Mapping | Tensor):
-        msg = (
+        raise TypeError(
             f"`train` must be a generator function, but returned a {type(steps).__name__}: write "
             f"`yield model` after each step"
         )
-        raise TypeError(msg)
     return steps
 
 
@@ -178,8 +177,7 @@ def _tensors(trained: Any) -> dict[str, Tensor]:
     elif isinstance(trained, Mapping):
         named = {str(name): _tensor(value, name, must) for name, value in trained.items()}
     else:
-        msg = f"{must}, but yielded a {type(trained).__name__}: write `yield model`"
-        raise TypeError(msg)
+        raise TypeError(f"{must}, but yielded a {type(trained).__name__}: write `yield model`")
     return {name: tensor.detach().cpu().clone() for name, tensor in named.items()}
 
 
@@ -187,7 +185,8 @@ def _tensor(value: Any, name: Any, must: str) -> Tensor:
     if isinstance(value, int | float):
         return torch.tensor(value, dtype=None if isinstance(value, int) else torch.float64)
     if not isinstance(value, Tensor):
-        msg = f"{must}, but {name!r} in its dict is a {type(value).__name__}: leave it out"
-        raise TypeError(msg)
+        raise TypeError(
+            f"{must}, but {name!r} in its dict is a {type(value).__name__}: leave it out"
+        )
     whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
     return whole.to_dense() if whole.layout != torch.strided else whole

@@ -72,8 +72,9 @@ def run(
     try:
         job = pickle.dumps((fn, args))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        msg = f"`fn` and its arguments must be importable and picklable, but are not: {error}"
-        raise TypeError(msg) from error
+        raise TypeError(
+            f"`fn` and its arguments must be importable and picklable, but are not: {error}"
+        ) from error
     _require_a_script_that_children_find(fn)
     with tempfile.TemporaryDirectory(prefix="pardata-run-") as directory:
         start_method = multiprocessing.get_start_method(allow_none=True)
@@ -89,16 +90,18 @@ def run(
 def _check_timeout(timeout: object) -> None:
     # Up to three years: what waits takes no more.
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < 1e8:
-        msg = f"`timeout` must be a positive number of seconds, but is {timeout!r}: pass 120, say"
-        raise ValueError(msg)
+        raise ValueError(
+            f"`timeout` must be a positive number of seconds, but is {timeout!r}: pass 120, say"
+        )
 
 
 def _environment(added: dict[Any, Any]) -> dict[str, str]:
     """Return the variables of a rank: those of this process, without its launcher's, and more."""
     for name, value in added.items():
         if not (isinstance(name, str) and isinstance(value, str)):
-            msg = f"`env` must map names to text, but maps {name!r} to {value!r}: use str()"
-            raise TypeError(msg)
+            raise TypeError(
+                f"`env` must map names to text, but maps {name!r} to {value!r}: use str()"
+            )
     # The server's environment is that of its start; a test may have changed its own since.
     own = {
         name: value
@@ -112,18 +115,16 @@ def _require_a_script_that_children_find(fn: Callable[..., object]) -> None:
     script = getattr(sys.modules["__main__"], "__file__", None)  # a notebook has none
     if script is None and getattr(fn, "__module__", None) == "__main__":
         name = getattr(fn, "__qualname__", type(fn).__qualname__)
-        msg = (
+        raise TypeError(
             f"`fn` must be importable by the processes that run it, but {name!r} is defined in a "
             f"notebook or an interactive session: write it to a file, in a notebook with "
             f"%%writefile, and import it"
         )
-        raise TypeError(msg)
     if script is not None and not Path(script).exists():
-        msg = (
+        raise RuntimeError(
             f"`run` must be called from a file or a notebook, for each process imports the script "
             f"anew, but the script is {script!r}: save it as a file first"
         )
-        raise RuntimeError(msg)
 
 
 class _Meeting(NamedTuple):

@@ -16,7 +16,7 @@ from torchvision import datasets, transforms
 
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared" / "data"
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path.insert(0, str(ROOT / "examples" / "articles"))
 
 from batch_transforms import normalise, random_affine, random_crop, random_flip  # noqa: E402  # path first
 

@@ -3,7 +3,7 @@
     python benchmarks/allocator.py
     python benchmarks/allocator.py --rounds 1 --steps 4 --sizes 1
 
-The convolutional net of examples/mnist.py, global batch 512, Adam, on made-up images, in one
+The convolutional net of articles/mnist.py, global batch 512, Adam, on made-up images, in one
 process and in two that share the cores. The setting lasts for the life of a process, so each
 measurement takes fresh ones, with tune_cpu=True and with False in turns. Losses must be equal to
 the bit. It has an effect under glibc only, that is on most Linux systems.
@@ -50,7 +50,7 @@ QUANTITIES = {
 
 
 def conv_net() -> nn.Module:
-    """Return the net of examples/mnist.py."""
+    """Return the net of examples/articles/mnist.py."""
     return nn.Sequential(
         nn.Conv2d(1, 32, 3),
         nn.ReLU(),

@@ -5,7 +5,7 @@
     python benchmarks/epoch.py --workers-table 0 2 4     # also the tables of num_workers
     python benchmarks/epoch.py --save
 
-The net of examples/mnist.py, global batch 512, Adam, in one process and in two that share the
+The net of articles/mnist.py, global batch 512, Adam, in one process and in two that share the
 cores. The tutorial's way, DistributedSampler, DistributedDataParallel and DataLoader without
 workers; pardata, plain and from cache_dataset; and the limit, the same steps as those of the cached
 loader with every batch ready in memory. The latter three with the allocator as it is and as init

@@ -3,7 +3,7 @@
     python benchmarks/exact.py
     python benchmarks/exact.py --rounds 1 --steps 2 --nets convnet
 
-The convolutional net of examples/mnist.py and torchvision's ResNet-18 for images of 32 x 32, each
+The convolutional net of articles/mnist.py and torchvision's ResNet-18 for images of 32 x 32, each
 with the same global batches cut into the same microbatches, by pardata.backward, Adam, on made-up
 images, in two processes of one thread each, in turns in fresh processes. What exact adds: rounding
 each gradient to fixed point and sending 16 bytes a parameter where DDP sends 4. The weights of both

@@ -7,7 +7,7 @@
 Batches of 256 of MNIST, plain and with a random affine, and of CIFAR-10's JPEG files with crop and
 flip, all normalised: by DataLoader, by those that libraries make of it, and by pardata; with
 nothing cached, and from cache_dataset with the same done to whole batches by the functions of
-examples/batch_transforms.py. The limit is index_select from memory and those functions, alone.
+articles/batch_transforms.py. The limit is index_select from memory and those functions, alone.
 Every loader has begun, and its workers are ahead as far as they go, before it is measured; epochs
 follow one another. The allocator is as init tunes it, for all. All yield the same, save for the
 random numbers, which is checked. Needs torchvision; other libraries take part where installed.

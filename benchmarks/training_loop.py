@@ -10,7 +10,7 @@ DistributedDataParallel whose loss is reduced in each step, which knows as much,
 DistributedDataParallel that knows only its own rank's loss; and Accelerate, Fabric and Ignite,
 where installed. All train on the same batches of make_loader, with SGD, in blocks of steps that
 take turns, and must end with the same weights, up to rounding. A net whose step takes a third of a
-millisecond, one with batch norm, and that of examples/mnist.py. "again" is the reference a second
+millisecond, one with batch norm, and that of articles/mnist.py. "again" is the reference a second
 time: how far its ratio is from 1 is the noise of the machine.
 """
 
@@ -71,7 +71,7 @@ NETS: dict[str, tuple[str, Callable[[], list[nn.Module]], tuple[int, ...]]] = {
     ),
     # Its dropout draws other numbers under each loop: they could not be compared.
     "mnist": (
-        "net of examples/mnist.py without dropout",
+        "net of examples/articles/mnist.py without dropout",
         lambda: [part for part in conv_net() if not isinstance(part, nn.Dropout)],
         (1, 28, 28),
     ),

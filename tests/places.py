@@ -4,6 +4,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
+ARTICLES = EXAMPLES / "articles"  # with all the options of the articles, which they compare
 BENCHMARKS = ROOT / "benchmarks"
 DOCS = ROOT / "docs"
 SHARED_DATA = ROOT.parent / "shared" / "data"

@@ -4,13 +4,13 @@ import re
 import sys
 from pathlib import Path
 
-from places import EXAMPLES
+from places import ARTICLES
 
 WHO = Path(__file__).parent / "who.py"
 
 # Short: five steps. The same to the last bit on any number of processes.
 MNIST = [
-    EXAMPLES / "mnist.py",
+    ARTICLES / "mnist.py",
     "--data", "digits", "--epochs", 1, "--strategy", "exact", "--batch-size", 256,
 ]  # fmt: skip
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]

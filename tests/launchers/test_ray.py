@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from namespaces import hosts, require_namespaces
-from places import EXAMPLES
+from places import ARTICLES
 from processes import run
 from programs import MNIST, fingerprint, joined
 
@@ -46,7 +46,7 @@ def test_two_workers_train_as_one_process_does(ray_python, alone_on_a_host, alon
     seen = [str(Path(pardata.__file__).parents[1]), sysconfig.get_path("purelib")]
     printed = run(
         *alone_on_a_host.command(
-            ray_python, EXAMPLES / "ray_train.py", "--workers", 2, *MNIST[1:],
+            ray_python, ARTICLES / "ray_train.py", "--workers", 2, *MNIST[1:],
             "--run-dir", folder / "run",
         ),
         # No reports, no token in the home directory, and each line as it is printed.

@@ -1,18 +1,18 @@
-"""examples/batch_transforms.py: the same as torchvision's transforms, for a whole batch at once."""
+"""articles/batch_transforms.py: the same as torchvision's transforms, for a whole batch at once."""
 
 import math
 import sys
 
 import pytest
 import torch
-from places import EXAMPLES
+from places import ARTICLES
 from torch.utils.data import TensorDataset
 from torchvision.transforms import Normalize, RandomAffine, ToTensor
 from torchvision.transforms import functional as vision
 
 from pardata import make_loader
 
-sys.path.insert(0, str(EXAMPLES))
+sys.path.insert(0, str(ARTICLES))
 
 import batch_transforms
 from batch_transforms import (

@@ -1,4 +1,4 @@
-"""examples/compare.py: the real file on real digits, what it runs and what it reads."""
+"""examples/articles/compare.py: the real file on real digits, what it runs and what it reads."""
 
 import json
 import re
@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from places import EXAMPLES
+from places import ARTICLES
 
-sys.path.insert(0, str(EXAMPLES))
+sys.path.insert(0, str(ARTICLES))
 
 import compare
 import compare_cells
@@ -44,7 +44,7 @@ ERROR = "ValueError: `microbatch_size` must be"
 def compared(tmp_path_factory):
     """A comparison of which one cell fails: its folder, and the finished process."""
     out = tmp_path_factory.mktemp("compare")
-    command = [sys.executable, str(EXAMPLES / "compare.py"), *ARGUMENTS, "--out", str(out), *WRONG]
+    command = [sys.executable, str(ARTICLES / "compare.py"), *ARGUMENTS, "--out", str(out), *WRONG]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=1200)
     return out, done
 

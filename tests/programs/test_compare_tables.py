@@ -1,13 +1,13 @@
-"""The tables and pictures that examples/compare.py makes of its results."""
+"""The tables and pictures that examples/articles/compare.py makes of its results."""
 
 import sys
 from dataclasses import replace
 
 import pytest
-from places import EXAMPLES
+from places import ARTICLES
 from test_compare import NONE, table_rows
 
-sys.path.insert(0, str(EXAMPLES))
+sys.path.insert(0, str(ARTICLES))
 
 import compare
 import compare_plots

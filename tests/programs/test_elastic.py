@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from places import EXAMPLES
+from places import ARTICLES, EXAMPLES
 from processes import children, ended, kill, run, start, wait_for
 
 ELASTIC = EXAMPLES / "elastic.py"
@@ -65,7 +65,7 @@ def undisturbed(told):
 
 def test_mnist_compares_a_run_in_one_process_with_one_in_several():
     printed = python(
-        EXAMPLES / "mnist.py", "--data", "digits", "--epochs", 1, "--exact-check", 2,
+        ARTICLES / "mnist.py", "--data", "digits", "--epochs", 1, "--exact-check", 2,
         "--batch-size", 256, "--microbatch-size", 64,
     )  # fmt: skip
     assert "1 and 2 processes agree to the last bit" in printed
@@ -77,7 +77,7 @@ def test_mnist_compares_a_run_in_one_process_with_one_in_several():
 def test_a_run_that_is_killed_and_changes_its_size_ends_as_if_nothing_had_been(sizes, told):
     printed = told if sizes == (2, 1) else story(sizes)
     assert printed.count("killed in step") == len(sizes) - 1
-    assert re.search(rf"goes on in {sizes[-1]} process\(es\) after step \d+", printed)
+    assert re.search(rf"{sizes[-1]} process\(es\) resume after step \d+", printed)
     assert f"the same to the last bit on 1 and on {', '.join(map(str, sizes))}" in printed
 
 
@@ -88,7 +88,7 @@ def test_torchrun_may_restart_the_workers(undisturbed, tmp_path):
     with torchrun(log, *options, "--run-dir", tmp_path, "--die-at", moment) as job:
         assert job.wait(timeout=120) == 0
     printed = log.read_text()
-    assert "goes on in 2 process(es)" in printed
+    assert "2 process(es) resume after step" in printed
     assert fingerprint(printed) == undisturbed
 
 
@@ -109,7 +109,7 @@ def test_torchrun_may_lose_a_node_and_go_on_with_the_other(undisturbed, tmp_path
         kill(nodes[lost])
         assert nodes[1 - lost].wait(timeout=120) == 0
     printed = logs[1 - lost].read_text()
-    assert "goes on in 1 process(es)" in printed
+    assert "1 process(es) resume after step" in printed
     assert fingerprint(printed) == undisturbed
 
 
@@ -119,7 +119,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_where_it_is_started_again
     # On any rank, and the launcher's own signal is one too.
     run_dir = tmp_path / "run"
     options = [
-        EXAMPLES / "mnist.py", "--data", "digits", "--epochs", epochs, "--strategy", "exact",
+        ARTICLES / "mnist.py", "--data", "digits", "--epochs", epochs, "--strategy", "exact",
         "--microbatch-size", 16, "--log-interval", 1, "--run-dir",
     ]  # fmt: skip
     expected = python(*options, tmp_path / "undisturbed").split()[-1]

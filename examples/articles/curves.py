@@ -1,4 +1,4 @@
-"""Draw loss and accuracy of a run: ``python examples/curves.py runs/mnist`` writes curves.png."""
+"""Draw the curves of a run: ``python examples/articles/curves.py runs/mnist`` writes curves.png."""
 
 import json
 import sys

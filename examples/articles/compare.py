@@ -1,18 +1,18 @@
 """Compare strategies, loader workers, numbers of processes and caching: tables and pictures.
 
-    python examples/compare.py                              # on digits: no network, some minutes
-    python examples/compare.py --dry-run                    # what would be run
-    python examples/compare.py --data mnist --strategies none ddp --processes 1 2 4 --workers 4
-    python examples/compare.py --data mnist --strategies none --workers 0 2 4 --augment no yes
-    python examples/compare.py --strategies none ddp --workers 0 --cache no yes --rounds 3
-    python examples/compare.py --script cifar10 --processes 1 2 --workers 0 -- --model resnet18
+    python compare.py  # on digits: no network, some minutes
+    python compare.py --dry-run  # what would be run
+    python compare.py --data mnist --strategies none ddp --processes 1 2 4 --workers 4
+    python compare.py --data mnist --strategies none --workers 0 2 4 --augment no yes
+    python compare.py --strategies none ddp --workers 0 --cache no yes --rounds 3
+    python compare.py --script cifar10 --processes 1 2 --workers 0 -- --model resnet18
 
-Every combination is a cell: one run of examples/mnist.py or examples/cifar10.py in fresh processes,
-strategies none and dp with python, in one process, the others with torchrun. What stands after --
-is handed to the example. Finished cells are kept in the --out folder and not run again, so that the
-same command, started again, goes on; a cell measured under other options or on another machine is
-another cell. One that fails is reported with the last line of its error, is run again the next
-time, and makes the exit status 1.
+Every combination is a cell: one run of mnist.py or cifar10.py in fresh processes, strategies none
+and dp with python, in one process, the others with torchrun. What stands after -- is handed to the
+example. Finished cells are kept in the --out folder and not run again, so that the same command,
+started again, goes on; a cell measured under other options or on another machine is another cell.
+One that fails is reported with the last line of its error, is run again the next time, and makes
+the exit status 1.
 
 Standard output, and tables.md in the folder, receive Markdown tables; methods.png, workers.png and
 processes.png are drawn beside. Times are of training: without the start, the cache's making and the
@@ -203,7 +203,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = [outcome for outcome in outcomes.values() if isinstance(outcome, Result)]
     if results:
         made = rows(outcomes)
-        command = shlex.join(["python", "examples/compare.py", *(arguments or sys.argv[1:])])
+        command = shlex.join(
+            ["python", "examples/articles/compare.py", *(arguments or sys.argv[1:])]
+        )
         text = f"`{command}`\n\n{conditions(results)}.\n\n{tables(made)}\n"
         print(f"\n{text}")
         (args.out / "tables.md").write_text(text)

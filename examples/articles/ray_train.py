@@ -1,8 +1,8 @@
 """Train mnist.py's net under Ray Train: its own `main`, in workers that Ray starts.
 
     pip install "ray[train]"
-    python examples/ray_train.py --workers 2 --data digits
-    python examples/ray_train.py --workers 8 --gpus --data mnist --cache --run-dir /shared/mnist
+    python examples/articles/ray_train.py --workers 2 --data digits
+    python examples/articles/ray_train.py --workers 8 --gpus --data mnist --run-dir /shared/mnist
 
 Ray has made the process group before the function begins, and `pardata.init` finds it. All other
 options are those of mnist.py. Workers start in folders of their own, so the run directory is made

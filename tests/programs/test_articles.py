@@ -1,0 +1,326 @@
+"""The real files of examples/articles, run and read as a person would."""
+
+import ast
+import contextlib
+import functools
+import io
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import on_ranks
+import pytest
+import torch
+import torchvision
+from PIL import Image
+from places import ARTICLES
+from sklearn.datasets import load_digits
+
+# fully_shard on a CPU needs streams that torch 2.6 does not have there.
+SHARDS = hasattr(torch.cpu.Stream, "record_event")
+needs_shards = pytest.mark.skipif(not SHARDS, reason="fully_shard on a CPU needs torch > 2.6")
+
+
+# Digits to train on. It is their number that takes time, however the steps share them.
+FEW, ALL = 320, 1437
+few_or_all = pytest.mark.parametrize("images", [FEW, pytest.param(ALL, marks=pytest.mark.soak)])
+
+
+def digits_of(images):
+    """Return so many digits to train on, and 360 to test on."""
+    digits, count = load_digits(), images + 360
+    return SimpleNamespace(images=digits.images[:count], target=digits.target[:count])
+
+
+def run_example(name, *arguments, cache=None, images=ALL):
+    """Run an example in this process, which has a group already, and return what it printed."""
+    printed = io.StringIO()
+    if cache:
+        os.environ["PARDATA_CACHE"] = str(cache)  # until the ranks are given back
+    sys.argv = [name, *map(str, arguments)]
+    sys.path.insert(0, str(ARTICLES))
+    with (
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(printed),
+        patch("example_data.load_digits", functools.partial(digits_of, images)),
+    ):
+        try:
+            runpy.run_path(str(ARTICLES / name), run_name="__main__")
+        except SystemExit as error:
+            if error.code is not None:
+                # What was printed is the result here too.
+                error.code = f"{error.code} {printed.getvalue()}"
+                raise
+    return printed.getvalue()
+
+
+def run(program, name, *arguments, size, **options):
+    """Run an example on `size` ranks and return what each of them printed."""
+    program = functools.partial(program, **options) if options else program
+    return on_ranks.run(program, name, *arguments, world_size=size, timeout=300)
+
+
+def run_offline(name, *arguments):
+    """Run an example whose downloads fail."""
+
+    def refuse(*_args, **_options):
+        raise RuntimeError("Error downloading train-images-idx3-ubyte.gz")
+
+    with patch.multiple(torchvision.datasets, MNIST=refuse, CIFAR10=refuse):
+        try:
+            return run_example(name, *arguments)
+        except SystemExit as error:
+            return error.code
+
+
+def read_docstring(name):
+    return ast.get_docstring(ast.parse((ARTICLES / name).read_text(encoding="utf-8"))) + "\n"
+
+
+def metrics(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run_dir):
+    return [row["train/loss"] for row in metrics(run_dir) if "train/loss" in row]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size"),
+    [
+        ("none", 1),
+        ("dp", 1),
+        pytest.param("ddp", 1, marks=pytest.mark.soak),
+        pytest.param("fsdp", 1, marks=[needs_shards, pytest.mark.soak]),
+        ("ddp", 2),
+        pytest.param("fsdp", 2, marks=needs_shards),
+        pytest.param("auto", 3, marks=pytest.mark.soak),
+    ],
+)
+def test_mnist_trains_under_every_strategy(strategy, size, tmp_path):
+    first, *others = run(
+        run_example, "mnist.py", "--data", "digits", "--epochs", 1, "--strategy", strategy,
+        "--run-dir", tmp_path, size=size,
+    )  # fmt: skip
+    assert f"{size} process" in first
+    assert "learning rate 0.002" in first
+    assert re.search(r"step 20  loss \d\.\d+", first)
+    assert re.search(r"epoch time .* s: .* s waiting for data, .* s computing", first)
+    accuracy = re.search(r"test loss .*accuracy ([\d.]+) % \((\d+)/360 images\)", first)
+    assert float(accuracy[1]) > 75
+    assert len(re.findall(r"\d: [\d.]+ %", first)) == 10
+    assert "total training time" in first
+    assert "epoch 1: 22/22" in first
+    assert all("step" not in text for text in others)
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert list(tmp_path.glob("events.out.tfevents.*"))
+    assert metrics(tmp_path)[-1]["step"] == 22
+
+
+DOUBLE = ("--data", "digits", "--epochs", 1, "--no-dropout", "--double", "--log-interval", 1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "images"), [((1, 3), FEW), pytest.param((1, 2, 3, 4), ALL, marks=pytest.mark.soak)]
+)
+def test_mnist_without_dropout_has_the_same_losses_at_every_size(sizes, images, tmp_path):
+    by_size = {}
+    for size in sizes:
+        run_dir = tmp_path / str(size)
+        run(run_example, "mnist.py", *DOUBLE, "--run-dir", run_dir, size=size, images=images)
+        by_size[size] = losses(run_dir)
+    assert len(by_size[1]) == images // 64
+    for size in sizes[1:]:
+        assert by_size[size] == pytest.approx(by_size[1], rel=1e-6)  # 1e-4 is promised
+
+
+@pytest.mark.parametrize("augment", [pytest.param((), marks=pytest.mark.soak), ("--augment",)])
+@few_or_all
+def test_mnist_from_a_cache_has_the_same_losses_at_every_size_augmented_or_not(
+    images, augment, tmp_path
+):
+    by_size = {}
+    for size in (1, 3):
+        first, *_ = run(
+            run_example, "mnist.py", *DOUBLE, "--cache", *augment,
+            "--run-dir", tmp_path / str(size), size=size, cache=tmp_path / "cache", images=images,
+        )  # fmt: skip
+        assert ("caching Digits: " in first) is (size == 1)  # the next run finds the files
+        assert "/360 images)" in first
+        by_size[size] = losses(tmp_path / str(size))
+    assert len(by_size[1]) == images // 64
+    assert by_size[3] == pytest.approx(by_size[1], rel=1e-6)
+
+
+def test_cifar10_learns_the_digits_as_its_first_commands_start_it(tmp_path):
+    commands = re.findall(
+        r"examples/articles/cifar10\.py (--data digits)  ", read_docstring("cifar10.py")
+    )
+    assert commands == ["--data digits"] * 2  # with python and with torchrun
+    printed, _ = run(
+        run_example, "cifar10.py", *commands[0].split(), "--epochs", 2, "--run-dir", tmp_path,
+        size=2,
+    )  # fmt: skip
+    assert "epoch 2/2  32 images a step, about 16 on each rank" in printed
+    after_one, after_two = (row for row in metrics(tmp_path) if "test/loss" in row)
+    assert after_two["test/loss"] < after_one["test/loss"]
+    assert after_two["test/loss"] < 1.5  # ten classes drawn by lot: 2.3
+    assert after_two["test/accuracy"] > 60
+    assert losses(tmp_path)[-1] < 0.7 * losses(tmp_path)[0]
+
+
+@few_or_all
+def test_mnist_shows_the_shapes_inside_and_outside_the_model(images, tmp_path):
+    (printed,) = run(
+        run_example, "mnist.py", "--data", "digits", "--epochs", 1, "--strategy", "dp", "--augment",
+        "--show-shapes", "--run-dir", tmp_path, size=1, images=images,
+    )  # fmt: skip
+    assert printed.count("inside the model: (64, 1, 28, 28) -> (64, 10)") == 1
+    assert printed.count("outside the model: (64, 1, 28, 28) -> (64, 10)") == 1
+
+
+@pytest.mark.parametrize("name", ["mnist.py", "cifar10.py"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_unreachable_download_ends_every_rank_and_names_the_digits(name, size, tmp_path):
+    first, *others = run(run_offline, name, "--run-dir", tmp_path, size=size)
+    assert first.startswith("1 ")  # the exit code
+    assert "the data could not be downloaded (Error downloading train-images" in first
+    assert "try --data digits, which need none" in first
+    assert all(text.strip() == "1" for text in others)
+
+
+@pytest.mark.parametrize("name", ["mnist.py", "cifar10.py"])
+def test_strategies_of_one_process_are_refused_in_two(name):
+    with pytest.raises(SystemExit, match="--strategy dp runs in one process, not in 2: use ddp"):
+        run(run_example, name, "--data", "digits", "--strategy", "dp", size=2)
+
+
+@pytest.mark.parametrize("name", ["mnist.py", "cifar10.py"])
+def test_help_explains_every_flag(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    monkeypatch.syspath_prepend(ARTICLES)
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(ARTICLES / name), run_name="__main__")
+    shown = capsys.readouterr().out
+    assert "torchrun --standalone --nproc-per-node=2" in shown
+    options = shown.split("options:")[1]
+    for entry in re.split(r"\n  (?=-)", options)[1:]:
+        assert len(re.sub(r"--[\w-]+ ?(\{.*?\}|[A-Z_]+)?", "", entry).split()) >= 2, entry
+
+
+@pytest.mark.parametrize(
+    ("images", "batch_size"),
+    [
+        (FEW, 64),
+        pytest.param(ALL, 256, marks=pytest.mark.soak),
+        pytest.param(ALL, 32, marks=pytest.mark.soak),
+    ],
+)
+def test_cifar10_goes_on_from_a_cache_in_one_process_where_two_had_ended(
+    images, batch_size, tmp_path
+):
+    program = functools.partial(run_example, cache=tmp_path / "cache", images=images)
+    common = ("cifar10.py", "--data", "digits", "--model", "resnet18", "--cache")
+    common += ("--batch-size", batch_size, "--run-dir", tmp_path)
+    steps = images // batch_size
+    first = run(program, *common, "--epochs", 1, size=2)[0]
+    assert f"epoch 1/1  {batch_size} images a step, about {batch_size // 2} on each rank" in first
+    assert re.search(r"accuracy [\d.]+ % \(\d+/360 images\)", first)
+    bare = torchvision.models.resnet18(num_classes=10)
+    bare.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True), strict=True)
+    (second,) = run(program, *common, "--epochs", 2, size=1)
+    assert f"restored step {steps}" in second
+    assert "saved by 2 process(es), model under 'ddp'" in second
+    assert "epoch 2/2" in second
+    assert "epoch 1/2" not in second
+    assert re.search(r"step \d0  loss [\d.]+  data [\d.]+ s  training [\d.]+ s", second)
+    saved = [int(name.name[-2:]) for name in (tmp_path / "checkpoints").glob("attempt-*-step-*")]
+    assert sorted(saved) == [steps, 2 * steps]
+
+
+def learning_rate_of_nothing(tmp_path, run_dir, *options):
+    """Return the name and the arguments of a run whose steps leave the parameters as they are."""
+    common = ("cifar10.py", "--data", "digits", "--epochs", 1, "--batch-size", 160, "--lr", 0.0)
+    return (*common, "--run-dir", tmp_path / run_dir, *options)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@few_or_all
+def test_cifar10_starts_from_the_weights_of_a_file_and_then_goes_on_with_its_run(
+    images, size, tmp_path
+):
+    program = functools.partial(run_example, images=images)
+    run(program, *learning_rate_of_nothing(tmp_path, "first"), size=size)
+    given = torch.load(tmp_path / "first" / "weights.pt", weights_only=True)
+    file = tmp_path / "given.pt"
+    given = {name: value + 1 if name == "fc.bias" else value for name, value in given.items()}
+    torch.save(given, file)
+
+    arguments = learning_rate_of_nothing(tmp_path, "second", "--checkpoint", file)
+    first = run(program, *arguments, size=size)[0]
+    assert f"starting from the weights of {file}" in first
+    ended = torch.load(tmp_path / "second" / "weights.pt", weights_only=True)
+    assert all(torch.equal(ended[name], given[name]) for name in ("conv1.weight", "fc.bias"))
+
+    file.unlink()  # the run goes on without it
+    again = run(program, *arguments, size=size)[0]
+    assert f"--checkpoint {file} is not read: the run has its own" in again
+    assert f"restored step {images // 160}" in again
+    assert "starting from" not in again
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_cifar10_says_that_the_file_of_weights_is_missing(size, tmp_path):
+    arguments = learning_rate_of_nothing(tmp_path, "run", "--checkpoint", tmp_path / "none.pt")
+    says = f"--checkpoint {tmp_path / 'none.pt'} is no file on {size} of {size} ranks: give its"
+    with pytest.raises(SystemExit, match=re.escape(says)):
+        run(run_example, *arguments, size=size)
+
+
+@needs_shards
+@few_or_all
+def test_cifar10_weights_of_sharded_parameters_load_into_the_bare_model(images, tmp_path):
+    common = ("--data", "digits", "--model", "resnet18", "--batch-size", 160, "--run-dir", tmp_path)
+    common += ("--epochs", 1, "--strategy", "fsdp")
+    run(run_example, "cifar10.py", *common, size=2, images=images)
+    weights = torch.load(tmp_path / "weights.pt", weights_only=True)
+    torchvision.models.resnet18(num_classes=10).load_state_dict(weights, strict=True)
+
+
+def test_cifar10_reads_a_folder_of_images(tmp_path):
+    digits = load_digits()
+    for index in range(100):
+        part = "train" if index < 80 else "test"
+        folder = tmp_path / part / str(digits.target[index])
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = (digits.images[index] * 15.9).astype("uint8")
+        image = Image.fromarray(pixels).resize((32, 32)).convert("RGB")
+        image.save(folder / f"{index}.png")
+    printed = run(
+        run_example, "cifar10.py", "--data", "folder", "--data-dir", tmp_path,
+        "--model", "resnet18", "--batch-size", 32, "--epochs", 1, "--run-dir", tmp_path / "run",
+        size=2,
+    )[0]  # fmt: skip
+    assert "/20 images)" in printed
+
+
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.soak), 2])
+def test_torchrun_starts_mnist(size, tmp_path, short_tmp, monkeypatch):
+    monkeypatch.setenv("TMPDIR", short_tmp)
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone",
+            f"--nproc-per-node={size}", ARTICLES / "mnist.py", "--data", "digits", "--epochs", "1",
+            "--run-dir", tmp_path / "run",
+        ],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert f"[0/{size}] {size} process" in done.stdout
+    assert "launched by torchrun" in done.stdout
+    assert "Traceback" not in done.stderr

@@ -84,7 +84,7 @@ def init_and_count(arguments, env, works):
     keeper = Keeper()
     logger = logging.getLogger("pardata")
     logger.addHandler(keeper)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(logging.DEBUG)
     os.environ.update(env)
     with patch("pardata.launch._init.keep_freed_memory", tune):
         init(**arguments)

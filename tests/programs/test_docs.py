@@ -28,7 +28,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import Raised, run_caught
-from places import ROOT
+from places import DOCS, ROOT
+from processes import run
 
 import pardata
 import pardata.testing
@@ -269,7 +270,8 @@ def test_few_blocks_are_not_run():
 
 def test_the_readmes_loop_prints_what_the_readme_shows(tmp_path):
     readme = blocks(ROOT / "README.md")
-    program, shown = readme[0], readme[1]
+    first = next(number for number, block in enumerate(readme) if block.language == "python")
+    program, shown = readme[first], readme[first + 1]
     assert (program.language, shown.language) == ("python", "text")
     sizes = {"$ python train.py": 1, "$ torchrun --standalone --nproc-per-node=2 train.py": 2}
     parts = re.split(r"^(\$ .*)\n", shown.text, flags=re.MULTILINE)[1:]
@@ -356,7 +358,8 @@ def test_the_first_screen_of_the_readme_can_be_included():
     marker = re.search(r":end-before: (.*)", (ROOT / "docs/index.md").read_text())[1].strip('"')
     before, found, _ = (ROOT / "README.md").read_text(encoding="utf-8").partition(marker)
     assert found, f"docs/index.md ends the README at {marker!r}"
-    assert not re.search(r"\]\((?!https?:)", without_code(before)), "a link there is no link here"
+    # `relative-docs` and `relative-images` of the directive make those of docs/ links of the page.
+    assert not re.search(r"\]\((?!https?:|docs/)", without_code(before)), "no link on the page"
 
 
 def test_no_page_names_a_path_of_somebodys_machine():
@@ -499,3 +502,19 @@ def test_a_dead_link_is_found(tmp_path):
         "`[e](code.md)` [f](https://example.org) [g][g]\n\n[g]: gone.md\n",
     )
     assert list(dead_links(page)) == ["none.md", "#none", "gone.md"]
+
+
+def test_the_first_picture_is_drawn_from_runs_of_both_kinds(tmp_path):
+    out = tmp_path / "hero.svg"
+    printed = run(sys.executable, DOCS / "hero.py", "--epochs", 1, "--out", out, timeout=300)
+    weights = {
+        kind: set(re.findall(rf"^{kind}.*weights (\w+)", printed, flags=re.MULTILINE))
+        for kind in ("DDP by hand", "pardata")
+    }
+    assert {kind: len(hashes) for kind, hashes in weights.items()} == {
+        "DDP by hand": 3,
+        "pardata": 1,
+    }
+    drawn = out.read_text()
+    assert "one run" in drawn and "different runs" in drawn  # noqa: PT018  # one picture
+    assert all(found in drawn for hashes in weights.values() for found in hashes)

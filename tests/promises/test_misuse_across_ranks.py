@@ -182,14 +182,14 @@ CASES = {
         case("run(lambda: 1)", "TypeError",
              "`fn` and its arguments must be importable and picklable", sizes=ONE, ours=False),
     ],
-    "testing.assert_same_at_every_size": [
-        case("assert_same_at_every_size(steps, sizes=(1,))", "ValueError",
+    "testing.assert_same_at_every_world_size": [
+        case("assert_same_at_every_world_size(steps, sizes=(1,))", "ValueError",
              "`sizes` must be two or more, to be compared, but is [1]", sizes=ONE),
-        case("assert_same_at_every_size(steps, sizes=2)", "TypeError",
+        case("assert_same_at_every_world_size(steps, sizes=2)", "TypeError",
              "`sizes` must be two or more numbers, but is 2: pass (1, 2)", sizes=ONE),
-        case("assert_same_at_every_size(steps, rtol=-1)", "ValueError",
+        case("assert_same_at_every_world_size(steps, rtol=-1)", "ValueError",
              "`rtol` must be a finite number from 0 up, but is -1: pass 1e-6, say", sizes=ONE),
-        case("assert_same_at_every_size(steps, atol='0')", "ValueError",
+        case("assert_same_at_every_world_size(steps, atol='0')", "ValueError",
              "`atol` must be a finite number from 0 up, but is '0'", sizes=ONE),
     ],
 }  # fmt: skip

@@ -42,7 +42,7 @@ from pardata import (
     world,
     wrap_model,
 )
-from pardata.testing import assert_same_at_every_size, run
+from pardata.testing import assert_same_at_every_world_size, run
 
 
 def download(url: str, tries: int) -> Path:
@@ -269,7 +269,7 @@ def for_tests() -> None:
     )
     assert_type(run(world), list[World])
     run(download, "https://example.org", "3")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # an int
-    assert_same_at_every_size(train, 3)
-    assert_same_at_every_size(train, 3, sizes=[1, 4], rtol=1e-5, atol=0, timeout=10)
-    assert_same_at_every_size(losses)
-    assert_same_at_every_size(train, "3")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # an int
+    assert_same_at_every_world_size(train, 3)
+    assert_same_at_every_world_size(train, 3, sizes=[1, 4], rtol=1e-5, atol=0, timeout=10)
+    assert_same_at_every_world_size(losses)
+    assert_same_at_every_world_size(train, "3")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # an int

@@ -136,7 +136,7 @@ def _refuse_other_arguments(
 
 def _tune_cpu() -> None:
     if keep_freed_memory():
-        _log.info(
+        _log.debug(
             "the allocator keeps freed memory, for faster steps on the CPU "
             "(tune_cpu=False or PARDATA_TUNE_CPU=0 leaves it alone)",
             once=True,

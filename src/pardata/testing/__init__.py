@@ -1,11 +1,13 @@
 """Your own tests on several ranks.
 
 ``run(fn, world_size=3)`` returns what `fn` returned on each rank; a failure on one comes back with
-its rank and traceback, and nobody hangs. ``assert_same_at_every_size(train)`` says at which step
-and in which tensor a training function first differs between world sizes, and by how much.
+its rank and traceback, and nobody hangs. ``assert_same_at_every_world_size(train)`` says at which
+step and in which tensor training first differs between world sizes, and by how much.
 """
 
-from pardata.testing._every_size import assert_same_at_every_size as assert_same_at_every_size
+from pardata.testing._every_world_size import (
+    assert_same_at_every_world_size as assert_same_at_every_world_size,
+)
 from pardata.testing._run import run as run
 
-__all__ = ["assert_same_at_every_size", "run"]
+__all__ = ["assert_same_at_every_world_size", "run"]

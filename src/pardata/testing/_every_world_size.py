@@ -25,7 +25,7 @@ _Parting: TypeAlias = tuple[int, str]  # after which step a rank is no more what
 _LISTED = 8
 
 
-def assert_same_at_every_size(
+def assert_same_at_every_world_size(
     train: Callable[[Unpack[_Args]], Iterable[Trained]],
     *args: Unpack[_Args],
     sizes: Iterable[int] = (1, 2, 3),
@@ -60,7 +60,7 @@ def assert_same_at_every_size(
             nothing.
         BaseException: what `train` raises, as from `run`.
 
-    >>> assert_same_at_every_size(iter, [{"weight": torch.ones(2)}], sizes=(1, 2))
+    >>> assert_same_at_every_world_size(iter, [{"weight": torch.ones(2)}], sizes=(1, 2))
     """
     if not isinstance(sizes, Iterable):
         raise TypeError(f"`sizes` must be two or more numbers, but is {sizes!r}: pass (1, {sizes})")

@@ -1,4 +1,4 @@
-"""`pardata.testing.assert_same_at_every_size`: where training parts, said so that one can look."""
+"""`assert_same_at_every_world_size`: where training parts, said so that one can look."""
 
 import math
 import re
@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from pardata import backward, make_loader, unwrap, world, wrap_model
-from pardata.testing import assert_same_at_every_size
-from pardata.testing._every_size import difference
+from pardata.testing import assert_same_at_every_world_size
+from pardata.testing._every_world_size import difference
 
 FSDP_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
 
@@ -37,7 +37,7 @@ def train(strategy, dtype=torch.float32):
 
 def message(*job, **options):
     with pytest.raises(AssertionError) as caught:
-        assert_same_at_every_size(*job, **options)
+        assert_same_at_every_world_size(*job, **options)
     return str(caught.value)
 
 
@@ -53,16 +53,18 @@ def test_sums_in_another_order_are_found_with_the_step_the_parameters_and_by_how
 
 
 def test_what_differs_by_rounding_is_the_same_within_a_tolerance():
-    assert_same_at_every_size(train, "ddp", torch.float64, rtol=1e-8, atol=1e-10)
+    assert_same_at_every_world_size(train, "ddp", torch.float64, rtol=1e-8, atol=1e-10)
 
 
 def test_exact_training_is_the_same_to_the_last_bit():
-    assert_same_at_every_size(train, "exact", sizes=(1, 2, 3, 4))
+    assert_same_at_every_world_size(train, "exact", sizes=(1, 2, 3, 4))
 
 
 @pytest.mark.skipif(not FSDP_ON_CPU, reason="this torch shards on a GPU only")
 def test_sharded_models_are_compared_whole():
-    assert_same_at_every_size(train, "fsdp", torch.float64, sizes=(2, 1), rtol=1e-8, atol=1e-10)
+    assert_same_at_every_world_size(
+        train, "fsdp", torch.float64, sizes=(2, 1), rtol=1e-8, atol=1e-10
+    )
     assert "`0.weight`: 1 of 128 numbers differ, by up to 1 (relative:" in message(
         spoilt_shard, sizes=(1, 2)
     )
@@ -167,7 +169,7 @@ def test_equal_steps_pass_with_nan_equal_to_nan_numbers_and_layouts_of_any_kind(
             "count": 3,
         },
     ]
-    assert_same_at_every_size(scripted, {1: steps}, sizes=iter((1, 2)))
+    assert_same_at_every_world_size(scripted, {1: steps}, sizes=iter((1, 2)))
 
 
 def test_numbers_are_compared_in_full():
@@ -226,7 +228,7 @@ REFUSED = {
 @pytest.mark.parametrize(("job", "kind", "text"), REFUSED.values(), ids=REFUSED)
 def test_what_is_no_training_is_refused(job, kind, text):
     with pytest.raises(kind, match=re.escape(text)):
-        assert_same_at_every_size(*job, sizes=(1, 2))
+        assert_same_at_every_world_size(*job, sizes=(1, 2))
 
 
 def never_ends():
@@ -236,15 +238,15 @@ def never_ends():
 
 def test_training_that_does_not_end_is_a_timeout():
     with pytest.raises(TimeoutError, match="must finish within 2 s, but rank 0 did not"):
-        assert_same_at_every_size(never_ends, sizes=(1, 2), timeout=2)
+        assert_same_at_every_world_size(never_ends, sizes=(1, 2), timeout=2)
 
 
 def test_an_error_in_it_comes_through_and_nothing_is_left_behind(short_tmp, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", short_tmp)
-    assert_same_at_every_size(scripted, {1: ONE}, sizes=(1, 2))
+    assert_same_at_every_world_size(scripted, {1: ONE}, sizes=(1, 2))
     message(scripted, {1: ONE, 2: ONE[:1]}, sizes=(1, 2))
     with pytest.raises(KeyError, match="the reason") as caught:
-        assert_same_at_every_size(fails_in_step_2, sizes=(1, 2))
+        assert_same_at_every_world_size(fails_in_step_2, sizes=(1, 2))
     assert "raised on rank 1" in str(caught.value.__cause__)
     assert "in fails_in_step_2" in str(caught.value.__cause__)
     assert list(Path(short_tmp).iterdir()) == []

@@ -96,6 +96,11 @@ def came(store: dist.Store, key: str, timeout: timedelta) -> bool:
     return True
 
 
+def append(store: dist.Store, key: str, line: str) -> None:
+    """Add a line to those under `key`."""
+    store.append(key, f"{line}\n")  # type: ignore[attr-defined]  # torch's stubs leave it out
+
+
 def publish(channel: Channel, key: str, text: str) -> None:
     """Leave `text` under `key` for the rank that will `collect` it."""
     answered(channel.timeout, lambda: channel.store.set(key, text))

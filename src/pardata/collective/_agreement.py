@@ -17,13 +17,13 @@ def agree(
     here: Peer,
     place: str,
     state: Callable[[], object],
-    decide: Callable[[list[Any]], object] = list,
+    decide: Callable[[list[Any]], object] = lambda _: None,
 ) -> Any:
     """Return what `decide` makes of what `state()` gives on every rank, in rank order. Collective.
 
-    The values and the decision must be JSON-like. An exception that `state` raises on one rank is
-    raised there, and told to the others, so that a bad argument on one rank leaves nobody waiting;
-    one that `decide` raises is raised on all.
+    All hear the decision alone, which is nothing by default. It and the values must be JSON-like.
+    An exception that `state` raises on one rank is raised there, and told to the others, so that a
+    bad argument on one rank leaves nobody waiting; one that `decide` raises is raised on all.
     """
     if here.size > 1:
         return all_say(channel(), here, place, state, decide)

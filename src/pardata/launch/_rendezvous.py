@@ -18,7 +18,7 @@ from pardata.ranks._backend import runs_on_gpus
 from pardata.ranks._failure import Failure
 from pardata.ranks._launcher import Launch
 from pardata.ranks._process import process
-from pardata.ranks._store import Channel
+from pardata.ranks._store import Channel, append
 from pardata.ranks._table import ranks_text
 from pardata.ranks._turn import all_say
 from pardata.ranks._verdict import missing_text, told_of
@@ -132,11 +132,11 @@ def _fresh_part(store: dist.Store, launch: Launch, timeout: timedelta) -> dist.S
     if launch.rank == 0:
         return _hand_out_part(store, launch, timeout)
     word = uuid.uuid4().hex
-    store.set(f"asked/{launch.rank}", word)
+    append(store, "asked", word)
     try:
         store.wait([f"answer/{word}"], timeout)
         part = dist.PrefixStore(store.get(f"answer/{word}").decode(), store)
-        part.set(f"came/{launch.rank}", "")
+        append(part, "came", str(launch.rank))
         part.wait(["missing"], timeout + _MARGIN)  # rank 0 waits as long for the last of us
         missing = json.loads(part.get("missing"))
     except RuntimeError as error:
@@ -149,21 +149,21 @@ def _fresh_part(store: dist.Store, launch: Launch, timeout: timedelta) -> dist.S
 def _hand_out_part(store: dist.Store, launch: Launch, timeout: timedelta) -> dist.Store:
     name = uuid.uuid4().hex
     part = dist.PrefixStore(name, store)
-    missing = list(range(1, launch.size))
-    answered: set[bytes] = set()
+    append(store, "asked", "")  # to read both before anybody came
+    append(part, "came", "")
+    missing, answered = set(range(1, launch.size)), set[str]()
     deadline = time.monotonic() + timeout.total_seconds()
     while missing and time.monotonic() < deadline:
-        for rank in missing:
-            key = f"asked/{rank}"
-            if store.check([key]) and (question := store.get(key)) not in answered:
-                store.set(f"answer/{question.decode()}", name)
-                answered.add(question)
-        missing = [rank for rank in missing if not part.check([f"came/{rank}"])]
+        asked = set(store.get("asked").decode().split()) - answered
+        for word in asked:
+            store.set(f"answer/{word}", name)
+        answered |= asked
+        missing -= set(map(int, part.get("came").split()))
         time.sleep(0.005)
-    part.set("missing", json.dumps(missing))
+    part.set("missing", json.dumps(sorted(missing)))
     if missing:
         time.sleep(1)  # the store may live here: those who came read it now
-        raise TimeoutError(missing_text(missing, launch.size, "init", timeout))
+        raise TimeoutError(missing_text(sorted(missing), launch.size, "init", timeout))
     return part
 
 

@@ -312,7 +312,7 @@ def join_without_a_link(bad, others_see_it):
         make(*args, **kwargs)
         if rank != bad:
             time.sleep(0.5)
-        raise RuntimeError("no route to host" if rank == bad else "connection closed by peer")
+        raise RuntimeError("no route to host" if rank == bad else "Connection closed by peer")
 
     causes = []
 
@@ -336,7 +336,7 @@ def test_a_rank_that_cannot_make_the_group_is_an_error_on_every_rank(bad, others
     for rank, (raised, causes, initialized) in enumerate(outcomes):
         assert raised.type == "RuntimeError"
         own_is_kept = others_see_it and rank != bad
-        assert causes == ["connection closed by peer" if own_is_kept else "None"]
+        assert causes == ["Connection closed by peer" if own_is_kept else "None"]
         if rank == bad:
             assert raised.text == "no route to host"
         else:

@@ -33,10 +33,10 @@ def gave_up(line, rank, size):
     return say(line, rank, size, timeout=SOON)
 
 
-def led(line, rank, size, call="rank_zero_first", *, value=None, node=None, leader=0):
+def led(line, rank, size, call="rank_zero_first", *, value=None):
     """Lead the next turn, or wait in it."""
-    turn = Turn(line, Seat(rank, size), call, node=node)
-    if rank != leader:
+    turn = Turn(line, Seat(rank, size), call)
+    if rank:
         return turn.decision(turn.heard(LONG))
     turn.lead()
     turn.tell(decision=value)
@@ -148,7 +148,6 @@ def test_a_hundred_turns_leave_no_more_in_the_store_than_two(line, size):
     def many(rank, times):
         for _ in range(times):
             led(line, rank, size, "rank_zero_first")
-            led(line, rank, size, "local", node=(0, size))
             say(line, rank, size, value="x" * 100)
 
     together(lambda rank: many(rank, 2), size)
@@ -202,21 +201,10 @@ def test_who_finds_the_verdict_of_another_call_says_both(line):
     )
 
 
-def test_ranks_of_one_node_in_another_call_than_the_next_are_told(line):
-    # Two nodes of two: the first is done before the second comes, which waits for all.
-    def first(rank):
-        return led(line, rank, 4, "local", node=(0, 2))
-
-    assert together(first, 2) == [None, None]
-    for rank in (2, 3):
-        raised = caught(say, line, rank, 4, "barrier()")
-        assert f"but rank 0 is in local and rank {rank} in barrier(): look for" in raised.text
-
-
 def test_a_rank_that_left_its_wait_by_an_interrupt_is_shown_where_it_is(line):
     line.store.add("turn/1", 1)
     line.store.add("came/1", 1)
-    line.store.set("at/1", '{"turn": 2, "call": "later()", "key": "verdict/2"}')
+    line.store.set("at/1", '{"turn": 2, "call": "later()"}')
     raised = caught(say, line, 0, 2, "barrier()")
     assert raised.text.endswith("  rank 0: barrier()\n  rank 1: later(), which comes later")
 
@@ -266,16 +254,6 @@ def test_a_rank_that_came_too_late_meets_the_others_where_rank_0_decides(line, l
     assert together(lambda rank: say(line, rank, 2, "b", value=rank), 2) == [[0, 1]] * 2
 
 
-def test_a_rank_that_came_too_late_meets_the_others_where_the_first_of_its_node_decides(line):
-    together(lambda rank: gave_up(line, rank, 4), 3)
-
-    def meet(rank):
-        node = rank // 2
-        return led(line, rank, 4, "local", value=node, node=(node, 2), leader=2 * node)
-
-    assert together(meet, 4) == [0, 0, 1, 1]
-
-
 def test_rank_0_that_is_given_up_while_it_looks_gives_its_verdict_in_the_next_turn(line):
     turn = Turn(line, Seat(0, 2), "rank_zero_first")
     turn.lead()
@@ -303,8 +281,8 @@ def test_what_takes_longer_than_the_groups_timeout_is_waited_for_as_long_as_one_
 
 def test_where_the_last_to_come_dies_before_its_verdict_another_gives_it(line):
     line.store.add("turn/1", 1)
-    own = '"key": "verdict/1", "failed": "", "value": "from the grave"}'
-    line.store.set("at/1", f'{{"turn": 1, "call": "here", {own}')
+    own = '{"turn": 1, "call": "here", "failed": null, "value": "from the grave"}'
+    line.store.set("at/1", own)
     assert say(line, 0, 2, value="x", timeout=SOON) == ["x", "from the grave"]
 
 
@@ -339,10 +317,9 @@ def test_of_two_that_call_off_the_first_is_read(line):
 
 
 def test_who_is_turns_ahead_of_a_rank_that_calls_off_hears_of_it_too(line):
-    # Rank 0 decided twice, and the first of its node once; then it gave the others up.
+    # Rank 0 decided twice; then it gave the others up.
     for _ in range(2):
         led(line, 0, 3)
-    led(line, 0, 3, "local", node=(0, 1))
     assert caught(gave_up, line, 0, 3).type == "TimeoutError"
     waits = threading.Thread(target=lambda: outcome.append(caught(say, line, 0, 3, "ahead")))
     outcome = []
@@ -358,13 +335,3 @@ def test_who_leads_is_told_of_a_rank_that_called_off_when_its_work_is_done(line)
     call_off(line, Seat(1, 2), "rank 1 failed")
     raised = caught(turn.tell)
     assert "rank 0 must finish its `rank_zero_first`, but rank 1 failed; this" in raised.text
-
-
-def test_a_node_whose_first_rank_called_off_reads_why_and_the_other_nodes_too(line):
-    call_off(line, Seat(2, 4), "rank 2 failed", node=1)
-
-    def in_the_next(rank):
-        return led(line, rank, 4, "local", node=(rank // 2, 2), leader=rank // 2 * 2)
-
-    for rank in (3, 0, 1):
-        assert "but rank 2 failed; this rank waits" in caught(in_the_next, rank).text

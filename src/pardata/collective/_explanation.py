@@ -23,7 +23,7 @@ from pardata.ranks._failure import (
 )
 from pardata.ranks._store import Channel, Peer, append, bounded
 from pardata.ranks._table import ranks_text, table_of
-from pardata.ranks._verdict import entries_of, missing_cure
+from pardata.ranks._verdict import entries_of, key_of, missing_cure
 from pardata.ranks._world import channel, world
 
 # Seconds to wait for the others. Who is left by a peer hears of it at the same moment as they do;
@@ -104,9 +104,10 @@ def _add_who_waits(store: dist.Store, known: Explanation) -> None:
     """Say where ranks are that have left nothing because their turn is not over."""
     entries = entries_of(store, known.size)
     told = {rank: entry for rank in known.missing if (entry := entries[rank]) is not None}
-    undecided = {key for key in {e["key"] for e in told.values()} if not store.check([key])}
+    turns = {entry["turn"] for entry in told.values()}
+    undecided = {turn for turn in turns if not store.check([key_of(turn)])}
     for rank, entry in told.items():
-        if entry["key"] in undecided:
+        if entry["turn"] in undecided:
             text = f"{entry['call']} at {entry['where']}, not done yet"
             known.there.append(Failure(rank, entry["call"], text, is_cause=False))
 

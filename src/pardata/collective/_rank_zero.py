@@ -4,10 +4,11 @@ import base64
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import TypeVar
 
+import torch.distributed as dist
 from typing_extensions import TypeVarTuple, Unpack
 
 from pardata.ranks._arguments import check_timeout
@@ -56,8 +57,8 @@ def rank_zero_first(*, local: bool = False, timeout: timedelta = _HOURS) -> Iter
     process the block simply runs.
 
     Args:
-        local: let the first rank *of each node* go first, for files on disks that nodes do not
-            share.
+        local: let the first rank *of each node* go first, once all ranks are here, for files on
+            disks that nodes do not share.
         timeout: how long the others wait. Long on purpose and independent of the group's, within
             which they notice that the host of the group's store is gone.
 
@@ -73,10 +74,15 @@ def rank_zero_first(*, local: bool = False, timeout: timedelta = _HOURS) -> Iter
     if here.size == 1:
         yield
         return
-    node = (here.node_rank, here.local_size) if local else None
-    call = "rank_zero_first(local=True)" if local else "rank_zero_first"
-    turn = Turn(channel(), here, call, node=node)
-    if here.is_local_main if local else here.is_main:
+    call, line, peer = "rank_zero_first", channel(), here
+    if local:
+        call = "rank_zero_first(local=True)"
+        all_say(line, here, call, lambda: None, lambda _: None, timeout=timeout)
+        # Each node has turns of its own, in which its ranks have other numbers.
+        line = replace(line, store=dist.PrefixStore(f"node{here.node_rank}", line.store))
+        peer = replace(here, rank=here.local_rank, size=here.local_size)
+    turn = Turn(line, peer, call)
+    if peer.is_main:
         with _led(turn, "rank_zero_first", here.rank):
             yield
         turn.tell(decision=None)

@@ -15,13 +15,12 @@ from pardata.collective._agreement import require_same
 from pardata.launch._address import open_store, require_own
 from pardata.launch._leaving import check_out
 from pardata.ranks._backend import runs_on_gpus
-from pardata.ranks._failure import Failure
 from pardata.ranks._launcher import Launch
 from pardata.ranks._process import process
 from pardata.ranks._store import Channel, append
 from pardata.ranks._table import ranks_text
 from pardata.ranks._turn import all_say
-from pardata.ranks._verdict import missing_text, told_of
+from pardata.ranks._verdict import missing_text
 from pardata.ranks._world import World
 
 _MARGIN = timedelta(seconds=10)
@@ -181,39 +180,25 @@ def _make_group(
     torch does not wait: a rank that leaves at once closes connections that another is still
     making, which then fails ("connectFullMesh failed … Connection closed by peer").
     """
-    error: Exception | None = None
 
-    def made() -> object:
-        nonlocal error
-        began = time.monotonic()
-        try:
-            dist.init_process_group(
-                backend,
-                store=dist.PrefixStore("group", store),
-                rank=launch.rank,
-                world_size=launch.size,
-                timeout=timeout,
-                # Lets NCCL connect at once; a group of one has nobody to connect to.
-                device_id=device if runs_on_gpus(backend) and launch.size > 1 else None,
-            )
-        except (RuntimeError, ValueError) as caught:
-            error = caught
-            failure = Failure.of(error, rank=launch.rank, place="init")
-            return time.monotonic() - began, launch.rank, failure.summary()
-        return None
+    def make() -> None:
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("group", store),
+            rank=launch.rank,
+            world_size=launch.size,
+            timeout=timeout,
+            # Lets NCCL connect at once; a group of one has nobody to connect to.
+            device_id=device if runs_on_gpus(backend) and launch.size > 1 else None,
+        )
 
+    # The others connect to one that has failed for as long as the timeout.
+    later = Channel(line.store, line.timeout + _MARGIN)
     try:
-        # The others connect to one that has failed for as long as the timeout.
-        later = Channel(line.store, line.timeout + _MARGIN)
-        failed = all_say(later, launch, "init", made, lambda told: sorted(filter(None, told)))
-        if failed:
-            told = told_of([summary for _, _, summary in failed], launch.rank)
-            raise error if error and failed[0][1] == launch.rank else told
-    except Exception as raised:
+        all_say(later, launch, "init", make, lambda _: None)
+    except Exception:
         if dist.is_initialized():
             dist.destroy_process_group()
-        if error is not None and raised is not error:
-            raise raised from error  # which may be why the others did not come
         raise
 
 

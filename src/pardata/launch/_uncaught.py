@@ -82,8 +82,7 @@ def _report(error: BaseException, found: Joined) -> None:
     cause = first or known.own
     news = f"rank {cause.rank} of {here.size} failed first: {cause.text}"
     if not known.store_is_gone:  # else torch would only print where in its code it saw that
-        node = here.node_rank if here.is_local_main else None
-        bounded(_GRACE, lambda: call_off(found.channel, here, news, node=node))
+        bounded(_GRACE, lambda: call_off(found.channel, here, news))
 
 
 def _part(found: Joined) -> None:

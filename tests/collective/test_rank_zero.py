@@ -273,7 +273,7 @@ def call_off_the_next(section):
     os.environ.update(LOCAL_RANK=str(here.rank), LOCAL_WORLD_SIZE=str(here.size))
     rank_zero_call(str, 1)
     if here.is_main:
-        call_off(channel(), here, "rank 0 of 3 failed first: ValueError: boom")
+        call_off(channel(), "rank 0 of 3 failed first: ValueError: boom")
         return None
     return caught(section)
 

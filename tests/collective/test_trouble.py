@@ -5,6 +5,7 @@ import re
 import signal
 import threading
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -27,16 +28,14 @@ LONG = timedelta(seconds=30)
 LOST = "[x/gloo/transport/tcp/pair.cc:5] Connection closed by peer [::1]:5. This is typically so"
 
 
-class Seat:
-    """All that is asked of a rank here."""
-
-    def __init__(self, rank, size):
-        self.rank, self.size = rank, size
+def seat(line, rank, size):
+    """Return the line as this rank has it."""
+    return replace(line, rank=rank, size=size)
 
 
 @pytest.fixture
 def line():
-    return Channel(dist.HashStore(), LONG)
+    return Channel(dist.HashStore(), LONG, 0, 1)
 
 
 # --- real groups
@@ -249,7 +248,7 @@ def failure(rank, *, is_cause=False):
 
 def asked_as(line, rank, size, *, patience=0, settle=0, is_cause=False):
     own = failure(rank, is_cause=is_cause)
-    return asked(line, Seat(rank, size), own, patience=patience, settle=settle)
+    return asked(seat(line, rank, size), own, patience=patience, settle=settle)
 
 
 def test_failures_are_read_in_the_order_in_which_they_reached_the_store(line):
@@ -276,14 +275,14 @@ def test_who_knows_the_first_cause_waits_only_a_little_for_the_rest(line):
 
 
 def test_a_rank_that_waits_in_a_turn_is_no_rank_of_which_there_is_no_word(line):
-    waits = threading.Thread(target=caught, args=(all_say, line, Seat(1, 3), "barrier()", int, int))
+    waits = threading.Thread(target=caught, args=(all_say, seat(line, 1, 3), "barrier()", int, int))
     waits.start()
     while not line.store.check(["at/1"]):
         time.sleep(0.01)
     known = asked_as(line, 0, 3, patience=0.1)
     assert known.missing == [2]
     assert re.fullmatch(r"barrier\(\) at \S+:\d+, not done yet", known.there[-1].text)
-    call_off(line, Seat(2, 3), "the end of this test")
+    call_off(seat(line, 2, 3), "the end of this test")
     waits.join()
     assert asked_as(line, 0, 3, patience=0.1).missing == [1, 2]
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 from on_ranks import caught
-from ranks_zoo import Seat, together
+from ranks_zoo import seat, together
 
 from pardata.ranks._store import Channel
 from pardata.ranks._turn import Turn, all_say, call_off
@@ -20,12 +20,12 @@ LONG = timedelta(seconds=30)
 
 @pytest.fixture
 def line():
-    return Channel(dist.HashStore(), LONG)
+    return Channel(dist.HashStore(), LONG, 0, 1)
 
 
 def say(line, rank, size, call="here", *, value=None, decide=list, timeout=LONG):
     """Say something in the next turn of a rank."""
-    return all_say(line, Seat(rank, size), call, lambda: value, decide, timeout=timeout)
+    return all_say(seat(line, rank, size), call, lambda: value, decide, timeout=timeout)
 
 
 def gave_up(line, rank, size):
@@ -35,7 +35,7 @@ def gave_up(line, rank, size):
 
 def led(line, rank, size, call="rank_zero_first", *, value=None):
     """Lead the next turn, or wait in it."""
-    turn = Turn(line, Seat(rank, size), call)
+    turn = Turn(seat(line, rank, size), call)
     if rank:
         return turn.decision(turn.heard(LONG))
     turn.lead()
@@ -81,7 +81,7 @@ def test_turns_run_over_every_kind_of_store(stores_of, options, prefixes, tmp_pa
         stores = [dist.PrefixStore(prefix, store) for store in stores]
 
     def values_of(rank):
-        line = Channel(stores[rank], LONG)
+        line = Channel(stores[rank], LONG, 0, 1)
         told = [say(line, rank, 3, value=f"{turn}-{rank} …\n") for turn in range(3)]
         return told, led(line, rank, 3, value=5), say(line, rank, 3)
 
@@ -126,7 +126,7 @@ def test_a_turn_takes_so_many_requests_of_a_rank_however_many_there_are(size):
         Counted(dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False))
         for _ in range(size)
     ]
-    lines = [Channel(store, LONG) for store in stores]
+    lines = [Channel(store, LONG, 0, 1) for store in stores]
     told = together(lambda rank: say(lines[rank], rank, size, value=rank, decide=sum), size)
     assert told == [sum(range(size))] * size
     every = {"add": 2, "set": 1, "wait": 1, "get": 1}
@@ -180,7 +180,7 @@ def test_who_waits_while_rank_0_works_elsewhere_is_told_at_once(line, call, size
             raised = caught(say, line, rank, size, "barrier()")
             told.wait()
             return raised
-        turn = Turn(line, Seat(0, size), call)
+        turn = Turn(seat(line, 0, size), call)
         turn.lead()
         told.wait()
         return caught(turn.tell)
@@ -255,7 +255,7 @@ def test_a_rank_that_came_too_late_meets_the_others_where_rank_0_decides(line, l
 
 
 def test_rank_0_that_is_given_up_while_it_looks_gives_its_verdict_in_the_next_turn(line):
-    turn = Turn(line, Seat(0, 2), "rank_zero_first")
+    turn = Turn(seat(line, 0, 2), "rank_zero_first")
     turn.lead()
     line.store.set("verdict/1", '{"rank": 1, "call": "a", "missing": [0], "text": ""}')
     turn.tell(decision=7)
@@ -270,7 +270,7 @@ def test_a_rank_that_gave_up_before_and_now_does_not_come_is_named(line):
 
 
 def test_what_takes_longer_than_the_groups_timeout_is_waited_for_as_long_as_one_says():
-    line = Channel(dist.HashStore(), timedelta(seconds=0.1))
+    line = Channel(dist.HashStore(), timedelta(seconds=0.1), 0, 1)
 
     def late(rank):
         time.sleep(0 if rank else 0.35)
@@ -295,7 +295,7 @@ def test_who_waits_for_a_rank_that_called_off_reads_why_at_once(line, others):
     def meet(rank):
         say(line, rank, 4, "first")
         if rank == 1:
-            call_off(line, Seat(1, 4), "rank 1 of 4 failed first: ValueError: boom")
+            call_off(seat(line, 1, 4), "rank 1 of 4 failed first: ValueError: boom")
         if rank in others:
             say(line, rank, 4, "second")
 
@@ -312,7 +312,7 @@ def test_who_waits_for_a_rank_that_called_off_reads_why_at_once(line, others):
 
 def test_of_two_that_call_off_the_first_is_read(line):
     for rank in (1, 2):
-        call_off(line, Seat(rank, 3), f"rank {rank} failed")
+        call_off(seat(line, rank, 3), f"rank {rank} failed")
     assert "rank 1 failed" in caught(say, line, 0, 3, "f").text
 
 
@@ -324,14 +324,14 @@ def test_who_is_turns_ahead_of_a_rank_that_calls_off_hears_of_it_too(line):
     waits = threading.Thread(target=lambda: outcome.append(caught(say, line, 0, 3, "ahead")))
     outcome = []
     waits.start()
-    call_off(line, Seat(1, 3), "rank 1 failed")
+    call_off(seat(line, 1, 3), "rank 1 failed")
     waits.join()
     assert "`ahead` must be reached by every rank, but rank 1 failed; this" in outcome[0].text
 
 
 def test_who_leads_is_told_of_a_rank_that_called_off_when_its_work_is_done(line):
-    turn = Turn(line, Seat(0, 2), "rank_zero_first")
+    turn = Turn(seat(line, 0, 2), "rank_zero_first")
     turn.lead()
-    call_off(line, Seat(1, 2), "rank 1 failed")
+    call_off(seat(line, 1, 2), "rank 1 failed")
     raised = caught(turn.tell)
     assert "rank 0 must finish its `rank_zero_first`, but rank 1 failed; this" in raised.text

@@ -21,10 +21,10 @@ from pardata.ranks._failure import (
     is_timeout,
     one_line,
 )
-from pardata.ranks._store import Channel, Peer, append, bounded
+from pardata.ranks._store import Channel, append, bounded
 from pardata.ranks._table import ranks_text, table_of
 from pardata.ranks._verdict import entries_of, key_of, missing_cure
-from pardata.ranks._world import channel, world
+from pardata.ranks._world import channel
 
 # Seconds to wait for the others. Who is left by a peer hears of it at the same moment as they do;
 # those who wait in vain give up as far apart as they came.
@@ -66,14 +66,14 @@ class Explanation:
 
 
 def asked(
-    line: Channel, peer: Peer, own: Failure, *, patience: float, settle: float, leave: bool = True
+    line: Channel, own: Failure, *, patience: float, settle: float, leave: bool = True
 ) -> Explanation:
     """Leave this rank's failure, and return what the others have left.
 
     Waits so many seconds of `patience` for a word of every rank, and to `settle` once it is known
     who failed first.
     """
-    known = Explanation(own, peer.size)
+    known = Explanation(own, line.size)
 
     def ask() -> None:
         if leave and (line.store.add("failed", 1) <= _MOST or own.is_cause):
@@ -143,14 +143,14 @@ class explained:  # noqa: N801  # reads as a word: with explained("all_gather")
 def _explained(
     error: BaseException, place: str, batch: object, seconds: float
 ) -> RuntimeError | TimeoutError:
-    here, where = world(), call_site()
+    line, where = channel(), call_site()
     timed_out = is_timeout(error)
     epoch, step = getattr(batch, "epoch", None), getattr(batch, "step", None)
     if isinstance(epoch, int) and isinstance(step, int):
         place = f"{place} (epoch {epoch}, step {step})"
     ended = "timed out" if timed_out else "lost a connection"
     own = Failure(
-        here.rank,
+        line.rank,
         place,
         f"{place} at {where}, {ended} after {seconds:.1f} s",
         is_cause=False,
@@ -158,9 +158,9 @@ def _explained(
         timed_out=timed_out,
     )
     grace = _GRACE_TIMED_OUT if timed_out else _GRACE_LOST
-    known = asked(channel(), here, own, patience=grace, settle=_SETTLE)
+    known = asked(line, own, patience=grace, settle=_SETTLE)
     texts = {one.rank: one.text for one in reversed(known.there)}
-    table = table_of([texts.get(rank, "no word from it") for rank in range(here.size)])
+    table = table_of([texts.get(rank, "no word from it") for rank in range(line.size)])
     text = (
         f"`{place}` must be reached by every rank, but {_what_is_wrong(known)}; this rank "
         f"waits at {where}\n{table}\n({one_line(error)[:300]})"
@@ -179,8 +179,8 @@ def _what_is_wrong(known: Explanation) -> str:
             "earlier error"
         )
     if missing and there:
-        # Who waits for this rank learns that a connection is lost when this one ends.
-        waits = "" if known.own.timed_out or len(missing) == 1 else ", or wait for one that did not"
+        # Who only waits for this rank learns of it when this one ends, or came later than it.
+        waits = ", or wait for one that did not" if len(missing) > 1 else ""
         return f"{ranks_text(missing)} of {size} did not come{waits}: {missing_cure(missing)}"
     if len({one.place for one in there}) > 1:
         return "the ranks are in different calls: make the same calls in the same order on each"

@@ -4,7 +4,7 @@ import base64
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import timedelta
 from typing import TypeVar
 
@@ -13,6 +13,7 @@ from typing_extensions import TypeVarTuple, Unpack
 
 from pardata.ranks._arguments import check_timeout
 from pardata.ranks._failure import Failure
+from pardata.ranks._store import Channel
 from pardata.ranks._turn import Turn, all_say
 from pardata.ranks._world import channel, require_world
 
@@ -45,7 +46,7 @@ def barrier(name: str = "", timeout: timedelta | None = None) -> None:
     here = require_world("barrier")
     if here.size > 1:
         call = f"barrier({name!r})" if name else "barrier()"
-        all_say(channel(), here, call, lambda: None, lambda _: None, timeout=timeout)
+        all_say(channel(), call, lambda: None, lambda _: None, timeout=timeout)
 
 
 @contextmanager
@@ -74,15 +75,15 @@ def rank_zero_first(*, local: bool = False, timeout: timedelta = _HOURS) -> Iter
     if here.size == 1:
         yield
         return
-    call, line, peer = "rank_zero_first", channel(), here
+    call, line = "rank_zero_first", channel()
     if local:
         call = "rank_zero_first(local=True)"
-        all_say(line, here, call, lambda: None, lambda _: None, timeout=timeout)
+        all_say(line, call, lambda: None, lambda _: None, timeout=timeout)
         # Each node has turns of its own, in which its ranks have other numbers.
-        line = replace(line, store=dist.PrefixStore(f"node{here.node_rank}", line.store))
-        peer = replace(here, rank=here.local_rank, size=here.local_size)
-    turn = Turn(line, peer, call)
-    if peer.is_main:
+        store = dist.PrefixStore(f"node{here.node_rank}", line.store)
+        line = Channel(store, line.timeout, here.local_rank, here.local_size)
+    turn = Turn(line, call)
+    if line.rank == 0:
         with _led(turn, "rank_zero_first", here.rank):
             yield
         turn.tell(decision=None)
@@ -117,7 +118,7 @@ def rank_zero_call(
     if here.size == 1:
         return fn(*args)
     name = getattr(fn, "__qualname__", type(fn).__qualname__)
-    turn = Turn(channel(), here, f"rank_zero_call({name})")
+    turn = Turn(channel(), f"rank_zero_call({name})")
     if not here.is_main:
         told: _T = pickle.loads(base64.b64decode(turn.decision(turn.heard(timeout))))  # noqa: S301  # rank 0's bytes
         return told

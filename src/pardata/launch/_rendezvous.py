@@ -5,6 +5,7 @@ import os
 import socket
 import time
 import uuid
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -41,7 +42,8 @@ def join(
         process.stores[launch.identity] = opened
     store, hosts_store = process.stores[launch.identity]
     store = _fresh_part(store, launch, patience)
-    line = Channel(dist.PrefixStore("pardata/join", store), patience)
+    prefix = dist.PrefixStore("pardata/join", store)
+    line = Channel(prefix, patience, launch.rank, launch.size)
     own: dict[str, str | None] = {}
 
     def arrive() -> object:
@@ -49,7 +51,7 @@ def join(
         return own
 
     try:
-        hosts = all_say(line, launch, "init", arrive, _agreed)
+        hosts = all_say(line, "init", arrive, _agreed)
         device, backend = torch.device(str(own["device"])), str(own["backend"])
         _make_group(line, launch, store, backend=backend, timeout=timeout, device=device)
     except Exception:
@@ -193,9 +195,9 @@ def _make_group(
         )
 
     # The others connect to one that has failed for as long as the timeout.
-    later = Channel(line.store, line.timeout + _MARGIN)
+    later = replace(line, timeout=line.timeout + _MARGIN)
     try:
-        all_say(later, launch, "init", make, lambda _: None)
+        all_say(later, "init", make, lambda _: None)
     except Exception:
         if dist.is_initialized():
             dist.destroy_process_group()

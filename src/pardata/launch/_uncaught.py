@@ -72,7 +72,7 @@ def _report(error: BaseException, found: Joined) -> None:
     if known is None:
         own = Failure(here.rank, "", short or line, is_cause=not follows(error))
         patience = 0.0 if own.is_cause else _GRACE
-        known = asked(found.channel, here, own, patience=patience, settle=0.0)
+        known = asked(found.channel, own, patience=patience, settle=0.0)
     first = known.first
     if first is None:
         _log.error("failed: %s", line)
@@ -82,7 +82,7 @@ def _report(error: BaseException, found: Joined) -> None:
     cause = first or known.own
     news = f"rank {cause.rank} of {here.size} failed first: {cause.text}"
     if not known.store_is_gone:  # else torch would only print where in its code it saw that
-        bounded(_GRACE, lambda: call_off(found.channel, here, news))
+        bounded(_GRACE, lambda: call_off(found.channel, news))
 
 
 def _part(found: Joined) -> None:
@@ -94,5 +94,5 @@ def _part(found: Joined) -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
     if found.hosts_store:
         own = Failure(found.world.rank, "", "")  # has been left
-        asked(found.channel, found.world, own, patience=_GRACE, settle=_GRACE, leave=False)
+        asked(found.channel, own, patience=_GRACE, settle=_GRACE, leave=False)
         time.sleep(0.2)  # for the last one to read the last note

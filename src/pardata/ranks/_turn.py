@@ -17,13 +17,12 @@ from typing import Any
 
 from pardata.ranks._call_site import call_site
 from pardata.ranks._failure import Failure, as_consequence
-from pardata.ranks._store import Channel, Peer, answered, came
+from pardata.ranks._store import Channel, answered, came
 from pardata.ranks._verdict import ERRORS, ORDER, Verdict, entries_of, give, judged, key_of, told_of
 
 
 def all_say(
     line: Channel,
-    peer: Peer,
     call: str,
     say: Callable[[], object],
     decide: Callable[[list[Any]], object],
@@ -33,8 +32,7 @@ def all_say(
     """Return what is decided on what all ranks say. Collective.
 
     Args:
-        line: the store.
-        peer: this rank.
+        line: the store, and this rank.
         call: its name in errors; ranks in different calls are told.
         say: returns something JSON-like. What it raises is raised here, and told to the others.
         decide: gets what all said, in rank order, on the rank that comes last. What it raises is
@@ -46,7 +44,7 @@ def all_say(
         RuntimeError: where ranks are in different calls (says which rank is in which), where one
             has failed (see `call_off`), and where the store is gone.
     """
-    turn = Turn(line, peer, call, decide=decide)
+    turn = Turn(line, call, decide=decide)
     turn.say(say)
     try:
         return turn.decision(turn.heard(line.timeout if timeout is None else timeout))
@@ -63,15 +61,13 @@ class Turn:
     """One rank's part in a turn; in a later one, where the others gave it up in the meantime.
 
     Attributes:
-        line: the store.
-        peer: this rank.
+        line: the store, and this rank.
         call: its name in errors.
         decide: makes the decision of what all say; where it is not given, rank 0 gives one.
         own: what this rank raised instead of saying something.
     """
 
     line: Channel
-    peer: Peer
     call: str
     decide: Callable[[list[Any]], object] | None = None
     own: Exception | None = None
@@ -86,7 +82,7 @@ class Turn:
             self._value = say()
             json.dumps(self._value)
         except Exception as error:  # noqa: BLE001  # raised again by `decision`, on every rank
-            failure = Failure.of(error, rank=self.peer.rank, place=self.call)
+            failure = Failure.of(error, rank=self.line.rank, place=self.call)
             self.own, self._value = error, None
             self._failed = replace(failure, traceback="", pickled=None)  # each raises its own
 
@@ -143,7 +139,7 @@ class Turn:
 
     @property
     def _giver(self) -> Verdict:
-        return {"rank": self.peer.rank, "call": self.call}
+        return {"rank": self.line.rank, "call": self.call}
 
     @property
     def _must(self) -> str:
@@ -152,7 +148,7 @@ class Turn:
         return f"`{self.call}` must be reached by every rank"
 
     def _gave_me_up(self, verdict: Verdict) -> bool:
-        return self.peer.rank in verdict.get("missing", ())
+        return self.line.rank in verdict.get("missing", ())
 
     def _listened(
         self, patience: timedelta, *, comes: bool, ends: timedelta | None
@@ -170,12 +166,12 @@ class Turn:
 
     def _come(self) -> None:
         """Let all know that this rank is here."""
-        store, rank = self.line.store, self.peer.rank
+        store, rank = self.line.store, self.line.rank
         self._number = store.add(f"turn/{rank}", 1)
         entry = {"turn": self._number, "call": self.call, "where": self._where}
         said = {"failed": self._failed and asdict(self._failed), "value": self._value}
         store.set(f"at/{rank}", json.dumps(entry | said))
-        if store.add(f"came/{self._number}", 1) == self.peer.size:
+        if store.add(f"came/{self._number}", 1) == self.line.size:
             # All are here, so all have read the verdict before.
             store.delete_key(f"came/{self._number}")
             store.delete_key(key_of(self._number - 1))
@@ -183,7 +179,7 @@ class Turn:
 
     def _judge(self, timeout: timedelta) -> None:
         """Give the verdict, as the last one to come, or as one whose patience ends."""
-        entries = entries_of(self.line.store, self.peer.size)
+        entries = entries_of(self.line.store, self.line.size)
         verdict = judged(entries, self._number, self.call, self.decide, timeout)
         if verdict is not None:
             self._give({**self._giver, **verdict})
@@ -203,7 +199,7 @@ class Turn:
         if verdict["call"] != self.call:
             return RuntimeError(
                 f"{ORDER} rank {verdict['rank']} is in {verdict['call']} and rank "
-                f"{self.peer.rank} in {self.call}: look for a branch that skips one"
+                f"{self.line.rank} in {self.call}: look for a branch that skips one"
             )
         if "missing" in verdict:
             return as_consequence(TimeoutError(f"{verdict['text']}{waits}"), f"{at}, timed out")
@@ -211,14 +207,14 @@ class Turn:
             failed = [Failure(**told) for told in verdict["failed"]]
             # Who failed because another one did says that, if it is known.
             is_own = self._failed and self._failed.is_cause == failed[0].is_cause
-            return self.own if is_own else told_of(failed, self.peer.rank)
+            return self.own if is_own else told_of(failed, self.line.rank)
         return None
 
 
-def call_off(line: Channel, peer: Peer, news: str) -> None:
+def call_off(line: Channel, news: str) -> None:
     """Let all who wait, now or later, for this rank read `news` instead: it comes no more."""
-    verdict = {"rank": peer.rank, "call": "", "off": news}
-    turn = line.store.add(f"turn/{peer.rank}", 0) + 1
+    verdict = {"rank": line.rank, "call": "", "off": news}
+    turn = line.store.add(f"turn/{line.rank}", 0) + 1
     # Others may be turns ahead of this rank, where rank 0 decided, or where they gave it up.
     while "off" not in give(line.store, turn, verdict):
         turn += 1

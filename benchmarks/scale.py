@@ -104,7 +104,7 @@ class Counted(dist.Store):
 
     set, get, add, check = map(counted, ("set", "get", "add", "check"))
     wait, multi_get, compare_set = map(counted, ("wait", "multi_get", "compare_set"))
-    append = counted("append")
+    append, multi_set = map(counted, ("append", "multi_set"))
     delete_key = deleteKey = counted("delete_key")  # noqa: N815  # as a PrefixStore asks for it
 
 

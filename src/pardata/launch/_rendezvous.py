@@ -18,7 +18,7 @@ from pardata.launch._leaving import check_out
 from pardata.ranks._backend import runs_on_gpus
 from pardata.ranks._launcher import Launch
 from pardata.ranks._process import process
-from pardata.ranks._store import Channel, append
+from pardata.ranks._store import Channel, append, set_all
 from pardata.ranks._table import ranks_text
 from pardata.ranks._turn import all_say
 from pardata.ranks._verdict import missing_text
@@ -156,8 +156,8 @@ def _hand_out_part(store: dist.Store, launch: Launch, timeout: timedelta) -> dis
     deadline = time.monotonic() + timeout.total_seconds()
     while missing and time.monotonic() < deadline:
         asked = set(store.get("asked").decode().split()) - answered
-        for word in asked:
-            store.set(f"answer/{word}", name)
+        if asked:
+            set_all(store, {f"answer/{word}": name for word in asked})
         answered |= asked
         missing -= set(map(int, part.get("came").split()))
         time.sleep(0.005)

@@ -104,6 +104,7 @@ class Counted(dist.Store):
 
     set, get, add, check = map(counted, ("set", "get", "add", "check"))
     wait, multi_get, compare_set = map(counted, ("wait", "multi_get", "compare_set"))
+    append, multi_set = map(counted, ("append", "multi_set"))
     delete_key = deleteKey = counted("delete_key")  # noqa: N815  # as a PrefixStore asks for it
 
 
@@ -145,7 +146,8 @@ class Simulated:
             found, hosts_store = _rendezvous.join(
                 launch, backend="gloo", timeout=PATIENCE, device=torch.device("cpu")
             )
-        line = _world.Channel(dist.PrefixStore("pardata", self.store), PATIENCE)
+        store = dist.PrefixStore("pardata", self.store)
+        line = _world.Channel(store, PATIENCE, launch.rank, launch.size)
         remember(Joined(replace(found, backend="gloo"), line, hosts_store))
 
     def _fail(self) -> None:

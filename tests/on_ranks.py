@@ -118,7 +118,7 @@ class _Team:
             self._tell("go home")
             self.is_well = all(_said(pipe, _PATIENCE) for pipe in self._pipes)
         if failed:
-            next((f for f in failed if "Connection" not in f.text), failed[0]).reraise()
+            next((f for f in failed if f.is_cause), failed[0]).reraise()
         if len(outcomes) < self._size:
             raise TimeoutError(self._stuck(outcomes, timeout))
         return [pickle.loads(outcomes[rank]) for rank in range(self._size)]
@@ -191,7 +191,7 @@ def _said(pipe: Connection, seconds: float) -> Any:
 
 
 def _died(rank: int) -> Failure:
-    return Failure(rank, "run", "ProcessDied", "the process ended without a word", "", None)
+    return Failure(rank, "run", "ProcessDied: the process ended without a word")
 
 
 _teams: dict[int, _Team] = {}

@@ -11,7 +11,7 @@ from pardata.ranks._world import channel
 def tell():
     here = world()
     facts = {"length": 10 + here.rank, "name": "x", "nested": [1, {"a": None}]}
-    told = agree(here, "make_loader", lambda: facts)
+    told = agree(here, "make_loader", lambda: facts, list)
     barrier("afterwards")
     return told
 
@@ -24,7 +24,7 @@ def test_every_rank_learns_the_facts_of_all_in_rank_order(size):
 
 def test_one_process_gets_its_own_facts_and_not_the_same_dictionary():
     facts = {"length": 3}
-    (told,) = agree(world(), "make_loader", lambda: facts)
+    (told,) = agree(world(), "make_loader", lambda: facts, list)
     assert told == facts
     assert told is not facts
 

@@ -273,7 +273,7 @@ def call_off_the_next(section):
     os.environ.update(LOCAL_RANK=str(here.rank), LOCAL_WORLD_SIZE=str(here.size))
     rank_zero_call(str, 1)
     if here.is_main:
-        call_off(channel(), here, "rank 0 of 3 failed first: ValueError: boom", node=0)
+        call_off(channel(), "rank 0 of 3 failed first: ValueError: boom")
         return None
     return caught(section)
 
@@ -293,19 +293,18 @@ def in_local_first():
 
 
 @pytest.mark.parametrize(
-    ("section", "call"),
+    ("section", "must"),
     [
-        (in_call, "rank_zero_call(str)"),
-        (in_first, "rank_zero_first"),
-        (in_local_first, "rank_zero_first(local=True)"),
+        (in_call, "rank 0 must finish its `rank_zero_call(str)`"),
+        (in_first, "rank 0 must finish its `rank_zero_first`"),
+        (in_local_first, "`rank_zero_first(local=True)` must be reached by every rank"),
     ],
 )
-def test_who_waits_for_a_leader_that_called_off_reads_why_at_once(section, call):
+def test_who_waits_for_a_leader_that_called_off_reads_why_at_once(section, must):
     for raised in run_caught(call_off_the_next, section, world_size=3, fresh=True)[1:]:
         assert (raised.type, raised.seconds < 5) == ("RuntimeError", True)
         assert raised.text.startswith(
-            f"rank 0 must finish its `{call}`, but rank 0 of 3 failed first: "
-            f"ValueError: boom; this rank waits at "
+            f"{must}, but rank 0 of 3 failed first: ValueError: boom; this rank waits at "
         )
 
 

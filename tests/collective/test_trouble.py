@@ -5,6 +5,7 @@ import re
 import signal
 import threading
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,8 +18,8 @@ from torch import nn
 
 import pardata
 from pardata import all_gather, all_reduce_mean, all_reduce_sum, backward, make_loader, wrap_model
-from pardata.collective._explanation import Explanation, Note, asked, explained, is_lost
-from pardata.ranks._failure import is_consequence
+from pardata.collective._explanation import asked, explained
+from pardata.ranks._failure import Failure, consequence, is_consequence
 from pardata.ranks._store import Channel
 from pardata.ranks._turn import all_say, call_off
 from pardata.ranks._world import channel
@@ -27,16 +28,14 @@ LONG = timedelta(seconds=30)
 LOST = "[x/gloo/transport/tcp/pair.cc:5] Connection closed by peer [::1]:5. This is typically so"
 
 
-class Seat:
-    """All that is asked of a rank here."""
-
-    def __init__(self, rank, size):
-        self.rank, self.size = rank, size
+def seat(line, rank, size):
+    """Return the line as this rank has it."""
+    return replace(line, rank=rank, size=size)
 
 
 @pytest.fixture
 def line():
-    return Channel(dist.HashStore(), LONG)
+    return Channel(dist.HashStore(), LONG, 0, 1)
 
 
 # --- real groups
@@ -114,7 +113,7 @@ def test_a_timeout_names_call_step_lines_and_the_ranks_that_did_not_come(call):
 
 @pytest.mark.parametrize("call", ["all_gather"])
 def test_a_rank_that_comes_too_late_is_named_on_all(call):
-    outcomes = launched(come_late, call, "trouble/count", size=3)
+    outcomes = launched(come_late, call, "failed", size=3)
     _, line = places(call)
     for rank, raised in enumerate(outcomes):
         assert re.search(rf"\n  ranks? [02, ]*{rank}[02, ]*: {line}after \d\.\d s", raised.text)
@@ -208,28 +207,6 @@ def test_where_all_came_the_network_is_suspected():
 # --- what is lost, and what is not
 
 
-@pytest.mark.parametrize(
-    ("error", "lost"),
-    [
-        (RuntimeError(LOST), True),
-        (RuntimeError("Connection reset by peer"), True),
-        (RuntimeError("Application timeout caused pair closure"), True),
-        (RuntimeError("[a/gloo/transport/tcp/pair.cc:9] writev: Broken pipe"), True),
-        (RuntimeError("Timed out waiting 5ms for recv operation to complete"), True),
-        (dist.DistNetworkError("anything"), True),
-        (dist.DistStoreError("wait timeout after 5ms, keys: /0"), True),
-        (dist.DistBackendError("NCCL error: remote process exited\nncclRemoteError"), True),
-        (dist.DistBackendError("Watchdog caught collective operation timeout: x"), True),
-        (dist.DistBackendError("NCCL error: unhandled cuda error"), False),
-        (RuntimeError("shape '[2]' is invalid for input of size 3"), False),
-        (ConnectionResetError("Connection reset by peer"), False),
-        (TimeoutError("Timed out waiting"), False),
-    ],
-)
-def test_only_what_a_backend_says_of_its_peers_is_a_lost_collective(error, lost):
-    assert is_lost(error) == lost
-
-
 @pytest.mark.parametrize("error", [ValueError("x"), RuntimeError("x"), KeyboardInterrupt()])
 def test_any_other_error_goes_through_as_it_is(error):
     with pytest.raises(type(error)) as raised, explained("all_gather"):
@@ -249,7 +226,7 @@ def explain_twice():
         with explained("outer"):
             lose("inner")
     except RuntimeError as error:
-        return str(error), is_consequence(error), Explanation.of(error)
+        return str(error), is_consequence(error), consequence(error)[1]
     finally:
         dist.destroy_process_group()
 
@@ -262,23 +239,24 @@ def test_the_innermost_explains_and_what_it_knows_travels_with_the_error():
         assert not found.store_is_gone
 
 
-# --- notes
+# --- what ranks leave
 
 
-def note(rank, **more):
-    return Note(rank, f"text of {rank}", **more)
+def failure(rank, *, is_cause=False):
+    return Failure(rank, "", f"text of {rank}", is_cause=is_cause)
 
 
-def asked_as(line, rank, size, *, patience=0, settle=0, **more):
-    return asked(line, Seat(rank, size), note(rank, **more), patience=patience, settle=settle)
+def asked_as(line, rank, size, *, patience=0, settle=0, is_cause=False):
+    own = failure(rank, is_cause=is_cause)
+    return asked(seat(line, rank, size), own, patience=patience, settle=settle)
 
 
-def test_notes_are_read_in_the_order_in_which_they_reached_the_store(line):
+def test_failures_are_read_in_the_order_in_which_they_reached_the_store(line):
     for rank, is_cause in ((2, False), (1, True), (3, True)):
         asked_as(line, rank, 5, is_cause=is_cause)
     known = asked_as(line, 0, 5)
     assert [found.rank for found in known.there] == [2, 1, 3, 0]
-    assert known.first == note(1, is_cause=True)
+    assert known.first == failure(1, is_cause=True)
     assert known.missing == [4]
     assert not known.store_is_gone
 
@@ -297,24 +275,21 @@ def test_who_knows_the_first_cause_waits_only_a_little_for_the_rest(line):
 
 
 def test_a_rank_that_waits_in_a_turn_is_no_rank_of_which_there_is_no_word(line):
-    waits = threading.Thread(target=caught, args=(all_say, line, Seat(1, 3), "barrier()", int, int))
+    waits = threading.Thread(target=caught, args=(all_say, seat(line, 1, 3), "barrier()", int, int))
     waits.start()
     while not line.store.check(["at/1"]):
         time.sleep(0.01)
     known = asked_as(line, 0, 3, patience=0.1)
     assert known.missing == [2]
     assert re.fullmatch(r"barrier\(\) at \S+:\d+, not done yet", known.there[-1].text)
-    call_off(line, Seat(2, 3), "the end of this test")
+    call_off(seat(line, 2, 3), "the end of this test")
     waits.join()
     assert asked_as(line, 0, 3, patience=0.1).missing == [1, 2]
 
 
-def test_a_note_that_is_counted_and_not_yet_written_does_not_hold_the_others(line):
-    line.store.add("trouble/count", 1)
-    assert asked_as(line, 0, 2, patience=0.1).there == []
-
-
-def test_at_most_so_many_notes_are_read(line):
+def test_no_more_than_so_many_are_kept_beside_causes(line):
     for rank in range(70):
         asked_as(line, rank, 100)
     assert len(asked_as(line, 70, 100).there) == 64
+    asked_as(line, 71, 100, is_cause=True)
+    assert asked_as(line, 72, 100).first.rank == 71

@@ -587,11 +587,13 @@ def _nothing():
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_rank_with_nothing_at_all_raises_on_every_rank(size):
     for found in run(_nothing, world_size=size):
-        for raised, empty in zip(found, [*[1] * size, size - 1], strict=True):
+        last = "rank 0" if size == 2 else "ranks 0, 2"
+        empty = [*(f"rank {rank}" for rank in range(size)), last]
+        for raised, ranks in zip(found, empty, strict=True):
             assert raised.type == "RuntimeError"
             assert raised.text == (
-                f"every rank must have a sample, but {empty} of {size} have none at all: let the "
-                f"data set yield some on each, or pass sharded=False"
+                f"every rank must have a sample, but there is none at all on {ranks} of {size}: "
+                f"let the data set yield some on each, or pass sharded=False"
             )
 
 

@@ -5,6 +5,8 @@ import re
 import socket
 import sys
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -22,7 +24,7 @@ from on_ranks import caught
 
 from pardata import all_reduce_sum, barrier, init, world
 from pardata.launch._address import run_of
-from pardata.launch._rendezvous import choose_device
+from pardata.launch._rendezvous import _fresh_part, choose_device
 from pardata.ranks._launcher import Launch
 from pardata.ranks._process import process
 from pardata.ranks._verdict import missing_text
@@ -194,6 +196,46 @@ def test_ranks_that_never_come_are_named_on_every_rank_that_did(variables, size,
             assert raised.seconds < 15
 
 
+class Counted(dist.Store):
+    """A client of a store that counts what is asked of it."""
+
+    def __init__(self, port):
+        super().__init__()
+        self.store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
+        self.asked = Counter()
+
+
+def counted(name):
+    def ask(self, *args):
+        self.asked[name] += 1
+        return getattr(self.store, name)(*args)
+
+    return ask
+
+
+for name in ("append", "get", "set", "wait", "multi_set"):
+    setattr(Counted, name, counted(name))
+
+
+@pytest.mark.parametrize("size", [2, 8, 32])
+def test_ranks_meet_with_so_many_requests_however_many_they_are(size):
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stores = [Counted(server.port) for _ in range(size)]
+
+    def meet(rank):
+        while rank == 0 and server.get("asked").count(b"\n") < size - 1:
+            time.sleep(0.01)
+        _fresh_part(stores[rank], launch(rank, size), timedelta(seconds=30))
+
+    with ThreadPoolExecutor(size) as pool:
+        list(pool.map(meet, range(size)))
+    first, *others = (dict(store.asked) for store in stores)
+    for asked in others:
+        assert asked == {"append": 2, "wait": 2, "get": 2}
+    assert first.pop("get") >= 2  # it looks again and again who has come
+    assert first == {"append": 2, "multi_set": 1, "set": 1}
+
+
 # --- coming back
 
 
@@ -312,7 +354,7 @@ def join_without_a_link(bad, others_see_it):
         make(*args, **kwargs)
         if rank != bad:
             time.sleep(0.5)
-        raise RuntimeError("no route to host" if rank == bad else "connection closed by peer")
+        raise RuntimeError("no route to host" if rank == bad else "Connection closed by peer")
 
     causes = []
 
@@ -336,7 +378,7 @@ def test_a_rank_that_cannot_make_the_group_is_an_error_on_every_rank(bad, others
     for rank, (raised, causes, initialized) in enumerate(outcomes):
         assert raised.type == "RuntimeError"
         own_is_kept = others_see_it and rank != bad
-        assert causes == ["connection closed by peer" if own_is_kept else "None"]
+        assert causes == ["Connection closed by peer" if own_is_kept else "None"]
         if rank == bad:
             assert raised.text == "no route to host"
         else:

@@ -27,12 +27,12 @@ CALLS = {
     "stop": lambda: vote(),
     "late": lambda: (time.sleep(3), pardata.all_gather(1.0)),
     "own": lambda: torch.distributed.all_reduce(torch.ones(1)),
-    "second": lambda: (after_the_second_note(), pardata.all_reduce_mean(1.0)),
+    "second": lambda: (after_the_second(), pardata.all_reduce_mean(1.0)),
     "asleep": lambda: (until_told(), pardata.barrier("epoch 3")),
 }
 
-def after_the_second_note():
-    while pardata.ranks._world.channel().store.add("trouble/count", 0) < 2:
+def after_the_second():
+    while pardata.ranks._world.channel().store.add("failed", 0) < 2:
         time.sleep(0.02)
     time.sleep(0.8)
 

@@ -1,18 +1,15 @@
-"""What the tests of messages between ranks share: ranks that are threads, and their places."""
+"""What the tests of messages between ranks share: ranks that are threads, and their line."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import replace
 
 from on_ranks import caught
 
 
-@dataclass
-class Seat:
-    """All that a turn needs to know of a rank."""
-
-    rank: int
-    size: int
+def seat(line, rank, size):
+    """Return the line as this rank has it."""
+    return replace(line, rank=rank, size=size)
 
 
 def together(fn, size):

@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,9 +12,10 @@ from pardata.ranks._failure import (
     Failure,
     as_consequence,
     chain,
+    consequence,
     is_consequence,
+    is_lost,
     one_line,
-    short_text,
 )
 
 
@@ -170,10 +172,10 @@ def test_a_consequence_is_known_by_its_mark_in_all_that_comes_of_it(how, follows
     with pytest.raises(ValueError, match=r"^$") as caught:
         follow(how)
     assert is_consequence(caught.value) == follows
-    assert short_text(caught.value) == ""
+    assert consequence(caught.value) == ("", None)
     lost = caught.value.__context__
     assert is_consequence(lost)
-    assert short_text(lost) == "barrier() at train.py:3"
+    assert consequence(lost) == ("barrier() at train.py:3", None)
     assert not is_consequence(RuntimeError("lost"))
 
 
@@ -188,6 +190,7 @@ def test_a_chain_of_errors_that_bites_its_tail_ends():
     [
         (ValueError("boom"), "ValueError: boom"),
         (ValueError("a table:\n  row"), "ValueError: a table:"),
+        (RuntimeError("Lost. This is typically so"), "RuntimeError: Lost"),
         (KeyboardInterrupt(), "KeyboardInterrupt"),
         (Speechless(), "Speechless: <exception str() failed>"),
     ],
@@ -200,4 +203,30 @@ def test_any_error_fits_on_one_line(error, text):
 def test_any_text_survives_the_journey(text, rank, place):
     failure = Failure.of(ValueError(text), rank=rank, place=place)
     assert travelled(failure) == failure
-    assert failure.text == text
+    assert failure.text.removeprefix("ValueError: ") == (text.strip() or "ValueError")
+
+
+# --- whose fault it is
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError("[x/gloo/transport/tcp/pair.cc:5] Connection closed by peer"), True),
+        (RuntimeError("Connection reset by peer"), True),
+        (RuntimeError("Application timeout caused pair closure"), True),
+        (RuntimeError("[a/gloo/transport/tcp/pair.cc:9] writev: Broken pipe"), True),
+        (RuntimeError("Timed out waiting 5ms for recv operation to complete"), True),
+        (dist.DistNetworkError("anything"), True),
+        (dist.DistStoreError("wait timeout after 5ms, keys: /0"), True),
+        (dist.DistBackendError("NCCL error: remote process exited\nncclRemoteError"), True),
+        (dist.DistBackendError("Watchdog caught collective operation timeout: x"), True),
+        (dist.DistBackendError("NCCL error: unhandled cuda error"), False),
+        (RuntimeError("shape '[2]' is invalid for input of size 3"), False),
+        (ConnectionResetError("Connection reset by peer"), False),
+        (TimeoutError("Timed out waiting"), False),
+    ],
+)
+def test_only_what_a_backend_says_of_its_peers_is_a_lost_collective(error, lost):
+    assert is_lost(error) == lost
+    assert Failure.of(error, rank=0, place="").is_cause != lost

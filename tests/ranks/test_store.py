@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 from launched import launched, slurm_variables
 from on_ranks import caught
-from ranks_zoo import Seat
+from ranks_zoo import seat
 
 import pardata
 from pardata.ranks import _store
@@ -89,7 +89,7 @@ def frozen_store():
             store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False)
             store.set("there", "yes")
             server.send_signal(signal.SIGSTOP)
-            yield Channel(store, timedelta(seconds=0.5))
+            yield Channel(store, timedelta(seconds=0.5), 0, 1)
         finally:
             server.kill()
 
@@ -99,9 +99,9 @@ def test_a_store_that_does_not_answer_is_an_error_and_no_hang(monkeypatch):
     monkeypatch.setattr(_store, "_MARGIN", 0.5)
     with frozen_store() as line:
         for call in (
-            lambda: all_say(line, Seat(0, 2), "somewhere", lambda: "x", list),
-            lambda: Turn(line, Seat(1, 2), "somewhere").heard(timedelta(hours=2)),
-            lambda: Turn(line, Seat(0, 2), "somewhere").lead(),
+            lambda: all_say(seat(line, 0, 2), "somewhere", lambda: "x", list),
+            lambda: Turn(seat(line, 1, 2), "somewhere").heard(timedelta(hours=2)),
+            lambda: Turn(seat(line, 0, 2), "somewhere").lead(),
             lambda: publish(line, "key", "text"),
             lambda: collect(line, ["there"]),
         ):

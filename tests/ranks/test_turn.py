@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 from on_ranks import caught
-from ranks_zoo import Seat, together
+from ranks_zoo import seat, together
 
 from pardata.ranks._store import Channel
 from pardata.ranks._turn import Turn, all_say, call_off
@@ -20,12 +20,12 @@ LONG = timedelta(seconds=30)
 
 @pytest.fixture
 def line():
-    return Channel(dist.HashStore(), LONG)
+    return Channel(dist.HashStore(), LONG, 0, 1)
 
 
 def say(line, rank, size, call="here", *, value=None, decide=list, timeout=LONG):
     """Say something in the next turn of a rank."""
-    return all_say(line, Seat(rank, size), call, lambda: value, decide, timeout=timeout)
+    return all_say(seat(line, rank, size), call, lambda: value, decide, timeout=timeout)
 
 
 def gave_up(line, rank, size):
@@ -33,10 +33,10 @@ def gave_up(line, rank, size):
     return say(line, rank, size, timeout=SOON)
 
 
-def led(line, rank, size, call="rank_zero_first", *, value=None, node=None, leader=0):
+def led(line, rank, size, call="rank_zero_first", *, value=None):
     """Lead the next turn, or wait in it."""
-    turn = Turn(line, Seat(rank, size), call, node=node)
-    if rank != leader:
+    turn = Turn(seat(line, rank, size), call)
+    if rank:
         return turn.decision(turn.heard(LONG))
     turn.lead()
     turn.tell(decision=value)
@@ -81,7 +81,7 @@ def test_turns_run_over_every_kind_of_store(stores_of, options, prefixes, tmp_pa
         stores = [dist.PrefixStore(prefix, store) for store in stores]
 
     def values_of(rank):
-        line = Channel(stores[rank], LONG)
+        line = Channel(stores[rank], LONG, 0, 1)
         told = [say(line, rank, 3, value=f"{turn}-{rank} …\n") for turn in range(3)]
         return told, led(line, rank, 3, value=5), say(line, rank, 3)
 
@@ -126,7 +126,7 @@ def test_a_turn_takes_so_many_requests_of_a_rank_however_many_there_are(size):
         Counted(dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False))
         for _ in range(size)
     ]
-    lines = [Channel(store, LONG) for store in stores]
+    lines = [Channel(store, LONG, 0, 1) for store in stores]
     told = together(lambda rank: say(lines[rank], rank, size, value=rank, decide=sum), size)
     assert told == [sum(range(size))] * size
     every = {"add": 2, "set": 1, "wait": 1, "get": 1}
@@ -148,7 +148,6 @@ def test_a_hundred_turns_leave_no_more_in_the_store_than_two(line, size):
     def many(rank, times):
         for _ in range(times):
             led(line, rank, size, "rank_zero_first")
-            led(line, rank, size, "local", node=(0, size))
             say(line, rank, size, value="x" * 100)
 
     together(lambda rank: many(rank, 2), size)
@@ -181,7 +180,7 @@ def test_who_waits_while_rank_0_works_elsewhere_is_told_at_once(line, call, size
             raised = caught(say, line, rank, size, "barrier()")
             told.wait()
             return raised
-        turn = Turn(line, Seat(0, size), call)
+        turn = Turn(seat(line, 0, size), call)
         turn.lead()
         told.wait()
         return caught(turn.tell)
@@ -202,21 +201,10 @@ def test_who_finds_the_verdict_of_another_call_says_both(line):
     )
 
 
-def test_ranks_of_one_node_in_another_call_than_the_next_are_told(line):
-    # Two nodes of two: the first is done before the second comes, which waits for all.
-    def first(rank):
-        return led(line, rank, 4, "local", node=(0, 2))
-
-    assert together(first, 2) == [None, None]
-    for rank in (2, 3):
-        raised = caught(say, line, rank, 4, "barrier()")
-        assert f"but rank 0 is in local and rank {rank} in barrier(): look for" in raised.text
-
-
 def test_a_rank_that_left_its_wait_by_an_interrupt_is_shown_where_it_is(line):
     line.store.add("turn/1", 1)
     line.store.add("came/1", 1)
-    line.store.set("at/1", '{"turn": 2, "call": "later()", "key": "verdict/2"}')
+    line.store.set("at/1", '{"turn": 2, "call": "later()"}')
     raised = caught(say, line, 0, 2, "barrier()")
     assert raised.text.endswith("  rank 0: barrier()\n  rank 1: later(), which comes later")
 
@@ -266,18 +254,8 @@ def test_a_rank_that_came_too_late_meets_the_others_where_rank_0_decides(line, l
     assert together(lambda rank: say(line, rank, 2, "b", value=rank), 2) == [[0, 1]] * 2
 
 
-def test_a_rank_that_came_too_late_meets_the_others_where_the_first_of_its_node_decides(line):
-    together(lambda rank: gave_up(line, rank, 4), 3)
-
-    def meet(rank):
-        node = rank // 2
-        return led(line, rank, 4, "local", value=node, node=(node, 2), leader=2 * node)
-
-    assert together(meet, 4) == [0, 0, 1, 1]
-
-
 def test_rank_0_that_is_given_up_while_it_looks_gives_its_verdict_in_the_next_turn(line):
-    turn = Turn(line, Seat(0, 2), "rank_zero_first")
+    turn = Turn(seat(line, 0, 2), "rank_zero_first")
     turn.lead()
     line.store.set("verdict/1", '{"rank": 1, "call": "a", "missing": [0], "text": ""}')
     turn.tell(decision=7)
@@ -292,7 +270,7 @@ def test_a_rank_that_gave_up_before_and_now_does_not_come_is_named(line):
 
 
 def test_what_takes_longer_than_the_groups_timeout_is_waited_for_as_long_as_one_says():
-    line = Channel(dist.HashStore(), timedelta(seconds=0.1))
+    line = Channel(dist.HashStore(), timedelta(seconds=0.1), 0, 1)
 
     def late(rank):
         time.sleep(0 if rank else 0.35)
@@ -303,8 +281,8 @@ def test_what_takes_longer_than_the_groups_timeout_is_waited_for_as_long_as_one_
 
 def test_where_the_last_to_come_dies_before_its_verdict_another_gives_it(line):
     line.store.add("turn/1", 1)
-    own = '"key": "verdict/1", "failed": "", "value": "from the grave"}'
-    line.store.set("at/1", f'{{"turn": 1, "call": "here", {own}')
+    own = '{"turn": 1, "call": "here", "failed": null, "value": "from the grave"}'
+    line.store.set("at/1", own)
     assert say(line, 0, 2, value="x", timeout=SOON) == ["x", "from the grave"]
 
 
@@ -317,7 +295,7 @@ def test_who_waits_for_a_rank_that_called_off_reads_why_at_once(line, others):
     def meet(rank):
         say(line, rank, 4, "first")
         if rank == 1:
-            call_off(line, Seat(1, 4), "rank 1 of 4 failed first: ValueError: boom")
+            call_off(seat(line, 1, 4), "rank 1 of 4 failed first: ValueError: boom")
         if rank in others:
             say(line, rank, 4, "second")
 
@@ -334,37 +312,26 @@ def test_who_waits_for_a_rank_that_called_off_reads_why_at_once(line, others):
 
 def test_of_two_that_call_off_the_first_is_read(line):
     for rank in (1, 2):
-        call_off(line, Seat(rank, 3), f"rank {rank} failed")
+        call_off(seat(line, rank, 3), f"rank {rank} failed")
     assert "rank 1 failed" in caught(say, line, 0, 3, "f").text
 
 
 def test_who_is_turns_ahead_of_a_rank_that_calls_off_hears_of_it_too(line):
-    # Rank 0 decided twice, and the first of its node once; then it gave the others up.
+    # Rank 0 decided twice; then it gave the others up.
     for _ in range(2):
         led(line, 0, 3)
-    led(line, 0, 3, "local", node=(0, 1))
     assert caught(gave_up, line, 0, 3).type == "TimeoutError"
     waits = threading.Thread(target=lambda: outcome.append(caught(say, line, 0, 3, "ahead")))
     outcome = []
     waits.start()
-    call_off(line, Seat(1, 3), "rank 1 failed")
+    call_off(seat(line, 1, 3), "rank 1 failed")
     waits.join()
     assert "`ahead` must be reached by every rank, but rank 1 failed; this" in outcome[0].text
 
 
 def test_who_leads_is_told_of_a_rank_that_called_off_when_its_work_is_done(line):
-    turn = Turn(line, Seat(0, 2), "rank_zero_first")
+    turn = Turn(seat(line, 0, 2), "rank_zero_first")
     turn.lead()
-    call_off(line, Seat(1, 2), "rank 1 failed")
+    call_off(seat(line, 1, 2), "rank 1 failed")
     raised = caught(turn.tell)
     assert "rank 0 must finish its `rank_zero_first`, but rank 1 failed; this" in raised.text
-
-
-def test_a_node_whose_first_rank_called_off_reads_why_and_the_other_nodes_too(line):
-    call_off(line, Seat(2, 4), "rank 2 failed", node=1)
-
-    def in_the_next(rank):
-        return led(line, rank, 4, "local", node=(rank // 2, 2), leader=rank // 2 * 2)
-
-    for rank in (3, 0, 1):
-        assert "but rank 2 failed; this rank waits" in caught(in_the_next, rank).text

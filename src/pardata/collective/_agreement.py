@@ -5,35 +5,34 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pardata.ranks._store import Peer
 from pardata.ranks._table import table_of
 from pardata.ranks._turn import all_say
-from pardata.ranks._world import channel
+from pardata.ranks._world import World, channel
 
 Facts = Mapping[str, object]
 
 
 def agree(
-    here: Peer,
+    here: World,
     place: str,
     state: Callable[[], object],
-    decide: Callable[[list[Any]], object] = list,
+    decide: Callable[[list[Any]], object] = lambda _: None,
 ) -> Any:
     """Return what `decide` makes of what `state()` gives on every rank, in rank order. Collective.
 
-    The values and the decision must be JSON-like. An exception that `state` raises on one rank is
-    raised there, and told to the others, so that a bad argument on one rank leaves nobody waiting;
-    one that `decide` raises is raised on all.
+    All hear the decision alone, which is nothing by default. It and the values must be JSON-like.
+    An exception that `state` raises on one rank is raised there, and told to the others, so that a
+    bad argument on one rank leaves nobody waiting; one that `decide` raises is raised on all.
     """
     if here.size > 1:
-        return all_say(channel(), here, place, state, decide)
+        return all_say(channel(), place, state, decide)
     value = state()
     json.dumps(value)  # what could not be told to others
     return decide([dict(value) if isinstance(value, Mapping) else value])
 
 
 def same(
-    here: Peer,
+    here: World,
     place: str,
     state: Callable[[], Facts],
     differ: Callable[[list[dict[str, Any]]], object],

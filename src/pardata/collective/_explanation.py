@@ -1,12 +1,11 @@
 """A collective that fails says who did not come, who failed first and where this rank waits.
 
 All of it on the way out of an error, so that what succeeds pays nothing: a rank whose collective
-failed leaves a note in the group's store and reads what the others left. What comes of it goes with
-the error as its `Explanation`, for ``launch/_uncaught`` to report.
+failed leaves its `Failure` in the group's store and reads what the others left. What comes of it
+goes with the error as its `Explanation`, for ``launch/_uncaught`` to report.
 """
 
 import json
-import re
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -14,49 +13,27 @@ from dataclasses import asdict, dataclass, field
 import torch.distributed as dist
 
 from pardata.ranks._call_site import call_site
-from pardata.ranks._failure import as_consequence, is_consequence
-from pardata.ranks._store import Channel, Peer, bounded
+from pardata.ranks._failure import (
+    Failure,
+    as_consequence,
+    is_consequence,
+    is_lost,
+    is_timeout,
+    one_line,
+)
+from pardata.ranks._store import Channel, append, bounded
 from pardata.ranks._table import ranks_text, table_of
-from pardata.ranks._verdict import entries_of, missing_cure
-from pardata.ranks._world import channel, world
+from pardata.ranks._verdict import entries_of, key_of, missing_cure
+from pardata.ranks._world import channel
 
-# Seconds to wait for the others' notes. Who is left by a peer hears of it at the same moment as
-# the others; those who wait in vain give up as far apart as they came.
+# Seconds to wait for the others. Who is left by a peer hears of it at the same moment as they do;
+# those who wait in vain give up as far apart as they came.
 _GRACE_LOST, _GRACE_TIMED_OUT = 1.0, 2.0
 # Once it is known who failed first, the rest of the table is not worth more than this.
 _SETTLE = 0.3
 # The store may hang as well, with the process or the network that serves it.
 _MARGIN = 1.0
-_EXPLANATION = "_pardata_explanation"
-_MOST = 64  # notes that are read; the first cause is among the first
-
-# What gloo says, in any version, and NCCL where it raises at all.
-_TIMED_OUT = re.compile(r"[Tt]imed out waiting|wait timeout|operation timeout|Socket Timeout")
-_LOST = re.compile(
-    r"gloo/transport/|Connection (closed|reset) by peer|Application timeout caused pair closure"
-)
-_LOST_BY_NCCL = re.compile(r"remote|connection|abort|time", re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class Note:
-    """What a rank leaves in the store when it fails.
-
-    Attributes:
-        rank: whose it is.
-        text: what happened, where, in one line.
-        is_cause: whether it failed by itself, and not because another rank was gone.
-        place: the collective that it was in, if any.
-        seconds: how long it has been there.
-        timed_out: whether it waited there in vain.
-    """
-
-    rank: int
-    text: str
-    is_cause: bool = False
-    place: str = ""
-    seconds: float = 0.0
-    timed_out: bool = False
+_MOST = 64  # that are left, beside causes: the first one is among the first
 
 
 @dataclass
@@ -64,51 +41,43 @@ class Explanation:
     """What is known of an error; goes with that of `explained` where it is pickled.
 
     Attributes:
-        own: the note that this rank has left.
+        own: what this rank has left.
         size: number of ranks.
-        there: all notes, in the order in which they reached the store: no clock is compared.
+        there: what all have left, in the order in which it reached the store: no clock is compared.
         store_is_gone: whether the store could not be asked to the end.
     """
 
-    own: Note
+    own: Failure
     size: int
-    there: list[Note] = field(default_factory=list)
+    there: list[Failure] = field(default_factory=list)
     store_is_gone: bool = True
 
-    @classmethod
-    def of(cls, error: BaseException) -> "Explanation | None":
-        """Return that of `error`, if it has one."""
-        found: Explanation | None = vars(error).get(_EXPLANATION)
-        return found
-
     @property
-    def first(self) -> Note | None:
-        """The first note of another rank that failed by itself, if this one did not."""
-        others = (note for note in list(self.there) if note.rank != self.own.rank)
-        causes = (note for note in others if note.is_cause)
-        return None if self.own.is_cause else next(causes, None)
+    def first(self) -> Failure | None:
+        """The first of another rank that failed by itself, if this one did not."""
+        others = (one for one in self.there if one.is_cause and one.rank != self.own.rank)
+        return None if self.own.is_cause else next(others, None)
 
     @property
     def missing(self) -> list[int]:
         """The ranks of which there is no word."""
-        heard = {note.rank for note in list(self.there)}
+        heard = {one.rank for one in self.there}
         return [rank for rank in range(self.size) if rank not in heard]
 
 
 def asked(
-    line: Channel, peer: Peer, own: Note, *, patience: float, settle: float, leave: bool = True
+    line: Channel, own: Failure, *, patience: float, settle: float, leave: bool = True
 ) -> Explanation:
-    """Leave this rank's note, and return what the others have left.
+    """Leave this rank's failure, and return what the others have left.
 
-    Waits so many seconds of `patience` for a note of every rank, and to `settle` once it is known
+    Waits so many seconds of `patience` for a word of every rank, and to `settle` once it is known
     who failed first.
     """
-    known = Explanation(own, peer.size)
+    known = Explanation(own, line.size)
 
     def ask() -> None:
-        if leave:
-            number = line.store.add("trouble/count", 1)
-            line.store.set(f"trouble/{number}", json.dumps(asdict(own)))
+        if leave and (line.store.add("failed", 1) <= _MOST or own.is_cause):
+            append(line.store, "failures", json.dumps(asdict(own)))
         _listen(line.store, known, patience, settle)
         known.store_is_gone = False
 
@@ -117,33 +86,30 @@ def asked(
 
 
 def _listen(store: dist.Store, known: Explanation, patience: float, settle: float) -> None:
-    deadline = time.monotonic() + patience
-    while not _all_there(store, known) and time.monotonic() < deadline:
-        if any(note.is_cause for note in known.there):
+    deadline, pause = time.monotonic() + patience, 0.02
+    while True:
+        left = store.get("failures").splitlines()
+        known.there = [Failure(**json.loads(one)) for one in left]
+        if any(one.is_cause for one in known.there):
             deadline = min(deadline, time.monotonic() + settle)
-        time.sleep(0.02)
+        if not known.missing or time.monotonic() >= deadline:
+            break
+        time.sleep(pause)
+        pause = min(2 * pause, 0.2)  # all ranks may be asking
     if patience and known.first is None and known.missing:
         _add_who_waits(store, known)
 
 
-def _all_there(store: dist.Store, known: Explanation) -> bool:
-    count = min(_MOST, store.add("trouble/count", 0))
-    while len(known.there) < count:
-        key = f"trouble/{len(known.there) + 1}"
-        if not store.check([key]):
-            return False  # counted, and being written
-        known.there.append(Note(**json.loads(store.get(key))))
-    return not known.missing
-
-
 def _add_who_waits(store: dist.Store, known: Explanation) -> None:
-    """Say where ranks are that have left no note because their turn is not over."""
+    """Say where ranks are that have left nothing because their turn is not over."""
     entries = entries_of(store, known.size)
-    for rank in known.missing:
-        entry = entries[rank]
-        if entry is not None and not store.check([entry["key"]]):
+    told = {rank: entry for rank in known.missing if (entry := entries[rank]) is not None}
+    turns = {entry["turn"] for entry in told.values()}
+    undecided = {turn for turn in turns if not store.check([key_of(turn)])}
+    for rank, entry in told.items():
+        if entry["turn"] in undecided:
             text = f"{entry['call']} at {entry['where']}, not done yet"
-            known.there.append(Note(rank, text, place=entry["call"]))
+            known.there.append(Failure(rank, entry["call"], text, is_cause=False))
 
 
 class explained:  # noqa: N801  # reads as a word: with explained("all_gather")
@@ -174,45 +140,36 @@ class explained:  # noqa: N801  # reads as a word: with explained("all_gather")
             raise better from error
 
 
-def is_lost(error: BaseException) -> bool:
-    """Return whether a collective of the backend raised `error` because a peer was not there."""
-    if not isinstance(error, RuntimeError):
-        return False
-    if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
-        return True
-    pattern = _LOST_BY_NCCL if isinstance(error, dist.DistBackendError) else _LOST
-    return pattern.search(str(error)) is not None or _is_timeout(error)
-
-
 def _explained(
     error: BaseException, place: str, batch: object, seconds: float
 ) -> RuntimeError | TimeoutError:
-    here, where = world(), call_site()
-    timed_out = _is_timeout(error)
+    line, where = channel(), call_site()
+    timed_out = is_timeout(error)
     epoch, step = getattr(batch, "epoch", None), getattr(batch, "step", None)
     if isinstance(epoch, int) and isinstance(step, int):
         place = f"{place} (epoch {epoch}, step {step})"
     ended = "timed out" if timed_out else "lost a connection"
-    own = Note(
-        here.rank,
+    own = Failure(
+        line.rank,
+        place,
         f"{place} at {where}, {ended} after {seconds:.1f} s",
-        place=place,
+        is_cause=False,
         seconds=seconds,
         timed_out=timed_out,
     )
     grace = _GRACE_TIMED_OUT if timed_out else _GRACE_LOST
-    known = asked(channel(), here, own, patience=grace, settle=_SETTLE)
+    known = asked(line, own, patience=grace, settle=_SETTLE)
+    texts = {one.rank: one.text for one in reversed(known.there)}
+    table = table_of([texts.get(rank, "no word from it") for rank in range(line.size)])
     text = (
-        f"`{place}` must be reached by every rank, but {_what_is_wrong(known, own)}; this rank "
-        f"waits at {where}\n{_table(known)}\n({first_words(error)})"
+        f"`{place}` must be reached by every rank, but {_what_is_wrong(known)}; this rank "
+        f"waits at {where}\n{table}\n({one_line(error)[:300]})"
     )
-    better = TimeoutError(text) if timed_out else RuntimeError(text)
-    vars(better)[_EXPLANATION] = known
-    return as_consequence(better, own.text)
+    return as_consequence((TimeoutError if timed_out else RuntimeError)(text), own.text, known)
 
 
-def _what_is_wrong(known: Explanation, own: Note) -> str:
-    first, size, there, missing = known.first, known.size, list(known.there), known.missing
+def _what_is_wrong(known: Explanation) -> str:
+    first, size, there, missing = known.first, known.size, known.there, known.missing
     if first is not None:
         return f"rank {first.rank} of {size} failed first: {first.text}"
     if known.store_is_gone and len(there) <= 1:
@@ -222,37 +179,22 @@ def _what_is_wrong(known: Explanation, own: Note) -> str:
             "earlier error"
         )
     if missing and there:
-        # Who waits for this rank learns that a connection is lost when this one ends.
-        waits = "" if own.timed_out or len(missing) == 1 else ", or wait for one that did not"
+        # Who only waits for this rank learns of it when this one ends, or came later than it.
+        waits = ", or wait for one that did not" if len(missing) > 1 else ""
         return f"{ranks_text(missing)} of {size} did not come{waits}: {missing_cure(missing)}"
-    if len({note.place for note in there}) > 1:
+    if len({one.place for one in there}) > 1:
         return "the ranks are in different calls: make the same calls in the same order on each"
     return _who_was_late(there, size) or "a connection between them was lost: is the network down?"
 
 
-def _who_was_late(there: list[Note], size: int) -> str:
+def _who_was_late(there: list[Failure], size: int) -> str:
     """Name the last of ranks that all came, if some had given up by then."""
-    gave_up = sorted({note.rank for note in there if note.timed_out})
-    others = [note for note in there if not note.timed_out]
+    gave_up = sorted({one.rank for one in there if one.timed_out})
+    others = [one for one in there if not one.timed_out]
     if not gave_up or not others:
         return ""
-    last = min(others, key=lambda note: note.seconds)
+    last = min(others, key=lambda one: one.seconds)
     return (
         f"rank {last.rank} of {size} came last, when {ranks_text(gave_up)} had given up: see what "
         f"kept it, or give init a larger `timeout`"
     )
-
-
-def _table(known: Explanation) -> str:
-    texts = {note.rank: note.text for note in reversed(known.there)}
-    return table_of([texts.get(rank, "no word from it") for rank in range(known.size)])
-
-
-def _is_timeout(error: BaseException) -> bool:
-    return _TIMED_OUT.search(str(error)) is not None
-
-
-def first_words(error: BaseException) -> str:
-    """Return what torch said, without its advice to look at the other worker."""
-    line = str(error).strip().split("\n", 1)[0]
-    return line.split(". This is typically")[0][:300]

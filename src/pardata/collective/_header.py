@@ -25,11 +25,11 @@ _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 # Places in the header of float64: hashes, their squares, the weight, the first values.
-_HEADER = 64
+HEADER = 64
 _HASHES = 3
 _WEIGHT = 2 * _HASHES
 _FIRST_VALUE = _WEIGHT + 1
-_ROOM = _HEADER - _FIRST_VALUE
+_ROOM = HEADER - _FIRST_VALUE
 
 Leaf: TypeAlias = Tensor | float
 """A dense tensor or a real number (a bool and a NumPy scalar are numbers)."""
@@ -130,11 +130,16 @@ class Matching(Generic[_T]):
                 raise self._error
             return {"call": self._place, "structure": self._text}
 
-        # One name for all of them: the ranks may be in different calls.
-        place = "all_reduce or all_gather"
-        cure = "Make the same call with the same structure on every rank."
-        agree(self._here, place, facts, lambda told: require_same(place, told, cure))
+        refuse(self._here, facts)
         return back
+
+
+def refuse(here: World, facts: Callable[[], object]) -> None:
+    """Raise on every rank, with a table of the calls and structures in which they are."""
+    # One name for all of them: the ranks may be in different calls.
+    place = "all_reduce or all_gather"
+    cure = "Make the same call with the same structure on every rank."
+    agree(here, place, facts, lambda told: require_same(place, told, cure))
 
 
 def numbers_of(value: object) -> dict[Path, Leaf]:

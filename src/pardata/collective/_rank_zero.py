@@ -8,10 +8,12 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import TypeVar
 
+import torch.distributed as dist
 from typing_extensions import TypeVarTuple, Unpack
 
 from pardata.ranks._arguments import check_timeout
 from pardata.ranks._failure import Failure
+from pardata.ranks._store import Channel
 from pardata.ranks._turn import Turn, all_say
 from pardata.ranks._world import channel, require_world
 
@@ -44,7 +46,7 @@ def barrier(name: str = "", timeout: timedelta | None = None) -> None:
     here = require_world("barrier")
     if here.size > 1:
         call = f"barrier({name!r})" if name else "barrier()"
-        all_say(channel(), here, call, lambda: None, lambda _: None, timeout=timeout)
+        all_say(channel(), call, lambda: None, lambda _: None, timeout=timeout)
 
 
 @contextmanager
@@ -56,8 +58,8 @@ def rank_zero_first(*, local: bool = False, timeout: timedelta = _HOURS) -> Iter
     process the block simply runs.
 
     Args:
-        local: let the first rank *of each node* go first, for files on disks that nodes do not
-            share.
+        local: let the first rank *of each node* go first, once all ranks are here, for files on
+            disks that nodes do not share.
         timeout: how long the others wait. Long on purpose and independent of the group's, within
             which they notice that the host of the group's store is gone.
 
@@ -73,10 +75,15 @@ def rank_zero_first(*, local: bool = False, timeout: timedelta = _HOURS) -> Iter
     if here.size == 1:
         yield
         return
-    node = (here.node_rank, here.local_size) if local else None
-    call = "rank_zero_first(local=True)" if local else "rank_zero_first"
-    turn = Turn(channel(), here, call, node=node)
-    if here.is_local_main if local else here.is_main:
+    call, line = "rank_zero_first", channel()
+    if local:
+        call = "rank_zero_first(local=True)"
+        all_say(line, call, lambda: None, lambda _: None, timeout=timeout)
+        # Each node has turns of its own, in which its ranks have other numbers.
+        store = dist.PrefixStore(f"node{here.node_rank}", line.store)
+        line = Channel(store, line.timeout, here.local_rank, here.local_size)
+    turn = Turn(line, call)
+    if line.rank == 0:
         with _led(turn, "rank_zero_first", here.rank):
             yield
         turn.tell(decision=None)
@@ -111,7 +118,7 @@ def rank_zero_call(
     if here.size == 1:
         return fn(*args)
     name = getattr(fn, "__qualname__", type(fn).__qualname__)
-    turn = Turn(channel(), here, f"rank_zero_call({name})")
+    turn = Turn(channel(), f"rank_zero_call({name})")
     if not here.is_main:
         told: _T = pickle.loads(base64.b64decode(turn.decision(turn.heard(timeout))))  # noqa: S301  # rank 0's bytes
         return told

@@ -7,12 +7,9 @@ import threading
 from types import FrameType
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from typing_extensions import Self
 
-from pardata.collective._explanation import explained
-from pardata.ranks._backend import device_of_counts
+from pardata.collective._vote import Vote
 from pardata.ranks._logger import get_logger
 from pardata.ranks._world import require_world
 
@@ -47,7 +44,7 @@ class StopSignal:
         self._received: int | None = None
         self._agreed = False
         self._calls = 0
-        self._sent: tuple[torch.Tensor, Any] | None = None  # what all ranks are asked, under way
+        self._sent: Vote | None = None  # whether any was asked, and how often all have called
 
     @property
     def requested(self) -> bool:
@@ -73,24 +70,19 @@ class StopSignal:
                 why = f"got {signal.Signals(self._received).name}" if self._received else asked
                 _log.info("%s: the run stops at this step", why, ranks=[here.rank])
             elif here.size > 1:
-                facts = [int(self.requested), self._calls, -self._calls]
-                told = torch.tensor(facts, device=device_of_counts(here.backend, here.device))
-                self._sent = told, dist.all_reduce(told, dist.ReduceOp.MAX, async_op=True)
+                self._sent = Vote(here, "StopSignal.agreed", [self.requested, self._calls])
         return self._agreed
 
     def _heard(self) -> bool:
         """Return what all ranks said at the call before."""
         if self._sent is None:
             return False
-        told, work = self._sent
-        with explained("StopSignal.agreed"):
-            work.wait()
-        self._sent = None
-        asked, most, minus_least = told.tolist()
-        if most != -minus_least:
+        vote, self._sent = self._sent, None
+        (_, asked), (least, most), *_ = vote.result()
+        if least != most:
             raise RuntimeError(
                 f"every rank must call `agreed` once a step, but one has called it {most} times "
-                f"and another {-minus_least}: call it at the same place of the loop on all"
+                f"and another {least}: call it at the same place of the loop on all"
             )
         return bool(asked)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from pardata.collective._agreement import agree, require_same
+from pardata.collective._agreement import require_same, same
 from pardata.data._plan import Plan, Step
 from pardata.data._shuffle import Shuffle
 from pardata.ranks._world import World
@@ -76,9 +76,10 @@ class Order:
             return {"the order": hashlib.sha256(repr(indices).encode()).hexdigest()[:16]}
 
         indices: list[Any] = []
-        told = agree(self.ranks, "iter(loader) with a sampler", draw) if self.ranks else [draw()]
-        cure = "Make the sampler of the same arguments on every rank."
-        require_same("make_loader(sampler=…)", told, cure)
+        if self.ranks is None:
+            draw()
+        else:
+            same(self.ranks, "iter(loader) with a sampler", draw, _refuse_orders)
         return indices
 
     def _drawn_once(self, sampler: Sampler[Any], epoch: int) -> list[Any]:
@@ -93,6 +94,11 @@ class Order:
                 f"{yielded}: let its __iter__ end where its __len__ says"
             )
         return indices
+
+
+def _refuse_orders(told: list[dict[str, object]]) -> None:
+    cure = "Make the sampler of the same arguments on every rank."
+    require_same("make_loader(sampler=…)", told, cure)
 
 
 def _each(stands_at: Callable[[Tensor], Tensor]) -> LookUp:

@@ -3,17 +3,15 @@
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from pardata.collective._agreement import agree, require_same
-from pardata.collective._explanation import explained
+from pardata.collective._agreement import agree, require_same, same
+from pardata.collective._vote import Vote
 from pardata.data._reader import Fetched
 from pardata.data._stream import Stream, not_of_this_stream
 from pardata.data._workers import Source
-from pardata.ranks._backend import device_of_counts
 from pardata.ranks._table import ranks_text
 from pardata.ranks._world import World
+
+_NEXT = "the next step of an IterableDataset"
 
 
 class Streamed(Source):
@@ -73,16 +71,15 @@ def _together(own: Iterator[Fetched], here: World, stream: Stream) -> Iterator[F
     last: Any = None  # no step yet
     coming = _Coming(own, here)
     while True:
-        failed, have, samples, squares = coming.sums()
-        if failed:
-            coming.raise_on_all()
-        if not have or (have < here.size and stream.is_sharded and stream.plan.drop_last):
+        (all_have, any_has), (fewest, most) = coming.told()
+        if not any_has or (not all_have and stream.is_sharded and stream.plan.drop_last):
             return
-        # Numbers are all equal exactly if their mean square is the square of their mean.
-        if not stream.is_sharded and here.size * squares != samples**2:
-            coming.raise_of_ends()
-        if last is None:
-            coming.check_first(here.size - have, sharded=stream.is_sharded)
+        if not stream.is_sharded and fewest != most:
+            coming.refuse_ends()
+        if last is None and not all_have:
+            coming.refuse_nothing()
+        if last is None and not stream.is_sharded:
+            coming.compare_first()
         # Of the shape of this rank's last step, without rows: at the first step all have one.
         last = coming.fetched or last._replace(step=last.step._replace(rows=0))
         coming = _Coming(own, here)
@@ -92,7 +89,7 @@ def _together(own: Iterator[Fetched], here: World, stream: Stream) -> Iterator[F
 class _Coming:
     """The next step of this rank, if there is one, or the error that it ended in.
 
-    How many ranks have one is summed while the step before runs.
+    Who has one, of how many samples, is voted on while the step before runs.
     """
 
     def __init__(self, own: Iterator[Fetched], here: World) -> None:
@@ -104,59 +101,62 @@ class _Coming:
         except Exception as error:  # noqa: BLE001  # raised again, on every rank
             self._error = error
         self._samples = 0 if self.fetched is None else self.fetched.step.samples
-        has = self.fetched is not None
-        counts = [self._error is not None, has, self._samples, self._samples**2]
-        device = device_of_counts(here.backend, here.device)
-        self._sums = torch.tensor(counts, dtype=torch.int64, device=device)
-        self._work: Any = dist.all_reduce(self._sums, async_op=True)
+        said = [self.fetched is not None, self._samples, self._error is not None]
+        self._vote = Vote(here, _NEXT, said)
 
-    def sums(self) -> list[int]:
-        """Return how many failed, how many have one, and their samples and squares of those."""
-        with explained("the next step of an IterableDataset"):
-            self._work.wait()
-        sums: list[int] = self._sums.tolist()
-        return sums
+    def told(self) -> list[tuple[int, int]]:
+        """Return whether all have one and any, and the fewest and the most samples.
 
-    def raise_on_all(self) -> None:
-        """Raise an error of any rank on all. Collective."""
+        Collective. An error of any rank is raised on all.
+        """
+        *told, (_, failed) = self._vote.result()
+        if failed:
+            agree(self._here, _NEXT, self._raised)
+        return told
 
-        def failed() -> dict[str, object]:
-            error, self._error = self._error, None  # it holds frames that hold this
-            if error is not None:
-                raise error
-            return {}
+    def _raised(self) -> None:
+        error, self._error = self._error, None  # it holds frames that hold this
+        if error is not None:
+            raise error
 
-        agree(self._here, "the next step of an IterableDataset", failed)
-
-    def raise_of_ends(self) -> None:
+    def refuse_ends(self) -> None:
         """Raise, and say which ranks have fewer samples for this step than others. Collective."""
-        own = {"samples": self._samples}
-        told = agree(self._here, "the end of an IterableDataset", lambda: own)
-        counts: list[Any] = [facts["samples"] for facts in told]
-        shorter = ranks_text([rank for rank, count in enumerate(counts) if count < max(counts)])
-        raise RuntimeError(
-            f"every rank must read the same stream, but it ended on {shorter} of "
-            f"{self._here.size} before the others: let it yield the same samples everywhere, "
-            f"drawing from the default generators alone, or pass sharded=True if each rank has "
-            f"its own"
-        )
 
-    def check_first(self, without: int, *, sharded: bool) -> None:
-        """Raise where ranks have nothing at all, or did not read the same. Collective."""
-        if without:
+        def refuse(counts: list[int]) -> None:
+            shorter = [rank for rank, count in enumerate(counts) if count < max(counts)]
             raise RuntimeError(
-                f"every rank must have a sample, but {without} of {self._here.size} have none at "
-                f"all: let the data set yield some on each, or pass sharded=False"
+                f"every rank must read the same stream, but it ended on {ranks_text(shorter)} of "
+                f"{len(counts)} before the others: let it yield the same samples everywhere, "
+                f"drawing from the default generators alone, or pass sharded=True if each rank "
+                f"has its own"
             )
-        if sharded or self.fetched is None:
-            return
-        own = {"first samples": self.fetched.digest}
-        told = agree(self._here, "iter(loader) of an IterableDataset", lambda: own)
+
+        agree(self._here, "the end of an IterableDataset", lambda: self._samples, refuse)
+
+    def refuse_nothing(self) -> None:
+        """Raise, and say which ranks have no sample at all. Collective."""
+
+        def refuse(counts: list[int]) -> None:
+            empty = ranks_text([rank for rank, count in enumerate(counts) if not count])
+            raise RuntimeError(
+                f"every rank must have a sample, but there is none at all on {empty} of "
+                f"{len(counts)}: let the data set yield some on each, or pass sharded=False"
+            )
+
+        agree(self._here, "the end of an IterableDataset", lambda: self._samples, refuse)
+
+    def compare_first(self) -> None:
+        """Raise where the ranks did not read the same. Collective."""
+        own = {"first samples": self.fetched and self.fetched.digest}
         cure = (
             "Let the stream yield the same samples everywhere, drawing from the default generators "
             "alone, or pass sharded=True if each rank and worker has its own."
         )
-        require_same("make_loader(IterableDataset)", told, cure)
+
+        def refuse(told: list[dict[str, object]]) -> None:
+            require_same("make_loader(IterableDataset)", told, cure)
+
+        same(self._here, "iter(loader) of an IterableDataset", lambda: own, refuse)
 
 
 def _after(fetched: Iterator[Fetched], again: int, batch_size: int) -> Iterator[Fetched]:

@@ -87,11 +87,11 @@ def _reported(
 ) -> list[Account]:
     """Let rank 0 print what all ranks found, and return it when it has. Collective."""
     own = Account.of(here, findings)
-    told = all_say(channel(), here, f"pardata {command}", lambda: own, list, timeout=patience)
+    told = all_say(channel(), f"pardata {command}", lambda: own, list, timeout=patience)
     accounts = list(map(Account.from_lists, told))
     if here.is_main:
         print(report_text(command, accounts), flush=True)
-    all_say(channel(), here, "the report is printed", lambda: None, len, timeout=patience)
+    all_say(channel(), "the report is printed", lambda: None, len, timeout=patience)
     return accounts
 
 

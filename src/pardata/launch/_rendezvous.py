@@ -5,6 +5,7 @@ import os
 import socket
 import time
 import uuid
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -15,13 +16,12 @@ from pardata.collective._agreement import require_same
 from pardata.launch._address import open_store, require_own
 from pardata.launch._leaving import check_out
 from pardata.ranks._backend import runs_on_gpus
-from pardata.ranks._failure import Failure
 from pardata.ranks._launcher import Launch
 from pardata.ranks._process import process
-from pardata.ranks._store import Channel
+from pardata.ranks._store import Channel, append, set_all
 from pardata.ranks._table import ranks_text
 from pardata.ranks._turn import all_say
-from pardata.ranks._verdict import missing_text, told_of
+from pardata.ranks._verdict import missing_text
 from pardata.ranks._world import World
 
 _MARGIN = timedelta(seconds=10)
@@ -42,7 +42,8 @@ def join(
         process.stores[launch.identity] = opened
     store, hosts_store = process.stores[launch.identity]
     store = _fresh_part(store, launch, patience)
-    line = Channel(dist.PrefixStore("pardata/join", store), patience)
+    prefix = dist.PrefixStore("pardata/join", store)
+    line = Channel(prefix, patience, launch.rank, launch.size)
     own: dict[str, str | None] = {}
 
     def arrive() -> object:
@@ -50,7 +51,7 @@ def join(
         return own
 
     try:
-        hosts = all_say(line, launch, "init", arrive, _agreed)
+        hosts = all_say(line, "init", arrive, _agreed)
         device, backend = torch.device(str(own["device"])), str(own["backend"])
         _make_group(line, launch, store, backend=backend, timeout=timeout, device=device)
     except Exception:
@@ -132,11 +133,11 @@ def _fresh_part(store: dist.Store, launch: Launch, timeout: timedelta) -> dist.S
     if launch.rank == 0:
         return _hand_out_part(store, launch, timeout)
     word = uuid.uuid4().hex
-    store.set(f"asked/{launch.rank}", word)
+    append(store, "asked", word)
     try:
         store.wait([f"answer/{word}"], timeout)
         part = dist.PrefixStore(store.get(f"answer/{word}").decode(), store)
-        part.set(f"came/{launch.rank}", "")
+        append(part, "came", str(launch.rank))
         part.wait(["missing"], timeout + _MARGIN)  # rank 0 waits as long for the last of us
         missing = json.loads(part.get("missing"))
     except RuntimeError as error:
@@ -149,21 +150,21 @@ def _fresh_part(store: dist.Store, launch: Launch, timeout: timedelta) -> dist.S
 def _hand_out_part(store: dist.Store, launch: Launch, timeout: timedelta) -> dist.Store:
     name = uuid.uuid4().hex
     part = dist.PrefixStore(name, store)
-    missing = list(range(1, launch.size))
-    answered: set[bytes] = set()
+    append(store, "asked", "")  # to read both before anybody came
+    append(part, "came", "")
+    missing, answered = set(range(1, launch.size)), set[str]()
     deadline = time.monotonic() + timeout.total_seconds()
     while missing and time.monotonic() < deadline:
-        for rank in missing:
-            key = f"asked/{rank}"
-            if store.check([key]) and (question := store.get(key)) not in answered:
-                store.set(f"answer/{question.decode()}", name)
-                answered.add(question)
-        missing = [rank for rank in missing if not part.check([f"came/{rank}"])]
+        asked = set(store.get("asked").decode().split()) - answered
+        if asked:
+            set_all(store, {f"answer/{word}": name for word in asked})
+        answered |= asked
+        missing -= set(map(int, part.get("came").split()))
         time.sleep(0.005)
-    part.set("missing", json.dumps(missing))
+    part.set("missing", json.dumps(sorted(missing)))
     if missing:
         time.sleep(1)  # the store may live here: those who came read it now
-        raise TimeoutError(missing_text(missing, launch.size, "init", timeout))
+        raise TimeoutError(missing_text(sorted(missing), launch.size, "init", timeout))
     return part
 
 
@@ -181,39 +182,25 @@ def _make_group(
     torch does not wait: a rank that leaves at once closes connections that another is still
     making, which then fails ("connectFullMesh failed … Connection closed by peer").
     """
-    error: Exception | None = None
 
-    def made() -> object:
-        nonlocal error
-        began = time.monotonic()
-        try:
-            dist.init_process_group(
-                backend,
-                store=dist.PrefixStore("group", store),
-                rank=launch.rank,
-                world_size=launch.size,
-                timeout=timeout,
-                # Lets NCCL connect at once; a group of one has nobody to connect to.
-                device_id=device if runs_on_gpus(backend) and launch.size > 1 else None,
-            )
-        except (RuntimeError, ValueError) as caught:
-            error = caught
-            failure = Failure.of(error, rank=launch.rank, place="init")
-            return time.monotonic() - began, launch.rank, failure.summary()
-        return None
+    def make() -> None:
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("group", store),
+            rank=launch.rank,
+            world_size=launch.size,
+            timeout=timeout,
+            # Lets NCCL connect at once; a group of one has nobody to connect to.
+            device_id=device if runs_on_gpus(backend) and launch.size > 1 else None,
+        )
 
+    # The others connect to one that has failed for as long as the timeout.
+    later = replace(line, timeout=line.timeout + _MARGIN)
     try:
-        # The others connect to one that has failed for as long as the timeout.
-        later = Channel(line.store, line.timeout + _MARGIN)
-        failed = all_say(later, launch, "init", made, lambda told: sorted(filter(None, told)))
-        if failed:
-            told = told_of([summary for _, _, summary in failed], launch.rank)
-            raise error if error and failed[0][1] == launch.rank else told
-    except Exception as raised:
+        all_say(later, "init", make, lambda _: None)
+    except Exception:
         if dist.is_initialized():
             dist.destroy_process_group()
-        if error is not None and raised is not error:
-            raise raised from error  # which may be why the others did not come
         raise
 
 

@@ -13,9 +13,9 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from pardata.collective._explanation import Explanation, Note, asked, first_words, is_lost
+from pardata.collective._explanation import asked
 from pardata.ranks._call_site import raise_site
-from pardata.ranks._failure import chain, is_consequence, one_line, short_text
+from pardata.ranks._failure import Failure, consequence, follows, one_line
 from pardata.ranks._logger import get_logger
 from pardata.ranks._store import bounded
 from pardata.ranks._turn import call_off
@@ -66,38 +66,23 @@ def report_exit(error: SystemExit) -> None:
 
 def _report(error: BaseException, found: Joined) -> None:
     """Log one line, and let everybody know who waits for this rank."""
-    known = Explanation.of(error) or _asked(error, found)
-    own, first = known.own, known.first
+    here = found.world
+    short, known = consequence(error)
+    line = one_line(error) if short else f"{one_line(error)} ({raise_site(error)})"
+    if known is None:
+        own = Failure(here.rank, "", short or line, is_cause=not follows(error))
+        patience = 0.0 if own.is_cause else _GRACE
+        known = asked(found.channel, own, patience=patience, settle=0.0)
+    first = known.first
     if first is None:
-        _log.error("failed: %s", _text(error))
+        _log.error("failed: %s", line)
     else:
-        why, here = (first.rank, first.text), own.text
-        _log.error("failed because rank %d failed first: %s; here: %s", *why, here)
-    cause = first or own
-    news = f"rank {cause.rank} of {found.world.size} failed first: {cause.text}"
+        why, own = (first.rank, first.text), known.own
+        _log.error("failed because rank %d failed first: %s; here: %s", *why, own.text)
+    cause = first or known.own
+    news = f"rank {cause.rank} of {here.size} failed first: {cause.text}"
     if not known.store_is_gone:  # else torch would only print where in its code it saw that
-        node = found.world.node_rank if found.world.is_local_main else None
-        bounded(_GRACE, lambda: call_off(found.channel, found.world, news, node=node))
-
-
-def _asked(error: BaseException, found: Joined) -> Explanation:
-    """Leave this rank's note, and ask who failed first where it was not this rank."""
-    rank = found.world.rank
-    own = Note(rank, short_text(error) or _text(error), is_cause=not _follows(error))
-    patience = 0.0 if own.is_cause else _GRACE
-    return asked(found.channel, found.world, own, patience=patience, settle=0.0)
-
-
-def _text(error: BaseException) -> str:
-    if short_text(error):
-        return one_line(error)  # which says where
-    what = f"{type(error).__name__}: {first_words(error)}" if is_lost(error) else one_line(error)
-    return f"{what} ({raise_site(error)})"
-
-
-def _follows(error: BaseException) -> bool:
-    """Return whether `error` comes of what another rank did: by its kind, for clocks differ."""
-    return is_consequence(error) or any(is_lost(link) for link in chain(error))
+        bounded(_GRACE, lambda: call_off(found.channel, news))
 
 
 def _part(found: Joined) -> None:
@@ -108,6 +93,6 @@ def _part(found: Joined) -> None:
         backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]  # noqa: SLF001  # torch has no public way
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
     if found.hosts_store:
-        own = Note(found.world.rank, "")  # has been left
-        asked(found.channel, found.world, own, patience=_GRACE, settle=_GRACE, leave=False)
+        own = Failure(found.world.rank, "", "")  # has been left
+        asked(found.channel, own, patience=_GRACE, settle=_GRACE, leave=False)
         time.sleep(0.2)  # for the last one to read the last note

@@ -13,11 +13,3 @@ def runs_on_gpus(backend: str | None) -> bool:
 def device_of_sums(backend: str | None, device: torch.device) -> torch.device:
     """Return where values are reduced: on the GPU that holds them, where the group has one."""
     return device if runs_on_gpus(backend) else _CPU
-
-
-def device_of_counts(backend: str | None, device: torch.device) -> torch.device:
-    """Return where small integers travel: on the CPU wherever the group takes its tensors.
-
-    To read them there never waits for a GPU.
-    """
-    return _CPU if backend is None or "gloo" in backend else device

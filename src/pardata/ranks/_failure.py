@@ -1,43 +1,66 @@
-"""An exception that travels to other processes: as text, and whole only where that is safe.
+"""A failure: one record, from the exception to the last line of the log.
 
-The first of four files that a failure goes through: it is recorded here, told in a ``_turn``, made
-into what those read who wait in a collective by ``collective/_explanation``, and reported, where
-nobody catches it, by ``launch/_uncaught``.
+It is made here of what a rank raised, told in a ``_turn`` or left in the store for those who wait
+in a collective (``collective/_explanation``), and logged on each rank, where nobody catches what
+comes of it (``launch/_uncaught``).
 """
 
 import base64
 import pickle
+import re
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
+
+import torch.distributed as dist
 
 _E = TypeVar("_E", bound=BaseException)
 
 _MARK = "_pardata_consequence"
 
+# What gloo says, in any version, and NCCL where it raises at all.
+_TIMED_OUT = re.compile(r"[Tt]imed out waiting|wait timeout|operation timeout|Socket Timeout")
+_LOST = re.compile(
+    r"gloo/transport/|Connection (closed|reset) by peer|Application timeout caused pair closure"
+)
+_LOST_BY_NCCL = re.compile(r"remote|connection|abort|time", re.IGNORECASE)
+
 
 @dataclass(frozen=True)
 class Failure:
-    """What one rank raised, as plain data that fits in JSON."""
+    """What happened to one rank, as plain data that fits in JSON.
+
+    Attributes:
+        rank: whose it is.
+        place: the name of the call that the rank was in, if it was in one.
+        text: type and text of the exception; in the store, one line that also says where.
+        traceback: of the exception, and `pickled` the exception itself if that is safe, where
+            other ranks raise it.
+        is_cause: whether the rank failed by itself, and not because another one was gone.
+        seconds: how long it was in a collective.
+        timed_out: whether it waited there in vain.
+    """
 
     rank: int
     place: str
-    type: str
     text: str
-    traceback: str
-    pickled: str | None
+    traceback: str = ""
+    pickled: str | None = None
+    is_cause: bool = True
+    seconds: float = 0.0
+    timed_out: bool = False
 
     @classmethod
     def of(cls, error: BaseException, *, rank: int, place: str) -> "Failure":
-        """Describe `error`, raised on `rank` inside `place` (the name of a call)."""
+        """Describe `error`, raised on `rank` inside `place`, so that others can raise it."""
         lines = traceback.format_exception(type(error), error, error.__traceback__)
-        pickled = _pickled(error)
-        return cls(rank, place, type(error).__qualname__, _text(error), "".join(lines), pickled)
+        trace, whole = "".join(lines), _pickled(error)
+        return cls(rank, place, text_of(error), trace, whole, is_cause=not follows(error))
 
     def summary(self) -> str:
-        """Say in one line what went wrong, and where."""
-        return f"rank {self.rank} failed in `{self.place}`: {self.type}: {self.text}"
+        """Say what went wrong, and where."""
+        return f"rank {self.rank} failed in `{self.place}`: {self.text}"
 
     def reraise(self) -> NoReturn:
         """Raise this failure here, with its origin as the cause.
@@ -53,18 +76,27 @@ class Failure:
         raise as_consequence(pickle.loads(base64.b64decode(self.pickled))) from origin  # noqa: S301  # a rank's
 
 
-def as_consequence(error: _E, short: str = "") -> _E:
+def as_consequence(error: _E, short: str = "", known: object = None) -> _E:
     """Mark `error` as coming of what another rank did or did not do, and return it.
 
-    `short` says where it came up, for a line that says what the other rank did.
+    Args:
+        error: what will be raised.
+        short: where it came up, for a line that says what the other rank did.
+        known: what is known of the others, for who reports it.
     """
-    vars(error)[_MARK] = short
+    vars(error)[_MARK] = short, known
     return error
 
 
-def short_text(error: BaseException) -> str:
-    """Return what `as_consequence` was told, if anything."""
-    return str(vars(error).get(_MARK, ""))
+def consequence(error: BaseException) -> tuple[str, Any]:
+    """Return what `as_consequence` was told of `error`, if anything."""
+    marked: tuple[str, Any] = vars(error).get(_MARK, ("", None))
+    return marked
+
+
+def follows(error: BaseException) -> bool:
+    """Return whether `error` comes of what another rank did: by its kind, for clocks differ."""
+    return is_consequence(error) or any(is_lost(link) for link in chain(error))
 
 
 def is_consequence(error: BaseException) -> bool:
@@ -82,18 +114,34 @@ def chain(error: BaseException) -> Iterator[BaseException]:
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 
 
-def one_line(error: BaseException) -> str:
-    """Return type and text of `error`, in one line."""
-    first = _text(error).strip().split("\n", 1)[0]
-    name = type(error).__qualname__
-    return f"{name}: {first}" if first else name
+def is_lost(error: BaseException) -> bool:
+    """Return whether a collective of the backend raised `error` because a peer was not there."""
+    if not isinstance(error, RuntimeError):
+        return False
+    if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+        return True
+    pattern = _LOST_BY_NCCL if isinstance(error, dist.DistBackendError) else _LOST
+    return pattern.search(str(error)) is not None or is_timeout(error)
 
 
-def _text(error: BaseException) -> str:
+def is_timeout(error: BaseException) -> bool:
+    """Return whether a collective of the backend waited in vain."""
+    return _TIMED_OUT.search(str(error)) is not None
+
+
+def text_of(error: BaseException) -> str:
+    """Return type and text of `error`."""
     try:
-        return str(error)
+        text = str(error).strip()
     except Exception:  # noqa: BLE001  # user code, as below; the words are those of `traceback`
-        return "<exception str() failed>"
+        text = "<exception str() failed>"
+    name = type(error).__qualname__
+    return f"{name}: {text}" if text else name
+
+
+def one_line(error: BaseException) -> str:
+    """Return the first line of what `text_of` returns, without torch's advice to look elsewhere."""
+    return text_of(error).split("\n", 1)[0].split(". This is typically")[0]
 
 
 def _pickled(error: BaseException) -> str | None:

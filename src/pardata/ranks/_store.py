@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -18,21 +18,14 @@ _SERVER = "the process that serves the group's store (rank 0, or torchrun's agen
 _MARGIN = 5.0  # seconds beyond its timeout that a store may take to say that it is over
 
 
-class Peer(Protocol):
-    """What is asked of a rank here: a `World`, and a `Launch` before there is one."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-
-
 @dataclass(frozen=True)
 class Channel:
-    """A store, and how long to wait on it by default."""
+    """A store, how long to wait on it by default, and which of how many ranks this one is."""
 
     store: dist.Store
     timeout: timedelta
+    rank: int
+    size: int
 
 
 def answered(timeout: timedelta, work: Callable[[], _T]) -> _T:
@@ -94,6 +87,16 @@ def came(store: dist.Store, key: str, timeout: timedelta) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def append(store: dist.Store, key: str, line: str) -> None:
+    """Add a line to those under `key`."""
+    store.append(key, f"{line}\n")  # type: ignore[attr-defined]  # torch's stubs leave it out
+
+
+def set_all(store: dist.Store, texts: dict[str, str]) -> None:
+    """Leave every text under its key, in one request."""
+    store.multi_set([*texts], [*texts.values()])  # type: ignore[attr-defined]  # as above
 
 
 def publish(channel: Channel, key: str, text: str) -> None:

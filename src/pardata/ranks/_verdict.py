@@ -1,9 +1,9 @@
 """What is decided in a turn, on the entries that the ranks have left: plain data.
 
-An entry says in which ``turn`` a rank is, in which ``call``, ``where`` in the user's code, for the
-``key`` of which verdict it waits, how it ``failed``, if it did, and else its ``value``.
+An entry says in which ``turn`` a rank is, in which ``call``, ``where`` in the user's code, how it
+``failed``, if it did (a `Failure`), and else its ``value``.
 A verdict names the ``rank`` that gave it and its ``call``, and says one thing more: the
-``decision``; the ``error`` that the decision raised; how ranks have ``failed``; the whole
+``decision``; the ``error`` that the decision raised; how ranks have ``failed``, causes first; the
 ``failure`` of a rank 0 that worked for all; who is ``missing``; or why it is all ``off``.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pardata.ranks._failure import as_consequence
+from pardata.ranks._failure import Failure, as_consequence
 from pardata.ranks._table import ranks_text, table_of
 
 Entry = dict[str, Any]
@@ -32,9 +32,14 @@ def entries_of(store: dist.Store, size: int) -> list[Entry | None]:
     return [json.loads(found[key]) if key in found else None for key in keys]
 
 
-def give(store: dist.Store, key: str, verdict: Verdict) -> Verdict:
-    """Let `verdict` stand under `key` if none does; return the one that stands."""
-    text = json.dumps(verdict)
+def key_of(turn: int) -> str:
+    """Return under which key the verdict on a turn stands."""
+    return f"verdict/{turn}"
+
+
+def give(store: dist.Store, turn: int, verdict: Verdict) -> Verdict:
+    """Let `verdict` stand if none does; return the one that stands."""
+    key, text = key_of(turn), json.dumps(verdict)
     stands = store.compare_set(key, "", text).decode()
     if stands == text:
         store.set(key, text)  # wakes who waits: a TCPStore without libuv does not, above
@@ -61,7 +66,7 @@ def judged(
     if decide is None:
         return None
     if failed := [entry["failed"] for entry in here if entry["failed"]]:
-        return {"failed": failed}
+        return {"failed": sorted(failed, key=lambda failure: not failure["is_cause"])}
     try:
         return {"decision": decide([entry["value"] for entry in here])}
     except Exception as error:  # noqa: BLE001  # raised on every rank
@@ -69,10 +74,10 @@ def judged(
         return {"error": [kind, text] if kind in ERRORS else ["RuntimeError", f"{kind}: {text}"]}
 
 
-def told_of(failures: list[str], rank: int) -> RuntimeError:
+def told_of(failures: list[Failure], rank: int) -> RuntimeError:
     """Return what a rank raises where others have failed."""
     seen = f"(seen on rank {rank}, which did nothing wrong)"
-    return as_consequence(RuntimeError("\n".join([*failures, seen])))
+    return as_consequence(RuntimeError("\n".join([*(f.summary() for f in failures), seen])))
 
 
 def missing_text(missing: list[int], size: int, call: str, timeout: timedelta) -> str:

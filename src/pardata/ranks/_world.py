@@ -181,4 +181,5 @@ def make_channel(timeout: timedelta | None) -> Channel:
     # torch has no public way to the store of a group that somebody else made.
     store = distributed_c10d._get_default_store()  # noqa: SLF001
     default = distributed_c10d.default_pg_timeout
-    return Channel(dist.PrefixStore("pardata", store), default if timeout is None else timeout)
+    wait = default if timeout is None else timeout
+    return Channel(dist.PrefixStore("pardata", store), wait, dist.get_rank(), dist.get_world_size())

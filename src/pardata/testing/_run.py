@@ -166,7 +166,7 @@ class _Rank:
         except EOFError:
             self._process.join()
             text = f"the process ended with exit code {self._process.exitcode}, without a word"
-            self.outcome = Failure(self.rank, "run", "ProcessDied", text, text, None)
+            self.outcome = Failure(self.rank, "run", f"ProcessDied: {text}", text)
 
 
 def _results(team: list[_Rank], meeting: _Meeting) -> list[Any]:
@@ -185,8 +185,7 @@ def _results(team: list[_Rank], meeting: _Meeting) -> list[Any]:
                     failures.append(member.outcome)
                     deadline = min(deadline, time.monotonic() + _GRACE)
     if failures:
-        # A rank that loses its peer fails in turn, in a collective: that is a consequence.
-        next((f for f in failures if "Connection" not in f.text), failures[0]).reraise()
+        next((failure for failure in failures if failure.is_cause), failures[0]).reraise()
     return [pickle.loads(member.outcome) for member in team]  # noqa: S301  # our own children's
 
 

@@ -1,0 +1,59 @@
+"""A vote: a few whole numbers of every rank, of which all hear the least and the most.
+
+Begun now and read later, so that nobody waits: sent in the background, on the CPU, so that reading
+them stops no GPU.
+"""
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pardata.collective._explanation import explained
+from pardata.collective._header import HEADER, refuse
+from pardata.ranks._process import process
+from pardata.ranks._world import World, default_group
+
+
+class Vote:
+    """What this rank says in a vote of all. Collective to make, and again to read.
+
+    Args:
+        here: this rank.
+        place: the name of the call; ranks in other calls are told.
+        numbers: at most 31.
+    """
+
+    def __init__(self, here: World, place: str, numbers: Sequence[int]) -> None:
+        self._here, self._place, self._count = here, place, len(numbers)
+        # As long as a header: a rank that is in such a collective gets what it cannot read, too.
+        said = [zlib.crc32(place.encode()), *numbers]
+        said += [0] * (HEADER // 2 - len(said))
+        # The most of a number turned round is the least of it.
+        self._told = torch.tensor([*said, *(-number for number in said)])
+        self._work: Any = None
+        if here.size > 1:
+            group = _group_of(here)
+            self._work = dist.all_reduce(self._told, dist.ReduceOp.MAX, group, async_op=True)
+
+    def result(self) -> list[tuple[int, int]]:
+        """Wait, and return of each number the least and the most that any rank said."""
+        if self._work is not None:
+            with explained(self._place):
+                self._work.wait()
+        most, turned = self._told.view(2, -1).tolist()
+        (least, most), *found = zip([-number for number in turned], most, strict=True)
+        if least != most:
+            refuse(self._here, lambda: {"call": self._place, "structure": "a vote"})
+        return found[: self._count]
+
+
+def _group_of(here: World) -> Any:
+    """Return the group in which votes travel: that of all if it has gloo, else one beside it."""
+    if here.backend is not None and "gloo" in here.backend:
+        return None
+    if process.beside is None or process.beside[0] is not default_group():
+        process.beside = default_group(), dist.new_group(backend="gloo")
+    return process.beside[1]

@@ -1,0 +1,74 @@
+"""A vote: the least and the most of what all ranks say, and ranks in another call are told."""
+
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+from on_ranks import caught, run
+
+from pardata import StopSignal, all_gather, all_reduce_sum, barrier, world
+from pardata.collective._vote import Vote
+
+LARGE = 2**61
+
+
+def results(turns):
+    here = world()
+    said = [[here.rank + turn, -LARGE * here.rank, 7] for turn in range(turns)]
+    votes = [Vote(here, "a vote", numbers) for numbers in said]
+    assert all_reduce_sum(1) == here.size  # what else goes on
+    return [vote.result() for vote in votes]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_all_hear_the_least_and_the_most_of_each_number(size):
+    last = size - 1
+    low = -LARGE if last else 0
+    expected = [[(turn, turn + last), (low * last, 0), (7, 7)] for turn in range(3)]
+    assert run(results, 3, world_size=size) == [expected] * size
+
+
+def votes_beside_a_group_without_gloo():
+    nccl_alone = replace(world(), backend="nccl")
+    found = [Vote(nccl_alone, "a vote", [world().rank]).result() for _ in range(3)]
+    # All went through one group that was made for them.
+    return found, len(dist.distributed_c10d._world.pg_map)
+
+
+def test_where_the_group_has_no_gloo_one_is_made_beside_it_once():
+    assert (
+        run(votes_beside_a_group_without_gloo, world_size=2, fresh=True)
+        == [([[(0, 1)]] * 3, 2)] * 2
+    )
+
+
+CALLS = {
+    "all_reduce_sum": lambda: all_reduce_sum({"loss": 1.5}),
+    "all_gather": lambda: all_gather([1, 2, 3]),
+    "another vote": lambda: Vote(world(), "another vote", [3]).result(),
+}
+
+
+def stop():
+    with StopSignal() as stop:
+        for _ in range(2):
+            stop.agreed()
+
+
+def diverge(odd):
+    found = []
+    for call in CALLS.values():
+        found.append(caught(call if world().rank == odd else stop))
+        barrier("afterwards")
+    return found, all_reduce_sum(1)
+
+
+@pytest.mark.parametrize(("size", "odd"), [(2, 0), (2, 1), (3, 1)])
+def test_ranks_of_which_one_is_in_another_collective_are_told_and_the_group_stays_usable(size, odd):
+    for found, total in run(diverge, odd, world_size=size):
+        for raised, call in zip(found, CALLS, strict=True):
+            assert raised.type == "RuntimeError"
+            assert "`all_reduce or all_gather`, but `call`" in raised.text
+            assert f"\n  rank {odd}: call='{call}'" in raised.text
+            assert "call='StopSignal.agreed'" in raised.text
+        assert total == size

@@ -122,14 +122,15 @@ def _from_the_front(indices: Tensor, length: int) -> Tensor:
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """Return `batch` with its tensors on `device`, asynchronously where they are pinned.
+    """Return `batch` with its tensors on `device`; for a GPU asynchronously, where they are pinned.
 
     An object of another kind is moved by its own ``to``, if it has one.
     """
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return leaf.to(device, non_blocking=True)
+            # On mps, say, a copy that nobody waits for reads what is no longer there.
+            return leaf.to(device, non_blocking=device.type == "cuda")
         return leaf.to(device) if hasattr(leaf, "to") else leaf
 
     return batch if device.type == "cpu" else _changed(batch, move)

@@ -2,12 +2,13 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 
-from pardata.data._batch import moved, pinned, tensors_of
+from pardata.data._batch import moved, pinned
 from pardata.data._plan import Step
 from pardata.data._reader import Fetched, Seeds
 
@@ -49,23 +50,43 @@ class Placement(NamedTuple):
 
 def _ahead(batches: Iterator[Any], device: torch.device, count: int) -> Iterator[Any]:
     """Draw `batches` on a stream of their own, `count` before they are asked for."""
-    stream = torch.cuda.Stream(device)
-    # What the transform uses may still be in the making on the stream of now.
-    stream.wait_stream(torch.cuda.current_stream(device))
-    ready: deque[tuple[Any, torch.cuda.Event]] = deque()
+    side = _side_stream(device)
+    loops: set[torch.cuda.Stream] = set()  # on which the loop has asked
+    ready: deque[tuple[Any, Exception | None, torch.cuda.Event]] = deque()
+    coming = _with_its_end(batches)
 
     def draw(most: int) -> None:
-        with torch.cuda.stream(stream):
-            ready.extend((batch, stream.record_event()) for batch in islice(batches, most))
+        # What the transform uses may still be in the making there. And the memory of a batch that
+        # the loop let go, which belongs to this stream, serves again although there may be work in
+        # the queue that reads it: of whatever the batch was made.
+        for loop in loops:
+            side.wait_stream(loop)
+        with torch.cuda.stream(side):
+            ready.extend((*drawn, side.record_event()) for drawn in islice(coming, most))
 
+    loops.add(torch.cuda.current_stream(device))
     draw(1)
     while ready:
-        batch, placed = ready.popleft()
-        draw(count - len(ready))
+        batch, error, placed = ready.popleft()
+        if error is not None:
+            raise error
         current = torch.cuda.current_stream(device)
+        loops.add(current)
+        draw(count - len(ready))
         current.wait_event(placed)
-        for tensor in tensors_of(batch):
-            if tensor.is_cuda:
-                # Its memory belongs to the other stream, which must not reuse it before this one.
-                tensor.record_stream(current)
         yield batch
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of a GPU for what runs ahead: the allocator keeps free memory by stream."""
+    return torch.cuda.Stream(device)
+
+
+def _with_its_end(batches: Iterator[Any]) -> Iterator[tuple[Any, Exception | None]]:
+    """Yield each batch, and last the error in which they end: the loop first gets what is ready."""
+    try:
+        for batch in batches:
+            yield batch, None
+    except Exception as error:  # noqa: BLE001  # whatever it is, it is raised in its turn
+        yield None, error

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from typing_extensions import Self
 
 from pardata.collective._explanation import explained
-from pardata.ranks._backend import device_of_counts
 from pardata.ranks._logger import get_logger
-from pardata.ranks._world import require_world
+from pardata.ranks._world import require_world, way_of_counts
 
 _log = get_logger(__name__)
 
@@ -74,8 +73,10 @@ class StopSignal:
                 _log.info("%s: the run stops at this step", why, ranks=[here.rank])
             elif here.size > 1:
                 facts = [int(self.requested), self._calls, -self._calls]
-                told = torch.tensor(facts, device=device_of_counts(here.backend, here.device))
-                self._sent = told, dist.all_reduce(told, dist.ReduceOp.MAX, async_op=True)
+                group, device = way_of_counts(here)
+                told = torch.tensor(facts, device=device)
+                work = dist.all_reduce(told, dist.ReduceOp.MAX, group=group, async_op=True)
+                self._sent = told, work
         return self._agreed
 
     def _heard(self) -> bool:

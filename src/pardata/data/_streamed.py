@@ -11,9 +11,8 @@ from pardata.collective._explanation import explained
 from pardata.data._reader import Fetched
 from pardata.data._stream import Stream, not_of_this_stream
 from pardata.data._workers import Source
-from pardata.ranks._backend import device_of_counts
 from pardata.ranks._table import ranks_text
-from pardata.ranks._world import World
+from pardata.ranks._world import World, way_of_counts
 
 
 class Streamed(Source):
@@ -106,9 +105,9 @@ class _Coming:
         self._samples = 0 if self.fetched is None else self.fetched.step.samples
         has = self.fetched is not None
         counts = [self._error is not None, has, self._samples, self._samples**2]
-        device = device_of_counts(here.backend, here.device)
+        group, device = way_of_counts(here)
         self._sums = torch.tensor(counts, dtype=torch.int64, device=device)
-        self._work: Any = dist.all_reduce(self._sums, async_op=True)
+        self._work: Any = dist.all_reduce(self._sums, group=group, async_op=True)
 
     def sums(self) -> list[int]:
         """Return how many failed, how many have one, and their samples and squares of those."""

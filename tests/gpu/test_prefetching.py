@@ -204,8 +204,9 @@ def test_the_memory_of_a_batch_is_not_used_again_before_the_loop_has_read_it(kin
 
 
 @pytest.mark.parametrize("kind", NESTED)
-def test_without_waiting_for_the_loop_it_would_be(kind, monkeypatch):
-    monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda *_: None)
+def test_without_keeping_it_it_would_be(kind, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda *_: None)  # sparse and nested
     assert extremes(loader_of(700, 1, **NESTED[kind]), spin=True) != expected(700)
 
 

@@ -202,12 +202,18 @@ def tensors_of(batch: Any, seen: dict[int, Any] | None = None) -> Iterator[Tenso
         seen[id(leaf)] = leaf
         if isinstance(leaf, Tensor):
             yield leaf
-        elif hasattr(leaf, "__dict__"):
-            # Of a collection too: Microbatches hold a stand-in beside what they are made of.
-            yield from tensors_of([vars(leaf), _items(leaf)], seen)
+        else:
+            yield from tensors_of(_inside(leaf), seen)
 
 
-def _items(collection: Any) -> list[Any]:
-    if isinstance(collection, Mapping):
-        return list(collection.values())
-    return list(collection) if isinstance(collection, Sequence) else []
+def _inside(part: Any) -> list[Any]:
+    """Return what is in the attributes of an object, and in it if it is a collection too."""
+    found = list(getattr(part, "__dict__", {}).values())
+    slots = (name for kind in type(part).__mro__ for name in getattr(kind, "__slots__", ()))
+    found += [getattr(part, name) for name in slots if hasattr(part, name)]
+    # Microbatches, say, hold a stand-in beside what they are made of.
+    if isinstance(part, set | frozenset) or (
+        isinstance(part, Sequence) and hasattr(part, "__dict__")
+    ):
+        found += part
+    return found + list(part.values()) if isinstance(part, Mapping) else found

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pardata.data._batch import moved, pinned
+from pardata.data._batch import moved, pinned, tensors_of
 from pardata.data._plan import Step
 from pardata.data._reader import Fetched, Seeds
 
@@ -50,31 +50,43 @@ class Placement(NamedTuple):
 
 def _ahead(batches: Iterator[Any], device: torch.device, count: int) -> Iterator[Any]:
     """Draw `batches` on a stream of their own, `count` before they are asked for."""
-    side = _side_stream(device)
-    loops: set[torch.cuda.Stream] = set()  # on which the loop has asked
+    stream = _side_stream(device)
+    # What the transform uses may still be in the making on the stream of now.
+    stream.wait_stream(torch.cuda.current_stream(device))
     ready: deque[tuple[Any, Exception | None, torch.cuda.Event]] = deque()
     coming = _with_its_end(batches)
+    all_kept = True
 
     def draw(most: int) -> None:
-        # What the transform uses may still be in the making there. And the memory of a batch that
-        # the loop let go, which belongs to this stream, serves again although there may be work in
-        # the queue that reads it: of whatever the batch was made.
-        for loop in loops:
-            side.wait_stream(loop)
-        with torch.cuda.stream(side):
-            ready.extend((*drawn, side.record_event()) for drawn in islice(coming, most))
+        with torch.cuda.stream(stream):
+            ready.extend((*drawn, stream.record_event()) for drawn in islice(coming, most))
 
-    loops.add(torch.cuda.current_stream(device))
     draw(1)
     while ready:
         batch, error, placed = ready.popleft()
         if error is not None:
             raise error
         current = torch.cuda.current_stream(device)
-        loops.add(current)
+        if not all_kept:
+            stream.wait_stream(current)
         draw(count - len(ready))
         current.wait_event(placed)
+        all_kept = _kept(batch, current) and all_kept
         yield batch
+
+
+def _kept(batch: Any, user: torch.cuda.Stream) -> bool:
+    """Tell the allocator that the stream `user` reads `batch`, which was made on another stream.
+
+    Else its memory serves for the next ones while work that reads it is in the queue. Returns
+    whether that could be told of all of it.
+    """
+    tensors = list(tensors_of(batch))
+    dense = [x for x in tensors if x.layout == torch.strided and not x.is_nested]
+    for tensor in dense:
+        if tensor.is_cuda:
+            tensor.record_stream(user)
+    return len(dense) == len(tensors) > 0
 
 
 @cache

@@ -343,9 +343,21 @@ def test_batches_are_pinned_for_the_copy_unless_told_not_to():
 
 def test_rows_of_tensors_on_the_gpu_are_read_there():
     data = TensorDataset(torch.arange(10, device=DEVICE), torch.arange(10))
-    for on_gpu, on_cpu in make_loader(data, 4, shuffle=True, seed=1):
-        assert on_gpu.device == DEVICE
+    # Without a number it is the current one.
+    for on_gpu, on_cpu in make_loader(data, 4, shuffle=True, seed=1, device="cuda"):
+        assert on_gpu.device == on_cpu.device == DEVICE
         assert torch.equal(on_gpu.cpu(), on_cpu.cpu())
+
+
+def test_nothing_waits_for_them():
+    loader = make_loader(TensorDataset(torch.arange(10, device=DEVICE)), 4, shuffle=True, seed=1)
+    assert len(list(loader)) == 2
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        batches = list(loader)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(batches) == 2
 
 
 def test_an_index_out_of_range_leaves_the_gpu_usable():

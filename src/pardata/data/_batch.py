@@ -61,7 +61,10 @@ def rows_of(tensor: Tensor, indices: Tensor) -> Tensor:
     """Return ``tensor[indices]``, which takes ten times as long as picking rows from the front."""
     if tensor.device != indices.device:
         # A GPU does not say that an index is out of range: it stops, and the process with it.
-        indices = _from_the_front(indices, len(tensor)).to(tensor.device)
+        indices = _from_the_front(indices, len(tensor))
+        if tensor.is_cuda:
+            indices = indices.pin_memory()  # so that nobody waits for the copy
+        indices = indices.to(tensor.device, non_blocking=tensor.is_cuda)
     if indices.ndim == 1:
         try:
             return tensor.index_select(0, indices)

@@ -15,7 +15,7 @@ def usable_cores(here: World) -> int:
         allowed = os.cpu_count() or 1
     everyones = os.cpu_count() or 1
     if here.launcher == "slurm":  # whose job may have a part of the machine
-        everyones = int(os.environ.get("SLURM_CPUS_ON_NODE", everyones))
+        everyones = min(everyones, int(os.environ.get("SLURM_CPUS_ON_NODE", everyones)))
     # A launcher that binds each task has given this rank a set of its own; else the ranks share.
     bound = here.launcher in ("slurm", "mpi") and allowed < everyones
     share = allowed if bound else min(allowed, everyones) // here.local_size

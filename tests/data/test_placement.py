@@ -297,19 +297,6 @@ def test_all_epochs_run_ahead_on_one_stream_of_a_gpu(gpu):
     assert gpu.streams == 1
 
 
-@pytest.mark.parametrize("prefetch", [1, 3])
-def test_an_error_on_the_way_is_raised_after_the_batches_before_it(prefetch, gpu):
-    def torn():
-        yield from gpu.draw(2)
-        raise Torn
-
-    batches = ahead(torn(), prefetch)
-    assert [next(batches)[0], next(batches)[0]] == [1, 2]
-    with pytest.raises(Torn):
-        next(batches)
-    assert list(batches) == []
-
-
 @pytest.mark.parametrize(("device", "waits"), [("cuda", False), ("mps", True), ("xpu", True)])
 def test_only_a_copy_to_a_gpu_is_not_waited_for(device, waits, monkeypatch):
     # On mps a copy that nobody waits for reads what is gone: pytorch/pytorch#139550.

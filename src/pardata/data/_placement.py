@@ -53,19 +53,16 @@ def _ahead(batches: Iterator[Any], device: torch.device, count: int) -> Iterator
     stream = _side_stream(device)
     # What the transform uses may still be in the making on the stream of now.
     stream.wait_stream(torch.cuda.current_stream(device))
-    ready: deque[tuple[Any, Exception | None, torch.cuda.Event]] = deque()
-    coming = _with_its_end(batches)
+    ready: deque[tuple[Any, torch.cuda.Event]] = deque()
     all_kept = True
 
     def draw(most: int) -> None:
         with torch.cuda.stream(stream):
-            ready.extend((*drawn, stream.record_event()) for drawn in islice(coming, most))
+            ready.extend((batch, stream.record_event()) for batch in islice(batches, most))
 
     draw(1)
     while ready:
-        batch, error, placed = ready.popleft()
-        if error is not None:
-            raise error
+        batch, placed = ready.popleft()
         current = torch.cuda.current_stream(device)
         if not all_kept:
             stream.wait_stream(current)
@@ -93,12 +90,3 @@ def _kept(batch: Any, user: torch.cuda.Stream) -> bool:
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream of a GPU for what runs ahead: the allocator keeps free memory by stream."""
     return torch.cuda.Stream(device)
-
-
-def _with_its_end(batches: Iterator[Any]) -> Iterator[tuple[Any, Exception | None]]:
-    """Yield each batch, and last the error in which they end: the loop first gets what is ready."""
-    try:
-        for batch in batches:
-            yield batch, None
-    except Exception as error:  # noqa: BLE001  # whatever it is, it is raised in its turn
-        yield None, error

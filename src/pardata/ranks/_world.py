@@ -194,11 +194,9 @@ def existing_world(device: torch.device | None, hosts: Sequence[str] = ()) -> Wo
 def _gpu_of_the_group(local_rank: int) -> torch.device:
     """Return the GPU to which the group is bound, else the current one, else the local rank's."""
     bound: torch.device | None = getattr(dist.group.WORLD, "bound_device_id", None)
-    if bound is not None:
-        return bound
     # The first one is current also where nobody has chosen it.
     own = local_rank if local_rank < torch.cuda.device_count() else 0
-    return torch.device("cuda", torch.cuda.current_device() or own)
+    return bound or torch.device("cuda", torch.cuda.current_device() or own)
 
 
 def way_of_counts(here: World) -> tuple[Any, torch.device]:

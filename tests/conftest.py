@@ -15,7 +15,7 @@ from pardata.ranks._launcher import MPICH, OPEN_MPI, SLURM, TORCHRUN
 
 # The mark of a folder's tests, but for those of the long run. The rooms that depend on the versions
 # of torch and Python also run on the oldest ones.
-MARKS = {"programs": "programs", "launchers": "launchers"}
+MARKS = {"programs": "programs", "launchers": "launchers", "gpu": "gpu"}
 MARKS |= dict.fromkeys(
     ("checkpoint", "collective", "data", "gradient", "launch", "model", "seeds"), "oldest"
 )
@@ -27,6 +27,12 @@ settings.register_profile(
     "pardata", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("pardata")
+
+
+def pytest_addoption(parser):
+    kinds = ["cuda", "cpu"]
+    text = "where tests/gpu runs: on a CPU as much of it as makes sense there (default: cuda)"
+    parser.addoption("--device", choices=kinds, default=kinds[0], help=text)
 
 
 def pytest_report_header():

@@ -7,10 +7,12 @@ import time
 import weakref
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from on_ranks import caught, run, run_caught
+from torch import nn
 
 from pardata import all_reduce_sum, barrier, rank_zero_call, rank_zero_first, world
 from pardata.collective._agreement import agree
@@ -360,6 +362,19 @@ def test_a_result_that_does_not_pickle_is_an_error_on_every_rank(size):
         assert "pickle" in raised.text.lower()
         assert raised.seconds < 1
         assert after == "1"
+
+
+def return_what_was_on_a_gpu():
+    # What a pickle says of a tensor is where it was: there is no GPU to put it on.
+    with patch.object(torch.serialization, "location_tag", lambda _: "cuda:0"):
+        found = rank_zero_call(lambda: {"a": [torch.arange(3.0), nn.Linear(2, 1)], "b": "text"})
+    tensor, layer = found["a"]
+    places = {str(tensor.device), *(str(p.device) for p in layer.parameters())}
+    return tensor.tolist(), places, found["b"]
+
+
+def test_tensors_come_on_the_cpu_whichever_device_they_were_on():
+    assert run(return_what_was_on_a_gpu, world_size=2) == [([0, 1, 2], {"cpu"}, "text")] * 2
 
 
 def test_one_process_gets_the_result_itself_pickled_or_not():

@@ -147,6 +147,17 @@ def test_alone_a_packed_sequence_is_a_batch_like_any_other():
 # --- what is in it, as `backward` and the streams of a GPU ask ---
 
 
+class Named:
+    __slots__ = ("name", "not_set")
+
+
+class Slotted(Named):
+    __slots__ = ("inside",)
+
+    def __init__(self, name, inside):
+        self.name, self.inside = name, inside
+
+
 def found_in(batch):
     return [int(tensor) for tensor in tensors_of(batch)]
 
@@ -158,6 +169,8 @@ def test_tensors_are_found_in_order_and_once_each_however_they_are_nested():
     assert found_in({"a": one, "b": [two, (three,)]}) == [1, 2, 3]
     assert found_in([one, "text", one, Pair(two, [three])]) == [1, 2, 3]
     assert found_in([own, UserDict(a=one, b=three)]) == [2, 1, 3]
+    assert found_in([{one}, frozenset([two]), Slotted(three, [one])]) == [1, 2, 3]
+    assert found_in(["text", b"bytes", range(10**12), Slotted(1, None)]) == []
     where = {"epoch": 0, "step": 0, "first": 1, "counts": (2, 2, 2)}
     assert found_in(Microbatches([one, two], **where)) == [1, 2]
     # On a GPU its memory must not be taken by the stream that runs ahead.

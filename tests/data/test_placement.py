@@ -2,6 +2,8 @@
 
 import os
 from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +11,8 @@ from data_zoo import loader_of as any_loader_of
 from torch.utils.data import TensorDataset, get_worker_info
 
 from pardata import Microbatches
-from pardata.data._placement import Placement
+from pardata.data._batch import moved
+from pardata.data._placement import Placement, _side_stream
 from pardata.data._reader import Seeds
 
 
@@ -152,6 +155,11 @@ class Gpu:
     def __init__(self):
         self.log = []
         self.current = "loop"
+        self.streams = 0
+
+    def new_stream(self, _device):
+        self.streams += 1
+        return FakeStream(self, "side")
 
     @contextmanager
     def stream(self, stream):
@@ -194,13 +202,22 @@ class OnGpu(torch.Tensor):
         self.gpu.log.append(f"{self.number} is kept for {stream.name}")
 
 
+@dataclass(slots=True)
+class WithSlots:
+    """Holds a tensor where no `__dict__` shows it."""
+
+    inside: torch.Tensor
+
+
 @pytest.fixture
 def gpu(monkeypatch):
     gpu = Gpu()
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: FakeStream(gpu, "side"))
+    monkeypatch.setattr(torch.cuda, "Stream", gpu.new_stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: FakeStream(gpu, gpu.current))
     monkeypatch.setattr(torch.cuda, "stream", gpu.stream)
-    return gpu
+    _side_stream.cache_clear()
+    yield gpu
+    _side_stream.cache_clear()
 
 
 def ahead(batches, prefetch):
@@ -236,6 +253,59 @@ def test_a_batch_is_waited_for_by_the_stream_on_which_the_loop_asks(gpu):
     gpu.log.clear()
     next(batches)
     assert gpu.log == ["the user's own waits for the end of 2", "2 is kept for the user's own"]
+
+
+KEPT = {
+    "slots": lambda gpu: [torch.zeros(1), WithSlots(OnGpu.of(gpu, 7))],
+    "set": lambda gpu: {OnGpu.of(gpu, 7)},
+    "object": lambda gpu: SimpleNamespace(inside=({"a": OnGpu.of(gpu, 7)},)),
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_the_memory_of_a_tensor_is_kept_wherever_it_is(kind, gpu):
+    for _ in ahead(iter([(1, KEPT[kind](gpu))] * 2), 1):
+        assert gpu.log[-1] == "7 is kept for loop"
+    assert gpu.log.count("side waits for all of loop") == 1  # before the first
+
+
+class Opaque:
+    """Holds what nobody finds."""
+
+    __slots__ = ()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", ["sparse", "nested", "opaque"])
+def test_where_it_cannot_be_told_what_is_drawn_next_waits_for_the_loop(kind, gpu):
+    odd = {
+        "sparse": lambda: [torch.zeros(1), torch.eye(2).to_sparse()],
+        "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(1)]),
+        "opaque": Opaque,
+    }[kind]()
+    first, *others = (OnGpu.of(gpu, number) for number in range(3))
+    waited = "side waits for all of loop"
+    before = [gpu.log.count(waited) for _ in ahead(iter([first, odd, *others]), 1)]
+    # Before the first, and from the one after on: it may be let go at any time.
+    assert before == [1, 1, 2, 3]
+
+
+def test_all_epochs_run_ahead_on_one_stream_of_a_gpu(gpu):
+    # The allocator keeps free memory by stream, and of streams there are 32.
+    for _ in range(3):
+        assert len(list(ahead(gpu.draw(2), 1))) == 2
+    assert gpu.streams == 1
+
+
+@pytest.mark.parametrize(("device", "waits"), [("cuda", False), ("mps", True), ("xpu", True)])
+def test_only_a_copy_to_a_gpu_is_not_waited_for(device, waits, monkeypatch):
+    # On mps a copy that nobody waits for reads what is gone: pytorch/pytorch#139550.
+    def to(_, where, *, non_blocking):
+        return where, non_blocking
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    device = torch.device(device)
+    assert moved([torch.ones(1)], device) == [(device, not waits)]
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 5])

@@ -9,10 +9,7 @@ import torch
 from pardata.checkpoint._snapshot import copied
 
 GPUS = torch.cuda.device_count()
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(GPUS == 0, reason="there is no CUDA device"),
-]
+pytestmark = pytest.mark.skipif(GPUS == 0, reason="there is no CUDA device")
 SPIN = 100_000_000  # cycles: some 50 ms
 LATE = 1_000_000
 

@@ -16,10 +16,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from pardata import check_in_sync, fingerprint, init, load_weights, unwrap, wrap_model
 
 GPUS = torch.cuda.device_count()
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(GPUS == 0, reason="there is no CUDA device"),
-]
+pytestmark = pytest.mark.skipif(GPUS == 0, reason="there is no CUDA device")
 needs_two = pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, and there are {GPUS}")
 
 

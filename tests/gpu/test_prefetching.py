@@ -7,16 +7,17 @@ the tests say of themselves that they see it, by taking the waiting out.
 
 import os
 import random
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from pardata import make_loader
+from pardata.data import _placement
 
 IN_ORDER = ["CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING"]
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
     pytest.mark.skipif(
         any(os.environ.get(name, "0") != "0" for name in IN_ORDER),
@@ -60,11 +61,25 @@ def loader_of(start, prefetch, **options):
     )
 
 
+@dataclass(slots=True)
+class Slotted:
+    """A batch in which nothing finds a tensor but who knows it."""
+
+    inside: torch.Tensor
+
+
 def tensor_in(batch):
     """Return the one tensor of a batch, however deep in it."""
     while not isinstance(batch, torch.Tensor):
-        batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
-    return batch
+        if isinstance(batch, Slotted):
+            batch = batch.inside
+        elif isinstance(batch, dict | set):
+            batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
+        else:
+            batch = batch[0]
+    if batch.is_sparse:
+        return batch._values()
+    return batch.values() if batch.is_nested else batch
 
 
 def extremes(loader, spin):
@@ -156,8 +171,25 @@ def test_without_waiting_it_would_use_it_too_early(monkeypatch):
 
 # --- a batch is not written over before the loop has read it ---
 
+
+def sparse(batch):
+    """Return the batch as a sparse tensor, and let nobody wait for the GPU."""
+    values = batch[0].reshape(-1)
+    places = torch.arange(len(values), device=DEVICE)[None]
+    return torch.sparse_coo_tensor(places, values, (len(values),), is_coalesced=True)
+
+
+def nested(batch):
+    offsets = torch.arange(0, ROWS + 1, device=DEVICE)
+    return torch.nested.nested_tensor_from_jagged(batch[0].clone(), offsets)
+
+
 NESTED = {
     "list": {},
+    "slots": {"batch_transform": lambda batch: Slotted(batch[0])},
+    "set": {"batch_transform": lambda batch: {batch[0]}},
+    "sparse": {"batch_transform": sparse},
+    "nested": {"batch_transform": nested},
     "tensor": {"batch_transform": tensor_in},
     "dict": {"batch_transform": lambda batch: {"x": [(batch[0], "text")]}},
     "microbatches": {"microbatch_size": ROWS},
@@ -174,7 +206,28 @@ def test_the_memory_of_a_batch_is_not_used_again_before_the_loop_has_read_it(kin
 @pytest.mark.parametrize("kind", NESTED)
 def test_without_keeping_it_it_would_be(kind, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda *_: None)  # sparse and nested
     assert extremes(loader_of(700, 1, **NESTED[kind]), spin=True) != expected(700)
+
+
+def reserved_after(epochs):
+    loader = loader_of(900, 1)
+    for _ in range(epochs):
+        for batch in loader:
+            del batch
+    torch.cuda.synchronize()
+    return torch.cuda.memory_reserved()
+
+
+def test_memory_is_the_same_after_two_epochs_and_after_forty():
+    torch.cuda.empty_cache()
+    assert reserved_after(2) == reserved_after(38)
+
+
+def test_with_a_stream_for_each_epoch_it_would_grow(monkeypatch):
+    monkeypatch.setattr(_placement, "_side_stream", torch.cuda.Stream)
+    torch.cuda.empty_cache()
+    assert reserved_after(2) < reserved_after(38)
 
 
 def test_epoch_after_epoch_and_after_a_break():
@@ -290,9 +343,21 @@ def test_batches_are_pinned_for_the_copy_unless_told_not_to():
 
 def test_rows_of_tensors_on_the_gpu_are_read_there():
     data = TensorDataset(torch.arange(10, device=DEVICE), torch.arange(10))
-    for on_gpu, on_cpu in make_loader(data, 4, shuffle=True, seed=1):
-        assert on_gpu.device == DEVICE
+    # Without a number it is the current one.
+    for on_gpu, on_cpu in make_loader(data, 4, shuffle=True, seed=1, device="cuda"):
+        assert on_gpu.device == on_cpu.device == DEVICE
         assert torch.equal(on_gpu.cpu(), on_cpu.cpu())
+
+
+def test_nothing_waits_for_them():
+    loader = make_loader(TensorDataset(torch.arange(10, device=DEVICE)), 4, shuffle=True, seed=1)
+    assert len(list(loader)) == 2
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        batches = list(loader)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(batches) == 2
 
 
 def test_an_index_out_of_range_leaves_the_gpu_usable():

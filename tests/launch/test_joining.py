@@ -1,5 +1,6 @@
 """Meeting the other ranks: devices, addresses, who is missing, and coming back."""
 
+import logging
 import os
 import re
 import socket
@@ -20,11 +21,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launch_zoo import mpich_variables, open_mpi_variables, torchrun
 from launched import agent, launched, reserved_port, slurm_variables, torchrun_variables
+from logged import kept
 from on_ranks import caught
 
 from pardata import all_reduce_sum, barrier, init, world
+from pardata.launch import _init
 from pardata.launch._address import run_of
-from pardata.launch._rendezvous import _fresh_part, choose_device
+from pardata.launch._rendezvous import _fresh_part, _own_device, choose_device
+from pardata.ranks._gpus import hidden_gpus
 from pardata.ranks._launcher import Launch
 from pardata.ranks._process import process
 from pardata.ranks._verdict import missing_text
@@ -116,6 +120,91 @@ def test_ranks_that_found_other_kinds_of_device_are_told_in_a_table():
         assert "every rank must pass the same to `init`, but `backend` differ:" in raised.text
         assert "rank 0: backend='cuda:nccl,cpu:gloo'\n  rank 1: backend='gloo'" in raised.text
         assert raised.seconds < 10
+
+
+def join_and_note_the_bound(counts):
+    """Join, where the group of GPUs is made as one of gloo, and say to which GPU it was bound."""
+    make, asked = dist.init_process_group, []
+
+    def init_process_group(backend, device_id, **kwargs):
+        asked.append((backend, str(device_id)))
+        make("gloo", **kwargs)
+
+    with patch.object(dist, "init_process_group", init_process_group):
+        raised, _ = join_with_gpus(counts)
+    assert raised.size == len(counts)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("counts", "bound"),
+    [
+        ([2, 2], ["cuda:0", "cuda:1"]),
+        ([3, 3], ["cuda:0", "cuda:1"]),
+        # A model may be spread over the GPUs of a process.
+        ([4, 4], ["None", "None"]),
+        # All ranks or none: who is bound waits for the others to connect.
+        ([2, 4], ["None", "None"]),
+    ],
+    ids=str,
+)
+def test_a_group_is_bound_to_one_gpu_only_where_a_process_has_one(counts, bound):
+    found = launched(join_and_note_the_bound, counts, size=2)
+    assert found == [[("cuda:nccl,cpu:gloo", device)] for device in bound]
+
+
+@pytest.mark.parametrize(
+    "mask", ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"]
+)
+def test_a_launcher_that_shows_each_task_one_gpu_is_known_on_rocm_too(mask, monkeypatch):
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    with pretend_gpus(1):
+        with pytest.raises(RuntimeError, match="number of visible GPUs, 1, but is 1 of 2"):
+            _own_device(launch(1, 2), None)
+        monkeypatch.setenv(mask, "5")
+        assert _own_device(launch(1, 2), None) == torch.device("cuda", 0)
+
+
+@pytest.fixture
+def machine_with_gpus(tmp_path):
+    """Return a folder that looks as the root of a machine with GPUs does to a container."""
+    for name in ("dev", "proc/driver/nvidia/gpus/0000:01:00.0"):
+        (tmp_path / name).mkdir(parents=True)
+    return tmp_path
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize(
+    ("mask", "device", "warns"),
+    [(None, None, True), ("0", None, True), ("", None, False), (None, "cpu", False)],
+)
+def test_gpus_that_torch_does_not_see_are_a_warning_of_init(
+    mask, device, warns, machine_with_gpus, monkeypatch
+):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if mask is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
+    monkeypatch.setattr(_init, "hidden_gpus", lambda: hidden_gpus(machine_with_gpus))
+    process.said.clear()
+    _, keeper = kept("pardata.launch._init", logging.WARNING)
+    with init(device=device, tune_cpu=False):
+        pass
+    assert len(keeper.lines) == warns
+    if warns:
+        (line,) = keeper.lines
+        assert "torch sees none of 1 in /proc/driver/nvidia/gpus, so this run is on the" in line
+        assert "start the container with --gpus=all" in line
+        assert line.endswith('init(device="cpu") says that it is meant so')
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_machine_without_gpus_hides_none(tmp_path):
+    assert hidden_gpus(tmp_path) is None
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia0", "nvidia1", "nvidiactl"):
+        (tmp_path / "dev" / name).touch()
+    assert hidden_gpus(tmp_path)[0] == "torch sees none of 2 in /dev"
 
 
 def join_on_bad_device(bad):

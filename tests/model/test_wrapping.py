@@ -31,6 +31,20 @@ def lines_of(logger="pardata"):
     return lines
 
 
+class Elsewhere(nn.Parameter):
+    """Says that it is on a GPU, of which there need be none."""
+
+    device = property(lambda _: torch.device("cuda", 1))
+
+
+def test_a_model_on_several_devices_is_refused_by_exact_by_name():
+    net = nn.Linear(2, 2)
+    net.bias = Elsewhere(net.bias.detach())
+    with pytest.raises(ValueError, match="one device under strategy 'exact', but is spread") as it:
+        wrap_model(net, "exact")
+    assert str(it.value).endswith("is spread over cpu, cuda:1: move it to one, or use 'ddp'")
+
+
 # What comes back
 
 

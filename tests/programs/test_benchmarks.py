@@ -290,6 +290,29 @@ def test_exact_compares_time_and_memory_with_ddp_and_is_the_same_in_all_rounds(t
     assert len(ddp["values"]) == 2
 
 
+def test_gpu_runs_dry_on_a_cpu_with_images_that_it_makes_and_says_so(tmp_path, short_tmp):
+    text = output_of(
+        tmp_path, "gpu.py", "--device", "cpu", "--rounds", 1,
+        "--data-dir", tmp_path / "none", "--cifar-dir", tmp_path / "none", TMPDIR=short_tmp,
+    )  # fmt: skip
+    assert "device: CPU: a dry run" in text
+    assert text.count("these images are made up") == 2
+    cached, ours = "pardata, cached, batch_transform", "README's loop"
+    by_hand, on_gpu = "DDP by hand", "limit: all batches on the GPU"
+    assert verdicts(text) == {
+        (f"{cached}, in all", "", "<= 3"),
+        (cached, on_gpu, ">= 0.97"),
+        (f"{cached}: share of the time waiting", "", "<= 0.03"),
+        (ours, by_hand, "<= 1.02"),
+        ("exact", "ddp", "<= 1.5"),
+        *((name, "", "<= 0") for name in (by_hand, ours, f"{ours}, Microbatches")),
+    }
+    tables = saved(tmp_path, "gpu")["tables"]
+    assert [title[1] for title in tables] == ["a", "b", "b", "c", "c", "c", "d", "e", "e"]
+    for name in ("times", "ratios"):
+        assert is_picture(tmp_path / f"gpu-{name}.png")
+
+
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_drift_finds_ddp_apart_and_exact_the_same(size, tmp_path):
     text = output_of(tmp_path, "drift.py", "--sizes", 1, size, "--epochs", 1)

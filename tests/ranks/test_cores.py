@@ -20,6 +20,7 @@ def machine(monkeypatch):
             os, "sched_getaffinity", lambda _pid: set(range(allowed)), raising=False
         )
         monkeypatch.setattr(_cores, "cpu_quota", lambda: quota)
+        monkeypatch.delenv("SLURM_CPUS_ON_NODE", raising=False)
 
     return pretend
 
@@ -54,6 +55,25 @@ def rank(local_size=1, launcher="torchrun"):
 def test_the_cores_of_a_rank(machine, machine_has, local_size, launcher, cores):
     machine(*machine_has)
     assert usable_cores(rank(local_size, launcher)) == cores
+
+
+@pytest.mark.parametrize(
+    ("allowed", "of_the_job", "cores"),
+    [
+        (16, 16, 2),  # of 64, and the tasks are not bound: they share the job's
+        (64, 16, 2),  # … and nothing confines them to those
+        (2, 16, 2),  # … bound
+        (64, 64, 8),  # the whole machine
+    ],
+)
+def test_tasks_of_slurm_share_the_cores_of_their_job(
+    allowed, of_the_job, cores, machine, monkeypatch
+):
+    machine(64, allowed)
+    monkeypatch.setenv("SLURM_CPUS_ON_NODE", str(of_the_job))
+    assert usable_cores(rank(8, "slurm")) == cores
+    # An allocation in which somebody else started the ranks says nothing of them.
+    assert usable_cores(rank(8, "torchrun")) == max(1, allowed // 8)
 
 
 def test_without_affinity_all_cores_count(machine, monkeypatch):

@@ -5,9 +5,12 @@ import dataclasses
 import json
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 from datetime import timedelta
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +21,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import pardata
-from pardata import World, all_reduce_sum, barrier, init, world
+from pardata import World, all_reduce_sum, barrier, init, rank_zero_first, world
 from pardata.ranks._world import joined
 
 SIZES = [1, 2, 3, 4]
@@ -217,6 +220,106 @@ def describe_with(env):
 )
 def test_what_is_said_beside_a_group_is_believed(env, expected):
     assert run_caught(describe_with, env, world_size=4) == expected
+
+
+def adopt_on_hosts(hosts, env):
+    rank = dist.get_rank()
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    os.environ.update(env)
+    with patch.object(socket, "gethostname", lambda: hosts[rank]):
+        here = init()
+    assert world() == here
+    with rank_zero_first(local=True):
+        return dataclasses.astuple(here)[:6]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [
+        ("aabb", [(0, 4, 0, 2, 0, 2), (1, 4, 1, 2, 0, 2), (2, 4, 0, 2, 1, 2), (3, 4, 1, 2, 1, 2)]),
+        ("baba", [(0, 4, 0, 2, 0, 2), (1, 4, 0, 2, 1, 2), (2, 4, 1, 2, 0, 2), (3, 4, 1, 2, 1, 2)]),
+        ("aaab", [(0, 4, 0, 3, 0, 2), (1, 4, 1, 3, 0, 2), (2, 4, 2, 3, 0, 2), (3, 4, 0, 1, 1, 2)]),
+    ],
+)
+def test_who_adopts_a_group_asks_for_the_hosts_where_nothing_is_said(hosts, expected):
+    assert run_caught(adopt_on_hosts, hosts, {}, world_size=4) == expected
+
+
+@contextlib.contextmanager
+def gpus_of_a_group(bound=None, current=0, count=4, backend="cuda:nccl,cpu:gloo"):
+    """Let the group say that it is one of GPUs, bound to one or not; note which is made current.
+
+    There is no other way to have such a group without a GPU.
+    """
+    made_current = []
+    dist.group.WORLD.bound_device_id = bound
+    with (
+        patch.object(dist, "get_backend_config", lambda: backend),
+        patch.multiple(
+            torch.cuda,
+            current_device=lambda: current,
+            device_count=lambda: count,
+            set_device=made_current.append,
+        ),
+    ):
+        yield made_current
+    dist.group.WORLD.bound_device_id = None
+
+
+def adopt_gpus(chosen, local_rank, options):
+    os.environ["LOCAL_RANK"] = str(local_rank)
+    with gpus_of_a_group(**options) as made_current:
+        here = init(device=chosen)
+        return str(here.device), [str(device) for device in made_current]
+
+
+@pytest.mark.parametrize(
+    ("options", "chosen", "device"),
+    [
+        ({"bound": torch.device("cuda", 3)}, None, "cuda:3"),
+        ({"bound": torch.device("cuda", 3), "current": 2}, None, "cuda:3"),
+        ({"current": 2}, None, "cuda:2"),
+        ({}, None, "cuda:1"),  # nobody has chosen one: the local rank's
+        ({"count": 1}, None, "cuda:0"),  # … which is the only one that it sees
+        ({}, "cuda", "cuda:1"),
+        ({"current": 2}, "cuda:3", "cuda:3"),
+    ],
+    ids=str,
+)
+def test_the_gpu_of_an_adopted_group_is_made_current(options, chosen, device):
+    (found,) = run_caught(adopt_gpus, chosen, 1, options, world_size=1)
+    assert found == (device, [device])
+
+
+def vote_beside_nccl():
+    asked = []
+    reduce = dist.all_reduce
+
+    def all_reduce(tensor, *args, group=None, **kwargs):
+        asked.append((tensor.device.type, dist.get_backend(group)))
+        return reduce(tensor, *args, group=group, **kwargs)
+
+    with gpus_of_a_group(backend="cpu:nccl"), patch.object(dist, "all_reduce", all_reduce):
+        here = init()
+        assert (here.backend, here.device.type) == ("nccl", "cuda")
+        with pardata.StopSignal(signal.SIGUSR2) as stop:
+            if here.rank == 1:
+                signal.raise_signal(signal.SIGUSR2)
+            heard = [stop.agreed() for _ in range(2)]
+    return heard, asked
+
+
+def test_small_numbers_travel_over_gloo_also_beside_a_group_of_nccl_alone():
+    assert run_caught(vote_beside_nccl, world_size=2) == [([False, True], [("cpu", "gloo")])] * 2
+
+
+def test_a_process_that_is_alone_computes_on_the_gpu_that_is_current(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    for chosen, device in ((False, "cuda:0"), (True, "cuda:2")):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda chosen=chosen: chosen)
+        assert str(world().device) == device
 
 
 # --- a launcher, and init not called

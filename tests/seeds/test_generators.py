@@ -273,6 +273,27 @@ def test_a_draw_on_the_gpu_is_noticed_and_one_on_another_is_not(gpus, thorough):
         draw_from(gpus[0])
 
 
+def test_an_accelerator_without_generators_of_its_own_to_hand_out_is_seeded_and_put_back_too(
+    monkeypatch,
+):
+    own = torch.Generator().manual_seed(3)
+    for name, does in {
+        "manual_seed": own.manual_seed,
+        "get_rng_state": own.get_state,
+        "set_rng_state": own.set_state,
+    }.items():
+        monkeypatch.setattr(torch.mps, name, does)
+    state = own.get_state()
+    with forked_seed(8, torch.device("mps")):
+        assert draw_from(own) == draw_from(torch.Generator().manual_seed(8))
+    assert torch.equal(own.get_state(), state)
+    with (
+        pytest.raises(RuntimeError, match="`f` must draw no random numbers"),
+        no_draws("f", torch.device("mps"), thorough=False),
+    ):
+        draw_from(own)
+
+
 # --- NumPy's state, which is read and written in memory where that can be done ---
 
 

@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from pardata.collective._explanation import explained
 from pardata.collective._header import HEADER, refuse
-from pardata.ranks._process import process
-from pardata.ranks._world import World, default_group
+from pardata.ranks._world import World, way_of_counts
 
 
 class Vote:
@@ -32,10 +31,10 @@ class Vote:
         said = [zlib.crc32(place.encode()), *numbers]
         said += [0] * (HEADER // 2 - len(said))
         # The most of a number turned round is the least of it.
-        self._told = torch.tensor([*said, *(-number for number in said)])
+        group, device = way_of_counts(here)
+        self._told = torch.tensor([*said, *(-number for number in said)], device=device)
         self._work: Any = None
         if here.size > 1:
-            group = _group_of(here)
             self._work = dist.all_reduce(self._told, dist.ReduceOp.MAX, group, async_op=True)
 
     def result(self) -> list[tuple[int, int]]:
@@ -48,12 +47,3 @@ class Vote:
         if least != most:
             refuse(self._here, lambda: {"call": self._place, "structure": "a vote"})
         return found[: self._count]
-
-
-def _group_of(here: World) -> Any:
-    """Return the group in which votes travel: that of all if it has gloo, else one beside it."""
-    if here.backend is not None and "gloo" in here.backend:
-        return None
-    if process.beside is None or process.beside[0] is not default_group():
-        process.beside = default_group(), dist.new_group(backend="gloo")
-    return process.beside[1]

@@ -61,7 +61,10 @@ def rows_of(tensor: Tensor, indices: Tensor) -> Tensor:
     """Return ``tensor[indices]``, which takes ten times as long as picking rows from the front."""
     if tensor.device != indices.device:
         # A GPU does not say that an index is out of range: it stops, and the process with it.
-        indices = _from_the_front(indices, len(tensor)).to(tensor.device)
+        indices = _from_the_front(indices, len(tensor))
+        if tensor.is_cuda:
+            indices = indices.pin_memory()  # so that nobody waits for the copy
+        indices = indices.to(tensor.device, non_blocking=tensor.is_cuda)
     if indices.ndim == 1:
         try:
             return tensor.index_select(0, indices)
@@ -122,14 +125,15 @@ def _from_the_front(indices: Tensor, length: int) -> Tensor:
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """Return `batch` with its tensors on `device`, asynchronously where they are pinned.
+    """Return `batch` with its tensors on `device`; for a GPU asynchronously, where they are pinned.
 
     An object of another kind is moved by its own ``to``, if it has one.
     """
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return leaf.to(device, non_blocking=True)
+            # On mps, say, a copy that nobody waits for reads what is no longer there.
+            return leaf.to(device, non_blocking=device.type == "cuda")
         return leaf.to(device) if hasattr(leaf, "to") else leaf
 
     return batch if device.type == "cpu" else _changed(batch, move)
@@ -201,12 +205,18 @@ def tensors_of(batch: Any, seen: dict[int, Any] | None = None) -> Iterator[Tenso
         seen[id(leaf)] = leaf
         if isinstance(leaf, Tensor):
             yield leaf
-        elif hasattr(leaf, "__dict__"):
-            # Of a collection too: Microbatches hold a stand-in beside what they are made of.
-            yield from tensors_of([vars(leaf), _items(leaf)], seen)
+        else:
+            yield from tensors_of(_inside(leaf), seen)
 
 
-def _items(collection: Any) -> list[Any]:
-    if isinstance(collection, Mapping):
-        return list(collection.values())
-    return list(collection) if isinstance(collection, Sequence) else []
+def _inside(part: Any) -> list[Any]:
+    """Return what is in the attributes of an object, and in it if it is a collection too."""
+    found = list(getattr(part, "__dict__", {}).values())
+    slots = (name for kind in type(part).__mro__ for name in getattr(kind, "__slots__", ()))
+    found += [getattr(part, name) for name in slots if hasattr(part, name)]
+    # Microbatches, say, hold a stand-in beside what they are made of.
+    if isinstance(part, set | frozenset) or (
+        isinstance(part, Sequence) and hasattr(part, "__dict__")
+    ):
+        found += part
+    return found + list(part.values()) if isinstance(part, Mapping) else found

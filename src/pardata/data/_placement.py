@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -49,10 +50,11 @@ class Placement(NamedTuple):
 
 def _ahead(batches: Iterator[Any], device: torch.device, count: int) -> Iterator[Any]:
     """Draw `batches` on a stream of their own, `count` before they are asked for."""
-    stream = torch.cuda.Stream(device)
+    stream = _side_stream(device)
     # What the transform uses may still be in the making on the stream of now.
     stream.wait_stream(torch.cuda.current_stream(device))
     ready: deque[tuple[Any, torch.cuda.Event]] = deque()
+    all_kept = True
 
     def draw(most: int) -> None:
         with torch.cuda.stream(stream):
@@ -61,11 +63,30 @@ def _ahead(batches: Iterator[Any], device: torch.device, count: int) -> Iterator
     draw(1)
     while ready:
         batch, placed = ready.popleft()
-        draw(count - len(ready))
         current = torch.cuda.current_stream(device)
+        if not all_kept:
+            stream.wait_stream(current)
+        draw(count - len(ready))
         current.wait_event(placed)
-        for tensor in tensors_of(batch):
-            if tensor.is_cuda:
-                # Its memory belongs to the other stream, which must not reuse it before this one.
-                tensor.record_stream(current)
+        all_kept = _kept(batch, current) and all_kept
         yield batch
+
+
+def _kept(batch: Any, user: torch.cuda.Stream) -> bool:
+    """Tell the allocator that the stream `user` reads `batch`, which was made on another stream.
+
+    Else its memory serves for the next ones while work that reads it is in the queue. Returns
+    whether that could be told of all of it.
+    """
+    tensors = list(tensors_of(batch))
+    dense = [x for x in tensors if x.layout == torch.strided and not x.is_nested]
+    for tensor in dense:
+        if tensor.is_cuda:
+            tensor.record_stream(user)
+    return len(dense) == len(tensors) > 0
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of a GPU for what runs ahead: the allocator keeps free memory by stream."""
+    return torch.cuda.Stream(device)

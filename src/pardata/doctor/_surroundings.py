@@ -5,7 +5,6 @@ import os
 import platform
 import shutil
 import socket
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 from pardata.doctor._finding import Finding
 from pardata.ranks._cores import cpu_quota, usable_cores
+from pardata.ranks._gpus import hidden_gpus, visible_gpus
 from pardata.ranks._version import __version__
 from pardata.ranks._world import World
 
@@ -40,24 +40,13 @@ def surroundings(here: World) -> Iterator[Finding]:
 
 
 def _gpus() -> Finding:
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")  # torch warns of a driver that is too old
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count:
+    if (hidden := hidden_gpus()) is not None:
+        return Finding("GPUs", *hidden)
+    if count := visible_gpus():
         gpus = map(torch.cuda.get_device_properties, range(count))
         kinds = Counter(f"{gpu.name}, {gpu.total_memory / _GIB:.0f} GiB" for gpu in gpus)
         return Finding("GPUs", ", ".join(f"{number} x {kind}" for kind, number in kinds.items()))
-    files = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    if not files and not said:
-        return Finding("GPUs", "none: training runs on the CPU")
-    mask = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
-    build = torch.version.cuda or "the CPU only"
-    text = f"torch sees none of {files} in /dev{f' ({said[0].message})' if said else ''}"
-    cure = (
-        f"install a torch for CUDA (this one is for {build}), unset CUDA_VISIBLE_DEVICES (it is "
-        f"{mask!r}), or see with nvidia-smi whether the driver is new enough"
-    )
-    return Finding("GPUs", text, cure)
+    return Finding("GPUs", "none: training runs on the CPU")
 
 
 def _cores(here: World) -> Finding:

@@ -7,14 +7,18 @@ from dataclasses import replace
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
 from pardata.launch._allocator import keep_freed_memory
 from pardata.launch._leaving import leave_at_the_end, remember
 from pardata.launch._rendezvous import join
 from pardata.launch._uncaught import report_uncaught
 from pardata.ranks._arguments import check_timeout
+from pardata.ranks._backend import takes_cpu_tensors
+from pardata.ranks._gpus import hidden_gpus
 from pardata.ranks._launcher import Launch, detect
 from pardata.ranks._logger import get_logger
+from pardata.ranks._turn import all_say
 from pardata.ranks._world import (
     Joined,
     World,
@@ -27,6 +31,8 @@ from pardata.ranks._world import (
 )
 
 _log = get_logger(__name__)
+
+_CPU = torch.device("cpu")
 
 
 def init(
@@ -90,8 +96,11 @@ def init(
         found = replace(found, on_leaving=report_uncaught(found.group))
     remember(found)
     _log.info("%s", _found_text(found.world))
-    if found.world.device.type == "cpu" and tune_cpu and os.environ.get("PARDATA_TUNE_CPU") != "0":
-        _tune_cpu()
+    if found.world.device.type == "cpu":
+        if device is None:
+            _warn_of_hidden_gpus()
+        if tune_cpu and os.environ.get("PARDATA_TUNE_CPU") != "0":
+            _tune_cpu()
     return found.world
 
 
@@ -100,14 +109,25 @@ def _join(backend: str | None, timeout: timedelta | None, device: torch.device |
     _refuse_inherited(launch)
     found, hosts_store = join(launch, backend=backend, timeout=timeout, device=device)
     os.environ["PARDATA_JOINED"] = f"{os.getpid()} {launch.identity}"
-    line = make_channel(timeout)
-    return Joined(found, line, hosts_store, made_here=True, at_the_end=leave_at_the_end)
+    line, beside = make_channel(timeout), _gloo_beside(found)
+    return Joined(found, line, hosts_store, True, beside, at_the_end=leave_at_the_end)
 
 
 def _adopt(device: torch.device | None, timeout: timedelta | None) -> Joined:
     with suppress(ValueError):  # whoever made the group need not have used a launcher's variables
         os.environ["PARDATA_JOINED"] = f"{os.getpid()} {detect(os.environ).identity}"
-    return Joined(existing_world(device), make_channel(timeout))
+    line = make_channel(timeout)
+    hosts = all_say(line, "init", socket.gethostname, list)
+    found = existing_world(device, hosts)
+    if found.device.type == "cuda":
+        torch.cuda.set_device(found.device)
+    return Joined(found, line, group_of_counts=_gloo_beside(found))
+
+
+def _gloo_beside(found: World) -> object:
+    """Return a group for small integers on the CPU, where the default one takes none."""
+    alone = found.size == 1 or takes_cpu_tensors(found.backend)
+    return None if alone else dist.new_group(backend="gloo")
 
 
 def _refuse_inherited(launch: Launch) -> None:
@@ -132,6 +152,13 @@ def _refuse_other_arguments(
             f"device={str(joined.device)!r}, but is now asked for backend={backend!r} and "
             f"device={str(device)!r}: pass them to the first call"
         )
+
+
+def _warn_of_hidden_gpus() -> None:
+    is_wanted = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if not is_wanted and (hidden := hidden_gpus()) is not None:
+        text = '%s, so this run is on the CPU: %s; init(device="cpu") says that it is meant so'
+        _log.warning(text, *hidden, ranks=[0], once=True)
 
 
 def _tune_cpu() -> None:

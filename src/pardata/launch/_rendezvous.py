@@ -1,12 +1,12 @@
 """Meet the other ranks, agree that everybody can take part, and make the process group."""
 
 import json
-import os
 import socket
 import time
 import uuid
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from pardata.collective._agreement import require_same
 from pardata.launch._address import open_store, require_own
 from pardata.launch._leaving import check_out
 from pardata.ranks._backend import runs_on_gpus
+from pardata.ranks._gpus import is_masked, visible_gpus
 from pardata.ranks._launcher import Launch
 from pardata.ranks._process import process
 from pardata.ranks._store import Channel, append, set_all
@@ -44,16 +45,17 @@ def join(
     store = _fresh_part(store, launch, patience)
     prefix = dist.PrefixStore("pardata/join", store)
     line = Channel(prefix, patience, launch.rank, launch.size)
-    own: dict[str, str | None] = {}
+    own: dict[str, object] = {}
 
     def arrive() -> object:
         own.update(_arrival(launch, backend, device))
         return own
 
     try:
-        hosts = all_say(line, "init", arrive, _agreed)
+        hosts, binds = all_say(line, "init", arrive, _agreed)
         device, backend = torch.device(str(own["device"])), str(own["backend"])
-        _make_group(line, launch, store, backend=backend, timeout=timeout, device=device)
+        bound = device if binds else None
+        _make_group(line, launch, store, backend=backend, timeout=timeout, bound=bound)
     except Exception:
         # The others read the same; the store must be there until they have.
         check_out(store, launch.size, hosts_store=hosts_store)
@@ -73,19 +75,18 @@ def join(
     return found, hosts_store
 
 
-def _arrival(
-    launch: Launch, backend: str | None, wanted: torch.device | None
-) -> dict[str, str | None]:
+def _arrival(launch: Launch, backend: str | None, wanted: torch.device | None) -> dict[str, object]:
     """Return what a rank tells the others before there is a group; make its device current."""
     device = _own_device(launch, wanted)
     if backend is None:
         backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
-    gpu: str | None = None
+    host, gpu, has_one = socket.gethostname(), None, False
     if device.type == "cuda":
         torch.cuda.set_device(device)
         if runs_on_gpus(backend):  # gloo's ranks can share one
             gpu = str(torch.cuda.get_device_properties(device).uuid)
-    return {"host": socket.gethostname(), "device": str(device), "gpu": gpu, "backend": backend}
+            has_one = torch.cuda.device_count() < 2 * launch.local_size
+    return {"host": host, "device": str(device), "gpu": gpu, "one": has_one, "backend": backend}
 
 
 def choose_device(launch: Launch, *, visible: int, masked: bool) -> torch.device:
@@ -115,12 +116,12 @@ def choose_device(launch: Launch, *, visible: int, masked: bool) -> torch.device
 def _own_device(launch: Launch, wanted: torch.device | None) -> torch.device:
     if wanted is not None and (wanted.type != "cuda" or wanted.index is not None):
         return wanted
-    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    visible = visible_gpus()
     if wanted is not None and visible == 0:
         raise RuntimeError(
             "`device` must be one that is here, but is 'cuda', and no GPU is visible"
         )
-    return choose_device(launch, visible=visible, masked="CUDA_VISIBLE_DEVICES" in os.environ)
+    return choose_device(launch, visible=visible, masked=is_masked())
 
 
 def _fresh_part(store: dist.Store, launch: Launch, timeout: timedelta) -> dist.Store:
@@ -175,7 +176,7 @@ def _make_group(
     *,
     backend: str,
     timeout: timedelta | None,
-    device: torch.device,
+    bound: torch.device | None,
 ) -> None:
     """Make the process group, and wait until every rank has. Collective.
 
@@ -191,7 +192,7 @@ def _make_group(
             world_size=launch.size,
             timeout=timeout,
             # Lets NCCL connect at once; a group of one has nobody to connect to.
-            device_id=device if runs_on_gpus(backend) and launch.size > 1 else None,
+            device_id=bound if launch.size > 1 else None,
         )
 
     # The others connect to one that has failed for as long as the timeout.
@@ -204,18 +205,21 @@ def _make_group(
         raise
 
 
-def _agreed(arrivals: list[dict[str, str | None]]) -> list[str | None]:
-    """Require that all ranks can make one group; return the hosts."""
+def _agreed(arrivals: list[dict[str, Any]]) -> tuple[list[str], bool]:
+    """Require that all ranks can make one group; return the hosts, and whether it binds GPUs."""
     backends: list[dict[str, object]] = [{"backend": told["backend"]} for told in arrivals]
     require_same("init", backends, "Is a GPU driver missing on a node? Else pass `backend`.")
     _refuse_shared_gpus(arrivals)
-    return list(dict.fromkeys(told["host"] for told in arrivals))
+    # All ranks or none, for those that are bound connect at once; and none where a process has
+    # several, over which a model may be spread: a group that is bound takes no other GPU.
+    binds = all(told["one"] for told in arrivals)
+    return list(dict.fromkeys(told["host"] for told in arrivals)), binds
 
 
-def _refuse_shared_gpus(arrivals: list[dict[str, str | None]]) -> None:
-    users: dict[tuple[str | None, str | None], list[int]] = {}
-    for rank, arrival in enumerate(arrivals):
-        users.setdefault((arrival["host"], arrival["gpu"]), []).append(rank)
+def _refuse_shared_gpus(arrivals: list[dict[str, Any]]) -> None:
+    users: dict[tuple[str, str | None], list[int]] = {}
+    for rank, told in enumerate(arrivals):
+        users.setdefault((told["host"], told["gpu"]), []).append(rank)
     for (host, gpu), ranks in users.items():
         if gpu is not None and len(ranks) > 1:
             raise RuntimeError(

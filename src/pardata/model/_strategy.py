@@ -182,6 +182,12 @@ class Exact(Strategy):
                 "make the model anew without it, for there batch norm takes the statistics of each "
                 "microbatch, which are the same at every world size"
             )
+        devices = {str(tensor.device) for tensor in [*model.parameters(), *model.buffers()]}
+        if len(devices) > 1:
+            raise ValueError(
+                f"`model` must be on one device under strategy 'exact', but is spread over "
+                f"{', '.join(sorted(devices))}: move it to one, or use 'ddp'"
+            )
 
     def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
         wrapped = ExactModel(model, **settings.options)

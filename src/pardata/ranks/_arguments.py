@@ -55,17 +55,15 @@ def check_timeout(timeout: object) -> None:
 
 
 def checked_device(device: Any) -> torch.device:
-    """Return the device that is meant.
+    """Return the device that is meant, with its number: of "cuda" that of the current one.
 
     Raises:
         RuntimeError: where there is none such on this machine.
     """
     try:
-        found = torch.device(device)
-        torch.empty(0, device=found)
+        return torch.empty(0, device=torch.device(device)).device
     except (RuntimeError, AssertionError, TypeError) as error:  # the last two are torch's, too
         why = str(error).partition("\n")[0]
         raise RuntimeError(
             f"`device` must be one that this machine has, but is {str(device)!r}: {why}"
         ) from error
-    return found

@@ -13,9 +13,12 @@ def usable_cores(here: World) -> int:
         allowed = len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS and Windows
         allowed = os.cpu_count() or 1
+    everyones = os.cpu_count() or 1
+    if here.launcher == "slurm":  # whose job may have a part of the machine
+        everyones = min(everyones, int(os.environ.get("SLURM_CPUS_ON_NODE", everyones)))
     # A launcher that binds each task has given this rank a set of its own; else the ranks share.
-    bound = here.launcher in ("slurm", "mpi") and allowed < (os.cpu_count() or 1)
-    share = allowed if bound else allowed // here.local_size
+    bound = here.launcher in ("slurm", "mpi") and allowed < everyones
+    share = allowed if bound else min(allowed, everyones) // here.local_size
     quota = cpu_quota()  # of the container, for all its ranks
     return max(1, share if quota is None else min(share, int(quota / here.local_size)))
 

@@ -10,14 +10,12 @@ class Process:
         joined: the `Joined` that `init` left; `joined` of ``_world`` tells whether it still holds.
         stores: the stores that this process opened, by the run, with whether it serves them. Kept
             to its end: a rank that joins again at once must not meet a store that is just closing.
-        beside: the group of all that has no gloo, and one of gloo made beside it.
         said: what a logger has said with ``once=True``: logger, level and line.
     """
 
     def __init__(self) -> None:
         self.joined: object = None
         self.stores: dict[str, tuple[Store, bool]] = {}
-        self.beside: tuple[object, object] | None = None
         self.said: set[tuple[str, int, str]] = set()
 
 

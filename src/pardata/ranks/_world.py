@@ -5,9 +5,10 @@ so a group that somebody else destroys, or a fork, cannot leave a stale answer.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch.distributed import distributed_c10d
 from torch.utils.data import get_worker_info
 from typing_extensions import Self
 
-from pardata.ranks._backend import runs_on_gpus
+from pardata.ranks._backend import runs_on_gpus, takes_cpu_tensors
 from pardata.ranks._launcher import detect, launcher_text, whole_number
 from pardata.ranks._process import process
 from pardata.ranks._store import Channel
@@ -83,6 +84,7 @@ class Joined:
     """What `init` found, for which group and process, and what it left to be done.
 
     Attributes:
+        group_of_counts: made beside one that takes no tensors on the CPU.
         at_the_end: for the end of ``with init()``, called with the exception under way.
         on_leaving: called before the group is left.
     """
@@ -91,6 +93,7 @@ class Joined:
     channel: Channel
     hosts_store: bool = False
     made_here: bool = False
+    group_of_counts: Any = None
     group: object = field(default_factory=default_group)
     pid: int = field(default_factory=os.getpid)
     at_the_end: Callable[[BaseException | None], None] = lambda _: None
@@ -156,24 +159,52 @@ def single_world() -> World:
     """Describe a process that is alone."""
     # A child must not wake the GPU that its parent uses.
     on_gpu = not is_child() and torch.cuda.is_available()
-    device = torch.device("cuda", 0) if on_gpu else _CPU
+    current = torch.cuda.current_device() if on_gpu and torch.cuda.is_initialized() else 0
+    device = torch.device("cuda", current) if on_gpu else _CPU
     return World(0, 1, 0, 1, 0, 1, device, None, "single")
 
 
-def existing_world(device: torch.device | None) -> World:
-    """Describe a group that somebody else made, which says nothing about nodes."""
+def existing_world(device: torch.device | None, hosts: Sequence[str] = ()) -> World:
+    """Describe a group that somebody else made, which says nothing about nodes.
+
+    Args:
+        device: where to compute; the GPU of this rank, if it is "cuda" alone, or if it is not given
+            and the group is one of GPUs.
+        hosts: of all ranks, in their order; one for all where they were not asked for.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     told = {name: whole_number(os.environ, name) for name in _LOCAL if name in os.environ}
-    local_rank = told.get("LOCAL_RANK", rank)
-    local_size = told.get("LOCAL_WORLD_SIZE", size)
-    node = told.get("GROUP_RANK", told.get("NODE_RANK", rank // local_size))
+    hosts = hosts or [""] * size
+    local_rank = told.get("LOCAL_RANK", hosts[:rank].count(hosts[rank]))
+    local_size = told.get("LOCAL_WORLD_SIZE", hosts.count(hosts[rank]))
+    node, nodes = rank // local_size, -(-size // local_size)
+    if "LOCAL_WORLD_SIZE" not in told:
+        names = list(dict.fromkeys(hosts))
+        node, nodes = names.index(hosts[rank]), len(names)
+    node = told.get("GROUP_RANK", told.get("NODE_RANK", node))
     parts = dict(part.split(":") for part in dist.get_backend_config().split(","))
     backend = dist.get_backend_config() if len(set(parts.values())) > 1 else parts.popitem()[1]
     if device is None:
-        on_gpu = runs_on_gpus(backend)
-        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else _CPU
-    nodes = -(-size // local_size)
+        device = torch.device("cuda") if runs_on_gpus(backend) else _CPU
+    if device == torch.device("cuda"):
+        device = _gpu_of_the_group(local_rank)
     return World(rank, size, local_rank, local_size, node, nodes, device, backend, "existing")
+
+
+def _gpu_of_the_group(local_rank: int) -> torch.device:
+    """Return the GPU to which the group is bound, else the current one, else the local rank's."""
+    bound: torch.device | None = getattr(dist.group.WORLD, "bound_device_id", None)
+    # The first one is current also where nobody has chosen it.
+    own = local_rank if local_rank < torch.cuda.device_count() else 0
+    return bound or torch.device("cuda", torch.cuda.current_device() or own)
+
+
+def way_of_counts(here: World) -> tuple[Any, torch.device]:
+    """Return the group by which small integers travel (None: the default one), and their device."""
+    found = joined()
+    if found is not None and found.group_of_counts is not None:
+        return found.group_of_counts, _CPU
+    return None, _CPU if takes_cpu_tensors(here.backend) else here.device
 
 
 def make_channel(timeout: timedelta | None) -> Channel:

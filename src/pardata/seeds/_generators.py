@@ -205,12 +205,15 @@ def numpy_or_none() -> Any:
 
 
 def _of(device: torch.device | None) -> tuple[Default, ...]:
-    """Return the default generator of a GPU."""
-    if device is None or device.type != "cuda":
+    """Return the default generator of a GPU, or of another accelerator."""
+    if device is None or device.type in ("cpu", "meta"):
         return ()
-    torch.cuda.init()
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return (_of_torch(torch.cuda.default_generators[index]),)
+    of_kind = torch.get_device_module(device)
+    if not hasattr(of_kind, "default_generators"):  # mps, which is one device
+        return (Default(of_kind.manual_seed, of_kind.get_rng_state, of_kind.set_rng_state),)
+    of_kind.init()
+    index = of_kind.current_device() if device.index is None else device.index
+    return (_of_torch(of_kind.default_generators[index]),)
 
 
 def _of_torch(generator: torch.Generator) -> Default:

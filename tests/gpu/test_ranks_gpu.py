@@ -1,0 +1,182 @@
+"""The world, collectives, streams and signals on a GPU, over NCCL and over gloo.
+
+Run with ``pytest -m gpu``; with ``--device=cpu`` on a CPU.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from itertools import chain
+
+import pytest
+import torch
+import torch.distributed as dist
+from on_ranks import caught, run
+from places import ROOT
+from torch.utils.data import IterableDataset
+
+from pardata import (
+    StopSignal,
+    all_gather,
+    all_reduce_mean,
+    all_reduce_sum,
+    barrier,
+    init,
+    make_loader,
+    rank_zero_call,
+    world,
+)
+
+SCRIPT = """
+import json, sys, torch, pardata
+import torch.distributed as dist
+with pardata.init(device=sys.argv[1]) as here:
+    total = pardata.all_reduce_sum(torch.ones(2, device=here.device))
+    bound = str(dist.group.WORLD.bound_device_id)
+    current = torch.cuda.current_device() if here.device.type == "cuda" else None
+    facts = [str(here.device), current, here.backend, here.launcher, total.tolist(), bound]
+print(json.dumps(facts), flush=True)
+"""
+
+
+def test_init_under_torchrun(device, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    done = subprocess.run(
+        [*command, str(script), "cpu" if device == "cpu" else "cuda"],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    backend, current = ("gloo", None) if device == "cpu" else ("cuda:nccl,cpu:gloo", 0)
+    # A group of one has nobody to connect to.
+    expected = [device, current, backend, "torchrun", [1, 1], "None"]
+    assert json.loads(done.stdout.splitlines()[-1]) == expected
+
+
+def facts_of(device):
+    with init(device=device) as here:
+        kind = here.device.type
+        current = torch.cuda.current_device() if kind == "cuda" else None
+        bound = dist.group.WORLD.bound_device_id
+        return here.size, here.local_rank, kind, here.device.index == current, bound
+
+
+def test_the_device_of_each_rank_is_current(everywhere):
+    found = everywhere(facts_of)
+    for rank, (size, local_rank, kind, is_current, bound) in enumerate(found):
+        assert (size, local_rank, is_current) == (len(found), rank, True)
+        assert kind in ("cuda", "cpu")
+        assert bound in (None, torch.device("cuda", rank))
+
+
+def shared_gpu(device):
+    raised = caught(lambda: init(device=device))
+    return raised.type, "share one" in raised.text
+
+
+def test_two_ranks_of_nccl_on_one_gpu_are_refused(gpu):
+    from launched import launched  # for this one
+
+    assert launched(shared_gpu, gpu, size=2) == [("RuntimeError", True)] * 2
+
+
+# --- collectives
+
+
+def collectives(device):
+    """Return what each rank got of values on the device, having seen that it came back there."""
+    with init(device=device) as here:
+        own = torch.arange(3.0, device=here.device) + here.rank
+        halves, numbers = own.to(torch.bfloat16), torch.arange(70, device=here.device)
+        value = {"own": own, "rank": here.rank, "halves": [halves]}
+        mean = all_reduce_mean(value, weight=here.rank + 1)
+        total = all_reduce_sum((numbers, own > 1, 1))
+        rows = all_gather(own[: here.rank, None].expand(-1, 2))
+        assert mean["own"].device == mean["halves"][0].device == here.device
+        assert mean["halves"][0].dtype == torch.bfloat16
+        assert {part.device for part in (*total[:2], *rows)} == {here.device}
+        different = caught(lambda: all_reduce_sum(own[: here.rank + 1]))
+        told = rank_zero_call(lambda: {"a": own, "b": 1})
+        assert here.is_main or told["a"].device.type == "cpu"
+        barrier()
+        return (
+            [mean["own"].tolist(), mean["rank"], mean["halves"][0].tolist()],
+            [total[0].tolist(), total[1].tolist(), total[2]],
+            [row.tolist() for row in rows],
+            told["a"].tolist(),
+            "differ" in getattr(different, "text", "they need not, for there is one: differ"),
+        )
+
+
+def test_collectives_take_tensors_where_they_are_and_leave_them_there(everywhere):
+    found = everywhere(collectives)
+    size = len(found)
+    whole = sum((rank + 1) * rank for rank in range(size)) / sum(range(1, size + 1))
+    mean = [whole, whole + 1, whole + 2]
+    rounded = torch.tensor(mean).to(torch.bfloat16).tolist()
+    above = [float(sum(rank + place > 1 for rank in range(size))) for place in range(3)]
+    for means, totals, rows, told, differed in found:
+        assert means == [pytest.approx(mean), pytest.approx(whole), rounded]
+        assert totals == [[size * number for number in range(70)], above, size]
+        assert rows == [[[float(rank + n)] * 2 for n in range(rank)] for rank in range(size)]
+        assert told == [0, 1, 2]
+        assert differed
+
+
+def stopped(device):
+    with init(device=device) as here, StopSignal(signal.SIGUSR2) as stop:
+        heard = []
+        for step in range(5):
+            if step == 2 and here.rank == here.size - 1:
+                signal.raise_signal(signal.SIGUSR2)
+            heard.append(stop.agreed())
+        return heard, here.size
+
+
+def test_a_signal_to_one_rank_stops_all_at_one_step(everywhere):
+    for heard, size in everywhere(stopped):
+        assert heard == [step >= (2 if size == 1 else 3) for step in range(5)]
+
+
+# --- streams
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from (torch.full((2,), float(number)) for number in range(11))
+
+
+def streamed(device):
+    with init(device=device) as here:
+        loader = make_loader(Stream(), 4, seed=0, drop_last=False, prefetch=2)
+        batches = [batch for _ in range(2) for batch in loader]
+        assert {batch.device for batch in batches} == {here.device}
+        return [batch[:, 0].tolist() for batch in batches]
+
+
+def test_each_sample_of_a_stream_reaches_one_rank(everywhere):
+    found = everywhere(streamed)
+    steps = [sorted(chain(*shares)) for shares in zip(*found, strict=True)]
+    assert steps == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]] * 2
+
+
+# --- a group that somebody else made
+
+
+def adopted(device):
+    """Adopt the gloo group of `run`, whose device is asked for."""
+    here = init(device=device)
+    assert world() == here
+    index = torch.cuda.current_device() if here.device.type == "cuda" else None
+    return str(here.device), index == here.device.index
+
+
+def test_the_device_of_an_adopted_group_is_current(device):
+    assert run(adopted, device, world_size=2) == [(device, True)] * 2

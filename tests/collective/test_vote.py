@@ -1,9 +1,6 @@
 """A vote: the least and the most of what all ranks say, and ranks in another call are told."""
 
-from dataclasses import replace
-
 import pytest
-import torch.distributed as dist
 from on_ranks import caught, run
 
 from pardata import StopSignal, all_gather, all_reduce_sum, barrier, world
@@ -26,20 +23,6 @@ def test_all_hear_the_least_and_the_most_of_each_number(size):
     low = -LARGE if last else 0
     expected = [[(turn, turn + last), (low * last, 0), (7, 7)] for turn in range(3)]
     assert run(results, 3, world_size=size) == [expected] * size
-
-
-def votes_beside_a_group_without_gloo():
-    nccl_alone = replace(world(), backend="nccl")
-    found = [Vote(nccl_alone, "a vote", [world().rank]).result() for _ in range(3)]
-    # All went through one group that was made for them.
-    return found, len(dist.distributed_c10d._world.pg_map)
-
-
-def test_where_the_group_has_no_gloo_one_is_made_beside_it_once():
-    assert (
-        run(votes_beside_a_group_without_gloo, world_size=2, fresh=True)
-        == [([[(0, 1)]] * 3, 2)] * 2
-    )
 
 
 CALLS = {

@@ -15,6 +15,8 @@ from pardata.collective._explanation import explained
 from pardata.collective._header import HEADER, refuse
 from pardata.ranks._world import World, way_of_counts
 
+_MOST = dist.ReduceOp.MAX
+
 
 class Vote:
     """What this rank says in a vote of all. Collective to make, and again to read.
@@ -35,7 +37,7 @@ class Vote:
         self._told = torch.tensor([*said, *(-number for number in said)], device=device)
         self._work: Any = None
         if here.size > 1:
-            self._work = dist.all_reduce(self._told, dist.ReduceOp.MAX, group, async_op=True)
+            self._work = dist.all_reduce(self._told, _MOST, group=group, async_op=True)
 
     def result(self) -> list[tuple[int, int]]:
         """Wait, and return of each number the least and the most that any rank said."""

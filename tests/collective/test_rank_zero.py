@@ -109,16 +109,16 @@ def wait_where_rank_0_works(call):
     if here.rank:
         raised = caught(barrier)
         told.add("have been told", 1)
-    elif call == "first":
-        raised = caught(work_first)
+    elif call.startswith("first"):
+        raised = caught(work_first, call != "first")
     else:
         raised = caught(rank_zero_call, until_all_are_told)
     barrier("again")
     return raised
 
 
-def work_first():
-    with rank_zero_first():
+def work_first(local):
+    with rank_zero_first(local=local):
         until_all_are_told()
 
 
@@ -128,7 +128,7 @@ def until_all_are_told():
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("call", ["first", "call(until_all_are_told)"])
+@pytest.mark.parametrize("call", ["first", "first(local=True)", "call(until_all_are_told)"])
 def test_a_barrier_is_told_at_once_of_a_rank_0_that_works_elsewhere(call, size):
     for raised in run_caught(wait_where_rank_0_works, call, world_size=size, fresh=True):
         others = "rank 1" if size == 2 else "ranks 1, 2"

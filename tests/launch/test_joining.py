@@ -26,12 +26,11 @@ from on_ranks import caught
 
 from pardata import all_reduce_sum, barrier, init, world
 from pardata.launch import _init
-from pardata.launch._address import run_of
+from pardata.launch._address import not_met, run_of
 from pardata.launch._rendezvous import _fresh_part, _own_device, choose_device
 from pardata.ranks._gpus import hidden_gpus
 from pardata.ranks._launcher import Launch
 from pardata.ranks._process import process
-from pardata.ranks._verdict import missing_text
 
 SOON = timedelta(seconds=1)
 
@@ -281,7 +280,7 @@ def test_ranks_that_never_come_are_named_on_every_rank_that_did(variables, size,
             assert raised is None
         else:
             assert raised.type == "TimeoutError"
-            assert raised.text == missing_text(absent, size, "init", SOON)
+            assert raised.text == str(not_met(absent, launch(0, size), SOON))
             assert raised.seconds < 15
 
 

@@ -257,7 +257,7 @@ def test_a_rank_that_came_too_late_meets_the_others_where_rank_0_decides(line, l
 def test_rank_0_that_is_given_up_while_it_looks_gives_its_verdict_in_the_next_turn(line):
     turn = Turn(seat(line, 0, 2), "rank_zero_first")
     turn.lead()
-    line.store.set("verdict/1", '{"rank": 1, "call": "a", "missing": [0], "text": ""}')
+    line.store.set("verdict/1", '{"rank": 1, "call": "a", "missing": [0], "off": ""}')
     turn.tell(decision=7)
     line.store.add("turn/1", 1)
     assert led(line, 1, 2) == 7

@@ -23,7 +23,7 @@ from pardata.ranks._failure import (
 )
 from pardata.ranks._store import Channel, append, bounded
 from pardata.ranks._table import ranks_text, table_of
-from pardata.ranks._verdict import entries_of, key_of, missing_cure
+from pardata.ranks._verdict import entries_of, key_of, who_did_not_come
 from pardata.ranks._world import channel
 
 # Seconds to wait for the others. Who is left by a peer hears of it at the same moment as they do;
@@ -181,7 +181,7 @@ def _what_is_wrong(known: Explanation) -> str:
     if missing and there:
         # Who only waits for this rank learns of it when this one ends, or came later than it.
         waits = ", or wait for one that did not" if len(missing) > 1 else ""
-        return f"{ranks_text(missing)} of {size} did not come{waits}: {missing_cure(missing)}"
+        return who_did_not_come(missing, size, waits)
     if len({one.place for one in there}) > 1:
         return "the ranks are in different calls: make the same calls in the same order on each"
     return _who_was_late(there, size) or "a connection between them was lost: is the network down?"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from pardata.ranks._launcher import Launch
 from pardata.ranks._store import came
-from pardata.ranks._verdict import missing_text
+from pardata.ranks._verdict import who_did_not_come
 
 _RUN = "pardata/run"  # the key of the name of the run that a store belongs to
 
@@ -65,18 +65,14 @@ def open_store(launch: Launch, timeout: timedelta) -> tuple[dist.Store, bool]:
 
 def _wait_for(launch: Launch, timeout: timedelta) -> None:
     """Wait until rank 0 listens: torch may try for twice its timeout, and prints where in C++."""
+    address = launch.master_addr, launch.master_port
     deadline = time.monotonic() + timeout.total_seconds()
-    while not _listens(launch.master_addr, launch.master_port, deadline):
-        if time.monotonic() > deadline:
-            raise TimeoutError
+    while (left := deadline - time.monotonic()) > 0:
+        with suppress(OSError):
+            socket.create_connection(address, max(0.1, left)).close()
+            return
         time.sleep(0.1)
-
-
-def _listens(host: str, port: int, deadline: float) -> bool:
-    with suppress(OSError):
-        socket.create_connection((host, port), max(0.1, deadline - time.monotonic())).close()
-        return True
-    return False
+    raise TimeoutError
 
 
 def require_own(store: dist.Store, launch: Launch, timeout: timedelta) -> None:
@@ -88,13 +84,19 @@ def require_own(store: dist.Store, launch: Launch, timeout: timedelta) -> None:
     elif came(store, _RUN, timeout):
         theirs = store.get(_RUN).decode()
     else:
-        raise TimeoutError(missing_text([0], launch.size, "init", timeout))
+        raise not_met([0], launch, timeout)
     if theirs != own:
         raise RuntimeError(
             f"all ranks that meet at {launch.master_addr}:{launch.master_port} must be of one run, "
             f"but the store there is that of {theirs}, and this rank is of {own}: end the other "
             f"run, or give this one a port of its own by MASTER_PORT"
         )
+
+
+def not_met(missing: list[int], launch: Launch, timeout: timedelta) -> TimeoutError:
+    """Return the error that names ranks which did not come."""
+    who = who_did_not_come(missing, launch.size, f" within {timeout}")
+    return TimeoutError(f"`init` must be reached by every rank, but {who}")
 
 
 def run_of(launch: Launch, env: Mapping[str, str]) -> str:

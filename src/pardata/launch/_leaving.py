@@ -56,7 +56,8 @@ def leave() -> None:
 def check_out(store: dist.Store, size: int, *, hosts_store: bool) -> bool:
     """Say that this rank needs the store no more; where it lives here, wait until none does.
 
-    Returns whether all ranks said so.
+    Returns whether all ranks said so. It is no turn: a turn asks the store in a thread, and from
+    Python 3.12 on none can be started at exit.
     """
     if size == 1:
         return True

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from pardata.collective._agreement import require_same
-from pardata.launch._address import open_store, require_own
+from pardata.launch._address import not_met, open_store, require_own
 from pardata.launch._leaving import check_out
 from pardata.ranks._backend import runs_on_gpus
 from pardata.ranks._gpus import is_masked, visible_gpus
@@ -22,7 +22,6 @@ from pardata.ranks._process import process
 from pardata.ranks._store import Channel, append, set_all
 from pardata.ranks._table import ranks_text
 from pardata.ranks._turn import all_say
-from pardata.ranks._verdict import missing_text
 from pardata.ranks._world import World
 
 _MARGIN = timedelta(seconds=10)
@@ -142,9 +141,9 @@ def _fresh_part(store: dist.Store, launch: Launch, timeout: timedelta) -> dist.S
         part.wait(["missing"], timeout + _MARGIN)  # rank 0 waits as long for the last of us
         missing = json.loads(part.get("missing"))
     except RuntimeError as error:
-        raise TimeoutError(missing_text([0], launch.size, "init", timeout)) from error
+        raise not_met([0], launch, timeout) from error
     if missing:
-        raise TimeoutError(missing_text(missing, launch.size, "init", timeout))
+        raise not_met(missing, launch, timeout)
     return part
 
 
@@ -165,7 +164,7 @@ def _hand_out_part(store: dist.Store, launch: Launch, timeout: timedelta) -> dis
     part.set("missing", json.dumps(sorted(missing)))
     if missing:
         time.sleep(1)  # the store may live here: those who came read it now
-        raise TimeoutError(missing_text(sorted(missing), launch.size, "init", timeout))
+        raise not_met(sorted(missing), launch, timeout)
     return part
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from pardata.ranks._call_site import call_site
 from pardata.ranks._failure import Failure, as_consequence
 from pardata.ranks._store import Channel, answered, came
-from pardata.ranks._verdict import ERRORS, ORDER, Verdict, entries_of, give, judged, key_of, told_of
+from pardata.ranks._verdict import ERRORS, ORDER, Verdict, entries_of, give, judged, key_of
 
 
 def all_say(
@@ -180,7 +180,7 @@ class Turn:
     def _judge(self, timeout: timedelta) -> None:
         """Give the verdict, as the last one to come, or as one whose patience ends."""
         entries = entries_of(self.line.store, self.line.size)
-        verdict = judged(entries, self._number, self.call, self.decide, timeout)
+        verdict = judged(entries, self._number, self.decide, timeout)
         if verdict is not None:
             self._give({**self._giver, **verdict})
 
@@ -189,25 +189,27 @@ class Turn:
 
     def _error(self, verdict: Verdict) -> Exception | None:
         """Return what this rank raises for a verdict that is no decision."""
-        waits = f"; this rank waits at {self._where}"
-        at = f"{self.call} at {self._where}"
-        if "off" in verdict:
-            return as_consequence(RuntimeError(f"{self._must}, but {verdict['off']}{waits}"), at)
         if "error" in verdict:
             kind, text = verdict["error"]
             return ERRORS[kind](text)
-        if verdict["call"] != self.call:
+        if verdict["call"] not in ("", self.call):
             return RuntimeError(
                 f"{ORDER} rank {verdict['rank']} is in {verdict['call']} and rank "
                 f"{self.line.rank} in {self.call}: look for a branch that skips one"
             )
-        if "missing" in verdict:
-            return as_consequence(TimeoutError(f"{verdict['text']}{waits}"), f"{at}, timed out")
+        if "off" in verdict:
+            in_vain = "missing" in verdict
+            kind, end = (TimeoutError, ", timed out") if in_vain else (RuntimeError, "")
+            text = f"{self._must}, but {verdict['off']}; this rank waits at {self._where}"
+            return as_consequence(kind(text), f"{self.call} at {self._where}{end}")
         if "failed" in verdict:
             failed = [Failure(**told) for told in verdict["failed"]]
             # Who failed because another one did says that, if it is known.
-            is_own = self._failed and self._failed.is_cause == failed[0].is_cause
-            return self.own if is_own else told_of(failed, self.line.rank)
+            if self._failed and self._failed.is_cause == failed[0].is_cause:
+                return self.own
+            seen = f"(seen on rank {self.line.rank}, which did nothing wrong)"
+            summaries = [failure.summary() for failure in failed]
+            return as_consequence(RuntimeError("\n".join([*summaries, seen])))
         return None
 
 
@@ -216,5 +218,5 @@ def call_off(line: Channel, news: str) -> None:
     verdict = {"rank": line.rank, "call": "", "off": news}
     turn = line.store.add(f"turn/{line.rank}", 0) + 1
     # Others may be turns ahead of this rank, where rank 0 decided, or where they gave it up.
-    while "off" not in give(line.store, turn, verdict):
+    while give(line.store, turn, verdict)["call"]:  # one that calls off is of none
         turn += 1

@@ -4,7 +4,7 @@ An entry says in which ``turn`` a rank is, in which ``call``, ``where`` in the u
 ``failed``, if it did (a `Failure`), and else its ``value``.
 A verdict names the ``rank`` that gave it and its ``call``, and says one thing more: the
 ``decision``; the ``error`` that the decision raised; how ranks have ``failed``, causes first; the
-``failure`` of a rank 0 that worked for all; who is ``missing``; or why it is all ``off``.
+``failure`` of a rank 0 that worked for all; or why it is all ``off``, and who is ``missing``.
 """
 
 import json
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pardata.ranks._failure import Failure, as_consequence
 from pardata.ranks._table import ranks_text, table_of
 
 Entry = dict[str, Any]
@@ -50,14 +49,14 @@ def give(store: dist.Store, turn: int, verdict: Verdict) -> Verdict:
 def judged(
     entries: Sequence[Entry | None],
     turn: int,
-    call: str,
     decide: Callable[[list[Any]], object] | None,
     timeout: timedelta,
 ) -> Verdict | None:
     """Return the verdict on a turn; None where rank 0 is still to give it."""
     behind = [rank for rank, entry in enumerate(entries) if entry is None or entry["turn"] < turn]
     if behind:
-        return {"missing": behind, "text": missing_text(behind, len(entries), call, timeout)}
+        news = who_did_not_come(behind, len(entries), f" within {timeout}")
+        return {"missing": behind, "off": news}
     told = [entry for entry in entries if entry is not None]
     here = [entry for entry in told if entry["turn"] == turn]
     if len({entry["call"] for entry in here}) > 1 or (decide and len(here) < len(told)):
@@ -74,23 +73,10 @@ def judged(
         return {"error": [kind, text] if kind in ERRORS else ["RuntimeError", f"{kind}: {text}"]}
 
 
-def told_of(failures: list[Failure], rank: int) -> RuntimeError:
-    """Return what a rank raises where others have failed."""
-    seen = f"(seen on rank {rank}, which did nothing wrong)"
-    return as_consequence(RuntimeError("\n".join([*(f.summary() for f in failures), seen])))
-
-
-def missing_text(missing: list[int], size: int, call: str, timeout: timedelta) -> str:
-    """Say which ranks did not come, and where to look."""
+def who_did_not_come(missing: list[int], size: int, when: str) -> str:
+    """Name these ranks, and say where to look."""
+    ranks = ranks_text(missing)
     return (
-        f"`{call}` must be reached by every rank, but {ranks_text(missing)} of {size} did not "
-        f"come within {timeout}: {missing_cure(missing)}"
-    )
-
-
-def missing_cure(missing: list[int]) -> str:
-    """Say where to look when these ranks did not come."""
-    return (
-        f"look at the output of {ranks_text(missing)} for an earlier error, or for a branch that "
-        f"skips this call"
+        f"{ranks} of {size} did not come{when}: look at the output of {ranks} for an earlier "
+        f"error, or for a branch that skips this call"
     )

@@ -35,6 +35,14 @@ def pytest_addoption(parser):
     parser.addoption("--device", choices=kinds, default=kinds[0], help=text)
 
 
+def pytest_ignore_collect(collection_path, config):
+    """With `-m gpu` leave all other folders alone: what they import an image need not have."""
+    is_folder = collection_path.parent == HERE and collection_path.is_dir()
+    if config.option.markexpr == "gpu" and is_folder and collection_path.name != "gpu":
+        return True
+    return None
+
+
 def pytest_report_header():
     return f"pardata {__version__}, torch {torch.__version__}, {os.cpu_count()} cores"
 

@@ -226,7 +226,7 @@ def nothing_waits(device):
 def steps_without_waits(device, kind):
     """Run the README's loop, the second epoch under guard; return the loss."""
     with init(device=device) as here:
-        model = wrap_model(seeded(Smooth))
+        model = wrap_model(seeded(Smooth), "ddp")
         optimizer = torch.optim.Adam(model.parameters())
         loader = make_loader(
             data(4), 7, seed=0, microbatch_size=3 if kind == "microbatches" else None

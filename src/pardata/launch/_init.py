@@ -49,6 +49,9 @@ def init(
     ``torchrun``, ``slurm``, ``mpi``, ``none``) overrides. A single process never needs `init`;
     called there it makes a group of one, for strategies that want a group at any size.
 
+    A group that exists is adopted with the GPU to which it is bound, else the current one, else
+    that of the local rank, which is made current; it is never left.
+
     Idempotent. Collective: every rank calls it. Usable as ``with init() as world:``, which leaves
     the group at the end; without that it is left when the process exits normally. DataLoader
     workers and forked children get the single-process world and never touch the group.

@@ -102,8 +102,8 @@ def the_world() -> None:
         assert_type(nothing, None)
 
     assert_type(rank_zero_call(download, "https://example.org", 3), Path)
-    assert_type(rank_zero_call(download, "https://example.org", 3, timeout=timedelta(1)), Path)
-    rank_zero_call(download, "https://example.org")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # one is missing
+    assert_type(rank_zero_call(download, "https://example.org", tries=3), Path)
+    rank_zero_call(download, "https://example.org")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]  # one is missing
 
 
 def the_model() -> None:

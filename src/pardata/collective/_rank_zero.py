@@ -6,25 +6,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from typing_extensions import TypeVarTuple, Unpack
 
-from pardata.ranks._arguments import check_timeout
+from pardata.ranks._arguments import checked_timeout
 from pardata.ranks._failure import Failure
 from pardata.ranks._store import Channel
 from pardata.ranks._turn import Turn, all_say
 from pardata.ranks._world import channel, require_world
 
 _T = TypeVar("_T")
-_Args = TypeVarTuple("_Args")
+_P = ParamSpec("_P")
 
 _HOURS = timedelta(hours=2)
 
 
-def barrier(name: str = "", timeout: timedelta | None = None) -> None:
+def barrier(name: str = "", timeout: timedelta | float | None = None) -> None:
     """Wait until every rank is here. Collective; returns at once in a single process.
 
     Waits on the group's store and not in a collective of the backend, so it can say who is
@@ -32,26 +31,25 @@ def barrier(name: str = "", timeout: timedelta | None = None) -> None:
 
     Args:
         name: shown in errors; ranks that wait at barriers of different names are told.
-        timeout: the group's own if not given.
+        timeout: seconds or a `timedelta`; the group's own if not given.
 
     Raises:
-        TypeError: for a `timeout` that is no `timedelta`.
+        TypeError: for a `timeout` that is no time.
         ValueError: for one that is not more than 0.
         TimeoutError: names the ranks that did not come.
         RuntimeError: where other ranks are in another call.
 
     >>> barrier("data is ready")
     """
-    if timeout is not None:
-        check_timeout(timeout)
+    patience = None if timeout is None else checked_timeout(timeout)
     here = require_world("barrier")
     if here.size > 1:
         call = f"barrier({name!r})" if name else "barrier()"
-        all_say(channel(), call, lambda: None, lambda _: None, timeout=timeout)
+        all_say(channel(), call, lambda: None, lambda _: None, timeout=patience)
 
 
 @contextmanager
-def rank_zero_first(*, local: bool = False, timeout: timedelta = _HOURS) -> Iterator[None]:
+def rank_zero_first(*, local: bool = False, timeout: timedelta | float = _HOURS) -> Iterator[None]:
     """Run a block on rank 0 first and on the other ranks once it is done there, as for a download.
 
     An exception on rank 0, ``SystemExit`` and ``KeyboardInterrupt`` included, is raised on every
@@ -61,8 +59,9 @@ def rank_zero_first(*, local: bool = False, timeout: timedelta = _HOURS) -> Iter
     Args:
         local: let the first rank *of each node* go first, once all ranks are here, for files on
             disks that nodes do not share.
-        timeout: how long the others wait. Long on purpose and independent of the group's, within
-            which they notice that the host of the group's store is gone.
+        timeout: how long the others wait, in seconds or a `timedelta`. Long on purpose and
+            independent of the group's, within which they notice that the host of the group's store
+            is gone.
 
     Raises:
         TimeoutError: on the waiting ranks.
@@ -71,7 +70,7 @@ def rank_zero_first(*, local: bool = False, timeout: timedelta = _HOURS) -> Iter
     >>> with rank_zero_first(local=True):
     ...     pass  # download, unless the files are there
     """
-    check_timeout(timeout)
+    patience = checked_timeout(timeout)
     here = require_world("rank_zero_first")
     if here.size == 1:
         yield
@@ -79,7 +78,7 @@ def rank_zero_first(*, local: bool = False, timeout: timedelta = _HOURS) -> Iter
     call, line = "rank_zero_first", channel()
     if local:
         call = "rank_zero_first(local=True)"
-        all_say(line, call, lambda: None, lambda _: None, timeout=timeout)
+        all_say(line, call, lambda: None, lambda _: None, timeout=patience)
         # Each node has turns of its own, in which its ranks have other numbers.
         store = dist.PrefixStore(f"node{here.node_rank}", line.store)
         line = Channel(store, line.timeout, here.local_rank, here.local_size)
@@ -89,14 +88,12 @@ def rank_zero_first(*, local: bool = False, timeout: timedelta = _HOURS) -> Iter
             yield
         turn.tell(decision=None)
     else:
-        turn.decision(turn.heard(timeout))
+        turn.decision(turn.heard(patience))
         yield
 
 
-def rank_zero_call(
-    fn: Callable[[Unpack[_Args]], _T], *args: Unpack[_Args], timeout: timedelta = _HOURS
-) -> _T:
-    """Run ``fn(*args)`` on rank 0 only and return its result on every rank.
+def rank_zero_call(fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """Run ``fn(*args, **kwargs)`` on rank 0 only and return its result on every rank.
 
     The result travels by pickle over the group's store: for small things. On the other ranks its
     tensors come on the CPU, whatever device they were on. An exception on rank 0,
@@ -106,26 +103,25 @@ def rank_zero_call(
     Args:
         fn: what to run.
         args: handed to it.
-        timeout: how long the others wait; see `rank_zero_first`.
+        kwargs: likewise.
 
     Raises:
-        TimeoutError: on the waiting ranks.
+        TimeoutError: on the waiting ranks, after two hours.
         RuntimeError: where other ranks are in another call, or pass another function.
 
     >>> rank_zero_call(sorted, [2, 1])
     [1, 2]
     """
-    check_timeout(timeout)
     here = require_world("rank_zero_call")
     if here.size == 1:
-        return fn(*args)
+        return fn(*args, **kwargs)
     name = getattr(fn, "__qualname__", type(fn).__qualname__)
     turn = Turn(channel(), f"rank_zero_call({name})")
     if not here.is_main:
-        told: _T = _unpickled(base64.b64decode(turn.decision(turn.heard(timeout))))
+        told: _T = _unpickled(base64.b64decode(turn.decision(turn.heard(_HOURS))))
         return told
     with _led(turn, "rank_zero_call", here.rank):
-        result = fn(*args)
+        result = fn(*args, **kwargs)
         torch.save(result, pickled := io.BytesIO())
         data = pickled.getvalue()
         _unpickled(data)  # fail here, with the cause, and not on the other ranks

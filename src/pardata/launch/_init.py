@@ -13,7 +13,7 @@ from pardata.launch._allocator import keep_freed_memory
 from pardata.launch._leaving import leave_at_the_end, remember
 from pardata.launch._rendezvous import join
 from pardata.launch._uncaught import report_uncaught
-from pardata.ranks._arguments import check_timeout
+from pardata.ranks._arguments import checked_timeout
 from pardata.ranks._backend import takes_cpu_tensors
 from pardata.ranks._gpus import hidden_gpus
 from pardata.ranks._launcher import Launch, detect
@@ -38,7 +38,7 @@ _CPU = torch.device("cpu")
 def init(
     *,
     backend: str | None = None,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     device: torch.device | str | None = None,
     tune_cpu: bool = True,
 ) -> World:
@@ -63,7 +63,8 @@ def init(
     Args:
         backend: of ``torch.distributed``; ``cuda:nccl,cpu:gloo`` on a GPU and ``gloo`` on a CPU
             by default.
-        timeout: of the group's collectives and of joining; PyTorch's default if not given.
+        timeout: of the group's collectives and of joining, in seconds or a `timedelta`; PyTorch's
+            default if not given.
         device: where to compute; by default the GPU of this local rank, else the CPU.
         tune_cpu: on a CPU, under glibc, tell the allocator to keep freed memory: steps take 0.55
             to 0.75 of their time, results do not change, peak memory grows by about a tenth.
@@ -81,8 +82,7 @@ def init(
         ...     world.rank, world.size
         (0, 1)
     """
-    if timeout is not None:
-        check_timeout(timeout)
+    patience = None if timeout is None else checked_timeout(timeout)
     before = joined()
     opted_out = os.environ.get("PARDATA_LAUNCHER") == "none" and before is None
     if is_child() or (opted_out and default_group() is not None):
@@ -92,9 +92,9 @@ def init(
         return replace(before.world, _leaves=False)
     chosen = None if device is None else torch.device(device)
     if default_group() is not None:
-        found = _adopt(chosen, timeout)
+        found = _adopt(chosen, patience)
     else:
-        found = _join(backend, timeout, chosen)
+        found = _join(backend, patience, chosen)
     if found.world.size > 1:
         found = replace(found, on_leaving=report_uncaught(found.group))
     remember(found)

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+_LONGEST = 1e8  # seconds, some three years: what waits takes no more
+
 
 def check_module(model: object) -> None:
     """Refuse what is no module."""
@@ -44,14 +46,18 @@ def check_integer(name: str, value: object, *, least: int | None = None, why: st
         raise ValueError(msg)
 
 
-def check_timeout(timeout: object) -> None:
-    """Refuse what is no time to wait."""
-    if not isinstance(timeout, timedelta):
+def checked_timeout(timeout: Any) -> timedelta:
+    """Return how long to wait: what is given in seconds, or as a `timedelta`."""
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
         raise TypeError(
-            f"`timeout` must be a datetime.timedelta, as timedelta(minutes=5), but is {timeout!r}"
+            f"`timeout` must be seconds or a datetime.timedelta, but is {timeout!r}: pass 300, say"
         )
-    if timeout <= timedelta(0):  # torch's stores take 0 for no end
-        raise ValueError(f"`timeout` must be more than 0, but is {timeout.total_seconds():g} s")
+    if not 0 < seconds < _LONGEST:  # torch's stores take 0 for no end
+        raise ValueError(
+            f"`timeout` must be more than 0 seconds, up to three years, but is {seconds:g}"
+        )
+    return timedelta(seconds=seconds)
 
 
 def checked_device(device: Any) -> torch.device:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import TypeVarTuple, Unpack
 
-from pardata.ranks._arguments import check_integer
+from pardata.ranks._arguments import check_integer, checked_timeout
 from pardata.ranks._failure import Failure
 from pardata.ranks._launcher import TORCHRUN
 
@@ -35,7 +35,7 @@ def run(
     fn: Callable[[Unpack[_Args]], _T],
     *args: Unpack[_Args],
     world_size: int = 2,
-    timeout: float = 120,
+    timeout: timedelta | float = 120,
     env: Mapping[str, str] | None = None,
 ) -> list[_T]:
     """Run ``fn(*args)`` on `world_size` processes with a gloo group; return each rank's result.
@@ -50,13 +50,14 @@ def run(
         fn: runs on each rank.
         args: handed to it.
         world_size: number of processes, 1 or more.
-        timeout: seconds for the whole; also of the group's collectives.
+        timeout: for the whole, in seconds or a `timedelta`; also of the group's collectives.
         env: environment variables to add on every rank.
 
     Raises:
-        ValueError: for a `world_size` below 1, and a `timeout` that is no number above 0.
-        TypeError: for a `world_size` that is no integer, an `env` that holds anything but text, and
-            a function that cannot be pickled, or is of a notebook's cell.
+        ValueError: for a `world_size` below 1, and a `timeout` that is not above 0.
+        TypeError: for a `world_size` that is no integer, a `timeout` that is no time, an `env` that
+            holds anything but text, and a function that cannot be pickled, or is of a notebook's
+            cell.
         RuntimeError: in a script that was read from standard input.
         TimeoutError: names the ranks that did not finish, and where each of them was.
         BaseException: what the first rank to fail raised, with that rank's traceback as its
@@ -67,7 +68,7 @@ def run(
     [2]
     """
     check_integer("world_size", world_size, least=1)
-    _check_timeout(timeout)
+    timeout = checked_timeout(timeout).total_seconds()
     variables = _environment(dict(env or {}))
     try:
         job = pickle.dumps((fn, args))
@@ -85,14 +86,6 @@ def run(
         finally:
             for member in team:
                 member.end()
-
-
-def _check_timeout(timeout: object) -> None:
-    # Up to three years: what waits takes no more.
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < 1e8:
-        raise ValueError(
-            f"`timeout` must be a positive number of seconds, but is {timeout!r}: pass 120, say"
-        )
 
 
 def _environment(added: dict[Any, Any]) -> dict[str, str]:
@@ -194,7 +187,7 @@ def _stuck_text(stuck: list[_Rank], meeting: _Meeting) -> str:
     stacks = {rank: file.read_text() if file.exists() else "" for rank, file in files.items()}
     table = "\n".join(f"rank {rank} was here:\n{s or '(not known)'}" for rank, s in stacks.items())
     return (
-        f"all {meeting.size} ranks must finish within {meeting.timeout} s, but rank "
+        f"all {meeting.size} ranks must finish within {meeting.timeout:g} s, but rank "
         f"{', '.join(map(str, stacks))} did not\n\n{table}"
     )
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any
 
 from pardata.ranks._store import Peer
@@ -18,15 +19,16 @@ def agree(
     place: str,
     state: Callable[[], object],
     decide: Callable[[list[Any]], object] = list,
+    timeout: timedelta | None = None,
 ) -> Any:
     """Return what `decide` makes of what `state()` gives on every rank, in rank order. Collective.
 
     The values and the decision must be JSON-like. An exception that `state` raises on one rank is
     raised there, and told to the others, so that a bad argument on one rank leaves nobody waiting;
-    one that `decide` raises is raised on all.
+    one that `decide` raises is raised on all. The group's timeout holds if none is given.
     """
     if here.size > 1:
-        return all_say(channel(), here, place, state, decide)
+        return all_say(channel(), here, place, state, decide, timeout=timeout)
     value = state()
     json.dumps(value)  # what could not be told to others
     return decide([dict(value) if isinstance(value, Mapping) else value])

@@ -177,11 +177,10 @@ def restore_of_one_that_sees_nothing(directory):
 def test_ranks_must_see_the_same_disk(saved, tmp_path):
     shutil.copytree(saved, tmp_path / "run")
     (tmp_path / "elsewhere").mkdir()
-    outcomes = run_caught(restore_of_one_that_sees_nothing, tmp_path, world_size=3)
-    assert [outcome.type for outcome in outcomes] == ["RuntimeError", *["FileNotFoundError"] * 2]
-    for outcome in outcomes:
+    for outcome in run_caught(restore_of_one_that_sees_nothing, tmp_path, world_size=3):
+        assert outcome.type == "RuntimeError"
         assert "every rank must see the checkpoints, but run/attempt-0001-step-0" in outcome.text
-        assert "is not there for this one: save to a disk that all nodes share" in outcome.text
+        assert "is not there for ranks 1, 2: save to a disk that all nodes share" in outcome.text
 
 
 # --- made up by somebody who means harm
@@ -218,9 +217,7 @@ def test_what_is_not_a_checkpoints_is_passed_over(contents, saved, tmp_path):
     assert restored(forged(saved, tmp_path, contents)) == 2
 
 
-@pytest.mark.parametrize(
-    "states", [[1], [{}], [{"python": 1}], [{"python": [3, [1] * 625, None], "torch": [1]}]]
-)
+@pytest.mark.parametrize("states", [torch.zeros(1, 9), torch.zeros(1, 9, dtype=torch.uint8)])
 def test_states_of_generators_that_are_none_are_an_error(states, saved, tmp_path):
     directory = forged(saved, tmp_path, {"objects": {"value": 1}, "generators": states})
     with pytest.raises(RuntimeError, match="what was saved of them is nothing of theirs"):

@@ -1,6 +1,7 @@
 """What is saved under one strategy and size is restored under any other, and training goes on."""
 
 import random
+import shutil
 from collections import OrderedDict, UserDict
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoint_zoo import STRATEGIES, Net, Run, log_lines, paths
+from checkpoint_zoo import STRATEGIES, Net, Run, Thing, log_lines, paths
 from on_ranks import caught, run, run_caught
 from torch import nn
 
@@ -416,6 +417,23 @@ def test_ranks_that_pass_what_differs_are_told_on_every_rank_with_a_table(tmp_pa
 def test_making_one_touches_nothing(tmp_path):
     Checkpointer(tmp_path / "new")
     assert list(tmp_path.iterdir()) == []
+
+
+def keep_what_is_restored(directory):
+    torch.manual_seed(0)
+    things = {"net": Extra(), "optimizer": stepped(torch.optim.Adam), "thing": Thing([SHARED])}
+    things["net"].seen = torch.ones(3)
+    checkpointer = Checkpointer(directory)
+    checkpointer.save(1, **things, value=SHARED)
+    found = checkpointer.restore(**things)
+    shutil.rmtree(directory, ignore_errors=True)
+    return "state.pt" in Path("/proc/self/maps").read_text(), things["net"].seen.tolist(), found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_nothing_that_was_restored_lies_in_the_file(size, tmp_path):
+    for mapped, seen, _ in run_caught(keep_what_is_restored, tmp_path / "run", world_size=size):
+        assert (mapped, seen) == (False, [1, 1, 1])
 
 
 # --- in part

@@ -29,9 +29,9 @@ class Writer(Folder):
         elif action == "fail":
             self.fail()
         elif action == "write":
-            self.finish(None, step, f"{id(self)} {step}", {})
+            self.finish(None, step, f"{id(self)} {step}", {}, {})
         elif begun is not None:
-            self.finish(*begun, f"{id(self)} {begun[1]}", {})
+            self.finish(*begun, f"{id(self)} {begun[1]}", {}, {})
         is_there = action == "write" or (action == "finish" and begun is not None)
         return self._directory / str(self._name) if is_there else None
 

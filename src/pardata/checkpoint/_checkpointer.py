@@ -1,7 +1,7 @@
 """The state of a run: saved so that it survives, restored into any strategy and world size."""
 
-import json
 import os
+from base64 import b64decode, b64encode
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -15,7 +15,7 @@ from typing_extensions import Self
 from pardata.checkpoint import _shards as shards
 from pardata.checkpoint._background import Background
 from pardata.checkpoint._checkpoint import newest
-from pardata.checkpoint._files import write_weights
+from pardata.checkpoint._files import Digests, write_weights
 from pardata.checkpoint._folder import Folder
 from pardata.checkpoint._snapshot import Snapshot, check_stateful
 from pardata.collective._agreement import agree, require_same, same
@@ -117,10 +117,10 @@ class Checkpointer:
             check_integer("step", step, least=0)
             snapshot.take(here, objects, copy=self._asynchronous and here.rank == 0)
             if here.rank > 0:  # not in the turn, which would take them from all to all
-                own = json.dumps(generator_states(here.device))
+                own = b64encode(generator_states(here.device)).decode()
                 publish(channel(), f"generators/{here.rank}", own)
             options = {"step": step, "objects": list(objects), **self._options}
-            return {"options": options, "details": snapshot.texts}
+            return {"options": options, "details": snapshot.texts() if here.size > 1 else {}}
 
         same(here, "Checkpointer.save", tell, _raise_of_what_differs)
         contents = {"objects": snapshot.trees, "generators": _generators_of_all(here)}
@@ -155,8 +155,8 @@ class Checkpointer:
 
         place = "Checkpointer.restore"
         agree(here, place, check, lambda told: require_same(place, told, _CURE))
-        found = newest(here, self._directory)
-        return None if found is None else found.give(here, objects)
+        found = newest(here, self._directory, None)
+        return found and {"step": found.manifest["step"], **found.give(here, objects)}
 
     def export(self, path: str | os.PathLike[str], *, name: str = "model") -> None:
         """Write the bare weights of the newest whole checkpoint to a file, for others. Collective.
@@ -177,13 +177,16 @@ class Checkpointer:
         """
         here = require_world("Checkpointer.export")
         self.wait()
-        found = newest(here, self._directory)
+        found = newest(here, self._directory, None)
         if found is None:
             raise FileNotFoundError(
                 f"there must be a checkpoint in {self._directory} to export, but there is none"
             )
-        tree = found.states_of({name: None})[name]
-        rank_zero_call(write_weights, Path(path), tree)
+
+        def write() -> None:
+            write_weights(Path(path), found.whole_state_of(name))
+
+        rank_zero_call(write)
 
     def wait(self) -> None:
         """Wait for the last asynchronous save, and raise its error on every rank. Collective."""
@@ -214,7 +217,7 @@ class Checkpointer:
     def _start(self, here: World, parts: dict[str, torch.Tensor], draft: _Draft) -> None:
         """Write a checkpoint, or begin to in the background. Collective."""
         begun: Path | None = None
-        written: Callable[[], object] | None = None
+        written: Callable[[], Digests] = dict
         if parts:
             begun = rank_zero_call(self._folder.begin, draft[0])
             if self._asynchronous:
@@ -231,15 +234,14 @@ class Checkpointer:
         work = partial(self._write, lead, written, (begun, *draft))
         self._background = Background(work, f"the checkpoint of step {draft[0]}")
 
-    def _write(self, lead: _Lead, written: Callable[[], object] | None, draft: Any) -> None:
+    def _write(self, lead: _Lead, written: Callable[[], Digests], draft: Any) -> None:
         """Finish a checkpoint, by what runs that on rank 0, once all have `written` parts."""
         try:
-            if written is not None:
-                written()
+            digests = written()
         except OSError:  # on all ranks
             lead(self._folder.fail)
             raise
-        lead(self._folder.finish, *draft)
+        lead(self._folder.finish, *draft, digests)
 
 
 def _raise_of_what_differs(told: list[dict[str, Any]]) -> None:
@@ -251,10 +253,13 @@ def _raise_of_what_differs(told: list[dict[str, Any]]) -> None:
     require_same(place, filled, _CURE)
 
 
-def _generators_of_all(here: World) -> list[dict[str, Any]]:
-    """Return where the default generators of all ranks are, on rank 0."""
+def _generators_of_all(here: World) -> torch.Tensor | None:
+    """Return where the default generators of all ranks are, on rank 0: bytes, a row for each."""
     if here.rank > 0:
-        return []
+        return None
     keys = [f"generators/{rank}" for rank in range(1, here.size)]
-    others = collect(channel(), keys) if keys else []
-    return [generator_states(here.device), *map(json.loads, others)]
+    rows = [generator_states(here.device)]
+    rows += map(b64decode, collect(channel(), keys) if keys else [])
+    longest = max(map(len, rows))
+    alike = bytearray(b"".join(row.ljust(longest, b"\0") for row in rows))
+    return torch.frombuffer(alike, dtype=torch.uint8).view(len(rows), longest)

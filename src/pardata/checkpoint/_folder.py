@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pardata.checkpoint._files import STATE, save, sync, write_manifest
+from pardata.checkpoint._files import STATE, Digests, save, sync, write_manifest
 from pardata.ranks._logger import get_logger
 
 _log = get_logger(__name__)
@@ -178,7 +178,12 @@ class Folder:
             return self._unfinished
 
     def finish(
-        self, begun: Path | None, step: int, contents: Any, facts: Mapping[str, Any]
+        self,
+        begun: Path | None,
+        step: int,
+        contents: Any,
+        facts: Mapping[str, Any],
+        digests: Digests,
     ) -> None:
         """Write rank 0's part, make all that is there a checkpoint, and prune.
 
@@ -187,11 +192,12 @@ class Folder:
             step: of the run.
             contents: of the file of rank 0.
             facts: of the manifest.
+            digests: of the files that others have written.
         """
         path = begun or self.begin(step)
         with self._cleaned_after_errors(step):
             save(contents, path / STATE)
-            size = write_manifest(path, {"step": step, **facts})
+            size = write_manifest(path, {"step": step, **facts}, digests)
             self._attempt.check()
             path.rename(self._directory / str(self._name))
             self._unfinished = None

@@ -18,6 +18,7 @@ from pardata.ranks._version import __version__
 from pardata.ranks._world import World
 
 _LONG = 2**63
+_LEAVES = {Tensor, nn.Parameter, int, float, str, bool, type(None)}  # most of all
 
 
 @dataclass(eq=False)
@@ -27,13 +28,11 @@ class Snapshot:
     Attributes:
         trees: by name, with marks for what is sharded.
         parts: sharded tensors, by their paths.
-        texts: what must be the same on every rank, by its path; of tensors only their kind.
         facts: what the manifest says of the objects.
     """
 
     trees: Any = None
     parts: dict[str, Tensor] = field(default_factory=dict)
-    texts: dict[str, str] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 
     def take(self, here: World, objects: Mapping[str, Any], *, copy: bool) -> None:
@@ -48,7 +47,7 @@ class Snapshot:
         for name in [name for name in objects if name not in values]:
             thing, under = objects[name], strategies.get(name)
             states[name] = under.state_dict(thing) if under else thing.state_dict()
-        self.trees = mapped(states, self._taken, is_leaf=is_special)
+        self.trees = mapped(states, self._taken, is_leaf=_is_leaf)
         _require_safe(self.trees)
         if copy:
             # The others are freed here, before a thread writes: with each that was freed beside it,
@@ -56,6 +55,7 @@ class Snapshot:
             self.trees = copied(self.trees)
         self.facts = {
             "values": values,
+            "numbers": {n: states[n] for n in values if type(states[n]) in (int, float)},
             "identity": {
                 "pardata": __version__,
                 "torch": str(torch.__version__),
@@ -65,22 +65,38 @@ class Snapshot:
             },
         }
 
+    def texts(self) -> dict[str, str]:
+        """Return what must be the same on every rank, by its path; of tensors only their kind."""
+        found = {}
+        for path, leaf in leaves(self.trees, is_leaf=_is_leaf):
+            # The order of a set is not the same in every process.
+            text = repr(sorted(map(repr, leaf)) if isinstance(leaf, set) else leaf)
+            found[_name(path)] = f"a {type(leaf).__name__}" if isinstance(leaf, Tensor) else text
+        return found
+
     def _taken(self, path: Path, leaf: Any) -> Any:
         """Return a leaf as it will be written: a mapping of its own kind as a plain dict."""
+        if isinstance(leaf, Tensor):
+            if not hasattr(leaf, "device_mesh"):  # no DTensor: importing that costs half a second
+                return _plain_tensor(leaf)
+            name = _name(path)
+            while name in self.parts:  # {"a.b": …} and {"a": {"b": …}}
+                name += "'"
+            self.parts[name] = leaf
+            return shards.mark(name)
         if isinstance(leaf, Mapping):
-            return mapped(dict(leaf), self._taken, is_leaf=is_special, path=path)
-        name = ".".join(map(str, path))  # as weights are named: optimizer.state.0.exp_avg
-        if not isinstance(leaf, Tensor):
-            # The order of a set is not the same in every process.
-            self.texts[name] = repr(sorted(map(repr, leaf)) if isinstance(leaf, set) else leaf)
-            return leaf
-        self.texts[name] = f"a {type(leaf).__name__}"
-        if not hasattr(leaf, "device_mesh"):  # no DTensor: importing that costs half a second
-            return _plain_tensor(leaf)
-        while name in self.parts:  # {"a.b": …} and {"a": {"b": …}}
-            name += "'"
-        self.parts[name] = leaf
-        return shards.mark(name)
+            return mapped(dict(leaf), self._taken, is_leaf=_is_leaf, path=path)
+        return leaf
+
+
+def _is_leaf(part: object) -> bool:
+    """Whether not to look into a part: tells the leaves that are many at once, and the special."""
+    return type(part) in _LEAVES or is_special(part)
+
+
+def _name(path: Path) -> str:
+    """Return a path as weights are named: optimizer.state.0.exp_avg."""
+    return ".".join(map(str, path))
 
 
 def check_stateful(objects: Mapping[str, object]) -> None:
@@ -104,16 +120,16 @@ def copied(tree: Any) -> Any:
 
     def copy_of(_: Path, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
-            return deepcopy(leaf)
+            return leaf if type(leaf) in _LEAVES else deepcopy(leaf)
         if leaf.layout != torch.strided:
             return leaf.to("cpu", copy=True)
-        place = leaf.untyped_storage().data_ptr(), leaf.storage_offset(), leaf.shape, leaf.stride()
-        key = (*place, leaf.dtype, leaf.device)
+        form = leaf.shape, leaf.stride(), leaf.dtype, leaf.is_conj(), leaf.is_neg()
+        key = (leaf.data_ptr(), *form, leaf.device)
         if key not in known:
             known[key] = _on_cpu(leaf)
         return known[key]
 
-    copies = mapped(tree, copy_of, is_leaf=is_special)
+    copies = mapped(tree, copy_of, is_leaf=_is_leaf)
     # Each copy runs on the stream of now of the GPU that it comes from, whichever GPU is current.
     for gpu in {device for *_, device in known if device.type == "cuda"}:
         torch.cuda.current_stream(gpu).synchronize()

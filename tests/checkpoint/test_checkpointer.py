@@ -253,7 +253,9 @@ def test_whatever_has_a_state_dict_comes_back_with_it(size, tmp_path):
     assert run_caught(save_and_restore_things, tmp_path, world_size=size) == [[]] * size
 
 
+IMAGINARY = torch.tensor([1 + 2j])
 VALUES = {
+    "conjugates": [IMAGINARY, IMAGINARY.conj()],  # in one memory
     "number": 3,
     "infinite": float("inf"),
     "text": "é\n",

@@ -70,9 +70,8 @@ def train(args: argparse.Namespace) -> None:
         loader = make_loader(images, 64, microbatch_size=8, shuffle=True, seed=args.seed)
         run = {"model": model, "optimizer": optimizer, "loader": loader}
         checkpointer = pardata.Checkpointer(Path(args.run_dir) / "checkpoints")
-        step = 0
-        if restored := checkpointer.restore(**run):
-            step = restored["step"]
+        step = checkpointer.restore(**run).step
+        if step:
             log.info("goes on in %d process(es) after step %d", world.size, step)
         begin = step
         for _ in range(loader.epoch, args.epochs):

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from pardata import Checkpointer, backward, fingerprint, make_loader, world, wrap_model
 from pardata.checkpoint._files import _digest, size_and_digest, verified
-from pardata.checkpoint._folder import names
+from pardata.checkpoint._names import names
 
 STRATEGIES = ("none", "dp", "ddp", "fsdp", "exact")
 OPTIMIZERS = {

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from difflib import get_close_matches
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from pardata.checkpoint import _shards as shards
 from pardata.checkpoint._files import STATE, UnusableError, verified
-from pardata.checkpoint._folder import Name, names
+from pardata.checkpoint._names import Name, names
 from pardata.checkpoint._snapshot import copied
 from pardata.collective._agreement import agree
 from pardata.collective._rank_zero import rank_zero_call
@@ -30,6 +31,23 @@ _PATIENCE = timedelta(hours=2)  # with the slowest disk
 _ALIKE = 0.8  # of 1, as difflib counts: one of five letters is another one
 
 
+@dataclass(frozen=True)
+class Restored:
+    """What `Checkpointer.restore` found: true where there was a checkpoint.
+
+    Attributes:
+        step: at which it was saved, and 0 where there was none.
+        values: by name, what was saved that has no state of its own; tensors on the CPU.
+    """
+
+    step: int = 0
+    values: dict[str, Any] = field(default_factory=dict)
+    _is_there: bool = field(default=False, repr=False)
+
+    def __bool__(self) -> bool:
+        return self._is_there
+
+
 class Checkpoint(NamedTuple):
     """A checkpoint that was read.
 
@@ -45,8 +63,8 @@ class Checkpoint(NamedTuple):
     contents: Any
     sharded: dict[TreePath, str]
 
-    def give(self, here: World, things: Mapping[str, Any]) -> dict[str, Any]:
-        """Give things their states, and return the values. Collective.
+    def give(self, here: World, things: Mapping[str, Any]) -> Restored:
+        """Give things their states, and return the rest. Collective.
 
         What is handed out lies in memory of its own: the file is only mapped.
 
@@ -70,8 +88,8 @@ class Checkpoint(NamedTuple):
         agree(here, "Checkpointer.restore (loading)", load)
         self._log_restored()
         objects = self.contents["objects"]
-        values: dict[str, Any] = copied({name: objects[name] for name in self.manifest["values"]})
-        return values
+        values = {name: objects[name] for name in self.manifest["values"]}
+        return Restored(self.manifest["step"], copied(values), _is_there=True)
 
     def whole_state_of(self, name: str) -> Any:
         """Return the state that was saved under a name, all of it, on one rank alone."""
@@ -132,8 +150,9 @@ def newest(here: World, directory: Path, at: int | None) -> Checkpoint | None:
             _log.warning(text, directory / str(name), found, ranks=[0])
         before, there = there, rank_zero_call(_candidates, directory, at)
         if there == before:  # else one was added or removed meanwhile
+            those = "checkpoints" if at is None else f"checkpoints of step {at}"
             raise RuntimeError(
-                f"one of the checkpoints in {directory} must be whole, but none is:"
+                f"one of the {those} in {directory} must be whole, but none is:"
                 f"{''.join(passed_over)}\nPut a copy back, or remove them to begin anew"
             )
     return None

@@ -268,7 +268,8 @@ def main() -> int | str | None:
         step = restored.step
         steps = itertools.count(step + 1)
         begin = time.perf_counter()
-        with pardata.MetricWriter(run_dir) as writer, pardata.StopSignal() as stop, checkpointer:
+        metrics = pardata.MetricWriter(run_dir, after=step)
+        with metrics as writer, pardata.StopSignal() as stop, checkpointer:
             for epoch in range(train_loader.epoch, args.epochs):
                 log.info(
                     "epoch %d/%d  %d images a step, about %d on each rank",

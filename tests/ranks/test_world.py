@@ -263,6 +263,7 @@ NEED_NONE = {
     "World": None,
     "Loader": None,  # made by make_loader
     "Microbatches": None,  # made by it too
+    "Restored": None,  # what restore returns
 }
 
 

@@ -237,7 +237,7 @@ def what_a_run_leaves_behind(loader: Loader, loss: Tensor) -> None:
         writer.write(1, {"loss": 0.5})
         writer.write(1, {"loss": loss, "accuracy": 0.5})
         writer.close()
-    MetricWriter(Path("runs"))
+    MetricWriter(Path("runs"), after=3)
 
     with Checkpointer(Path("runs"), keep=2, keep_best="-loss", asynchronous=True) as checkpointer:
         assert_type(checkpointer, Checkpointer)

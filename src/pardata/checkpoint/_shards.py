@@ -105,10 +105,11 @@ def writing(
         """Each rank reads its own files for their digests, which travel with its report."""
 
         def write_data(self, *args: Any) -> Any:
-            report: list[Any] = super().write_data(*args).wait()
+            written: Any = super().write_data(*args)
+            report = written.wait()
             files = {result.storage_data.relative_path for result in report}
             report.append({f"{_FOLDER}/{file}": size_and_digest(folder / file) for file in files})
-            return _finished(report)
+            return written
 
         def finish(self, metadata: Any, results: Any) -> None:
             for report in results:
@@ -124,12 +125,6 @@ def writing(
         return digests
 
     return write
-
-
-def _finished(result: Any) -> Any:
-    future: Any = torch.futures.Future()
-    future.set_result(result)
-    return future
 
 
 def read(

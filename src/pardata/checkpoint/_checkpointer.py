@@ -129,7 +129,7 @@ class Checkpointer:
                 own = b64encode(generator_states(here.device)).decode()
                 publish(channel(), f"generators/{here.rank}", own)
             options = {"step": step, "objects": list(objects), **self._options}
-            return {"options": options, "details": snapshot.texts() if here.size > 1 else {}}
+            return {"options": options, "details": snapshot.texts}
 
         same(here, "Checkpointer.save", tell, _raise_of_what_differs)
         contents = {"objects": snapshot.trees, "generators": _generators_of_all(here)}

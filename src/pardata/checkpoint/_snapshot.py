@@ -19,7 +19,7 @@ from pardata.ranks._version import __version__
 from pardata.ranks._world import World
 
 _LONG = 2**63
-_LEAVES = {Tensor, nn.Parameter, int, float, str, bool, type(None)}  # most of all
+_CONSTANTS = {Tensor, int, float, str, bool, type(None)}  # and tensors, which are copied before
 
 
 @dataclass(eq=False)
@@ -29,11 +29,13 @@ class Snapshot:
     Attributes:
         trees: by name, with marks for what is sharded.
         parts: sharded tensors, by their paths.
+        texts: what must be the same on every rank, by its path; of tensors only their kind.
         facts: what the manifest says of the objects.
     """
 
     trees: Any = None
     parts: dict[str, Tensor] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 
     def take(self, here: World, objects: Mapping[str, Any], *, copy: bool) -> None:
@@ -50,12 +52,13 @@ class Snapshot:
             states[name] = under.state_dict(thing) if under else thing.state_dict()
         copies = Copies() if copy else None
         with torch.no_grad():  # a copy has no history
-            taken = partial(self._taken, copies.of if copies else _plain_tensor)
-            self.trees = mapped(states, taken, is_leaf=_is_leaf)
+            make = copies.of if copies else _plain_tensor
+            taken = partial(self._taken, make, told=here.size > 1)
+            self.trees = mapped(states, taken, is_leaf=is_special)
         if not _is_plain(self.trees):
             _require_safe(self.trees)
             if copy:
-                self.trees = mapped(self.trees, _own_unless_copied, is_leaf=_is_leaf)
+                self.trees = mapped(self.trees, _own_unless_copied, is_leaf=is_special)
         if copies:
             copies.wait()
         self.facts = {
@@ -70,41 +73,38 @@ class Snapshot:
             },
         }
 
-    def texts(self) -> dict[str, str]:
-        """Return what must be the same on every rank, by its path; of tensors only their kind."""
-        found = {}
-        for path, leaf in leaves(self.trees, is_leaf=_is_leaf):
-            # The order of a set is not the same in every process.
-            text = repr(sorted(map(repr, leaf)) if isinstance(leaf, set) else leaf)
-            found[_name(path)] = f"a {type(leaf).__name__}" if isinstance(leaf, Tensor) else text
-        return found
-
-    def _taken(self, tensor: Callable[[Tensor], Tensor], path: Path, leaf: Any) -> Any:
+    def _taken(self, make: Callable[[Tensor], Tensor], path: Path, leaf: Any, *, told: bool) -> Any:
         """Return a leaf as it will be written: a mapping of its own kind as a plain dict.
 
         Args:
-            tensor: makes of a tensor what will be written.
+            make: returns what will be written of a tensor.
             path: of the leaf.
             leaf: to be taken.
+            told: whether other ranks must have the same.
         """
-        if isinstance(leaf, Tensor):
-            # By what a DTensor can do: importing its class costs half a second.
-            if type(leaf) is Tensor or not hasattr(leaf, "device_mesh"):
-                return tensor(leaf)
-            name = _name(path)
-            while name in self.parts:  # {"a.b": …} and {"a": {"b": …}}
-                name += "'"
-            self.parts[name] = leaf
-            return shards.mark(name)
-        if isinstance(leaf, Mapping):
-            taken = partial(self._taken, tensor)
-            return mapped(dict(leaf), taken, is_leaf=_is_leaf, path=path)
-        return leaf
+        is_tensor = isinstance(leaf, Tensor)
+        if not is_tensor and isinstance(leaf, Mapping):
+            taken = partial(self._taken, make, told=told)
+            return mapped(dict(leaf), taken, is_leaf=is_special, path=path)
+        if told:
+            self.texts[_name(path)] = _text_of(leaf)
+        if not is_tensor:
+            return leaf
+        # By what a DTensor can do: importing its class costs half a second.
+        if type(leaf) is Tensor or not hasattr(leaf, "device_mesh"):
+            return make(leaf)
+        name = _name(path)
+        while name in self.parts:  # {"a.b": …} and {"a": {"b": …}}
+            name += "'"
+        self.parts[name] = leaf
+        return shards.mark(name)
 
 
-def _is_leaf(part: object) -> bool:
-    """Whether not to look into a part: tells the leaves that are many at once, and the special."""
-    return type(part) in _LEAVES or is_special(part)
+def _text_of(leaf: object) -> str:
+    if isinstance(leaf, Tensor):
+        return f"a {type(leaf).__name__}"
+    # The order of a set is not the same in every process.
+    return repr(sorted(map(repr, leaf)) if isinstance(leaf, set) else leaf)
 
 
 def _name(path: Path) -> str:
@@ -171,14 +171,14 @@ def copied(tree: Any) -> Any:
     def copy_of(path: Path, leaf: Any) -> Any:
         return copies.of(leaf) if isinstance(leaf, Tensor) else _own_unless_copied(path, leaf)
 
-    found = mapped(tree, copy_of, is_leaf=_is_leaf)
+    found = mapped(tree, copy_of, is_leaf=is_special)
     copies.wait()
     return found
 
 
 def _own_unless_copied(_: Path, leaf: Any) -> Any:
     """Return a copy of a leaf that may change, but for a tensor."""
-    return leaf if type(leaf) in _LEAVES else deepcopy(leaf)
+    return leaf if type(leaf) in _CONSTANTS else deepcopy(leaf)
 
 
 def _plain_tensor(tensor: Tensor) -> Tensor:

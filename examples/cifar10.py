@@ -63,7 +63,7 @@ def train(args):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4)
     run = {"model": model, "optimizer": optimizer, "loader": loader}
     checkpointer = pardata.Checkpointer(f"{args.run_dir}/checkpoints", asynchronous=True)
-    step = (checkpointer.restore(**run) or {"step": 0})["step"]
+    step = checkpointer.restore(**run).step
     with pardata.StopSignal() as stop, checkpointer, pardata.MetricWriter(args.run_dir) as metrics:
         for epoch in range(loader.epoch, args.epochs):
             for batch in loader:

@@ -58,7 +58,7 @@ def train(args):
     optimizer = torch.optim.Adam(model.parameters(), lr=0.005)
     run = {"model": model, "optimizer": optimizer, "loader": loader}
     checkpointer = pardata.Checkpointer(f"{args.run_dir}/checkpoints")
-    begin = step = (checkpointer.restore(**run) or {"step": 0})["step"]
+    begin = step = checkpointer.restore(**run).step
     if begin:
         log.info("%d process(es) resume after step %d", pardata.world().size, begin)
     for _ in range(loader.epoch, args.epochs):

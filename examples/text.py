@@ -88,7 +88,7 @@ def train(args):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     run = {"model": model, "optimizer": optimizer, "loader": loader}
     checkpointer = pardata.Checkpointer(f"{args.run_dir}/checkpoints", keep=2)
-    step = (checkpointer.restore(**run) or {"step": 0})["step"]
+    step = checkpointer.restore(**run).step
     with pardata.StopSignal() as stop:
         while step < args.steps:
             for batch in loader:

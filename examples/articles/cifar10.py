@@ -120,7 +120,7 @@ def make_network(name: str) -> nn.Module:
     return network
 
 
-def start_from(weights: str, model: nn.Module, restored: dict[str, Any] | None) -> str | None:
+def start_from(weights: str, model: nn.Module, restored: pardata.Restored) -> str | None:
     """Give `model` the weights of a file, unless its run was restored; return what is wrong.
 
     So a job that is started again by the same command goes on, and does not begin anew.
@@ -265,10 +265,11 @@ def main() -> int | str | None:
         restored = checkpointer.restore(**run)
         if args.checkpoint and (error := start_from(args.checkpoint, model, restored)):
             return error
-        step = restored["step"] if restored else 0
+        step = restored.step
         steps = itertools.count(step + 1)
         begin = time.perf_counter()
-        with pardata.MetricWriter(run_dir) as writer, pardata.StopSignal() as stop, checkpointer:
+        metrics = pardata.MetricWriter(run_dir, after=step)
+        with metrics as writer, pardata.StopSignal() as stop, checkpointer:
             for epoch in range(train_loader.epoch, args.epochs):
                 log.info(
                     "epoch %d/%d  %d images a step, about %d on each rank",

@@ -274,10 +274,11 @@ def main() -> int | str | None:
         run = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
         run["loader"] = train_loader
         checkpointer = pardata.Checkpointer(Path(run_dir) / "checkpoints", asynchronous=True)
-        step = (checkpointer.restore(**run) or {"step": 0})["step"]
+        step = checkpointer.restore(**run).step
         steps = itertools.count(step + 1)
         begin = time.perf_counter()
-        with pardata.MetricWriter(run_dir) as writer, pardata.StopSignal() as stop, checkpointer:
+        metrics = pardata.MetricWriter(run_dir, after=step)
+        with metrics as writer, pardata.StopSignal() as stop, checkpointer:
             for epoch in range(train_loader.epoch, args.epochs):
                 rate = scheduler.get_last_lr()[0]
                 log.info("epoch %d/%d  learning rate %g", epoch + 1, args.epochs, rate)

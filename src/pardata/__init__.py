@@ -1,7 +1,7 @@
 """Parallel-training utilities for PyTorch: the same script in one process and in many."""
 
 from pardata.cache import cache_dataset
-from pardata.checkpoint import Checkpointer
+from pardata.checkpoint import Checkpointer, Restored
 from pardata.collective import (
     StopSignal,
     all_gather,
@@ -25,6 +25,7 @@ __all__ = [
     "Loader",
     "MetricWriter",
     "Microbatches",
+    "Restored",
     "StopSignal",
     "World",
     "all_gather",

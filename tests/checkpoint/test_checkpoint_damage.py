@@ -11,9 +11,9 @@ import torch
 from checkpoint_zoo import Harm, log_lines, paths, save_steps, sign
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from on_ranks import run_caught
+from on_ranks import caught, run_caught
 
-from pardata import Checkpointer, world
+from pardata import Checkpointer, Restored, world
 
 FILES = ["state.pt", "manifest.json"]
 
@@ -28,8 +28,8 @@ def saved(tmp_path_factory):
 
 def restored(directory):
     found = Checkpointer(directory).restore()
-    assert found["value"].tolist() == [found["step"]] * 50
-    return found["step"]
+    assert found.values["value"].tolist() == [found.step] * 50
+    return found.step
 
 
 # What may become of a file.
@@ -149,7 +149,7 @@ def test_all_ranks_restore_the_same_one_and_rank_0_says_which_it_passed_over(sav
     (paths(directory)[2] / "state.pt").write_text("")
     (_, lines), *others = run_caught(restore_and_log, directory, world_size=3)
     assert len(lines) == 1
-    assert [(found["step"], lines) for found, lines in others] == [(2, [])] * 2
+    assert [(found.step, lines) for found, lines in others] == [(2, [])] * 2
 
 
 def test_what_is_no_checkpoint_is_left_alone(saved, tmp_path):
@@ -161,9 +161,68 @@ def test_what_is_no_checkpoint_is_left_alone(saved, tmp_path):
     assert restored(directory) == 3
 
 
-def test_a_directory_without_checkpoints_gives_none(tmp_path):
-    assert Checkpointer(tmp_path).restore() is None
-    assert Checkpointer(tmp_path / "nowhere").restore() is None
+def test_a_directory_without_checkpoints_gives_nothing(tmp_path, caplog):
+    for directory in (tmp_path, tmp_path / "nowhere"):
+        caplog.clear()
+        with caplog.at_level("INFO", logger="pardata"):
+            found = Checkpointer(directory).restore()
+        assert (bool(found), found.step, found.values) == (False, 0, {})
+        assert [record.getMessage() for record in caplog.records] == [
+            f"[0/1] no checkpoint in {directory}: the run begins anew"
+        ]
+        assert Checkpointer(directory).steps() == []
+
+
+def restore_in(directory, *names):
+    """Return what each rank meets that restores from each of the directories."""
+    return [caught(Checkpointer(directory / name).restore) for name in names]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_directory_that_must_be_a_mistake_is_an_error_that_names_what_is_meant(
+    size, saved, tmp_path
+):
+    shutil.copytree(saved, tmp_path / "first")
+    (tmp_path / "firsts").mkdir()  # made on purpose
+    names = [f"first/{paths(saved)[0].name}", "frist", "firsts", "second", "away/first"]
+    for one, typo, *others in run_caught(restore_in, tmp_path, *names, world_size=size):
+        assert one.type == typo.type == "ValueError"
+        assert f"must be that of all checkpoints of a run, but {tmp_path / names[0]} is" in one.text
+        assert one.text.endswith(f"is one of them: pass {tmp_path / 'first'}")
+        assert typo.text == (
+            f"`directory` must be where the checkpoints are, but {tmp_path / 'frist'} is not "
+            f"there, and {tmp_path / 'first'} has some: pass that, or make the directory if this "
+            f"is a new run"
+        )
+        assert others == [Restored()] * 3
+
+
+@pytest.mark.parametrize(
+    ("before", "new"),
+    [("seed-1", "seed-2"), ("run-a", "run-b"), ("20260101-1200", "20260102-1300"),
+     ("lr0.1", "lr0.01"), ("resnet18", "resnet50"), ("exact", "ddp")],
+)  # fmt: skip
+def test_runs_that_differ_in_numbers_and_letters_are_no_mistakes(before, new, saved, tmp_path):
+    shutil.copytree(saved, tmp_path / before)
+    assert not Checkpointer(tmp_path / new).restore()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_chosen_step_is_restored_or_it_is_said_which_ones_there_are(size, saved, tmp_path):
+    directory = shutil.copytree(saved, tmp_path / "run")
+    (paths(directory)[1] / "state.pt").write_text("")
+    for first, second, ninth in run_caught(restore_steps, directory, 1, 2, 9, world_size=size):
+        assert (first.step, first.values["value"].tolist()) == (1, [1] * 50)
+        assert second.type == "RuntimeError"
+        assert f"one of the checkpoints of step 2 in {directory} must be whole" in second.text
+        assert ninth.type == "ValueError"
+        assert ninth.text.endswith(f"a checkpoint, but is 9: {directory} has 1, 2, 3")
+
+
+def restore_steps(directory, *steps):
+    checkpointer = Checkpointer(directory)
+    assert checkpointer.steps() == [1, 2, 3]
+    return [caught(lambda: checkpointer.restore(at=step)) for step in steps]  # noqa: B023
 
 
 def restore_of_one_that_sees_nothing(directory):
@@ -177,11 +236,10 @@ def restore_of_one_that_sees_nothing(directory):
 def test_ranks_must_see_the_same_disk(saved, tmp_path):
     shutil.copytree(saved, tmp_path / "run")
     (tmp_path / "elsewhere").mkdir()
-    outcomes = run_caught(restore_of_one_that_sees_nothing, tmp_path, world_size=3)
-    assert [outcome.type for outcome in outcomes] == ["RuntimeError", *["FileNotFoundError"] * 2]
-    for outcome in outcomes:
+    for outcome in run_caught(restore_of_one_that_sees_nothing, tmp_path, world_size=3):
+        assert outcome.type == "RuntimeError"
         assert "every rank must see the checkpoints, but run/attempt-0001-step-0" in outcome.text
-        assert "is not there for this one: save to a disk that all nodes share" in outcome.text
+        assert "is not there for ranks 1, 2: save to a disk that all nodes share" in outcome.text
 
 
 # --- made up by somebody who means harm
@@ -218,9 +276,7 @@ def test_what_is_not_a_checkpoints_is_passed_over(contents, saved, tmp_path):
     assert restored(forged(saved, tmp_path, contents)) == 2
 
 
-@pytest.mark.parametrize(
-    "states", [[1], [{}], [{"python": 1}], [{"python": [3, [1] * 625, None], "torch": [1]}]]
-)
+@pytest.mark.parametrize("states", [torch.zeros(1, 9), torch.zeros(1, 9, dtype=torch.uint8)])
 def test_states_of_generators_that_are_none_are_an_error(states, saved, tmp_path):
     directory = forged(saved, tmp_path, {"objects": {"value": 1}, "generators": states})
     with pytest.raises(RuntimeError, match="what was saved of them is nothing of theirs"):

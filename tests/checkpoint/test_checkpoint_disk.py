@@ -71,7 +71,7 @@ def meet_trouble(directory, trouble, kind, asynchronous):
     raised = [caught(save, step) for step in (2, 2, 1, 3)]
     is_there, total = directory.exists(), all_reduce_sum(1)
     end()
-    state = whole_steps(directory), leftovers(directory), checkpointer.restore()["step"]
+    state = whole_steps(directory), leftovers(directory), checkpointer.restore().step
     return raised, (is_there, total), state, caught(save, 4), whole_steps(directory)
 
 
@@ -147,11 +147,14 @@ def test_what_are_no_weights_is_not_exported(tmp_path):
 # --- one after the other
 
 
-def test_the_log_says_what_was_saved(tmp_path, caplog):
-    with caplog.at_level("INFO", logger="pardata"):
-        save_steps(tmp_path, 5)
-    [line] = [record.getMessage() for record in caplog.records]
-    assert line.startswith(f"[0/1] saved step 5 to {tmp_path}, 0.0 MB in 0.")
+def test_the_log_says_of_the_first_save_where_it_went_and_of_the_others_if_asked(tmp_path, caplog):
+    with caplog.at_level("DEBUG", logger="pardata"):
+        save_steps(tmp_path, 5, 6, 7)
+    levels = [record.levelname for record in caplog.records]
+    assert levels == ["INFO", "DEBUG", "DEBUG"]
+    for step, record in enumerate(caplog.records, 5):
+        text = f"[0/1] saved step {step} to {tmp_path}, 0.0 MB in 0."
+        assert record.getMessage().startswith(text)
 
 
 # --- in the background
@@ -173,7 +176,7 @@ def change_at_once(directory):
             seen.append("b")
     other = nn.Linear(2, 2)
     while steps := whole_steps(directory):
-        values = Checkpointer(directory).restore(net=other, optimizer=optimizer)
+        values = Checkpointer(directory).restore(net=other, optimizer=optimizer).values
         found.append((other.weight.tolist(), optimizer.param_groups[0]["lr"], values["best"].max()))
         assert values["best"].min() == values["best"].max()
         assert values["seen"] == ["a", "b", "b"][: steps[-1] + 1]
@@ -231,7 +234,7 @@ def test_an_error_in_the_background_is_raised_by_the_next_call_on_every_rank(siz
         for error in raised:
             assert error.type == "OSError"
             assert "File too large, while saving step 1" in error.text
-        assert after == {"step": 2}
+        assert (after.step, after.values) == (2, {})
 
 
 def leave_by_an_error(checkpointer):

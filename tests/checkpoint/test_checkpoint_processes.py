@@ -163,8 +163,7 @@ SAVE = """if True:
     from pardata import Checkpointer
     value = torch.zeros(200_000)
     checkpointer = Checkpointer(sys.argv[1], keep=2, asynchronous=sys.argv[2] == "asynchronous")
-    found = checkpointer.restore()
-    step = 0 if found is None else found["step"]
+    step = checkpointer.restore().step
     print("saved", step, flush=True)
     while True:
         step += 1
@@ -194,8 +193,8 @@ def check_that_kills_lose_nothing(programs, directory, moments):
         assert 1 <= len(steps) <= 3
     checkpointer = Checkpointer(directory)
     found = checkpointer.restore()
-    assert set(found["value"].tolist()) == {found["step"]}
-    checkpointer.save(found["step"] + 1)
+    assert set(found.values["value"].tolist()) == {found.step}
+    checkpointer.save(found.step + 1)
     assert leftovers(directory) == []
 
 

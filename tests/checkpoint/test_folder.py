@@ -11,14 +11,17 @@ from checkpoint_zoo import leftovers, limited, paths, save_steps, whole_steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pardata.checkpoint._folder import Attempt, Folder, Name, names
+from pardata import Checkpointer
+from pardata.checkpoint._folder import Attempt, Folder
+from pardata.checkpoint._names import Name, names
+from pardata.checkpoint._retention import Retention
 
 
 class Writer(Folder):
     """A folder's rank 0, which begins and finishes when it is told to."""
 
     def __init__(self, directory):
-        super().__init__(directory, keep=2, keep_every=None)
+        super().__init__(directory, Retention(2, None, None))
         self.begun = None
 
     def act(self, action, step=None):
@@ -29,9 +32,9 @@ class Writer(Folder):
         elif action == "fail":
             self.fail()
         elif action == "write":
-            self.finish(None, step, f"{id(self)} {step}", {})
+            self.finish(None, step, f"{id(self)} {step}", {}, {})
         elif begun is not None:
-            self.finish(*begun, f"{id(self)} {begun[1]}", {})
+            self.finish(*begun, f"{id(self)} {begun[1]}", {}, {})
         is_there = action == "write" or (action == "finish" and begun is not None)
         return self._directory / str(self._name) if is_there else None
 
@@ -76,11 +79,47 @@ def test_the_newest_are_kept_and_those_of_every_so_many_steps(keep, keep_every, 
 
 def test_the_newest_is_the_last_one_written_where_steps_go_back_or_come_again(tmp_path):
     checkpointer = save_steps(tmp_path, 5, 5, 3)
-    assert (whole_steps(tmp_path), checkpointer.restore()["step"]) == ([5, 5, 3], 3)
+    assert (whole_steps(tmp_path), checkpointer.restore().step) == ([5, 5, 3], 3)
     checkpointer.save(5, value=7)
-    assert checkpointer.restore() == {"step": 5, "value": 7}
+    assert checkpointer.restore().values == {"value": 7}
+    assert checkpointer.steps() == [3, 5]
+    assert checkpointer.restore(at=5).values == {"value": 7}  # the newest of that step
     save_steps(tmp_path, 2, keep=1)
     assert whole_steps(tmp_path) == [2]
+
+
+# Values by step, what `keep_best` is, and which steps are kept beside the newest, of step 5.
+BEST = {
+    "the largest": ([1, 3, 2, 3, 0, 1], "accuracy", [1]),
+    "the smallest": ([1.0, 0.5, 2, 3, 4, 5], "-accuracy", [1]),
+    "what is not known": ([None, float("nan"), 2, None, None, 1], "accuracy", [2]),
+    "an infinite one": ([float("inf"), -float("inf"), 2, 3, 4, 5], "accuracy", [0]),
+    "nothing known": ([None, float("nan"), None, None, None, None], "accuracy", []),
+    "the newest": ([0, 1, 2, 3, 4, 5], "accuracy", []),
+}
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("name", BEST)
+def test_the_best_is_kept_beside_the_newest(name, again, tmp_path):
+    values, keep_best, kept = BEST[name]
+    checkpointer = Checkpointer(tmp_path, keep=1, keep_best=keep_best)
+    for step, value in enumerate(values):
+        if again:  # as a run that was interrupted
+            checkpointer = Checkpointer(tmp_path, keep=1, keep_best=keep_best)
+        checkpointer.save(step, accuracy=value)
+    assert (whole_steps(tmp_path), leftovers(tmp_path)) == ([*kept, 5], [])
+
+
+def test_a_best_that_is_damaged_or_never_had_the_value_is_none(tmp_path):
+    save_steps(tmp_path, 1)
+    checkpointer = Checkpointer(tmp_path, keep=1, keep_best="accuracy")
+    checkpointer.save(2, accuracy=9)
+    (paths(tmp_path)[-1] / "manifest.json").write_text("{}")
+    again = Checkpointer(tmp_path, keep=1, keep_best="accuracy")
+    for step in (3, 4, 5):
+        again.save(step, accuracy=1)
+    assert whole_steps(tmp_path) == [3, 5]
 
 
 def test_a_new_attempt_removes_what_the_last_one_was_killed_over(tmp_path):

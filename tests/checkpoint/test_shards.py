@@ -1,7 +1,10 @@
 """Sharded tensors: each rank writes its part; any sharding reads them; nothing else is believed."""
 
+import itertools
 import pickle
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -52,7 +55,7 @@ def save_at_once(directory):
             other.to_local().add_(100)
         checkpointer.wait()
         again = Thing()
-        values = checkpointer.restore(thing=again)
+        values = checkpointer.restore(thing=again).values
     found = again.state["a"]
     return values, found["b.c"].tolist(), found["b"]["c"].tolist(), leftovers(directory)
 
@@ -61,8 +64,48 @@ def save_at_once(directory):
 def test_an_asynchronous_save_has_the_parts_of_its_moment_each_under_its_own_name(size, tmp_path):
     one = [100.0 + k for k in range(10)]
     other = [100.0 + 3 * k for k in range(10)]
-    expected = ({"step": 2, "value": 2}, one, other, [])
+    expected = ({"value": 2}, one, other, [])
     assert run_caught(save_at_once, tmp_path, world_size=size) == [expected] * size
+
+
+# --- each rank reads what it must
+
+
+def files_read():
+    """Return what returns the names of the checkpoints' files that were opened meanwhile."""
+    found = []
+
+    def note(event, args):
+        if event == "open" and args[1] == "r":
+            found.append(Path(str(args[0])).name)
+
+    def told():
+        names, found[:] = sorted(found), []
+        return [name for name in names if name.endswith((".metadata", ".distcp", "state.pt"))]
+
+    sys.addaudithook(note)
+    return told
+
+
+def read_by_each_rank(directory):
+    told = files_read()
+    checkpointer = Checkpointer(directory)
+    checkpointer.save(1, model=Thing({"a": sharded(torch.arange(9.0))}))
+    saved = told()
+    checkpointer.export(directory / "weights.pt")
+    return saved, told()
+
+
+def test_each_rank_reads_its_own_part_of_what_is_written_and_rank_0_alone_exports(tmp_path):
+    ranks = run(read_by_each_rank, tmp_path, world_size=3, fresh=True)
+    own = [f"__{rank}_0.distcp" for rank in range(3)]
+    assert [saved for saved, _ in ranks] == [[".metadata", own[0], "state.pt"], [own[1]], [own[2]]]
+    # One rank verifies each part, and the first one reads it.
+    parts = [[name for name in exported if name in own] for _, exported in ranks]
+    assert sorted(itertools.chain(*parts)) == sorted(own * 2)
+    assert len(parts[1] + parts[2]) == 2
+    weights = torch.load(tmp_path / "weights.pt", weights_only=True)
+    assert torch.equal(weights["a"], torch.arange(9.0))
 
 
 # --- made up by somebody who means harm
@@ -129,7 +172,7 @@ def test_metadata_that_was_made_up_is_passed_over_and_runs_no_code(tmp_path):
     for rank, found in enumerate(run(restore_each, tmp_path / "forged", world_size=2)):
         assert len(found) == len(FORGED) + len(PICKLES)
         for name, values, lines in found:
-            assert values == {"step": 1, "thing": 1}, name
+            assert (values.step, values.values) == (1, {"thing": 1}), name
             if rank == 0:
                 why = FORGED[name][1] if name in FORGED else "must hold tensors and nothing else"
                 assert why in lines[0]
@@ -137,7 +180,8 @@ def test_metadata_that_was_made_up_is_passed_over_and_runs_no_code(tmp_path):
 
 
 def restore(directory):
-    return Checkpointer(directory).restore()
+    found = Checkpointer(directory).restore()
+    return found.step, found.values
 
 
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", "__1_0.distcp"])
@@ -147,5 +191,5 @@ def test_a_damaged_part_is_passed_over_on_every_rank(file, tmp_path):
     content = bytearray(part.read_bytes())
     content[len(content) // 2] ^= 1
     part.write_bytes(content)
-    expected = {"step": 1, "thing": 1}
+    expected = 1, {"thing": 1}
     assert run_caught(restore, tmp_path, world_size=2) == [expected] * 2

@@ -56,7 +56,7 @@ def train(run_dir, wanted):
         optimizer = torch.optim.Adam(model.parameters())
         run = {"model": model, "optimizer": optimizer, "loader": loader}
         checkpointer = Checkpointer(Path(run_dir) / "checkpoints")
-        step = (checkpointer.restore(**run) or {"step": 0})["step"]
+        step = checkpointer.restore(**run).step
         wait_for_size(here, step, wanted)
         for batch in loader:
             optimizer.zero_grad()

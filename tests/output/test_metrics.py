@@ -103,6 +103,27 @@ def test_the_directory_is_made_and_a_run_that_goes_on_goes_on_in_the_same_file(t
     assert [line["step"] for line in lines(directory)] == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("after", "left"), [(None, [1, 2, 2, 5]), (5, [1, 2, 2, 5]), (2, [1, 2, 2]), (0, [])]
+)
+def test_a_run_that_goes_on_after_a_step_leaves_no_line_of_later_ones_twice(after, left, tmp_path):
+    for step in (1, 2, 2, 5):
+        write(tmp_path, step, {"x": step})
+    if after is not None:
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 1, "x": 0.')  # it was killed here
+    with MetricWriter(tmp_path, after=after) as writer:
+        writer.write(3, {"x": 7})
+    assert [line["step"] for line in lines(tmp_path)] == [*left, 3]
+    assert lines(tmp_path)[-1] == {"step": 3, "x": 7}
+
+
+def test_a_new_directory_has_nothing_to_remove(tmp_path):
+    with MetricWriter(tmp_path / "new", after=0) as writer:
+        writer.write(1, {"x": 1})
+    assert len(lines(tmp_path / "new")) == 1
+
+
 @pytest.mark.parametrize("below", ["", "deeper"])
 def test_a_directory_that_cannot_be_made_is_an_error(tmp_path, below):
     # Rights would not stop root; a file in the way stops everybody.
@@ -131,6 +152,10 @@ def test_tensorboard_reads_what_was_written(tmp_path):
     ]
     assert [(e.step, e.value) for e in events.Scalars("acc")] == [(1, 0.25)]
     assert len(lines(tmp_path)) == 2
+    with MetricWriter(tmp_path, after=1) as writer:
+        writer.write(2, {"train/loss": 0.75})
+    events = event_accumulator.EventAccumulator(str(tmp_path)).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 0.5), (2, 0.75)]
 
 
 @pytest.mark.usefixtures("_no_tensorboard")

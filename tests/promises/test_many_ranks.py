@@ -38,8 +38,7 @@ def train(directory, steps):
         optimizer = torch.optim.Adam(model.parameters())
         checkpointer = pardata.Checkpointer(directory)
         run = {"model": model, "optimizer": optimizer, "loader": loader}
-        found = checkpointer.restore(**run)
-        first = 0 if found is None else found["step"]
+        first = checkpointer.restore(**run).step
         losses = []
         for number, batch in enumerate(loader, first + 1):
             optimizer.zero_grad()

@@ -147,6 +147,8 @@ CASES = {
     "MetricWriter": [
         case("MetricWriter(__file__)", "FileExistsError", "File exists", ranks=(0,), ours=False,
              label="`MetricWriter(a_file)`"),
+        case("MetricWriter('run', after=0.5)", "TypeError", "`after` must be an integer, but is "
+             "0.5: pass a whole number"),
         case("written('1', {'loss': 1.0})", "TypeError",
              "`step` must be an integer, but is '1': pass a whole number",
              label="`writer.write('1', {'loss': 1.0})`"),

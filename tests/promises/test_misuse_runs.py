@@ -67,6 +67,19 @@ def save_at(place, **options):
         Checkpointer(own._directory / place, **options).save(1)
 
 
+def save_best(value):
+    with checkpoints() as own:
+        Checkpointer(own._directory, keep_best="-best").save(1, best=value)
+
+
+def restore_in(place, **options):
+    """Restore from a place beside or in a directory `first` that has a checkpoint."""
+    with checkpoints() as own:
+        first = own._directory / "first"
+        Checkpointer(first).save(1)
+        Checkpointer(own._directory / place.format(first.name)).restore(**options)
+
+
 def restore(**objects):
     """Restore from a checkpoint of `BEST`."""
     with checkpoints() as own:
@@ -121,6 +134,17 @@ CASES = {
              "`keep_every` must be an integer of at least 1, but is -1: pass a whole number"),
         case("Checkpointer('run', keep_every='10')", "TypeError",
              "`keep_every` must be an integer of at least 1, but is '10': pass a whole number"),
+        case("Checkpointer('run', keep_best=3)", "TypeError", "`keep_best` must name a value that "
+             "is saved, but is 3: pass a text, as 'accuracy', or '-loss' where less is better"),
+        case("Checkpointer('run', keep_best='-')", "TypeError", "`keep_best` must name a value",
+             "but is '-'"),
+        case("save_at('run', keep_best='loss')", "TypeError", "`loss` must be saved each time, as "
+             "a number, for `keep_best` goes by it, but is missing: pass float(…), or None where "
+             "it is not known"),
+        case("save_best(torch.ones(1))", "TypeError", "`best` must be saved each time, as a "
+             "number", "but is tensor([1.])"),
+        case("save_best(True)", "TypeError", "`best` must be saved each time, as a number",
+             "but is True"),
         case("Checkpointer('run', asynchronous='no')", "TypeError",
              "`asynchronous` must be True or False, but is 'no'"),
         case("save(-1)", "ValueError",
@@ -159,6 +183,18 @@ CASES = {
              label="saving where another run has begun to save"),
         case("restore(model=5)", "TypeError", "`restore` must be given what has state_dict and "
              "load_state_dict, but `model` is a int", "values are in what it returns"),
+        case("restore_in('first', at=7)", "ValueError", "`at` must be a step of which there is a "
+             "checkpoint, but is 7", "has 1", ours=False, label="`restore(at=7)`"),
+        case("restore(at='1')", "TypeError", "`at` must be an integer of at least 0, but is '1'"),
+        case("restore(at=-1)", "ValueError", "`at` must be an integer of at least 0, but is -1"),
+        case("restore(at=rank)", "RuntimeError", "every rank must pass the same", "`at` differ",
+             sizes=MANY),
+        case("restore_in('{}/attempt-0001-step-000000001')", "ValueError", "`directory` must be "
+             "that of all checkpoints of a run, but", "is one of them: pass", ours=False,
+             label="restoring from a checkpoint's own folder"),
+        case("restore_in('frist')", "ValueError", "`directory` must be where the checkpoints are, "
+             "but", "is not there, and", "has some: pass that, or make the directory", ours=False,
+             label="restoring from `frist` where `first` has checkpoints"),
         case("restore(head=net())", "ValueError", "what is asked for must have been saved as "
              "something with a state, but 'head' not", "has 'model'"),
         case("restore(best=net())", "ValueError", "but 'best' not", "has 'model'"),

@@ -15,6 +15,7 @@ PUBLIC = [
     "Loader",
     "MetricWriter",
     "Microbatches",
+    "Restored",
     "StopSignal",
     "World",
     "all_gather",

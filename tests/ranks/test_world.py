@@ -351,6 +351,7 @@ NEED_A_GROUP = {
     "progress": lambda: pardata.progress([1]),
     "Checkpointer.save": lambda: pardata.Checkpointer("nowhere").save(1, best=0.5),
     "Checkpointer.restore": lambda: pardata.Checkpointer("nowhere").restore(model=NET),
+    "Checkpointer.steps": lambda: pardata.Checkpointer("nowhere").steps(),
     "Checkpointer.export": export_of_nothing,
     "StopSignal.agreed": lambda: pardata.StopSignal().agreed(),
 }
@@ -365,6 +366,7 @@ NEED_NONE = {
     "World": None,
     "Loader": None,  # made by make_loader
     "Microbatches": None,  # made by it too
+    "Restored": None,  # what restore returns
 }
 
 

@@ -20,6 +20,7 @@ from pardata import (
     Loader,
     MetricWriter,
     Microbatches,
+    Restored,
     StopSignal,
     World,
     all_gather,
@@ -236,12 +237,15 @@ def what_a_run_leaves_behind(loader: Loader, loss: Tensor) -> None:
         writer.write(1, {"loss": 0.5})
         writer.write(1, {"loss": loss, "accuracy": 0.5})
         writer.close()
-    MetricWriter(Path("runs"))
+    MetricWriter(Path("runs"), after=3)
 
-    with Checkpointer(Path("runs"), keep=2, keep_every=100, asynchronous=True) as checkpointer:
+    with Checkpointer(Path("runs"), keep=2, keep_best="-loss", asynchronous=True) as checkpointer:
         assert_type(checkpointer, Checkpointer)
         checkpointer.save(1, model=nn.Linear(2, 2), loader=loader, best=0.5, history=[1.0])
-        assert_type(checkpointer.restore(model=nn.Linear(2, 2)), dict[str, Any] | None)
+        restored = checkpointer.restore(model=nn.Linear(2, 2), at=checkpointer.steps()[-1])
+        assert_type(restored, Restored)
+        assert_type(restored.step, int)
+        assert_type(restored.values, dict[str, Any])
         checkpointer.export("weights.safetensors", name="model")
         checkpointer.wait()
     with StopSignal() as stop:

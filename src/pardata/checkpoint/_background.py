@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 from pardata.ranks._logger import get_logger
 
@@ -24,9 +25,16 @@ class Background:
     def __init__(self, work: Callable[[], None], what: str) -> None:
         self._what = what
         executor = ThreadPoolExecutor(1, thread_name_prefix=f"pardata: {what}")
-        self._future = executor.submit(work)
+        self._begin = Event()
+        self._future = executor.submit(self._run, work)
         executor.shutdown(wait=False)  # it takes no other work
         atexit.register(self._check_at_exit)
+        self._begin.set()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        # A new thread holds the interpreter for 5 ms, if it has work, and its maker waits for it.
+        self._begin.wait()
+        work()
 
     def join(self) -> None:
         """Wait for the end, and raise what the work has raised."""

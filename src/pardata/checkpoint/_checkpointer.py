@@ -1,7 +1,7 @@
 """The state of a run: saved so that it survives, restored into any strategy and world size."""
 
-import json
 import os
+from base64 import b64decode, b64encode
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -14,16 +14,21 @@ from typing_extensions import Self
 
 from pardata.checkpoint import _shards as shards
 from pardata.checkpoint._background import Background
-from pardata.checkpoint._checkpoint import newest
-from pardata.checkpoint._files import write_weights
+from pardata.checkpoint._checkpoint import Restored, newest
+from pardata.checkpoint._files import Digests, write_weights
 from pardata.checkpoint._folder import Folder
+from pardata.checkpoint._names import names
+from pardata.checkpoint._retention import Retention
 from pardata.checkpoint._snapshot import Snapshot, check_stateful
 from pardata.collective._agreement import agree, require_same, same
 from pardata.collective._rank_zero import rank_zero_call
 from pardata.ranks._arguments import check_flag, check_integer
+from pardata.ranks._logger import get_logger
 from pardata.ranks._store import collect, publish
 from pardata.ranks._world import World, channel, require_world
 from pardata.seeds._generators import generator_states
+
+_log = get_logger(__name__)
 
 _CURE = (
     "Pass the same on all ranks: `all_gather` collects what is not, and `rank_zero_call` gives all "
@@ -50,20 +55,23 @@ class Checkpointer:
         directory: made by the first `save`.
         keep: how many of the newest to keep; older ones go once a newer one is complete.
         keep_every: also keep those of steps that are multiples of this.
+        keep_best: also keep the best by this value, which each `save` is given: "accuracy", or
+            "-loss" where less is better.
         asynchronous: let `save` return when the state is copied, and write in the background, one
             at a time. An error there is raised by the next call on every rank, and a process that
             ends before ends with status 1. The interpreter waits for the last one.
 
     Raises:
         ValueError: for a `keep` or `keep_every` below 1.
-        TypeError: for one that is no integer, and for an `asynchronous` that is no bool.
+        TypeError: for one that is no integer, for a `keep_best` that is no name, and for an
+            `asynchronous` that is no bool.
 
     >>> import tempfile
     >>> model = torch.nn.Linear(2, 2)
     >>> checkpointer = Checkpointer(tempfile.mkdtemp())
     >>> checkpointer.save(10, model=model, best=0.5)
     >>> checkpointer.restore(model=model)
-    {'step': 10, 'best': 0.5}
+    Restored(step=10, values={'best': 0.5})
     """
 
     def __init__(
@@ -72,11 +80,10 @@ class Checkpointer:
         *,
         keep: int = 3,
         keep_every: int | None = None,
+        keep_best: str | None = None,
         asynchronous: bool = False,
     ) -> None:
-        check_integer("keep", keep, least=1)
-        if keep_every is not None:
-            check_integer("keep_every", keep_every, least=1)
+        self._retention = Retention(keep, keep_every, keep_best)
         check_flag("asynchronous", asynchronous)
         self._directory = Path(directory)
         self._asynchronous = asynchronous
@@ -85,9 +92,10 @@ class Checkpointer:
             "directory": str(self._directory),
             "keep": keep,
             "keep_every": keep_every,
+            "keep_best": keep_best,
             "asynchronous": asynchronous,
         }
-        self._folder = Folder(self._directory, keep=keep, keep_every=keep_every)
+        self._folder = Folder(self._directory, self._retention)
         self._background: Background | None = None
         self._group: Any = None  # for messages in the background
 
@@ -104,7 +112,7 @@ class Checkpointer:
 
         Raises:
             TypeError: for what could be loaded only by running code; names it. For a step that is
-                no integer.
+                no integer, and for the value of `keep_best` where it is no number, or not there.
             ValueError: for a step below 0.
             RuntimeError: where ranks differ, and where another run has taken over the directory.
             OSError: on every rank, where it cannot be written; what was there before stands.
@@ -115,9 +123,10 @@ class Checkpointer:
 
         def tell() -> dict[str, object]:
             check_integer("step", step, least=0)
+            self._retention.check_value(objects)
             snapshot.take(here, objects, copy=self._asynchronous and here.rank == 0)
             if here.rank > 0:  # not in the turn, which would take them from all to all
-                own = json.dumps(generator_states(here.device))
+                own = b64encode(generator_states(here.device)).decode()
                 publish(channel(), f"generators/{here.rank}", own)
             options = {"step": step, "objects": list(objects), **self._options}
             return {"options": options, "details": snapshot.texts}
@@ -126,7 +135,7 @@ class Checkpointer:
         contents = {"objects": snapshot.trees, "generators": _generators_of_all(here)}
         self._start(here, snapshot.parts, (step, contents, snapshot.facts))
 
-    def restore(self, **objects: Any) -> dict[str, Any] | None:
+    def restore(self, *, at: int | None = None, **objects: Any) -> Restored:
         """Give `objects` the state of the newest checkpoint that is whole. Collective.
 
         Those that are not are passed over, and logged with the reason. Strategy and number of
@@ -134,14 +143,17 @@ class Checkpointer:
         back too, if there are as many ranks as then. What is read is verified, and runs no code.
 
         Args:
+            at: the step of the checkpoint to take, one of `steps`; the newest if not given.
             objects: under the names by which they were saved. Not all that was saved is needed.
 
         Returns:
-            The step and the values that were saved, tensors on the CPU, or None where there is no
-            checkpoint.
+            The step and the values that were saved. Where there is no checkpoint it is false, the
+            step 0.
 
         Raises:
-            ValueError: for a name that was not saved.
+            ValueError: for a name that was not saved, and a step of which there is none. Where the
+                directory is one checkpoint itself, or is not there and nearly has the name of one
+                beside it that has checkpoints.
             TypeError: for a value: those are returned.
             RuntimeError: where there are checkpoints and none is whole, where a state does not fit
                 its object, and where ranks differ.
@@ -150,15 +162,28 @@ class Checkpointer:
         self.wait()
 
         def check() -> dict[str, object]:
+            if at is not None:
+                check_integer("at", at, least=0)
             check_stateful(objects)
-            return {"objects": list(objects), **self._options}
+            return {"at": at, "objects": list(objects), **self._options}
 
         place = "Checkpointer.restore"
         agree(here, place, check, lambda told: require_same(place, told, _CURE))
-        found = newest(here, self._directory)
-        return None if found is None else found.give(here, objects)
+        found = newest(here, self._directory, at)
+        if found is not None:
+            return found.give(here, objects)
+        _log.info("no checkpoint in %s: the run begins anew", self._directory)
+        return Restored()
 
-    def export(self, path: str | os.PathLike[str], *, name: str = "model") -> None:
+    def steps(self) -> list[int]:
+        """Return the steps of which there are checkpoints, in order. Collective."""
+        require_world("Checkpointer.steps")
+        self.wait()
+        return sorted({name.step for name in rank_zero_call(names, self._directory)})
+
+    def export(
+        self, path: str | os.PathLike[str], *, name: str = "model", at: int | None = None
+    ) -> None:
         """Write the bare weights of the newest whole checkpoint to a file, for others. Collective.
 
         With the names that the module itself gives its parameters, for `load_weights` and
@@ -168,22 +193,26 @@ class Checkpointer:
         Args:
             path: of the file.
             name: under which the model was saved.
+            at: the step of the checkpoint to take, as for `restore`.
 
         Raises:
             FileNotFoundError: where there is no checkpoint.
-            ValueError: where nothing was saved under this name.
+            ValueError: where nothing was saved under this name, or at this step.
             TypeError: where that is no model.
             ImportError: for safetensors, where they are not installed.
         """
         here = require_world("Checkpointer.export")
         self.wait()
-        found = newest(here, self._directory)
+        found = newest(here, self._directory, at)
         if found is None:
             raise FileNotFoundError(
                 f"there must be a checkpoint in {self._directory} to export, but there is none"
             )
-        tree = found.states_of({name: None})[name]
-        rank_zero_call(write_weights, Path(path), tree)
+
+        def write() -> None:
+            write_weights(Path(path), found.whole_state_of(name))
+
+        rank_zero_call(write)
 
     def wait(self) -> None:
         """Wait for the last asynchronous save, and raise its error on every rank. Collective."""
@@ -214,7 +243,7 @@ class Checkpointer:
     def _start(self, here: World, parts: dict[str, torch.Tensor], draft: _Draft) -> None:
         """Write a checkpoint, or begin to in the background. Collective."""
         begun: Path | None = None
-        written: Callable[[], object] | None = None
+        written: Callable[[], Digests] = dict
         if parts:
             begun = rank_zero_call(self._folder.begin, draft[0])
             if self._asynchronous:
@@ -231,15 +260,14 @@ class Checkpointer:
         work = partial(self._write, lead, written, (begun, *draft))
         self._background = Background(work, f"the checkpoint of step {draft[0]}")
 
-    def _write(self, lead: _Lead, written: Callable[[], object] | None, draft: Any) -> None:
+    def _write(self, lead: _Lead, written: Callable[[], Digests], draft: Any) -> None:
         """Finish a checkpoint, by what runs that on rank 0, once all have `written` parts."""
         try:
-            if written is not None:
-                written()
+            digests = written()
         except OSError:  # on all ranks
             lead(self._folder.fail)
             raise
-        lead(self._folder.finish, *draft)
+        lead(self._folder.finish, *draft, digests)
 
 
 def _raise_of_what_differs(told: list[dict[str, Any]]) -> None:
@@ -251,10 +279,13 @@ def _raise_of_what_differs(told: list[dict[str, Any]]) -> None:
     require_same(place, filled, _CURE)
 
 
-def _generators_of_all(here: World) -> list[dict[str, Any]]:
-    """Return where the default generators of all ranks are, on rank 0."""
+def _generators_of_all(here: World) -> torch.Tensor | None:
+    """Return where the default generators of all ranks are, on rank 0: bytes, a row for each."""
     if here.rank > 0:
-        return []
+        return None
     keys = [f"generators/{rank}" for rank in range(1, here.size)]
-    others = collect(channel(), keys) if keys else []
-    return [generator_states(here.device), *map(json.loads, others)]
+    rows = [generator_states(here.device)]
+    rows += map(b64decode, collect(channel(), keys) if keys else [])
+    longest = max(map(len, rows))
+    alike = bytearray(b"".join(row.ljust(longest, b"\0") for row in rows))
+    return torch.frombuffer(alike, dtype=torch.uint8).view(len(rows), longest)

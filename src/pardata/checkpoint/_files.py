@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,37 +22,50 @@ class UnusableError(RuntimeError):
     """A checkpoint is not what was written, and why."""
 
 
-def write_manifest(folder: Path, facts: Mapping[str, Any]) -> int:
-    """Describe all files in a folder, wait until they are on the disk, and return their bytes."""
-    written = sorted(folder.rglob("*"))
-    files = {p.relative_to(folder).as_posix(): _size_and_digest(p) for p in written if p.is_file()}
+# What is recorded of files: how many bytes, and their SHA-256.
+Digests: TypeAlias = Mapping[str, tuple[int, str]]
+
+
+def write_manifest(folder: Path, facts: Mapping[str, Any], known: Digests) -> int:
+    """Describe all files in a folder, wait until they are on the disk, and return their bytes.
+
+    Those of which others know the digests, having written them and synced them, are not read.
+    """
+    own = [p for p in sorted(folder.rglob("*")) if p.relative_to(folder).as_posix() not in known]
+    files = {p.relative_to(folder).as_posix(): size_and_digest(p) for p in own if p.is_file()}
+    files.update(known)
     manifest = {"format": FORMAT, "files": files, **facts}
     signed = {"sha256": _digest(manifest), "manifest": manifest}
     (folder / _MANIFEST).write_text(json.dumps(signed, sort_keys=True, indent=1))
-    sync(*written, folder / _MANIFEST, folder)
+    sync(*own, folder / _MANIFEST, folder)
     return sum(size for size, _ in files.values())
 
 
-def verified(folder: Path, step: int) -> dict[str, Any]:
-    """Return the manifest of the checkpoint of a step, after reading every byte of it.
+def verified(folder: Path, step: int, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
+    """Return the manifest of the checkpoint of a step, after reading every byte of its files.
+
+    Several ranks share them: all read the manifest, the first the file that all will read, and
+    each its part of the others.
 
     Raises:
         UnusableError: where anything is not as it was written; says what.
     """
     try:
-        manifest = _read_manifest(folder)
-        for file, (size, digest) in manifest["files"].items():
+        manifest = read_manifest(folder)
+        _require(manifest["step"] == step, f"it is that of step {manifest['step']}")
+        files = sorted(manifest["files"].items(), key=lambda file: file[0] != STATE)
+        for file, (size, digest) in files[rank::ranks]:
             _require((folder / file).is_file(), f"{file} is missing")
-            length, found = _size_and_digest(folder / file)
+            length, found = size_and_digest(folder / file)
             _require(length == size, f"{file} has {length:,} bytes and should have {size:,}")
             _require(found == digest, f"the checksum of {file} is wrong")
     except OSError as error:
         raise UnusableError(f"it cannot be read ({error})") from error
-    _require(manifest["step"] == step, f"it is that of step {manifest['step']}")
     return manifest
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return what was written about a checkpoint, or raise an `UnusableError`."""
     path = folder / _MANIFEST
     _require(path.is_file(), f"{_MANIFEST} is missing")
     try:
@@ -77,7 +90,8 @@ def _digest(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _size_and_digest(path: Path) -> tuple[int, str]:
+def size_and_digest(path: Path) -> tuple[int, str]:
+    """Return what a manifest records of a file."""
     digest, size = hashlib.sha256(), 0
     with path.open("rb") as file:
         while block := file.read(2**20):

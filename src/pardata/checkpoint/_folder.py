@@ -18,40 +18,16 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from pardata.checkpoint._files import STATE, save, sync, write_manifest
+from pardata.checkpoint._files import STATE, Digests, save, sync, write_manifest
+from pardata.checkpoint._names import Name, names
+from pardata.checkpoint._retention import Retention
 from pardata.ranks._logger import get_logger
 
 _log = get_logger(__name__)
 
 _UNFINISHED = ".unfinished-"  # of what is being written, or removed
-
-
-class Name(NamedTuple):
-    """The name of a checkpoint; the newest is the largest."""
-
-    attempt: int
-    step: int
-
-    def __str__(self) -> str:
-        return f"attempt-{self.attempt:04d}-step-{self.step:09d}"
-
-    @classmethod
-    def parse(cls, text: str) -> "Name | None":
-        """Return the name that was written as `text`, if one was."""
-        match = re.fullmatch(r"attempt-(\d{4,})-step-(\d{9,})", text, re.ASCII)
-        name = match and cls(int(match[1]), int(match[2]))
-        return name if str(name) == text else None
-
-
-def names(directory: Path) -> list[Name]:
-    """Return the names of all checkpoints, from the oldest to the newest."""
-    try:
-        found = [Name.parse(entry.name) for entry in directory.iterdir()]
-    except FileNotFoundError:
-        return []
-    return sorted(name for name in found if name is not None)
 
 
 class Attempt:
@@ -145,18 +121,17 @@ def _claims(directory: Path) -> dict[int, Path]:
 
 
 class Folder:
-    """Writes checkpoints into a directory, and removes what is older than `keep` others.
+    """Writes checkpoints into a directory, and removes those that are not to be kept.
 
     Args:
         directory: made by the first one.
-        keep: how many of the newest to keep.
-        keep_every: also keep those of steps that are multiples of this.
+        retention: says which ones are kept.
     """
 
-    def __init__(self, directory: Path, *, keep: int, keep_every: int | None) -> None:
+    def __init__(self, directory: Path, retention: Retention) -> None:
         self._directory = directory
-        self._keep = keep
-        self._keep_every = keep_every
+        self._retention = retention
+        self._log = _log.info  # the first save, which shows where they go; the others are for DEBUG
         self._attempt = Attempt(directory)
         self._name = Name(0, 0)  # until the first
         self._unfinished: Path | None = None
@@ -178,7 +153,12 @@ class Folder:
             return self._unfinished
 
     def finish(
-        self, begun: Path | None, step: int, contents: Any, facts: Mapping[str, Any]
+        self,
+        begun: Path | None,
+        step: int,
+        contents: Any,
+        facts: Mapping[str, Any],
+        digests: Digests,
     ) -> None:
         """Write rank 0's part, make all that is there a checkpoint, and prune.
 
@@ -187,20 +167,21 @@ class Folder:
             step: of the run.
             contents: of the file of rank 0.
             facts: of the manifest.
+            digests: of the files that others have written.
         """
         path = begun or self.begin(step)
         with self._cleaned_after_errors(step):
             save(contents, path / STATE)
-            size = write_manifest(path, {"step": step, **facts})
+            size = write_manifest(path, {"step": step, **facts}, digests)
             self._attempt.check()
             path.rename(self._directory / str(self._name))
             self._unfinished = None
             sync(self._directory)
             self._prune()
         seconds = time.perf_counter() - self._began
-        _log.info(
-            "saved step %d to %s, %.1f MB in %.2f s", step, self._directory, size / 1e6, seconds
-        )
+        text = "saved step %d to %s, %.1f MB in %.2f s"
+        self._log(text, step, self._directory, size / 1e6, seconds)
+        self._log = _log.debug
 
     def fail(self) -> None:
         """Remove what was begun, and raise where another run has taken over or all is gone."""
@@ -214,9 +195,8 @@ class Folder:
 
     def _prune(self) -> None:
         self._attempt.check()
-        for name in names(self._directory)[: -self._keep]:
-            kept = self._keep_every is not None and name.step % self._keep_every == 0
-            if not kept and name.attempt <= self._attempt.number:
+        for name in self._retention.outdated(self._directory, names(self._directory)):
+            if name.attempt <= self._attempt.number:
                 # Half of it removed must not look like a checkpoint.
                 removed = self._directory / f"{_UNFINISHED}{name}"
                 with suppress(FileNotFoundError):  # the older run was at it when this one began

@@ -11,7 +11,6 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
-from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pardata.checkpoint._files import UnusableError
+from pardata.checkpoint._files import Digests, UnusableError, size_and_digest
 from pardata.collective._tree import Path as TreePath
 from pardata.collective._tree import is_special, leaves, mapped
 
@@ -36,19 +35,26 @@ _MODULES = (
 )
 
 
-def distributed(tree: Any, likes: Mapping[TreePath, Tensor]) -> Any:
-    """Return a tree whose whole tensors are sharded as `likes` has it for the part they are in."""
-    sharded: dict[TreePath, Any] = {at: like for at, like in likes.items() if _is_sharded(like)}
-    if not sharded:
-        return tree
-    from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415
+def placed(tree: Any, likes: Mapping[TreePath, Tensor]) -> Any:
+    """Return an optimizer's state in memory of its own, each part placed as its parameter is.
+
+    Args:
+        tree: of whole and of sharded tensors; these stay as they are.
+        likes: the parameters, by the paths of the parts.
+    """
 
     def as_like(at: TreePath, leaf: Any) -> Any:
-        like = sharded.get(at[:-1])
-        is_whole = isinstance(leaf, Tensor) and not _is_sharded(leaf)
-        if like is None or not is_whole or leaf.shape != like.shape:
+        if not isinstance(leaf, Tensor) or _is_sharded(leaf):
             return leaf
-        return distribute_tensor(leaf.to(like.device), like.device_mesh, like.placements)
+        like: Any = likes.get(at[:-1])
+        if like is None or leaf.shape != like.shape:
+            return leaf.clone()
+        own = leaf.to(like.device, copy=True)
+        if not _is_sharded(like):
+            return own
+        from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415
+
+        return distribute_tensor(own, like.device_mesh, like.placements)
 
     return mapped(tree, as_like, is_leaf=is_special)
 
@@ -79,34 +85,59 @@ def _is_mark(leaf: object) -> bool:
 
 def writing(
     checkpoint: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None
-) -> Callable[[], object]:
+) -> Callable[[], Digests]:
     """Return what writes this rank's parts, and raises where any rank failed; all call it.
+
+    On rank 0 that returns what a manifest records of the files of all ranks.
 
     Args:
         checkpoint: the folder to write in.
         tensors: by name.
         group: if they are to be copied now, and written in the background: of all ranks, for
-            messages between CPUs, that nobody else uses meanwhile. Collective then.
+            messages between CPUs, that nobody else uses meanwhile.
     """
     import torch.distributed.checkpoint as dcp  # noqa: PLC0415
 
-    writer = dcp.FileSystemWriter(checkpoint / _FOLDER)
-    finish: Callable[[], object] = partial(dcp.save, tensors, storage_writer=writer)
+    digests: dict[str, tuple[int, str]] = {}
+    folder = checkpoint / _FOLDER
+
+    class Writer(dcp.FileSystemWriter):
+        """Each rank reads its own files for their digests, which travel with its report."""
+
+        def write_data(self, *args: Any) -> Any:
+            written: Any = super().write_data(*args)
+            report = written.wait()
+            files = {result.storage_data.relative_path for result in report}
+            report.append({f"{_FOLDER}/{file}": size_and_digest(folder / file) for file in files})
+            return written
+
+        def finish(self, metadata: Any, results: Any) -> None:
+            for report in results:
+                digests.update(report.pop())
+            super().finish(metadata, results)
+
     if group is not None:
-        # Older PyTorch copies from GPUs only, and would write what training has made of the others.
-        cpu = torch.device("cpu")
-        own = {n: t.detach().clone() if t.device == cpu else t for n, t in tensors.items()}
-        started: Any = dcp.async_save(own, storage_writer=writer, process_group=group)
-        finish = started.result
-    return _failures_as_errors()(finish)
+        tensors = {name: part.detach().to("cpu", copy=True) for name, part in tensors.items()}
+
+    def write() -> Digests:
+        with _failures_as_errors():
+            dcp.save(tensors, storage_writer=Writer(folder), process_group=group)
+        return digests
+
+    return write
 
 
-def read(checkpoint: Path, targets: Mapping[str, object]) -> dict[str, Tensor]:
+def read(
+    checkpoint: Path, targets: Mapping[str, object], *, alone: bool = False
+) -> dict[str, Tensor]:
     """Return tensors by name, each sharded like its target, or whole where that is not sharded.
 
-    Of a checkpoint that was checked. Collective.
+    Of a checkpoint that was checked. Collective, unless one rank alone reads.
     """
     import torch.distributed.checkpoint as dcp  # noqa: PLC0415
+
+    # What dcp.load calls, which cannot be told in older PyTorch that one rank reads alone.
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict  # noqa: PLC0415
 
     class Reader(dcp.FileSystemReader):
         def read_metadata(self, *_: Any, **__: Any) -> Any:  # newer torch passes more
@@ -116,7 +147,8 @@ def read(checkpoint: Path, targets: Mapping[str, object]) -> dict[str, Tensor]:
     stored = metadata.state_dict_metadata
     tensors = {name: _empty(stored[name], target) for name, target in targets.items()}
     with _failures_as_errors():
-        dcp.load(tensors, storage_reader=Reader(checkpoint / _FOLDER))
+        alone = alone or not dist.is_initialized()
+        _load_state_dict(tensors, Reader(checkpoint / _FOLDER), no_dist=alone)
     return tensors
 
 

@@ -3,9 +3,10 @@
 import io
 import textwrap
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from pardata.ranks._version import __version__
 from pardata.ranks._world import World
 
 _LONG = 2**63
+_CONSTANTS = {Tensor, int, float, str, bool, type(None)}  # and tensors, which are copied before
 
 
 @dataclass(eq=False)
@@ -48,14 +50,20 @@ class Snapshot:
         for name in [name for name in objects if name not in values]:
             thing, under = objects[name], strategies.get(name)
             states[name] = under.state_dict(thing) if under else thing.state_dict()
-        self.trees = mapped(states, self._taken, is_leaf=is_special)
-        _require_safe(self.trees)
-        if copy:
-            # The others are freed here, before a thread writes: with each that was freed beside it,
-            # the caller would give way to it, and it may hold the interpreter for 30 ms.
-            self.trees = copied(self.trees)
+        copies = Copies() if copy else None
+        with torch.no_grad():  # a copy has no history
+            make = copies.of if copies else _plain_tensor
+            taken = partial(self._taken, make, told=here.size > 1)
+            self.trees = mapped(states, taken, is_leaf=is_special)
+        if not _is_plain(self.trees):
+            _require_safe(self.trees)
+            if copy:
+                self.trees = mapped(self.trees, _own_unless_copied, is_leaf=is_special)
+        if copies:
+            copies.wait()
         self.facts = {
             "values": values,
+            "numbers": {n: states[n] for n in values if type(states[n]) in (int, float)},
             "identity": {
                 "pardata": __version__,
                 "torch": str(torch.__version__),
@@ -65,22 +73,43 @@ class Snapshot:
             },
         }
 
-    def _taken(self, path: Path, leaf: Any) -> Any:
-        """Return a leaf as it will be written: a mapping of its own kind as a plain dict."""
-        if isinstance(leaf, Mapping):
-            return mapped(dict(leaf), self._taken, is_leaf=is_special, path=path)
-        name = ".".join(map(str, path))  # as weights are named: optimizer.state.0.exp_avg
-        if not isinstance(leaf, Tensor):
-            # The order of a set is not the same in every process.
-            self.texts[name] = repr(sorted(map(repr, leaf)) if isinstance(leaf, set) else leaf)
+    def _taken(self, make: Callable[[Tensor], Tensor], path: Path, leaf: Any, *, told: bool) -> Any:
+        """Return a leaf as it will be written: a mapping of its own kind as a plain dict.
+
+        Args:
+            make: returns what will be written of a tensor.
+            path: of the leaf.
+            leaf: to be taken.
+            told: whether other ranks must have the same.
+        """
+        is_tensor = isinstance(leaf, Tensor)
+        if not is_tensor and isinstance(leaf, Mapping):
+            taken = partial(self._taken, make, told=told)
+            return mapped(dict(leaf), taken, is_leaf=is_special, path=path)
+        if told:
+            self.texts[_name(path)] = _text_of(leaf)
+        if not is_tensor:
             return leaf
-        self.texts[name] = f"a {type(leaf).__name__}"
-        if not hasattr(leaf, "device_mesh"):  # no DTensor: importing that costs half a second
-            return _plain_tensor(leaf)
+        # By what a DTensor can do: importing its class costs half a second.
+        if type(leaf) is Tensor or not hasattr(leaf, "device_mesh"):
+            return make(leaf)
+        name = _name(path)
         while name in self.parts:  # {"a.b": …} and {"a": {"b": …}}
             name += "'"
         self.parts[name] = leaf
         return shards.mark(name)
+
+
+def _text_of(leaf: object) -> str:
+    if isinstance(leaf, Tensor):
+        return f"a {type(leaf).__name__}"
+    # The order of a set is not the same in every process.
+    return repr(sorted(map(repr, leaf)) if isinstance(leaf, set) else leaf)
+
+
+def _name(path: Path) -> str:
+    """Return a path as weights are named: optimizer.state.0.exp_avg."""
+    return ".".join(map(str, path))
 
 
 def check_stateful(objects: Mapping[str, object]) -> None:
@@ -98,33 +127,58 @@ def _is_stateful(thing: object) -> bool:
     return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
 
 
+class Copies:
+    """Makes copies of tensors, on the CPU: one of those that are one."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._gpus: set[torch.device] = set()
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return a copy, for which `wait` waits."""
+        if tensor.layout != torch.strided:
+            return tensor.to("cpu", copy=True)
+        alike = self._known.setdefault(tensor.data_ptr(), [])
+        for other, copy in alike:
+            if _form(other) == _form(tensor):
+                return copy
+        if tensor.is_cuda:  # into pinned memory, several times as fast
+            self._gpus.add(tensor.device)
+            copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            copy.copy_(tensor, non_blocking=True)
+        else:
+            copy = tensor.clone() if tensor.is_cpu else tensor.cpu()
+        alike.append((tensor, copy))
+        return copy
+
+    def wait(self) -> None:
+        """Wait until all copies are there."""
+        # Each runs on the stream of now of the GPU that it comes from, whichever GPU is current.
+        for gpu in self._gpus:
+            torch.cuda.current_stream(gpu).synchronize()
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what tells tensors apart that begin at the same place."""
+    view = tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+    return (*view, tensor.dtype, tensor.device)
+
+
 def copied(tree: Any) -> Any:
     """Return a tree with tensors of its own, on the CPU; those that are one stay one."""
-    known: dict[tuple[Any, ...], Tensor] = {}
+    copies = Copies()
 
-    def copy_of(_: Path, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return deepcopy(leaf)
-        if leaf.layout != torch.strided:
-            return leaf.to("cpu", copy=True)
-        place = leaf.untyped_storage().data_ptr(), leaf.storage_offset(), leaf.shape, leaf.stride()
-        key = (*place, leaf.dtype, leaf.device)
-        if key not in known:
-            known[key] = _on_cpu(leaf)
-        return known[key]
+    def copy_of(path: Path, leaf: Any) -> Any:
+        return copies.of(leaf) if isinstance(leaf, Tensor) else _own_unless_copied(path, leaf)
 
-    copies = mapped(tree, copy_of, is_leaf=is_special)
-    # Each copy runs on the stream of now of the GPU that it comes from, whichever GPU is current.
-    for gpu in {device for *_, device in known if device.type == "cuda"}:
-        torch.cuda.current_stream(gpu).synchronize()
-    return copies
+    found = mapped(tree, copy_of, is_leaf=is_special)
+    copies.wait()
+    return found
 
 
-def _on_cpu(tensor: Tensor) -> Tensor:
-    if not tensor.is_cuda:
-        return tensor.to("cpu", copy=True)
-    # Into pinned memory, several times as fast; whoever asks for it waits for all at once.
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+def _own_unless_copied(_: Path, leaf: Any) -> Any:
+    """Return a copy of a leaf that may change, but for a tensor."""
+    return leaf if type(leaf) in _CONSTANTS else deepcopy(leaf)
 
 
 def _plain_tensor(tensor: Tensor) -> Tensor:
@@ -142,8 +196,6 @@ def _require_safe(trees: Mapping[str, Any]) -> None:
     Raises:
         TypeError: names the first leaf that could not, or the tree whose keys could not.
     """
-    if _is_plain(trees):
-        return
     # Asking PyTorch itself, which knows what the user has allowed beside its own.
     # Of tensors only those of classes that need not be known to it.
     skeleton = mapped(trees, lambda _, x: None if type(x) is Tensor else x, is_leaf=is_special)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any
 
 from pardata.ranks._table import table_of
@@ -17,15 +18,17 @@ def agree(
     place: str,
     state: Callable[[], object],
     decide: Callable[[list[Any]], object] = lambda _: None,
+    timeout: timedelta | None = None,
 ) -> Any:
     """Return what `decide` makes of what `state()` gives on every rank, in rank order. Collective.
 
     All hear the decision alone, which is nothing by default. It and the values must be JSON-like.
     An exception that `state` raises on one rank is raised there, and told to the others, so that a
-    bad argument on one rank leaves nobody waiting; one that `decide` raises is raised on all.
+    bad argument on one rank leaves nobody waiting; one that `decide` raises is raised on all. The
+    group's timeout holds if none is given.
     """
     if here.size > 1:
-        return all_say(channel(), place, state, decide)
+        return all_say(channel(), place, state, decide, timeout=timeout)
     value = state()
     json.dumps(value)  # what could not be told to others
     return decide([dict(value) if isinstance(value, Mapping) else value])

@@ -16,6 +16,7 @@ _Test: TypeAlias = Callable[[Any], bool]
 
 _MAPPINGS = (dict, Mapping)  # the first is found at once
 _SEQUENCES = (list, tuple)
+_LEAVES = {torch.Tensor, torch.nn.Parameter, int, float, str, bool, type(None)}  # most of all
 
 
 def is_special(part: object) -> bool:
@@ -29,7 +30,7 @@ def _parts(
     tree: Any, is_leaf: _Test | None, *, by_text: bool = False
 ) -> Iterable[tuple[Any, Any]] | None:
     """Return what a container holds, with key or index, and `None` for a leaf."""
-    if is_leaf is not None and is_leaf(tree):
+    if type(tree) in _LEAVES or (is_leaf is not None and is_leaf(tree)):
         return None
     if isinstance(tree, _MAPPINGS):
         return [(key, tree[key]) for key in (sorted(tree, key=repr) if by_text else tree)]

@@ -4,6 +4,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -29,24 +30,32 @@ class MetricWriter:
 
     Args:
         directory: made if it is not there.
+        after: the step after which the run goes on, as restored: lines of later steps, which were
+            written after the last save and come again, are removed. All stay if not given.
 
     Raises:
         OSError: on rank 0, where the directory cannot be written.
+        TypeError: for an `after` that is no integer.
 
     >>> import tempfile
     >>> with MetricWriter(tempfile.mkdtemp()) as writer:
     ...     writer.write(1, {"train/loss": 0.25})
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(self, directory: str | os.PathLike[str], *, after: int | None = None) -> None:
+        if after is not None:
+            check_integer("after", after)
         self._file: TextIO | None = None
         self._board: Any = None
         if not require_world("MetricWriter").is_main:
             return
         path = Path(directory)
         path.mkdir(parents=True, exist_ok=True)
-        self._file = (path / "metrics.jsonl").open("a", encoding="utf-8")
-        self._board = _tensorboard(path)
+        file = path / "metrics.jsonl"
+        if after is not None and file.exists():
+            _remove_later(file, after)
+        self._file = file.open("a", encoding="utf-8")
+        self._board = _tensorboard(path, None if after is None else after + 1)
 
     def write(self, step: int, values: Mapping[str, float | Tensor]) -> None:
         """Write the `values` of one step. A NaN or infinity is written as text, as ``"nan"``.
@@ -107,10 +116,22 @@ def _number(name: str, value: object) -> float:
     return number
 
 
-def _tensorboard(path: Path) -> Any:
+def _remove_later(file: Path, step: int) -> None:
+    """Leave the lines up to a step in a file, which is whole at any moment."""
+    kept = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        with suppress(ValueError):  # of a line that was cut off, as its run was killed
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+    changed = file.with_name(f".unfinished-{file.name}")
+    changed.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    changed.replace(file)
+
+
+def _tensorboard(path: Path, purge_step: int | None) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  # an extra
     except ImportError:
         _log.info("TensorBoard is not installed: metrics go to metrics.jsonl only", once=True)
         return None
-    return SummaryWriter(log_dir=str(path))
+    return SummaryWriter(log_dir=str(path), purge_step=purge_step)

@@ -1,7 +1,9 @@
 """The default generators of Python, NumPy and PyTorch: seeded, put back, caught in use."""
 
 import ctypes
+import io
 import random
+import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -9,6 +11,12 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+
+# How states are written: the sizes of the parts for Python, NumPy, PyTorch and a GPU, then they.
+_SIZES = struct.Struct("<4I")
+# Of the first two: the words of a Mersenne Twister, its position, and a second normal number, held
+# or not.
+_TWISTER = struct.Struct("<625I?d")
 
 
 class Default(NamedTuple):
@@ -138,36 +146,42 @@ def forked_seed(number: int, device: torch.device | None = None) -> Iterator[Non
         yield
 
 
-def generator_states(device: torch.device) -> dict[str, Any]:
+def generator_states(device: torch.device) -> bytes:
     """Return where the default generators of this process are, that of a GPU `device` included.
 
-    Of integers, strings, lists and tuples alone, for `restore_generators` of any process to come.
+    For `restore_generators` of any process to come.
     """
-    found: dict[str, Any] = {"python": random.getstate()}
+    _, words, normal = random.getstate()
+    parts = [_TWISTER.pack(*words, normal is not None, normal or 0), b"", b"", b""]
     if (numpy := numpy_or_none()) is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        found["numpy"] = [kind, keys.tolist(), *rest]
-    found["torch"] = torch.get_rng_state().tolist()
+        _, keys, position, has_normal, normal = numpy.random.get_state()
+        parts[1] = _TWISTER.pack(*keys.tolist(), position, has_normal, normal)
+    parts[2] = bytes(torch.get_rng_state().tolist())
     if device.type == "cuda":
-        found["cuda"] = torch.cuda.get_rng_state(device).tolist()
-    return found
+        parts[3] = bytes(torch.cuda.get_rng_state(device).tolist())
+    return _SIZES.pack(*map(len, parts)) + b"".join(parts)
 
 
-def restore_generators(states: dict[str, Any], device: torch.device) -> None:
+def restore_generators(states: Iterable[int], device: torch.device) -> None:
     """Put the default generators to where `generator_states` found them.
 
     Raises:
         RuntimeError: for what it did not return.
     """
     try:
-        version, words, normal = states["python"]
-        random.setstate((version, tuple(words), normal))
-        if "numpy" in states and (numpy := numpy_or_none()) is not None:
-            numpy.random.set_state(states["numpy"])
-        torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
-        if "cuda" in states and device.type == "cuda":
-            torch.cuda.set_rng_state(torch.tensor(states["cuda"], dtype=torch.uint8), device)
-    except (TypeError, ValueError, LookupError, RuntimeError, OverflowError) as error:
+        rest = io.BytesIO(bytes(states))
+        parts = [rest.read(size) for size in _SIZES.unpack(rest.read(_SIZES.size))]
+        of_python, of_numpy, *of_torch = parts
+        *words, has_normal, normal = _TWISTER.unpack(of_python)
+        random.setstate((random.Random.VERSION, tuple(words), normal if has_normal else None))
+        if of_numpy and (numpy := numpy_or_none()) is not None:
+            *keys, position, has_normal, normal = _TWISTER.unpack(of_numpy)
+            numpy.random.set_state(("MT19937", keys, position, int(has_normal), normal))
+        default, of_gpu = (torch.tensor(list(part), dtype=torch.uint8) for part in of_torch)
+        torch.set_rng_state(default)
+        if len(of_gpu) and device.type == "cuda":
+            torch.cuda.set_rng_state(of_gpu, device)
+    except (struct.error, TypeError, ValueError, RuntimeError) as error:
         raise RuntimeError(
             f"the default generators must be put back to where they once were, but what was saved "
             f"of them is nothing of theirs ({type(error).__name__}: {error})"

@@ -101,7 +101,7 @@ class Run:
             newest = max((self.directory / "checkpoints").glob("attempt-*-step-*"))
             (newest / "state.pt").write_bytes(b"damaged")
         pardata.barrier()
-        assert self.saver.restore(**self.parts)["step"] < self.step
+        assert self.saver.restore(**self.parts).step < self.step
         self.saver.restore(optimizer=1)  # an error, as in the others
 
     def shares_differ(self, culprit):

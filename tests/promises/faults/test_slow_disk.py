@@ -66,7 +66,7 @@ def saves(strategy, directory, asynchronous):
 def test_saves_take_as_long_as_the_disk_and_no_rank_gives_up(strategy, asynchronous, tmp_path):
     for told in launched(saves, strategy, tmp_path / "run", asynchronous, size=2):
         (first, second), found, is_whole = told
-        assert (found, is_whole) == ({"step": 3}, True)
+        assert (found.step, is_whole) == (3, True)
         # The next one waits for the one in the background.
         assert second > GROUP_WAITS
         assert (first > GROUP_WAITS) != asynchronous

@@ -65,7 +65,7 @@ def main():
         seen, step = torch.zeros(SAMPLES, dtype=torch.int64), 0
         saver = pardata.Checkpointer(args.run_dir / "checkpoints", asynchronous=args.asynchronous)
         if restored := saver.restore(**run):
-            seen, step = restored["seen"], restored["step"]
+            seen, step = restored.values["seen"], restored.step
         with saver:
             while step % len(loader) or not step or not is_enough(args, step):
                 for batch in loader:

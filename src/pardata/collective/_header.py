@@ -137,16 +137,16 @@ class Matching(Generic[_T]):
         return back
 
 
-def numbers_of(value: object) -> dict[Path, Leaf]:
+def numbers_of(value: object, name: str = "value") -> dict[Path, Leaf]:
     """Return the leaves of `value` by their paths, in the same order on every rank.
 
     Raises:
         TypeError: for a leaf that is no number, naming its path, as ``value['loss'][2]``.
     """
-    return {path: _number(leaf, path) for path, leaf in leaves(value, by_text=True)}
+    return {path: _number(leaf, path, name) for path, leaf in leaves(value, by_text=True)}
 
 
-def _number(leaf: Any, path: Path) -> Leaf:
+def _number(leaf: Any, path: Path, name: str) -> Leaf:
     # By exact type first: metrics are reduced often, and an abstract class takes a microsecond.
     if type(leaf) is float or type(leaf) is int:
         return leaf
@@ -162,7 +162,7 @@ def _number(leaf: Any, path: Path) -> Leaf:
         if isinstance(leaf, Real):
             return leaf  # type: ignore[return-value]  # Real is what numbers have in common
         must, but = "a number or a tensor", f"{leaf!r} ({type(leaf).__name__})"
-    raise TypeError(f"`{in_brackets('value', path)}` must be {must}, but is {but}")
+    raise TypeError(f"`{in_brackets(name, path)}` must be {must}, but is {but}")
 
 
 @functools.lru_cache(maxsize=64)  # a training loop reduces the same few structures

@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import default_collate
 
 from pardata import backward, make_loader, world, wrap_model
-from pardata.gradient._sample_count import samples_of
+from pardata.data._sample_count import samples_of
 
 
 class Pair(NamedTuple):

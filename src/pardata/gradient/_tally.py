@@ -1,0 +1,217 @@
+"""The loss and the metrics of a step: what each microbatch says of them, their sums and means."""
+
+import hashlib
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pardata.collective._agreement import agree, require_same
+from pardata.collective._header import Leaf, numbers_of
+from pardata.collective._tree import Path, in_brackets, mapped
+from pardata.gradient._count import positive
+from pardata.ranks._world import world
+
+# The places of what is told: what was counted, hashes and their squares, then the first values.
+_HASHES = 6
+_FRONT = 1 + 2 * _HASHES
+_ROOM = 51
+
+
+class Tally:
+    """The losses and metrics of this rank's microbatches, and their means over those of all ranks.
+
+    Attributes:
+        count: what the microbatches here count.
+        total: what those of all ranks count; a tensor where to read it would stop a GPU.
+    """
+
+    total: float | Tensor
+    _text: str | None = None  # the structure of what `loss_fn` returns
+    _metrics: Any = None
+    _paths: tuple[Path, ...] = ()
+    _error: Exception | None = None
+    _means: list[Any] | None = None  # of the loss, and of the leaves of metrics
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[list[Leaf], int]] = []
+        self.count = 0
+
+    def add(self, returned: Any, count: int) -> Tensor:
+        """Take down what `loss_fn` has returned for a microbatch, and return the loss."""
+        has_metrics = type(returned) is tuple and len(returned) == 2
+        loss = _checked(returned[0] if has_metrics else returned)
+        leaves: list[Leaf] = [loss.detach()]
+        if has_metrics:
+            leaves += self._leaves(returned[1])
+        elif self._text:
+            self._refuse(ValueError(_UNLIKE))
+        self._text = self._text or ""
+        self._seen.append((leaves, count))
+        self.count += count
+        return loss
+
+    def _leaves(self, metrics: Any) -> list[Leaf]:
+        """Return the leaves of `metrics`, of the same structure as those that came before."""
+        try:
+            found = numbers_of(metrics, "metrics")
+        except TypeError as error:
+            return self._refuse(error)
+        described = (f"{in_brackets('metrics', path)}: {_shape(found[path])}" for path in found)
+        text = "; ".join(["metrics", *described])
+        if self._text not in (None, text):
+            return self._refuse(ValueError(_UNLIKE))
+        self._text, self._metrics, self._paths = text, metrics, tuple(found)
+        return list(found.values())
+
+    def _refuse(self, error: Exception) -> list[Leaf]:
+        """Keep an error that is raised as soon as all ranks know; nothing is told of these."""
+        self._error = self._error or error
+        return []
+
+    def told(self, size: int) -> Tensor:
+        """Return the sums here, in a vector whose length is the same on each of `size` ranks."""
+        values = self.sums()
+        hashes = _hashes(self.structure(), size)
+        front = torch.tensor(
+            [self.count, *hashes, *(number * number for number in hashes)], dtype=torch.float64
+        )
+        if values.is_cuda:
+            front = front.pin_memory().to(values.device, non_blocking=True)
+        self._rest = values[_ROOM:]
+        return torch.cat([front, values[:_ROOM], values.new_zeros(max(0, _ROOM - len(values)))])
+
+    def hear(self, told: Tensor, size: int, group: Any) -> None:
+        """Take the means from the sums of what all ranks have told. Collective.
+
+        Raises:
+            RuntimeError, ValueError: where the structures differ, and where nothing was counted; on
+                a GPU, which nobody waits for, means are NaN instead.
+        """
+        count, told = told[0].double(), told.double()
+        agree_here = size * told[1 + _HASHES : _FRONT] == told[1 : 1 + _HASHES].square()
+        if told.is_cuda:
+            self.total = count
+            sums = torch.where(agree_here.all(), told[_FRONT:], torch.nan)
+        else:
+            if not agree_here.all():
+                self.raise_of_structures(size)
+            self.total = positive(int(count))
+            sums = told[_FRONT:]
+        if len(self._rest):
+            dist.all_reduce(self._rest, group=group)
+            sums = torch.cat([sums, self._rest])
+        self.settle(sums / self.total)
+
+    def settle(self, means: Tensor) -> None:
+        """Take these means of the microbatches of all ranks."""
+        sizes = [leaf.numel() if isinstance(leaf, Tensor) else 1 for leaf in self._first()]
+        loss, *rest = means[: sum(sizes)].split(sizes)
+        self._means = [loss[0], *rest]
+
+    def result(self) -> Any:
+        """Return the mean loss, and the means of the metrics, if there are any."""
+        if self._means is None:  # nobody else runs any
+            if self._error is not None:
+                raise self._error
+            if len(self._seen) > 1:
+                self.settle(self.sums() / self.count)
+        first = self._first()
+        loss, *metrics = self._means or first
+        if loss.dtype is not torch.float32:
+            loss = loss.to(torch.promote_types(first[0].dtype, torch.float32))
+        if not self._text:
+            return loss
+        found = dict(zip(self._paths, map(_like, first[1:], metrics), strict=True))
+        return loss, mapped(self._metrics, lambda path, _: found[path])
+
+    def _first(self) -> list[Any]:
+        """Return loss and metrics of the first microbatch here."""
+        # A rank that runs none, and has none to stand in, has nothing to go by.
+        return self._seen[0][0] if self._seen else [torch.zeros(())]
+
+    def rows(self) -> list[tuple[Tensor, int]]:
+        """Return, of each microbatch here, loss and metrics in one vector, and what it counts."""
+        if self._error is not None:
+            return []
+        return [(torch.cat(list(map(self._flat, leaves))), count) for leaves, count in self._seen]
+
+    def sums(self) -> Tensor:
+        """Return the sums here of loss and metrics, each times what it counts."""
+        sums = torch.zeros(1, dtype=torch.float64, device=self._first()[0].device)
+        for row, count in self.rows():
+            # 0 times NaN is NaN: what does not count is not multiplied.
+            sums = sums + (row * count if count else torch.zeros_like(row))
+        return sums
+
+    def _flat(self, leaf: Leaf) -> Tensor:
+        device = self._first()[0].device
+        if isinstance(leaf, Tensor):
+            return leaf.detach().to(device, torch.float64).reshape(-1)
+        return torch.full((1,), leaf, dtype=torch.float64, device=device)
+
+    def structure(self) -> str:
+        """Return a text that is the same on ranks which have the same metrics."""
+        return self._text or "" if self._error is None else f"refused on rank {world().rank}"
+
+    def raise_of_structures(self, size: int) -> None:
+        """Raise on every rank, each having seen that not all have told the same. Collective."""
+
+        def facts() -> dict[str, object]:
+            if self._error is not None:
+                raise self._error
+            return {"metrics": self._text or "none"}
+
+        here = world()
+        cure = "Let `loss_fn` return the same structure on every rank."
+        if size == here.size:
+            agree(here, "backward", facts, lambda told: require_same("backward", told, cure))
+        raise RuntimeError(f"every rank must return metrics alike, here {facts()}: {cure}")
+
+
+_UNLIKE = (
+    "`loss_fn` must return metrics of the same structure for each microbatch, but did not: let it "
+    "not depend on the microbatch"
+)
+
+
+def _checked(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f"`loss_fn` must return a tensor of one element, but returned a {type(loss).__name__}: "
+            f"take the mean over the samples, and return it, or it and metrics: (loss, metrics)"
+        )
+    if loss.numel() != 1:
+        raise ValueError(
+            f"`loss_fn` must return a tensor of one element, but returned one of shape "
+            f"{tuple(loss.shape)}: take the mean over the samples"
+        )
+    return loss.reshape(()) if loss.ndim else loss
+
+
+def _shape(leaf: Leaf) -> str:
+    # A number and a tensor without dimensions are the same, and so are all dtypes.
+    return "x".join(map(str, leaf.shape)) if isinstance(leaf, Tensor) and leaf.ndim else "number"
+
+
+def _like(leaf: Leaf, mean: Leaf) -> Leaf:
+    """Return `mean` as the kind of number that `leaf` is."""
+    if not isinstance(leaf, Tensor):
+        return float(mean)
+    dtype = leaf.dtype if leaf.is_floating_point() else torch.get_default_dtype()
+    number = torch.as_tensor(mean).detach()
+    return number.to(leaf.device, dtype, copy=True).view(leaf.shape)
+
+
+@lru_cache(maxsize=64)
+def _hashes(text: str, size: int) -> list[int]:
+    """Hash into numbers so small that float32 adds the squares of all ranks' without rounding.
+
+    As in `collective._header`: by Cauchy and Schwarz, `size` times the sum of squares is the square
+    of the sum exactly if all ranks have the same.
+    """
+    bits = (24 - (size - 1).bit_length()) // 2
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
+    return [digest >> bits * number & (2**bits - 1) for number in range(_HASHES)]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pardata.collective._agreement import agree, require_same
 from pardata.collective._tree import Path, in_brackets, leaves, mapped
-from pardata.ranks._backend import device_of_sums
+from pardata.ranks._backend import device_of_counts, device_of_sums
 from pardata.ranks._world import World
 
 _T = TypeVar("_T")
@@ -76,7 +76,7 @@ class Matching(Generic[_T]):
             return values, weight
         if isinstance(values, list) and len(values) > _ROOM:
             values = torch.tensor(values, dtype=torch.float64, device=self.device)
-        header = self._header(values, weight)
+        header = self._header(values, weight, self.device)
         dist.all_reduce(header)
         back = self._read(header)
         if isinstance(values, list):
@@ -93,7 +93,9 @@ class Matching(Generic[_T]):
 
         That raises as `all_reduce` does. It must be called once, on every rank.
         """
-        header = self._header(values, 0.0)
+        # To read it there does not wait for a GPU.
+        device = device_of_counts(self._here.backend, self._here.device)
+        header = self._header(values, 0.0, device)
         work: Any = dist.all_reduce(header, async_op=True)
 
         def sums() -> list[float]:
@@ -108,15 +110,15 @@ class Matching(Generic[_T]):
         like: _T = mapped(self._value, lambda path, _: found[path])
         return like
 
-    def _header(self, values: Values, weight: float) -> Tensor:
+    def _header(self, values: Values, weight: float, device: torch.device) -> Tensor:
         # A rank that refused takes part all the same, with a structure that nobody shares.
         refused = "" if self._error is None else f"refused on rank {self._here.rank}"
         hashes = _hashes(f"{self._place} {self._text} {refused}", self._here.size)
         front: list[float] = [*hashes, *(h * h for h in hashes), weight]
         padding = [0.0] * (_ROOM - len(values))
         if isinstance(values, list):
-            return torch.tensor(front + values + padding, dtype=torch.float64, device=self.device)
-        ends = torch.tensor(front + padding, dtype=torch.float64, device=self.device)
+            return torch.tensor(front + values + padding, dtype=torch.float64, device=device)
+        ends = torch.tensor(front + padding, dtype=torch.float64, device=device)
         return torch.cat([ends[:_FIRST_VALUE], values[:_ROOM], ends[_FIRST_VALUE:]])
 
     def _read(self, header: Tensor) -> list[float]:

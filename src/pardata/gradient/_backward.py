@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, overload
 
-import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
@@ -127,8 +126,6 @@ def backward(
             last = number == len(pieces.own)
             with step.around(piece, last=last):
                 (run.counted if piece.count else run.stand_in)(piece, last=last)
-        if not pieces.own:
-            run.nothing(batch)
     if type(step) is Step and step.size == 1:
         process.trained_alone.add(model)
     return run.tally.result()
@@ -211,14 +208,6 @@ class _Run(NamedTuple):
             if self.step.scaler is not None:
                 self.step.scaler.scale(loss.detach())  # which it must have done once
             add_zeros(outputs, loss, everywhere=not shared)
-
-    def nothing(self, batch: Any) -> None:
-        """Learn, on a rank that need not run anything, what there would be to return."""
-        self.pieces.expected()  # raises where the others do
-        module = self.step.module
-        if batch.stand_in is not None:
-            with kept_buffers(module), kept_generators(self.step.device), torch.no_grad():
-                self.tally.add(self.loss_fn(self.model, batch.stand_in), 0)
 
 
 def _check_alone(model: nn.Module, module: nn.Module, here: World) -> None:

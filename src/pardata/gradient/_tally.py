@@ -129,8 +129,7 @@ class Tally:
 
     def _first(self) -> list[Any]:
         """Return loss and metrics of the first microbatch here."""
-        # A rank that runs none, and has none to stand in, has nothing to go by.
-        return self._seen[0][0] if self._seen else [torch.zeros(())]
+        return self._seen[0][0]
 
     def rows(self) -> list[tuple[Tensor, int]]:
         """Return, of each microbatch here, loss and metrics in one vector, and what it counts."""

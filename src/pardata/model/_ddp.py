@@ -1,8 +1,8 @@
 """Strategy "ddp": PyTorch's DistributedDataParallel, reading through, with equal buffers."""
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import MethodType
 from typing import Any
 
@@ -15,16 +15,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pardata.model._read_through import ReadThrough
 
+_NO_PARCEL = {"_parcel": None, "_refuses_parcels": False}
+
 
 class ReadThroughDDP(ReadThrough, DistributedDataParallel):
     """`DistributedDataParallel` that reads through, with equal buffers after every step."""
 
-    _has_users_hook = False  # or what else forbids one of ours
-
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
         # Not as attributes are set, which are the module's from here on.
-        self.__dict__.update(_in_step=False, _forward_runs=False, _parcel=None)
+        self.__dict__.update(_in_step=False, _forward_runs=False, **_NO_PARCEL)
         self._note_reduced(module)
         self._assign_modules_buffers()  # PyTorch does not where it delays all its reductions
         if options.get("init_sync", True):
@@ -68,39 +68,24 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
         super().register_buffer(name, tensor, persistent)
         self._assign_modules_buffers()
 
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Register a hook that reduces the gradients in DDP's place, before the first step."""
-        self._keep_for_users_hook()
-        super().register_comm_hook(state, hook)
-
-    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        self._keep_for_users_hook()
-        super()._register_builtin_comm_hook(comm_hook_type)
-
-    def _keep_for_users_hook(self) -> None:
-        if self.__dict__.get("_parcel") is not None:
-            raise RuntimeError(
-                "`register_comm_hook` must come before the first `backward` of the model, but one "
-                "has run: register the hook right after wrap_model"
-            )
-        self.__dict__["_has_users_hook"] = True
-
     def _takes_parcels(self) -> bool:
         """Whether numbers can travel with the gradients; arranges it the first time."""
-        if self.__dict__.get("_parcel") is None and not self._has_users_hook:
-            tensors = list(self.module.parameters())
-            whole = all(p.dtype in (torch.float32, torch.float64) for p in tensors)
+        if self._parcel is None and not self._refuses_parcels:
+            parameters = list(self.module.parameters())
+            wide = {p.dtype for p in parameters} <= {torch.float32, torch.float64}
             sparse = any(getattr(part, "sparse", False) for part in self.module.modules())
-            own = self._use_python_reducer or self._delay_all_reduce_all_params
-            if own or sparse or not whole or len({p.device for p in tensors}) > 1:
-                self.__dict__["_has_users_hook"] = True
-            else:
-                self.__dict__["_parcel"] = parcel = Parcel(self.process_group)
-                dist._register_comm_hook(self.reducer, parcel, _mean_with_parcel)  # noqa: SLF001  # not listed, or it would be pickled
+            delayed = self._use_python_reducer or self._delay_all_reduce_all_params
+            parcel = Parcel(self.process_group)
+            if wide and not (sparse or delayed) and len({p.device for p in parameters}) == 1:
+                with suppress(RuntimeError):  # there can be one hook, and the user has his own
+                    # Not by the method, which keeps what is registered and would pickle it.
+                    dist._register_comm_hook(self.reducer, parcel, _mean_with_parcel)  # noqa: SLF001
+                    self.__dict__["_parcel"] = parcel
+            self.__dict__["_refuses_parcels"] = self._parcel is None
         return self._parcel is not None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_parcel": None}  # of the reducer, which is made anew
+        return {**super().__getstate__(), **_NO_PARCEL}  # of the reducer, which is made anew
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Not transparent yet: PyTorch's __setstate__ sets attributes of the wrapper.

@@ -224,13 +224,13 @@ def test_a_step_of_a_plain_batch_has_one_collective_that_of_the_gradients():
     numbers = sum(parameter.numel() for parameter in network().parameters())
     for first, *others in run(collectives_of_steps, "ddp", world_size=2):
         assert len(first) == 2  # what a step counts usually, and the gradients
-        assert others == [[numbers + 64], [numbers + 64]]
+        assert others == [[numbers + 32], [numbers + 32]]
 
 
 @pytest.mark.skipif(not FSDP_ON_CPU, reason="fully_shard needs a GPU")
 def test_under_fsdp_they_are_sent_beside_the_backward():
     for _, *others in run(collectives_of_steps, "fsdp", world_size=2):
-        assert others == [[64], [64]]
+        assert others == [[32], [32]]
 
 
 @pytest.mark.parametrize(
@@ -245,8 +245,8 @@ def test_under_fsdp_they_are_sent_beside_the_backward():
 )
 def test_they_travel_under_every_option_of_ddp(options):
     for counts in run(_collectives_with, options, world_size=2):
-        assert [number for number in counts[-1] if number > 64]
-        assert 64 not in counts[-1]
+        assert [number for number in counts[-1] if number > 32]
+        assert 32 not in counts[-1]
 
 
 def _collectives_with(options):

@@ -86,7 +86,7 @@ class ExactStep(Step):
     @contextmanager
     def whole(self, pieces: Pieces, tally: Tally) -> Iterator[None]:
         """Run the microbatches of this rank in the block; then set what all ranks have together."""
-        with gradients_aside(self.module):
+        with gradients_aside(self.module.parameters()):
             with self._received(tally):
                 yield
             self._conclude(pieces.expected(), tally)
@@ -111,7 +111,7 @@ class ExactStep(Step):
         """Take the means, and set gradients and buffers, unless something has overflown."""
         report = self._report
         metrics = means_of(tally.rows(), total, self.size, self.device)
-        tally.settle(torch.cat([self._loss[None], metrics]))
+        tally.settle(torch.cat([self._loss[None], metrics]), 1)
         if not report.overflow:
             self._means.apply()
             self._sums.set_gradients(report.used, report.large)
@@ -164,7 +164,7 @@ class ExactStep(Step):
                 f"`{min(report.sparse)}` is sparse: make the embedding with sparse=False"
             )
         if not report.alike:
-            tally.raise_of_structures(self.size)
+            tally.raise_of_structures()
         raises = self._exact.on_overflow == "raise" and not self._leaves_overflow_to_scaler(report)
         if report.overflow and raises:
             raise OverflowError(self._text(report))

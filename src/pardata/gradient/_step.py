@@ -1,6 +1,6 @@
 """One step of `backward` under each strategy: what synchronises, when, and what buffers do."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -63,7 +63,10 @@ class _SharedStep(Step):
         super().__init__(replica, scaler)
         self.group = getattr(self.layer, "process_group", None)
         self.size = dist.get_world_size(self.group)
-        self.device = next(self.module.parameters()).device
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]  # asked for once
+        return next(self.module.parameters()).device
 
     def send(self, tally: Tally) -> None:
         if self.size > 1 and not self._send_along(told := tally.told(self.size)):
@@ -117,7 +120,7 @@ class ReplicatedStep(_SharedStep):
                 f"`static_graph` must be False where a rank has more than one microbatch, here "
                 f"{pieces.most}, for PyTorch cannot accumulate with it: leave it out of wrap_model"
             )
-        with gradients_aside(self.module):
+        with gradients_aside(self.layer._module_parameters):  # noqa: SLF001  # a list, for a walk takes longer
             with one_step(self.layer):
                 yield
             self._settle(pieces, tally)
@@ -157,7 +160,7 @@ class ShardedStep(_SharedStep):
     @contextmanager
     def whole(self, pieces: Pieces, tally: Tally) -> Iterator[None]:
         with (
-            gradients_aside(self.module),
+            gradients_aside(self.module.parameters()),
             averaged_buffers(self.layer, lambda: (tally.count, tally.total)),
         ):
             yield
@@ -173,10 +176,10 @@ class ShardedStep(_SharedStep):
 
 
 @contextmanager
-def gradients_aside(module: nn.Module) -> Iterator[None]:
+def gradients_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Put away the gradients that are there, and add them to the new ones after the block."""
     # Copies: under DDP a gradient may be a part of the memory that the next one is reduced in.
-    before = [(p, p.grad.clone()) for p in module.parameters() if p.grad is not None]
+    before = [(p, p.grad.clone()) for p in parameters if p.grad is not None]
     for parameter, _ in before:
         parameter.grad = None
     try:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pardata.collective._agreement import agree, require_same
-from pardata.collective._header import Leaf, numbers_of
+from pardata.collective._header import Leaf, Values, numbers_of
 from pardata.collective._tree import Path, in_brackets, mapped
 from pardata.gradient._count import positive
 from pardata.ranks._world import world
@@ -17,7 +17,7 @@ from pardata.ranks._world import world
 # The places of what is told: what was counted, hashes and their squares, then the first values.
 _HASHES = 6
 _FRONT = 1 + 2 * _HASHES
-_ROOM = 51
+_ROOM = 19
 
 
 class Tally:
@@ -74,14 +74,16 @@ class Tally:
     def told(self, size: int) -> Tensor:
         """Return the sums here, in a vector whose length is the same on each of `size` ranks."""
         values = self.sums()
-        hashes = _hashes(self.structure(), size)
-        front = torch.tensor(
-            [self.count, *hashes, *(number * number for number in hashes)], dtype=torch.float64
-        )
-        if values.is_cuda:
-            front = front.pin_memory().to(values.device, non_blocking=True)
         self._rest = values[_ROOM:]
-        return torch.cat([front, values[:_ROOM], values.new_zeros(max(0, _ROOM - len(values)))])
+        hashes = _hashes(self.structure(), size)
+        front = [float(self.count), *hashes, *(number * number for number in hashes)]
+        padding = [0.0] * (_ROOM - len(values))
+        if isinstance(values, list):
+            return torch.tensor(front + values[:_ROOM] + padding, dtype=torch.float64)
+        ends = torch.tensor(front + padding, dtype=torch.float64)
+        if values.is_cuda:
+            ends = ends.pin_memory().to(values.device, non_blocking=True)
+        return torch.cat([ends[:_FRONT], values[:_ROOM], ends[_FRONT:]])
 
     def hear(self, told: Tensor, size: int, group: Any) -> None:
         """Take the means from the sums of what all ranks have told. Collective.
@@ -90,26 +92,33 @@ class Tally:
             RuntimeError, ValueError: where the structures differ, and where nothing was counted; on
                 a GPU, which nobody waits for, means are NaN instead.
         """
-        count, told = told[0].double(), told.double()
-        agree_here = size * told[1 + _HASHES : _FRONT] == told[1 : 1 + _HASHES].square()
         if told.is_cuda:
-            self.total = count
-            sums = torch.where(agree_here.all(), told[_FRONT:], torch.nan)
+            told = told.double()
+            hashes, squares = told[1:_FRONT].view(2, -1)
+            self.total = told[0]
+            told = torch.where((size * squares == hashes.square()).all(), told, torch.nan)
+            values: Values = told[_FRONT:]
         else:
-            if not agree_here.all():
-                self.raise_of_structures(size)
+            count, *numbers = told.tolist()
+            for hashed, square in zip(numbers[:_HASHES], numbers[_HASHES:], strict=False):
+                if size * square != hashed * hashed:
+                    self.raise_of_structures()
             self.total = positive(int(count))
-            sums = told[_FRONT:]
+            values = numbers[_FRONT - 1 :]
         if len(self._rest):
-            dist.all_reduce(self._rest, group=group)
-            sums = torch.cat([sums, self._rest])
-        self.settle(sums / self.total)
+            rest = torch.as_tensor(self._rest, dtype=torch.float64)
+            dist.all_reduce(rest, group=group)
+            values = torch.cat([torch.as_tensor(values, dtype=torch.float64).to(rest), rest])
+        self.settle(values, self.total)
 
-    def settle(self, means: Tensor) -> None:
-        """Take these means of the microbatches of all ranks."""
+    def settle(self, sums: Values, total: float | Tensor) -> None:
+        """Take the means of the microbatches of all ranks: `sums`, of what counts `total`."""
+        if isinstance(sums, list) and all(map(_is_number, self._first())):
+            self._means = [number / total for number, _ in zip(sums, self._first(), strict=False)]
+            return
+        means = torch.as_tensor(sums, dtype=torch.float64) / total
         sizes = [leaf.numel() if isinstance(leaf, Tensor) else 1 for leaf in self._first()]
-        loss, *rest = means[: sum(sizes)].split(sizes)
-        self._means = [loss[0], *rest]
+        self._means = list(means[: sum(sizes)].split(sizes))
 
     def result(self) -> Any:
         """Return the mean loss, and the means of the metrics, if there are any."""
@@ -117,14 +126,15 @@ class Tally:
             if self._error is not None:
                 raise self._error
             if len(self._seen) > 1:
-                self.settle(self.sums() / self.count)
-        first = self._first()
-        loss, *metrics = self._means or first
-        if loss.dtype is not torch.float32:
-            loss = loss.to(torch.promote_types(first[0].dtype, torch.float32))
+                self.settle(self.sums(), self.count)
+        own, *leaves = self._first()
+        loss, *metrics = self._means or self._first()
+        wide = own if own.dtype in (torch.float32, torch.float64) else own.float()
+        if loss is not wide:
+            loss = loss.to(wide).reshape(()) if isinstance(loss, Tensor) else wide.new_tensor(loss)
         if not self._text:
             return loss
-        found = dict(zip(self._paths, map(_like, first[1:], metrics), strict=True))
+        found = dict(zip(self._paths, map(_like, leaves, metrics), strict=True))
         return loss, mapped(self._metrics, lambda path, _: found[path])
 
     def _first(self) -> list[Any]:
@@ -137,13 +147,17 @@ class Tally:
             return []
         return [(torch.cat(list(map(self._flat, leaves))), count) for leaves, count in self._seen]
 
-    def sums(self) -> Tensor:
+    def sums(self) -> Values:
         """Return the sums here of loss and metrics, each times what it counts."""
-        sums = torch.zeros(1, dtype=torch.float64, device=self._first()[0].device)
-        for row, count in self.rows():
-            # 0 times NaN is NaN: what does not count is not multiplied.
-            sums = sums + (row * count if count else torch.zeros_like(row))
-        return sums
+        # 0 times NaN is NaN: what does not count is left out.
+        if self._error is not None:
+            return [0.0]
+        if all(map(_is_number, self._first())):
+            zeros = [0.0] * len(self._first())
+            scaled = [[float(leaf) * n for leaf in leaves] for leaves, n in self._seen if n]
+            return [sum(column) for column in zip(zeros, *scaled, strict=True)]
+        rows = self.rows()
+        return sum((row * count for row, count in rows if count), torch.zeros_like(rows[0][0]))
 
     def _flat(self, leaf: Leaf) -> Tensor:
         device = self._first()[0].device
@@ -155,7 +169,7 @@ class Tally:
         """Return a text that is the same on ranks which have the same metrics."""
         return self._text or "" if self._error is None else f"refused on rank {world().rank}"
 
-    def raise_of_structures(self, size: int) -> None:
+    def raise_of_structures(self) -> None:
         """Raise on every rank, each having seen that not all have told the same. Collective."""
 
         def facts() -> dict[str, object]:
@@ -163,11 +177,8 @@ class Tally:
                 raise self._error
             return {"metrics": self._text or "none"}
 
-        here = world()
         cure = "Let `loss_fn` return the same structure on every rank."
-        if size == here.size:
-            agree(here, "backward", facts, lambda told: require_same("backward", told, cure))
-        raise RuntimeError(f"every rank must return metrics alike, here {facts()}: {cure}")
+        agree(world(), "backward", facts, lambda told: require_same("backward", told, cure))
 
 
 _UNLIKE = (
@@ -195,13 +206,19 @@ def _shape(leaf: Leaf) -> str:
     return "x".join(map(str, leaf.shape)) if isinstance(leaf, Tensor) and leaf.ndim else "number"
 
 
+def _is_number(leaf: Leaf) -> bool:
+    """Whether `leaf` is one number that can be read without waiting for a GPU."""
+    return not isinstance(leaf, Tensor) or (leaf.ndim == 0 and not leaf.is_cuda)
+
+
 def _like(leaf: Leaf, mean: Leaf) -> Leaf:
     """Return `mean` as the kind of number that `leaf` is."""
     if not isinstance(leaf, Tensor):
         return float(mean)
     dtype = leaf.dtype if leaf.is_floating_point() else torch.get_default_dtype()
-    number = torch.as_tensor(mean).detach()
-    return number.to(leaf.device, dtype, copy=True).view(leaf.shape)
+    if not isinstance(mean, Tensor):
+        return torch.tensor(mean, dtype=dtype, device=leaf.device)
+    return mean.detach().to(leaf.device, dtype, copy=True).view(leaf.shape)
 
 
 @lru_cache(maxsize=64)

@@ -184,9 +184,14 @@ def _mean_with_parcel(
         torch.div(gradients, size, out=sent[:count])
         sent[count:] = parcel.numbers
         parcel.numbers, parcel.sums = None, sent[count:]
-    work: Any = dist.all_reduce(sent, group=parcel.group, async_op=True)
-    done: torch.futures.Future[Tensor]
-    done = work.get_future().then(lambda future: future.value()[0][:count])
+    done = torch.futures.Future[Tensor]()
+    if bucket.is_last() and not sent.is_cuda:
+        # Nothing is left to be computed meanwhile, and to wait here takes one thread less.
+        dist.all_reduce(sent, group=parcel.group)
+        done.set_result(sent[:count])
+    else:
+        work: Any = dist.all_reduce(sent, group=parcel.group, async_op=True)
+        done = work.get_future().then(lambda future: future.value()[0][:count])
     return done
 
 

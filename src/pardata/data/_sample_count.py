@@ -23,6 +23,12 @@ def leave_count(batch: Any, samples: int) -> None:
         setattr(first, _COUNT, samples)
 
 
+def samples_read(batch: Any) -> int | None:
+    """Return how many samples a loader has read for `batch`, if it has left the number."""
+    count: int | None = getattr(_first_tensor(batch), _COUNT, None)
+    return count
+
+
 def samples_of(batch: Any, read: int | None = None) -> int:
     """Return how many samples `batch` has: those that were read for it, which its shape must allow.
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from pardata.collective._header import Matching
 from pardata.data._microbatches import Microbatches
-from pardata.data._sample_count import samples_of
+from pardata.data._sample_count import samples_of, samples_read
 from pardata.ranks._world import world
 
 Count = Callable[[Any], int]
@@ -99,8 +99,10 @@ def _of_one(batch: Any, count: Count | None, sharing: Sharing) -> tuple[int, Tot
     if count is not None:
         (own,), expected = _counted([batch], count, sharing)
         return own, expected
-    if sharing.size == 1:
-        return (own := samples_of(batch)), _known(own)
+    if sharing.size == 1:  # then any number will do, but 0
+        read = samples_read(batch)
+        own = samples_of(batch) if read is None else read
+        return own, _known(own)
     # What was read or kept, known here alone. That all ranks together have the usual number is a
     # guess, but the same one on all: they correct it once they know the sum.
     usual: int | None = vars(sharing.layer).get(_USUAL)

@@ -91,6 +91,8 @@ class _SharedStep(Step):
             return
         tally.hear(self._hear(), self.size, self.group)
         factor = pieces.expected() / tally.total
+        if isinstance(factor, Tensor):
+            factor = factor.nan_to_num(posinf=0.0)  # where nothing was counted, gradients are 0
         if isinstance(factor, Tensor) or factor != 1:
             gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
             with torch.no_grad():

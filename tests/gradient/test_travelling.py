@@ -417,6 +417,25 @@ def test_samples_count_along_any_dimension_and_those_left_out_do_not(size, micro
         assert found == pytest.approx([2.4, 2.4])
 
 
+def left_out_under_exact(count):
+    model = wrap_model(nn.Linear(7, 1, bias=False), "exact")
+    with torch.no_grad():
+        unwrap(model).weight.fill_(1.0)
+    data = Numbers(corrupt=3)
+    (batch,) = make_loader(data, 6, collate_fn=readable, num_workers=0, microbatch_size=2)
+    return caught(lambda: backward(model, lambda m, x: m(x).mean(), batch, count=count).item())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_under_exact_samples_that_were_left_out_ask_for_a_count(size):
+    others, *last = reversed(run(left_out_under_exact, None, world_size=size))
+    found = (last or [others])[-1]  # of rank 0, whose second microbatch it is
+    assert "under strategy 'exact', whose weights are planned, but `collate_fn` has" in found.text
+    assert found.type == "ValueError"
+    assert size == 1 or "another one failed: see its error" in others.text
+    assert run(left_out_under_exact, len, world_size=size) == [pytest.approx(2.4)] * size
+
+
 # --- a gradient scaler ---
 
 

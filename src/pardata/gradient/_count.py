@@ -58,11 +58,13 @@ class Pieces(NamedTuple):
         expected: returns what the microbatches of all ranks count, by the plan, or, where there is
             none, in the model's first such step: the same number on all ranks. Raises, on every
             rank, where a `count` failed, or all counted are 0.
+        left_out: whether fewer samples are here than planned.
     """
 
     own: list[Piece]
     most: int
     expected: Total
+    left_out: bool = False
 
     @classmethod
     def of(cls, batch: Any, count: Count | None, sharing: Sharing) -> "Pieces":
@@ -76,9 +78,9 @@ class Pieces(NamedTuple):
                 f"`batch`, but it is shared by {batch.size}: pass distributed='auto' to make_loader"
             )
         held, first = batch[:], batch.first
+        planned = batch.counts[first : first + len(held)]
         if count is None:
-            planned = batch.counts[first : first + len(held)]
-            counts: Sequence[int] = list(map(samples_of, held, planned))
+            counts: Sequence[int] = tuple(map(samples_of, held, planned))
             expected = _known(sum(counts if sharing.size == 1 else batch.counts))
         else:
             counts, expected = _counted(held, count, sharing)
@@ -91,7 +93,9 @@ class Pieces(NamedTuple):
                 f"has none: give it a stand_in, any microbatch of the step"
             )
         # First, so that what synchronises is a microbatch of this rank's own, if it has one.
-        return cls([Piece(batch.stand_in, 0)] * (wanted - len(own)) + own, most, expected)
+        stand_ins = [Piece(batch.stand_in, 0)] * (wanted - len(own))
+        left_out = count is None and counts != planned
+        return cls(stand_ins + own, most, expected, left_out)
 
 
 def _of_one(batch: Any, count: Count | None, sharing: Sharing) -> tuple[int, Total]:

@@ -77,7 +77,7 @@ class ExactStep(Step):
         self._batch = batch
         self._exact = exact = self.layer.exact
         # Raised within the step, so that the others hear it.
-        self._refusal = exact.refusal(model)
+        self._refusal: Exception | None = exact.refusal(model)
         self._means = Means(exact.module, self.device)
         trained = {name: p for name, p in exact.module.named_parameters() if p.requires_grad}
         self._sums = Sums(trained, self.size, self.device, exact.scratch)
@@ -86,6 +86,12 @@ class ExactStep(Step):
     @contextmanager
     def whole(self, pieces: Pieces, tally: Tally) -> Iterator[None]:
         """Run the microbatches of this rank in the block; then set what all ranks have together."""
+        if pieces.left_out:
+            self._refusal = self._refusal or ValueError(
+                "a microbatch must have the samples that were read for it under strategy 'exact', "
+                "whose weights are planned, but `collate_fn` has left some out: pass `count`, to "
+                "tell how many there are"
+            )
         with gradients_aside(self.module.parameters()):
             with self._received(tally):
                 yield

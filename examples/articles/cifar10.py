@@ -157,7 +157,8 @@ def train_epoch(
         optimizer.zero_grad()
         # The gradient of the mean over the global batch, however it is shared. Microbatches are
         # what makes a run exact; otherwise a share is faster as a whole.
-        loss = backward(model, mean_loss, batch if exact else whole_share(batch))
+        pieces = batch if exact else whole_share(batch)
+        loss, accuracy = backward(model, mean_loss, pieces)
         optimizer.step()
         if step % 10 == 0:
             now = loader.stats()
@@ -165,17 +166,18 @@ def train_epoch(
             trained = now["seconds"] - before["seconds"] - waited
             before = now
             bar.show(loss=loss)
-            writer.write(step, {"train/loss": loss, "time/data": waited, "time/train": trained})
-            log.info(
-                "step %d  loss %.4f  data %.2f s  training %.2f s", step, loss, waited, trained
-            )
+            times = {"time/data": waited, "time/train": trained}
+            writer.write(step, {"train/loss": loss, "train/accuracy": accuracy, **times})
+            text = "step %d  loss %.4f  accuracy %.3f  data %.2f s  training %.2f s"
+            log.info(text, step, loss, accuracy, waited, trained)
         yield step
 
 
-def mean_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Return the mean loss over the images of `batch`."""
+def mean_loss(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean loss over the images of `batch`, and the accuracy."""
     images, labels = batch
-    return F.cross_entropy(model(images), labels)
+    output = model(images)
+    return F.cross_entropy(output, labels), (output.argmax(dim=1) == labels).float().mean()
 
 
 @torch.no_grad()

@@ -146,23 +146,23 @@ def train_epoch(
         # The gradient of the mean over the global batch, however it is shared. Microbatches are
         # what makes a run exact; otherwise a share is faster as a whole.
         pieces = batch if args.strategy == "exact" else whole_share(batch)
-        loss = backward(model, mean_loss, pieces)
+        loss, accuracy = backward(model, mean_loss, pieces)
         optimizer.step()
         if step % args.log_interval == 0:
             bar.show(loss=loss)
-            writer.write(step, {"train/loss": loss})
-            log.info("step %d  loss %.4f", step, loss)
+            writer.write(step, {"train/loss": loss, "train/accuracy": accuracy})
+            log.info("step %d  loss %.4f  accuracy %.3f", step, loss, accuracy)
         yield step
 
 
-def mean_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Return the mean loss over the images of `batch`."""
+def mean_loss(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean loss over the images of `batch`, and the accuracy."""
     images, labels = batch
     output = model(images)
     if model.show_shapes:
         print(f"outside the model: {tuple(images.shape)} -> {tuple(output.shape)}", flush=True)
         model.show_shapes = False  # reaches the module, whatever wraps it
-    return F.nll_loss(output, labels)
+    return F.nll_loss(output, labels), (output.argmax(dim=1) == labels).float().mean()
 
 
 @torch.no_grad()

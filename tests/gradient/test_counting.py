@@ -28,16 +28,29 @@ RULES = {"own": Sharing, "one": One, "most": Most}
 
 def sharing(rule, size):
     """Return how the ranks run microbatches: by the rules of the strategies."""
-    return RULES[rule](size, None, torch.device("cpu"))
+    made = RULES[rule]()
+    made.size = size
+    return made
 
 
 def part(rank, size, counts, *, stand_in="first"):
-    """Return one rank's microbatches, each of which is its number in the step."""
+    """Return one rank's microbatches, of which each row is its number in the step."""
     own = share(len(counts), rank, size)
-    first = 0 if stand_in == "first" else None
+    batches = [torch.full((count,), number) for number, count in enumerate(counts)]
+    first = batches[0] if stand_in == "first" else None
     return Microbatches(
-        list(own), epoch=0, step=0, first=own.start, counts=counts, size=size, stand_in=first
+        batches[own.start : own.stop],
+        epoch=0,
+        step=0,
+        first=own.start,
+        counts=counts,
+        size=size,
+        stand_in=first,
     )
+
+
+def number_of(piece):
+    return int(piece.microbatch[0])
 
 
 @given(
@@ -56,12 +69,12 @@ def test_over_all_ranks_each_microbatch_is_run_for_what_it_counts_and_once(count
         is_stand_in = [piece.number is None for piece in pieces.own]
         assert is_stand_in == [True] * (wanted - own) + [False] * own
         first = next((piece.number for piece in pieces.own if piece.number is not None), 0)
-        stand_ins = {(p.microbatch, p.count) for p in pieces.own if p.number is None}
+        stand_ins = {(number_of(p), p.count) for p in pieces.own if p.number is None}
         assert stand_ins <= {(first, 0)}
         assert pieces.most == most
-        assert size == 1 or pieces.total() == sum(counts)
+        assert size == 1 or pieces.expected() == sum(counts)
     run_here = [piece for pieces in team for piece in pieces.own]
-    numbered = [(p.microbatch, p.number, p.count) for p in run_here if p.number is not None]
+    numbered = [(number_of(p), p.number, p.count) for p in run_here if p.number is not None]
     assert numbered == [(number, number, count) for number, count in enumerate(counts)]
     assert sum(Fraction(piece.count, sum(counts)) for piece in run_here) == 1
 

@@ -71,9 +71,9 @@ def averaged(weights):
     module.short.fill_(rank)
     module.angles = torch.full((2,), complex(rank, -rank))
     module.mask.fill_(rank == 0)
-    average(real_buffers(module).values(), weights[rank] / sum(weights))
-    average([], 0.5)
-    average([torch.tensor([rank])], 0.5)
+    average(real_buffers(module).values(), weights[rank], sum(weights))
+    average([], 1, 2)
+    average([torch.tensor([rank])], 1, 2)
     return state(module)
 
 
@@ -99,7 +99,7 @@ def constants():
     module.register_buffer("bias", torch.tensor([0.0, -torch.inf, 3e38, 1e-45]))
     before = state(module)
     for _ in range(20):
-        average([buffer.data for buffer in module.buffers()], [0.1, 0.7, 0.2][dist.get_rank()])
+        average([buffer.data for buffer in module.buffers()], [1, 7, 2][dist.get_rank()], 10)
     assert all(torch.equal(before[name], now) for name, now in state(module).items())
 
 

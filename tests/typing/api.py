@@ -197,10 +197,16 @@ def mean_loss(model: nn.Module, batch: Tensor) -> Tensor:
     raise NotImplementedError
 
 
+def loss_and_accuracy(model: nn.Module, batch: Tensor) -> tuple[Tensor, dict[str, float]]:
+    """Stand for a user's loss and metrics."""
+    raise NotImplementedError
+
+
 def the_gradient(step: Microbatches[Tensor]) -> None:
     assert_type(backward(Net(), mean_loss, step), Tensor)
     assert_type(backward(Net(), mean_loss, torch.ones(1), count=len), Tensor)
-    backward(Net(), mean_loss, step, len)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]  # by name only
+    assert_type(backward(Net(), loss_and_accuracy, step), tuple[Tensor, dict[str, float]])
+    backward(Net(), mean_loss, step, len)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]  # by name only
 
 
 def across_ranks() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pardata.collective._agreement import agree, require_same
 from pardata.collective._tree import Path, in_brackets, leaves, mapped
-from pardata.ranks._backend import device_of_sums
+from pardata.ranks._backend import device_of_counts, device_of_sums
 from pardata.ranks._world import World
 
 _T = TypeVar("_T")
@@ -76,7 +76,7 @@ class Matching(Generic[_T]):
             return values, weight
         if isinstance(values, list) and len(values) > _ROOM:
             values = torch.tensor(values, dtype=torch.float64, device=self.device)
-        header = self._header(values, weight)
+        header = self._header(values, weight, self.device)
         dist.all_reduce(header)
         back = self._read(header)
         if isinstance(values, list):
@@ -93,7 +93,9 @@ class Matching(Generic[_T]):
 
         That raises as `all_reduce` does. It must be called once, on every rank.
         """
-        header = self._header(values, 0.0)
+        # To read it there does not wait for a GPU.
+        device = device_of_counts(self._here.backend, self._here.device)
+        header = self._header(values, 0.0, device)
         work: Any = dist.all_reduce(header, async_op=True)
 
         def sums() -> list[float]:
@@ -108,15 +110,15 @@ class Matching(Generic[_T]):
         like: _T = mapped(self._value, lambda path, _: found[path])
         return like
 
-    def _header(self, values: Values, weight: float) -> Tensor:
+    def _header(self, values: Values, weight: float, device: torch.device) -> Tensor:
         # A rank that refused takes part all the same, with a structure that nobody shares.
         refused = "" if self._error is None else f"refused on rank {self._here.rank}"
         hashes = _hashes(f"{self._place} {self._text} {refused}", self._here.size)
         front: list[float] = [*hashes, *(h * h for h in hashes), weight]
         padding = [0.0] * (_ROOM - len(values))
         if isinstance(values, list):
-            return torch.tensor(front + values + padding, dtype=torch.float64, device=self.device)
-        ends = torch.tensor(front + padding, dtype=torch.float64, device=self.device)
+            return torch.tensor(front + values + padding, dtype=torch.float64, device=device)
+        ends = torch.tensor(front + padding, dtype=torch.float64, device=device)
         return torch.cat([ends[:_FIRST_VALUE], values[:_ROOM], ends[_FIRST_VALUE:]])
 
     def _read(self, header: Tensor) -> list[float]:
@@ -142,16 +144,16 @@ def refuse(here: World, facts: Callable[[], object]) -> None:
     agree(here, place, facts, lambda told: require_same(place, told, cure))
 
 
-def numbers_of(value: object) -> dict[Path, Leaf]:
+def numbers_of(value: object, name: str = "value") -> dict[Path, Leaf]:
     """Return the leaves of `value` by their paths, in the same order on every rank.
 
     Raises:
         TypeError: for a leaf that is no number, naming its path, as ``value['loss'][2]``.
     """
-    return {path: _number(leaf, path) for path, leaf in leaves(value, by_text=True)}
+    return {path: _number(leaf, path, name) for path, leaf in leaves(value, by_text=True)}
 
 
-def _number(leaf: Any, path: Path) -> Leaf:
+def _number(leaf: Any, path: Path, name: str) -> Leaf:
     # By exact type first: metrics are reduced often, and an abstract class takes a microsecond.
     if type(leaf) is float or type(leaf) is int:
         return leaf
@@ -167,7 +169,7 @@ def _number(leaf: Any, path: Path) -> Leaf:
         if isinstance(leaf, Real):
             return leaf  # type: ignore[return-value]  # Real is what numbers have in common
         must, but = "a number or a tensor", f"{leaf!r} ({type(leaf).__name__})"
-    raise TypeError(f"`{in_brackets('value', path)}` must be {must}, but is {but}")
+    raise TypeError(f"`{in_brackets(name, path)}` must be {must}, but is {but}")
 
 
 @functools.lru_cache(maxsize=64)  # a training loop reduces the same few structures

@@ -15,6 +15,7 @@ from pardata.data._placement import Placement
 from pardata.data._plan import Plan
 from pardata.data._position import Position, Recipe
 from pardata.data._reader import Fetched
+from pardata.data._sample_count import leave_count
 from pardata.data._workers import Source
 from pardata.ranks._arguments import check_integer
 from pardata.ranks._logger import get_logger
@@ -229,6 +230,7 @@ class Loader:
             # On every rank, so that a batch that cannot be emptied is an error on all of them.
             empty = emptied(batch)
             batch = batch if step.rows else empty
+        leave_count(batch, step.rows)
         return step.samples, batch
 
     def _speak_of_waiting(self, clock: _Clock) -> None:

@@ -1,35 +1,64 @@
 """backward: the gradient of the mean over the whole global batch, whatever the strategy."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, overload
 
-import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.amp import GradScaler
 
 from pardata.collective._explanation import explained
 from pardata.data._batch import tensors_of
 from pardata.data._microbatches import Microbatches
-from pardata.gradient._count import Count, Pieces
+from pardata.gradient._count import Count, Piece, Pieces
 from pardata.gradient._exact_step import ExactStep
+from pardata.gradient._forward import add_zeros, forward_of
 from pardata.gradient._step import ReplicatedStep, ShardedStep, Step
+from pardata.gradient._tally import Tally
 from pardata.model._batch_norm import is_synchronised
 from pardata.model._buffers import kept_buffers
 from pardata.model._strategy import DDP, DP, EXACT, FSDP, NONE, Replica, Strategy, replica_of
 from pardata.model._unwrap import is_parallel
 from pardata.ranks._logger import get_logger
-from pardata.ranks._world import World, require_world
+from pardata.ranks._process import process
+from pardata.ranks._world import World, default_group, require_world
 from pardata.seeds._generators import kept_generators
 
 _log = get_logger(__name__)
 
-LossFn = Callable[[nn.Module, Any], Tensor]
+LossFn = Callable[[nn.Module, Any], Any]
+_Metrics = TypeVar("_Metrics")
+
+
+@overload
+def backward(
+    model: nn.Module,
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    batch: Any,
+    *,
+    count: Count | None = None,
+    scaler: GradScaler | None = None,
+) -> Tensor: ...
+
+
+@overload
+def backward(
+    model: nn.Module,
+    loss_fn: Callable[[nn.Module, Any], tuple[Tensor, _Metrics]],
+    batch: Any,
+    *,
+    count: Count | None = None,
+    scaler: GradScaler | None = None,
+) -> tuple[Tensor, _Metrics]: ...
 
 
 def backward(
-    model: nn.Module, loss_fn: LossFn, batch: Any, *, count: Count | None = None
-) -> Tensor:
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: Any,
+    *,
+    count: Count | None = None,
+    scaler: GradScaler | None = None,
+) -> Any:
     """Add to ``.grad`` the gradient of the mean loss over the global batch, and return that loss.
 
     Runs ``loss_fn(model, microbatch)``, a mean over the samples of the microbatch, and its backward
@@ -42,64 +71,94 @@ def backward(
 
     Collective, but for ``"none"`` and ``"dp"``. In a single process it is gradient accumulation.
 
+    Loss, counts and metrics travel while the backward runs, under ``"ddp"`` at the end of the
+    gradients: they cost no collective of their own, and no GPU is waited for.
+
     Args:
         model: as `wrap_model` returned it. Other trainable models that `loss_fn` runs must be
             frozen: nobody synchronises their gradients.
-        loss_fn: runs ``model`` and returns a mean: a tensor of one element. With a gradient scaler
-            it returns the scaled loss.
-        batch: the `Microbatches` of a loader; or, but for ``"exact"``, one microbatch of any kind,
-            whose samples are the rows of its first tensor, or the items of lists with one for each
-            sample, as of images and targets; of what may be read in several ways, a `count` tells.
+        loss_fn: runs ``model`` and returns a mean over the samples, a tensor of one element; or
+            ``(loss, metrics)``, with nested dicts, lists and tuples of numbers and tensors that are
+            means likewise: an accuracy, parts of the loss.
+        batch: the `Microbatches` of a loader; or, but for ``"exact"``, one microbatch of any kind.
+            What a loader yields has as many samples as were read for it, unless its ``collate_fn``
+            kept fewer. Of what else there is the rows of its first tensor count, or the items of
+            lists with one for each sample, as of images and targets; where that may be read in
+            several ways, a `count` tells.
         count: returns what a microbatch counts for instead of its samples, its tokens say: an
             integer from 0 up. The loss of one that counts 0 is not looked at, be it NaN. Costs a
-            small collective, as does a `batch` that is no `Microbatches`.
+            small collective, which runs beside the forward.
+        scaler: scales what is run backward; what is returned is not scaled. Its ``unscale_``,
+            ``step`` and ``update`` stay yours. Under ``"exact"`` an overflow ends in infinite
+            gradients, by which it finds its scale.
 
     Returns:
-        The mean loss over the global batch, without dimensions and detached, the same on every
-        rank.
+        The mean loss over the global batch, without dimensions and detached, at least float32, the
+        same on every rank; where `loss_fn` returned metrics too, the loss and their means, weighted
+        as the loss is. Tensors stay tensors, of their floating dtype or the default one; numbers
+        become floats, for which a GPU is waited for.
 
     Raises:
         TypeError, ValueError: for what is no model; for a `batch` of which nobody can tell how many
             samples it has; for a `count` that is no integer from 0 up, and counts that are all 0;
-            for a loss that is no tensor of one element; under ``no_sync()``.
-        RuntimeError: where `loss_fn` did not run `model`.
+            for a loss that is no tensor of one element, and metrics that are no numbers; under
+            ``no_sync()``.
+        RuntimeError: where `loss_fn` did not run `model`, in one process in the first step alone;
+            where metrics differ in structure between ranks. On GPUs, which nobody waits for, means
+            are NaN then, and the loss of a step in which no rank had a sample.
 
     >>> net, x = nn.Linear(1, 1), torch.arange(6.0).view(6, 1)
     >>> loss = backward(net, lambda model, x: model(x).square().mean(), x)
     >>> torch.allclose(loss, net(x).square().mean())
     True
     """
-    here = require_world("backward")
-    replica = replica_of(model)
-    step = _STEPS[replica.strategy](replica, model, batch, here)
-    _check_equally_many(replica.module, batch, step.size)
-    if here.size > 1 and step.size == 1:
-        _check_alone(model, replica.module, here)
+    # What is checked of a model that nobody else trains is checked in its first step.
+    is_known = default_group() is None and model in process.trained_alone
+    if is_known and count is None:
+        own = batch if isinstance(batch, Microbatches) else (batch,)
+        if len(own) == 1:
+            return _alone(model, loss_fn, own[0], scaler)
+    step = _step_of(model, batch, scaler)
     pieces = Pieces.of(batch, count, step)
-    with explained("backward", batch):
-        with _gradients_aside(replica.module), step.whole(pieces):
-            for left, piece in zip(reversed(range(len(pieces.own))), pieces.own, strict=True):
-                with step.around(piece, last=left == 0):
-                    if piece.count:
-                        with _forward_of(model):
-                            loss = _checked(loss_fn(model, piece.microbatch))
-                        step.run(loss, piece.count / pieces.total())
-                    else:
-                        _take_part(model, replica.module, loss_fn, piece.microbatch, pieces)
-            if not pieces.own:
-                pieces.total()  # raises where the others do
-        return step.loss()
+    run = _Run(model, loss_fn, step, pieces, Tally())
+    with explained("backward", batch), step.whole(pieces, run.tally):
+        for number, piece in enumerate(pieces.own, 1):
+            last = number == len(pieces.own)
+            with step.around(piece, last=last):
+                (run.counted if piece.count else run.stand_in)(piece, last=last)
+    if type(step) is Step and step.size == 1:
+        process.trained_alone.add(model)
+    return run.tally.result()
 
 
 # What a step does under each strategy. Here, and no part of the strategies themselves: those stand
 # in the room of models, which comes before this one and knows neither steps nor batches.
-_STEPS: dict[Strategy, Callable[[Replica, nn.Module, Any, World], Step]] = {
-    NONE: lambda replica, *_: Step(replica.module),
-    DP: lambda replica, *_: Step(replica.module),
-    DDP: lambda replica, *_: ReplicatedStep(replica.module, replica.wrapper),
-    FSDP: lambda replica, *_: ShardedStep(replica.wrapper),
-    EXACT: lambda replica, model, batch, here: ExactStep(model, replica.wrapper, batch, here.size),
+_STEPS: dict[Strategy, Callable[[Replica, GradScaler | None, nn.Module, Any], Step]] = {
+    NONE: lambda replica, scaler, *_: Step(replica, scaler),
+    DP: lambda replica, scaler, *_: Step(replica, scaler),
+    DDP: lambda replica, scaler, *_: ReplicatedStep(replica, scaler),
+    FSDP: lambda replica, scaler, *_: ShardedStep(replica, scaler),
+    EXACT: ExactStep,
 }
+
+
+def _alone(model: nn.Module, loss_fn: LossFn, microbatch: Any, scaler: GradScaler | None) -> Any:
+    """Run the only microbatch of a step whose model nobody else trains: it is the global batch."""
+    tally = Tally()
+    loss = tally.add(loss_fn(model, microbatch), 1)
+    (loss if scaler is None else scaler.scale(loss)).backward()
+    return tally.result()
+
+
+def _step_of(model: nn.Module, batch: Any, scaler: GradScaler | None) -> Step:
+    """Return what a step of `model` does, having looked whether it can."""
+    here = require_world("backward")
+    replica = replica_of(model)
+    step = _STEPS[replica.strategy](replica, scaler, model, batch)
+    _check_equally_many(replica.module, batch, step.size)
+    if here.size > 1 and step.size == 1:
+        _check_alone(model, replica.module, here)
+    return step
 
 
 def _check_equally_many(module: nn.Module, batch: Any, size: int) -> None:
@@ -115,115 +174,40 @@ def _check_equally_many(module: nn.Module, batch: Any, size: int) -> None:
         )
 
 
-def _checked(loss: Any) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        what = f"one of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
-        msg = (
-            f"`loss_fn` must return a tensor of one element, but returned {what}: take the mean "
-            f"over the samples"
-        )
-        raise ValueError(msg) if isinstance(loss, Tensor) else TypeError(msg)
-    return loss.reshape(())
+class _Run(NamedTuple):
+    """A step under way."""
 
+    model: nn.Module
+    loss_fn: LossFn
+    step: Step
+    pieces: Pieces
+    tally: Tally
 
-def _take_part(
-    model: nn.Module, module: nn.Module, loss_fn: LossFn, microbatch: Any, pieces: Pieces
-) -> None:
-    """Run forward and backward for the other ranks' sake, and leave nothing behind but zeros."""
-    # Statistics over all ranks are made of what counts nothing too, and have a gradient by it.
-    shared = [part for part in module.modules() if is_synchronised(part) and part.training]
-    outputs: list[Tensor] = []
-    # The backward too: parts that are checkpointed run again in it.
-    with kept_buffers(module, but_of=shared), kept_generators(next(module.parameters()).device):
-        with _forward_of(model, lambda output: outputs.extend(tensors_of(output))):
-            loss = loss_fn(model, microbatch)
-        pieces.total()
-        _add_zeros(outputs, loss, everywhere=not shared)
+    def counted(self, piece: Piece, *, last: bool) -> None:
+        """Run forward and backward of a microbatch that counts."""
+        with forward_of(self.model):
+            loss = self.tally.add(self.loss_fn(self.model, piece.microbatch), piece.count)
+        part = piece.count / self.pieces.expected()
+        if last:
+            self.step.send(self.tally)
+        self.step.run(loss, part)
 
-
-def _add_zeros(outputs: list[Tensor], loss: Any, *, everywhere: bool) -> None:
-    """Run a backward from 0 times `outputs`, which adds zeros where that of `loss` would add.
-
-    Zeros `everywhere`, or what the backward makes of them.
-    """
-    trained = [output for output in outputs if output.requires_grad]
-    # Not from the loss, which may be NaN, or no function of the outputs where nothing counts; but
-    # from what it is made of, as FSDP needs gradients of the same parameters on all ranks.
-    made_of = _edges([loss] if isinstance(loss, Tensor) and loss.requires_grad else [])
-    used = [output for output in trained if get_gradient_edge(output)[:2] in made_of]
-    starts = used or trained or [loss]
-    # 0 times what is NaN inside the model is NaN as well, a loss that it computes itself say.
-    ends = {node for node, _ in _edges(starts) if hasattr(node, "variable")}
-    hooks = [node.register_prehook(_zeros) for node in ends if everywhere]
-    try:
-        torch.autograd.backward(starts, [torch.zeros_like(start) for start in starts])
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-# The result of a node of autograd's graph, and which of its results it is.
-_Edge = tuple[Node, int]
-
-
-def _edges(tensors: list[Tensor]) -> set[_Edge]:
-    """Return all that `tensors` are made of, down to the leaves, in autograd's graph."""
-    found = set[_Edge]()
-    ahead: list[_Edge] = [get_gradient_edge(tensor)[:2] for tensor in tensors]
-    while ahead:
-        edge = ahead.pop()
-        if edge not in found:
-            found.add(edge)
-            ahead.extend((node, number) for node, number in edge[0].next_functions if node)
-    return found
-
-
-def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    return tuple(None if g is None else torch.zeros_like(g) for g in gradients)
-
-
-@contextmanager
-def _forward_of(model: nn.Module, see: Callable[[Any], object] = lambda _: None) -> Iterator[None]:
-    """Show to `see` what each training forward of `model` in this block returns.
-
-    Raises:
-        RuntimeError: where there was none.
-    """
-    ran = False
-
-    def note(_module: nn.Module, _args: object, output: Any) -> None:
-        nonlocal ran
-        if torch.is_grad_enabled():
-            ran = True
-            see(output)
-
-    hook = model.register_forward_hook(note)
-    try:
-        yield
-    finally:
-        hook.remove()
-    if not ran:
-        raise RuntimeError(
-            "`loss_fn` must run the model that it is given, with gradients, but did not, so that "
-            "none would be synchronised: call model(…), and not a module inside it"
-        )
-
-
-@contextmanager
-def _gradients_aside(module: nn.Module) -> Iterator[None]:
-    """Put away the gradients that are there, and add them to the new ones after the block."""
-    # Copies: under DDP a gradient may be a part of the memory that the next one is reduced in.
-    before = [(p, p.grad.clone()) for p in module.parameters() if p.grad is not None]
-    for parameter, _ in before:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in before:
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                parameter.grad += gradient
+    def stand_in(self, piece: Piece, *, last: bool) -> None:
+        """Run forward and backward for the other ranks' sake, and leave nothing but zeros."""
+        module = self.step.module
+        # Statistics over all ranks are made of what counts nothing too, and have a gradient by it.
+        shared = [part for part in module.modules() if is_synchronised(part) and part.training]
+        outputs: list[Tensor] = []
+        # The backward too: parts that are checkpointed run again in it.
+        with kept_buffers(module, but_of=shared), kept_generators(next(module.parameters()).device):
+            with forward_of(self.model, lambda output: outputs.extend(tensors_of(output))):
+                loss = self.tally.add(self.loss_fn(self.model, piece.microbatch), 0)
+            self.pieces.expected()  # raises where the others do
+            if last:
+                self.step.send(self.tally)
+            if self.step.scaler is not None:
+                self.step.scaler.scale(loss.detach())  # which it must have done once
+            add_zeros(outputs, loss, everywhere=not shared)
 
 
 def _check_alone(model: nn.Module, module: nn.Module, here: World) -> None:

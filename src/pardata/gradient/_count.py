@@ -1,39 +1,43 @@
-"""What each microbatch of a step counts, and all of them together, over all ranks."""
+"""What each microbatch of a step counts here, and what those of all ranks count as far as known."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from operator import index
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from pardata.collective._header import Matching
 from pardata.data._microbatches import Microbatches
-from pardata.gradient._sample_count import samples_of
+from pardata.data._sample_count import samples_of, samples_read
 from pardata.ranks._world import world
 
 Count = Callable[[Any], int]
+Total = Callable[[], int]
+
+_USUAL = "_pardata_usual_count"  # of the layer of a model by which its strategy is known
 
 
-@dataclass(eq=False)
 class Sharing:
-    """Who runs the microbatches of a step together.
+    """Who runs the microbatches of a step together: here nobody but this process.
 
     Attributes:
         size: how many ranks.
         group: their process group; None for that of the world.
-        device: where the group reduces.
+        device: of the model.
         least: how many microbatches a rank must run at least.
         equally_many: whether every rank must run as many as the one that has most.
+        layer: of the model: the one that its strategy is known by.
     """
 
-    size: int
-    group: Any
+    size = 1
+    group: Any = None
     device: torch.device
-    least: ClassVar[int] = 0
-    equally_many: ClassVar[bool] = False
+    least = 0
+    equally_many = False
+    layer: Any
 
 
 @dataclass(eq=False)
@@ -51,31 +55,35 @@ class Pieces(NamedTuple):
     Attributes:
         own: what is run, in this order.
         most: the microbatches of the rank that has most.
-        total: returns what the microbatches of all ranks count; raises, on every rank, where one
-            of them could not be counted, or all count 0.
+        expected: returns what the microbatches of all ranks count, by the plan, or, where there is
+            none, in the model's first such step: the same number on all ranks. Raises, on every
+            rank, where a `count` failed, or all counted are 0.
+        left_out: whether fewer samples are here than planned.
     """
 
     own: list[Piece]
     most: int
-    total: Callable[[], int]
+    expected: Total
+    left_out: bool = False
 
     @classmethod
     def of(cls, batch: Any, count: Count | None, sharing: Sharing) -> "Pieces":
-        """Return what `batch` is made of. Communicates only where no plan says what counts."""
+        """Return what `batch` is made of. Communicates only where a `count` is told, or nothing."""
         if not isinstance(batch, Microbatches):
-            counts, total = _counted([batch], samples_of if count is None else count, sharing)
-            return cls([Piece(batch, counts[0], 0)], 1, total)
+            number, expected = _of_one(batch, count, sharing)
+            return cls([Piece(batch, number, 0)], 1, expected)
         if sharing.size not in (1, batch.size):
             raise ValueError(
                 f"the ranks that train the model, {sharing.size}, must be those that share "
                 f"`batch`, but it is shared by {batch.size}: pass distributed='auto' to make_loader"
             )
         held, first = batch[:], batch.first
+        planned = batch.counts[first : first + len(held)]
         if count is None:
-            counts = batch.counts[first : first + len(held)]
-            total = partial(int, _positive(sum(counts if sharing.size == 1 else batch.counts)))
+            counts: Sequence[int] = tuple(map(samples_of, held, planned))
+            expected = _known(sum(counts if sharing.size == 1 else batch.counts))
         else:
-            counts, total = _counted(held, count, sharing)
+            counts, expected = _counted(held, count, sharing)
         own = [Piece(*facts, first + n) for n, facts in enumerate(zip(held, counts, strict=True))]
         most = -(-len(batch.counts) // sharing.size)
         wanted = max(sharing.least, most if sharing.equally_many else 0)
@@ -85,12 +93,42 @@ class Pieces(NamedTuple):
                 f"has none: give it a stand_in, any microbatch of the step"
             )
         # First, so that what synchronises is a microbatch of this rank's own, if it has one.
-        return cls([Piece(batch.stand_in, 0)] * (wanted - len(own)) + own, most, total)
+        stand_ins = [Piece(batch.stand_in, 0)] * (wanted - len(own))
+        left_out = count is None and counts != planned
+        return cls(stand_ins + own, most, expected, left_out)
+
+
+def _of_one(batch: Any, count: Count | None, sharing: Sharing) -> tuple[int, Total]:
+    """Return what `batch` counts here, and what is expected of all ranks."""
+    if count is not None:
+        (own,), expected = _counted([batch], count, sharing)
+        return own, expected
+    if sharing.size == 1:  # then any number will do, but 0
+        read = samples_read(batch)
+        own = samples_of(batch) if read is None else read
+        return own, _known(own)
+    # What was read or kept, known here alone. That all ranks together have the usual number is a
+    # guess, but the same one on all: they correct it once they know the sum.
+    usual: int | None = vars(sharing.layer).get(_USUAL)
+    if usual is not None:
+        return samples_of(batch), _known(usual)
+    (own,), expected = _counted([batch], samples_of, sharing)
+
+    def remembered() -> int:
+        vars(sharing.layer)[_USUAL] = total = expected()
+        return total
+
+    return own, remembered
+
+
+def _known(total: int) -> Total:
+    positive(total)
+    return lambda: total
 
 
 def _counted(
     microbatches: Sequence[Any], count: Count, sharing: Sharing
-) -> tuple[Sequence[int], Callable[[], int]]:
+) -> tuple[Sequence[int], Total]:
     """Count the microbatches here, and begin to add up those of all ranks."""
     error: Exception | None = None
     counts = [0] * len(microbatches)
@@ -100,7 +138,7 @@ def _counted(
         error = raised
     sums = _start_sum([sum(counts), error is not None], sharing)
 
-    @cache  # asked for with each microbatch, and a GPU would be waited for each time
+    @cache  # asked for with each microbatch, and waited for once
     def total() -> int:
         everything, failed = map(int, sums())
         if error is not None:
@@ -110,7 +148,7 @@ def _counted(
                 f"every microbatch must be counted, but that failed on {failed} other rank(s): "
                 f"see the error there"
             )
-        return _positive(everything)
+        return positive(everything)
 
     return counts, total
 
@@ -148,7 +186,8 @@ def _checked(number: Any) -> int:
     return whole
 
 
-def _positive(total: int) -> int:
+def positive(total: int) -> int:
+    """Return `total`, unless it is 0."""
     if total == 0:
         raise ValueError("a step must count something, but all its microbatches count 0: skip it")
     return total

@@ -108,5 +108,31 @@ class Means:
         return parts
 
 
+def means_of(rows: list[tuple[Tensor, int]], total: int, size: int, device: torch.device) -> Tensor:
+    """Return the means of metrics over the microbatches of all ranks, the same at every size.
+
+    NaN for one that is infinite, NaN or too large anywhere. Collective, if there are metrics.
+
+    Args:
+        rows: of each microbatch here the loss and then all metrics, and what it counts.
+        total: what those of all ranks count.
+        size: how many ranks there are.
+        device: of the model.
+    """
+    metrics = [(row[1:], count) for row, count in rows if len(row) > 1]
+    if not metrics:
+        return torch.empty(0, dtype=torch.float64, device=device)
+    words = torch.zeros(3, len(metrics[0][0]), dtype=torch.int64, device=device)
+    low, high, bad = words
+    for numbers, count in metrics:
+        if count:
+            fits = numbers.abs() <= _fixed_point.LARGEST
+            _fixed_point.add(numbers.where(fits, 0.0), count / total, low, high)
+            bad += ~fits
+    if size > 1:
+        dist.all_reduce(words)
+    return _fixed_point.value(low, high).where(bad == 0, torch.nan)
+
+
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(buffer.shape) for name, buffer in module.named_buffers()}

@@ -10,15 +10,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from pardata.data._microbatches import Microbatches
 from pardata.gradient._count import Piece, Pieces
-from pardata.gradient._exact_means import LOSS, Means
+from pardata.gradient._exact_means import LOSS, Means, means_of
 from pardata.gradient._exact_sums import Sums
 from pardata.gradient._fixed_point import LARGEST, SMALL
-from pardata.gradient._step import Step
-from pardata.model._exact import ExactModel
+from pardata.gradient._step import Step, gradients_aside
+from pardata.gradient._tally import Tally
+from pardata.model._strategy import Replica
 from pardata.ranks._logger import get_logger
+from pardata.ranks._world import world
 from pardata.seeds._generators import forked_seed
 from pardata.seeds._mix import mix
 
@@ -36,6 +39,7 @@ class Report(NamedTuple):
         late: of each bucket, whether something was left when it had been sent.
         first: the number of the first microbatch that counts.
         failed: whether a rank ended in an error.
+        alike: whether all have metrics of one structure.
     """
 
     overflow: dict[str, float]
@@ -45,6 +49,7 @@ class Report(NamedTuple):
     late: list[bool]
     first: int
     failed: bool
+    alike: bool
 
 
 class ExactStep(Step):
@@ -55,8 +60,14 @@ class ExactStep(Step):
     last microbatch's backward still runs.
     """
 
-    def __init__(self, model: nn.Module, wrapper: ExactModel, batch: Any, size: int) -> None:
-        super().__init__(model, None, size)
+    least = 1  # if a stand-in: by what it returns a rank that has none knows the metrics
+
+    def __init__(
+        self, replica: Replica, scaler: GradScaler | None, model: nn.Module, batch: Any
+    ) -> None:
+        super().__init__(replica, scaler)
+        self.size = world().size
+        self.device = next(self.module.parameters()).device
         if not isinstance(batch, Microbatches):
             raise TypeError(
                 f"`batch` must be Microbatches under strategy 'exact', but is a "
@@ -64,17 +75,31 @@ class ExactStep(Step):
                 f"the same at every world size"
             )
         self._batch = batch
-        self._exact = exact = wrapper.exact
+        self._exact = exact = self.layer.exact
         # Raised within the step, so that the others hear it.
-        self._refusal = exact.refusal(model)
+        self._refusal: Exception | None = exact.refusal(model)
         self._means = Means(exact.module, self.device)
         trained = {name: p for name, p in exact.module.named_parameters() if p.requires_grad}
-        self._sums = Sums(trained, size, self.device, exact.scratch)
+        self._sums = Sums(trained, self.size, self.device, exact.scratch)
         exact.scratch = []  # until this step ends well: what a failed one left may still be sent
 
     @contextmanager
-    def whole(self, pieces: Pieces) -> Iterator[None]:  # noqa: ARG002  # for other strategies
-        """Run the microbatches of this rank in the block; then add up what all ranks have."""
+    def whole(self, pieces: Pieces, tally: Tally) -> Iterator[None]:
+        """Run the microbatches of this rank in the block; then set what all ranks have together."""
+        if pieces.left_out:
+            self._refusal = self._refusal or ValueError(
+                "a microbatch must have the samples that were read for it under strategy 'exact', "
+                "whose weights are planned, but `collate_fn` has left some out: pass `count`, to "
+                "tell how many there are"
+            )
+        with gradients_aside(self.module.parameters()):
+            with self._received(tally):
+                yield
+            self._conclude(pieces.expected(), tally)
+
+    @contextmanager
+    def _received(self, tally: Tally) -> Iterator[None]:
+        """Take the gradients of the block; then add up what all ranks have."""
         self._exact.hook_parameters()
         self._sums.agree_on(self._key())
         failed: Exception | None = self._refusal  # also where this rank runs nothing
@@ -86,15 +111,21 @@ class ExactStep(Step):
             self._means.restore()
         finally:
             self._exact.receive = None
-        report = self._added_up(failed)
-        if report.overflow:
-            if LOSS in report.overflow:
-                self._loss.fill_(torch.nan)
+        self._report = self._added_up(failed, tally)
+
+    def _conclude(self, total: int, tally: Tally) -> None:
+        """Take the means, and set gradients and buffers, unless something has overflown."""
+        report = self._report
+        metrics = means_of(tally.rows(), total, self.size, self.device)
+        tally.settle(torch.cat([self._loss[None], metrics]), 1)
+        if not report.overflow:
+            self._means.apply()
+            self._sums.set_gradients(report.used, report.large)
+            self._exact.scratch = [bucket.low for bucket in self._sums.buckets]
+        elif self._leaves_overflow_to_scaler(report):
+            self._sums.set_infinite(report.used)
+        else:
             _log.warning("skipped step %d: %s", self._batch.step, self._text(report), ranks=[0])
-            return
-        self._means.apply()
-        self._sums.set_gradients(report.used, report.large)
-        self._exact.scratch = [bucket.low for bucket in self._sums.buckets]
 
     def around(self, piece: Piece, *, last: bool) -> AbstractContextManager[None]:
         """Let the microbatch run under a seed of its own; buffers are those of the step's start."""
@@ -106,14 +137,11 @@ class ExactStep(Step):
 
     def run(self, loss: Tensor, part: float) -> None:
         """Run the backward of a microbatch, which is `part` of the global batch."""
-        self._sums.add_gradients(loss, part, last=self._is_last)
+        scaled = loss if self.scaler is None else self.scaler.scale(loss)
+        self._sums.add_gradients(scaled, part, last=self._is_last)
         self._means.add(loss, part, self._number)
 
-    def loss(self) -> Tensor:
-        """Return the mean loss of the global batch, which is known by now."""
-        return self._loss.to(self._dtype)
-
-    def _added_up(self, failed: Exception | None) -> Report:
+    def _added_up(self, failed: Exception | None, tally: Tally) -> Report:
         """Add up what all ranks have, or raise. Collective."""
         if not self._sums.agreed:
             msg = (
@@ -124,8 +152,11 @@ class ExactStep(Step):
             )
             raise failed or RuntimeError(msg)
         self._sums.send(rest=True)
-        report = _exchanged(self._means, self._sums, self.size, failed=failed is not None)
+        own = failed is not None, tally.structure()
+        report = _exchanged(self._means, self._sums, self.size, *own)
         self._loss = self._means.add_up(report.first, self.size)
+        if LOSS in report.overflow:
+            self._loss = torch.full_like(self._loss, torch.nan)
         self._sums.receive(report.late, report.large)
         if failed is not None:
             raise failed
@@ -138,9 +169,17 @@ class ExactStep(Step):
                 f"gradients must be dense under strategy 'exact', but that of "
                 f"`{min(report.sparse)}` is sparse: make the embedding with sparse=False"
             )
-        if report.overflow and self._exact.on_overflow == "raise":
+        if not report.alike:
+            tally.raise_of_structures()
+        raises = self._exact.on_overflow == "raise" and not self._leaves_overflow_to_scaler(report)
+        if report.overflow and raises:
             raise OverflowError(self._text(report))
         return report
+
+    def _leaves_overflow_to_scaler(self, report: Report) -> bool:
+        """Whether only gradients and the loss overflow, by which a scaler finds its scale."""
+        known = {LOSS, *self._sums.parameters}
+        return self.scaler is not None and known.issuperset(report.overflow)
 
     def _key(self) -> int:
         """Return a number that is the same on all ranks which send the same at the same step."""
@@ -160,14 +199,15 @@ class ExactStep(Step):
         )
 
 
-def _exchanged(means: Means, sums: Sums, size: int, *, failed: bool) -> Report:
+def _exchanged(means: Means, sums: Sums, size: int, failed: bool, structure: str) -> Report:  # noqa: FBT001  # as it is told
     """Tell the others what was seen here, and return what all say, of each number the largest."""
     loss, *buffers = means.names
     names = [loss, *sums.parameters, *buffers]  # in the order in which they are named
     peaks = torch.cat([means.peaks[:1], sums.peaks, means.peaks[1:]])
     flags = [name in seen for seen in (sums.counts, sums.sparse) for name in names]
     late = [bucket.late is not None for bucket in sums.buckets]
-    rest = peaks.new_tensor([*flags, *late, failed, -means.first])
+    key = float(zlib.crc32(structure.encode()))
+    rest = peaks.new_tensor([*flags, *late, failed, -means.first, key, -key])
     # The maximum of NaN and a number is not NaN with every backend.
     numbers = torch.nan_to_num(peaks, nan=0.0, posinf=torch.inf)
     message = torch.cat([numbers, peaks.isnan(), rest])
@@ -175,7 +215,7 @@ def _exchanged(means: Means, sums: Sums, size: int, *, failed: bool) -> Report:
         dist.all_reduce(message, dist.ReduceOp.MAX)
     table, rest = message.tensor_split([4 * len(names)])
     largest, is_nan, is_used, is_sparse = table.view(4, -1).tolist()
-    *is_late, any_failed, minus_first = rest.tolist()
+    *is_late, any_failed, minus_first, highest, minus_lowest = rest.tolist()
     shown = [math.nan if nan else peak for nan, peak in zip(is_nan, largest, strict=True)]
     pairs = list(zip(names, shown, strict=True))
     return Report(
@@ -186,4 +226,5 @@ def _exchanged(means: Means, sums: Sums, size: int, *, failed: bool) -> Report:
         late=list(map(bool, is_late)),
         first=int(-minus_first),
         failed=bool(any_failed),
+        alike=highest == -minus_lowest,
     )

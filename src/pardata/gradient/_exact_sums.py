@@ -188,6 +188,12 @@ class Sums:
                 high = bucket.high[place] if name in large else None
                 _fixed_point.value(bucket.low[place], high, parameter.grad)
 
+    def set_infinite(self, used: set[str]) -> None:
+        """Set the gradient of each parameter that is `used` to what a gradient scaler looks for."""
+        for name in used.intersection(self.parameters):
+            parameter = self.parameters[name]
+            parameter.grad = torch.full_like(parameter, torch.inf, requires_grad=False)
+
     def _summed(self, words: Tensor) -> Tensor:
         if self._size > 1:
             dist.all_reduce(words)

@@ -1,114 +1,200 @@
 """One step of `backward` under each strategy: what synchronises, when, and what buffers do."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.amp import GradScaler
 
 from pardata.gradient._count import Piece, Pieces, Sharing
+from pardata.gradient._tally import Tally
 from pardata.model._buffers import averaged_buffers
-from pardata.model._ddp import one_step
+from pardata.model._ddp import one_step, send_along, sums_sent_along
+from pardata.model._strategy import Replica
+
+_NOTHING = nullcontext()
 
 
 class Step(Sharing):
     """Of a model that no other process trains: strategies "none" and "dp".
 
     Args:
-        model: or the module inside it.
-        group: of the ranks that train it.
-        size: how many those are.
+        replica: the model, taken apart.
+        scaler: scales what is run, if there is one.
     """
 
-    def __init__(self, model: nn.Module, group: Any = None, size: int = 1) -> None:
-        first = next(model.parameters(), torch.empty(0))
-        super().__init__(size, group, first.device)
-        self._dtype = torch.promote_types(first.dtype, torch.float32).to_real()
-        self._loss = torch.zeros((), dtype=torch.float64, device=first.device)
+    def __init__(self, replica: Replica, scaler: GradScaler | None) -> None:
+        self.layer = replica.wrapper
+        self.module = replica.module
+        self.scaler = scaler
 
-    def whole(self, pieces: Pieces) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Return the context of the whole step."""
-        return nullcontext()
+    def whole(self, pieces: Pieces, tally: Tally) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Return the context of the whole step; after it the tally has heard from all ranks."""
+        return _NOTHING
 
     def around(self, piece: Piece, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
         """Return the context of the forward and backward of one microbatch."""
-        return nullcontext()
+        return _NOTHING
+
+    def send(self, tally: Tally) -> None:
+        """Tell the others what was seen here, before the last backward runs."""
 
     def run(self, loss: Tensor, part: float) -> None:
         """Run the backward of a microbatch, which is `part` of the global batch."""
         # Who reduces takes the mean over the ranks: of what is meant as a sum.
-        (loss * (part * self.size)).backward()
-        self._loss += loss.detach().to(self._loss) * part
-
-    def loss(self) -> Tensor:
-        """Return the mean loss of the global batch. Collective."""
-        if self.size > 1:
-            dist.all_reduce(self._loss, group=self.group)
-        return self._loss.to(self._dtype)
+        factor = part * self.size
+        scaled = loss if factor == 1 else loss * factor
+        (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
 
 
-class ReplicatedStep(Step):
+class _SharedStep(Step):
+    """Of ranks whose gradients are averaged by another's hand: PyTorch's.
+
+    What all of them count is only known with the gradients, where no plan says it: these are then
+    off by one factor, the same everywhere.
+    """
+
+    _work: Any = None
+
+    def __init__(self, replica: Replica, scaler: GradScaler | None) -> None:
+        super().__init__(replica, scaler)
+        self.group = getattr(self.layer, "process_group", None)
+        self.size = dist.get_world_size(self.group)
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]  # asked for once
+        return next(self.module.parameters()).device
+
+    def send(self, tally: Tally) -> None:
+        if self.size > 1 and not self._send_along(told := tally.told(self.size)):
+            self._told = told
+            self._work = dist.all_reduce(told, group=self.group, async_op=True)
+
+    def _send_along(self, told: Tensor) -> bool:  # noqa: ARG002
+        """Send the numbers with the gradients, if that can be."""
+        return False
+
+    def _hear(self) -> Tensor:
+        """Return the sums of what all ranks have told; on a GPU nobody waits for them."""
+        self._work.wait()
+        return self._told
+
+    def _settle(self, pieces: Pieces, tally: Tally) -> None:
+        """Take the means, and correct the gradients where more or less was counted than expected.
+
+        None of an earlier step may be in ``.grad``.
+        """
+        if self.size == 1:
+            return
+        tally.hear(self._hear(), self.size, self.group)
+        factor = pieces.expected() / tally.total
+        if isinstance(factor, Tensor):
+            factor = factor.nan_to_num(posinf=0.0)  # where nothing was counted, gradients are 0
+        if isinstance(factor, Tensor) or factor != 1:
+            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+            with torch.no_grad():
+                torch._foreach_mul_(
+                    [_local(gradient) for gradient in gradients], factor
+                )  # as optimizers do
+
+
+class ReplicatedStep(_SharedStep):
     """Strategy "ddp": every rank runs at least one microbatch, the last of which synchronises."""
 
     least = 1
 
-    def __init__(self, module: nn.Module, wrapper: DistributedDataParallel) -> None:
-        if not wrapper.require_backward_grad_sync:
+    def __init__(self, replica: Replica, scaler: GradScaler | None) -> None:
+        if not replica.wrapper.require_backward_grad_sync:
             raise ValueError(
                 "`backward` must synchronise, but is called under no_sync(): leave out no_sync(), "
                 "for backward synchronises once a call; pass microbatch_size to make_loader to "
                 "accumulate"
             )
-        group = wrapper.process_group
-        super().__init__(module, group, dist.get_world_size(group))
-        self._wrapper = wrapper
+        super().__init__(replica, scaler)
 
-    def whole(self, pieces: Pieces) -> AbstractContextManager[None]:
-        if pieces.most > 1 and self._wrapper.static_graph:
+    @contextmanager
+    def whole(self, pieces: Pieces, tally: Tally) -> Iterator[None]:
+        if pieces.most > 1 and self.layer.static_graph:
             raise ValueError(
                 f"`static_graph` must be False where a rank has more than one microbatch, here "
                 f"{pieces.most}, for PyTorch cannot accumulate with it: leave it out of wrap_model"
             )
-        return one_step(self._wrapper)
+        with gradients_aside(self.layer._module_parameters):  # noqa: SLF001  # a list, for a walk takes longer
+            with one_step(self.layer):
+                yield
+            self._settle(pieces, tally)
 
     def around(self, piece: Piece, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
-        context: AbstractContextManager[None] = nullcontext() if last else self._wrapper.no_sync()
+        context: AbstractContextManager[None] = _NOTHING if last else self.layer.no_sync()
         return context
 
+    def _send_along(self, told: Tensor) -> bool:
+        return send_along(self.layer, told)
 
-class ShardedStep(Step):
+    def _hear(self) -> Tensor:
+        return super()._hear() if self._work is not None else sums_sent_along(self.layer)
+
+
+class ShardedStep(_SharedStep):
     """Strategy "fsdp": every forward and backward is collective, so all ranks run equally many."""
 
     equally_many = True
 
-    def __init__(self, sharded: Any) -> None:
-        if not hasattr(sharded, "set_requires_gradient_sync"):
+    def __init__(self, replica: Replica, scaler: GradScaler | None) -> None:
+        layer = replica.wrapper
+        if not hasattr(layer, "set_requires_gradient_sync"):
             raise TypeError(
                 f"`model` must be sharded by fully_shard, but is in FSDP's older wrapper, "
-                f"{type(sharded).__name__}: pass what wrap_model(model, 'fsdp') returned"
+                f"{type(layer).__name__}: pass what wrap_model(model, 'fsdp') returned"
             )
-        size = dist.get_world_size()
-        super().__init__(sharded, None, size)
-        self._sharded = sharded
-        for parameter in sharded.parameters():
+        super().__init__(replica, scaler)
+        for parameter in layer.parameters():
             mesh = getattr(parameter, "device_mesh", None)
-            if mesh is not None and mesh.size() != size:
+            if mesh is not None and mesh.size() != self.size:
                 raise ValueError(
-                    f"the model must be sharded over all {size} ranks, but is so over "
+                    f"the model must be sharded over all {self.size} ranks, but is so over "
                     f"{mesh.size()}: give fully_shard a mesh of all ranks"
                 )
 
-    def whole(self, pieces: Pieces) -> AbstractContextManager[None]:
-        own = sum(piece.count for piece in pieces.own)
-        return averaged_buffers(self._sharded, lambda: own / pieces.total())
+    @contextmanager
+    def whole(self, pieces: Pieces, tally: Tally) -> Iterator[None]:
+        with (
+            gradients_aside(self.module.parameters()),
+            averaged_buffers(self.layer, lambda: (tally.count, tally.total)),
+        ):
+            yield
+            self._settle(pieces, tally)
 
     @contextmanager
     def around(self, piece: Piece, *, last: bool) -> Iterator[None]:  # noqa: ARG002
-        self._sharded.set_requires_gradient_sync(last)
+        self.layer.set_requires_gradient_sync(last)
         try:
             yield
         finally:
-            self._sharded.set_requires_gradient_sync(True)
+            self.layer.set_requires_gradient_sync(True)
+
+
+@contextmanager
+def gradients_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Put away the gradients that are there, and add them to the new ones after the block."""
+    # Copies: under DDP a gradient may be a part of the memory that the next one is reduced in.
+    before = [(p, p.grad.clone()) for p in parameters if p.grad is not None]
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in before:
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad += gradient
+
+
+def _local(gradient: Any) -> Tensor:
+    """Return this rank's part of a gradient, which is all of it but under "fsdp"."""
+    part: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return part

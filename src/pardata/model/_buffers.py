@@ -21,12 +21,14 @@ class EqualBuffers:
 
 
 @contextmanager
-def averaged_buffers(module: nn.Module, share: Callable[[], float]) -> Iterator[None]:
+def averaged_buffers(
+    module: nn.Module, counts: Callable[[], tuple[int, float | Tensor]]
+) -> Iterator[None]:
     """Let the forwards of a block be, and take the mean of the buffers after it. Collective.
 
     Args:
         module: does nothing for one that has not the hook `EqualBuffers`.
-        share: returns how much of the mean is this rank's.
+        counts: returns how much this rank's buffers count, and those of all ranks.
     """
     hooks = module._forward_hooks.values()  # noqa: SLF001  # torch has no public name
     equal = [hook for hook in hooks if isinstance(hook, EqualBuffers)]
@@ -38,7 +40,7 @@ def averaged_buffers(module: nn.Module, share: Callable[[], float]) -> Iterator[
         for hook in equal:
             hook.waits = False
     if equal and module.training:
-        average(real_buffers(module).values(), share())
+        average(real_buffers(module).values(), *counts())
 
 
 def broadcast(tensors: Iterable[Tensor]) -> None:
@@ -54,8 +56,8 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
             tensor.copy_(whole)
 
 
-def average(buffers: Collection[Tensor], share: float) -> None:
-    """Set buffers to their mean, weighted by each rank's `share`; whole numbers to rank 0's.
+def average(buffers: Collection[Tensor], count: int, total: float | Tensor) -> None:
+    """Set buffers to their mean, weighted by each rank's `count`; whole numbers to rank 0's.
 
     Collective, in one message of each of the two kinds.
     """
@@ -63,10 +65,11 @@ def average(buffers: Collection[Tensor], share: float) -> None:
     broadcast(buffer for buffer in buffers if not buffer.is_floating_point())
     if not floating:
         return
-    # 0 times NaN is NaN: what has no share is left out.
+    # 0 times NaN is NaN: what does not count is left out.
     flat = torch.cat([buffer.double().reshape(-1) for buffer in floating])
-    flat = flat * share if share else torch.zeros_like(flat)
+    flat = flat * count if count else torch.zeros_like(flat)
     dist.all_reduce(flat)
+    flat /= total
     for buffer, mean in zip(floating, flat.split([b.numel() for b in floating]), strict=True):
         buffer.copy_(mean.view(buffer.shape))
 

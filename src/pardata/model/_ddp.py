@@ -2,17 +2,20 @@
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import _JoinConfig
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from pardata.model._read_through import ReadThrough
+
+_NO_PARCEL = {"_parcel": None, "_refuses_parcels": False}
 
 
 class ReadThroughDDP(ReadThrough, DistributedDataParallel):
@@ -21,7 +24,7 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
         # Not as attributes are set, which are the module's from here on.
-        self.__dict__.update(_in_step=False, _forward_runs=False)
+        self.__dict__.update(_in_step=False, _forward_runs=False, **_NO_PARCEL)
         self._note_reduced(module)
         self._assign_modules_buffers()  # PyTorch does not where it delays all its reductions
         if options.get("init_sync", True):
@@ -64,6 +67,25 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
         """Register on the module: there it is saved, and kept equal on all ranks."""
         super().register_buffer(name, tensor, persistent)
         self._assign_modules_buffers()
+
+    def _takes_parcels(self) -> bool:
+        """Whether numbers can travel with the gradients; arranges it the first time."""
+        if self._parcel is None and not self._refuses_parcels:
+            parameters = list(self.module.parameters())
+            wide = {p.dtype for p in parameters} <= {torch.float32, torch.float64}
+            sparse = any(getattr(part, "sparse", False) for part in self.module.modules())
+            delayed = self._use_python_reducer or self._delay_all_reduce_all_params
+            parcel = Parcel(self.process_group)
+            if wide and not (sparse or delayed) and len({p.device for p in parameters}) == 1:
+                with suppress(RuntimeError):  # there can be one hook, and the user has his own
+                    # Not by the method, which keeps what is registered and would pickle it.
+                    dist._register_comm_hook(self.reducer, parcel, _mean_with_parcel)  # noqa: SLF001
+                    self.__dict__["_parcel"] = parcel
+            self.__dict__["_refuses_parcels"] = self._parcel is None
+        return self._parcel is not None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **_NO_PARCEL}  # of the reducer, which is made anew
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Not transparent yet: PyTorch's __setstate__ sets attributes of the wrapper.
@@ -137,6 +159,62 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
             handle.remove()
 
 
+class Parcel:
+    """Numbers that travel with the gradients, at the end of the bucket that is reduced first.
+
+    A collective of their own would take as long as that of a small model's gradients.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.numbers: Tensor | None = None  # to be sent with the next bucket
+        self.sums: Tensor | None = None
+
+
+def _mean_with_parcel(
+    parcel: Parcel, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Reduce a bucket as DDP does, to the mean over the ranks; and the numbers of `parcel`."""
+    gradients, size = bucket.buffer(), parcel.group.size()
+    count = len(gradients)
+    if parcel.numbers is None:
+        sent = gradients.div_(size)
+    else:
+        sent = gradients.new_empty(count + len(parcel.numbers))
+        torch.div(gradients, size, out=sent[:count])
+        sent[count:] = parcel.numbers
+        parcel.numbers, parcel.sums = None, sent[count:]
+    done = torch.futures.Future[Tensor]()
+    if bucket.is_last() and not sent.is_cuda:
+        # Nothing is left to be computed meanwhile, and to wait here takes one thread less.
+        dist.all_reduce(sent, group=parcel.group)
+        done.set_result(sent[:count])
+    else:
+        work: Any = dist.all_reduce(sent, group=parcel.group, async_op=True)
+        done = work.get_future().then(lambda future: future.value()[0][:count])
+    return done
+
+
+def send_along(model: DistributedDataParallel, numbers: Tensor) -> bool:
+    """Let `numbers` travel with the gradients of the backward to come, if they can.
+
+    They cannot where the user has registered a hook, with PyTorch's own class, and where gradients
+    have too few digits. The same on all ranks.
+    """
+    if not isinstance(model, ReadThroughDDP) or not model._takes_parcels():  # noqa: SLF001  # a public name would hide the module's
+        return False
+    model._parcel.numbers = numbers  # noqa: SLF001  # likewise
+    return True
+
+
+def sums_sent_along(model: DistributedDataParallel) -> Tensor:
+    """Return the sums over all ranks of what was sent along, after the backward."""
+    parcel: Any = model._parcel  # noqa: SLF001  # likewise
+    sums: Tensor = parcel.sums  # for all gradients have been reduced
+    parcel.sums = None
+    return sums
+
+
 @contextmanager
 def one_step(model: DistributedDataParallel) -> Iterator[None]:
     """Take what runs in the block, one forward or several, for one step. Collective.
@@ -154,5 +232,7 @@ def one_step(model: DistributedDataParallel) -> Iterator[None]:
         raise
     finally:
         model.__dict__["_in_step"] = False
+        if (parcel := model.__dict__.get("_parcel")) is not None:
+            parcel.numbers = None  # of a step that has failed
     if isinstance(model, ReadThroughDDP):
         model._equalise_buffers()  # noqa: SLF001  # likewise

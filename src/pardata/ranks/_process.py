@@ -1,5 +1,7 @@
 """What `init` found, opened and said: all the state that the library keeps in a process."""
 
+from weakref import WeakSet
+
 from torch.distributed import Store
 
 
@@ -11,12 +13,15 @@ class Process:
         stores: the stores that this process opened, by the run, with whether it serves them. Kept
             to its end: a rank that joins again at once must not meet a store that is just closing.
         said: what a logger has said with ``once=True``: logger, level and line.
+        trained_alone: the models that `backward` has found to be in order, in a process that is
+            alone: it looks at each once.
     """
 
     def __init__(self) -> None:
         self.joined: object = None
         self.stores: dict[str, tuple[Store, bool]] = {}
         self.said: set[tuple[str, int, str]] = set()
+        self.trained_alone = WeakSet[object]()
 
 
 process = Process()

@@ -1,4 +1,8 @@
-"""How many samples a batch of any kind has, as far as that can be told."""
+"""How many samples a batch of any kind has: what the loader read, where nothing speaks against it.
+
+The loader leaves the number on the batch's first tensor as it delivers it (`leave_count`), so that
+it goes wherever that tensor goes, and is gone from what is computed of it: a slice, say.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -9,22 +13,56 @@ from torch.nn.utils.rnn import PackedSequence
 from pardata.collective._tree import leaves
 from pardata.data._batch import tensors_of
 
+_COUNT = "_pardata_samples"  # the attribute of a tensor: a plain number, which pickles
 
-def samples_of(batch: Any) -> int:
-    """Return how many samples `batch` has: rows of its columns, or items of its lists.
+
+def leave_count(batch: Any, samples: int) -> None:
+    """Leave on `batch`, which the loader is about to deliver, how many samples were read for it."""
+    first = _first_tensor(batch)
+    if first is not None:
+        setattr(first, _COUNT, samples)
+
+
+def samples_read(batch: Any) -> int | None:
+    """Return how many samples a loader has read for `batch`, if it has left the number."""
+    count: int | None = getattr(_first_tensor(batch), _COUNT, None)
+    return count
+
+
+def samples_of(batch: Any, read: int | None = None) -> int:
+    """Return how many samples `batch` has: those that were read for it, which its shape must allow.
+
+    Rows of its columns, or items of its lists, where a loader has left no number, and where a
+    ``collate_fn`` has kept fewer samples, or made more of them.
+
+    Args:
+        batch: of any kind.
+        read: how many samples were read for it, where that is known beside the batch.
 
     Raises:
         TypeError: where it has no tensor with rows, or can be read in several ways.
     """
+    first = _first_tensor(batch)
+    if read is None:
+        read = getattr(first, _COUNT, None)
+    if read is not None and first is not None and first.ndim and len(first) == read:
+        return read
     tensors = list(tensors_of(batch))
-    if not any(tensor.ndim for tensor in tensors):
+    if read is None and not any(tensor.ndim for tensor in tensors):
         raise TypeError(
             f"`batch` must hold a tensor whose rows are its samples, but a {type(batch).__name__} "
             f"has none: pass `count`"
         )
-    if all(tensor.ndim and not len(tensor) for tensor in tensors):
+    if tensors and all(tensor.ndim and not len(tensor) for tensor in tensors):
         return 0  # as the loader makes it for a rank without samples: lists keep their length
     readings = _readings(batch)
+    if read is not None:
+        columns = {len(tensor) for tensor in tensors if tensor.ndim}
+        fewer = {number for number in readings if number < read}
+        if not fewer or read in readings | columns:
+            return read
+        # Samples were left out; unless the read ones stand along another dimension.
+        readings = fewer | {read for tensor in tensors if read in tensor.shape}
     if len(readings) != 1:
         found = " or ".join(map(str, sorted(readings)))
         what = f"may be of {found} samples" if found else "has columns of unlike length"
@@ -33,6 +71,14 @@ def samples_of(batch: Any) -> int:
             f"pass `count`"
         )
     return readings.pop()
+
+
+def _first_tensor(batch: Any) -> Tensor | None:
+    """Return the first tensor in `batch`, soonest where it stands in front."""
+    part = batch
+    while isinstance(part, list | tuple | dict) and part:
+        part = next(iter(part.values())) if isinstance(part, dict) else part[0]
+    return part if isinstance(part, Tensor) else next(tensors_of(batch), None)
 
 
 def _readings(batch: Any) -> set[int]:

@@ -1,5 +1,6 @@
 """How many samples a batch has that a loader has not counted: of columns rows, of lists items."""
 
+import pickle
 from typing import NamedTuple
 
 import pytest
@@ -9,7 +10,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import default_collate
 
 from pardata import backward, make_loader, world, wrap_model
-from pardata.gradient._sample_count import samples_of
+from pardata.data._sample_count import leave_count, samples_of, samples_read
 
 
 class Pair(NamedTuple):
@@ -129,6 +130,47 @@ def test_of_columns_the_rows_of_the_first_count_and_of_lists_the_items(name):
 def test_what_cannot_be_told_asks_for_a_count(name):
     with pytest.raises(TypeError, match=r"`batch` must tell how many samples .*: pass `count`"):
         samples_of(UNTOLD[name])
+
+
+# What a loader has read for a batch, and what a collate function has made of it.
+READ = {
+    "rows": ((rows(4, 2), labels(4)), 4, 4),
+    "time first, targets": ((rows(7, 4, 2), labels(4)), 4, 4),
+    "time first, longer than there are samples": (rows(7, 4, 2), 4, 4),
+    "a graph": (graph(9, 6), 2, 2),
+    "images alone in a dict": ({"images": IMAGES}, 4, 4),
+    "sequences of unlike length": ([rows(5), rows(7), rows(2)], 3, 3),
+    "no tensors": (["text", "text"], 2, 2),
+    "samples left out": ((rows(3, 5), labels(3)), 4, 3),
+    "images left out": (tuple(zip(*detection(1, 2, 0), strict=True)), 6, 3),
+    "two crops of each": (rows(8, 3), 4, 4),
+    "none left": ((rows(0, 5), labels(0)), 4, 0),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_the_samples_that_were_read_count_unless_some_were_left_out(name):
+    batch, read, wanted = READ[name]
+    assert samples_of(batch, read) == wanted
+    leave_count(batch, read)
+    if name != "no tensors":
+        assert samples_read(batch) == read
+        assert samples_of(batch) == wanted
+
+
+def test_samples_along_a_later_dimension_may_have_been_left_out_and_ask_for_a_count():
+    text = "this Tensor may be of 3 or 4 samples: pass `count`"
+    with pytest.raises(TypeError, match=text):
+        samples_of(rows(3, 4, 2), 4)
+
+
+def test_the_number_goes_where_the_tensor_goes_and_not_to_what_is_made_of_it():
+    x, y = rows(7, 4), labels(4)
+    leave_count([x, y], 4)
+    assert samples_read({"x": x, "more": y}) == 4
+    assert samples_read(pickle.loads(pickle.dumps(x))) == 4
+    assert samples_read((x[:2], y[:2])) is samples_read([x * 2]) is None
+    leave_count(["a text alone"], 1)  # nothing to leave it on
 
 
 @pytest.mark.parametrize("batch", [torch.tensor(1.0), ["text"], 3, [torch.tensor(2), [1]]])

@@ -1,0 +1,473 @@
+"""Loss, counts and metrics of a step travel with the gradients, and are those of all ranks."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  # the usual name
+from on_ranks import caught, run
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+from pardata import Microbatches, backward, check_in_sync, make_loader, unwrap, world, wrap_model
+from pardata.data._plan import share
+
+FSDP_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
+STRATEGIES = ["ddp", "exact", *(["fsdp"] if FSDP_ON_CPU else [])]
+CLOSE = 1e-12
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+def rows_of(number):
+    numbers = torch.Generator().manual_seed(1)
+    options = {"generator": numbers, "dtype": torch.float64}
+    return torch.randn(number, 4, **options), torch.randn(number, 3, **options)
+
+
+def cut(sizes):
+    """Return this rank's share of a step with microbatches of these sizes."""
+    here = world()
+    parts = list(zip(*(tensor.split(sizes) for tensor in rows_of(sum(sizes))), strict=True))
+    own = share(len(parts), here.rank, here.size)
+    facts = {"epoch": 0, "step": 0, "first": own.start, "counts": sizes, "size": here.size}
+    return Microbatches([parts[n] for n in own], stand_in=parts[0], **facts)
+
+
+def squared_error(model, batch):
+    inputs, targets = batch
+    return F.mse_loss(model(inputs), targets)
+
+
+def gradients(model):
+    grads = [parameter.grad for parameter in unwrap(model).parameters()]
+    return [g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for g in grads]
+
+
+def truth(inputs, targets):
+    """Return loss and gradients of the whole global batch in one process."""
+    net = network()
+    loss = squared_error(net, (inputs, targets))
+    loss.backward()
+    return loss.item(), gradients(net)
+
+
+def off(found, wanted):
+    pairs = zip(found, wanted, strict=True)
+    return max(((ours - true).norm() / true.norm()).item() for ours, true in pairs)
+
+
+# --- metrics ---
+
+
+def with_metrics(model, batch):
+    inputs, targets = batch
+    output = model(inputs)
+    metrics = {
+        "rows": len(inputs),
+        "parts": [inputs.mean(), (inputs.mean(dim=0).float(), inputs[0, 0] > 9)],
+        "many": inputs.mean() * torch.arange(100.0),
+    }
+    return F.mse_loss(output, targets), metrics
+
+
+SIZES_OF_STEPS = [(3,) * 7, (3, 1, 5), (4,), (2, 2)]
+
+
+def metrics_of(strategy):
+    model = wrap_model(network(), strategy)
+    found = []
+    for sizes in SIZES_OF_STEPS:
+        model.zero_grad()
+        loss, metrics = backward(model, with_metrics, cut(sizes))
+        inputs, targets = rows_of(sum(sizes))
+        wanted, gradient = truth(inputs, targets)
+        assert off(gradients(model), gradient) < CLOSE
+        assert loss.item() == pytest.approx(wanted, rel=CLOSE)
+        assert list(metrics) == ["rows", "parts", "many"]
+        assert metrics["rows"] == pytest.approx(sum(n * n for n in sizes) / sum(sizes))
+        mean, (columns, flag) = metrics["parts"]
+        torch.testing.assert_close(mean, inputs.mean(), rtol=CLOSE, atol=1e-14)
+        torch.testing.assert_close(columns, inputs.mean(dim=0).float())
+        assert (flag.dtype, flag.item()) == (torch.float32, 0.0)
+        torch.testing.assert_close(metrics["many"], inputs.mean().float() * torch.arange(100.0))
+        assert {mean.requires_grad, columns.requires_grad} == {False}
+        found.append(repr([metrics["rows"], mean.item(), columns.tolist()]))
+    return found
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_metrics_are_means_over_the_global_batch_without_the_stand_ins(strategy):
+    at_sizes = {size: run(metrics_of, strategy, world_size=size) for size in (1, 2, 3)}
+    for ranks in at_sizes.values():
+        assert ranks == [ranks[0]] * len(ranks)
+    if strategy == "exact":
+        assert at_sizes[1][0] == at_sizes[2][0] == at_sizes[3][0]
+
+
+def test_metrics_of_a_single_process_are_theirs():
+    assert metrics_of("none") == metrics_of("dp")
+    net, (inputs, targets) = network(), rows_of(3)
+    for _ in range(2):  # the first step, in which the model is looked at, and another
+        loss, metrics = backward(net, with_metrics, (inputs, targets))
+        assert loss.item() == pytest.approx(truth(inputs, targets)[0])
+        assert metrics["rows"] == 3.0
+        assert isinstance(metrics["rows"], float)
+
+
+def nothing_counts_of(strategy):
+    """Of a microbatch that counts 0 neither loss nor metrics are looked at, be they NaN."""
+    model = wrap_model(network(), strategy)
+
+    def loss_fn(model, batch):
+        loss = squared_error(model, batch) * (math.nan if len(batch[0]) == 2 else 1)
+        return loss, [loss.detach()]
+
+    step = cut((2, 3, 2))
+    loss, (metric,) = backward(model, loss_fn, step, count=lambda b: 0 if len(b[0]) == 2 else 3)
+    return loss.isfinite().item(), loss.item() == metric.item()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_metrics_of_what_counts_nothing_do_not_count(strategy):
+    assert run(nothing_counts_of, strategy, world_size=2) == [(True, True)] * 2
+
+
+def unlike(what):
+    def loss_fn(model, batch):
+        loss = squared_error(model, batch)
+        odd = world().rank == world().size - 1
+        return {
+            "structure": (loss, {"b" if odd else "a": 1.0}),
+            "none": loss if odd else (loss, 1.0),
+            "no number": (loss, {"text": "yes" if odd else 1.0}),
+            "shape": (loss, torch.ones(3 if odd else 2)),
+            "in one rank": (loss, torch.ones(len(batch[0]))),
+        }[what]
+
+    return loss_fn
+
+
+def all_unlike(strategy):
+    model = wrap_model(network(), strategy)
+    raised = {}
+    for what in ("structure", "none", "no number", "shape", "in one rank"):
+        raised[what] = caught(backward, model, unlike(what), cut((3, 1, 3, 1)))
+        model.zero_grad()
+        backward(model, squared_error, cut((3, 3)))
+        assert off(gradients(model), truth(*rows_of(6))[1]) < CLOSE
+    return raised
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "exact"])
+def test_metrics_that_differ_between_ranks_raise_on_every_rank(strategy):
+    first, last = run(all_unlike, strategy, world_size=2)
+    for what in ("structure", "none", "shape"):
+        for raised in (first[what], last[what]):
+            assert raised.type == "RuntimeError"
+            assert (
+                "every rank must pass the same to `backward`, but `metrics` differ" in raised.text
+            )
+            assert "Let `loss_fn` return the same structure on every rank" in raised.text
+    assert last["no number"].type == "TypeError"
+    assert "`metrics['text']` must be a number or a tensor, but is 'yes'" in last["no number"].text
+    for found in (first, last):
+        assert "of the same structure for each microbatch" in found["in one rank"].text
+    assert "`metrics['text']` must be a number" in first["no number"].text
+
+
+def test_in_a_single_process_metrics_that_are_no_numbers_raise_too():
+    with pytest.raises(TypeError, match=r"`metrics\['text'\]` must be a number"):
+        backward(network(), lambda m, b: (squared_error(m, b), {"text": "yes"}), rows_of(3))
+
+
+# --- no collective of their own ---
+
+
+def collectives_of_steps(strategy, **options):
+    """Return the sizes of what `dist.all_reduce` sends in each of three steps of a plain loader."""
+    model = wrap_model(network(), strategy, **options)
+    data, sent, told = TensorDataset(*rows_of(15)), [], []
+    reduce = dist.all_reduce
+
+    def noting(tensor, *args, **kwargs):
+        sent.append(tensor.numel())
+        return reduce(tensor, *args, **kwargs)
+
+    dist.all_reduce = noting
+    try:
+        for batch in make_loader(data, 6, num_workers=0):
+            model.zero_grad()
+            sent.clear()
+            loss = backward(model, squared_error, batch)
+            told.append((list(sent), loss.item(), gradients(model)))
+    finally:
+        dist.all_reduce = reduce
+    inputs, targets = rows_of(15)
+    for (_, loss, gradient), step in zip(
+        told, (slice(6), slice(6, 12), slice(12, 15)), strict=True
+    ):
+        wanted, true = truth(inputs[step], targets[step])
+        assert loss == pytest.approx(wanted, rel=CLOSE)
+        assert off(gradient, true) < CLOSE
+    return [counts for counts, *_ in told]
+
+
+def test_a_step_of_a_plain_batch_has_one_collective_that_of_the_gradients():
+    numbers = sum(parameter.numel() for parameter in network().parameters())
+    for first, *others in run(collectives_of_steps, "ddp", world_size=2):
+        assert len(first) == 2  # what a step counts usually, and the gradients
+        assert others == [[numbers + 32], [numbers + 32]]
+
+
+@pytest.mark.skipif(not FSDP_ON_CPU, reason="fully_shard needs a GPU")
+def test_under_fsdp_they_are_sent_beside_the_backward():
+    for _, *others in run(collectives_of_steps, "fsdp", world_size=2):
+        assert others == [[32], [32]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bucket_cap_mb": 0.0001},
+        {"gradient_as_bucket_view": False},
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_they_travel_under_every_option_of_ddp(options):
+    for counts in run(_collectives_with, options, world_size=2):
+        assert [number for number in counts[-1] if number > 32]
+        assert 32 not in counts[-1]
+
+
+def _collectives_with(options):
+    return collectives_of_steps("ddp", **options)
+
+
+def mean_hook(told, bucket):
+    told.append(bucket.index())
+    reduced = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return reduced.then(lambda future: future.value()[0] / dist.get_world_size())
+
+
+def beside_a_hook(kind):
+    told = []
+    if kind == "torch's class":
+        model = DistributedDataParallel(network())
+    else:
+        model = wrap_model(network().bfloat16() if kind == "bfloat16" else network(), "ddp")
+    if kind == "a hook":
+        model.register_comm_hook(told, mean_hook)
+    inputs, targets = rows_of(5)
+    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float64
+    own = share(5, world().rank, world().size)
+    batch = [tensor[own.start : own.stop].to(dtype) for tensor in (inputs, targets)]
+    for _ in range(3):
+        model.zero_grad()
+        loss = backward(model, squared_error, batch)
+    return loss.item(), off([g.double() for g in gradients(model)], truth(inputs, targets)[1]), told
+
+
+@pytest.mark.parametrize("kind", ["a hook", "bfloat16", "torch's class"])
+def test_where_gradients_cannot_carry_them_they_go_beside(kind):
+    wanted, _ = truth(*rows_of(5))
+    for loss, error, told in run(beside_a_hook, kind, world_size=2):
+        close = 0.05 if kind == "bfloat16" else CLOSE
+        assert loss == pytest.approx(wanted, rel=close)
+        assert error < close
+        assert told == ([0, 0, 0] if kind == "a hook" else [])
+
+
+def hook_too_late():
+    model = wrap_model(network(), "ddp")
+    backward(model, squared_error, cut((3, 3)))
+    return caught(model.register_comm_hook, [], mean_hook)
+
+
+def test_a_hook_that_comes_after_the_first_step_is_refused():
+    for raised in run(hook_too_late, world_size=2):
+        assert raised.type == "RuntimeError"
+        assert "can only be called once" in raised.text  # PyTorch says so
+
+
+def other_backwards():
+    """A plain `loss.backward()`, a copy and a pickled wrapper work beside and after a step."""
+    model = wrap_model(network(), "ddp")
+    backward(model, squared_error, cut((3, 3)))
+    model.zero_grad()
+    squared_error(model, cut((3, 3))[0]).backward()
+    found = [off(gradients(model), truth(*rows_of(6))[1])]
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        other.zero_grad()
+        backward(other, squared_error, cut((3, 3, 2)))
+        found.append(off(gradients(other), truth(*rows_of(8))[1]))
+    return found
+
+
+def test_a_plain_backward_a_copy_and_a_pickled_wrapper_work_after_a_step():
+    assert max(map(max, run(other_backwards, world_size=2))) < CLOSE
+
+
+# --- a batch that the loop has changed ---
+
+
+def changed(how):
+    """Change the batch, on one rank or on all, and return by how much the gradient is off."""
+    model = wrap_model(network(), "ddp")
+    errors = []
+    for step, batch in enumerate(make_loader(TensorDataset(*rows_of(18)), 6, num_workers=0)):
+        kept = list(batch)
+        if how == "filtered" and world().rank == 0:
+            kept = [tensor[tensor[:, 0] > -10][: 1 + step % 2] for tensor in kept]
+        elif how == "sliced":
+            kept = [tensor[: 3 - world().rank - step] for tensor in kept]
+        elif how == "others":
+            kept = [torch.cat([tensor, tensor]) for tensor in kept]
+        model.zero_grad()
+        loss = backward(model, squared_error, kept)
+        whole = [torch.cat(parts) for parts in zip(*gathered(kept), strict=True)]
+        wanted, true = truth(*whole)
+        errors += [off(gradients(model), true), abs(loss.item() / wanted - 1)]
+    check_in_sync(model)
+    return errors
+
+
+def gathered(batch):
+    found = [None] * world().size
+    dist.all_gather_object(found, batch)
+    return found
+
+
+@pytest.mark.parametrize("how", ["as it is", "filtered", "sliced", "others"])
+def test_a_batch_that_the_loop_has_changed_counts_what_it_has(how):
+    for errors in run(changed, how, world_size=2):
+        assert max(errors) < CLOSE
+
+
+def empty_everywhere():
+    model = wrap_model(network(), "ddp")
+    batch = [tensor[:3] for tensor in rows_of(3)]
+    backward(model, squared_error, batch)
+    return caught(backward, model, squared_error, [tensor[:0] for tensor in batch])
+
+
+def test_a_step_in_which_no_rank_has_a_sample_raises_on_every_rank():
+    for raised in run(empty_everywhere, world_size=2):
+        assert raised.type == "ValueError"
+        assert "a step must count something, but all its microbatches count 0" in raised.text
+
+
+# --- what a collate function makes of samples ---
+
+
+class Numbers:
+    """Six samples of shape (5, 7), of which one may be unreadable."""
+
+    def __init__(self, *, corrupt=None):
+        self.corrupt = corrupt
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return None if index == self.corrupt else torch.full((5, 7), float(index) / 7)
+
+
+def time_first(samples):
+    return torch.stack(samples, dim=1), torch.zeros(len(samples))
+
+
+def readable(samples):
+    return torch.stack([sample for sample in samples if sample is not None])
+
+
+def losses_of(collate_fn, corrupt, microbatch_size):
+    def loss_fn(model, batch):
+        return model(batch[0] if isinstance(batch, tuple) else batch).mean()
+
+    torch.manual_seed(0)
+    model = wrap_model(nn.Linear(7, 1, bias=False), "ddp" if world().size > 1 else "none")
+    with torch.no_grad():
+        unwrap(model).weight.fill_(1.0)
+    (batch,) = make_loader(
+        Numbers(corrupt=corrupt),
+        6,
+        collate_fn=collate_fn,
+        num_workers=0,
+        microbatch_size=microbatch_size,
+    )
+    return [backward(model, loss_fn, batch).item() for _ in range(2)]
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 2])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_samples_count_along_any_dimension_and_those_left_out_do_not(size, microbatch_size):
+    for found in run(losses_of, time_first, None, microbatch_size, world_size=size):
+        assert found == pytest.approx([2.5, 2.5])
+    for found in run(losses_of, readable, 3, microbatch_size, world_size=size):
+        assert found == pytest.approx([2.4, 2.4])
+
+
+def left_out_under_exact(count):
+    model = wrap_model(nn.Linear(7, 1, bias=False), "exact")
+    with torch.no_grad():
+        unwrap(model).weight.fill_(1.0)
+    data = Numbers(corrupt=3)
+    (batch,) = make_loader(data, 6, collate_fn=readable, num_workers=0, microbatch_size=2)
+    return caught(lambda: backward(model, lambda m, x: m(x).mean(), batch, count=count).item())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_under_exact_samples_that_were_left_out_ask_for_a_count(size):
+    others, *last = reversed(run(left_out_under_exact, None, world_size=size))
+    found = (last or [others])[-1]  # of rank 0, whose second microbatch it is
+    assert "under strategy 'exact', whose weights are planned, but `collate_fn` has" in found.text
+    assert found.type == "ValueError"
+    assert size == 1 or "another one failed: see its error" in others.text
+    assert run(left_out_under_exact, len, world_size=size) == [pytest.approx(2.4)] * size
+
+
+# --- a gradient scaler ---
+
+
+def scaled(strategy):
+    """Train with a scaler whose first scale overflows; return what it does, and the losses."""
+    torch.manual_seed(0)
+    model = wrap_model(network().float(), strategy)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    told = []
+
+    def loss_fn(model, batch):
+        return 64 * squared_error(model, [tensor.float() for tensor in batch])
+
+    for _ in range(3):
+        optimizer.zero_grad()
+        weights = [parameter.clone() for parameter in unwrap(model).parameters()]
+        loss = backward(model, loss_fn, cut((3, 3, 1)), scaler=scaler)
+        scaler.step(optimizer)
+        scaler.update(2.0**10 if scaler.get_scale() > 2**60 else None)
+        moved = not all(map(torch.equal, weights, unwrap(model).parameters()))
+        told.append((loss.item(), moved, scaler.get_scale()))
+    return told
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size"), [("none", 1), ("ddp", 1), ("ddp", 3), ("exact", 1), ("exact", 3)]
+)
+def test_the_loss_is_not_scaled_and_an_overflow_is_the_scalers(strategy, size):
+    for told in run(scaled, strategy, world_size=size):
+        losses, moved, scales = zip(*told, strict=True)
+        assert moved == (False, True, True)
+        assert scales == (2.0**10, 2.0**10, 2.0**11)
+        assert losses[0] == losses[1] == pytest.approx(64 * truth(*rows_of(7))[0], rel=1e-5)
+        assert losses[2] < losses[1]

@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 from pardata import Microbatches, backward, check_in_sync, make_loader, unwrap, world, wrap_model
 from pardata.data._plan import share
+from pardata.model import _ddp
 
 FSDP_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
 STRATEGIES = ["ddp", "exact", *(["fsdp"] if FSDP_ON_CPU else [])]
@@ -225,6 +226,20 @@ def test_a_step_of_a_plain_batch_has_one_collective_that_of_the_gradients():
     for first, *others in run(collectives_of_steps, "ddp", world_size=2):
         assert len(first) == 2  # what a step counts usually, and the gradients
         assert others == [[numbers + 32], [numbers + 32]]
+
+
+def with_a_large_bucket():
+    before, _ddp._SMALL = _ddp._SMALL, 1
+    try:
+        return collectives_of_steps("ddp")
+    finally:
+        _ddp._SMALL = before
+
+
+def test_beside_a_large_bucket_they_are_sent_for_themselves():
+    numbers = sum(parameter.numel() for parameter in network().parameters())
+    for _, *others in run(with_a_large_bucket, world_size=2):
+        assert others == [[32, numbers], [32, numbers]]
 
 
 @pytest.mark.skipif(not FSDP_ON_CPU, reason="fully_shard needs a GPU")

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pardata.model._read_through import ReadThrough
 
+_SMALL = 2**16  # numbers: a bucket that is copied in less time than a collective takes
 _NO_PARCEL = {"_parcel": None, "_refuses_parcels": False}
 
 
@@ -162,28 +163,34 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
 class Parcel:
     """Numbers that travel with the gradients, at the end of the bucket that is reduced first.
 
-    A collective of their own would take as long as that of a small model's gradients.
+    A collective of their own would take as long as that of a small model's gradients. A large
+    bucket takes longer to copy than that: they go beside it.
     """
 
     def __init__(self, group: Any) -> None:
         self.group = group
         self.numbers: Tensor | None = None  # to be sent with the next bucket
         self.sums: Tensor | None = None
+        self.work: Any = None  # what is waited for where they went beside it
 
 
 def _mean_with_parcel(
     parcel: Parcel, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     """Reduce a bucket as DDP does, to the mean over the ranks; and the numbers of `parcel`."""
-    gradients, size = bucket.buffer(), parcel.group.size()
-    count = len(gradients)
-    if parcel.numbers is None:
-        sent = gradients.div_(size)
+    sent, size = bucket.buffer(), parcel.group.size()
+    count = len(sent)
+    numbers, parcel.numbers = parcel.numbers, None
+    if numbers is not None and count <= _SMALL:
+        sent = sent.new_empty(count + len(numbers))
+        torch.div(bucket.buffer(), size, out=sent[:count])
+        sent[count:] = numbers
+        parcel.sums, parcel.work = sent[count:], None
     else:
-        sent = gradients.new_empty(count + len(parcel.numbers))
-        torch.div(gradients, size, out=sent[:count])
-        sent[count:] = parcel.numbers
-        parcel.numbers, parcel.sums = None, sent[count:]
+        sent.div_(size)
+        if numbers is not None:
+            parcel.sums = numbers
+            parcel.work = dist.all_reduce(numbers, group=parcel.group, async_op=True)
     done = torch.futures.Future[Tensor]()
     if bucket.is_last() and not sent.is_cuda:
         # Nothing is left to be computed meanwhile, and to wait here takes one thread less.
@@ -210,8 +217,10 @@ def send_along(model: DistributedDataParallel, numbers: Tensor) -> bool:
 def sums_sent_along(model: DistributedDataParallel) -> Tensor:
     """Return the sums over all ranks of what was sent along, after the backward."""
     parcel: Any = model._parcel  # noqa: SLF001  # likewise
+    if parcel.work is not None:
+        parcel.work.wait()
     sums: Tensor = parcel.sums  # for all gradients have been reduced
-    parcel.sums = None
+    parcel.sums = parcel.work = None
     return sums
 
 

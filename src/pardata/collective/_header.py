@@ -18,8 +18,8 @@ from torch import Tensor
 
 from pardata.collective._agreement import agree, require_same
 from pardata.collective._tree import Path, in_brackets, leaves, mapped
-from pardata.ranks._backend import device_of_counts, device_of_sums
-from pardata.ranks._world import World
+from pardata.ranks._backend import device_of_sums
+from pardata.ranks._world import World, way_of_counts
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -94,9 +94,9 @@ class Matching(Generic[_T]):
         That raises as `all_reduce` does. It must be called once, on every rank.
         """
         # To read it there does not wait for a GPU.
-        device = device_of_counts(self._here.backend, self._here.device)
+        group, device = way_of_counts(self._here)
         header = self._header(values, 0.0, device)
-        work: Any = dist.all_reduce(header, async_op=True)
+        work: Any = dist.all_reduce(header, group=group, async_op=True)
 
         def sums() -> list[float]:
             work.wait()

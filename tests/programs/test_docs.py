@@ -8,7 +8,7 @@ A comment before a code block tells how it runs (unmarked: alone, in this proces
     <!-- raises: Type: part of text -->  it must raise this, on every rank
     <!-- raises on rank 0: Type: … -->   … on this rank alone
     <!-- needs: module -->               skipped where that cannot be imported
-    <!-- not run: reason -->             for ``text``, the only kind that is not run
+    <!-- not run: reason -->             for ``text`` and ``diff``, which are not run
 """
 
 import contextlib
@@ -51,6 +51,7 @@ MOST_TEXT_BLOCKS = 16
 SHARDS = hasattr(torch.cpu.Stream, "record_event")
 
 RUN = ("python", "pycon", "bash", "console")
+NOT_RUN = ("text", "diff")
 MARKS = re.compile(r"continues( first)?|ranks|raises( on rank \d+)?|needs|not run")
 
 
@@ -253,10 +254,11 @@ def untrue_marks(found):
     """Name the blocks that could not be run, and are not excused."""
     for block in found:
         excused = bool(block.marks.get("not run"))
-        if block.language == "text" and not excused:
-            yield f"{block.name}: a text block needs <!-- not run: reason --> before it"
-        elif block.language != "text" and (excused or block.language not in RUN):
-            yield f"{block.name}: {block.language!r} must be one of {RUN}, or text with a reason"
+        if block.language in NOT_RUN and not excused:
+            yield f"{block.name}: {block.language} needs <!-- not run: reason --> before it"
+        elif block.language not in NOT_RUN and (excused or block.language not in RUN):
+            kinds = f"one of {RUN}, or of {NOT_RUN} with a reason"
+            yield f"{block.name}: {block.language!r} must be {kinds}"
 
 
 def test_every_block_is_run_or_says_why_not():
@@ -264,7 +266,7 @@ def test_every_block_is_run_or_says_why_not():
 
 
 def test_few_blocks_are_not_run():
-    texts = [block.name for page in PAGES for block in blocks(page) if block.language == "text"]
+    texts = [block.name for page in PAGES for block in blocks(page) if block.language in NOT_RUN]
     assert len(texts) <= MOST_TEXT_BLOCKS, texts
 
 
@@ -485,6 +487,7 @@ def test_a_wrong_output_in_a_shell_or_doctest_block_fails(tmp_path):
     "text",
     [
         "```text\nx\n```\n",
+        "```diff\nx\n```\n",
         "```\nx\n```\n",
         "```sh\nls\n```\n",
         "<!-- not run: too slow -->\n```python\nx\n```\n",

@@ -1,0 +1,62 @@
+"""The page on troubleshooting quotes messages as they are, and says of each what to do."""
+
+import ast
+import re
+
+import pytest
+from places import DOCS, ROOT
+
+PAGE = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+SYMPTOMS = dict(re.findall(r"^### (.*)\n((?:.*\n)*?)(?=^##|\Z)", PAGE, flags=re.MULTILINE))
+
+OF_OTHERS = ("cannot import name 'init' from 'pardata'", "DataLoader worker (pid …) is killed by")
+
+
+def written():
+    """Yield the texts that the sources hold, a "…" for each value that is put into them."""
+    for file in sorted((ROOT / "src").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = (
+                    part.value if isinstance(part, ast.Constant) else "…" for part in node.values
+                )
+                yield "".join(parts)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+ERRORS = (DOCS / "errors.md").read_text(encoding="utf-8").replace("\\", "")
+SAID = "\n".join([ERRORS, *written()])
+
+
+def unsaid(quote):
+    """Return the parts of a quoted message, cut at each "…", that are in no message."""
+    message = re.sub(r"^\w+Error: ", "", quote)
+    if message.startswith(OF_OTHERS):
+        return []
+    return [part for part in message.split("…") if part.strip(" `") and part not in SAID]
+
+
+def quotes(symptom):
+    """Return what is between backticks in the quotation that a symptom begins with."""
+    quotation = symptom.lstrip().partition("\n\n")[0].replace("\n> ", " ")
+    assert quotation.startswith("> ")
+    return [one or two for one, two in re.findall(r"``(.+?)``(?!`)|(?<!`)`([^`]+)`", quotation)]
+
+
+@pytest.mark.parametrize("title", SYMPTOMS)
+def test_each_message_is_quoted_as_it_is_and_has_a_cause_and_a_fix(title):
+    found = quotes(SYMPTOMS[title])
+    assert found
+    assert [part for quote in found for part in unsaid(quote)] == []
+    assert "**Cause.** " in SYMPTOMS[title]
+    assert "**Fix.** " in re.sub(r"\s", " ", SYMPTOMS[title])
+
+
+def test_the_page_is_short_enough_to_be_read_and_every_symptom_is_found():
+    assert 20 <= len(SYMPTOMS) <= 25
+    assert len(SYMPTOMS) == PAGE.count("\n### ")
+
+
+def test_a_message_that_is_said_nowhere_is_found():
+    assert unsaid("ValueError: `batch_size` is wrong …") == ["`batch_size` is wrong "]

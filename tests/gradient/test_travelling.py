@@ -228,7 +228,7 @@ def test_a_step_of_a_plain_batch_has_one_collective_that_of_the_gradients():
         assert others == [[numbers + 32], [numbers + 32]]
 
 
-def with_a_large_bucket():
+def of_a_large_model():
     before, _ddp._SMALL = _ddp._SMALL, 1
     try:
         return collectives_of_steps("ddp")
@@ -236,10 +236,9 @@ def with_a_large_bucket():
         _ddp._SMALL = before
 
 
-def test_beside_a_large_bucket_they_are_sent_for_themselves():
-    numbers = sum(parameter.numel() for parameter in network().parameters())
-    for _, *others in run(with_a_large_bucket, world_size=2):
-        assert others == [[32, numbers], [32, numbers]]
+def test_of_a_large_model_they_are_sent_beside_the_gradients_which_pytorch_reduces_itself():
+    for _, *others in run(of_a_large_model, world_size=2):
+        assert others == [[32], [32]]
 
 
 @pytest.mark.skipif(not FSDP_ON_CPU, reason="fully_shard needs a GPU")

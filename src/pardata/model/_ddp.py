@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pardata.model._read_through import ReadThrough
 
-_SMALL = 2**16  # numbers: a bucket that is copied in less time than a collective takes
+_SMALL = 2**17  # numbers: gradients that are copied in less time than a collective takes
 _NO_PARCEL = {"_parcel": None, "_refuses_parcels": False}
 
 
@@ -76,8 +76,10 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
             wide = {p.dtype for p in parameters} <= {torch.float32, torch.float64}
             sparse = any(getattr(part, "sparse", False) for part in self.module.modules())
             delayed = self._use_python_reducer or self._delay_all_reduce_all_params
+            small = sum(p.numel() for p in parameters) <= _SMALL
             parcel = Parcel(self.process_group)
-            if wide and not (sparse or delayed) and len({p.device for p in parameters}) == 1:
+            one_device = len({p.device for p in parameters}) == 1
+            if small and wide and one_device and not (sparse or delayed):
                 with suppress(RuntimeError):  # there can be one hook, and the user has his own
                     # Not by the method, which keeps what is registered and would pickle it.
                     dist._register_comm_hook(self.reducer, parcel, _mean_with_parcel)  # noqa: SLF001
@@ -164,33 +166,28 @@ class Parcel:
     """Numbers that travel with the gradients, at the end of the bucket that is reduced first.
 
     A collective of their own would take as long as that of a small model's gradients. A large
-    bucket takes longer to copy than that: they go beside it.
+    model's take longer to copy than that, and PyTorch reduces them best without a hook.
     """
 
     def __init__(self, group: Any) -> None:
         self.group = group
         self.numbers: Tensor | None = None  # to be sent with the next bucket
         self.sums: Tensor | None = None
-        self.work: Any = None  # what is waited for where they went beside it
 
 
 def _mean_with_parcel(
     parcel: Parcel, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     """Reduce a bucket as DDP does, to the mean over the ranks; and the numbers of `parcel`."""
-    sent, size = bucket.buffer(), parcel.group.size()
-    count = len(sent)
-    numbers, parcel.numbers = parcel.numbers, None
-    if numbers is not None and count <= _SMALL:
-        sent = sent.new_empty(count + len(numbers))
-        torch.div(bucket.buffer(), size, out=sent[:count])
-        sent[count:] = numbers
-        parcel.sums, parcel.work = sent[count:], None
+    gradients, size = bucket.buffer(), parcel.group.size()
+    count, numbers = len(gradients), parcel.numbers
+    if numbers is None:
+        sent = gradients.div_(size)
     else:
-        sent.div_(size)
-        if numbers is not None:
-            parcel.sums = numbers
-            parcel.work = dist.all_reduce(numbers, group=parcel.group, async_op=True)
+        sent = gradients.new_empty(count + len(numbers))
+        torch.div(gradients, size, out=sent[:count])
+        sent[count:] = numbers
+        parcel.numbers, parcel.sums = None, sent[count:]
     done = torch.futures.Future[Tensor]()
     if bucket.is_last() and not sent.is_cuda:
         # Nothing is left to be computed meanwhile, and to wait here takes one thread less.
@@ -205,8 +202,8 @@ def _mean_with_parcel(
 def send_along(model: DistributedDataParallel, numbers: Tensor) -> bool:
     """Let `numbers` travel with the gradients of the backward to come, if they can.
 
-    They cannot where the user has registered a hook, with PyTorch's own class, and where gradients
-    have too few digits. The same on all ranks.
+    They cannot where the model is large or the user has registered a hook, with PyTorch's own
+    class, and where gradients have too few digits. The same on all ranks.
     """
     if not isinstance(model, ReadThroughDDP) or not model._takes_parcels():  # noqa: SLF001  # a public name would hide the module's
         return False
@@ -217,10 +214,8 @@ def send_along(model: DistributedDataParallel, numbers: Tensor) -> bool:
 def sums_sent_along(model: DistributedDataParallel) -> Tensor:
     """Return the sums over all ranks of what was sent along, after the backward."""
     parcel: Any = model._parcel  # noqa: SLF001  # likewise
-    if parcel.work is not None:
-        parcel.work.wait()
     sums: Tensor = parcel.sums  # for all gradients have been reduced
-    parcel.sums = parcel.work = None
+    parcel.sums = None
     return sums
 
 

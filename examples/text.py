@@ -24,13 +24,13 @@ from torch.nn.utils.rnn import pad_sequence
 import pardata
 
 log = pardata.get_logger("text")  # INFO lines come from rank 0 alone
-PAD, LONGEST, WIDTH = 0, 192, 128  # no text has byte 0
+PAD, LONGEST, WIDTH = 0, 128, 128  # no text has byte 0
 
 
 class GPT(nn.Module):
     """Predicts each next byte from those before it."""
 
-    def __init__(self, layers=4):
+    def __init__(self, layers=2):
         super().__init__()
         self.bytes = nn.Embedding(256, WIDTH, padding_idx=PAD)
         self.places = nn.Embedding(LONGEST, WIDTH)

@@ -238,7 +238,9 @@ def test_cifar10_goes_on_from_a_cache_in_one_process_where_two_had_ended(
     assert "saved by 2 process(es), model under 'ddp'" in second
     assert "epoch 2/2" in second
     assert "epoch 1/2" not in second
-    assert re.search(r"step \d0  loss [\d.]+  data [\d.]+ s  training [\d.]+ s", second)
+    assert re.search(
+        r"step \d0  loss [\d.]+  accuracy [\d.]+  data [\d.]+ s  training [\d.]+ s", second
+    )
     saved = [int(name.name[-2:]) for name in (tmp_path / "checkpoints").glob("attempt-*-step-*")]
     assert sorted(saved) == [steps, 2 * steps]
 

@@ -290,6 +290,7 @@ def test_exact_compares_time_and_memory_with_ddp_and_is_the_same_in_all_rounds(t
     assert len(ddp["values"]) == 2
 
 
+@pytest.mark.soak
 def test_gpu_runs_dry_on_a_cpu_with_images_that_it_makes_and_says_so(tmp_path, short_tmp):
     text = output_of(
         tmp_path, "gpu.py", "--device", "cpu", "--rounds", 1,

@@ -107,6 +107,7 @@ def backward(
             where metrics differ in structure between ranks. On GPUs, which nobody waits for, means
             are NaN then, and the loss of a step in which no rank had a sample.
 
+    >>> import torch
     >>> net, x = nn.Linear(1, 1), torch.arange(6.0).view(6, 1)
     >>> loss = backward(net, lambda model, x: model(x).square().mean(), x)
     >>> torch.allclose(loss, net(x).square().mean())

@@ -32,7 +32,7 @@ from pardata.ranks._gpus import hidden_gpus
 from pardata.ranks._launcher import Launch
 from pardata.ranks._process import process
 
-SOON = timedelta(seconds=1)
+SOON = timedelta(seconds=4)  # a busy machine takes more than one to connect
 
 
 def launch(local_rank, local_size):

@@ -1,7 +1,7 @@
 """Draw images/hero.svg: one training at 1, 2 and 4 processes, by hand and with strategy "exact".
 
     python docs/hero.py                                # takes a minute
-    python docs/hero.py --epochs 1 --out /tmp/hero.svg
+    python docs/hero.py --epochs 1 --out hero.svg
 
 A net with batch norm and dropout learns scikit-learn's handwritten digits. By hand: PyTorch's
 DistributedDataParallel, DistributedSampler and DataLoader, seeded with the rank, as its tutorials

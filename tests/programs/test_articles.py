@@ -311,7 +311,8 @@ def test_cifar10_reads_a_folder_of_images(tmp_path):
     assert "/20 images)" in printed
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.soak), 2])
+@pytest.mark.soak  # tests/programs/test_examples.py starts the short examples so
+@pytest.mark.parametrize("size", [1, 2])
 def test_torchrun_starts_mnist(size, tmp_path, short_tmp, monkeypatch):
     monkeypatch.setenv("TMPDIR", short_tmp)
     done = subprocess.run(

@@ -17,7 +17,6 @@ import compare_cells
 from compare_cells import Cell, CellError, kept, measured_in
 from compare_machine import machine
 
-pytestmark = pytest.mark.xdist_group("compare")  # which compares once
 NONE = Cell("mnist", ("--data", "digits"), 1, "none", 1, 0)
 
 

@@ -15,7 +15,6 @@ from processes import children, ended, kill, run, start, wait_for
 
 ELASTIC = EXAMPLES / "elastic.py"
 
-together = pytest.mark.xdist_group("elastic")  # they share an undisturbed run
 needs_proc = pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds its workers in /proc")
 
 
@@ -73,7 +72,6 @@ def test_mnist_compares_a_run_in_one_process_with_one_in_several():
 
 
 @pytest.mark.parametrize("sizes", [(2, 1), pytest.param((2, 1, 3), marks=pytest.mark.soak)])
-@together
 def test_a_run_that_is_killed_and_changes_its_size_ends_as_if_nothing_had_been(sizes, told):
     printed = told if sizes == (2, 1) else story(sizes)
     assert printed.count("killed in step") == len(sizes) - 1
@@ -81,7 +79,6 @@ def test_a_run_that_is_killed_and_changes_its_size_ends_as_if_nothing_had_been(s
     assert f"the same to the last bit on 1 and on {', '.join(map(str, sizes))}" in printed
 
 
-@together
 def test_torchrun_may_restart_the_workers(undisturbed, tmp_path):
     log, moment = tmp_path / "log.txt", random.randint(6, 20)
     options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", ELASTIC, "--epochs", 2]

@@ -27,13 +27,10 @@ from pardata.doctor._surroundings import shared_package
 VERSION = pardata.__version__
 INFO = f"torch_pardata-{VERSION}.dist-info"
 
-pytestmark = [
-    pytest.mark.skipif(
-        not (find_spec("build") and find_spec("hatchling") and (ROOT / "src").is_dir()),
-        reason="builds the distribution: needs a checkout, and `pip install build hatchling`",
-    ),
-    pytest.mark.xdist_group("packaging"),  # which builds once
-]
+pytestmark = pytest.mark.skipif(
+    not (find_spec("build") and find_spec("hatchling") and (ROOT / "src").is_dir()),
+    reason="builds the distribution: needs a checkout, and `pip install build hatchling`",
+)
 
 
 def command(*arguments, cwd=None, **env):

@@ -1,9 +1,10 @@
 """What init's tuning of the allocator (tune_cpu) saves on CPUs: page faults, and time per step.
 
     python benchmarks/allocator.py
-    python benchmarks/allocator.py --rounds 1 --steps 4 --sizes 1
+    python benchmarks/allocator.py --rounds 1 --steps 4 --sizes 1 --nets mlp lstm
 
-The convolutional net of articles/mnist.py, global batch 512, Adam, on made-up images, in one
+Five kinds of nets with Adam on made-up data: the convolutional net of articles/mnist.py, a wide
+MLP, ResNet-18 on images of 32 pixels (if torchvision is there), a transformer and an LSTM, in one
 process and in two that share the cores. The setting lasts for the life of a process, so each
 measurement takes fresh ones, with tune_cpu=True and with False in turns. Losses must be equal to
 the bit. It has an effect under glibc only, that is on most Linux systems.
@@ -14,8 +15,11 @@ import platform
 import resource
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -32,7 +36,7 @@ from _measure import (
     save,
     usable_cores,
 )
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import pardata
@@ -66,20 +70,78 @@ def conv_net() -> nn.Module:
     )
 
 
-def train(batch_size: int, steps: int, tune_cpu: bool) -> dict[str, Any]:  # noqa: FBT001  # by run
+def resnet() -> nn.Module:
+    """Return torchvision's ResNet-18."""
+    from torchvision.models import resnet18  # noqa: PLC0415  # optional
+
+    return resnet18(num_classes=10)
+
+
+class Sequences(nn.Module):
+    """Classify sequences of 128-wide vectors by the mean of what `body` makes of them."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+        self.head = nn.Linear(128, 10)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Return a score for each class."""
+        made = self.body(rows)
+        return self.head((made[0] if isinstance(made, tuple) else made).mean(1))
+
+
+def transformer() -> nn.Module:
+    """Return four layers of an encoder."""
+    layer = nn.TransformerEncoderLayer(128, 4, 512, batch_first=True)
+    return Sequences(nn.TransformerEncoder(layer, 4))
+
+
+def mlp() -> nn.Module:
+    """Return four wide layers."""
+    wide = [part for _ in range(3) for part in (nn.Linear(1024, 1024), nn.ReLU())]
+    return nn.Sequential(*wide, nn.Linear(1024, 10))
+
+
+@dataclass(frozen=True)
+class Net:
+    """A kind of net: what it is, and the batch that it trains on."""
+
+    title: str
+    build: Callable[[], nn.Module]
+    batch_size: int  # of all processes together
+    sample: tuple[int, ...]
+
+
+NETS = {
+    "conv": Net("ConvNet", conv_net, 512, (1, 28, 28)),
+    "mlp": Net("MLP, 4 layers of 1024", mlp, 512, (1024,)),
+    "resnet": Net("ResNet-18", resnet, 128, (3, 32, 32)),
+    "transformer": Net("transformer, 4 layers of 128", transformer, 64, (128, 128)),
+    "lstm": Net(
+        "LSTM, 2 layers of 128",
+        lambda: Sequences(nn.LSTM(128, 128, 2, batch_first=True)),
+        128,
+        (64, 128),
+    ),
+}
+
+
+def train(net: str, steps: int, tune_cpu: bool) -> dict[str, Any]:  # noqa: FBT001  # by run
     """Train as one of the ranks; return what a step took, a rank, and the losses of all ranks."""
     world = pardata.init(device="cpu", tune_cpu=tune_cpu)
     torch.set_num_threads(max(1, usable_cores() // world.size))
     torch.manual_seed(0)
-    model = pardata.wrap_model(conv_net())
+    kind = NETS[net]
+    model = pardata.wrap_model(kind.build())
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-4)
-    torch.manual_seed(world.rank)  # images and dropout of each rank's own
-    images = torch.randn(batch_size // world.size, 1, 28, 28)
-    labels = torch.randint(10, (len(images),))
+    torch.manual_seed(world.rank)  # samples and dropout of each rank's own
+    samples = torch.randn(kind.batch_size // world.size, *kind.sample)
+    labels = torch.randint(10, (len(samples),))
 
     def step() -> float:
         optimizer.zero_grad()
-        loss = cross_entropy(model(images), labels)
+        loss = cross_entropy(model(samples), labels)
         loss.backward()
         optimizer.step()
         return loss.item()
@@ -101,30 +163,30 @@ def train(batch_size: int, steps: int, tune_cpu: bool) -> dict[str, Any]:  # noq
     return {"used": pardata.all_reduce_mean(used), "losses": pardata.all_gather(losses)}
 
 
-def measure(size: int, args: argparse.Namespace, *, tune_cpu: bool) -> dict[str, Any]:
+def measure(size: int, net: str, steps: int, *, tune_cpu: bool) -> dict[str, Any]:
     """Train in fresh processes; return what rank 0 of them reports."""
-    arguments = args.batch_size, args.steps, tune_cpu
     env = {"PARDATA_TUNE_CPU": ""}  # it would overrule the argument
-    return run(train, *arguments, world_size=size, timeout=3600, env=env)[0]
+    return run(train, net, steps, tune_cpu, world_size=size, timeout=3600, env=env)[0]
 
 
-def compare(size: int, args: argparse.Namespace) -> list[Row]:
+def compare(size: int, net: str, args: argparse.Namespace) -> list[Row]:
     """Measure with and without; return two rows for each quantity."""
     found = alternate(
         {
-            DEFAULT: partial(measure, size, args, tune_cpu=False),
-            TUNED: partial(measure, size, args, tune_cpu=True),
+            DEFAULT: partial(measure, size, net, args.steps, tune_cpu=False),
+            TUNED: partial(measure, size, net, args.steps, tune_cpu=True),
         },
         args.rounds,
     )
     losses = [report["losses"] for reports in found.values() for report in reports]
     require(holds=all(other == losses[0] for other in losses), what="their losses differ")
     rows = []
-    for quantity, reach in QUANTITIES.items():
+    for quantity, limit in QUANTITIES.items():
         used = {
             name: [report["used"][quantity] for report in reports]
             for name, reports in found.items()
         }
+        reach = limit if net == "conv" else None
         pair = Row(DEFAULT, used[DEFAULT]), Row.compare(used, TUNED, DEFAULT, reach)
         rows += [replace(row, name=f"{quantity}, {row.name}") for row in pair]
     return rows
@@ -139,8 +201,9 @@ def main() -> None:
         default=10,
         help=f"steps of a run, after {WARM_UP} more (default: 10)",
     )
+    there = [name for name in NETS if name != "resnet" or find_spec("torchvision")]
     arguments.add_argument(
-        "--batch-size", type=positive, default=512, help="of all processes together (default: 512)"
+        "--nets", nargs="+", choices=there, default=there, help="kinds of nets (default: all)"
     )
     arguments.add_argument(
         "--sizes",
@@ -154,11 +217,11 @@ def main() -> None:
         sys.exit("tune_cpu has an effect under glibc only, which this system does not have")
     about = print_environment()
     tables = {}
-    for size in args.sizes:
+    for size, net in product(args.sizes, args.nets):
         processes = "1 process" if size == 1 else f"each of {size} processes"
-        what = f"ConvNet, global batch {args.batch_size}, Adam"
+        what = f"{NETS[net].title}, global batch {NETS[net].batch_size}, Adam"
         title = f"{what}: {processes}, {args.rounds} runs of {args.steps} steps"
-        tables[title] = compare(size, args)
+        tables[title] = compare(size, net, args)
         print_table(title, "", tables[title])
         print(f"losses of all runs at size {size}: equal to the bit", flush=True)
     if args.save:

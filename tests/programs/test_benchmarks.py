@@ -135,16 +135,21 @@ def test_import_time_says_what_is_loaded_and_where_the_time_goes(tmp_path):
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
-@pytest.mark.parametrize("sizes", [[1], pytest.param([1, 2], marks=pytest.mark.soak)], ids=len)
-def test_allocator_counts_faults_and_ends_with_equal_losses(sizes, tmp_path):
+@pytest.mark.parametrize(
+    ("sizes", "nets"),
+    [([1], ["conv"]), pytest.param([1, 2], ["conv", "lstm"], marks=pytest.mark.soak)],
+)
+def test_allocator_counts_faults_and_ends_with_equal_losses(sizes, nets, tmp_path):
     text = output_of(
-        tmp_path, "allocator.py", "--rounds", 1, "--steps", 1, "--sizes", *sizes,
+        tmp_path, "allocator.py", "--rounds", 1, "--steps", 1, "--nets", *nets, "--sizes", *sizes,
         PARDATA_TUNE_CPU="0",  # what is compared is the benchmark's own
     )  # fmt: skip
     for size in sizes:
         assert f"losses of all runs at size {size}: equal to the bit" in text
     assert {reach for *_, reach in verdicts(text)} == {"<= 0.75", "<= 0.05", "<= 1.15"}
-    for rows in saved(tmp_path, "allocator")["tables"].values():
+    tables = saved(tmp_path, "allocator")["tables"]
+    assert len(tables) == len(sizes) * len(nets)
+    for rows in (rows for title, rows in tables.items() if title.startswith("ConvNet")):
         faults = {row["name"]: row["values"][0] for row in rows}
         # A count and not a time: without the setting each step takes its memory anew, where that
         # is more than the 32 MiB up to which glibc learns to keep it; hence the full batch.

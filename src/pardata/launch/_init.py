@@ -66,8 +66,10 @@ def init(
         timeout: of the group's collectives and of joining, in seconds or a `timedelta`; PyTorch's
             default if not given.
         device: where to compute; by default the GPU of this local rank, else the CPU.
-        tune_cpu: on a CPU, under glibc, tell the allocator to keep freed memory: steps take 0.55
-            to 0.75 of their time, results do not change, peak memory grows by about a tenth.
+        tune_cpu: on a CPU, under glibc, tell the allocator to keep freed memory. Results do not
+            change. A step of a small convolutional net or an LSTM takes 0.6 to 0.7 of its time in
+            one process, of a wide MLP or ResNet-18 0.9, of a transformer 0.95 to 1; peak memory
+            grows by up to 15 % (benchmarks/allocator.py).
             ``PARDATA_TUNE_CPU=0`` switches it off from outside.
 
     Raises:

@@ -1,5 +1,11 @@
 """How Sphinx builds the site: `sphinx-build -W --keep-going -b html docs docs/_build`."""
 
+import re
+
+from docutils import nodes
+from sphinx.addnodes import desc_signature, pending_xref
+from sphinx.application import Sphinx
+
 import pardata
 
 project = "pardata"
@@ -12,9 +18,14 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",  # each name of the reference links to its source
+    "sphinx_copybutton",
 ]
 html_theme = "furo"
 html_title = f"pardata {version}"
+html_static_path = ["_static"]
+html_css_files = ["pardata.css"]
+copybutton_prompt_text = r">>> |\.\.\. |\$ "  # the button copies commands without these
+copybutton_prompt_is_regexp = True
 
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3  # links to headings, as on a forge
@@ -22,7 +33,68 @@ default_role = "py:obj"  # `init` in a docstring links to its entry, where it ha
 
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
-python_maximum_signature_line_length = 90  # longer ones have a line for each parameter
+python_maximum_signature_line_length = 60  # longer ones have a line for each parameter
+python_display_short_literal_types = True
 autodoc_class_signature = "separated"  # a class that the library makes shows no constructor
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+
+# The reference links to these. Sphinx's intersphinx would need the network at each build.
+TORCH = "https://docs.pytorch.org/docs/stable"
+PYTHON = "https://docs.python.org/3/library"
+OUTSIDE = {
+    "torch.Tensor": f"{TORCH}/tensors.html#torch.Tensor",
+    "torch.device": f"{TORCH}/tensor_attributes.html#torch.device",
+    "torch.nn.modules.module.Module": f"{TORCH}/generated/torch.nn.Module.html",
+    "torch.nn.DataParallel": f"{TORCH}/generated/torch.nn.DataParallel.html",
+    "torch.nn.parallel.DistributedDataParallel": (
+        f"{TORCH}/generated/torch.nn.parallel.DistributedDataParallel.html"
+    ),
+    "torch.utils.data.dataset.Dataset": f"{TORCH}/data.html#torch.utils.data.Dataset",
+    "torch.utils.data.sampler.Sampler": f"{TORCH}/data.html#torch.utils.data.Sampler",
+    "torch.amp.grad_scaler.GradScaler": f"{TORCH}/amp.html#torch.amp.GradScaler",
+    "collections.abc.Callable": f"{PYTHON}/collections.abc.html#collections.abc.Callable",
+    "collections.abc.Iterable": f"{PYTHON}/collections.abc.html#collections.abc.Iterable",
+    "collections.abc.Iterator": f"{PYTHON}/collections.abc.html#collections.abc.Iterator",
+    "collections.abc.Mapping": f"{PYTHON}/collections.abc.html#collections.abc.Mapping",
+    "collections.abc.Sequence": f"{PYTHON}/collections.abc.html#collections.abc.Sequence",
+    "datetime.timedelta": f"{PYTHON}/datetime.html#datetime.timedelta",
+    "timedelta": f"{PYTHON}/datetime.html#datetime.timedelta",
+    "multiprocessing.context.BaseContext": (
+        f"{PYTHON}/multiprocessing.html#contexts-and-start-methods"
+    ),
+    "os.PathLike": f"{PYTHON}/os.html#os.PathLike",
+}
+
+
+def link_outside(
+    _app: Sphinx, _env: object, node: pending_xref, shown: nodes.Element
+) -> nodes.reference | None:
+    """Return the link to a name of PyTorch or Python."""
+    address = OUTSIDE.get(node["reftarget"])
+    if address is None:
+        return None
+    link = nodes.reference(refuri=address, internal=False)
+    link += shown
+    return link
+
+
+def valid_signature(*described: object) -> tuple[object, object] | None:
+    """Return a signature that Sphinx can parse: of ``*args: P.args`` it makes ``~typing.~_P``."""
+    signature, returned = described[-2:]
+    return (signature.replace("~typing.~_", "_"), returned) if isinstance(signature, str) else None
+
+
+def public_type_variables(_app: Sphinx, page: nodes.document) -> None:
+    """Show a type variable as ``T``, which is ``_T`` in the source because it is not exported."""
+    for signature in page.findall(desc_signature):
+        for text in list(signature.findall(nodes.Text)):
+            if re.fullmatch(r"_[A-Z][A-Za-z]*", text):
+                text.parent.replace(text, nodes.Text(text.lstrip("_")))
+
+
+def setup(app: Sphinx) -> None:
+    """Connect what is above; Sphinx calls this."""
+    app.connect("missing-reference", link_outside)
+    app.connect("autodoc-process-signature", valid_signature)
+    app.connect("doctree-read", public_type_variables)

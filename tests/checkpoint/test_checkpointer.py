@@ -331,7 +331,7 @@ REFUSED = {
         "t": torch.ones(1).as_subclass(Marked)
     },
     "`x` is {PosixPath('a'): 1} (builtins.dict)": lambda: {Path("a"): 1},
-    "`x` is [{'a': ({PosixPath('a'): 1},)}] (builtins.list)": lambda: [{"a": ({Path("a"): 1},)}],
+    "`x[0]['a'][0]` is {PosixPath('a'): 1} (builtins.dict)": lambda: [{"a": ({Path("a"): 1},)}],
     "`x` is OrderedDict(": lambda: with_a_note({"version": Path("a")}),
     "`x['a']` is [...] (builtins.int)": lambda: {"a": 2**3000},
     "`x[0][0]` is <class 'object'> (builtins.type)": lambda: [dict.fromkeys(range(1000), object)],
@@ -383,10 +383,10 @@ DIFFERING = {
     "one more": (lambda rank: (1, {"x": 1} | ({"y": 2} if rank else {})), "objects=['x', 'y']"),
     "a value": (
         lambda rank: (1, {"x": {"a": [1, rank]}}),
-        "`x.a.1` differ:\n  rank 0: x.a.1='0'\n  rank 1: x.a.1='1'",
+        "`x['a'][1]` differ:\n  rank 0: x['a'][1]='0'\n  rank 1: x['a'][1]='1'",
     ),
     "a tensor": (lambda rank: (1, {"x": torch.ones(1) if rank else 1}), "x='a Tensor'"),
-    "a key": (lambda rank: (1, {"x": {f"k{rank}": 1}}), "x.k1='(nothing)'"),
+    "a key": (lambda rank: (1, {"x": {f"k{rank}": 1}}), "x['k1']='(nothing)'"),
     "a kind": (lambda rank: (1, {"x": 1 if rank else 1.0}), "rank 0: x='1.0'\n  rank 1: x='1'"),
     "a bad step": (lambda rank: (-rank, {}), "`step` must be an integer of at least 0, but is -1"),
 }

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pardata import Checkpointer
-from pardata.checkpoint._folder import Attempt, Folder
+from pardata.checkpoint._folder import Attempt, Draft, Folder
 from pardata.checkpoint._names import Name, names
 from pardata.checkpoint._retention import Retention
 
@@ -28,15 +28,18 @@ class Writer(Folder):
         """Return the path of the checkpoint that was finished, if one was."""
         begun, self.begun = self.begun, None
         if action == "begin":
-            self.begun = self.begin(step), step
+            self.begun = self.begin(step), self.draft(step)
         elif action == "fail":
             self.fail()
         elif action == "write":
-            self.finish(None, step, f"{id(self)} {step}", {}, {})
-        elif begun is not None:
-            self.finish(*begun, f"{id(self)} {begun[1]}", {}, {})
-        is_there = action == "write" or (action == "finish" and begun is not None)
-        return self._directory / str(self._name) if is_there else None
+            begun = None, self.draft(step)
+        if action in ("begin", "fail") or begun is None:
+            return None
+        self.finish(*begun, {})
+        return self._directory / str(self._name)
+
+    def draft(self, step):
+        return Draft(step, f"{id(self)} {step}", {})
 
 
 # --- names
@@ -140,7 +143,7 @@ def test_the_older_of_two_is_told_who_the_other_one_is_and_changes_nothing(tmp_p
     older.act("begin", 2)
     newer.act("write", 1)
     before = sorted(tmp_path.rglob("*"))
-    older._unfinished.mkdir()  # as where the newer one came later, while the older one wrote
+    older.begun[0].mkdir()  # as where the newer one came later, while the older one wrote
     for action, step in (("finish", 2), ("fail", 2), ("begin", 3), ("write", 1), ("write", 9)):
         with pytest.raises(RuntimeError) as raised:
             older.act(action, step)

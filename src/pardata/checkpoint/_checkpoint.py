@@ -1,7 +1,7 @@
 """A checkpoint that was read: the newest that is whole, and how things get their state from it."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from difflib import get_close_matches
@@ -15,17 +15,23 @@ from pardata.checkpoint import _shards as shards
 from pardata.checkpoint._files import STATE, UnusableError, verified
 from pardata.checkpoint._names import Name, names
 from pardata.checkpoint._snapshot import copied
-from pardata.collective._agreement import agree
-from pardata.collective._rank_zero import rank_zero_call
+from pardata.collective._agreement import Facts, agree, require_same
 from pardata.collective._tree import Path as TreePath
+from pardata.collective._tree import is_special, mapped
 from pardata.model._unwrap import unwrap
 from pardata.model._weights import load_weights
+from pardata.ranks._arguments import check_integer
 from pardata.ranks._logger import get_logger
 from pardata.ranks._table import ranks_text
 from pardata.ranks._world import World
 from pardata.seeds._generators import restore_generators
 
 _log = get_logger(__name__)
+
+CURE = (
+    "Pass the same on all ranks: `all_gather` collects what is not, and `rank_zero_call` gives all "
+    "the name of a directory that rank 0 has made."
+)
 
 _PATIENCE = timedelta(hours=2)  # with the slowest disk
 _ALIKE = 0.8  # of 1, as difflib counts: one of five letters is another one
@@ -54,14 +60,12 @@ class Checkpoint(NamedTuple):
     Attributes:
         path: of its folder.
         manifest: what was written about it.
-        contents: with marks for what is sharded.
-        sharded: where the sharded tensors are, and the paths under which they are written.
+        contents: the trees, and where in them the sharded tensors belong.
     """
 
     path: Path
     manifest: dict[str, Any]
-    contents: Any
-    sharded: dict[TreePath, str]
+    contents: dict[str, Any]
 
     def give(self, here: World, things: Mapping[str, Any]) -> Restored:
         """Give things their states, and return the rest. Collective.
@@ -74,7 +78,7 @@ class Checkpoint(NamedTuple):
         """
         states = self._states_of(things)
 
-        def load() -> dict[str, object]:
+        def load() -> None:
             for name, thing in things.items():
                 _load(name, thing, states[name])
             saved = self.contents["generators"]
@@ -83,13 +87,16 @@ class Checkpoint(NamedTuple):
             else:
                 text = "the default generators are left as they are: they were those of %d ranks"
                 _log.info(text, len(saved))
-            return {}
 
         agree(here, "Checkpointer.restore (loading)", load)
-        self._log_restored()
+        step, saved = self.manifest["step"], self.manifest["identity"]
+        strategies = [f", {name} under {kind!r}" for name, kind in saved["strategies"].items()]
+        text = "restored step %d of %s, saved by %d process(es)%s with torch %s"
+        told = saved["processes"], "".join(strategies), saved["torch"]
+        _log.info(text, step, self.path.parent, *told)
         objects = self.contents["objects"]
         values = {name: objects[name] for name in self.manifest["values"]}
-        return Restored(self.manifest["step"], copied(values), _is_there=True)
+        return Restored(step, copied(values), _is_there=True)
 
     def whole_state_of(self, name: str) -> Any:
         """Return the state that was saved under a name, all of it, on one rank alone."""
@@ -100,47 +107,65 @@ class Checkpoint(NamedTuple):
 
         What is no thing, but None, is read whole.
         """
-        self._check_names(things)
-        trees = {name: self.contents["objects"][name] for name in things}
-        wanted = {at: path for at, path in self.sharded.items() if at[0] in trees}
-        if not wanted:
-            return trees
-        likes = {(name, *at): like for name in things for at, like in _likes(things[name]).items()}
-        # Of a model it has the very place, of an optimizer that of the parameter's whole state.
-        targets = {path: likes.get(at, likes.get(at[:-1])) for at, path in wanted.items()}
-        joined: dict[str, Any] = shards.joined(trees, shards.read(self.path, targets, alone=alone))
-        return joined
-
-    def _check_names(self, wanted: Iterable[str]) -> None:
-        """Raise where something is wanted that was not saved as a thing with a state."""
-        saved = [name for name in self.contents["objects"] if name not in self.manifest["values"]]
-        missing = [name for name in wanted if name not in saved]
+        objects, values = self.contents["objects"], self.manifest["values"]
+        saved = {name: tree for name, tree in objects.items() if name not in values}
+        missing = [name for name in things if name not in saved]
         if missing:
             raise ValueError(
                 f"what is asked for must have been saved as something with a state, but "
                 f"{', '.join(map(repr, missing))} not; the checkpoint {self.path} has "
                 f"{', '.join(map(repr, saved)) or 'none'}"
             )
+        trees = {name: saved[name] for name in things}
+        sharded = [at for at in self.contents["sharded"] if at[0] in things]
+        if not sharded:
+            return trees
+        likes = {(name, *at): like for name in things for at, like in _likes(things[name]).items()}
+        # Of a model it has the very place, of an optimizer that of the parameter's whole state.
+        targets = {at: likes.get(at, likes.get(at[:-1])) for at in sharded}
+        tensors = shards.read(self.path, targets, alone=alone)
+        joined: dict[str, Any] = mapped(trees, tensors.get, is_leaf=is_special)
+        return joined
 
-    def _log_restored(self) -> None:
-        saved = self.manifest["identity"]
-        strategies = [f", {name} under {kind!r}" for name, kind in saved["strategies"].items()]
-        text = "restored step %d of %s, saved by %d process(es)%s with torch %s"
-        step, directory, told = self.manifest["step"], self.path.parent, "".join(strategies)
-        _log.info(text, step, directory, saved["processes"], told, saved["torch"])
 
-
-def newest(here: World, directory: Path, at: int | None) -> Checkpoint | None:
+def newest(
+    here: World, place: str, directory: Path, at: int | None, facts: Callable[[], Facts]
+) -> Checkpoint | None:
     """Read the newest checkpoint that is whole, of step `at` if given, or None. Collective.
+
+    Args:
+        here: this process.
+        place: the call, for errors.
+        directory: where the checkpoints are; rank 0 looks.
+        at: of which step.
+        facts: returns what all ranks must pass alike.
 
     Raises:
         ValueError: where the step is not there, and where another directory must be meant.
-        RuntimeError: where there are checkpoints and none is whole, and where not all ranks see
-            what rank 0 sees.
+        RuntimeError: where ranks pass what differs, where there are checkpoints and none is whole,
+            and where not all ranks see what rank 0 sees.
     """
-    there = rank_zero_call(_candidates, directory, at)
-    while there:
-        passed_over = []
+
+    def tell() -> Facts:
+        if at is not None:
+            check_integer("at", at, least=0)
+        return {**facts(), "at": at, "there": names(directory) if here.is_main else []}
+
+    def choose(told: list[dict[str, Any]]) -> list[Name]:
+        there = [facts.pop("there") for facts in told]
+        require_same(place, told, CURE)
+        return _candidates(directory, at, [Name(*name) for name in there[0]])
+
+    before: list[Name] = []
+    passed_over: list[str] = []
+    while there := [Name(*name) for name in agree(here, place, tell, choose)]:
+        if there == before:  # else one was added or removed meanwhile
+            those = "checkpoints" if at is None else f"checkpoints of step {at}"
+            raise RuntimeError(
+                f"one of the {those} in {directory} must be whole, but none is:"
+                f"{''.join(passed_over)}\nPut a copy back, or remove them to begin anew"
+            )
+        before, passed_over = there, []
         for name in there:
             found = _looked_at(here, directory / str(name), name.step)
             if isinstance(found, Checkpoint):
@@ -148,22 +173,14 @@ def newest(here: World, directory: Path, at: int | None) -> Checkpoint | None:
             passed_over.append(f"\n  {name}: {found}")
             text = "passed over the checkpoint %s: %s"
             _log.warning(text, directory / str(name), found, ranks=[0])
-        before, there = there, rank_zero_call(_candidates, directory, at)
-        if there == before:  # else one was added or removed meanwhile
-            those = "checkpoints" if at is None else f"checkpoints of step {at}"
-            raise RuntimeError(
-                f"one of the {those} in {directory} must be whole, but none is:"
-                f"{''.join(passed_over)}\nPut a copy back, or remove them to begin anew"
-            )
     return None
 
 
-def _candidates(directory: Path, at: int | None) -> list[Name]:
-    """Return the names of all checkpoints, or those of a step, from the newest to the oldest."""
-    there = names(directory)[::-1]
+def _candidates(directory: Path, at: int | None, there: list[Name]) -> list[Name]:
+    """Return of all names those of a step, or all, from the newest to the oldest."""
     if not there:
         _check_directory(directory)
-    found = [name for name in there if at in (None, name.step)]
+    found = [name for name in reversed(there) if at in (None, name.step)]
     if not found and at is not None:
         steps = ", ".join(str(step) for step in sorted({name.step for name in there}))
         raise ValueError(
@@ -234,14 +251,15 @@ def _read(path: Path, manifest: dict[str, Any]) -> Checkpoint:
     try:
         file = str(path / STATE)
         contents = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        sharded = shards.marked(contents["objects"])
+        if contents["sharded"]:
+            shards.read_metadata(path)
+    except UnusableError:
+        raise
     except Exception as error:  # whatever PyTorch makes of bytes that somebody has made up
         raise UnusableError(
             f"{STATE} cannot be read without running code, or at all ({error})"
         ) from error
-    if sharded:
-        shards.read_metadata(path)
-    return Checkpoint(path, manifest, contents, sharded)
+    return Checkpoint(path, manifest, contents)
 
 
 def _load(name: str, thing: Any, tree: Any) -> None:

@@ -2,11 +2,11 @@
 
 import os
 from base64 import b64decode, b64encode
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,14 +14,15 @@ from typing_extensions import Self
 
 from pardata.checkpoint import _shards as shards
 from pardata.checkpoint._background import Background
-from pardata.checkpoint._checkpoint import Restored, newest
+from pardata.checkpoint._checkpoint import CURE, Restored, newest
 from pardata.checkpoint._files import Digests, write_weights
-from pardata.checkpoint._folder import Folder
+from pardata.checkpoint._folder import Draft, Folder
 from pardata.checkpoint._names import names
 from pardata.checkpoint._retention import Retention
 from pardata.checkpoint._snapshot import Snapshot, check_stateful
-from pardata.collective._agreement import agree, require_same, same
+from pardata.collective._agreement import Facts, agree, require_same, same
 from pardata.collective._rank_zero import rank_zero_call
+from pardata.collective._tree import Path as TreePath
 from pardata.ranks._arguments import check_flag, check_integer
 from pardata.ranks._logger import get_logger
 from pardata.ranks._store import collect, publish
@@ -29,16 +30,6 @@ from pardata.ranks._world import World, channel, require_world
 from pardata.seeds._generators import generator_states
 
 _log = get_logger(__name__)
-
-_CURE = (
-    "Pass the same on all ranks: `all_gather` collects what is not, and `rank_zero_call` gives all "
-    "the name of a directory that rank 0 has made."
-)
-
-# A checkpoint that is to be: its step, what rank 0 writes, and the facts of its manifest.
-_Draft: TypeAlias = tuple[int, dict[str, Any], dict[str, Any]]
-
-_Lead: TypeAlias = Callable[..., object]  # runs a function on rank 0
 
 
 class Checkpointer:
@@ -83,18 +74,13 @@ class Checkpointer:
         keep_best: str | None = None,
         asynchronous: bool = False,
     ) -> None:
+        kept = {"keep": keep, "keep_every": keep_every, "keep_best": keep_best}
         self._retention = Retention(keep, keep_every, keep_best)
         check_flag("asynchronous", asynchronous)
         self._directory = Path(directory)
         self._asynchronous = asynchronous
         # What must be the same on all ranks, else they would write to different places.
-        self._options = {
-            "directory": str(self._directory),
-            "keep": keep,
-            "keep_every": keep_every,
-            "keep_best": keep_best,
-            "asynchronous": asynchronous,
-        }
+        self._options = {"directory": str(directory), "asynchronous": asynchronous, **kept}
         self._folder = Folder(self._directory, self._retention)
         self._background: Background | None = None
         self._group: Any = None  # for messages in the background
@@ -119,12 +105,13 @@ class Checkpointer:
         """
         here = require_world("Checkpointer.save")
         self.wait()
-        snapshot = Snapshot()
+        snapshot: Snapshot
 
         def tell() -> dict[str, object]:
+            nonlocal snapshot
             check_integer("step", step, least=0)
             self._retention.check_value(objects)
-            snapshot.take(here, objects, copy=self._asynchronous and here.rank == 0)
+            snapshot = Snapshot(here, objects, copy=self._asynchronous and here.rank == 0)
             if here.rank > 0:  # not in the turn, which would take them from all to all
                 own = b64encode(generator_states(here.device)).decode()
                 publish(channel(), f"generators/{here.rank}", own)
@@ -132,8 +119,12 @@ class Checkpointer:
             return {"options": options, "details": snapshot.texts}
 
         same(here, "Checkpointer.save", tell, _raise_of_what_differs)
-        contents = {"objects": snapshot.trees, "generators": _generators_of_all(here)}
-        self._start(here, snapshot.parts, (step, contents, snapshot.facts))
+        contents = {
+            "objects": snapshot.trees,
+            "sharded": list(snapshot.parts),
+            "generators": _generators_of_all(here),
+        }
+        self._start(here, snapshot.parts, Draft(step, contents, snapshot.facts))
 
     def restore(self, *, at: int | None = None, **objects: Any) -> Restored:
         """Give `objects` the state of the newest checkpoint that is whole. Collective.
@@ -161,15 +152,11 @@ class Checkpointer:
         here = require_world("Checkpointer.restore")
         self.wait()
 
-        def check() -> dict[str, object]:
-            if at is not None:
-                check_integer("at", at, least=0)
+        def facts() -> dict[str, object]:
             check_stateful(objects)
-            return {"at": at, "objects": list(objects), **self._options}
+            return {"objects": list(objects), **self._options}
 
-        place = "Checkpointer.restore"
-        agree(here, place, check, lambda told: require_same(place, told, _CURE))
-        found = newest(here, self._directory, at)
+        found = newest(here, "Checkpointer.restore", self._directory, at, facts)
         if found is not None:
             return found.give(here, objects)
         _log.info("no checkpoint in %s: the run begins anew", self._directory)
@@ -203,7 +190,8 @@ class Checkpointer:
         """
         here = require_world("Checkpointer.export")
         self.wait()
-        found = newest(here, self._directory, at)
+        facts: Callable[[], Facts] = partial(dict, self._options, name=name)
+        found = newest(here, "Checkpointer.export", self._directory, at, facts)
         if found is None:
             raise FileNotFoundError(
                 f"there must be a checkpoint in {self._directory} to export, but there is none"
@@ -226,11 +214,7 @@ class Checkpointer:
                 background.join()
             raise
 
-        def join() -> dict[str, object]:
-            background.join()
-            return {}
-
-        agree(require_world("Checkpointer.wait"), "Checkpointer.wait", join)
+        agree(require_world("Checkpointer.wait"), "Checkpointer.wait", background.join)
 
     def __enter__(self) -> Self:
         return self
@@ -240,43 +224,44 @@ class Checkpointer:
         if kind is None:
             self.wait()
 
-    def _start(self, here: World, parts: dict[str, torch.Tensor], draft: _Draft) -> None:
+    def _start(self, here: World, parts: Mapping[TreePath, torch.Tensor], draft: Draft) -> None:
         """Write a checkpoint, or begin to in the background. Collective."""
         begun: Path | None = None
         written: Callable[[], Digests] = dict
         if parts:
-            begun = rank_zero_call(self._folder.begin, draft[0])
+            begun = rank_zero_call(self._folder.begin, draft.step)
             if self._asynchronous:
                 self._group = self._group or dist.new_group(backend="gloo")
             written = shards.writing(begun, parts, self._group)
-        if not self._asynchronous:
-            self._write(rank_zero_call, written, (begun, *draft))
-            return
 
         def lead(fn: Callable[..., object], *args: object) -> None:
-            if here.is_main:
+            """Run something on rank 0, for which nobody waits in the background."""
+            if not self._asynchronous:
+                rank_zero_call(fn, *args)
+            elif here.is_main:
                 fn(*args)
 
-        work = partial(self._write, lead, written, (begun, *draft))
-        self._background = Background(work, f"the checkpoint of step {draft[0]}")
+        def write() -> None:
+            try:
+                digests = written()
+            except OSError:  # on all ranks
+                lead(self._folder.fail)
+                raise
+            lead(self._folder.finish, begun, draft, digests)
 
-    def _write(self, lead: _Lead, written: Callable[[], Digests], draft: Any) -> None:
-        """Finish a checkpoint, by what runs that on rank 0, once all have `written` parts."""
-        try:
-            digests = written()
-        except OSError:  # on all ranks
-            lead(self._folder.fail)
-            raise
-        lead(self._folder.finish, *draft, digests)
+        if self._asynchronous:
+            self._background = Background(write, f"the checkpoint of step {draft.step}")
+        else:
+            write()
 
 
 def _raise_of_what_differs(told: list[dict[str, Any]]) -> None:
     """Raise where ranks differ in options, or in details, of which each may have its own."""
     place = "Checkpointer.save"
-    require_same(place, [facts["options"] for facts in told], _CURE)
+    require_same(place, [facts["options"] for facts in told], CURE)
     paths = dict.fromkeys(path for facts in told for path in facts["details"])
     filled = [{path: facts["details"].get(path, "(nothing)") for path in paths} for facts in told]
-    require_same(place, filled, _CURE)
+    require_same(place, filled, CURE)
 
 
 def _generators_of_all(here: World) -> torch.Tensor | None:

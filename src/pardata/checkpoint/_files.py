@@ -124,38 +124,32 @@ def sync(*paths: Path) -> None:
             os.close(opened)
 
 
-def write_weights(path: Path, state: object) -> None:
+def write_weights(path: Path, state: Any) -> None:
     """Write bare weights, for others, to a file that is there as a whole or not at all.
 
     Raises:
         TypeError: for what is no state dict.
         ImportError: for safetensors that are not installed.
     """
-    weights = _checked_weights(state)
+    what = f"is a {type(state).__name__}"
+    if isinstance(state, Mapping):
+        others = [name for name, value in state.items() if not isinstance(value, Tensor)]
+        what = f"has {others[0]!r}, which is none" if others else ""
+    if what:
+        raise TypeError(
+            f"what is exported must be the weights of a module, all of them tensors, but it {what}"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".unfinished-{path.name}")
     try:
         if path.suffix == ".safetensors":
             # Of tied weights each has its own, as the format wants.
-            own = {name: tensor.clone().contiguous() for name, tensor in weights.items()}
+            own = {name: tensor.clone().contiguous() for name, tensor in state.items()}
             safetensors_for(path).save_file(own, unfinished)
         else:
-            save(weights, unfinished)
+            save(state, unfinished)
         sync(unfinished)
         unfinished.replace(path)
         sync(path.parent)
     finally:
         unfinished.unlink(missing_ok=True)
-
-
-def _checked_weights(state: object) -> Mapping[str, Tensor]:
-    if isinstance(state, Mapping):
-        others = [name for name, value in state.items() if not isinstance(value, Tensor)]
-        if not others:
-            return state
-        what = f"has {others[0]!r}, which is none"
-    else:
-        what = f"is a {type(state).__name__}"
-    raise TypeError(
-        f"what is exported must be the weights of a module, all of them tensors, but it {what}"
-    )

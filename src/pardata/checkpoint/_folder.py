@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pardata.checkpoint._files import STATE, Digests, save, sync, write_manifest
 from pardata.checkpoint._names import Name, names
@@ -120,6 +120,20 @@ def _claims(directory: Path) -> dict[int, Path]:
     return {int(match[1]): path for match, path in found if match}
 
 
+class Draft(NamedTuple):
+    """A checkpoint that is to be written.
+
+    Attributes:
+        step: of the run.
+        contents: of the file of rank 0.
+        facts: of the manifest.
+    """
+
+    step: int
+    contents: Any
+    facts: Mapping[str, Any]
+
+
 class Folder:
     """Writes checkpoints into a directory, and removes those that are not to be kept.
 
@@ -134,7 +148,6 @@ class Folder:
         self._log = _log.info  # the first save, which shows where they go; the others are for DEBUG
         self._attempt = Attempt(directory)
         self._name = Name(0, 0)  # until the first
-        self._unfinished: Path | None = None
         self._began = 0.0
 
     def begin(self, step: int) -> Path:
@@ -144,38 +157,28 @@ class Folder:
             if self._attempt.number == 0 or step <= self._name.step:
                 # A step that comes again is newer than the first one all the same.
                 self._attempt.claim()
-                self._remove_leftovers()
             self._attempt.check()
-            self._remove_unfinished()  # of a save that stopped half-way
+            self._remove_unfinished()  # of a save that stopped half-way, or was killed
             self._name = Name(self._attempt.number, step)
-            self._unfinished = self._directory / f"{_UNFINISHED}{self._name}"
-            self._unfinished.mkdir()
-            return self._unfinished
+            path = self._directory / f"{_UNFINISHED}{self._name}"
+            path.mkdir()
+            return path
 
-    def finish(
-        self,
-        begun: Path | None,
-        step: int,
-        contents: Any,
-        facts: Mapping[str, Any],
-        digests: Digests,
-    ) -> None:
+    def finish(self, begun: Path | None, draft: Draft, digests: Digests) -> None:
         """Write rank 0's part, make all that is there a checkpoint, and prune.
 
         Args:
             begun: what `begin` returned for this step, if it was called.
-            step: of the run.
-            contents: of the file of rank 0.
-            facts: of the manifest.
+            draft: what is to be written.
             digests: of the files that others have written.
         """
+        step = draft.step
         path = begun or self.begin(step)
         with self._cleaned_after_errors(step):
-            save(contents, path / STATE)
-            size = write_manifest(path, {"step": step, **facts}, digests)
+            save(draft.contents, path / STATE)
+            size = write_manifest(path, {"step": step, **draft.facts}, digests)
             self._attempt.check()
             path.rename(self._directory / str(self._name))
-            self._unfinished = None
             sync(self._directory)
             self._prune()
         seconds = time.perf_counter() - self._began
@@ -189,9 +192,11 @@ class Folder:
         self._attempt.check()
 
     def _remove_unfinished(self) -> None:
-        if self._unfinished is not None:
-            shutil.rmtree(self._unfinished, ignore_errors=True)
-            self._unfinished = None
+        """Remove what this attempt and earlier ones have begun."""
+        for entry in list(self._directory.glob(f"{_UNFINISHED}*")):
+            name = Name.parse(entry.name.removeprefix(_UNFINISHED))
+            if name is not None and name.attempt <= self._attempt.number:
+                shutil.rmtree(entry, ignore_errors=True)
 
     def _prune(self) -> None:
         self._attempt.check()
@@ -202,13 +207,6 @@ class Folder:
                 with suppress(FileNotFoundError):  # the older run was at it when this one began
                     (self._directory / str(name)).rename(removed)
                     shutil.rmtree(removed, ignore_errors=True)
-
-    def _remove_leftovers(self) -> None:
-        """Remove what earlier attempts were killed over."""
-        for entry in list(self._directory.glob(f"{_UNFINISHED}*")):
-            name = Name.parse(entry.name.removeprefix(_UNFINISHED))
-            if name is not None and name.attempt < self._attempt.number:
-                shutil.rmtree(entry, ignore_errors=True)
 
     @contextmanager
     def _cleaned_after_errors(self, step: int) -> Iterator[None]:

@@ -1,6 +1,6 @@
 """The sharded tensors of a checkpoint, through PyTorch's own ``torch.distributed.checkpoint``.
 
-They are written beside the tree of the others, by their paths in it, where a mark stands for each.
+They are written beside the tree of the others, under names that say where they are in it.
 
 PyTorch's imports cost half a second, so they are made where they are needed: whoever has a sharded
 model has paid for most of them.
@@ -20,11 +20,9 @@ from torch import Tensor
 
 from pardata.checkpoint._files import Digests, UnusableError, size_and_digest
 from pardata.collective._tree import Path as TreePath
-from pardata.collective._tree import is_special, leaves, mapped
+from pardata.collective._tree import in_brackets, is_special, leaves, mapped
 
 _FOLDER = "sharded"
-
-_MARK = "pardata: the sharded tensor "
 _METADATA = ".metadata"
 
 _MODULES = (
@@ -42,49 +40,27 @@ def placed(tree: Any, likes: Mapping[TreePath, Tensor]) -> Any:
         tree: of whole and of sharded tensors; these stay as they are.
         likes: the parameters, by the paths of the parts.
     """
-
-    def as_like(at: TreePath, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or _is_sharded(leaf):
-            return leaf
-        like: Any = likes.get(at[:-1])
-        if like is None or leaf.shape != like.shape:
-            return leaf.clone()
-        own = leaf.to(like.device, copy=True)
-        if not _is_sharded(like):
-            return own
-        from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415
-
-        return distribute_tensor(own, like.device_mesh, like.placements)
-
-    return mapped(tree, as_like, is_leaf=is_special)
+    own = {
+        at: _placed(leaf, likes.get(at[:-1]))
+        for at, leaf in leaves(tree, is_leaf=is_special)
+        if isinstance(leaf, Tensor) and not is_sharded(leaf)
+    }
+    return mapped(tree, own.get, is_leaf=is_special)
 
 
-def mark(path: str) -> str:
-    """Return what stands in a tree for the sharded tensor that is written under this path."""
-    return _MARK + path
+def _placed(whole: Tensor, like: Any) -> Tensor:
+    if like is None or whole.shape != like.shape:
+        return whole.clone()
+    own = whole.to(like.device, copy=True)
+    if not is_sharded(like):
+        return own
+    from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415
 
-
-def marked(tree: Any) -> dict[TreePath, str]:
-    """Return where a tree's sharded tensors are, and the paths under which they are written."""
-    found = leaves(tree, is_leaf=is_special)
-    return {at: leaf.removeprefix(_MARK) for at, leaf in found if _is_mark(leaf)}
-
-
-def joined(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return a tree with sharded tensors, by their paths, in the place of its marks."""
-
-    def filled(_: TreePath, leaf: Any) -> Any:
-        return tensors[leaf.removeprefix(_MARK)] if _is_mark(leaf) else leaf
-
-    return mapped(tree, filled, is_leaf=is_special)
-
-
-def _is_mark(leaf: object) -> bool:
-    return isinstance(leaf, str) and leaf.startswith(_MARK)
+    return distribute_tensor(own, like.device_mesh, like.placements)
 
 
 def writing(
-    checkpoint: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None
+    checkpoint: Path, parts: Mapping[TreePath, Tensor], group: dist.ProcessGroup | None
 ) -> Callable[[], Digests]:
     """Return what writes this rank's parts, and raises where any rank failed; all call it.
 
@@ -92,7 +68,7 @@ def writing(
 
     Args:
         checkpoint: the folder to write in.
-        tensors: by name.
+        parts: sharded tensors, by where they are.
         group: if they are to be copied now, and written in the background: of all ranks, for
             messages between CPUs, that nobody else uses meanwhile.
     """
@@ -116,6 +92,7 @@ def writing(
                 digests.update(report.pop())
             super().finish(metadata, results)
 
+    tensors = {_name(at): part for at, part in parts.items()}
     if group is not None:
         tensors = {name: part.detach().to("cpu", copy=True) for name, part in tensors.items()}
 
@@ -128,9 +105,9 @@ def writing(
 
 
 def read(
-    checkpoint: Path, targets: Mapping[str, object], *, alone: bool = False
-) -> dict[str, Tensor]:
-    """Return tensors by name, each sharded like its target, or whole where that is not sharded.
+    checkpoint: Path, targets: Mapping[TreePath, object], *, alone: bool = False
+) -> dict[TreePath, Tensor]:
+    """Return tensors by path, each sharded like its target, or whole where that is not sharded.
 
     Of a checkpoint that was checked. Collective, unless one rank alone reads.
     """
@@ -144,12 +121,12 @@ def read(
             return metadata
 
     metadata = read_metadata(checkpoint)
-    stored = metadata.state_dict_metadata
-    tensors = {name: _empty(stored[name], target) for name, target in targets.items()}
+    stored, names = metadata.state_dict_metadata, {at: _name(at) for at in targets}
+    tensors = {name: _empty(stored[name], targets[at]) for at, name in names.items()}
     with _failures_as_errors():
         alone = alone or not dist.is_initialized()
         _load_state_dict(tensors, Reader(checkpoint / _FOLDER), no_dist=alone)
-    return tensors
+    return {at: tensors[name] for at, name in names.items()}
 
 
 @contextmanager
@@ -165,14 +142,18 @@ def _failures_as_errors() -> Iterator[None]:
 
 
 def _empty(stored: Any, target: Any) -> Tensor:
-    if _is_sharded(target) and target.shape == stored.size:
+    if is_sharded(target) and target.shape == stored.size:
         return torch.empty_like(target, dtype=stored.properties.dtype, requires_grad=False)
     return torch.empty(stored.size, dtype=stored.properties.dtype)
 
 
-def _is_sharded(value: object) -> bool:
+def is_sharded(value: object) -> bool:
     """Whether a value is a DTensor, by what it can do: importing its class costs half a second."""
     return isinstance(value, Tensor) and hasattr(value, "device_mesh")
+
+
+def _name(at: TreePath) -> str:
+    return in_brackets(at[0], at[1:])
 
 
 def read_metadata(checkpoint: Path) -> Any:

@@ -1,7 +1,7 @@
 """A checkpoint that was read: the newest that is whole, and how things get their state from it."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from difflib import get_close_matches
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from pardata.checkpoint import _shards as shards
 from pardata.checkpoint._files import STATE, UnusableError, verified
 from pardata.checkpoint._names import Name, names
-from pardata.checkpoint._snapshot import copied
+from pardata.checkpoint._snapshot import Copies
 from pardata.collective._agreement import Facts, agree, require_same
 from pardata.collective._tree import Path as TreePath
-from pardata.collective._tree import is_special, mapped
+from pardata.collective._tree import is_special, leaves, mapped
 from pardata.model._unwrap import unwrap
 from pardata.model._weights import load_weights
 from pardata.ranks._arguments import check_integer
@@ -76,11 +76,14 @@ class Checkpoint(NamedTuple):
             ValueError: for a name that was not saved.
             RuntimeError: where a state does not fit its thing.
         """
-        states = self._states_of(things)
+        likes = {(name, *at): like for name in things for at, like in _likes(things[name]).items()}
+        states = self.states_of(things, likes)
+        values = {name: self.contents["objects"][name] for name in self.manifest["values"]}
+        trees = _owned({**values, **states}, things, likes)
 
         def load() -> None:
             for name, thing in things.items():
-                _load(name, thing, states[name])
+                _load(name, thing, trees[name])
             saved = self.contents["generators"]
             if len(saved) == here.size:
                 restore_generators(saved[here.rank].tolist(), here.device)
@@ -94,33 +97,31 @@ class Checkpoint(NamedTuple):
         text = "restored step %d of %s, saved by %d process(es)%s with torch %s"
         told = saved["processes"], "".join(strategies), saved["torch"]
         _log.info(text, step, self.path.parent, *told)
-        objects = self.contents["objects"]
-        values = {name: objects[name] for name in self.manifest["values"]}
-        return Restored(step, copied(values), _is_there=True)
+        return Restored(step, {name: trees[name] for name in values}, _is_there=True)
 
-    def whole_state_of(self, name: str) -> Any:
-        """Return the state that was saved under a name, all of it, on one rank alone."""
-        return self._states_of({name: None}, alone=True)[name]
+    def states_of(
+        self, names: Iterable[str], likes: Mapping[TreePath, Tensor], *, alone: bool = False
+    ) -> dict[str, Any]:
+        """Return what was saved as the states under these names. Collective, or on one rank alone.
 
-    def _states_of(self, things: Mapping[str, Any], *, alone: bool = False) -> dict[str, Any]:
-        """Return the states under the names of things, sharded as those are. Collective or alone.
-
-        What is no thing, but None, is read whole.
+        Args:
+            names: of things with a state.
+            likes: what shows how a part is to be sharded; it is whole otherwise.
+            alone: whether no other rank takes part.
         """
         objects, values = self.contents["objects"], self.manifest["values"]
         saved = {name: tree for name, tree in objects.items() if name not in values}
-        missing = [name for name in things if name not in saved]
+        missing = [name for name in names if name not in saved]
         if missing:
             raise ValueError(
                 f"what is asked for must have been saved as something with a state, but "
                 f"{', '.join(map(repr, missing))} not; the checkpoint {self.path} has "
                 f"{', '.join(map(repr, saved)) or 'none'}"
             )
-        trees = {name: saved[name] for name in things}
-        sharded = [at for at in self.contents["sharded"] if at[0] in things]
+        trees = {name: saved[name] for name in names}
+        sharded = [at for at in self.contents["sharded"] if at[0] in trees]
         if not sharded:
             return trees
-        likes = {(name, *at): like for name in things for at, like in _likes(things[name]).items()}
         # Of a model it has the very place, of an optimizer that of the parameter's whole state.
         targets = {at: likes.get(at, likes.get(at[:-1])) for at in sharded}
         tensors = shards.read(self.path, targets, alone=alone)
@@ -262,23 +263,31 @@ def _read(path: Path, manifest: dict[str, Any]) -> Checkpoint:
     return Checkpoint(path, manifest, contents)
 
 
+def _owned(trees: Any, things: Mapping[str, Any], likes: Mapping[TreePath, Tensor]) -> Any:
+    """Return trees in memory of their own: an optimizer's parts placed as their parameters are.
+
+    But for weights, which a module copies; tensors that are one stay one.
+    """
+    copies, own = Copies(), {}
+    for at, leaf in leaves(trees, is_leaf=is_special):
+        is_copied = isinstance(things.get(at[0]), nn.Module) and "_extra_state" not in str(at[1])
+        if isinstance(leaf, Tensor) and not (is_copied or shards.is_sharded(leaf)):
+            placed = shards.placed(leaf, likes.get(at[:-1]))
+            own[at] = copies.of(leaf) if placed is None else placed
+    return mapped(trees, own.get, is_leaf=is_special)
+
+
 def _load(name: str, thing: Any, tree: Any) -> None:
     """Give a thing its state, of whatever strategy. Collective if sharded.
-
-    A module copies its weights; all else may be kept as it is handed over, so it is a copy.
 
     Raises:
         RuntimeError: says which state does not fit, where the thing itself only stumbles over it.
     """
     try:
         if isinstance(thing, nn.Module):
-            for extra in [key for key in tree if str(key).endswith("_extra_state")]:
-                tree[extra] = copied(tree[extra])
             load_weights(thing, tree)
-        elif isinstance(thing, torch.optim.Optimizer):
-            thing.load_state_dict(shards.placed(tree, _likes(thing)))
         else:
-            thing.load_state_dict(copied(tree))
+            thing.load_state_dict(tree)
     except (LookupError, AttributeError, TypeError) as error:
         raise RuntimeError(
             f"what is restored must be like what was saved, but the state of `{name}` is not that "
@@ -289,7 +298,8 @@ def _load(name: str, thing: Any, tree: Any) -> None:
 def _likes(thing: object) -> dict[TreePath, Tensor]:
     """Return what shows how parts of a thing's state are sharded, by where they are in it."""
     if isinstance(thing, nn.Module):
-        return {(name,): value for name, value in unwrap(thing).state_dict().items()}
+        state = unwrap(thing).state_dict()
+        return {(name,): value for name, value in state.items() if isinstance(value, Tensor)}
     if isinstance(thing, torch.optim.Optimizer):
         # In the order by which state_dict() numbers them.
         parameters = [parameter for group in thing.param_groups for parameter in group["params"]]

@@ -15,7 +15,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -164,17 +164,18 @@ class Folder:
             path.mkdir()
             return path
 
-    def finish(self, begun: Path | None, draft: Draft, digests: Digests) -> None:
+    def finish(self, begun: Path | None, draft: Draft, written: Callable[[], Digests]) -> None:
         """Write rank 0's part, make all that is there a checkpoint, and prune.
 
         Args:
             begun: what `begin` returned for this step, if it was called.
             draft: what is to be written.
-            digests: of the files that others have written.
+            written: waits until the parts of all ranks are written; returns what is known of them.
         """
         step = draft.step
         path = begun or self.begin(step)
         with self._cleaned_after_errors(step):
+            digests = written()
             save(draft.contents, path / STATE)
             size = write_manifest(path, {"step": step, **draft.facts}, digests)
             self._attempt.check()
@@ -185,11 +186,6 @@ class Folder:
         text = "saved step %d to %s, %.1f MB in %.2f s"
         self._log(text, step, self._directory, size / 1e6, seconds)
         self._log = _log.debug
-
-    def fail(self) -> None:
-        """Remove what was begun, and raise where another run has taken over or all is gone."""
-        self._remove_unfinished()
-        self._attempt.check()
 
     def _remove_unfinished(self) -> None:
         """Remove what this attempt and earlier ones have begun."""
@@ -215,13 +211,10 @@ class Folder:
             yield
         except BaseException as error:
             self._remove_unfinished()
-            if isinstance(error, FileNotFoundError):
+            if isinstance(error, OSError):
                 self._attempt.check()  # it may know why
-            if not isinstance(error, OSError) or error.errno is None:
-                raise
-            raise OSError(
-                error.errno,
-                f"{error.strerror}, while saving step {step}: the checkpoints before it stand in "
-                f"{self._directory}",
-                error.filename,
-            ) from error
+                if error.errno is not None:
+                    text = f"{error.strerror}, while saving step {step}: the checkpoints before it"
+                    text += f" stand in {self._directory}"
+                    raise OSError(error.errno, text, error.filename) from error
+            raise

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pardata.checkpoint._files import Digests, UnusableError, size_and_digest
 from pardata.collective._tree import Path as TreePath
-from pardata.collective._tree import in_brackets, is_special, leaves, mapped
+from pardata.collective._tree import in_brackets
 
 _FOLDER = "sharded"
 _METADATA = ".metadata"
@@ -33,24 +33,10 @@ _MODULES = (
 )
 
 
-def placed(tree: Any, likes: Mapping[TreePath, Tensor]) -> Any:
-    """Return an optimizer's state in memory of its own, each part placed as its parameter is.
-
-    Args:
-        tree: of whole and of sharded tensors; these stay as they are.
-        likes: the parameters, by the paths of the parts.
-    """
-    own = {
-        at: _placed(leaf, likes.get(at[:-1]))
-        for at, leaf in leaves(tree, is_leaf=is_special)
-        if isinstance(leaf, Tensor) and not is_sharded(leaf)
-    }
-    return mapped(tree, own.get, is_leaf=is_special)
-
-
-def _placed(whole: Tensor, like: Any) -> Tensor:
+def placed(whole: Tensor, like: Any) -> Tensor | None:
+    """Return a copy where the parameter `like` is that it is of, if it is of one."""
     if like is None or whole.shape != like.shape:
-        return whole.clone()
+        return None
     own = whole.to(like.device, copy=True)
     if not is_sharded(like):
         return own

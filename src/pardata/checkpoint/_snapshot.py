@@ -119,46 +119,30 @@ class Copies:
     """Makes copies of tensors, on the CPU: one of those that are one."""
 
     def __init__(self) -> None:
-        self._known: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._known: dict[Any, tuple[Tensor, Tensor]] = {}
         self._gpus: set[torch.device] = set()
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return a copy, for which `wait` waits."""
         if tensor.layout != torch.strided:
             return tensor.to("cpu", copy=True)
-        alike = self._known.setdefault(tensor.data_ptr(), [])
-        for other, copy in alike:
-            if _form(other) == _form(tensor):
-                return copy
-        if tensor.is_cuda:  # into pinned memory, several times as fast
-            self._gpus.add(tensor.device)
-            copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
-            copy.copy_(tensor, non_blocking=True)
-        else:
-            copy = tensor.clone() if tensor.is_cpu else tensor.cpu()
-        alike.append((tensor, copy))
-        return copy
+        view = tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+        key = (tensor.data_ptr(), *view, tensor.dtype, tensor.device)
+        if key not in self._known:
+            if tensor.is_cuda:  # into pinned memory, several times as fast
+                self._gpus.add(tensor.device)
+                copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+                copy.copy_(tensor, non_blocking=True)
+            else:
+                copy = tensor.clone() if tensor.is_cpu else tensor.cpu()
+            self._known[key] = tensor, copy  # held, so that its memory is no other's
+        return self._known[key][1]
 
     def wait(self) -> None:
         """Wait until all copies are there."""
         # Each runs on the stream of now of the GPU that it comes from, whichever GPU is current.
         for gpu in self._gpus:
             torch.cuda.current_stream(gpu).synchronize()
-
-
-def _form(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what tells tensors apart that begin at the same place."""
-    view = tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
-    return (*view, tensor.dtype, tensor.device)
-
-
-def copied(tree: Any) -> Any:
-    """Return a tree with tensors of its own, on the CPU; those that are one stay one."""
-    copies = Copies()
-    found = leaves(tree, is_leaf=is_special)
-    own = {path: copies.of(leaf) for path, leaf in found if isinstance(leaf, Tensor)}
-    copies.wait()
-    return mapped(tree, own.get, is_leaf=is_special)
 
 
 def _plain_tensor(tensor: Tensor) -> Tensor:

@@ -276,7 +276,7 @@ def test_what_is_not_a_checkpoints_is_passed_over(contents, saved, tmp_path):
     assert restored(forged(saved, tmp_path, contents)) == 2
 
 
-@pytest.mark.parametrize("states", [torch.zeros(1, 9), torch.zeros(1, 9, dtype=torch.uint8)])
+@pytest.mark.parametrize("states", [[""], ["AAAA" * 9]])
 def test_states_of_generators_that_are_none_are_an_error(states, saved, tmp_path):
     contents = {"objects": {"value": 1}, "sharded": [], "generators": states}
     directory = forged(saved, tmp_path, contents)

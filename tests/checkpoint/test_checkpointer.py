@@ -383,10 +383,10 @@ DIFFERING = {
     "one more": (lambda rank: (1, {"x": 1} | ({"y": 2} if rank else {})), "objects=['x', 'y']"),
     "a value": (
         lambda rank: (1, {"x": {"a": [1, rank]}}),
-        "`x['a'][1]` differ:\n  rank 0: x['a'][1]='0'\n  rank 1: x['a'][1]='1'",
+        "`x.a.1` differ:\n  rank 0: x.a.1='0'\n  rank 1: x.a.1='1'",
     ),
     "a tensor": (lambda rank: (1, {"x": torch.ones(1) if rank else 1}), "x='a Tensor'"),
-    "a key": (lambda rank: (1, {"x": {f"k{rank}": 1}}), "x['k1']='(nothing)'"),
+    "a key": (lambda rank: (1, {"x": {f"k{rank}": 1}}), "x.k1='(nothing)'"),
     "a kind": (lambda rank: (1, {"x": 1 if rank else 1.0}), "rank 0: x='1.0'\n  rank 1: x='1'"),
     "a bad step": (lambda rank: (-rank, {}), "`step` must be an integer of at least 0, but is -1"),
 }

@@ -1,7 +1,8 @@
 """A checkpoint that was read: the newest that is whole, and how things get their state from it."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from base64 import b64decode
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from difflib import get_close_matches
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from pardata.checkpoint import _shards as shards
 from pardata.checkpoint._files import STATE, UnusableError, verified
 from pardata.checkpoint._names import Name, names
-from pardata.checkpoint._snapshot import Copies
+from pardata.checkpoint._snapshot import Copies, check_stateful
 from pardata.collective._agreement import Facts, agree, require_same
 from pardata.collective._tree import Path as TreePath
 from pardata.collective._tree import is_special, leaves, mapped
@@ -86,7 +87,7 @@ class Checkpoint(NamedTuple):
                 _load(name, thing, trees[name])
             saved = self.contents["generators"]
             if len(saved) == here.size:
-                restore_generators(saved[here.rank].tolist(), here.device)
+                restore_generators(b64decode(saved[here.rank]), here.device)
             else:
                 text = "the default generators are left as they are: they were those of %d ranks"
                 _log.info(text, len(saved))
@@ -130,27 +131,31 @@ class Checkpoint(NamedTuple):
 
 
 def newest(
-    here: World, place: str, directory: Path, at: int | None, facts: Callable[[], Facts]
+    here: World, place: str, at: int | None, things: Mapping[str, Any], options: Facts
 ) -> Checkpoint | None:
     """Read the newest checkpoint that is whole, of step `at` if given, or None. Collective.
 
     Args:
         here: this process.
         place: the call, for errors.
-        directory: where the checkpoints are; rank 0 looks.
         at: of which step.
-        facts: returns what all ranks must pass alike.
+        things: to be restored.
+        options: of the call, with the `directory`, in which rank 0 looks.
 
     Raises:
+        TypeError: for a thing without a state, and an `at` that is no integer.
         ValueError: where the step is not there, and where another directory must be meant.
         RuntimeError: where ranks pass what differs, where there are checkpoints and none is whole,
             and where not all ranks see what rank 0 sees.
     """
+    directory = Path(str(options["directory"]))
 
     def tell() -> Facts:
         if at is not None:
             check_integer("at", at, least=0)
-        return {**facts(), "at": at, "there": names(directory) if here.is_main else []}
+        check_stateful(things)
+        there = names(directory) if here.is_main else []
+        return {**options, "at": at, "objects": list(things), "there": there}
 
     def choose(told: list[dict[str, Any]]) -> list[Name]:
         there = [facts.pop("there") for facts in told]
@@ -168,12 +173,12 @@ def newest(
             )
         before, passed_over = there, []
         for name in there:
-            found = _looked_at(here, directory / str(name), name.step)
+            path = directory / str(name)
+            found = _looked_at(here, path, name.step)
             if isinstance(found, Checkpoint):
                 return found
             passed_over.append(f"\n  {name}: {found}")
-            text = "passed over the checkpoint %s: %s"
-            _log.warning(text, directory / str(name), found, ranks=[0])
+            _log.warning("passed over the checkpoint %s: %s", path, found, ranks=[0])
     return None
 
 

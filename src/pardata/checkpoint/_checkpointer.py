@@ -1,14 +1,13 @@
 """The state of a run: saved so that it survives, restored into any strategy and world size."""
 
 import os
-from base64 import b64decode, b64encode
-from collections.abc import Callable, Mapping
+from base64 import b64encode
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from typing_extensions import Self
 
@@ -16,13 +15,12 @@ from pardata.checkpoint import _shards as shards
 from pardata.checkpoint._background import Background
 from pardata.checkpoint._checkpoint import CURE, Restored, newest
 from pardata.checkpoint._files import Digests, write_weights
-from pardata.checkpoint._folder import Draft, Folder
+from pardata.checkpoint._folder import Folder
 from pardata.checkpoint._names import names
 from pardata.checkpoint._retention import Retention
-from pardata.checkpoint._snapshot import Snapshot, check_stateful
-from pardata.collective._agreement import Facts, agree, require_same, same
+from pardata.checkpoint._snapshot import Snapshot
+from pardata.collective._agreement import agree, require_same, same
 from pardata.collective._rank_zero import rank_zero_call
-from pardata.collective._tree import Path as TreePath
 from pardata.ranks._arguments import check_flag, check_integer
 from pardata.ranks._logger import get_logger
 from pardata.ranks._store import collect, publish
@@ -57,7 +55,7 @@ class Checkpointer:
         TypeError: for one that is no integer, for a `keep_best` that is no name, and for an
             `asynchronous` that is no bool.
 
-    >>> import tempfile
+    >>> import tempfile, torch
     >>> model = torch.nn.Linear(2, 2)
     >>> checkpointer = Checkpointer(tempfile.mkdtemp())
     >>> checkpointer.save(10, model=model, best=0.5)
@@ -113,18 +111,17 @@ class Checkpointer:
             self._retention.check_value(objects)
             snapshot = Snapshot(here, objects, copy=self._asynchronous and here.rank == 0)
             if here.rank > 0:  # not in the turn, which would take them from all to all
-                own = b64encode(generator_states(here.device)).decode()
-                publish(channel(), f"generators/{here.rank}", own)
+                publish(channel(), f"generators/{here.rank}", _generators(here))
             options = {"step": step, "objects": list(objects), **self._options}
             return {"options": options, "details": snapshot.texts}
 
         same(here, "Checkpointer.save", tell, _raise_of_what_differs)
-        contents = {
-            "objects": snapshot.trees,
-            "sharded": list(snapshot.parts),
-            "generators": _generators_of_all(here),
-        }
-        self._start(here, snapshot.parts, Draft(step, contents, snapshot.facts))
+        contents = {"objects": snapshot.trees, "sharded": list(snapshot.parts)}
+        if here.is_main:
+            keys = [f"generators/{rank}" for rank in range(1, here.size)]
+            others = collect(channel(), keys) if keys else []
+            contents["generators"] = [_generators(here), *others]
+        self._start(here, step, snapshot, contents)
 
     def restore(self, *, at: int | None = None, **objects: Any) -> Restored:
         """Give `objects` the state of the newest checkpoint that is whole. Collective.
@@ -151,12 +148,7 @@ class Checkpointer:
         """
         here = require_world("Checkpointer.restore")
         self.wait()
-
-        def facts() -> dict[str, object]:
-            check_stateful(objects)
-            return {"objects": list(objects), **self._options}
-
-        found = newest(here, "Checkpointer.restore", self._directory, at, facts)
+        found = newest(here, "Checkpointer.restore", at, objects, self._options)
         if found is not None:
             return found.give(here, objects)
         _log.info("no checkpoint in %s: the run begins anew", self._directory)
@@ -190,8 +182,8 @@ class Checkpointer:
         """
         here = require_world("Checkpointer.export")
         self.wait()
-        facts: Callable[[], Facts] = partial(dict, self._options, name=name)
-        found = newest(here, "Checkpointer.export", self._directory, at, facts)
+        options = {"name": name, **self._options}
+        found = newest(here, "Checkpointer.export", at, {}, options)
         if found is None:
             raise FileNotFoundError(
                 f"there must be a checkpoint in {self._directory} to export, but there is none"
@@ -207,13 +199,9 @@ class Checkpointer:
         if self._background is None:
             return
         background, self._background = self._background, None
-        try:
-            rank_zero_call(background.join)  # however long it takes
-        except BaseException:
-            with suppress(Exception):  # this rank's own, which says no more
-                background.join()
-            raise
-
+        with suppress(Exception):  # raised below: rank 0's first, for another one says no more
+            background.join()
+        rank_zero_call(background.join)
         agree(require_world("Checkpointer.wait"), "Checkpointer.wait", background.join)
 
     def __enter__(self) -> Self:
@@ -224,33 +212,24 @@ class Checkpointer:
         if kind is None:
             self.wait()
 
-    def _start(self, here: World, parts: Mapping[TreePath, torch.Tensor], draft: Draft) -> None:
+    def _start(self, here: World, step: int, taken: Snapshot, contents: dict[str, Any]) -> None:
         """Write a checkpoint, or begin to in the background. Collective."""
         begun: Path | None = None
         written: Callable[[], Digests] = dict
-        if parts:
-            begun = rank_zero_call(self._folder.begin, draft.step)
+        if taken.parts:
+            begun = rank_zero_call(self._folder.begin, step)
             if self._asynchronous:
                 self._group = self._group or dist.new_group(backend="gloo")
-            written = shards.writing(begun, parts, self._group)
-
-        def lead(fn: Callable[..., object], *args: object) -> None:
-            """Run something on rank 0, for which nobody waits in the background."""
-            if not self._asynchronous:
-                rank_zero_call(fn, *args)
-            elif here.is_main:
-                fn(*args)
-
-        def write() -> None:
-            if not here.is_main:
-                with suppress(OSError):  # it is on all ranks, and rank 0 tells
-                    written()
-            lead(self._folder.finish, begun, draft, written)
-
+            written = shards.writing(begun, taken.parts, self._group)
+        draft = begun, {"step": step, **taken.facts}, contents, written
         if self._asynchronous:
-            self._background = Background(write, f"the checkpoint of step {draft.step}")
-        else:
-            write()
+            work = partial(self._folder.finish, *draft) if here.is_main else written
+            self._background = Background(work, f"the checkpoint of step {step}")
+            return
+        if not here.is_main:
+            with suppress(OSError):  # it is on all ranks, and rank 0 tells
+                written()
+        rank_zero_call(self._folder.finish, *draft)
 
 
 def _raise_of_what_differs(told: list[dict[str, Any]]) -> None:
@@ -262,13 +241,6 @@ def _raise_of_what_differs(told: list[dict[str, Any]]) -> None:
     require_same(place, filled, CURE)
 
 
-def _generators_of_all(here: World) -> torch.Tensor | None:
-    """Return where the default generators of all ranks are, on rank 0: bytes, a row for each."""
-    if here.rank > 0:
-        return None
-    keys = [f"generators/{rank}" for rank in range(1, here.size)]
-    rows = [generator_states(here.device)]
-    rows += map(b64decode, collect(channel(), keys) if keys else [])
-    longest = max(map(len, rows))
-    alike = bytearray(b"".join(row.ljust(longest, b"\0") for row in rows))
-    return torch.frombuffer(alike, dtype=torch.uint8).view(len(rows), longest)
+def _generators(here: World) -> str:
+    """Return where the default generators of this rank are."""
+    return b64encode(generator_states(here.device)).decode()

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pardata.checkpoint._files import STATE, Digests, save, sync, write_manifest
 from pardata.checkpoint._names import Name, names
@@ -75,11 +75,10 @@ class Attempt:
         """Raise if somebody has claimed since this one did, or the directory is gone."""
         if self.number == 0:
             return
-        newest, path = 0, self._directory
-        if self._directory.is_dir():
-            if not _claims(self._directory):  # somebody has emptied it, and not written yet
-                self._write_claim(self.number, self._claimed)
-            newest, path = max(_claims(self._directory).items(), default=(0, self._directory))
+        if not _claims(self._directory) and self._directory.is_dir():
+            # Somebody has emptied it, and not written yet.
+            self._write_claim(self.number, self._claimed)
+        newest, path = max(_claims(self._directory).items(), default=(0, self._directory))
         # No claim, or none any more: somebody is removing it all.
         if newest == 0 or (newest == self.number and not path.exists()):
             raise FileNotFoundError(
@@ -116,22 +115,8 @@ class Attempt:
 
 
 def _claims(directory: Path) -> dict[int, Path]:
-    found = [(re.fullmatch(r"attempt-(\d{4,})\.txt", p.name), p) for p in directory.iterdir()]
+    found = [(re.fullmatch(r"attempt-(\d{4,})\.txt", p.name), p) for p in directory.glob("*.txt")]
     return {int(match[1]): path for match, path in found if match}
-
-
-class Draft(NamedTuple):
-    """A checkpoint that is to be written.
-
-    Attributes:
-        step: of the run.
-        contents: of the file of rank 0.
-        facts: of the manifest.
-    """
-
-    step: int
-    contents: Any
-    facts: Mapping[str, Any]
 
 
 class Folder:
@@ -164,20 +149,27 @@ class Folder:
             path.mkdir()
             return path
 
-    def finish(self, begun: Path | None, draft: Draft, written: Callable[[], Digests]) -> None:
+    def finish(
+        self,
+        begun: Path | None,
+        facts: Mapping[str, Any],
+        contents: object,
+        written: Callable[[], Digests],
+    ) -> None:
         """Write rank 0's part, make all that is there a checkpoint, and prune.
 
         Args:
             begun: what `begin` returned for this step, if it was called.
-            draft: what is to be written.
+            facts: of the manifest.
+            contents: of the file of rank 0.
             written: waits until the parts of all ranks are written; returns what is known of them.
         """
-        step = draft.step
+        step: int = facts["step"]
         path = begun or self.begin(step)
         with self._cleaned_after_errors(step):
             digests = written()
-            save(draft.contents, path / STATE)
-            size = write_manifest(path, {"step": step, **draft.facts}, digests)
+            save(contents, path / STATE)
+            size = write_manifest(path, facts, digests)
             self._attempt.check()
             path.rename(self._directory / str(self._name))
             sync(self._directory)

@@ -25,12 +25,8 @@ from pardata.collective._tree import in_brackets
 _FOLDER = "sharded"
 _METADATA = ".metadata"
 
-_MODULES = (
-    "torch.distributed.checkpoint.metadata",
-    "torch.distributed.checkpoint.filesystem",
-    "torch",
-    "torch.serialization",
-)
+_DCP = "torch.distributed.checkpoint"
+_MODULES = ("torch", "torch.serialization", f"{_DCP}.metadata", f"{_DCP}.filesystem")
 
 
 def placed(whole: Tensor, like: Any) -> Tensor | None:
@@ -148,10 +144,14 @@ def read_metadata(checkpoint: Path) -> Any:
     Raises:
         UnusableError: where that cannot be; says why.
     """
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # noqa: PLC0415
+
     try:
         with (checkpoint / _FOLDER / _METADATA).open("rb") as file:
             metadata = _Unpickler(file).load()
-        _check_metadata(metadata)
+        for name, kind in metadata.state_dict_metadata.items():
+            if not isinstance(kind, TensorStorageMetadata):
+                raise TypeError(f"{name!r} is a {type(kind).__name__}, which might run code")
     except Exception as error:  # whatever comes of a pickle that somebody has made up
         raise UnusableError(f"{_FOLDER} must hold tensors and nothing else, but {error}") from error
     return metadata
@@ -178,12 +178,3 @@ def _is_plain(found: object) -> bool:
         return True
     is_data = dataclasses.is_dataclass(found) or issubclass(found, Enum)
     return is_data and found.__module__ in _MODULES
-
-
-def _check_metadata(metadata: Any) -> None:
-    from torch.distributed.checkpoint import metadata as kinds  # noqa: PLC0415
-
-    stored = metadata.state_dict_metadata if isinstance(metadata, kinds.Metadata) else {"it": None}
-    for name, kind in stored.items():
-        if not isinstance(kind, kinds.TensorStorageMetadata):
-            raise TypeError(f"{name!r} is a {type(kind).__name__}, which might run code")

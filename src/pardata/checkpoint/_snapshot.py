@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pardata.checkpoint import _shards as shards
+from pardata.checkpoint._shards import is_sharded
 from pardata.collective._tree import Path, in_brackets, is_special, leaves, mapped
 from pardata.model._strategy import strategy_of
 from pardata.ranks._version import __version__
@@ -80,16 +80,16 @@ class Snapshot:
         """
         taken: dict[Path, Any] = {}
         for at, leaf in leaves(tree, is_leaf=is_special, path=path):
-            is_tensor = isinstance(leaf, Tensor)
-            if not is_tensor and isinstance(leaf, Mapping):
-                taken[at] = self._taken(dict(leaf), make, at)
-                continue
-            if self._is_told:
-                self.texts[in_brackets(at[0], at[1:])] = _text_of(leaf)
-            if shards.is_sharded(leaf):
+            if not isinstance(leaf, Tensor):
+                if isinstance(leaf, Mapping):
+                    taken[at] = self._taken(dict(leaf), make, at)
+                    continue
+            elif type(leaf) is not Tensor and is_sharded(leaf):
                 self.parts[at], taken[at] = leaf, None
-            elif is_tensor:
+            else:
                 taken[at] = make(leaf)
+            if self._is_told:
+                self.texts[".".join(map(str, at))] = _text_of(leaf)
         return mapped(tree, taken.get, is_leaf=is_special, path=path)
 
 

@@ -1,11 +1,9 @@
 """A checkpoint that was read: the newest that is whole, and how things get their state from it."""
 
-import re
 from base64 import b64decode
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 
 from pardata.checkpoint import _shards as shards
 from pardata.checkpoint._files import STATE, UnusableError, verified
-from pardata.checkpoint._names import Name, names
+from pardata.checkpoint._names import Name, candidates, names
 from pardata.checkpoint._snapshot import Copies, check_stateful
 from pardata.collective._agreement import Facts, agree, require_same
 from pardata.collective._tree import Path as TreePath
@@ -35,7 +33,6 @@ CURE = (
 )
 
 _PATIENCE = timedelta(hours=2)  # with the slowest disk
-_ALIKE = 0.8  # of 1, as difflib counts: one of five letters is another one
 
 
 @dataclass(frozen=True)
@@ -160,7 +157,7 @@ def newest(
     def choose(told: list[dict[str, Any]]) -> list[Name]:
         there = [facts.pop("there") for facts in told]
         require_same(place, told, CURE)
-        return _candidates(directory, at, [Name(*name) for name in there[0]])
+        return candidates(directory, at, [Name(*name) for name in there[0]])
 
     before: list[Name] = []
     passed_over: list[str] = []
@@ -180,48 +177,6 @@ def newest(
             passed_over.append(f"\n  {name}: {found}")
             _log.warning("passed over the checkpoint %s: %s", path, found, ranks=[0])
     return None
-
-
-def _candidates(directory: Path, at: int | None, there: list[Name]) -> list[Name]:
-    """Return of all names those of a step, or all, from the newest to the oldest."""
-    if not there:
-        _check_directory(directory)
-    found = [name for name in reversed(there) if at in (None, name.step)]
-    if not found and at is not None:
-        steps = ", ".join(str(step) for step in sorted({name.step for name in there}))
-        raise ValueError(
-            f"`at` must be a step of which there is a checkpoint, but is {at}: {directory} has "
-            f"{steps or 'none'}"
-        )
-    return found
-
-
-def _check_directory(directory: Path) -> None:
-    """Raise where a directory without checkpoints must be a mistake, and name what is meant.
-
-    A run that is really new must not be stopped. So beside others a directory is one only if it is
-    not there at all, and its name is nearly another's, as "frist"; not if they tell runs from each
-    other by numbers or single letters, as "seed-1" and "seed-2", "run-a" and "run-b".
-    """
-    path = directory.absolute()
-    if Name.parse(path.name) is not None:
-        raise ValueError(
-            f"`directory` must be that of all checkpoints of a run, but {directory} is one of "
-            f"them: pass {directory.parent}"
-        )
-    if path.exists() or not path.parent.is_dir():
-        return
-    beside = [other.name for other in path.parent.iterdir() if _words(other) != _words(path)]
-    for name in get_close_matches(path.name, beside, cutoff=_ALIKE):
-        if names(meant := directory.with_name(name)):
-            raise ValueError(
-                f"`directory` must be where the checkpoints are, but {directory} is not there, and "
-                f"{meant} has some: pass that, or make the directory if this is a new run"
-            )
-
-
-def _words(path: Path) -> list[str]:
-    return re.findall(r"[^\W\d_]{2,}", path.name)
 
 
 def _looked_at(here: World, path: Path, step: int) -> Checkpoint | str:
@@ -255,16 +210,14 @@ def _looked_at(here: World, path: Path, step: int) -> Checkpoint | str:
 def _read(path: Path, manifest: dict[str, Any]) -> Checkpoint:
     """Map the file that all ranks read: those of a node share its memory."""
     try:
-        file = str(path / STATE)
-        contents = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        if contents["sharded"]:
-            shards.read_metadata(path)
-    except UnusableError:
-        raise
+        contents = torch.load(str(path / STATE), map_location="cpu", weights_only=True, mmap=True)
+        is_sharded = bool(contents["sharded"])
     except Exception as error:  # whatever PyTorch makes of bytes that somebody has made up
         raise UnusableError(
             f"{STATE} cannot be read without running code, or at all ({error})"
         ) from error
+    if is_sharded:
+        shards.read_metadata(path)
     return Checkpoint(path, manifest, contents)
 
 

@@ -2,7 +2,6 @@
 
 import os
 from base64 import b64encode
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing_extensions import Self
 from pardata.checkpoint import _shards as shards
 from pardata.checkpoint._background import Background
 from pardata.checkpoint._checkpoint import CURE, Restored, newest
-from pardata.checkpoint._files import Digests, write_weights
+from pardata.checkpoint._files import Written, write_weights
 from pardata.checkpoint._folder import Folder
 from pardata.checkpoint._names import names
 from pardata.checkpoint._retention import Retention
@@ -215,7 +214,7 @@ class Checkpointer:
     def _start(self, here: World, step: int, taken: Snapshot, contents: dict[str, Any]) -> None:
         """Write a checkpoint, or begin to in the background. Collective."""
         begun: Path | None = None
-        written: Callable[[], Digests] = dict
+        written: Written = dict
         if taken.parts:
             begun = rank_zero_call(self._folder.begin, step)
             if self._asynchronous:

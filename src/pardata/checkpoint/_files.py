@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -24,9 +24,12 @@ class UnusableError(RuntimeError):
 
 # What is recorded of files: how many bytes, and their SHA-256.
 Digests: TypeAlias = Mapping[str, tuple[int, str]]
+# Waits until the parts of all ranks are written, and returns what is recorded of them.
+Written: TypeAlias = Callable[[], Digests]
+Manifest: TypeAlias = dict[str, Any]
 
 
-def write_manifest(folder: Path, facts: Mapping[str, Any], known: Digests) -> int:
+def write_manifest(folder: Path, facts: Manifest, known: Digests) -> int:
     """Describe all files in a folder, wait until they are on the disk, and return their bytes.
 
     Those of which others know the digests, having written them and synced them, are not read.
@@ -41,7 +44,7 @@ def write_manifest(folder: Path, facts: Mapping[str, Any], known: Digests) -> in
     return sum(size for size, _ in files.values())
 
 
-def verified(folder: Path, step: int, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
+def verified(folder: Path, step: int, rank: int = 0, ranks: int = 1) -> Manifest:
     """Return the manifest of the checkpoint of a step, after reading every byte of its files.
 
     Several ranks share them: all read the manifest, the first the file that all will read, and
@@ -64,13 +67,13 @@ def verified(folder: Path, step: int, rank: int = 0, ranks: int = 1) -> dict[str
     return manifest
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> Manifest:
     """Return what was written about a checkpoint, or raise an `UnusableError`."""
     path = folder / _MANIFEST
     _require(path.is_file(), f"{_MANIFEST} is missing")
     try:
         signed = json.loads(path.read_bytes())
-        manifest: dict[str, Any] = signed["manifest"]
+        manifest: Manifest = signed["manifest"]
         intact = _digest(manifest) == signed["sha256"]
         found = manifest["format"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -86,7 +89,7 @@ def _require(condition: object, why: str) -> None:
         raise UnusableError(why)
 
 
-def _digest(manifest: Mapping[str, Any]) -> str:
+def _digest(manifest: Manifest) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 

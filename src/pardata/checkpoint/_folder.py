@@ -15,13 +15,13 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from pardata.checkpoint._files import STATE, Digests, save, sync, write_manifest
-from pardata.checkpoint._names import Name, names
+from pardata.checkpoint._files import STATE, Manifest, Written, save, sync, write_manifest
+from pardata.checkpoint._names import Name, entries, names
 from pardata.checkpoint._retention import Retention
 from pardata.ranks._logger import get_logger
 
@@ -103,19 +103,19 @@ class Attempt:
     def _write_claim(self, number: int, text: str) -> bool:
         """Claim a number, and return whether nobody else has."""
         path = self._directory / f"attempt-{number:04d}.txt"
-        with suppress(FileExistsError), path.open("x") as file:
-            try:
+        try:
+            with path.open("x") as file:
                 file.write(text)
-                file.flush()
-            except OSError:
-                path.unlink(missing_ok=True)  # who cannot write must not keep others from it
-                raise
-            return True
-        return False
+        except FileExistsError:
+            return False
+        except OSError:
+            path.unlink(missing_ok=True)  # who cannot write must not keep others from it
+            raise
+        return True
 
 
 def _claims(directory: Path) -> dict[int, Path]:
-    found = [(re.fullmatch(r"attempt-(\d{4,})\.txt", p.name), p) for p in directory.glob("*.txt")]
+    found = [(re.fullmatch(r"attempt-(\d{4,})\.txt", p.name), p) for p in entries(directory)]
     return {int(match[1]): path for match, path in found if match}
 
 
@@ -149,20 +149,14 @@ class Folder:
             path.mkdir()
             return path
 
-    def finish(
-        self,
-        begun: Path | None,
-        facts: Mapping[str, Any],
-        contents: object,
-        written: Callable[[], Digests],
-    ) -> None:
+    def finish(self, begun: Path | None, facts: Manifest, contents: Any, written: Written) -> None:
         """Write rank 0's part, make all that is there a checkpoint, and prune.
 
         Args:
             begun: what `begin` returned for this step, if it was called.
             facts: of the manifest.
             contents: of the file of rank 0.
-            written: waits until the parts of all ranks are written; returns what is known of them.
+            written: for the parts of all ranks.
         """
         step: int = facts["step"]
         path = begun or self.begin(step)

@@ -8,7 +8,7 @@ model has paid for most of them.
 
 import dataclasses
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path, PurePath
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pardata.checkpoint._files import Digests, UnusableError, size_and_digest
+from pardata.checkpoint._files import Digests, UnusableError, Written, size_and_digest
 from pardata.collective._tree import Path as TreePath
 from pardata.collective._tree import in_brackets
 
@@ -43,7 +43,7 @@ def placed(whole: Tensor, like: Any) -> Tensor | None:
 
 def writing(
     checkpoint: Path, parts: Mapping[TreePath, Tensor], group: dist.ProcessGroup | None
-) -> Callable[[], Digests]:
+) -> Written:
     """Return what writes this rank's parts, and raises where any rank failed; all call it.
 
     On rank 0 that returns what a manifest records of the files of all ranks.

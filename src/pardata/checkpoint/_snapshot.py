@@ -65,7 +65,6 @@ class Snapshot:
                 "pardata": __version__,
                 "torch": str(torch.__version__),
                 "processes": here.size,
-                "threads": torch.get_num_threads(),
                 "strategies": {name: under.name for name, under in strategies.items()},
             },
         }

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from typing_extensions import Self
+from typing_extensions import Never, Self
 
 from pardata.checkpoint import _shards as shards
 from pardata.checkpoint._background import Background
@@ -82,11 +82,12 @@ class Checkpointer:
         self._background: Background | None = None
         self._group: Any = None  # for messages in the background
 
-    def save(self, step: int, **objects: Any) -> None:
+    def save(self, step: int, *unnamed: Never, **objects: Any) -> None:
         """Save the state of `objects`, then remove what is older than `keep` others. Collective.
 
         Args:
             step: of the run, from 0.
+            unnamed: nothing, for each thing is saved under a name.
             objects: by name. Of what has ``state_dict`` and ``load_state_dict`` (a model under any
                 strategy, an optimizer, a scheduler, a loader) its state; else the value: tensors,
                 numbers, strings, None, and dicts, lists and tuples of them. All that is no tensor
@@ -94,12 +95,14 @@ class Checkpointer:
                 of every rank are is saved beside them.
 
         Raises:
-            TypeError: for what could be loaded only by running code; names it. For a step that is
-                no integer, and for the value of `keep_best` where it is no number, or not there.
+            TypeError: for what could be loaded only by running code; names it. For a thing without
+                a name, a step that is no integer, and the value of `keep_best` where it is no
+                number, or not there.
             ValueError: for a step below 0.
             RuntimeError: where ranks differ, and where another run has taken over the directory.
             OSError: on every rank, where it cannot be written; what was there before stands.
         """
+        _refuse("save(step, ", unnamed)
         here = require_world("Checkpointer.save")
         self.wait()
         snapshot: Snapshot
@@ -122,7 +125,7 @@ class Checkpointer:
             contents["generators"] = [_generators(here), *others]
         self._start(here, step, snapshot, contents)
 
-    def restore(self, *, at: int | None = None, **objects: Any) -> Restored:
+    def restore(self, *unnamed: Never, at: int | None = None, **objects: Any) -> Restored:
         """Give `objects` the state of the newest checkpoint that is whole. Collective.
 
         Those that are not are passed over, and logged with the reason. Strategy and number of
@@ -130,6 +133,7 @@ class Checkpointer:
         back too, if there are as many ranks as then. What is read is verified, and runs no code.
 
         Args:
+            unnamed: nothing, for each thing is restored under its name.
             at: the step of the checkpoint to take, one of `steps`; the newest if not given.
             objects: under the names by which they were saved. Not all that was saved is needed.
 
@@ -141,10 +145,11 @@ class Checkpointer:
             ValueError: for a name that was not saved, and a step of which there is none. Where the
                 directory is one checkpoint itself, or is not there and nearly has the name of one
                 beside it that has checkpoints.
-            TypeError: for a value: those are returned.
+            TypeError: for a value: those are returned. For a thing without a name.
             RuntimeError: where there are checkpoints and none is whole, where a state does not fit
                 its object, and where ranks differ.
         """
+        _refuse("restore(", unnamed)
         here = require_world("Checkpointer.restore")
         self.wait()
         found = newest(here, "Checkpointer.restore", at, objects, self._options)
@@ -229,6 +234,15 @@ class Checkpointer:
             with suppress(OSError):  # it is on all ranks, and rank 0 tells
                 written()
         rank_zero_call(self._folder.finish, *draft)
+
+
+def _refuse(call: str, unnamed: tuple[object, ...]) -> None:
+    """Raise where something has no name, under which it could be saved."""
+    if unnamed:
+        raise TypeError(
+            f"`objects` must each have a name, but a {type(unnamed[0]).__name__} has none: call "
+            f"{call}model=model), say"
+        )
 
 
 def _raise_of_what_differs(told: list[dict[str, Any]]) -> None:

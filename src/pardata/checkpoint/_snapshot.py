@@ -105,7 +105,7 @@ def check_stateful(objects: Mapping[str, object]) -> None:
         if not _is_stateful(thing):
             raise TypeError(
                 f"`restore` must be given what has state_dict and load_state_dict, but `{name}` "
-                f"is a {type(thing).__name__}: values are in what it returns"
+                f"is a {type(thing).__name__}: values are in what it returns, and `at` is the step"
             )
 
 

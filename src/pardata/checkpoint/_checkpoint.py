@@ -159,22 +159,22 @@ def newest(
         require_same(place, told, CURE)
         return candidates(directory, at, [Name(*name) for name in there[0]])
 
-    before: list[Name] = []
-    passed_over: list[str] = []
+    passed_over: dict[Name, str] = {}
     while there := [Name(*name) for name in agree(here, place, tell, choose)]:
-        if there == before:  # else one was added or removed meanwhile
+        if there == [*passed_over]:  # else one was added or removed meanwhile
             those = "checkpoints" if at is None else f"checkpoints of step {at}"
+            listed = "".join(f"\n  {name}: {why}" for name, why in passed_over.items())
             raise RuntimeError(
-                f"one of the {those} in {directory} must be whole, but none is:"
-                f"{''.join(passed_over)}\nPut a copy back, or remove them to begin anew"
+                f"one of the {those} in {directory} must be whole, but none is:{listed}\n"
+                f"Put a copy back, or remove them to begin anew"
             )
-        before, passed_over = there, []
+        passed_over = {}
         for name in there:
             path = directory / str(name)
             found = _looked_at(here, path, name.step)
             if isinstance(found, Checkpoint):
                 return found
-            passed_over.append(f"\n  {name}: {found}")
+            passed_over[name] = found
             _log.warning("passed over the checkpoint %s: %s", path, found, ranks=[0])
     return None
 

@@ -239,10 +239,8 @@ class Checkpointer:
 def _refuse(call: str, unnamed: tuple[object, ...]) -> None:
     """Raise where something has no name, under which it could be saved."""
     if unnamed:
-        raise TypeError(
-            f"`objects` must each have a name, but a {type(unnamed[0]).__name__} has none: call "
-            f"{call}model=model), say"
-        )
+        kind = type(unnamed[0]).__name__
+        raise TypeError(f"`objects` must be named, but a {kind} is not: call {call}model=model)")
 
 
 def _raise_of_what_differs(told: list[dict[str, Any]]) -> None:

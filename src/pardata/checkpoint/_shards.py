@@ -20,7 +20,6 @@ from torch import Tensor
 
 from pardata.checkpoint._files import Digests, UnusableError, Written, size_and_digest
 from pardata.collective._tree import Path as TreePath
-from pardata.collective._tree import in_brackets
 
 _FOLDER = "sharded"
 _METADATA = ".metadata"
@@ -74,7 +73,7 @@ def writing(
                 digests.update(report.pop())
             super().finish(metadata, results)
 
-    tensors = {_name(at): part for at, part in parts.items()}
+    tensors = {str(at): part for at, part in parts.items()}
     if group is not None:
         tensors = {name: part.detach().to("cpu", copy=True) for name, part in tensors.items()}
 
@@ -103,12 +102,12 @@ def read(
             return metadata
 
     metadata = read_metadata(checkpoint)
-    stored, names = metadata.state_dict_metadata, {at: _name(at) for at in targets}
-    tensors = {name: _empty(stored[name], targets[at]) for at, name in names.items()}
+    stored = metadata.state_dict_metadata
+    tensors = {str(at): _empty(stored[str(at)], target) for at, target in targets.items()}
     with _failures_as_errors():
         alone = alone or not dist.is_initialized()
         _load_state_dict(tensors, Reader(checkpoint / _FOLDER), no_dist=alone)
-    return {at: tensors[name] for at, name in names.items()}
+    return {at: tensors[str(at)] for at in targets}
 
 
 @contextmanager
@@ -132,10 +131,6 @@ def _empty(stored: Any, target: Any) -> Tensor:
 def is_sharded(value: object) -> bool:
     """Whether a value is a DTensor, by what it can do: importing its class costs half a second."""
     return isinstance(value, Tensor) and hasattr(value, "device_mesh")
-
-
-def _name(at: TreePath) -> str:
-    return in_brackets(at[0], at[1:])
 
 
 def read_metadata(checkpoint: Path) -> Any:
@@ -174,7 +169,5 @@ def _is_plain(found: object) -> bool:
     if not isinstance(found, type):
         # The last is what a layout is pickled as.
         return isinstance(found, torch.dtype) or found is torch.serialization._get_layout  # noqa: SLF001
-    if issubclass(found, PurePath | torch.Size):
-        return True
     is_data = dataclasses.is_dataclass(found) or issubclass(found, Enum)
-    return is_data and found.__module__ in _MODULES
+    return issubclass(found, PurePath | torch.Size) or (is_data and found.__module__ in _MODULES)

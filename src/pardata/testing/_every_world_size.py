@@ -13,7 +13,7 @@ from pardata.model._weights import named_tensors
 from pardata.ranks._table import ranks_text
 from pardata.testing._run import run
 
-_Args = TypeVarTuple("_Args")
+Args = TypeVarTuple("Args")
 
 # What training has come to after a step.
 Trained: TypeAlias = nn.Module | Mapping[str, Tensor | float]
@@ -26,8 +26,8 @@ _LISTED = 8
 
 
 def assert_same_at_every_world_size(
-    train: Callable[[Unpack[_Args]], Iterable[Trained]],
-    *args: Unpack[_Args],
+    train: Callable[[Unpack[Args]], Iterable[Trained]],
+    *args: Unpack[Args],
     sizes: Iterable[int] = (1, 2, 3),
     rtol: float = 0.0,
     atol: float = 0.0,

@@ -135,9 +135,8 @@ def _parting(ours: list[str], theirs: list[str], near: _Near) -> _Parting | None
         if text is not None:
             return step, text
     done, steps = len(ours), len(theirs)
-    return (
-        None if done == steps else (min(done, steps), f"it took {done} steps in all, not {steps}")
-    )
+    text = f"it took {done} steps in all, not {steps}"
+    return None if done == steps else (min(done, steps), text)
 
 
 def _yielded(train: Any, args: Any) -> Iterable[Any]:

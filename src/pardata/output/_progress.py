@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sized
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -132,11 +133,9 @@ class _Lines:
 
 def _bar(description: str, total: int | None) -> Any:
     if sys.stderr.isatty():
-        try:
+        with suppress(ImportError):  # the lines say the same
             from tqdm import tqdm  # noqa: PLC0415  # an extra, and only wanted on a terminal
-        except ImportError:
-            pass  # the lines say the same
-        else:
+
             return tqdm(desc=description or None, total=total)
     return _Lines(description, total)
 

@@ -172,12 +172,11 @@ def _tensors(trained: Any) -> dict[str, Tensor]:
     """Return copies of what was yielded: the next step changes it."""
     must = "`train` must yield its model, or a dict of tensors or numbers, after each step"
     if isinstance(trained, nn.Module):
-        named = dict(named_tensors(trained))
-    elif isinstance(trained, Mapping):
-        named = {str(name): _tensor(value, name, must) for name, value in trained.items()}
-    else:
+        trained = dict(named_tensors(trained))
+    if not isinstance(trained, Mapping):
         raise TypeError(f"{must}, but yielded a {type(trained).__name__}: write `yield model`")
-    return {name: tensor.detach().cpu().clone() for name, tensor in named.items()}
+    tensors = {str(name): _tensor(value, name, must) for name, value in trained.items()}
+    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 
 def _tensor(value: Any, name: Any, must: str) -> Tensor:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from alike import equal
 from checkpoint_zoo import STRATEGIES, Net, Run, Thing, log_lines, paths
 from on_ranks import caught, run, run_caught
 from torch import nn
@@ -236,16 +237,6 @@ def save_and_restore_things(directory):
     checkpointer.restore(**{name: other for name, (_, other) in pairs.items()})
     states = {n: (thing.state_dict(), other.state_dict()) for n, (thing, other) in pairs.items()}
     return [name for name, (one, other) in states.items() if not equal(one, other)]
-
-
-def equal(one, other):
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(equal, one, other))
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    return one == other
 
 
 @pytest.mark.parametrize("size", [1, 2])

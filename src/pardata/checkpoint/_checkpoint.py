@@ -99,7 +99,7 @@ class Checkpoint(NamedTuple):
 
     def states_of(
         self, names: Iterable[str], likes: Mapping[TreePath, Tensor], *, alone: bool = False
-    ) -> dict[str, Any]:
+    ) -> Any:
         """Return what was saved as the states under these names. Collective, or on one rank alone.
 
         Args:
@@ -123,8 +123,7 @@ class Checkpoint(NamedTuple):
         # Of a model it has the very place, of an optimizer that of the parameter's whole state.
         targets = {at: likes.get(at, likes.get(at[:-1])) for at in sharded}
         tensors = shards.read(self.path, targets, alone=alone)
-        joined: dict[str, Any] = mapped(trees, tensors.get, is_leaf=is_special)
-        return joined
+        return mapped(trees, tensors.get, is_leaf=is_special)
 
 
 def newest(

@@ -186,8 +186,7 @@ class Checkpointer:
         """
         here = require_world("Checkpointer.export")
         self.wait()
-        options = {"name": name, **self._options}
-        found = newest(here, "Checkpointer.export", at, {}, options)
+        found = newest(here, "Checkpointer.export", at, {}, {"name": name, **self._options})
         if found is None:
             raise FileNotFoundError(
                 f"there must be a checkpoint in {self._directory} to export, but there is none"

@@ -147,9 +147,7 @@ class Copies:
 def _plain_tensor(tensor: Tensor) -> Tensor:
     """Return a tensor without history, and without the memory around it, which would be saved."""
     plain = tensor.detach()
-    is_part = plain.layout == torch.strided and (
-        plain.untyped_storage().nbytes() > plain.numel() * plain.element_size()
-    )
+    is_part = plain.layout == torch.strided and plain.untyped_storage().nbytes() > plain.nbytes
     return plain.clone() if is_part else plain
 
 

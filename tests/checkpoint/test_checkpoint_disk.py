@@ -1,6 +1,7 @@
 """A checkpoint is written as a whole or an error on every rank, now and in the background."""
 
 import shutil
+import signal
 import threading
 
 import pytest
@@ -11,6 +12,8 @@ from torch import nn
 
 from pardata import (
     Checkpointer,
+    MetricWriter,
+    StopSignal,
     all_reduce_sum,
     fingerprint,
     load_weights,
@@ -237,13 +240,33 @@ def test_an_error_in_the_background_is_raised_by_the_next_call_on_every_rank(siz
         assert (after.step, after.values) == (2, {})
 
 
-def leave_by_an_error(checkpointer):
-    with checkpointer:
-        checkpointer.save(1, value=1)
-        message = "training failed"
-        raise ArithmeticError(message)
+def leave_a_run(directory, error):
+    """Return what comes out of a block that saves, writes and listens, and what it leaves."""
+    before = signal.getsignal(signal.SIGTERM)
+    checkpointer = Checkpointer(directory, asynchronous=True)
+
+    def block():
+        with StopSignal() as stop, checkpointer as same, MetricWriter(directory) as writer:
+            assert same is checkpointer
+            for step in (1, 2):
+                assert not stop.agreed()
+                checkpointer.save(step, value=step)
+                writer.write(step, {"loss": step})
+                if error is not None:
+                    raise error
+
+    raised = caught(block)
+    restored = signal.getsignal(signal.SIGTERM) == before
+    checkpointer.wait()
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return raised, restored, checkpointer.restore().step, len(lines), all_reduce_sum(1)
 
 
-def test_an_error_of_the_block_is_not_hidden(tmp_path):
-    with pytest.raises(ArithmeticError, match="training failed"):
-        leave_by_an_error(Checkpointer(tmp_path, asynchronous=True))
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_signal_a_checkpointer_and_a_writer_share_a_with_statement(size, tmp_path):
+    well = run_caught(leave_a_run, tmp_path / "well", None, world_size=size)
+    assert well == [(None, True, 2, 2, size)] * size
+    error = ArithmeticError("training failed")
+    for raised, *rest in run_caught(leave_a_run, tmp_path / "ill", error, world_size=size):
+        assert (raised.type, raised.text) == ("ArithmeticError", "training failed")
+        assert rest == [True, 1, 1, size]

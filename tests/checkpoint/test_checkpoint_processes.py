@@ -183,25 +183,16 @@ def kill_while_it_saves(programs, directory, how, seconds):
     return int(output.read_text().split("\n")[-2].split()[1])
 
 
-def check_that_kills_lose_nothing(programs, directory, moments):
+def test_a_kill_at_any_moment_leaves_the_last_one_that_was_reported(programs, tmp_path):
     reported = 0
-    for number, seconds in enumerate(moments):
+    for number, seconds in enumerate([0.0, 0.011, 0.02]):
         how = ("plain", "asynchronous")[number % 2]
-        reported = max(reported, kill_while_it_saves(programs, directory, how, seconds))
-        steps = whole_steps(directory)
+        reported = max(reported, kill_while_it_saves(programs, tmp_path, how, seconds))
+        steps = whole_steps(tmp_path)
         assert reported <= max(steps) <= reported + 1
         assert 1 <= len(steps) <= 3
-    checkpointer = Checkpointer(directory)
+    checkpointer = Checkpointer(tmp_path)
     found = checkpointer.restore()
     assert set(found.values["value"].tolist()) == {found.step}
     checkpointer.save(found.step + 1)
-    assert leftovers(directory) == []
-
-
-def test_a_kill_at_any_moment_leaves_the_last_one_that_was_reported(programs, tmp_path):
-    check_that_kills_lose_nothing(programs, tmp_path, [0.0, 0.011, 0.02])
-
-
-@pytest.mark.soak
-def test_200_kills_leave_the_last_one_that_was_reported(programs, tmp_path):
-    check_that_kills_lose_nothing(programs, tmp_path, [0.0005 * k for k in range(200)])
+    assert leftovers(tmp_path) == []

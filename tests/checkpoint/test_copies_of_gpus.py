@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pardata.checkpoint._snapshot import copied
+from pardata.checkpoint._snapshot import Copies
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
@@ -21,6 +21,8 @@ def test_a_copy_waits_for_each_gpu_that_it_copies_from(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     with FakeTensorMode():
         on_gpus = [torch.empty(size, device=f"cuda:{size % 2}") for size in range(1, 5)]
-        copies = copied({"a": on_gpus, "b": torch.ones(2)})
-    assert {copy.device.type for copy in copies["a"]} == {"cpu"}
+        copies = Copies()
+        made = [copies.of(tensor) for tensor in (*on_gpus, torch.ones(2))]
+        copies.wait()
+    assert {copy.device.type for copy in made} == {"cpu"}
     assert sorted(waited_for) == ["cuda:0", "cuda:1"]

@@ -1,5 +1,6 @@
 """Two runs in one directory: the newer one writes, the older is told. Names, and what is kept."""
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -28,15 +29,26 @@ class Writer(Folder):
         """Return the path of the checkpoint that was finished, if one was."""
         begun, self.begun = self.begun, None
         if action == "begin":
-            self.begun = self.begin(step), step
-        elif action == "fail":
-            self.fail()
-        elif action == "write":
-            self.finish(None, step, f"{id(self)} {step}", {}, {})
-        elif begun is not None:
-            self.finish(*begun, f"{id(self)} {begun[1]}", {}, {})
-        is_there = action == "write" or (action == "finish" and begun is not None)
-        return self._directory / str(self._name) if is_there else None
+            self.begun = self.begin(step), *self.draft(step)
+            return None
+        if action == "write":
+            begun = None, *self.draft(step)
+        if begun is None:
+            return None
+        if action == "fail":
+            with contextlib.suppress(OSError):
+                self.finish(*begun, lose_a_part)
+            return None
+        self.finish(*begun, dict)
+        return self._directory / str(self._name)
+
+    def draft(self, step):
+        return {"step": step}, f"{id(self)} {step}"
+
+
+def lose_a_part():
+    message = "not all ranks could write"
+    raise OSError(message)
 
 
 # --- names
@@ -134,14 +146,15 @@ def test_a_new_attempt_removes_what_the_last_one_was_killed_over(tmp_path):
 # --- two runs
 
 
-def test_the_older_of_two_is_told_who_the_other_one_is_and_changes_nothing(tmp_path):
+@pytest.mark.parametrize("end", ["finish", "fail"])
+def test_the_older_of_two_is_told_who_the_other_one_is_and_changes_nothing(end, tmp_path):
     older, newer = Writer(tmp_path), Writer(tmp_path)
     older.act("write", 1)
     older.act("begin", 2)
     newer.act("write", 1)
     before = sorted(tmp_path.rglob("*"))
-    older._unfinished.mkdir()  # as where the newer one came later, while the older one wrote
-    for action, step in (("finish", 2), ("fail", 2), ("begin", 3), ("write", 1), ("write", 9)):
+    older.begun[0].mkdir()  # as where the newer one came later, while the older one wrote
+    for action, step in ((end, 2), ("begin", 3), ("write", 1), ("write", 9)):
         with pytest.raises(RuntimeError) as raised:
             older.act(action, step)
         assert str(raised.value).startswith(

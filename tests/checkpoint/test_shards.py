@@ -112,7 +112,7 @@ def test_each_rank_reads_its_own_part_of_what_is_written_and_rank_0_alone_export
 
 
 def with_bytes(metadata):
-    metadata.state_dict_metadata["thing.torch.int64"] = BytesStorageMetadata()
+    metadata.state_dict_metadata["('thing', 'torch.int64')"] = BytesStorageMetadata()
 
 
 def replaced(metadata):
@@ -120,7 +120,10 @@ def replaced(metadata):
 
 
 FORGED = {
-    "bytes": (with_bytes, "'thing.torch.int64' is a BytesStorageMetadata, which might run code"),
+    "bytes": (
+        with_bytes,
+        "\"('thing', 'torch.int64')\" is a BytesStorageMetadata, which might run code",
+    ),
     "replaced": (replaced, "must hold tensors and nothing else, but 'str' object has no"),
 }
 PICKLES = {

@@ -139,13 +139,15 @@ def test_only_rank_zero_writes():
 # --- a terminal ---
 
 SCRIPT = """
-import sys
+import logging, sys
 {before}
 import torch
-from pardata import progress
+from pardata import get_logger, progress
+logging.basicConfig(format="%(message)s")
 bar = progress(range(3), "epoch 1", batch_size=8)
 for step in bar:
     bar.show(loss=torch.tensor(0.5))
+    get_logger("train").warning("step %d", step)
 print("done")
 """
 
@@ -187,10 +189,14 @@ def test_on_a_terminal_it_is_a_bar_of_tqdm():
     assert "3/3 [" in seen
     assert "loss 0.5, samples/s " in seen
     assert seen.endswith("\n")
+    # What a terminal shows in the end: after a carriage return the line is written over.
+    shown = [line.rstrip("\r").rsplit("\r")[-1].rstrip() for line in seen.split("\n")]
+    assert [line for line in shown if "step" in line] == [f"[0/1] step {k}" for k in range(3)]
 
 
 def test_on_a_terminal_without_tqdm_there_are_lines():
     seen = on_a_terminal(before="sys.modules['tqdm'] = None")
-    (line,) = seen.splitlines()
+    *logged, line = seen.splitlines()
+    assert logged == [f"[0/1] step {k}" for k in range(3)]
     assert line.startswith("epoch 1: 3/3 in ")
     assert "loss 0.5, samples/s " in line

@@ -80,11 +80,11 @@ def restore_in(place, **options):
         Checkpointer(own._directory / place.format(first.name)).restore(**options)
 
 
-def restore(**objects):
+def restore(*unnamed, **objects):
     """Restore from a checkpoint of `BEST`."""
     with checkpoints() as own:
         own.save(1, **BEST)
-        own.restore(**objects)
+        own.restore(*unnamed, **objects)
 
 
 def export(saved, name="weights.pt", **options):
@@ -155,7 +155,8 @@ CASES = {
              "`step` must be an integer of at least 0, but is '10': pass a whole number"),
         case("save(model=net())", "TypeError", "missing 1 required positional argument: 'step'",
              ours=False),
-        case("save(1, net())", "TypeError", "positional argument", ours=False),
+        case("save(1, net())", "TypeError", "`objects` must be named, but a Linear is not: "
+             "call save(step, model=model)"),
         case("save(rank)", "RuntimeError", "every rank must pass the same to `Checkpointer.save`",
              "`step` differ", "rank 1: step=1", sizes=MANY),
         case("save(1, **({'best': 1} if rank == 0 else {'last': 1}))", "RuntimeError",
@@ -183,6 +184,9 @@ CASES = {
              label="saving where another run has begun to save"),
         case("restore(model=5)", "TypeError", "`restore` must be given what has state_dict and "
              "load_state_dict, but `model` is a int", "values are in what it returns"),
+        case("restore(step=1)", "TypeError", "but `step` is a int", "and `at` is the step"),
+        case("restore(net())", "TypeError", "`objects` must be named, but a Linear is not: "
+             "call restore(model=model)"),
         case("restore_in('first', at=7)", "ValueError", "`at` must be a step of which there is a "
              "checkpoint, but is 7", "has 1", ours=False, label="`restore(at=7)`"),
         case("restore(at='1')", "TypeError", "`at` must be an integer of at least 0, but is '1'"),

@@ -1,5 +1,7 @@
 """What is public, and what importing it does: nothing."""
 
+import importlib
+import inspect
 import os
 import subprocess
 import sys
@@ -63,6 +65,15 @@ def test_nothing_else_is_public():
     rooms = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
     public = {name for name in vars(pardata) if not name.startswith("_")} - rooms
     assert public == set(PUBLIC)
+
+
+def test_what_is_returned_can_be_imported_from_the_door_of_its_room():
+    returned = {"cache_dataset": "cache", "get_logger": "ranks", "progress": "output"}
+    for name, room in returned.items():
+        hint = inspect.signature(getattr(pardata, name)).return_annotation
+        kind = (hint if isinstance(hint, str) else hint.__name__).partition("[")[0]
+        assert not kind.startswith("_")
+        assert isinstance(getattr(importlib.import_module(f"pardata.{room}"), kind), type)
 
 
 def test_importing_pardata_starts_nothing_and_changes_nothing():

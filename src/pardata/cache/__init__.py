@@ -1,5 +1,6 @@
 """A data set decoded once, read by whole batches."""
 
+from pardata.cache._cache_dataset import CachedDataset as CachedDataset
 from pardata.cache._cache_dataset import cache_dataset as cache_dataset
 
-__all__ = ["cache_dataset"]
+__all__ = ["CachedDataset", "cache_dataset"]

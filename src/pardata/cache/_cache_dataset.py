@@ -64,8 +64,8 @@ def cache_dataset(
     here = require_world("cache_dataset")
     with kept_generators():
         facts = partial(facts_of, dataset, directory, num_workers, here)
-        plans = agree(here, "cache_dataset", facts, _plans)
-        plan: Any = next(plan for node, plan in plans if node == here.node_rank)
+        plans: list[Any] = agree(here, "cache_dataset", facts, _plans)
+        plan = next(plan for plan in plans if plan["node"] == here.node_rank)
         place, source = Path(plan["place"]), plan["source"]
         with rank_zero_first(local=True):
             first, parts = read_sample(dataset, 0)
@@ -144,8 +144,8 @@ class CachedDataset(ReadsBatches):
         self._map()
 
 
-def _plans(told: list[dict[str, Any]]) -> list[list[Any]]:
+def _plans(told: list[dict[str, Any]]) -> list[Any]:
     """Require the same data set on all ranks; return the plan of each node."""
-    own = [[facts.pop("node"), facts.pop("plan")] for facts in told]
+    plans = [facts.pop("plan") for facts in told]
     require_same("cache_dataset", told, "Pass the same data set on every rank.")
-    return [each for each in own if each[1] is not None]
+    return [plan for plan in plans if plan is not None]

@@ -29,6 +29,10 @@ _log = get_logger(__name__)
 CHUNK = 64  # samples that a worker decodes at once
 _WORTH_WORKERS = 16 * CHUNK  # samples; with fewer, processes cost more than they bring
 _VERSION = 1
+_RANDOM = (
+    "the samples of %s differ from one reading to the next, and the cache holds one reading for "
+    "ever: take the random transform out, and give it to the `batch_transform` of make_loader"
+)
 _LOOKED_AT = 8  # samples, from the first to the last, that tell whether the source has changed
 
 
@@ -36,17 +40,13 @@ def facts_of(dataset: Any, directory: Any, num_workers: Any, here: World) -> Fac
     """Return what the ranks tell each other; the first of a node makes the plan for all of it."""
     _check_source(dataset)
     workers = _workers(num_workers, dataset, here)
-    plan = None
+    plan: dict[str, Any] | None = None
     if here.is_local_main:
         source = _identity(dataset)
         place = _default_directory(dataset, source) if directory is None else Path(directory)
-        plan = {"source": source, "place": str(place.absolute()), "workers": workers}
-    return {
-        "the class": _class_name(dataset),
-        "the length": len(dataset),
-        "node": here.node_rank if plan else None,
-        "plan": plan,
-    }
+        plan = {"node": here.node_rank, "source": source, "place": str(place.absolute())}
+        plan["workers"] = workers
+    return {"the class": _class_name(dataset), "the length": len(dataset), "plan": plan}
 
 
 def _workers(num_workers: Any, dataset: Any, here: World) -> int:
@@ -116,13 +116,7 @@ def _identity(dataset: Any) -> dict[str, Any]:
         if isinstance(layer, Subset):
             _add(contents, torch.as_tensor(layer.indices))
     if is_random:
-        _log.warning(
-            "the samples of %s differ from one reading to the next, and the cache holds one "
-            "reading for ever: take the random transform out, and give it to the `batch_transform` "
-            "of make_loader",
-            type(dataset).__name__,
-            ranks=[0],
-        )
+        _log.warning(_RANDOM, type(dataset).__name__, ranks=[0])
     return {
         "version": _VERSION,
         "length": length,
@@ -166,12 +160,9 @@ def _layers(dataset: Any) -> Iterator[Any]:
 
 
 def _transform_text(dataset: Any) -> str:
-    texts = [
-        repr(getattr(layer, name, None))
-        for layer in _layers(dataset)
-        for name in ("transform", "target_transform")
-    ]
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", " ".join(texts))
+    names = ("transform", "target_transform")
+    found = [getattr(layer, name, None) for layer in _layers(dataset) for name in names]
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", " ".join(map(repr, found)))
 
 
 def _add(contents: Any, tensor: Tensor) -> None:

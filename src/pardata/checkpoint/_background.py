@@ -22,19 +22,16 @@ class Background:
         what: to say in the log, as "the checkpoint of step 3".
     """
 
-    def __init__(self, work: Callable[[], None], what: str) -> None:
+    def __init__(self, work: Callable[[], object], what: str) -> None:
         self._what = what
         executor = ThreadPoolExecutor(1, thread_name_prefix=f"pardata: {what}")
-        self._begin = Event()
-        self._future = executor.submit(self._run, work)
+        begin = Event()
+        # A new thread holds the interpreter for 5 ms, if it has work, and its maker waits for it.
+        executor.submit(begin.wait)
+        self._future = executor.submit(work)
         executor.shutdown(wait=False)  # it takes no other work
         atexit.register(self._check_at_exit)
-        self._begin.set()
-
-    def _run(self, work: Callable[[], None]) -> None:
-        # A new thread holds the interpreter for 5 ms, if it has work, and its maker waits for it.
-        self._begin.wait()
-        work()
+        begin.set()
 
     def join(self) -> None:
         """Wait for the end, and raise what the work has raised."""

@@ -1,10 +1,9 @@
 """A checkpoint that was read: the newest that is whole, and how things get their state from it."""
 
-import re
+from base64 import b64decode
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,13 +12,14 @@ from torch import Tensor, nn
 
 from pardata.checkpoint import _shards as shards
 from pardata.checkpoint._files import STATE, UnusableError, verified
-from pardata.checkpoint._names import Name, names
-from pardata.checkpoint._snapshot import copied
-from pardata.collective._agreement import agree
-from pardata.collective._rank_zero import rank_zero_call
+from pardata.checkpoint._names import Name, candidates, names
+from pardata.checkpoint._snapshot import Copies, check_stateful
+from pardata.collective._agreement import Facts, agree, require_same
 from pardata.collective._tree import Path as TreePath
+from pardata.collective._tree import is_special, leaves, mapped
 from pardata.model._unwrap import unwrap
 from pardata.model._weights import load_weights
+from pardata.ranks._arguments import check_integer
 from pardata.ranks._logger import get_logger
 from pardata.ranks._table import ranks_text
 from pardata.ranks._world import World
@@ -27,8 +27,12 @@ from pardata.seeds._generators import restore_generators
 
 _log = get_logger(__name__)
 
+CURE = (
+    "Pass the same on all ranks: `all_gather` collects what is not, and `rank_zero_call` gives all "
+    "the name of a directory that rank 0 has made."
+)
+
 _PATIENCE = timedelta(hours=2)  # with the slowest disk
-_ALIKE = 0.8  # of 1, as difflib counts: one of five letters is another one
 
 
 @dataclass(frozen=True)
@@ -54,14 +58,12 @@ class Checkpoint(NamedTuple):
     Attributes:
         path: of its folder.
         manifest: what was written about it.
-        contents: with marks for what is sharded.
-        sharded: where the sharded tensors are, and the paths under which they are written.
+        contents: the trees, and where in them the sharded tensors belong.
     """
 
     path: Path
     manifest: dict[str, Any]
-    contents: Any
-    sharded: dict[TreePath, str]
+    contents: dict[str, Any]
 
     def give(self, here: World, things: Mapping[str, Any]) -> Restored:
         """Give things their states, and return the rest. Collective.
@@ -72,133 +74,108 @@ class Checkpoint(NamedTuple):
             ValueError: for a name that was not saved.
             RuntimeError: where a state does not fit its thing.
         """
-        states = self._states_of(things)
+        likes = {(name, *at): like for name in things for at, like in _likes(things[name]).items()}
+        states = self.states_of(things, likes)
+        values = {name: self.contents["objects"][name] for name in self.manifest["values"]}
+        trees = _owned({**values, **states}, things, likes)
 
-        def load() -> dict[str, object]:
+        def load() -> None:
             for name, thing in things.items():
-                _load(name, thing, states[name])
+                _load(name, thing, trees[name])
             saved = self.contents["generators"]
             if len(saved) == here.size:
-                restore_generators(saved[here.rank].tolist(), here.device)
+                restore_generators(b64decode(saved[here.rank]), here.device)
             else:
                 text = "the default generators are left as they are: they were those of %d ranks"
                 _log.info(text, len(saved))
-            return {}
 
         agree(here, "Checkpointer.restore (loading)", load)
-        self._log_restored()
-        objects = self.contents["objects"]
-        values = {name: objects[name] for name in self.manifest["values"]}
-        return Restored(self.manifest["step"], copied(values), _is_there=True)
+        step, saved = self.manifest["step"], self.manifest["identity"]
+        strategies = [f", {name} under {kind!r}" for name, kind in saved["strategies"].items()]
+        text = "restored step %d of %s, saved by %d process(es)%s with torch %s"
+        told = saved["processes"], "".join(strategies), saved["torch"]
+        _log.info(text, step, self.path.parent, *told)
+        return Restored(step, {name: trees[name] for name in values}, _is_there=True)
 
-    def whole_state_of(self, name: str) -> Any:
-        """Return the state that was saved under a name, all of it, on one rank alone."""
-        return self._states_of({name: None}, alone=True)[name]
+    def states_of(
+        self, names: Iterable[str], likes: Mapping[TreePath, Tensor], *, alone: bool = False
+    ) -> Any:
+        """Return what was saved as the states under these names. Collective, or on one rank alone.
 
-    def _states_of(self, things: Mapping[str, Any], *, alone: bool = False) -> dict[str, Any]:
-        """Return the states under the names of things, sharded as those are. Collective or alone.
-
-        What is no thing, but None, is read whole.
+        Args:
+            names: of things with a state.
+            likes: what shows how a part is to be sharded; it is whole otherwise.
+            alone: whether no other rank takes part.
         """
-        self._check_names(things)
-        trees = {name: self.contents["objects"][name] for name in things}
-        wanted = {at: path for at, path in self.sharded.items() if at[0] in trees}
-        if not wanted:
-            return trees
-        likes = {(name, *at): like for name in things for at, like in _likes(things[name]).items()}
-        # Of a model it has the very place, of an optimizer that of the parameter's whole state.
-        targets = {path: likes.get(at, likes.get(at[:-1])) for at, path in wanted.items()}
-        joined: dict[str, Any] = shards.joined(trees, shards.read(self.path, targets, alone=alone))
-        return joined
-
-    def _check_names(self, wanted: Iterable[str]) -> None:
-        """Raise where something is wanted that was not saved as a thing with a state."""
-        saved = [name for name in self.contents["objects"] if name not in self.manifest["values"]]
-        missing = [name for name in wanted if name not in saved]
+        objects, values = self.contents["objects"], self.manifest["values"]
+        saved = {name: tree for name, tree in objects.items() if name not in values}
+        missing = [name for name in names if name not in saved]
         if missing:
             raise ValueError(
                 f"what is asked for must have been saved as something with a state, but "
                 f"{', '.join(map(repr, missing))} not; the checkpoint {self.path} has "
                 f"{', '.join(map(repr, saved)) or 'none'}"
             )
+        trees = {name: saved[name] for name in names}
+        sharded = [at for at in self.contents["sharded"] if at[0] in trees]
+        if not sharded:
+            return trees
+        # Of a model it has the very place, of an optimizer that of the parameter's whole state.
+        targets = {at: likes.get(at, likes.get(at[:-1])) for at in sharded}
+        tensors = shards.read(self.path, targets, alone=alone)
+        return mapped(trees, tensors.get, is_leaf=is_special)
 
-    def _log_restored(self) -> None:
-        saved = self.manifest["identity"]
-        strategies = [f", {name} under {kind!r}" for name, kind in saved["strategies"].items()]
-        text = "restored step %d of %s, saved by %d process(es)%s with torch %s"
-        step, directory, told = self.manifest["step"], self.path.parent, "".join(strategies)
-        _log.info(text, step, directory, saved["processes"], told, saved["torch"])
 
-
-def newest(here: World, directory: Path, at: int | None) -> Checkpoint | None:
+def newest(
+    here: World, place: str, at: int | None, things: Mapping[str, Any], options: Facts
+) -> Checkpoint | None:
     """Read the newest checkpoint that is whole, of step `at` if given, or None. Collective.
 
+    Args:
+        here: this process.
+        place: the call, for errors.
+        at: of which step.
+        things: to be restored.
+        options: of the call, with the `directory`, in which rank 0 looks.
+
     Raises:
+        TypeError: for a thing without a state, and an `at` that is no integer.
         ValueError: where the step is not there, and where another directory must be meant.
-        RuntimeError: where there are checkpoints and none is whole, and where not all ranks see
-            what rank 0 sees.
+        RuntimeError: where ranks pass what differs, where there are checkpoints and none is whole,
+            and where not all ranks see what rank 0 sees.
     """
-    there = rank_zero_call(_candidates, directory, at)
-    while there:
-        passed_over = []
+    directory = Path(str(options["directory"]))
+
+    def tell() -> Facts:
+        if at is not None:
+            check_integer("at", at, least=0)
+        check_stateful(things)
+        there = names(directory) if here.is_main else []
+        return {**options, "at": at, "objects": list(things), "there": there}
+
+    def choose(told: list[dict[str, Any]]) -> list[Name]:
+        there = [facts.pop("there") for facts in told]
+        require_same(place, told, CURE)
+        return candidates(directory, at, [Name(*name) for name in there[0]])
+
+    passed_over: dict[Name, str] = {}
+    while there := [Name(*name) for name in agree(here, place, tell, choose)]:
+        if there == [*passed_over]:  # else one was added or removed meanwhile
+            those = "checkpoints" if at is None else f"checkpoints of step {at}"
+            listed = "".join(f"\n  {name}: {why}" for name, why in passed_over.items())
+            raise RuntimeError(
+                f"one of the {those} in {directory} must be whole, but none is:{listed}\n"
+                f"Put a copy back, or remove them to begin anew"
+            )
+        passed_over = {}
         for name in there:
-            found = _looked_at(here, directory / str(name), name.step)
+            path = directory / str(name)
+            found = _looked_at(here, path, name.step)
             if isinstance(found, Checkpoint):
                 return found
-            passed_over.append(f"\n  {name}: {found}")
-            text = "passed over the checkpoint %s: %s"
-            _log.warning(text, directory / str(name), found, ranks=[0])
-        before, there = there, rank_zero_call(_candidates, directory, at)
-        if there == before:  # else one was added or removed meanwhile
-            those = "checkpoints" if at is None else f"checkpoints of step {at}"
-            raise RuntimeError(
-                f"one of the {those} in {directory} must be whole, but none is:"
-                f"{''.join(passed_over)}\nPut a copy back, or remove them to begin anew"
-            )
+            passed_over[name] = found
+            _log.warning("passed over the checkpoint %s: %s", path, found, ranks=[0])
     return None
-
-
-def _candidates(directory: Path, at: int | None) -> list[Name]:
-    """Return the names of all checkpoints, or those of a step, from the newest to the oldest."""
-    there = names(directory)[::-1]
-    if not there:
-        _check_directory(directory)
-    found = [name for name in there if at in (None, name.step)]
-    if not found and at is not None:
-        steps = ", ".join(str(step) for step in sorted({name.step for name in there}))
-        raise ValueError(
-            f"`at` must be a step of which there is a checkpoint, but is {at}: {directory} has "
-            f"{steps or 'none'}"
-        )
-    return found
-
-
-def _check_directory(directory: Path) -> None:
-    """Raise where a directory without checkpoints must be a mistake, and name what is meant.
-
-    A run that is really new must not be stopped. So beside others a directory is one only if it is
-    not there at all, and its name is nearly another's, as "frist"; not if they tell runs from each
-    other by numbers or single letters, as "seed-1" and "seed-2", "run-a" and "run-b".
-    """
-    path = directory.absolute()
-    if Name.parse(path.name) is not None:
-        raise ValueError(
-            f"`directory` must be that of all checkpoints of a run, but {directory} is one of "
-            f"them: pass {directory.parent}"
-        )
-    if path.exists() or not path.parent.is_dir():
-        return
-    beside = [other.name for other in path.parent.iterdir() if _words(other) != _words(path)]
-    for name in get_close_matches(path.name, beside, cutoff=_ALIKE):
-        if names(meant := directory.with_name(name)):
-            raise ValueError(
-                f"`directory` must be where the checkpoints are, but {directory} is not there, and "
-                f"{meant} has some: pass that, or make the directory if this is a new run"
-            )
-
-
-def _words(path: Path) -> list[str]:
-    return re.findall(r"[^\W\d_]{2,}", path.name)
 
 
 def _looked_at(here: World, path: Path, step: int) -> Checkpoint | str:
@@ -232,35 +209,42 @@ def _looked_at(here: World, path: Path, step: int) -> Checkpoint | str:
 def _read(path: Path, manifest: dict[str, Any]) -> Checkpoint:
     """Map the file that all ranks read: those of a node share its memory."""
     try:
-        file = str(path / STATE)
-        contents = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        sharded = shards.marked(contents["objects"])
+        contents = torch.load(str(path / STATE), map_location="cpu", weights_only=True, mmap=True)
+        is_sharded = bool(contents["sharded"])
     except Exception as error:  # whatever PyTorch makes of bytes that somebody has made up
         raise UnusableError(
             f"{STATE} cannot be read without running code, or at all ({error})"
         ) from error
-    if sharded:
+    if is_sharded:
         shards.read_metadata(path)
-    return Checkpoint(path, manifest, contents, sharded)
+    return Checkpoint(path, manifest, contents)
+
+
+def _owned(trees: Any, things: Mapping[str, Any], likes: Mapping[TreePath, Tensor]) -> Any:
+    """Return trees in memory of their own: an optimizer's parts placed as their parameters are.
+
+    But for weights, which a module copies; tensors that are one stay one.
+    """
+    copies, own = Copies(), {}
+    for at, leaf in leaves(trees, is_leaf=is_special):
+        is_copied = isinstance(things.get(at[0]), nn.Module) and "_extra_state" not in str(at[1])
+        if isinstance(leaf, Tensor) and not (is_copied or shards.is_sharded(leaf)):
+            placed = shards.placed(leaf, likes.get(at[:-1]))
+            own[at] = copies.of(leaf) if placed is None else placed
+    return mapped(trees, own.get, is_leaf=is_special)
 
 
 def _load(name: str, thing: Any, tree: Any) -> None:
     """Give a thing its state, of whatever strategy. Collective if sharded.
-
-    A module copies its weights; all else may be kept as it is handed over, so it is a copy.
 
     Raises:
         RuntimeError: says which state does not fit, where the thing itself only stumbles over it.
     """
     try:
         if isinstance(thing, nn.Module):
-            for extra in [key for key in tree if str(key).endswith("_extra_state")]:
-                tree[extra] = copied(tree[extra])
             load_weights(thing, tree)
-        elif isinstance(thing, torch.optim.Optimizer):
-            thing.load_state_dict(shards.placed(tree, _likes(thing)))
         else:
-            thing.load_state_dict(copied(tree))
+            thing.load_state_dict(tree)
     except (LookupError, AttributeError, TypeError) as error:
         raise RuntimeError(
             f"what is restored must be like what was saved, but the state of `{name}` is not that "
@@ -271,7 +255,8 @@ def _load(name: str, thing: Any, tree: Any) -> None:
 def _likes(thing: object) -> dict[TreePath, Tensor]:
     """Return what shows how parts of a thing's state are sharded, by where they are in it."""
     if isinstance(thing, nn.Module):
-        return {(name,): value for name, value in unwrap(thing).state_dict().items()}
+        state = unwrap(thing).state_dict()
+        return {(name,): value for name, value in state.items() if isinstance(value, Tensor)}
     if isinstance(thing, torch.optim.Optimizer):
         # In the order by which state_dict() numbers them.
         parameters = [parameter for group in thing.param_groups for parameter in group["params"]]

@@ -1,25 +1,23 @@
 """The state of a run: saved so that it survives, restored into any strategy and world size."""
 
 import os
-from base64 import b64decode, b64encode
-from collections.abc import Callable
+from base64 import b64encode
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-import torch
 import torch.distributed as dist
-from typing_extensions import Self
+from typing_extensions import Never, Self
 
 from pardata.checkpoint import _shards as shards
 from pardata.checkpoint._background import Background
-from pardata.checkpoint._checkpoint import Restored, newest
-from pardata.checkpoint._files import Digests, write_weights
+from pardata.checkpoint._checkpoint import CURE, Restored, newest
+from pardata.checkpoint._files import Written, write_weights
 from pardata.checkpoint._folder import Folder
 from pardata.checkpoint._names import names
 from pardata.checkpoint._retention import Retention
-from pardata.checkpoint._snapshot import Snapshot, check_stateful
+from pardata.checkpoint._snapshot import Snapshot
 from pardata.collective._agreement import agree, require_same, same
 from pardata.collective._rank_zero import rank_zero_call
 from pardata.ranks._arguments import check_flag, check_integer
@@ -29,16 +27,6 @@ from pardata.ranks._world import World, channel, require_world
 from pardata.seeds._generators import generator_states
 
 _log = get_logger(__name__)
-
-_CURE = (
-    "Pass the same on all ranks: `all_gather` collects what is not, and `rank_zero_call` gives all "
-    "the name of a directory that rank 0 has made."
-)
-
-# A checkpoint that is to be: its step, what rank 0 writes, and the facts of its manifest.
-_Draft: TypeAlias = tuple[int, dict[str, Any], dict[str, Any]]
-
-_Lead: TypeAlias = Callable[..., object]  # runs a function on rank 0
 
 
 class Checkpointer:
@@ -66,7 +54,7 @@ class Checkpointer:
         TypeError: for one that is no integer, for a `keep_best` that is no name, and for an
             `asynchronous` that is no bool.
 
-    >>> import tempfile
+    >>> import tempfile, torch
     >>> model = torch.nn.Linear(2, 2)
     >>> checkpointer = Checkpointer(tempfile.mkdtemp())
     >>> checkpointer.save(10, model=model, best=0.5)
@@ -83,27 +71,23 @@ class Checkpointer:
         keep_best: str | None = None,
         asynchronous: bool = False,
     ) -> None:
+        kept = {"keep": keep, "keep_every": keep_every, "keep_best": keep_best}
         self._retention = Retention(keep, keep_every, keep_best)
         check_flag("asynchronous", asynchronous)
         self._directory = Path(directory)
         self._asynchronous = asynchronous
         # What must be the same on all ranks, else they would write to different places.
-        self._options = {
-            "directory": str(self._directory),
-            "keep": keep,
-            "keep_every": keep_every,
-            "keep_best": keep_best,
-            "asynchronous": asynchronous,
-        }
+        self._options = {"directory": str(directory), "asynchronous": asynchronous, **kept}
         self._folder = Folder(self._directory, self._retention)
         self._background: Background | None = None
         self._group: Any = None  # for messages in the background
 
-    def save(self, step: int, **objects: Any) -> None:
+    def save(self, step: int, *unnamed: Never, **objects: Any) -> None:
         """Save the state of `objects`, then remove what is older than `keep` others. Collective.
 
         Args:
             step: of the run, from 0.
+            unnamed: nothing, for each thing is saved under a name.
             objects: by name. Of what has ``state_dict`` and ``load_state_dict`` (a model under any
                 strategy, an optimizer, a scheduler, a loader) its state; else the value: tensors,
                 numbers, strings, None, and dicts, lists and tuples of them. All that is no tensor
@@ -111,31 +95,37 @@ class Checkpointer:
                 of every rank are is saved beside them.
 
         Raises:
-            TypeError: for what could be loaded only by running code; names it. For a step that is
-                no integer, and for the value of `keep_best` where it is no number, or not there.
+            TypeError: for what could be loaded only by running code; names it. For a thing without
+                a name, a step that is no integer, and the value of `keep_best` where it is no
+                number, or not there.
             ValueError: for a step below 0.
             RuntimeError: where ranks differ, and where another run has taken over the directory.
             OSError: on every rank, where it cannot be written; what was there before stands.
         """
+        _refuse("save(step, ", unnamed)
         here = require_world("Checkpointer.save")
         self.wait()
-        snapshot = Snapshot()
+        snapshot: Snapshot
 
         def tell() -> dict[str, object]:
+            nonlocal snapshot
             check_integer("step", step, least=0)
             self._retention.check_value(objects)
-            snapshot.take(here, objects, copy=self._asynchronous and here.rank == 0)
+            snapshot = Snapshot(here, objects, copy=self._asynchronous and here.rank == 0)
             if here.rank > 0:  # not in the turn, which would take them from all to all
-                own = b64encode(generator_states(here.device)).decode()
-                publish(channel(), f"generators/{here.rank}", own)
+                publish(channel(), f"generators/{here.rank}", _generators(here))
             options = {"step": step, "objects": list(objects), **self._options}
             return {"options": options, "details": snapshot.texts}
 
         same(here, "Checkpointer.save", tell, _raise_of_what_differs)
-        contents = {"objects": snapshot.trees, "generators": _generators_of_all(here)}
-        self._start(here, snapshot.parts, (step, contents, snapshot.facts))
+        contents = {"objects": snapshot.trees, "sharded": list(snapshot.parts)}
+        if here.is_main:
+            keys = [f"generators/{rank}" for rank in range(1, here.size)]
+            others = collect(channel(), keys) if keys else []
+            contents["generators"] = [_generators(here), *others]
+        self._start(here, step, snapshot, contents)
 
-    def restore(self, *, at: int | None = None, **objects: Any) -> Restored:
+    def restore(self, *unnamed: Never, at: int | None = None, **objects: Any) -> Restored:
         """Give `objects` the state of the newest checkpoint that is whole. Collective.
 
         Those that are not are passed over, and logged with the reason. Strategy and number of
@@ -143,6 +133,7 @@ class Checkpointer:
         back too, if there are as many ranks as then. What is read is verified, and runs no code.
 
         Args:
+            unnamed: nothing, for each thing is restored under its name.
             at: the step of the checkpoint to take, one of `steps`; the newest if not given.
             objects: under the names by which they were saved. Not all that was saved is needed.
 
@@ -154,22 +145,14 @@ class Checkpointer:
             ValueError: for a name that was not saved, and a step of which there is none. Where the
                 directory is one checkpoint itself, or is not there and nearly has the name of one
                 beside it that has checkpoints.
-            TypeError: for a value: those are returned.
+            TypeError: for a value: those are returned. For a thing without a name.
             RuntimeError: where there are checkpoints and none is whole, where a state does not fit
                 its object, and where ranks differ.
         """
+        _refuse("restore(", unnamed)
         here = require_world("Checkpointer.restore")
         self.wait()
-
-        def check() -> dict[str, object]:
-            if at is not None:
-                check_integer("at", at, least=0)
-            check_stateful(objects)
-            return {"at": at, "objects": list(objects), **self._options}
-
-        place = "Checkpointer.restore"
-        agree(here, place, check, lambda told: require_same(place, told, _CURE))
-        found = newest(here, self._directory, at)
+        found = newest(here, "Checkpointer.restore", at, objects, self._options)
         if found is not None:
             return found.give(here, objects)
         _log.info("no checkpoint in %s: the run begins anew", self._directory)
@@ -203,14 +186,14 @@ class Checkpointer:
         """
         here = require_world("Checkpointer.export")
         self.wait()
-        found = newest(here, self._directory, at)
+        found = newest(here, "Checkpointer.export", at, {}, {"name": name, **self._options})
         if found is None:
             raise FileNotFoundError(
                 f"there must be a checkpoint in {self._directory} to export, but there is none"
             )
 
         def write() -> None:
-            write_weights(Path(path), found.whole_state_of(name))
+            write_weights(Path(path), found.states_of([name], {}, alone=True)[name])
 
         rank_zero_call(write)
 
@@ -219,18 +202,10 @@ class Checkpointer:
         if self._background is None:
             return
         background, self._background = self._background, None
-        try:
-            rank_zero_call(background.join)  # however long it takes
-        except BaseException:
-            with suppress(Exception):  # this rank's own, which says no more
-                background.join()
-            raise
-
-        def join() -> dict[str, object]:
+        with suppress(Exception):  # raised below: rank 0's first, for another one says no more
             background.join()
-            return {}
-
-        agree(require_world("Checkpointer.wait"), "Checkpointer.wait", join)
+        rank_zero_call(background.join)
+        agree(require_world("Checkpointer.wait"), "Checkpointer.wait", background.join)
 
     def __enter__(self) -> Self:
         return self
@@ -240,52 +215,42 @@ class Checkpointer:
         if kind is None:
             self.wait()
 
-    def _start(self, here: World, parts: dict[str, torch.Tensor], draft: _Draft) -> None:
+    def _start(self, here: World, step: int, taken: Snapshot, contents: dict[str, Any]) -> None:
         """Write a checkpoint, or begin to in the background. Collective."""
         begun: Path | None = None
-        written: Callable[[], Digests] = dict
-        if parts:
-            begun = rank_zero_call(self._folder.begin, draft[0])
+        written: Written = dict
+        if taken.parts:
+            begun = rank_zero_call(self._folder.begin, step)
             if self._asynchronous:
                 self._group = self._group or dist.new_group(backend="gloo")
-            written = shards.writing(begun, parts, self._group)
-        if not self._asynchronous:
-            self._write(rank_zero_call, written, (begun, *draft))
+            written = shards.writing(begun, taken.parts, self._group)
+        draft = begun, {"step": step, **taken.facts}, contents, written
+        if self._asynchronous:
+            work = partial(self._folder.finish, *draft) if here.is_main else written
+            self._background = Background(work, f"the checkpoint of step {step}")
             return
+        if not here.is_main:
+            with suppress(OSError):  # it is on all ranks, and rank 0 tells
+                written()
+        rank_zero_call(self._folder.finish, *draft)
 
-        def lead(fn: Callable[..., object], *args: object) -> None:
-            if here.is_main:
-                fn(*args)
 
-        work = partial(self._write, lead, written, (begun, *draft))
-        self._background = Background(work, f"the checkpoint of step {draft[0]}")
-
-    def _write(self, lead: _Lead, written: Callable[[], Digests], draft: Any) -> None:
-        """Finish a checkpoint, by what runs that on rank 0, once all have `written` parts."""
-        try:
-            digests = written()
-        except OSError:  # on all ranks
-            lead(self._folder.fail)
-            raise
-        lead(self._folder.finish, *draft, digests)
+def _refuse(call: str, unnamed: tuple[object, ...]) -> None:
+    """Raise where something has no name, under which it could be saved."""
+    if unnamed:
+        kind = type(unnamed[0]).__name__
+        raise TypeError(f"`objects` must be named, but a {kind} is not: call {call}model=model)")
 
 
 def _raise_of_what_differs(told: list[dict[str, Any]]) -> None:
     """Raise where ranks differ in options, or in details, of which each may have its own."""
     place = "Checkpointer.save"
-    require_same(place, [facts["options"] for facts in told], _CURE)
+    require_same(place, [facts["options"] for facts in told], CURE)
     paths = dict.fromkeys(path for facts in told for path in facts["details"])
     filled = [{path: facts["details"].get(path, "(nothing)") for path in paths} for facts in told]
-    require_same(place, filled, _CURE)
+    require_same(place, filled, CURE)
 
 
-def _generators_of_all(here: World) -> torch.Tensor | None:
-    """Return where the default generators of all ranks are, on rank 0: bytes, a row for each."""
-    if here.rank > 0:
-        return None
-    keys = [f"generators/{rank}" for rank in range(1, here.size)]
-    rows = [generator_states(here.device)]
-    rows += map(b64decode, collect(channel(), keys) if keys else [])
-    longest = max(map(len, rows))
-    alike = bytearray(b"".join(row.ljust(longest, b"\0") for row in rows))
-    return torch.frombuffer(alike, dtype=torch.uint8).view(len(rows), longest)
+def _generators(here: World) -> str:
+    """Return where the default generators of this rank are."""
+    return b64encode(generator_states(here.device)).decode()

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -24,9 +24,12 @@ class UnusableError(RuntimeError):
 
 # What is recorded of files: how many bytes, and their SHA-256.
 Digests: TypeAlias = Mapping[str, tuple[int, str]]
+# Waits until the parts of all ranks are written, and returns what is recorded of them.
+Written: TypeAlias = Callable[[], Digests]
+Manifest: TypeAlias = dict[str, Any]
 
 
-def write_manifest(folder: Path, facts: Mapping[str, Any], known: Digests) -> int:
+def write_manifest(folder: Path, facts: Manifest, known: Digests) -> int:
     """Describe all files in a folder, wait until they are on the disk, and return their bytes.
 
     Those of which others know the digests, having written them and synced them, are not read.
@@ -41,7 +44,7 @@ def write_manifest(folder: Path, facts: Mapping[str, Any], known: Digests) -> in
     return sum(size for size, _ in files.values())
 
 
-def verified(folder: Path, step: int, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
+def verified(folder: Path, step: int, rank: int = 0, ranks: int = 1) -> Manifest:
     """Return the manifest of the checkpoint of a step, after reading every byte of its files.
 
     Several ranks share them: all read the manifest, the first the file that all will read, and
@@ -64,13 +67,13 @@ def verified(folder: Path, step: int, rank: int = 0, ranks: int = 1) -> dict[str
     return manifest
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> Manifest:
     """Return what was written about a checkpoint, or raise an `UnusableError`."""
     path = folder / _MANIFEST
     _require(path.is_file(), f"{_MANIFEST} is missing")
     try:
         signed = json.loads(path.read_bytes())
-        manifest: dict[str, Any] = signed["manifest"]
+        manifest: Manifest = signed["manifest"]
         intact = _digest(manifest) == signed["sha256"]
         found = manifest["format"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -86,7 +89,7 @@ def _require(condition: object, why: str) -> None:
         raise UnusableError(why)
 
 
-def _digest(manifest: Mapping[str, Any]) -> str:
+def _digest(manifest: Manifest) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
@@ -124,38 +127,32 @@ def sync(*paths: Path) -> None:
             os.close(opened)
 
 
-def write_weights(path: Path, state: object) -> None:
+def write_weights(path: Path, state: Any) -> None:
     """Write bare weights, for others, to a file that is there as a whole or not at all.
 
     Raises:
         TypeError: for what is no state dict.
         ImportError: for safetensors that are not installed.
     """
-    weights = _checked_weights(state)
+    what = f"is a {type(state).__name__}"
+    if isinstance(state, Mapping):
+        others = [name for name, value in state.items() if not isinstance(value, Tensor)]
+        what = f"has {others[0]!r}, which is none" if others else ""
+    if what:
+        raise TypeError(
+            f"what is exported must be the weights of a module, all of them tensors, but it {what}"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".unfinished-{path.name}")
     try:
         if path.suffix == ".safetensors":
             # Of tied weights each has its own, as the format wants.
-            own = {name: tensor.clone().contiguous() for name, tensor in weights.items()}
+            own = {name: tensor.clone().contiguous() for name, tensor in state.items()}
             safetensors_for(path).save_file(own, unfinished)
         else:
-            save(weights, unfinished)
+            save(state, unfinished)
         sync(unfinished)
         unfinished.replace(path)
         sync(path.parent)
     finally:
         unfinished.unlink(missing_ok=True)
-
-
-def _checked_weights(state: object) -> Mapping[str, Tensor]:
-    if isinstance(state, Mapping):
-        others = [name for name, value in state.items() if not isinstance(value, Tensor)]
-        if not others:
-            return state
-        what = f"has {others[0]!r}, which is none"
-    else:
-        what = f"is a {type(state).__name__}"
-    raise TypeError(
-        f"what is exported must be the weights of a module, all of them tensors, but it {what}"
-    )

@@ -15,13 +15,13 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from pardata.checkpoint._files import STATE, Digests, save, sync, write_manifest
-from pardata.checkpoint._names import Name, names
+from pardata.checkpoint._files import STATE, Manifest, Written, save, sync, write_manifest
+from pardata.checkpoint._names import Name, entries, names
 from pardata.checkpoint._retention import Retention
 from pardata.ranks._logger import get_logger
 
@@ -75,11 +75,10 @@ class Attempt:
         """Raise if somebody has claimed since this one did, or the directory is gone."""
         if self.number == 0:
             return
-        newest, path = 0, self._directory
-        if self._directory.is_dir():
-            if not _claims(self._directory):  # somebody has emptied it, and not written yet
-                self._write_claim(self.number, self._claimed)
-            newest, path = max(_claims(self._directory).items(), default=(0, self._directory))
+        if not _claims(self._directory) and self._directory.is_dir():
+            # Somebody has emptied it, and not written yet.
+            self._write_claim(self.number, self._claimed)
+        newest, path = max(_claims(self._directory).items(), default=(0, self._directory))
         # No claim, or none any more: somebody is removing it all.
         if newest == 0 or (newest == self.number and not path.exists()):
             raise FileNotFoundError(
@@ -104,19 +103,19 @@ class Attempt:
     def _write_claim(self, number: int, text: str) -> bool:
         """Claim a number, and return whether nobody else has."""
         path = self._directory / f"attempt-{number:04d}.txt"
-        with suppress(FileExistsError), path.open("x") as file:
-            try:
+        try:
+            with path.open("x") as file:
                 file.write(text)
-                file.flush()
-            except OSError:
-                path.unlink(missing_ok=True)  # who cannot write must not keep others from it
-                raise
-            return True
-        return False
+        except FileExistsError:
+            return False
+        except OSError:
+            path.unlink(missing_ok=True)  # who cannot write must not keep others from it
+            raise
+        return True
 
 
 def _claims(directory: Path) -> dict[int, Path]:
-    found = [(re.fullmatch(r"attempt-(\d{4,})\.txt", p.name), p) for p in directory.iterdir()]
+    found = [(re.fullmatch(r"attempt-(\d{4,})\.txt", p.name), p) for p in entries(directory)]
     return {int(match[1]): path for match, path in found if match}
 
 
@@ -134,7 +133,6 @@ class Folder:
         self._log = _log.info  # the first save, which shows where they go; the others are for DEBUG
         self._attempt = Attempt(directory)
         self._name = Name(0, 0)  # until the first
-        self._unfinished: Path | None = None
         self._began = 0.0
 
     def begin(self, step: int) -> Path:
@@ -144,38 +142,30 @@ class Folder:
             if self._attempt.number == 0 or step <= self._name.step:
                 # A step that comes again is newer than the first one all the same.
                 self._attempt.claim()
-                self._remove_leftovers()
             self._attempt.check()
-            self._remove_unfinished()  # of a save that stopped half-way
+            self._remove_unfinished()  # of a save that stopped half-way, or was killed
             self._name = Name(self._attempt.number, step)
-            self._unfinished = self._directory / f"{_UNFINISHED}{self._name}"
-            self._unfinished.mkdir()
-            return self._unfinished
+            path = self._directory / f"{_UNFINISHED}{self._name}"
+            path.mkdir()
+            return path
 
-    def finish(
-        self,
-        begun: Path | None,
-        step: int,
-        contents: Any,
-        facts: Mapping[str, Any],
-        digests: Digests,
-    ) -> None:
+    def finish(self, begun: Path | None, facts: Manifest, contents: Any, written: Written) -> None:
         """Write rank 0's part, make all that is there a checkpoint, and prune.
 
         Args:
             begun: what `begin` returned for this step, if it was called.
-            step: of the run.
-            contents: of the file of rank 0.
             facts: of the manifest.
-            digests: of the files that others have written.
+            contents: of the file of rank 0.
+            written: for the parts of all ranks.
         """
+        step: int = facts["step"]
         path = begun or self.begin(step)
         with self._cleaned_after_errors(step):
+            digests = written()
             save(contents, path / STATE)
-            size = write_manifest(path, {"step": step, **facts}, digests)
+            size = write_manifest(path, facts, digests)
             self._attempt.check()
             path.rename(self._directory / str(self._name))
-            self._unfinished = None
             sync(self._directory)
             self._prune()
         seconds = time.perf_counter() - self._began
@@ -183,15 +173,12 @@ class Folder:
         self._log(text, step, self._directory, size / 1e6, seconds)
         self._log = _log.debug
 
-    def fail(self) -> None:
-        """Remove what was begun, and raise where another run has taken over or all is gone."""
-        self._remove_unfinished()
-        self._attempt.check()
-
     def _remove_unfinished(self) -> None:
-        if self._unfinished is not None:
-            shutil.rmtree(self._unfinished, ignore_errors=True)
-            self._unfinished = None
+        """Remove what this attempt and earlier ones have begun."""
+        for entry in list(self._directory.glob(f"{_UNFINISHED}*")):
+            name = Name.parse(entry.name.removeprefix(_UNFINISHED))
+            if name is not None and name.attempt <= self._attempt.number:
+                shutil.rmtree(entry, ignore_errors=True)
 
     def _prune(self) -> None:
         self._attempt.check()
@@ -203,13 +190,6 @@ class Folder:
                     (self._directory / str(name)).rename(removed)
                     shutil.rmtree(removed, ignore_errors=True)
 
-    def _remove_leftovers(self) -> None:
-        """Remove what earlier attempts were killed over."""
-        for entry in list(self._directory.glob(f"{_UNFINISHED}*")):
-            name = Name.parse(entry.name.removeprefix(_UNFINISHED))
-            if name is not None and name.attempt < self._attempt.number:
-                shutil.rmtree(entry, ignore_errors=True)
-
     @contextmanager
     def _cleaned_after_errors(self, step: int) -> Iterator[None]:
         """Remove what was begun where it fails, and say which step it was of."""
@@ -217,13 +197,10 @@ class Folder:
             yield
         except BaseException as error:
             self._remove_unfinished()
-            if isinstance(error, FileNotFoundError):
+            if isinstance(error, OSError):
                 self._attempt.check()  # it may know why
-            if not isinstance(error, OSError) or error.errno is None:
-                raise
-            raise OSError(
-                error.errno,
-                f"{error.strerror}, while saving step {step}: the checkpoints before it stand in "
-                f"{self._directory}",
-                error.filename,
-            ) from error
+                if error.errno is not None:
+                    text = f"{error.strerror}, while saving step {step}: the checkpoints before it"
+                    text += f" stand in {self._directory}"
+                    raise OSError(error.errno, text, error.filename) from error
+            raise

@@ -1,8 +1,11 @@
-"""The names of checkpoints, which say which one is the newest."""
+"""The names of checkpoints, which say which one is the newest, and where none can be."""
 
 import re
+from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
+
+_ALIKE = 0.8  # of 1, as difflib counts: one of five letters is another one
 
 
 class Name(NamedTuple):
@@ -22,10 +25,56 @@ class Name(NamedTuple):
         return name if str(name) == text else None
 
 
-def names(directory: Path) -> list[Name]:
-    """Return the names of all checkpoints, from the oldest to the newest."""
+def entries(directory: Path) -> list[Path]:
+    """Return what is in a directory: nothing where it is not there."""
     try:
-        found = [Name.parse(entry.name) for entry in directory.iterdir()]
+        return list(directory.iterdir())
     except FileNotFoundError:
         return []
-    return sorted(name for name in found if name is not None)
+
+
+def names(directory: Path) -> list[Name]:
+    """Return the names of all checkpoints, from the oldest to the newest."""
+    return sorted(filter(None, (Name.parse(entry.name) for entry in entries(directory))))
+
+
+def candidates(directory: Path, at: int | None, there: list[Name]) -> list[Name]:
+    """Return of all names those of a step, or all, from the newest to the oldest."""
+    if not there:
+        _check_directory(directory)
+    found = [name for name in reversed(there) if at in (None, name.step)]
+    if not found and at is not None:
+        steps = ", ".join(str(step) for step in sorted({name.step for name in there}))
+        raise ValueError(
+            f"`at` must be a step of which there is a checkpoint, but is {at}: {directory} has "
+            f"{steps or 'none'}"
+        )
+    return found
+
+
+def _check_directory(directory: Path) -> None:
+    """Raise where a directory without checkpoints must be a mistake, and name what is meant.
+
+    A run that is really new must not be stopped. So beside others a directory is one only if it is
+    not there at all, and its name is nearly another's, as "frist"; not if they tell runs from each
+    other by numbers or single letters, as "seed-1" and "seed-2", "run-a" and "run-b".
+    """
+    path = directory.absolute()
+    if Name.parse(path.name) is not None:
+        raise ValueError(
+            f"`directory` must be that of all checkpoints of a run, but {directory} is one of "
+            f"them: pass {directory.parent}"
+        )
+    if path.exists():
+        return
+    beside = [other.name for other in entries(path.parent) if _words(other) != _words(path)]
+    for name in get_close_matches(path.name, beside, cutoff=_ALIKE):
+        if names(meant := directory.with_name(name)):
+            raise ValueError(
+                f"`directory` must be where the checkpoints are, but {directory} is not there, and "
+                f"{meant} has some: pass that, or make the directory if this is a new run"
+            )
+
+
+def _words(path: Path) -> list[str]:
+    return re.findall(r"[^\W\d_]{2,}", path.name)

@@ -20,8 +20,7 @@ class Retention:
 
     def __init__(self, keep: int, keep_every: int | None, keep_best: str | None) -> None:
         check_integer("keep", keep, least=1)
-        if keep_every is not None:
-            check_integer("keep_every", keep_every, least=1)
+        check_integer("keep_every", 1 if keep_every is None else keep_every, least=1)
         if keep_best is not None and not (isinstance(keep_best, str) and keep_best.strip("-")):
             raise TypeError(
                 f"`keep_best` must name a value that is saved, but is {keep_best!r}: pass a text, "

@@ -1,6 +1,6 @@
 """The sharded tensors of a checkpoint, through PyTorch's own ``torch.distributed.checkpoint``.
 
-They are written beside the tree of the others, by their paths in it, where a mark stands for each.
+They are written beside the tree of the others, under names that say where they are in it.
 
 PyTorch's imports cost half a second, so they are made where they are needed: whoever has a sharded
 model has paid for most of them.
@@ -8,7 +8,7 @@ model has paid for most of them.
 
 import dataclasses
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path, PurePath
@@ -18,81 +18,38 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pardata.checkpoint._files import Digests, UnusableError, size_and_digest
+from pardata.checkpoint._files import Digests, UnusableError, Written, size_and_digest
 from pardata.collective._tree import Path as TreePath
-from pardata.collective._tree import is_special, leaves, mapped
 
 _FOLDER = "sharded"
-
-_MARK = "pardata: the sharded tensor "
 _METADATA = ".metadata"
 
-_MODULES = (
-    "torch.distributed.checkpoint.metadata",
-    "torch.distributed.checkpoint.filesystem",
-    "torch",
-    "torch.serialization",
-)
+_DCP = "torch.distributed.checkpoint"
+_MODULES = ("torch", "torch.serialization", f"{_DCP}.metadata", f"{_DCP}.filesystem")
 
 
-def placed(tree: Any, likes: Mapping[TreePath, Tensor]) -> Any:
-    """Return an optimizer's state in memory of its own, each part placed as its parameter is.
+def placed(whole: Tensor, like: Any) -> Tensor | None:
+    """Return a copy where the parameter `like` is that it is of, if it is of one."""
+    if like is None or whole.shape != like.shape:
+        return None
+    own = whole.to(like.device, copy=True)
+    if not is_sharded(like):
+        return own
+    from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415
 
-    Args:
-        tree: of whole and of sharded tensors; these stay as they are.
-        likes: the parameters, by the paths of the parts.
-    """
-
-    def as_like(at: TreePath, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or _is_sharded(leaf):
-            return leaf
-        like: Any = likes.get(at[:-1])
-        if like is None or leaf.shape != like.shape:
-            return leaf.clone()
-        own = leaf.to(like.device, copy=True)
-        if not _is_sharded(like):
-            return own
-        from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415
-
-        return distribute_tensor(own, like.device_mesh, like.placements)
-
-    return mapped(tree, as_like, is_leaf=is_special)
-
-
-def mark(path: str) -> str:
-    """Return what stands in a tree for the sharded tensor that is written under this path."""
-    return _MARK + path
-
-
-def marked(tree: Any) -> dict[TreePath, str]:
-    """Return where a tree's sharded tensors are, and the paths under which they are written."""
-    found = leaves(tree, is_leaf=is_special)
-    return {at: leaf.removeprefix(_MARK) for at, leaf in found if _is_mark(leaf)}
-
-
-def joined(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return a tree with sharded tensors, by their paths, in the place of its marks."""
-
-    def filled(_: TreePath, leaf: Any) -> Any:
-        return tensors[leaf.removeprefix(_MARK)] if _is_mark(leaf) else leaf
-
-    return mapped(tree, filled, is_leaf=is_special)
-
-
-def _is_mark(leaf: object) -> bool:
-    return isinstance(leaf, str) and leaf.startswith(_MARK)
+    return distribute_tensor(own, like.device_mesh, like.placements)
 
 
 def writing(
-    checkpoint: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None
-) -> Callable[[], Digests]:
+    checkpoint: Path, parts: Mapping[TreePath, Tensor], group: dist.ProcessGroup | None
+) -> Written:
     """Return what writes this rank's parts, and raises where any rank failed; all call it.
 
     On rank 0 that returns what a manifest records of the files of all ranks.
 
     Args:
         checkpoint: the folder to write in.
-        tensors: by name.
+        parts: sharded tensors, by where they are.
         group: if they are to be copied now, and written in the background: of all ranks, for
             messages between CPUs, that nobody else uses meanwhile.
     """
@@ -116,6 +73,7 @@ def writing(
                 digests.update(report.pop())
             super().finish(metadata, results)
 
+    tensors = {str(at): part for at, part in parts.items()}
     if group is not None:
         tensors = {name: part.detach().to("cpu", copy=True) for name, part in tensors.items()}
 
@@ -128,9 +86,9 @@ def writing(
 
 
 def read(
-    checkpoint: Path, targets: Mapping[str, object], *, alone: bool = False
-) -> dict[str, Tensor]:
-    """Return tensors by name, each sharded like its target, or whole where that is not sharded.
+    checkpoint: Path, targets: Mapping[TreePath, object], *, alone: bool = False
+) -> dict[TreePath, Tensor]:
+    """Return tensors by path, each sharded like its target, or whole where that is not sharded.
 
     Of a checkpoint that was checked. Collective, unless one rank alone reads.
     """
@@ -145,11 +103,11 @@ def read(
 
     metadata = read_metadata(checkpoint)
     stored = metadata.state_dict_metadata
-    tensors = {name: _empty(stored[name], target) for name, target in targets.items()}
+    tensors = {str(at): _empty(stored[str(at)], target) for at, target in targets.items()}
     with _failures_as_errors():
         alone = alone or not dist.is_initialized()
         _load_state_dict(tensors, Reader(checkpoint / _FOLDER), no_dist=alone)
-    return tensors
+    return {at: tensors[str(at)] for at in targets}
 
 
 @contextmanager
@@ -165,12 +123,12 @@ def _failures_as_errors() -> Iterator[None]:
 
 
 def _empty(stored: Any, target: Any) -> Tensor:
-    if _is_sharded(target) and target.shape == stored.size:
+    if is_sharded(target) and target.shape == stored.size:
         return torch.empty_like(target, dtype=stored.properties.dtype, requires_grad=False)
     return torch.empty(stored.size, dtype=stored.properties.dtype)
 
 
-def _is_sharded(value: object) -> bool:
+def is_sharded(value: object) -> bool:
     """Whether a value is a DTensor, by what it can do: importing its class costs half a second."""
     return isinstance(value, Tensor) and hasattr(value, "device_mesh")
 
@@ -181,10 +139,14 @@ def read_metadata(checkpoint: Path) -> Any:
     Raises:
         UnusableError: where that cannot be; says why.
     """
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # noqa: PLC0415
+
     try:
         with (checkpoint / _FOLDER / _METADATA).open("rb") as file:
             metadata = _Unpickler(file).load()
-        _check_metadata(metadata)
+        for name, kind in metadata.state_dict_metadata.items():
+            if not isinstance(kind, TensorStorageMetadata):
+                raise TypeError(f"{name!r} is a {type(kind).__name__}, which might run code")
     except Exception as error:  # whatever comes of a pickle that somebody has made up
         raise UnusableError(f"{_FOLDER} must hold tensors and nothing else, but {error}") from error
     return metadata
@@ -207,16 +169,5 @@ def _is_plain(found: object) -> bool:
     if not isinstance(found, type):
         # The last is what a layout is pickled as.
         return isinstance(found, torch.dtype) or found is torch.serialization._get_layout  # noqa: SLF001
-    if issubclass(found, PurePath | torch.Size):
-        return True
     is_data = dataclasses.is_dataclass(found) or issubclass(found, Enum)
-    return is_data and found.__module__ in _MODULES
-
-
-def _check_metadata(metadata: Any) -> None:
-    from torch.distributed.checkpoint import metadata as kinds  # noqa: PLC0415
-
-    stored = metadata.state_dict_metadata if isinstance(metadata, kinds.Metadata) else {"it": None}
-    for name, kind in stored.items():
-        if not isinstance(kind, kinds.TensorStorageMetadata):
-            raise TypeError(f"{name!r} is a {type(kind).__name__}, which might run code")
+    return issubclass(found, PurePath | torch.Size) or (is_data and found.__module__ in _MODULES)

@@ -3,7 +3,7 @@
 The one walker for batches, samples, states and metrics.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from copy import copy
 from typing import Any, TypeAlias
 
@@ -39,8 +39,8 @@ def _parts(
 
 def leaves(
     tree: Any, *, is_leaf: _Test | None = None, by_text: bool = False, path: Path = ()
-) -> Iterator[tuple[Path, Any]]:
-    """Yield each leaf of `tree` with its path.
+) -> list[tuple[Path, Any]]:
+    """Return each leaf of `tree` with its path.
 
     Args:
         tree: dicts and other mappings, lists and tuples; anything else is a leaf.
@@ -49,15 +49,17 @@ def leaves(
             ranks, however it was filled.
         path: stands before all paths.
 
-    >>> list(leaves({"loss": [1, 2]}))
+    >>> leaves({"loss": [1, 2]})
     [(('loss', 0), 1), (('loss', 1), 2)]
     """
     parts = _parts(tree, is_leaf, by_text=by_text)
     if parts is None:
-        yield path, tree
-        return
-    for key, part in parts:
-        yield from leaves(part, is_leaf=is_leaf, by_text=by_text, path=(*path, key))
+        return [(path, tree)]
+    return [
+        found
+        for key, part in parts
+        for found in leaves(part, is_leaf=is_leaf, by_text=by_text, path=(*path, key))
+    ]
 
 
 def mapped(

@@ -88,7 +88,8 @@ def _reported(
     """Let rank 0 print what all ranks found, and return it when it has. Collective."""
     own = Account.of(here, findings)
     told = all_say(channel(), f"pardata {command}", lambda: own, list, timeout=patience)
-    accounts = list(map(Account.from_lists, told))
+    # JSON has made lists of them.
+    accounts = [Account([Finding(*each) for each in found], *who) for found, *who in told]
     if here.is_main:
         print(report_text(command, accounts), flush=True)
     all_say(channel(), "the report is printed", lambda: None, len, timeout=patience)

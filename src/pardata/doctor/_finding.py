@@ -2,7 +2,7 @@
 
 import re
 import socket
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -45,12 +45,6 @@ class Account(NamedTuple):
         name = f" {torch.cuda.get_device_name(here.device)}" if on_gpu else ""
         place = (here.rank, socket.gethostname(), here.node_rank, here.local_rank)
         return cls(findings, here.size, *place, f"{here.device}{name}", usable_cores(here))
-
-    @classmethod
-    def from_lists(cls, told: list[Any]) -> "Account":
-        """Rebuild an account from the lists that JSON made of it."""
-        findings, *who = told
-        return cls([Finding(*finding) for finding in findings], *who)
 
     @property
     def errors(self) -> list[Finding]:

@@ -18,8 +18,8 @@ def report_text(command: str, accounts: Sequence[Account]) -> str:
     findings = list(_findings(accounts))
     lines = [line for finding, whose in findings for line in _lines(finding, whose)]
     statuses = Counter(finding.status for finding, _ in findings)
-    numbers = [(statuses[status], status) for status in (ERROR, WARNING)]
-    parts = [f"{number} {status}{'s' * (number > 1)}" for number, status in numbers if number]
+    bad = [(statuses[status], status) for status in (ERROR, WARNING) if statuses[status]]
+    parts = [f"{number} {status}{'s' * (number > 1)}" for number, status in bad]
     title = f"pardata {command}: {_scope(accounts)}"
     return "\n".join([title, "", *table, *lines, "", " and ".join(parts) or "all is well"])
 

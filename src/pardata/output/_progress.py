@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sized
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -10,16 +11,16 @@ from torch import Tensor
 from pardata.ranks._arguments import check_integer
 from pardata.ranks._world import require_world
 
-_T = TypeVar("_T")
+T = TypeVar("T")
 
 
 def progress(
-    iterable: Iterable[_T],
+    iterable: Iterable[T],
     description: str = "",
     *,
     total: int | None = None,
     batch_size: int | None = None,
-) -> "Progress[_T]":
+) -> "Progress[T]":
     """Iterate over `iterable` with a progress bar on rank 0, quiet on the other ranks.
 
     On a terminal it is a ``tqdm`` bar; where there is no terminal, or no tqdm, a line every ten
@@ -57,10 +58,10 @@ def progress(
     return Progress(iterable, bar, batch_size)
 
 
-class Progress(Generic[_T]):
+class Progress(Generic[T]):
     """An iterable that shows how far it is; made by `progress`."""
 
-    def __init__(self, iterable: Iterable[_T], bar: Any, batch_size: int | None) -> None:
+    def __init__(self, iterable: Iterable[T], bar: Any, batch_size: int | None) -> None:
         self._iterable = iterable
         self._bar = bar  # tqdm's or `_Lines`; None on the other ranks
         self._batch_size = batch_size
@@ -84,7 +85,7 @@ class Progress(Generic[_T]):
                 values[name] = value.detach()  # drawn later: its graph need not live until then
         self._values.update(values)
 
-    def __iter__(self) -> Iterator[_T]:
+    def __iter__(self) -> Iterator[T]:
         """Iterate, once."""
         if self._bar is None:
             yield from self._iterable
@@ -132,11 +133,9 @@ class _Lines:
 
 def _bar(description: str, total: int | None) -> Any:
     if sys.stderr.isatty():
-        try:
+        with suppress(ImportError):  # the lines say the same
             from tqdm import tqdm  # noqa: PLC0415  # an extra, and only wanted on a terminal
-        except ImportError:
-            pass  # the lines say the same
-        else:
+
             return tqdm(desc=description or None, total=total)
     return _Lines(description, total)
 

@@ -2,7 +2,9 @@
 
 import logging
 import os
+import sys
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -39,7 +41,10 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # none befor
         text = prefix + str(msg).replace("\n", "\n" + prefix)
         # 2: past this frame, so that the record shows the caller's file and line.
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
-        self.logger.log(level, text, *args, **kwargs)
+        tqdm = sys.modules.get("tqdm")
+        # A bar on the terminal makes room for the line, and is drawn again below it.
+        with tqdm.tqdm.external_write_mode() if tqdm else nullcontext():
+            self.logger.log(level, text, *args, **kwargs)
 
 
 def get_logger(name: str) -> RankLogger:
@@ -48,6 +53,8 @@ def get_logger(name: str) -> RankLogger:
     Records below WARNING are written on rank 0 only, WARNING and above on every rank. Each call
     takes two more arguments: ``ranks="all"`` or a list of ranks writes there instead, and
     ``once=True`` writes a line the first time only. File and line are the caller's.
+
+    A line does not run into a bar of tqdm, as `progress` draws one: the bar moves below it.
 
     Works before `init` (the rank then comes from the launcher's variables) and in a single
     process (``[0/1]``). No level, handler or other logger is touched: configure ``logging`` as

@@ -13,7 +13,7 @@ from pardata.model._weights import named_tensors
 from pardata.ranks._table import ranks_text
 from pardata.testing._run import run
 
-_Args = TypeVarTuple("_Args")
+Args = TypeVarTuple("Args")
 
 # What training has come to after a step.
 Trained: TypeAlias = nn.Module | Mapping[str, Tensor | float]
@@ -26,8 +26,8 @@ _LISTED = 8
 
 
 def assert_same_at_every_world_size(
-    train: Callable[[Unpack[_Args]], Iterable[Trained]],
-    *args: Unpack[_Args],
+    train: Callable[[Unpack[Args]], Iterable[Trained]],
+    *args: Unpack[Args],
     sizes: Iterable[int] = (1, 2, 3),
     rtol: float = 0.0,
     atol: float = 0.0,
@@ -135,9 +135,8 @@ def _parting(ours: list[str], theirs: list[str], near: _Near) -> _Parting | None
         if text is not None:
             return step, text
     done, steps = len(ours), len(theirs)
-    return (
-        None if done == steps else (min(done, steps), f"it took {done} steps in all, not {steps}")
-    )
+    text = f"it took {done} steps in all, not {steps}"
+    return None if done == steps else (min(done, steps), text)
 
 
 def _yielded(train: Any, args: Any) -> Iterable[Any]:
@@ -173,12 +172,11 @@ def _tensors(trained: Any) -> dict[str, Tensor]:
     """Return copies of what was yielded: the next step changes it."""
     must = "`train` must yield its model, or a dict of tensors or numbers, after each step"
     if isinstance(trained, nn.Module):
-        named = dict(named_tensors(trained))
-    elif isinstance(trained, Mapping):
-        named = {str(name): _tensor(value, name, must) for name, value in trained.items()}
-    else:
+        trained = dict(named_tensors(trained))
+    if not isinstance(trained, Mapping):
         raise TypeError(f"{must}, but yielded a {type(trained).__name__}: write `yield model`")
-    return {name: tensor.detach().cpu().clone() for name, tensor in named.items()}
+    tensors = {str(name): _tensor(value, name, must) for name, value in trained.items()}
+    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 
 def _tensor(value: Any, name: Any, must: str) -> Tensor:

@@ -21,8 +21,8 @@ from pardata.ranks._arguments import check_integer, checked_timeout
 from pardata.ranks._failure import Failure
 from pardata.ranks._launcher import TORCHRUN
 
-_T = TypeVar("_T")
-_Args = TypeVarTuple("_Args")
+T = TypeVar("T")
+Args = TypeVarTuple("Args")
 
 # How long the others may go on after one rank has failed, to fail in their turn.
 _GRACE = 5.0
@@ -32,12 +32,12 @@ _LAUNCHER_NAMES = (*TORCHRUN[:4], "NODE_RANK", "PARDATA_JOINED", "PARDATA_LAUNCH
 
 
 def run(
-    fn: Callable[[Unpack[_Args]], _T],
-    *args: Unpack[_Args],
+    fn: Callable[[Unpack[Args]], T],
+    *args: Unpack[Args],
     world_size: int = 2,
     timeout: timedelta | float = 120,
     env: Mapping[str, str] | None = None,
-) -> list[_T]:
+) -> list[T]:
     """Run ``fn(*args)`` on `world_size` processes with a gloo group; return each rank's result.
 
     The group exists when `fn` starts (``pardata.world().launcher`` is ``"existing"``, and `init`

@@ -25,6 +25,8 @@ def test_a_state_is_a_few_numbers_that_survive_json():
         "version": 1,
         "epoch": 0,
         "delivered": 0,
+        "digest": None,
+        "state": None,
         "length": 23,
         "batch_size": 5,
         "microbatch_size": 2,
@@ -32,6 +34,7 @@ def test_a_state_is_a_few_numbers_that_survive_json():
         "drop_last": True,
         "seed": 1,
         "sampler": None,
+        "batch_sampler": None,
         "shards": None,
     }
     assert json.loads(json.dumps(state)) == state

@@ -593,7 +593,7 @@ def test_a_rank_with_nothing_at_all_raises_on_every_rank(size):
             assert raised.type == "RuntimeError"
             assert raised.text == (
                 f"every rank must have a sample, but there is none at all on {ranks} of {size}: "
-                f"let the data set yield some on each, or pass sharded=False"
+                f"let the dataset yield some on each, or pass sharded=False"
             )
 
 

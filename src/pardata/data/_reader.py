@@ -26,7 +26,8 @@ class Fetched(NamedTuple):
 
     step: Step
     batches: list[Any]  # one for each microbatch, or that of the whole share
-    digest: str = ""  # of a stream: a hash of what its reader read first
+    digest: str = ""  # of a stream: a hash of what its reader read first in this epoch
+    state: Any = None  # of a stream that has one: its own, after this step
 
 
 class Seeds(NamedTuple):

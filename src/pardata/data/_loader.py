@@ -152,7 +152,7 @@ class Loader:
         read again up to there, and where it ends before, that ``iter()`` raises a ValueError.
 
         Raises:
-            ValueError: for the state of another data set, seed, batch size or order, naming it,
+            ValueError: for the state of another dataset, seed, batch size or order, naming it,
                 and for what is no state of a loader.
         """
         self._now = self._state = self._recipe.position(state)

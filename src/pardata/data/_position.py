@@ -57,7 +57,7 @@ class Recipe(NamedTuple):
         ]
         if differ:
             raise ValueError(
-                f"`state` must come from a loader with the same data set and arguments, but "
+                f"`state` must come from a loader with the same dataset and arguments, but "
                 f"{', '.join(differ)}: make the loader as it was when the state was saved"
             )
         epoch, delivered = state["epoch"], state["delivered"]

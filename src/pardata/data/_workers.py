@@ -19,7 +19,7 @@ _LONGEST_SOCKET = 107  # characters: `sun_path` of Linux's unix(7), without its 
 
 
 def choose_workers(num_workers: Any, dataset: Any, here: World) -> int:
-    """Return how many workers this rank gets, of which "auto" decides from data set and cores.
+    """Return how many workers this rank gets, of which "auto" decides from dataset and cores.
 
     Raises:
         TypeError, ValueError: for a number that is none or negative, and where workers could not

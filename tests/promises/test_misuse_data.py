@@ -164,7 +164,6 @@ CASES = {
              "ValueError", "leave `shuffle` and `drop_last` out"),
         case("make_loader(TEN, batch_sampler=[[0, 1, 2]], sampler=RandomSampler(TEN))",
              "ValueError", "must come without `sampler`, as it yields whole batches"),
-        case("make_loader(TEN, batch_sampler=3)", "TypeError", "int has no __iter__: give it one"),
         case("make_loader(Stream(), batch_sampler=[[0, 1, 2]])", "ValueError",
              "`sampler` and `batch_sampler` must be left out for an IterableDataset"),
         case("epoch_of(TEN, batch_sampler=[0, 1])", "TypeError", "`batch_sampler` must yield lists "

@@ -83,14 +83,15 @@ class Loader:
     def epochs(self, count: int) -> Iterator[int]:
         """Run what is left of `count` epochs: ``for epoch in loader.epochs(count)``.
 
-        It begins where the loader was made, or loaded, to begin: in the middle of an epoch, with
-        the rest of it; where all `count` are done, there is nothing to run. Epochs that have run to
-        their end count as done, also those of an earlier loop. One that was left before, as by a
-        look at a batch, does not.
+        It begins at the first epoch, or where a state was taken that was loaded: in the middle of
+        an epoch, with the rest of it, at its very end, with the next one. Of an IterableDataset
+        only reading tells the end: there the rest may have no batch. Epochs that have run to their
+        end count as done, also those of an earlier loop. One that was left before, as by a look at
+        a batch, does not.
 
         In the body each ``iter()`` runs `epoch`, however many there are: only the end of the body
         goes on to the next one, whether or not all batches were taken. `epoch` is also
-        ``loader.epoch`` there. Not collective.
+        ``loader.epoch`` there. Collective only with a sampler, where a state was loaded.
 
         >>> from pardata import make_loader
         >>> loader = make_loader(range(4), batch_size=2)

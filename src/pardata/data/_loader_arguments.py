@@ -14,10 +14,6 @@ from pardata.ranks._world import World, require_world, single_world, world
 
 _log = get_logger(__name__)
 
-_OF_WORKERS = (
-    *("num_workers", "timeout", "worker_init_fn", "multiprocessing_context"),
-    *("prefetch_factor", "persistent_workers"),
-)
 _COMPARED = (
     *("batch_size", "microbatch_size", "shuffle", "drop_last", "sharded"),
     *("reproducible", "seed"),
@@ -32,17 +28,13 @@ class Arguments(SimpleNamespace):
         ranks: those that share each global batch; where nothing is shared out, this one alone.
         length: samples of an epoch; None where only its end tells. With a `batch_sampler`, those of
             the dataset.
+        workers: what a ``DataLoader`` is to be told of them.
     """
 
     @property
     def trains(self) -> bool:
         """Whether the order says that this is training."""
         return bool(self.shuffle) or self.sampler is not None
-
-    @property
-    def workers(self) -> dict[str, Any]:
-        """What a ``DataLoader`` is to be told of its workers."""
-        return {name: getattr(self, name) for name in _OF_WORKERS}
 
 
 def agreed(distributed: object, **given: Any) -> Arguments:
@@ -128,6 +120,14 @@ def _choose_workers(args: Arguments) -> None:
         # DataLoader refuses these without workers, and "auto" may find none on some ranks only.
         args.timeout, args.multiprocessing_context, args.prefetch_factor = 0, None, None
         args.persistent_workers = False
+    args.workers = {
+        "num_workers": args.num_workers,
+        "timeout": args.timeout,
+        "worker_init_fn": args.worker_init_fn,
+        "multiprocessing_context": args.multiprocessing_context,
+        "prefetch_factor": args.prefetch_factor,
+        "persistent_workers": args.persistent_workers,
+    }
 
 
 def _check_alone(args: Arguments) -> None:
@@ -138,11 +138,6 @@ def _check_alone(args: Arguments) -> None:
         raise ValueError(
             f"`batch_sampler` must come without {', '.join(given)}, as it yields whole batches in "
             f"their order, but both are given: leave {' and '.join(given)} out"
-        )
-    if not hasattr(args.batch_sampler, "__iter__"):
-        raise TypeError(
-            f"`batch_sampler` must yield lists of indices, one for each global batch, but "
-            f"{type(args.batch_sampler).__name__} has no __iter__: give it one"
         )
 
 

@@ -168,16 +168,15 @@ class Request(NamedTuple):
 
 
 class Requests(Sampler[Request]):
-    """Yields, for each step of an epoch from some step on, what this rank reads."""
+    """Yields, for each step of an epoch from some step on, what this rank reads.
+
+    Attributes:
+        epoch: its order.
+    """
 
     def __init__(self, order: Order, *, to_workers: bool) -> None:
         self.order = order
         self._to_workers = to_workers
-
-    @property
-    def digest(self) -> str | None:
-        """Of the order of the epoch, where a sampler drew it."""
-        return self._epoch.digest
 
     def start_at(self, start: Position) -> bool:
         """Let the next ``iter()`` begin there; return whether a step is left of the epoch.
@@ -187,11 +186,11 @@ class Requests(Sampler[Request]):
         Raises:
             ValueError: where that order is not the one in which the epoch was begun.
         """
-        self._number, self._epoch = start.epoch, self.order.of_epoch(start.epoch)
-        steps = self._epoch.steps
+        self._number, self.epoch = start.epoch, self.order.of_epoch(start.epoch)
+        steps = self.epoch.steps
         self._first = bisect_left(steps, start.delivered, key=attrgetter("start"))
         delivered = steps[self._first - 1].stop if self._first else 0
-        if start.digest not in (None, self._epoch.digest) or start.delivered != delivered:
+        if start.digest not in (None, self.epoch.digest) or start.delivered != delivered:
             raise ValueError(
                 f"`state` must have been taken with the order that `{self.order.name}` yields, but "
                 f"that of epoch {start.epoch} is another one now: make it of the same data and "
@@ -200,7 +199,7 @@ class Requests(Sampler[Request]):
         return self._first < len(steps)
 
     def __iter__(self) -> Iterator[Request]:
-        plan, look_up, steps = self.order.plan, self._epoch.look_up, self._epoch.steps
+        plan, look_up, steps = self.order.plan, self.epoch.look_up, self.epoch.steps
         shares: dict[int, tuple[Step, list[range]]] = {}  # of steps of so many samples
         together = max(1, _AHEAD * plan.size // (plan.batch_size or _AHEAD))
         for start in range(self._first, len(steps), together):

@@ -86,7 +86,7 @@ class Source:
     def steps(self, start: Position) -> Iterator[Any]:
         """Yield the steps after those delivered. Collective where the order is a sampler's."""
         self.requests.start_at(start)
-        self.digest = self.requests.digest
+        self.digest = self.requests.epoch.digest
         return self._begun(start.epoch, lambda: map(self.reader.__getitem__, self.requests))
 
     def _begun(self, epoch: int, here: Callable[[], Iterator[Any]]) -> Iterator[Any]:

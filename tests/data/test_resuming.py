@@ -180,7 +180,7 @@ CHANGED = [
 @pytest.mark.parametrize(("options", "difference"), CHANGED)
 def test_a_state_of_another_loader_names_what_differs(options, difference):
     raised = caught(loader_of(**options).load_state_dict, loader_of().state_dict())
-    assert f"the same data set and arguments, but {difference}: make the loader as" in raised.text
+    assert f"the same dataset and arguments, but {difference}: make the loader as" in raised.text
 
 
 NO_STATES = [

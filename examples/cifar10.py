@@ -65,7 +65,7 @@ def train(args):
     checkpointer = pardata.Checkpointer(f"{args.run_dir}/checkpoints", asynchronous=True)
     step = checkpointer.restore(**run).step
     with pardata.StopSignal() as stop, checkpointer, pardata.MetricWriter(args.run_dir) as metrics:
-        for epoch in range(loader.epoch, args.epochs):
+        for epoch in loader.epochs(args.epochs):
             for batch in loader:
                 optimizer.zero_grad()
                 loss = pardata.backward(model, mean_loss, batch)

@@ -61,13 +61,13 @@ def train(args):
     begin = step = checkpointer.restore(**run).step
     if begin:
         log.info("%d process(es) resume after step %d", pardata.world().size, begin)
-    for _ in range(loader.epoch, args.epochs):
+    for epoch in loader.epochs(args.epochs):
         for batch in loader:
             optimizer.zero_grad()
             loss = pardata.backward(model, mean_loss, batch)
             optimizer.step()
             step += 1
-            log.info("epoch %d, step %d, loss %.4f", loader.epoch, step, loss)
+            log.info("epoch %d, step %d, loss %.4f", epoch, step, loss)
             if step - begin == args.die_at and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
                 # As the machine might end it: at a random moment of the next milliseconds.
                 moment = random.Random().uniform(0, 0.02)  # noqa: S311  # another each time

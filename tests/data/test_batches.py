@@ -136,7 +136,9 @@ def test_what_has_no_rows_is_refused_on_every_rank_with_a_cure():
             assert raised.text.startswith(
                 "a batch must be made of tensors, dicts, lists and tuples"
             )
-            assert f"but this one holds a {kind}: use drop_last=True, or a batch" in raised.text
+            assert (
+                f"but this one holds a {kind}: evaluate over Microbatches, of which" in raised.text
+            )
 
 
 def test_alone_a_packed_sequence_is_a_batch_like_any_other():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from data_zoo import ERRORS, Numbers, loader_of, steps
+from data_zoo import ERRORS, Numbers, at, loader_of, place, steps
 from on_ranks import caught, run
 
 Point = namedtuple("Point", ["x", "name"])  # noqa: PYI024  # the untyped kind must work too
@@ -96,6 +96,101 @@ def test_beginning_the_next_epoch_leaves_the_newer_one_alone():
         next(old)
     assert loader.epoch == 1
     assert len(list(new)) == 3
+
+
+# --- epochs(n) ---
+
+
+def ran(loader, count=3, stop=None, passes=1):
+    """Return each epoch of the loop, and the steps of each pass through it, left after `stop`."""
+    found = []
+    for epoch in loader.epochs(count):
+        assert loader.epoch == epoch
+        for _ in range(passes):
+            number = sum(1 for _ in zip(range(stop or 9), loader, strict=False))
+            found.append((epoch, number, loader.fingerprint()[:4], place(loader)))
+    return found, place(loader), loader.epoch
+
+
+def nine():
+    return loader_of(9, 3, shuffle=True)
+
+
+def _all_ways():
+    """Each way to begin and to leave epochs, by the whole run that is the same as it."""
+    whole = ran(nine())
+    found = {"anew": [whole]}
+
+    def loop(name, loader, **options):
+        found.setdefault(name, []).append(ran(loader, **options))
+        return loader
+
+    looked, used = nine(), nine()
+    _ = next(iter(looked)), next(iter(looked))
+    loop("anew", looked)
+    loop("nothing", looked)
+    list(used)
+    next(iter(used))
+    loop("from 1 on", used)
+    loop("from 1 on", at(nine(), 0, 9))
+    loop("from 1 on", at(nine(), 1))
+    loop("in the middle", at(nine(), 0, 6))
+    loop("nothing", at(nine(), 2, 9))
+    loop("nothing", at(nine(), 7))
+    loop("left early", nine(), stop=2)
+    loop("two passes", at(nine(), 1, 3), passes=2)
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_epochs_runs_what_is_left_however_it_begins(size):
+    team = run(_all_ways, world_size=size)
+    assert all(found == team[0] for found in team)
+    found = team[0]
+    (whole, end, after), again = found["anew"]
+    assert again == (whole, end, after)
+    assert [step[:2] for step in whole] == [(0, 3), (1, 3), (2, 3)]
+    assert [step[3] for step in whole] == [(1, 0), (2, 0), (3, 0)]
+    assert len({step[2] for step in whole}) == 3
+    assert (end, after) == ((3, 0), 3)
+    assert found["from 1 on"] == [(whole[1:], end, after)] * 3
+    assert found["in the middle"] == [([(0, 1, *whole[0][2:]), *whole[1:]], end, after)]
+    assert found["nothing"] == [([], end, after)] * 2 + [([], (7, 0), 7)]
+    ((short, end, after),) = found["left early"]
+    assert [step[3] for step in short] == [(0, 6), (1, 6), (2, 6)]
+    assert (end, after) == ((3, 0), 3)
+    ((passes, *_),) = found["two passes"]  # the second one through the whole epoch
+    assert [step[:2] for step in passes] == [(1, 2), (1, 3), (2, 3), (2, 3)]
+    assert [step[2:] for step in passes] == [step[2:] for step in whole[1:] for _ in range(2)]
+
+
+def test_a_look_in_the_body_of_epochs_uses_up_nothing_and_a_break_keeps_the_place():
+    loader = at(loader_of_six(), 0, 2)
+    for _ in loader.epochs(2):
+        next(iter(loader))
+        assert len(list(loader)) == 2
+        next(iter(loader))  # also after its end: a state saved here does not go back
+        assert place(loader) == (1, 0)
+        break
+    for _ in loader.epochs(2):
+        for _ in loader:
+            break
+        break
+    assert (place(loader), loader.epoch) == ((1, 2), 1)
+    assert ran(loader, 2)[0][0][:2] == (1, 3)
+
+
+def test_a_state_loaded_or_an_epoch_set_in_the_body_of_epochs_is_where_it_goes_on():
+    loader, seen = loader_of_six(), []
+    for epoch in loader.epochs(4):
+        loader.set_epoch(epoch)  # by habit
+        seen.append((epoch, len(list(loader))))
+        loader.set_epoch(epoch)
+        if len(seen) == 2:
+            at(loader, 0, 4)
+        if len(seen) == 4:
+            loader.set_epoch(3)
+    assert seen == [(0, 3), (1, 3), (0, 1), (1, 3), (3, 3)]
 
 
 # --- shares without rows ---

@@ -1,17 +1,18 @@
 """make_loader: its arguments, and what a bad one gets, on every rank."""
 
+import json
 import multiprocessing
 
 import pytest
 import torch
 import torch.distributed as dist
-from data_zoo import Count, Numbers, Rotated, Sized, flat, log_of
+from data_zoo import Count, Numbers, Rotated, Sized, flat, joined, log_of, rows
 from on_ranks import caught, run
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
-    Dataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     Subset,
     TensorDataset,
@@ -20,6 +21,8 @@ from torch.utils.data import (
 )
 
 from pardata import Loader, make_loader
+from pardata.seeds._generators import forked_seed
+from pardata.seeds._mix import mix
 
 
 class WhoAmI(Numbers):
@@ -300,15 +303,107 @@ def test_a_sampler_is_told_the_epoch():
     assert sampler.told == [0, 0, 1, 2]  # of the first epoch it is asked twice
 
 
-def test_a_sampler_of_lists_reads_whole_batches_of_a_data_set_that_can():
-    # As DataLoader(sampler=BatchSampler(…)) does: an index is whatever the sampler yields.
-    class Grid(Dataset):
-        def __len__(self):
-            return 6
+# --- batch samplers: the global batches ---
 
-        def __getitem__(self, index):
-            return torch.tensor(index)
 
-    sampler = BatchSampler(SequentialSampler(range(6)), 2, drop_last=False)
-    found = [batch.tolist() for batch in make_loader(Grid(), 2, sampler=sampler, num_workers=0)]
-    assert found == [[[0, 1], [2, 3]]]
+class ByLength(Sampler):
+    """Batches of samples of like length, of unlike numbers, in another order each epoch."""
+
+    def __init__(self, lengths, tokens):
+        self.lengths, self.tokens, self.epoch = lengths, tokens, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        batches, batch = [], []
+        for index in sorted(range(len(self.lengths)), key=lambda i: (self.lengths[i], i)):
+            if batch and self.lengths[index] * (len(batch) + 1) > self.tokens:
+                batches, batch = [*batches, batch], []
+            batch.append(index)
+        batches.append(batch)
+        return iter([batches[i] for i in torch.randperm(len(batches))] + batches[: self.epoch])
+
+
+LENGTHS = [1 + 7 * i % 5 for i in range(28)]
+BATCH_SAMPLERS = {
+    "by tokens": (ByLength(LENGTHS, 20), {}),
+    "torch's": (BatchSampler(RandomSampler(range(28)), 4, drop_last=True), {}),
+    "a list": ([[3, 1, 2], torch.tensor([0, 5, 5, 7]), (25, 24, 23)], {}),
+    "in microbatches": (ByLength(LENGTHS, 20), {"microbatch_size": 2}),
+    "small, in microbatches": ([[1], [2, 3], [4, 5, 6, 7, 8]], {"microbatch_size": 2}),
+}
+
+
+def _batch_sampled(states=None, stop=None):
+    """Run two epochs of each, or what is left of them, and leave each after so many steps."""
+    found = {}
+    for name, (sampler, options) in BATCH_SAMPLERS.items():
+        loader = make_loader(range(28), batch_sampler=sampler, seed=1, num_workers=0, **options)
+        loader.load_state_dict((states or {}).get(name, loader.state_dict()))
+        seen, hashes = [], []
+        for _ in loader.epochs(2):
+            for batch in loader:
+                seen.append(rows(batch))
+                hashes.append(loader.fingerprint() if "torch" not in name else "")
+                if len(seen) == stop:
+                    break
+            if len(seen) == stop:
+                break
+        found[name] = seen, hashes, json.loads(json.dumps(loader.state_dict()))
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_batches_of_a_batch_sampler_are_shared_out_and_gone_on_with_at_any_size(size):
+    alone = _batch_sampled()
+    sampler = BATCH_SAMPLERS["by tokens"][0]
+    sampler.set_epoch(0)
+    with forked_seed(mix(1, 0)):
+        expected = list(sampler)
+    assert alone["by tokens"][0][: len(expected)] == expected
+    first = run(_batch_sampled, None, 3, world_size=size)
+    states = {name: found[2] for name, found in first[0].items()}
+    rest = run(_batch_sampled, states, None, world_size=size % 3 + 1)
+    for name, (whole, hashes, end) in alone.items():
+        assert states[name]["batch_sampler"] == type(BATCH_SAMPLERS[name][0]).__name__
+        found = [joined([rank[name][0] for rank in part]) for part in (first, rest)]
+        assert found[0] + found[1] == whole
+        assert [rank[name][1] for rank in rest] == [hashes[3:]] * len(rest)
+        assert {json.dumps(rank[name][2]) for rank in rest} == {json.dumps(end)}
+
+
+def test_a_loader_of_a_batch_sampler_has_its_length_and_no_batch_size():
+    loader = make_loader(range(28), batch_sampler=[[1, 2], [3]], num_workers=0)
+    assert (len(loader), loader.batch_size) == (2, None)
+    with pytest.raises(TypeError, match="that of its batch_sampler, but ByLength has none: give"):
+        len(make_loader(range(28), batch_sampler=ByLength(LENGTHS, 20)))
+
+
+ORDERS = [
+    ("batch_sampler", {}, [[1, 2], [3], [4, 5]], [[1, 2], [4], [3, 5]]),
+    ("sampler", {"batch_size": 2}, [1, 2, 3, 4], [1, 2, 4, 3]),
+]
+
+
+@pytest.mark.parametrize(("argument", "options", "one", "other"), ORDERS)
+def test_another_order_than_the_one_in_which_the_epoch_was_begun_is_refused(
+    argument, options, one, other
+):
+    def loader(order):
+        return make_loader(range(9), num_workers=0, **{argument: order}, **options)
+
+    begun, again = loader(one), loader(other)
+    next(iter(begun))
+    again.load_state_dict(begun.state_dict())
+    with pytest.raises(
+        ValueError, match=f"the order that `{argument}` yields, but that of epoch 0"
+    ):
+        iter(again)
+
+
+def test_a_place_inside_a_batch_of_a_batch_sampler_is_none():
+    loader = make_loader(range(9), num_workers=0, batch_sampler=[[1, 2], [3]])
+    loader.load_state_dict({**loader.state_dict(), "delivered": 1})
+    with pytest.raises(ValueError, match="is another one now: make it of the same data"):
+        iter(loader)

@@ -1,12 +1,14 @@
 """What a loader with a `microbatch_size` yields."""
 
 import pickle
-import re
 from collections.abc import Sequence
 
 import pytest
+import torch
+from on_ranks import run
+from torch import nn
 
-from pardata import Microbatches
+from pardata import Microbatches, backward, world, wrap_model
 
 
 def microbatches(batches="abc", first=2, counts=(4, 4, 4, 4, 4, 1), **more):
@@ -33,18 +35,6 @@ def test_it_may_be_empty_and_what_stands_in_is_none_of_its_own():
     assert microbatches([]).stand_in is None
 
 
-@pytest.mark.parametrize(
-    ("batches", "first", "counts"), [("abc", 0, (4, 4)), ("a", 2, (4, 4)), ("a", -1, (4, 4))]
-)
-def test_counts_that_do_not_cover_its_microbatches_are_refused(batches, first, counts):
-    text = (
-        f"`counts` must have a number for each microbatch of the step, over all ranks, but has 2, "
-        f"and here are {len(batches)} from number {first} on"
-    )
-    with pytest.raises(ValueError, match=re.escape(text)):
-        microbatches(batches, first, counts)
-
-
 def test_the_batches_and_counts_are_kept_whatever_becomes_of_those_given():
     batches, counts = ["a"], [4, 4]
     found = microbatches(batches, 0, counts)
@@ -67,3 +57,36 @@ def test_it_says_in_short_what_it_is_and_pickles(batches, first, text):
     assert repr(found) == repr(there) == text
     assert (list(there), there.size, there.seed) == (list(batches), 3, 5)
     assert (there.stand_in, there.counts) == (found.stand_in, found.counts)
+
+
+# --- of batches that no loader made ---
+
+X = torch.arange(24.0).view(12, 2).sin()
+SIZES = [3, 1, 4, 2, 1, 1]
+
+
+def _trained_of_own(strategy):
+    here = world()
+    torch.manual_seed(0)
+    noise = nn.Dropout(0.5 if strategy == "exact" else 0.0)
+    model = wrap_model(nn.Sequential(nn.Linear(2, 3), noise, nn.Linear(3, 1)), strategy)
+    share = len(SIZES) // here.size
+    parts = X.split(SIZES)[here.rank * share :][:share]
+    losses = []
+    for step in range(2):
+        batch = Microbatches.of(parts, step=step)
+        assert (batch.first, batch.counts) == (here.rank * share, tuple(SIZES))
+        losses.append(backward(model, lambda net, x: net(x).square().mean(), batch).item())
+    return losses, [p.grad.tolist() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("strategy", ["exact", "ddp"])
+def test_batches_that_no_loader_made_are_one_step_at_every_size(strategy):
+    (whole, gradients), *_ = run(_trained_of_own, strategy, world_size=1)
+    assert (whole[0] != whole[1]) is (strategy == "exact")  # another dropout in each step
+    for size in (2, 3):
+        for losses, found in run(_trained_of_own, strategy, world_size=size):
+            if strategy == "exact":
+                assert (losses, found) == (whole, gradients)
+            torch.testing.assert_close(losses, whole)
+            torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(gradients[0]))

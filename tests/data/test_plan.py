@@ -25,7 +25,7 @@ def test_shares_are_runs_in_rank_order_that_differ_by_one_and_the_first_get_more
 @given(lengths, batch_sizes, st.booleans())
 def test_steps_are_consecutive_and_whole_but_the_last(length, batch_size, drop_last):
     plan = Plan(length, batch_size, drop_last)
-    whole = [position for number in range(len(plan)) for position in plan.positions(number)]
+    whole = [position for number in range(len(plan)) for position in plan[number]]
     assert len(plan) == (math.floor if drop_last else math.ceil)(length / batch_size)
     assert whole == list(range(length // batch_size * batch_size if drop_last else length))
 

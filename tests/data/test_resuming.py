@@ -25,6 +25,8 @@ def test_a_state_is_a_few_numbers_that_survive_json():
         "version": 1,
         "epoch": 0,
         "delivered": 0,
+        "digest": None,
+        "state": None,
         "length": 23,
         "batch_size": 5,
         "microbatch_size": 2,
@@ -32,6 +34,7 @@ def test_a_state_is_a_few_numbers_that_survive_json():
         "drop_last": True,
         "seed": 1,
         "sampler": None,
+        "batch_sampler": None,
         "shards": None,
     }
     assert json.loads(json.dumps(state)) == state
@@ -177,7 +180,7 @@ CHANGED = [
 @pytest.mark.parametrize(("options", "difference"), CHANGED)
 def test_a_state_of_another_loader_names_what_differs(options, difference):
     raised = caught(loader_of(**options).load_state_dict, loader_of().state_dict())
-    assert f"the same data set and arguments, but {difference}: make the loader as" in raised.text
+    assert f"the same dataset and arguments, but {difference}: make the loader as" in raised.text
 
 
 NO_STATES = [

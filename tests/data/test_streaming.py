@@ -593,7 +593,7 @@ def test_a_rank_with_nothing_at_all_raises_on_every_rank(size):
             assert raised.type == "RuntimeError"
             assert raised.text == (
                 f"every rank must have a sample, but there is none at all on {ranks} of {size}: "
-                f"let the data set yield some on each, or pass sharded=False"
+                f"let the dataset yield some on each, or pass sharded=False"
             )
 
 
@@ -644,6 +644,123 @@ def test_streams_of_their_own_go_on_after_the_last_step_whoever_has_ended(
             assert rest == whole[count:]
             assert epoch == 1
             assert second == whole
+
+
+# --- streams with an epoch, a state or randomness of their own ---
+
+
+class Told(Count):
+    """Knows its epoch, as those of Hugging Face do."""
+
+    epoch = None
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter(random.Random(f"7 {self.epoch}").sample(range(self.length), self.length))
+
+
+class Shuffled(Count):
+    """Draws its order from a generator of its own, which nobody seeds for it."""
+
+    def __init__(self, length, seed):
+        super().__init__(length)
+        self.generator = random.Random(seed)
+
+    def __iter__(self):
+        return iter(self.generator.sample(range(self.length), self.length))
+
+
+class Stateful(Shuffled):
+    """… and can tell where it is, and go on there without reading anything again."""
+
+    left = None
+
+    def __iter__(self):
+        self.left = self.left or list(super().__iter__())
+        while self.left:
+            yield self.left.pop()
+
+    def state_dict(self):
+        return {"left": self.left, "generator": self.generator.getstate()}  # no copy: it goes on
+
+    def load_state_dict(self, state):
+        self.left = state["left"]
+        version, numbers, gauss = state["generator"]
+        self.generator.setstate((version, tuple(numbers), gauss))
+
+
+OWN = {
+    "told its epoch": (Told, (), {}),
+    "told its epoch, sharded": (Told, (), {"sharded": True}),
+    "with a state": (Stateful, (3,), {}),
+}
+
+
+def _own_epochs(name, states, workers, stop):
+    """Run three epochs of each, or what is left of them, by workers that live on."""
+    kind, seeds, options = OWN[name]
+    seeds = [seed + bool(states) for seed in seeds]  # another one, as after another start
+    loader = loader_of(kind(23, *seeds), 6, num_workers=workers, **options)
+    seen = []
+    for state in [loader.state_dict(), *states]:
+        loader.load_state_dict(state)
+    for epoch in loader.epochs(3):
+        for batch in loader:
+            seen.append((epoch, rows(batch)))
+            if len(seen) == stop:
+                return seen, json.loads(json.dumps(loader.state_dict()))
+    return seen, None
+
+
+def in_steps(ranks):
+    return joined([[row for _, row in found] for found, _ in ranks])
+
+
+# Sharded, each of two workers would read all of it.
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [(name, n) for name in OWN for n in (0, 2) if "sharded" not in name or not n],
+)
+def test_a_stream_with_an_epoch_or_a_state_of_its_own_goes_on_exactly(name, workers):
+    sharded = "sharded" in name
+    whole, _ = _own_epochs(name, [], workers, None)
+    assert len({str(row) for _, row in whole}) == len(whole) == 12
+    for size in [1] if sharded else [1, 2, 3]:
+        begun = run(_own_epochs, name, [], workers, 6, world_size=size)
+        states = [begun[0][1]]
+        assert all(state == states[0] for _, state in begun)
+        rest = run(_own_epochs, name, states, workers, None, world_size=size if sharded else 2)
+        left = in_steps(begun) + in_steps(rest)
+        expected = [row for _, row in whole]
+        # The order of an epoch is no part of the state at its start, but of the generator then.
+        within = len(expected) if name != "with a state" else 8
+        assert left[:within] == expected[:within]
+        assert [sorted(flat(left[i : i + 4])) for i in (0, 4, 8)] == [list(range(23))] * 3
+
+
+def _own_randomness(sharded):
+    options = {"sharded": sharded, "num_workers": 0}
+    loader, again = (loader_of(Shuffled(24, seed), 6, **options) for seed in (1, 2))
+    next(iter(loader))
+    again.load_state_dict(loader.state_dict())
+    same = loader_of(Shuffled(24, 1), 6, **options)
+    same.load_state_dict(loader.state_dict())
+    return caught(steps, again), len(steps(same))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_stream_that_is_not_the_same_when_it_is_read_again_is_an_error(sharded, size):
+    for raised, left in run(_own_randomness, sharded, world_size=size):
+        assert raised.type == "ValueError"
+        assert raised.text == (
+            "`dataset` must yield the same samples when an epoch is read again to go on where it "
+            "was, but Shuffled begins with others: let it draw from the default generators alone, "
+            "or, without `sharded`, give it state_dict() and load_state_dict()"
+        )
+        assert left == (3 if not sharded else 4 * size - 1)
 
 
 # --- errors in the stream ---

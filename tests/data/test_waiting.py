@@ -39,7 +39,7 @@ class Slow(Dataset):
 @contextmanager
 def fake_time():
     clock = FakeTime()
-    with patch("pardata.data._loader.time", clock):
+    with patch("pardata.data._clock.time", clock):
         yield clock
 
 

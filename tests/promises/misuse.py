@@ -19,7 +19,13 @@ import pytest
 import torch
 from on_ranks import Raised, caught, run
 from torch import nn
-from torch.utils.data import DistributedSampler, RandomSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    TensorDataset,
+)
 
 import pardata
 from pardata import barrier, testing, world
@@ -36,6 +42,8 @@ SCOPE = {
     "Path": Path,
     "TensorDataset": TensorDataset,
     "RandomSampler": RandomSampler,
+    "BatchSampler": BatchSampler,
+    "DataLoader": DataLoader,
     "DistributedSampler": DistributedSampler,
 }
 

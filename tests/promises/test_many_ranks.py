@@ -90,7 +90,7 @@ def test_thousands_of_ranks_share_each_sample_of_a_step_once(samples, microbatch
 
 def test_the_last_step_of_a_billion_samples_is_asked_for_directly():
     plan = Plan(LENGTH, 3 * RANKS, False, 3, RANKS - 1, RANKS)
-    last = plan.positions(len(plan) - 1)
+    last = plan[len(plan) - 1]
     assert last[-1] == LENGTH - 1
     assert plan.share_of(len(last))[0].rows <= 3
 

@@ -8,7 +8,12 @@ import tempfile
 import pytest
 import torch
 from misuse import MANY, case, check, in_one_group, parameters, tried
-from torch.utils.data import Dataset, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import (
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+)
 
 from pardata import cache_dataset, make_loader
 
@@ -112,7 +117,7 @@ CASES = {
         case("make_loader(TEN, 4 + 2 * rank)", "RuntimeError", "pass the same to `make_loader`",
              "`batch_size` differ", "rank 1:", sizes=MANY),
         case("make_loader(TEN, 11, shuffle=True)", "ValueError",
-             "at most the 10 samples of the data set", "is 11", "drop_last=False"),
+             "at most the 10 samples of the dataset", "is 11", "drop_last=False"),
         case("make_loader(TEN, 3, shuffle=True, drop_last=False)", "ValueError",
              "the last batch must have a sample for each of the", "drop_last=True", sizes=MANY),
         case("make_loader(TEN, 10**30, drop_last=True)", "ValueError", "at most the 10 samples"),
@@ -122,18 +127,18 @@ CASES = {
         case("make_loader(iter([1, 2]), 4)", "TypeError", "or be an IterableDataset",
              "list_iterator is neither"),
         case("make_loader({1, 2}, 4)", "TypeError", "set is neither", "map-style"),
-        case("make_loader(TensorDataset, 4)", "TypeError", "`dataset` must be a data set, but is "
+        case("make_loader(TensorDataset, 4)", "TypeError", "`dataset` must be a dataset, but is "
              "the class TensorDataset: pass an object"),
         case("make_loader(NoLength(), 4)", "TypeError", "`dataset`", "NoLength is neither",
-             label="a map-style data set without `__len__`"),
+             label="a map-style dataset without `__len__`"),
         case("make_loader(OfItself(2.5), 4)", "TypeError", "`dataset` must know its length, but "
              "len() of OfItself failed", "let its __len__ return a whole number", ours=False,
-             label="a data set whose `__len__` returns 2.5"),
+             label="a dataset whose `__len__` returns 2.5"),
         case("make_loader(OfItself(-1), 4)", "ValueError", "should return >= 0", ours=False,
-             label="a data set whose `__len__` returns -1"),
+             label="a dataset whose `__len__` returns -1"),
         case("make_loader(OfItself(10 - rank), 4)", "RuntimeError",
              "every rank must pass the same to `make_loader`, but `the length` differ",
-             "rank 1: the length=9", sizes=MANY, label="a data set that is shorter on one rank"),
+             "rank 1: the length=9", sizes=MANY, label="a dataset that is shorter on one rank"),
         case("epoch_of(Broken(), 10, num_workers=0)", "RuntimeError",
              "sample 7 could not be read on rank 0", "the file is truncated", sizes=(1,),
              label="an error in `__getitem__`"),
@@ -141,13 +146,34 @@ CASES = {
              "sample 7 could not be read on rank 2", "the file is truncated", sizes=(3,),
              ranks=(2,), label="an error in `__getitem__`"),
         case("make_loader(Stream(), 4, shuffle=True)", "ValueError",
-             "`shuffle` and `sampler` must be left out for an IterableDataset", "Stream"),
+             "`sampler` and `batch_sampler` must be left out for an IterableDataset", "Stream"),
         case("make_loader(Stream(), 4, sampler=RandomSampler(TEN))", "ValueError",
-             "`shuffle` and `sampler` must be left out for an IterableDataset"),
+             "`sampler` and `batch_sampler` must be left out for an IterableDataset"),
         case("make_loader(TEN, 4, sampler=RandomSampler(TEN), shuffle=True)", "ValueError",
              "`shuffle` must be False with a `sampler`", "choose one"),
         case("make_loader(TEN, 4, sampler=DistributedSampler(TEN, 1, 0))", "ValueError",
-             "`sampler` must yield the order of the whole data set", "pass shuffle=True"),
+             "`sampler` must yield the order of the whole dataset", "pass shuffle=True"),
+        case("make_loader(TEN, 4, sampler=BatchSampler(TEN, 2, False))", "ValueError",
+             "`sampler` must yield single indices, but is a BatchSampler", "as `batch_sampler`"),
+        case("make_loader(TEN)", "TypeError", "`batch_size` must be an integer", "but is None"),
+        case("make_loader(DataLoader(TEN, 2), 4)", "TypeError", "but is a DataLoader: pass "
+             "loader.dataset, and its batch_size times the number of ranks"),
+        case("make_loader(TEN, 4, batch_sampler=[[0, 1, 2]])", "ValueError",
+             "`batch_sampler` must come without `batch_size`", "leave `batch_size` out"),
+        case("make_loader(TEN, shuffle=True, drop_last=False, batch_sampler=[[0, 1, 2]])",
+             "ValueError", "leave `shuffle` and `drop_last` out"),
+        case("make_loader(TEN, batch_sampler=[[0, 1, 2]], sampler=RandomSampler(TEN))",
+             "ValueError", "must come without `sampler`, as it yields whole batches"),
+        case("make_loader(Stream(), batch_sampler=[[0, 1, 2]])", "ValueError",
+             "`sampler` and `batch_sampler` must be left out for an IterableDataset"),
+        case("epoch_of(TEN, batch_sampler=[0, 1])", "TypeError", "`batch_sampler` must yield lists "
+             "of indices", "yielded 0: pass what yields single ones as `sampler`"),
+        case("epoch_of(TEN, batch_sampler=[[1, 2, 3], [4]])", "ValueError", "`batch_sampler` must "
+             "yield at least 3 indices for each global batch", "[4]: let it join", sizes=(3,)),
+        case("epoch_of(TEN, batch_sampler=[[]], microbatch_size=1)", "ValueError",
+             "must yield at least 1 indices", "but yielded []"),
+        case("epoch_of(TEN, batch_sampler=[[rank] * 3])", "RuntimeError", "every rank must pass "
+             "the same to `make_loader(batch_sampler=…)`, but `the order` differ", sizes=MANY),
         case("make_loader(TEN, 4, sampler=iter([1]))", "TypeError", "`sampler` must have a length"),
         case("epoch_of(TEN, 4, sampler=Longer())", "ValueError",
              "`sampler` must yield as many indices as its length",
@@ -163,7 +189,7 @@ CASES = {
         case("epoch_of(TEN, 4, sampler=[rank] * 10)", "RuntimeError", "every rank must pass the "
              "same to `make_loader(sampler=…)`, but `the order` differ", sizes=MANY),
         case("make_loader(TEN, 4, sharded=True)", "ValueError", "`sharded` must be False for a "
-             "data set that has indices", "leave it out"),
+             "dataset that has indices", "leave it out"),
         case("make_loader(Stream(), 4, sharded=True, microbatch_size=2)", "ValueError",
              "`microbatch_size` must be left out with `sharded`", "choose one"),
         case("make_loader(TEN, 4, shuffle='no')", "TypeError",
@@ -237,6 +263,9 @@ CASES = {
              "`epoch` must be an integer of at least 0, but is -1"),
         case("make_loader(TEN, 4).set_epoch('1')", "TypeError",
              "`epoch` must be an integer of at least 0, but is '1'"),
+        case("make_loader(TEN, 4).epochs(-1)", "ValueError",
+             "`count` must be an integer of at least 0, but is -1"),
+        case("make_loader(TEN, 4).epochs('3')", "TypeError", "`count` must be an integer", "'3'"),
         case("len(make_loader(Stream(), 4))", "TypeError", "Stream has none", "__len__"),
         case("make_loader(Stream(), 4).fingerprint()", "TypeError", "the samples must have indices",
              "hash what you get"),
@@ -248,7 +277,7 @@ CASES = {
              "loader returned", label="a state from which a key is gone"),
         case("load(version=2)", "ValueError", "`state` must be of version 1, but is of version 2",
              "the release of pardata that saved it"),
-        case("load(seed=2)", "ValueError", "the same data set and arguments, but seed was 2 and "
+        case("load(seed=2)", "ValueError", "the same dataset and arguments, but seed was 2 and "
              "is 1", "make the loader as it was"),
         case("load(length=11)", "ValueError", "length was 11 and is 10"),
         case("load(batch_size=5)", "ValueError", "batch_size was 5 and is 4"),
@@ -261,13 +290,16 @@ CASES = {
              label="a stream that goes on where the state says that it ended"),
         case("go_on(delivered=100)", "ValueError", "`delivered` is 100 samples, and it ended after "
              "10", label="a stream that is shorter than what the state says was delivered"),
+        case("go_on(delivered=5, digest='other')", "ValueError", "`dataset` must yield the same "
+             "samples when an epoch is read again", "Stream begins with others: let it draw",
+             label="a stream that draws from randomness of its own, resumed"),
         case("load(epoch=-1)", "ValueError", "is at sample 0 of epoch -1"),
         case("load(epoch=2**63)", "ValueError", "of epoch 9223372036854775808"),
     ],
     "cache_dataset": [
         case("cache(Stream())", "TypeError", "`dataset` must have __getitem__ and __len__ to be "
              "cached, but Stream has not", "map-style"),
-        case("cache_dataset(TensorDataset)", "TypeError", "`dataset` must be a data set, but is "
+        case("cache_dataset(TensorDataset)", "TypeError", "`dataset` must be a dataset, but is "
              "the class TensorDataset: pass an object"),
         case("cache([])", "ValueError", "`dataset` must have at least one sample to be cached"),
         case("cache(['text'])", "TypeError", "sample 0 cannot be stored"),

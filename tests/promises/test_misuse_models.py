@@ -235,11 +235,12 @@ CASES = {
              "`model` must be a torch.nn.Module, but is a OrderedDict"),
     ],
     "Microbatches": [
-        case("pieces(counts=[1])", "ValueError", "`counts` must have a number for each microbatch "
-             "of the step, over all ranks, but has 1", "count those of the other ranks too",
-             ours=False, label="`Microbatches([x, y], counts=[1], …)`"),
-        case("pieces(first=-1)", "ValueError", "and here are 2 from number -1 on", ours=False,
-             label="`Microbatches([x, y], first=-1, …)`"),
+        case("Microbatches.of([], step=0)", "ValueError", "`batches` must be equally many on every "
+             "rank, at least one, but are [0"),
+        case("Microbatches.of([X] * (1 + rank), step=0)", "ValueError", "but are [1, 2", "in rank "
+             "order: divide them otherwise", sizes=MANY),
+        case("Microbatches.of(['text'], step=0)", "TypeError", "`batch` must hold a tensor whose "
+             "rows are its samples"),
     ],
     "check_in_sync": [
         case("check_in_sync(5)", "TypeError", "`model` must be a torch.nn.Module, but is a int"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler, TensorDataset
 from typing_extensions import assert_type
 
 import pardata
@@ -153,6 +153,9 @@ def the_data() -> None:
         persistent_workers=False,
     )
     make_loader(Words(), 2, distributed=False, sampler=RandomSampler([1, 2]), device=None)
+    make_loader(Words(), batch_sampler=BatchSampler(RandomSampler([1, 2]), 2, drop_last=False))
+    make_loader(Words(), batch_sampler=[[0, 1], (2,)])
+    make_loader(Words(), batch_sampler=[0, 1])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]  # no lists
     make_loader(Lines(), 2, microbatch_size=None, sharded=True, batch_transform=None)
     make_loader(Words(), 2, prefetch=None)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # 0 is none
     make_loader(Words(), 2, microbatch_size="auto")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # no such
@@ -161,7 +164,7 @@ def the_data() -> None:
     make_loader(cache_dataset(Words(), Path("cache"), num_workers="auto"), 2)
     make_loader(cache_dataset(Words(), directory="cache", num_workers=2), 2)
     assert_type(len(loader), int)
-    assert_type(loader.batch_size, int)
+    assert_type(loader.batch_size, int | None)
     assert_type(loader.epoch, int)
     assert_type(loader.dataset, Dataset[Any])
     assert_type(loader.stats(), dict[str, float])
@@ -174,6 +177,8 @@ def the_data() -> None:
     frozen: Mapping[str, Any] = state
     loader.load_state_dict(frozen)
     assert_type(iter(loader), Iterator[Any])
+    assert_type(loader.epochs(3), Iterator[int])
+    loader.epochs("3")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # a number
     loader.set_epoch(3)
 
     assert_type(seed_everything(0, per_rank=True, deterministic=True), int)

@@ -1,4 +1,4 @@
-"""Whole batches: read in one operation where the data set allows it, moved, pinned and emptied."""
+"""Whole batches: read in one operation where the dataset allows it, moved, pinned and emptied."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ Read: TypeAlias = Callable[[Tensor], Any]
 
 
 class ReadsBatches(Dataset[Any]):
-    """What can read a whole batch itself: the data sets of `cache_dataset`."""
+    """What can read a whole batch itself: the datasets of `cache_dataset`."""
 
     @abstractmethod
     def read_batch(self, indices: Tensor) -> Any:
@@ -30,7 +30,7 @@ class ReadsBatches(Dataset[Any]):
 def whole_batch_reader(dataset: Any) -> Read | None:
     """Return what reads a whole batch, or None if there is nothing that could.
 
-    Only for data sets whose own way of reading is known: a subclass that has its own is left alone.
+    Only for datasets whose own way of reading is known: a subclass that has its own is left alone.
     """
     # Partial functions and not closures: a worker that is spawned gets them pickled.
     if isinstance(dataset, ReadsBatches):
@@ -166,8 +166,9 @@ def emptied(batch: Any) -> Any:
         what = f"{type(leaf).__name__}{' without dimensions' if is_tensor else ''}"
         raise TypeError(
             f"a batch must be made of tensors, dicts, lists and tuples for a rank to get none of "
-            f"its rows, but this one holds a {what}: use drop_last=True, or a batch "
-            f"size that leaves every rank a sample"
+            f"its rows, but this one holds a {what}: evaluate over Microbatches, of which a rank "
+            f"may have none (pass `microbatch_size`), or use drop_last=True, or a batch size that "
+            f"leaves every rank a sample"
         )
 
     return _changed(batch, empty)

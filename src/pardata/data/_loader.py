@@ -1,6 +1,5 @@
 """The loader: epochs that advance by themselves and can be left and resumed at any step."""
 
-import time
 import weakref
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any
@@ -9,6 +8,7 @@ from torch.utils.data import Dataset
 
 from pardata.collective._reduction import all_gather
 from pardata.data._batch import emptied, is_read_whole
+from pardata.data._clock import Clock
 from pardata.data._microbatches import Microbatches
 from pardata.data._order import Requests
 from pardata.data._placement import Placement
@@ -24,49 +24,19 @@ _log = get_logger(__name__)
 
 _LONG_SHARE = 0.3  # of an epoch
 _LONG = 1.0  # seconds: below, nobody waits
-_END = (0, None)  # no samples, and no batch
-
-
-class _Clock:
-    """Two readings of the clock a batch: how long the loop waited, of how long it ran."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-        self._end: float | None = None
-        self._samples = 0
-        self.waited = 0.0
-
-    def add(self, seconds: float, samples: int) -> None:
-        self.waited += seconds
-        self._samples += samples
-
-    def stop(self) -> None:
-        self._end = time.perf_counter()
-
-    def seconds(self) -> float:
-        end = time.perf_counter() if self._end is None else self._end
-        return end - self._start
-
-    def stats(self) -> dict[str, float]:
-        seconds = max(self.seconds(), 1e-9)
-        return {
-            "seconds": seconds,
-            "wait_seconds": self.waited,
-            "wait_share": self.waited / seconds,
-            "samples": self._samples,
-            "samples_per_second": self._samples / seconds,
-        }
+_END = (0, None, None)  # no samples, and no batch
 
 
 class Loader:
     """This rank's batches, epoch after epoch; made by `make_loader`.
 
-    Each ``iter()`` runs the next epoch, also after a ``break`` or an error. Only one epoch runs at
-    a time: beginning the next ends the one before. Saves and resumes as PyTorch's ``Stateful``.
+    Each ``iter()`` runs the next epoch, also after a ``break`` or an error, but for those in the
+    body of `epochs`, which run its epoch. Only one runs at a time: beginning the next ends the one
+    before. Saves and resumes as PyTorch's ``Stateful``.
 
     Attributes:
         dataset: as given.
-        batch_size: samples of a step, over all ranks.
+        batch_size: samples of a step, over all ranks; None where a `batch_sampler` decides.
     """
 
     def __init__(
@@ -77,31 +47,80 @@ class Loader:
         placement: Placement,
     ) -> None:
         self.dataset: Dataset[Any] = source.reader.dataset
-        self.batch_size: int = plan.batch_size
+        self.batch_size: int | None = plan.batch_size or None
         self._recipe = recipe
         self._plan = plan
         self._source = source
         self._placement = placement
-        self._next = Position(0, 0)  # where the next iter() begins
-        self._now = Position(0, 0)  # what has been delivered
-        self._state = self._now
+        self._unused = Position(0)  # where `epochs` begins: a look, left early, moves it not
+        self._next = self._unused  # where the next iter() begins
+        self._now = self._unused  # what has been delivered
+        self._state = self._unused
+        self._is_held = False  # in the body of `epochs`, which alone goes on to the next epoch
         self._run: weakref.ref[Generator[Any, None, None]] | None = None
-        self._clock = _Clock()
+        self._clock = Clock()
         self._has_spoken = False
 
     def __len__(self) -> int:
         """Return the number of steps of a whole epoch, the same on every rank."""
-        if self._plan.length is None:
+        if self.batch_size is None:
+            by, steps = "batch_sampler", self._source.requests.order.sampler
+        else:
+            by, steps = "dataset", None if self._plan.length is None else self._plan
+        if not hasattr(steps, "__len__"):
+            name = type(steps or self.dataset).__name__
             raise TypeError(
-                f"the length of a loader must be that of its data set, but "
-                f"{type(self.dataset).__name__} has none: give it a __len__, or count the batches"
+                f"the length of a loader must be that of its {by}, but {name} has none: give it a "
+                f"__len__, or count the batches"
             )
-        return len(self._plan)
+        return len(steps)
 
     @property
     def epoch(self) -> int:
         """The epoch in progress, else the one that the next ``iter()`` will run."""
         return self._now.epoch if self._is_running() else self._next.epoch
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Run what is left of `count` epochs: ``for epoch in loader.epochs(count)``.
+
+        It begins at the first epoch, or where a state was taken that was loaded: in the middle of
+        an epoch, with the rest of it, at its very end, with the next one. Of an IterableDataset
+        only reading tells the end: there the rest may have no batch. Epochs that have run to their
+        end count as done, also those of an earlier loop. One that was left before, as by a look at
+        a batch, does not.
+
+        In the body each ``iter()`` runs `epoch`, however many there are: only the end of the body
+        goes on to the next one, whether or not all batches were taken. `epoch` is also
+        ``loader.epoch`` there. Collective only with a sampler, where a state was loaded.
+
+        >>> from pardata import make_loader
+        >>> loader = make_loader(range(4), batch_size=2)
+        >>> look = next(iter(loader))
+        >>> [(epoch, len(list(loader))) for epoch in loader.epochs(2)]
+        [(0, 2), (1, 2)]
+        >>> list(loader.epochs(2))
+        []
+        """
+        check_integer("count", count, least=0)
+        return self._epochs(count)
+
+    def _epochs(self, count: int) -> Iterator[int]:
+        self._is_held = True
+        try:
+            while True:
+                start = self._unused
+                if start.delivered and not self._source.has_left(start):
+                    start = Position(start.epoch + 1)
+                self._go_to(start)
+                if start.epoch >= count:
+                    return
+                yield start.epoch
+                # Else it ran to its end, or the body has loaded a state or set an epoch.
+                if self._unused is start:
+                    self._unused = Position(start.epoch + 1)
+        finally:
+            self._is_held = False
+            self._next = self._unused
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next ``iter()`` run this epoch. Not needed: epochs advance by themselves.
@@ -109,10 +128,14 @@ class Loader:
         The rest of the epoch that was loaded stays its rest.
         """
         check_integer("epoch", epoch, least=0)
-        if epoch != self._next.epoch:
-            self._next = Position(epoch, 0)
+        is_there = epoch == self._next.epoch
+        if not (is_there and self._is_held):  # `epochs` has set it already
+            self._go_to(self._next if is_there else Position(epoch))
+
+    def _go_to(self, place: Position) -> None:
+        self._next = self._unused = place
         if not self._is_running():
-            self._state = self._next
+            self._state = place
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader is, as a few numbers that are the same on every rank.
@@ -130,11 +153,12 @@ class Loader:
         read again up to there, and where it ends before, that ``iter()`` raises a ValueError.
 
         Raises:
-            ValueError: for the state of another data set, seed, batch size or order, naming it,
+            ValueError: for the state of another dataset, seed, batch size or order, naming it,
                 and for what is no state of a loader.
         """
-        self._next = self._now = self._state = self._recipe.position(state)
-        if self._recipe.is_stream and self._next.delivered:
+        self._now = self._state = self._recipe.position(state)
+        self._next = self._unused = self._now
+        if self._recipe.is_stream and self._next.delivered and self._next.state is None:
             _log.info("reads %d samples again, to go on after them", self._next.delivered)
 
     def stats(self, *, reduce: bool = False) -> dict[str, float]:
@@ -174,22 +198,29 @@ class Loader:
 
         Collective only where a `sampler` was given, or an ``IterableDataset``.
         """
-        start = self._next
-        self._now = self._state = start
-        self._next = Position(start.epoch + 1, 0)
+        self._now = start = self._next
+        if start.epoch >= self._unused.epoch:
+            self._state = start
+        if not self._is_held:
+            self._next = Position(start.epoch + 1)
         self._run = None
-        self._clock = clock = _Clock()
-        fetched = self._source.steps(*start)
+        self._clock = clock = Clock()
+        fetched = self._source.steps(start)
         clock.add(clock.seconds(), 0)  # for the order, and workers that start
         batches = self._placement.ahead(map(self._shaped, fetched))
-        run = self._delivered(batches, clock, start)
+        run = self._delivered(batches, clock, start, self._unused)
         self._run = weakref.ref(run)
         return run
 
     def _delivered(
-        self, batches: Iterator[tuple[int, Any]], clock: _Clock, now: Position
+        self, batches: Iterator[tuple[int, Any, Any]], clock: Clock, now: Position, unused: Position
     ) -> Generator[Any, None, None]:
-        """Yield each batch, with the samples of its step taken down as delivered."""
+        """Yield each batch, with the samples of its step taken down as delivered.
+
+        In an epoch that was done before, as in a second loop of one body of `epochs`, the state
+        stays at its end.
+        """
+        is_done = now.epoch < unused.epoch
         try:
             while True:
                 if clock is not self._clock:
@@ -197,25 +228,34 @@ class Loader:
                         "a loader must run one epoch at a time, but a newer iter() has begun: "
                         "make another loader for the loop inside"
                     )
-                asked = time.perf_counter()
-                samples, batch = next(batches, _END)
-                clock.add(time.perf_counter() - asked, samples)
+                asked = clock.seconds()
+                samples, own, batch = next(batches, _END)
+                clock.add(clock.seconds() - asked, samples)
                 if not samples:
                     break
-                self._now = self._state = now = Position(now.epoch, now.delivered + samples)
+                delivered = now.delivered + samples
+                self._now = now = Position(now.epoch, delivered, self._source.digest, own)
+                if not is_done:
+                    self._state = now
                 yield batch
                 del batch  # its memory may serve for the next one, and is still in the cache
-            self._state = self._next
+            if self._unused is unused:  # else a state was loaded meanwhile, or an epoch set
+                self._unused = Position(now.epoch + 1)
+                self._next = Position(now.epoch) if self._is_held else self._unused
+            self._state = self._unused
             self._speak_of_waiting(clock)
         finally:
             clock.stop()
 
-    def _shaped(self, fetched: Fetched) -> tuple[int, Any]:
-        """Return the samples of a step, and what the loop gets: microbatches, or one batch."""
+    def _shaped(self, fetched: Fetched) -> tuple[int, Any, Any]:
+        """Return the samples of a step, the dataset's own state after it, and what the loop gets.
+
+        That is microbatches, or one batch.
+        """
         step = fetched.step
         batches = self._placement.placed(fetched)
         if self._plan.microbatch_size is not None:
-            return step.samples, Microbatches(
+            microbatches = Microbatches(
                 batches if step.rows else (),
                 epoch=step.epoch,
                 step=step.number,
@@ -225,15 +265,16 @@ class Loader:
                 size=self._plan.size,
                 stand_in=batches[0],
             )
+            return step.samples, fetched.state, microbatches
         (batch,) = batches
         if step.rows == 0 or step.samples < self._plan.size:
             # On every rank, so that a batch that cannot be emptied is an error on all of them.
             empty = emptied(batch)
             batch = batch if step.rows else empty
         leave_count(batch, step.rows)
-        return step.samples, batch
+        return step.samples, fetched.state, batch
 
-    def _speak_of_waiting(self, clock: _Clock) -> None:
+    def _speak_of_waiting(self, clock: Clock) -> None:
         stats = clock.stats()
         if self._has_spoken or not stats["samples"]:
             return  # of none: nothing was left of the epoch that was loaded

@@ -1,79 +1,43 @@
 """What make_loader is given: checked once, and found to be the same on every rank."""
 
-from collections.abc import Callable, Iterator
-from multiprocessing.context import BaseContext
-from typing import Any, Literal, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from pardata.collective._agreement import agree, require_same
 from pardata.data._workers import choose_workers
 from pardata.ranks._arguments import check_flag, check_integer, check_no_class, checked_device
 from pardata.ranks._logger import get_logger
-from pardata.ranks._world import World, require_world, world
+from pardata.ranks._world import World, require_world, single_world, world
 
 _log = get_logger(__name__)
 
-_OF_WORKERS = (
-    *("num_workers", "timeout", "worker_init_fn", "multiprocessing_context"),
-    *("prefetch_factor", "persistent_workers"),
-)
 _COMPARED = (
     *("batch_size", "microbatch_size", "shuffle", "drop_last", "sharded"),
     *("reproducible", "seed"),
 )
 
 
-class Arguments(NamedTuple):
+class Arguments(SimpleNamespace):
     """The arguments of `make_loader`, by their names there, and what is found out about them.
-
-    Each is of its type once `agreed` has returned them; before, it is what was given.
 
     Attributes:
         here: this process, also where nothing is shared out.
-        rank: the number of this process among those that share each global batch.
-        size: how many those are.
-        length: samples of an epoch; None where only its end tells.
+        ranks: those that share each global batch; where nothing is shared out, this one alone.
+        length: samples of an epoch; None where only its end tells. With a `batch_sampler`, those of
+            the dataset.
+        workers: what a ``DataLoader`` is to be told of them.
     """
-
-    dataset: Any
-    batch_size: int
-    shuffle: bool
-    drop_last: bool
-    microbatch_size: int | None
-    sampler: Sampler[Any] | None
-    sharded: bool
-    num_workers: int
-    seed: int
-    reproducible: bool
-    device: torch.device | None
-    batch_transform: Callable[[Any], Any] | None
-    prefetch: int
-    collate_fn: Callable[[list[Any]], Any] | None
-    pin_memory: bool | None
-    timeout: float
-    worker_init_fn: Callable[[int], None] | None
-    multiprocessing_context: BaseContext | str | None
-    prefetch_factor: int | None
-    persistent_workers: bool
-    here: World
-    rank: int
-    size: int
-    length: Any = None
 
     @property
     def trains(self) -> bool:
         """Whether the order says that this is training."""
-        return self.shuffle or self.sampler is not None
-
-    @property
-    def workers(self) -> dict[str, Any]:
-        """What a ``DataLoader`` is to be told of its workers."""
-        return {name: getattr(self, name) for name in _OF_WORKERS}
+        return bool(self.shuffle) or self.sampler is not None
 
 
-def agreed(distributed: bool | Literal["auto"], **given: Any) -> Arguments:  # noqa: FBT001  # as make_loader has it
+def agreed(distributed: object, **given: Any) -> Arguments:
     """Return the arguments, checked, and found to be the same on every rank.
 
     Collective, unless `distributed` is False.
@@ -83,23 +47,23 @@ def agreed(distributed: bool | Literal["auto"], **given: Any) -> Arguments:  # n
     """
     shared = distributed is not False
     here = _world_for(distributed) if shared else world()
-    rank, size = (here.rank, here.size) if shared else (0, 1)
-    args = Arguments(**given, here=here, rank=rank, size=size)
+    args = Arguments(**given, here=here, ranks=here if shared else single_world())
 
     def facts() -> dict[str, object]:
-        nonlocal args
-        args = _checked(args)
+        _check(args)
         compared = {"the length": args.length, **{name: getattr(args, name) for name in _COMPARED}}
         return {**compared, "initial_seed": torch.initial_seed()}
 
     def decide(told: list[dict[str, Any]]) -> int:
         initial: list[int] = [each.pop("initial_seed") for each in told]  # may differ: rank 0's
-        require_same("make_loader", told, "Pass the same data set and arguments on every rank.")
+        require_same("make_loader", told, "Pass the same dataset and arguments on every rank.")
         return initial[0]
 
-    seed = agree(here, "make_loader", facts, decide) if shared else decide([facts()])
+    seed = agree(args.ranks, "make_loader", facts, decide)
+    if args.seed is None:
+        args.seed = seed
     _warn_of_uneven_shares(args)
-    return args if given["seed"] is not None else args._replace(seed=seed)
+    return args
 
 
 def _world_for(distributed: object) -> World:
@@ -115,17 +79,17 @@ def _world_for(distributed: object) -> World:
     return here
 
 
-def _checked(args: Any) -> Arguments:
-    """Return the arguments with nothing left open but the seed; raise where one is wrong."""
+def _check(args: Arguments) -> None:
+    """Raise where an argument is wrong, and leave nothing open but the seed."""
+    if args.batch_sampler is not None:
+        _check_alone(args)
     if args.drop_last is None:
-        args = args._replace(drop_last=args.trains)
+        args.drop_last = args.trains
     for name in ("shuffle", "drop_last", "sharded", "reproducible"):
         check_flag(name, getattr(args, name))
-    for error in _wrong_data(args):
-        raise error
-    args = args._replace(length=_length_of(args))
-    for error in _wrong_sizes(args):
-        raise error
+    _check_data(args)
+    args.length = _length_of(args)
+    _check_sizes(args)
     if args.seed is not None:
         check_integer("seed", args.seed)
     check_integer("prefetch", args.prefetch, least=0)
@@ -134,17 +98,15 @@ def _checked(args: Any) -> Arguments:
         if function is not None and not callable(function):
             raise TypeError(f"`{name}` must be a function, but is {function!r}")
     if args.device is not None:
-        device = args.here.device if args.device == "auto" else checked_device(args.device)
-        args = args._replace(device=device)
-    checked: Arguments = args._replace(**_workers_of(args))
-    DataLoader(checked.dataset, **checked.workers)  # refuses what it does while others listen
-    return checked
+        args.device = args.here.device if args.device == "auto" else checked_device(args.device)
+    _choose_workers(args)
+    DataLoader(args.dataset, **args.workers)  # refuses what it does while others listen
 
 
-def _workers_of(args: Any) -> dict[str, Any]:
-    """Return how many workers there are, and what goes with that."""
-    asked, timeout, persistent = args.num_workers, args.timeout, args.persistent_workers
-    number = choose_workers(asked, args.dataset, args.here)
+def _choose_workers(args: Arguments) -> None:
+    """Decide how many workers there are, and what goes with that."""
+    asked, timeout = args.num_workers, args.timeout
+    args.num_workers = choose_workers(asked, args.dataset, args.here)
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
         raise ValueError(f"`timeout` must be a number of seconds from 0 up, but is {timeout!r}")
     if timeout and asked == 0:
@@ -152,49 +114,82 @@ def _workers_of(args: Any) -> dict[str, Any]:
             f"`timeout` must be 0 without workers, for whose batches it waits, but is {timeout!r}: "
             f"leave it out, or pass `num_workers`"
         )
-    if number == 0 and asked == "auto":
+    if args.persistent_workers is None:
+        args.persistent_workers = args.num_workers > 0
+    if args.num_workers == 0 and asked == "auto":
         # DataLoader refuses these without workers, and "auto" may find none on some ranks only.
-        alone = {"timeout": 0, "multiprocessing_context": None, "prefetch_factor": None}
-        return {"num_workers": 0, "persistent_workers": False, **alone}
-    return {
-        "num_workers": number,
-        "persistent_workers": number > 0 if persistent is None else persistent,
+        args.timeout, args.multiprocessing_context, args.prefetch_factor = 0, None, None
+        args.persistent_workers = False
+    args.workers = {
+        "num_workers": args.num_workers,
+        "timeout": args.timeout,
+        "worker_init_fn": args.worker_init_fn,
+        "multiprocessing_context": args.multiprocessing_context,
+        "prefetch_factor": args.prefetch_factor,
+        "persistent_workers": args.persistent_workers,
     }
 
 
-def _wrong_data(args: Arguments) -> Iterator[Exception]:
-    """Yield why the data set cannot be read, or not in the order that is asked for."""
-    kind = type(args.dataset).__name__
-    if isinstance(args.dataset, IterableDataset):
-        if args.trains:
-            yield ValueError(
-                f"`shuffle` and `sampler` must be left out for an IterableDataset, whose order is "
-                f"its own, but are given for {kind}: shuffle inside the data set"
+def _check_alone(args: Arguments) -> None:
+    """Raise where a `batch_sampler` comes with what it stands in place of."""
+    others = {"batch_size": None, "shuffle": False, "sampler": None, "drop_last": None}
+    given = [f"`{name}`" for name, unset in others.items() if getattr(args, name) is not unset]
+    if given:
+        raise ValueError(
+            f"`batch_sampler` must come without {', '.join(given)}, as it yields whole batches in "
+            f"their order, but both are given: leave {' and '.join(given)} out"
+        )
+
+
+def _check_data(args: Arguments) -> None:
+    """Raise where the dataset cannot be read, or not in the order that is asked for."""
+    dataset, kind = args.dataset, type(args.dataset).__name__
+    if isinstance(dataset, DataLoader):
+        raise TypeError(
+            "`dataset` must be what a DataLoader reads from, but is a DataLoader: pass "
+            "loader.dataset, and its batch_size times the number of ranks, as that counts the "
+            "samples of all ranks here"
+        )
+    if isinstance(dataset, IterableDataset):
+        if args.trains or args.batch_sampler is not None:
+            raise ValueError(
+                f"`shuffle`, `sampler` and `batch_sampler` must be left out for an "
+                f"IterableDataset, whose order is its own, but are given for {kind}: shuffle "
+                f"inside the dataset"
             )
         return
     if args.sharded:
-        yield ValueError(
-            f"`sharded` must be False for a data set that has indices, which are shared out here, "
+        raise ValueError(
+            f"`sharded` must be False for a dataset that has indices, which are shared out here, "
             f"but is True for {kind}: leave it out"
         )
-    check_no_class(args.dataset)
-    if not (hasattr(args.dataset, "__getitem__") and hasattr(args.dataset, "__len__")):
-        yield TypeError(
+    check_no_class(dataset)
+    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise TypeError(
             f"`dataset` must have __getitem__ and __len__, or be an IterableDataset, but {kind} is "
-            f"neither: write a map-style data set, whose samples have numbers that can be shared "
+            f"neither: write a map-style dataset, whose samples have numbers that can be shared "
             f"out"
         )
-    sampler = args.sampler
+    if args.sampler is not None:
+        _check_sampler(args)
+
+
+def _check_sampler(args: Arguments) -> None:
+    sampler, name = args.sampler, type(args.sampler).__name__
     if isinstance(sampler, DistributedSampler):
-        yield ValueError(
-            "`sampler` must yield the order of the whole data set, but is a DistributedSampler, "
+        raise ValueError(
+            "`sampler` must yield the order of the whole dataset, but is a DistributedSampler, "
             "which yields one rank's part: leave it out and pass shuffle=True"
         )
-    if sampler is not None and not hasattr(sampler, "__len__"):
-        name = type(sampler).__name__
-        yield TypeError(f"`sampler` must have a length, but {name} has none: give it __len__")
-    if sampler is not None and args.shuffle:
-        yield ValueError(
+    if isinstance(sampler, BatchSampler):
+        raise ValueError(
+            f"`sampler` must yield single indices, but is a {name}, which yields lists of them: "
+            f"pass it as `batch_sampler`, and no `batch_size`"
+        )
+    if not hasattr(sampler, "__len__"):
+        raise TypeError(f"`sampler` must have a length, but {name} has none: give it __len__")
+    if args.shuffle:
+        raise ValueError(
             "`shuffle` must be False with a `sampler`, which is the order, but is True: choose one"
         )
 
@@ -215,53 +210,60 @@ def _length_of(args: Arguments) -> int | None:
         ) from error
 
 
-def _wrong_sizes(args: Arguments) -> Iterator[Exception]:
-    """Yield why the batch size does not go with the world or the data set."""
-    batch_size, microbatch_size, length = args.batch_size, args.microbatch_size, args.length
-    least = args.size if microbatch_size is None else 1
+def _check_sizes(args: Arguments) -> None:
+    """Raise where the batch size does not go with the world or the dataset."""
+    batch_size, microbatch_size = args.batch_size, args.microbatch_size
+    length, ranks = args.length, args.ranks.size
+    if microbatch_size is not None:
+        check_integer("microbatch_size", microbatch_size, least=1)
+    if args.batch_sampler is not None:
+        return
+    least = ranks if microbatch_size is None else 1
     why = ", one a rank, as it counts the samples of all ranks together" if least > 1 else ""
     check_integer("batch_size", batch_size, least=least, why=why)
     if microbatch_size is not None:
-        check_integer("microbatch_size", microbatch_size, least=1)
         if microbatch_size > batch_size:
-            yield ValueError(
+            raise ValueError(
                 f"`microbatch_size` must be at most the `batch_size` of {batch_size}, of which it "
                 f"is a piece, but is {microbatch_size}: make it smaller"
             )
         if args.sharded:
-            yield ValueError(
+            raise ValueError(
                 f"`microbatch_size` must be left out with `sharded`, as the steps of such streams "
                 f"depend on the number of ranks, but is {microbatch_size}: choose one"
             )
     if length is not None and args.drop_last and batch_size > length:
-        yield ValueError(
-            f"`batch_size` must be at most the {length} samples of the data set, as drop_last "
+        raise ValueError(
+            f"`batch_size` must be at most the {length} samples of the dataset, as drop_last "
             f"would leave no batch, but is {batch_size}: make it smaller, or pass drop_last=False"
         )
     last = 0 if length is None else length % batch_size
-    if args.trains and not args.drop_last and microbatch_size is None and 0 < last < args.size:
-        yield ValueError(
-            f"the last batch must have a sample for each of the {args.size} ranks, but has {last} "
+    if args.trains and not args.drop_last and microbatch_size is None and 0 < last < ranks:
+        raise ValueError(
+            f"the last batch must have a sample for each of the {ranks} ranks, but has {last} "
             f"of {length}: a rank without one would leave the others waiting for its gradient; "
             f"pass drop_last=True, `microbatch_size` or another batch_size"
         )
 
 
 def _warn_of_uneven_shares(args: Arguments) -> None:
-    batch_size, size = args.batch_size, args.size
+    batch_size, ranks = args.batch_size, args.ranks.size
+    if batch_size is None:
+        return  # only the batch_sampler knows
     # Without microbatches a rank gets single samples, at least one.
     pieces = -(-batch_size // (args.microbatch_size or 1))
-    if pieces < size:
+    if pieces < ranks:
         text = (
             f"a `batch_size` of {batch_size} in microbatches of {args.microbatch_size} is "
-            f"{pieces}, fewer than the {size} ranks: ranks {pieces} to {size - 1} idle; make "
+            f"{pieces}, fewer than the {ranks} ranks: ranks {pieces} to {ranks - 1} idle; make "
             f"`microbatch_size` smaller"
         )
-    elif args.microbatch_size is None and args.trains and batch_size % size:
+    elif args.microbatch_size is None and args.trains and batch_size % ranks:
         text = (
-            f"`batch_size` {batch_size} leaves {size} ranks shares that differ by one sample, "
+            f"`batch_size` {batch_size} leaves {ranks} ranks shares that differ by one sample, "
             f"which `pardata.backward` weights, while a loss.backward() of one's own takes the "
-            f"plain mean of their gradients: use `pardata.backward`, or choose a multiple of {size}"
+            f"plain mean of their gradients: use `pardata.backward`, or choose a multiple of "
+            f"{ranks}"
         )
     else:
         return

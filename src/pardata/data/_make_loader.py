@@ -1,6 +1,6 @@
 """make_loader: agrees on its arguments with the other ranks, and builds a Loader."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.context import BaseContext
 from typing import Any, Literal
 
@@ -21,13 +21,14 @@ from pardata.data._workers import Source
 
 def make_loader(
     dataset: Dataset[Any],
-    batch_size: int,
+    batch_size: int | None = None,
     *,
     distributed: bool | Literal["auto"] = "auto",
     shuffle: bool = False,
     drop_last: bool | None = None,
     microbatch_size: int | None = None,
     sampler: Sampler[Any] | None = None,
+    batch_sampler: Iterable[Sequence[Any]] | None = None,
     sharded: bool = False,
     num_workers: int | Literal["auto"] = "auto",
     seed: int | None = None,
@@ -56,13 +57,15 @@ def make_loader(
     it returns is collated, a batch in the form of a tensor, tuple or dict is taken as it is.
 
     Collective in a world larger than one (unless ``distributed=False``), as is nothing the loader
-    does later, save that a `sampler` is compared at the start of an epoch and the ends of an
-    ``IterableDataset`` are. In a single process it is a ``DataLoader`` with epochs.
+    does later, save that a `sampler` is compared at the start of an epoch, and the start and the
+    ends of an ``IterableDataset`` are. In a single process it is a ``DataLoader`` with epochs.
 
     Args:
         dataset: map-style, with ``__getitem__`` and ``__len__``, or an ``IterableDataset``, which
-            every rank and worker reads whole to keep its own part (but see `sharded`).
-        batch_size: samples of one optimizer step, over all ranks.
+            every rank and worker reads whole to keep its own part (but see `sharded`). Its
+            ``set_epoch``, if it has one, is called where it is read, in workers too.
+        batch_size: samples of one optimizer step, over all ranks. To be given, unless a
+            `batch_sampler` is.
         distributed: ``"auto"`` shares out in a world larger than one; ``True`` insists on a
             launcher; ``False`` gives this process everything.
         shuffle: a new order each epoch, from `seed` and the epoch alone, in constant memory.
@@ -72,11 +75,14 @@ def make_loader(
             world size, and give each rank a run of whole ones: it yields `Microbatches`.
         sampler: yields the order of the whole epoch, the same on every rank, in place of `shuffle`;
             drawn under a seed of its own, with ``set_epoch`` called where it has one.
+        batch_sampler: yields the *global* batches of the whole epoch, each a list of indices, the
+            same on every rank, in place of `batch_size`, `shuffle`, `sampler` and `drop_last`;
+            drawn as a `sampler` is. Without `microbatch_size` each must have one for every rank.
         sharded: the ``IterableDataset`` yields, on each rank and worker, samples that no other
             yields: batched as they come, until no rank has any (with `drop_last`: until one has
             no whole share). A worker is told its number by ``get_worker_info()``; the rank must
-            be taken from `world` when the data set is made.
-        num_workers: per rank. ``"auto"``: 0 for a data set that is indexed by whole batches, else
+            be taken from `world` when the dataset is made.
+        num_workers: per rank. ``"auto"``: 0 for a dataset that is indexed by whole batches, else
             the cores this rank may use, less one, at most 8.
         seed: of the order, the samples and the workers; ``None`` is rank 0's
             ``torch.initial_seed()``.
@@ -99,10 +105,11 @@ def make_loader(
         persistent_workers: as in ``DataLoader``; ``None`` keeps workers across epochs.
 
     Raises:
-        TypeError: for a data set that cannot be indexed, and for sizes that are no integers.
+        TypeError: for a dataset that cannot be indexed, and for sizes that are no integers.
         ValueError: for a batch size that is not positive, smaller than the world, or larger than a
-            data set of which incomplete batches are dropped; for `shuffle` with a `sampler`; for a
-            shuffled last batch with fewer samples than ranks.
+            dataset of which incomplete batches are dropped; for `shuffle` with a `sampler`, or
+            either, or a batch size, with a `batch_sampler`; for a shuffled last batch with fewer
+            samples than ranks.
         RuntimeError: where ranks disagree, with a table of who has what, or no group was joined.
             All on every rank.
 
@@ -115,22 +122,27 @@ def make_loader(
 
 def _built(args: Arguments) -> Loader:
     """Return the loader that the arguments, which have been checked and agreed on, describe."""
+    ranks = args.ranks
     plan = Plan(
-        args.length, args.batch_size, args.drop_last, args.microbatch_size, args.rank, args.size
+        args.length,
+        args.batch_size or 0,
+        args.drop_last,
+        args.microbatch_size,
+        ranks.rank,
+        ranks.size,
     )
     seeds = Seeds(args.seed, args.reproducible, args.microbatch_size is not None)
     collation = Collation(args.collate_fn, seeds, args.here.rank)
     loader_pins, we_pin = _who_pins(args)
-    ranks = args.here if args.size > 1 else None
-
-    own = {"seed": args.seed, "rank": args.rank, "pin_memory": loader_pins, **args.workers}
+    own = {"seed": args.seed, "rank": ranks.rank, "pin_memory": loader_pins, **args.workers}
     source: Source
     if isinstance(args.dataset, IterableDataset):
         stream = Stream(args.dataset, collation, plan, sharded=args.sharded)
         source = Streamed(stream, ranks, **own)
     else:
-        order = Order(ranks, args.length, args.seed, args.shuffle, args.sampler)
-        requests = Requests(plan, order, to_workers=args.num_workers > 0)
+        sampler = args.sampler if args.batch_sampler is None else args.batch_sampler
+        order = Order(plan, ranks, args.seed, args.shuffle, sampler)
+        requests = Requests(order, to_workers=args.num_workers > 0)
         source = Source(Reader(args.dataset, collation), requests, **own)
     placement = Placement(args.device, args.batch_transform, seeds, args.prefetch, we_pin)
     return Loader(_recipe(args), plan, source, placement)
@@ -138,9 +150,11 @@ def _built(args: Arguments) -> Loader:
 
 def _recipe(args: Arguments) -> Recipe:
     names = ("length", "batch_size", "microbatch_size", "shuffle", "drop_last", "seed")
-    shards = f"{args.size} ranks with {args.num_workers} workers"
     facts = {name: getattr(args, name) for name in names}
-    facts["sampler"] = None if args.sampler is None else type(args.sampler).__name__
+    for name in ("sampler", "batch_sampler"):
+        given = getattr(args, name)
+        facts[name] = None if given is None else type(given).__name__
+    shards = f"{args.ranks.size} ranks with {args.num_workers} workers"
     facts["shards"] = shards if args.sharded else None
     return Recipe(facts, isinstance(args.dataset, IterableDataset))
 

@@ -3,13 +3,20 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar, overload
 
+import torch
+
+from pardata.collective._agreement import agree
+from pardata.data._sample_count import samples_of
+from pardata.ranks._world import require_world
+
 _T = TypeVar("_T")
 
 
 class Microbatches(Sequence[_T]):
     """This rank's microbatches of one step: what a loader with a `microbatch_size` yields.
 
-    A sequence of what ``collate_fn`` returns for each, and empty on a rank that has none.
+    A sequence of what ``collate_fn`` returns for each, and empty on a rank that has none. Made by
+    loaders; of batches that no loader made, `Microbatches.of` makes one.
 
     Attributes:
         epoch: in which the step is.
@@ -20,9 +27,6 @@ class Microbatches(Sequence[_T]):
         size: how many ranks share the step.
         stand_in: a microbatch of the step: one of these, or, on a rank that has none, one that is
             not its own, to run where all ranks must run one and not to be counted.
-
-    Raises:
-        ValueError: for `counts` that do not cover the microbatches here.
     """
 
     def __init__(
@@ -42,15 +46,47 @@ class Microbatches(Sequence[_T]):
         self.step = step
         self.first = first
         self.counts = tuple(counts)
-        if not 0 <= first <= len(self.counts) - len(self._batches):
-            raise ValueError(
-                f"`counts` must have a number for each microbatch of the step, over all ranks, but "
-                f"has {len(self.counts)}, and here are {len(self._batches)} from number {first} "
-                f"on: count those of the other ranks too"
-            )
         self.seed = seed
         self.size = size
         self.stand_in = self._batches[0] if self._batches else stand_in
+
+    @classmethod
+    def of(cls, batches: Iterable[_T], *, step: int, epoch: int = 0) -> "Microbatches[_T]":
+        """Return microbatches that no loader made: a step's share of this rank, for `backward`.
+
+        Within the step they stand in the order of the ranks, each of which passes as many of them,
+        at least one. Samples are counted as `backward` counts them. Collective.
+
+        Args:
+            batches: of this rank, each of any kind that `backward` takes.
+            step: another number in each step of the `epoch`, from which dropout draws its noise.
+            epoch: as `step`.
+
+        Raises:
+            TypeError: where a batch does not tell how many samples it has.
+            ValueError: where ranks have none, or not equally many.
+
+        >>> Microbatches.of([torch.ones(2, 3), torch.ones(1, 3)], step=5)
+        Microbatches(epoch=0, step=5, 0 … 1 of 2)
+        """
+        own, here = tuple(batches), require_world("Microbatches.of")
+
+        def state() -> dict[str, Any]:
+            return {"counts": [samples_of(one) for one in own], "seed": torch.initial_seed()}
+
+        def decide(told: list[dict[str, Any]]) -> tuple[list[int], int]:
+            numbers = [len(each["counts"]) for each in told]
+            if min(numbers) == 0 or min(numbers) < max(numbers):
+                raise ValueError(
+                    f"`batches` must be equally many on every rank, at least one, but are "
+                    f"{numbers}, in rank order: divide them otherwise, or let a loader do it"
+                )
+            return [count for each in told for count in each["counts"]], told[0]["seed"]
+
+        counts, seed = agree(here, "Microbatches.of", state, decide)
+        first = here.rank * len(own)
+        where = {"epoch": epoch, "step": step, "first": first, "counts": counts}
+        return cls(own, **where, seed=seed, size=here.size)
 
     def __len__(self) -> int:
         return len(self._batches)

@@ -1,17 +1,20 @@
-"""In which order an epoch goes through the data set, and what each rank asks for of it."""
+"""In which order an epoch goes through the dataset, and what each rank asks for of it."""
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, pairwise
+from itertools import accumulate, chain, islice, pairwise
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from pardata.collective._agreement import require_same, same
+from pardata.collective._agreement import agree, require_same
 from pardata.data._plan import Plan, Step
+from pardata.data._position import Position
 from pardata.data._shuffle import Shuffle
 from pardata.ranks._world import World
 from pardata.seeds._generators import forked_seed
@@ -26,79 +29,123 @@ LookUp: TypeAlias = Callable[[list[range]], Iterable[Indices]]
 _AHEAD = 2**14  # positions that are looked up together: what costs is the call
 
 
-@dataclass(eq=False)
-class Order:
-    """In which order an epoch goes through the data set.
+class Epoch(NamedTuple):
+    """The order of one epoch.
 
     Attributes:
-        ranks: those that must go through it in the same; None where there is one alone.
+        steps: the positions of each step; a `Plan`, or what a ``batch_sampler`` made of them.
+        digest: of the order, where a sampler drew it.
     """
 
-    ranks: World | None
-    length: int
+    look_up: LookUp
+    steps: Plan | Sequence[range]
+    digest: str | None = None
+
+
+@dataclass(eq=False)
+class Order:
+    """In which order an epoch goes through the dataset.
+
+    Attributes:
+        plan: of the steps, unless a ``batch_sampler`` makes them.
+        ranks: those that must go through it in the same.
+        sampler: yields indices, or, as a ``batch_sampler``, those of one step after another.
+    """
+
+    plan: Plan
+    ranks: World
     seed: int
     shuffle: bool
-    sampler: Sampler[Any] | None
+    sampler: Any
     _looks_twice: bool = field(default=True, init=False)  # at its first epoch
 
-    def of_epoch(self, epoch: int) -> LookUp:
-        """Return what looks up runs of positions of this epoch.
+    def of_epoch(self, epoch: int) -> Epoch:
+        """Return the order of this epoch.
 
         With a sampler this is collective: it may be of the user's making, so the ranks compare.
         """
-        if self.sampler is not None:
-            drawn = self._drawn(self.sampler, epoch)
-            return lambda runs: [[drawn[position] for position in run] for run in runs]
-        if self.shuffle:
-            return _each(Shuffle(self.length, mix(self.seed, epoch)).at)
-        return _each(lambda positions: positions)
+        if self.sampler is None:
+            numbers = (
+                Shuffle(self.plan.length or 0, mix(self.seed, epoch)) if self.shuffle else None
+            )
+            return Epoch(_each(numbers.at if numbers else lambda positions: positions), self.plan)
+        drawn, digest = self._drawn(epoch)
+        steps: Plan | Sequence[range] = self.plan
+        if not self.plan.batch_size:
+            ends = accumulate(map(len, drawn), initial=0)
+            steps = [range(*pair) for pair in pairwise(ends)]
+            drawn = list(chain.from_iterable(drawn))
+        return Epoch(lambda runs: [[drawn[i] for i in run] for run in runs], steps, digest)
 
     def fingerprint(self, epoch: int, delivered: int) -> str:
         """Return a hash of the indices at the first `delivered` positions of this epoch."""
-        look_up, digest = self.of_epoch(epoch), hashlib.sha256(f"{self.length}:".encode())
+        look_up, digest = (
+            self.of_epoch(epoch).look_up,
+            hashlib.sha256(f"{self.plan.length}:".encode()),
+        )
         for start in range(0, delivered, _AHEAD):
             (indices,) = look_up([range(start, min(start + _AHEAD, delivered))])
             digest.update("".join(f"{index}," for index in as_list(indices)).encode())
         return digest.hexdigest()
 
-    def _drawn(self, sampler: Sampler[Any], epoch: int) -> list[Any]:
+    @property
+    def name(self) -> str:
+        """The argument that the sampler was given as."""
+        return "sampler" if self.plan.batch_size else "batch_sampler"
+
+    def _drawn(self, epoch: int) -> tuple[list[Any], str]:
+        """Return what the sampler yields for this epoch, on every rank the same, and a hash."""
+        drawn: list[Any] = []
+
         def draw() -> dict[str, object]:
-            indices.extend(self._drawn_once(sampler, epoch))
-            if self._looks_twice and repr(self._drawn_once(sampler, epoch)) != repr(indices):
+            drawn.extend(self._drawn_once(epoch))
+            if self._looks_twice and repr(self._drawn_once(epoch)) != repr(drawn):
                 raise ValueError(
-                    f"`sampler` must yield the same order whenever it is asked for that of an "
-                    f"epoch, or no run could go on where it was, but {type(sampler).__name__} "
+                    f"`{self.name}` must yield the same order whenever it is asked for that of an "
+                    f"epoch, or no run could go on where it was, but {type(self.sampler).__name__} "
                     f"yielded another for epoch {epoch} when asked again: let it draw from "
                     f"the default generators, which are seeded for it, and not from one of "
                     f"its own (generator=None), and count no epochs but by set_epoch"
                 )
             self._looks_twice = False
-            return {"the order": hashlib.sha256(repr(indices).encode()).hexdigest()[:16]}
+            return {"the order": hashlib.sha256(repr(drawn).encode()).hexdigest()[:16]}
 
-        indices: list[Any] = []
-        if self.ranks is None:
-            draw()
-        else:
-            same(self.ranks, "iter(loader) with a sampler", draw, _refuse_orders)
-        return indices
+        def decide(told: list[dict[str, object]]) -> object:
+            cure = "Make the sampler of the same arguments on every rank."
+            require_same(f"make_loader({self.name}=…)", told, cure)
+            return told[0]["the order"]
 
-    def _drawn_once(self, sampler: Sampler[Any], epoch: int) -> list[Any]:
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(epoch)
+        return drawn, agree(self.ranks, "iter(loader) with a sampler", draw, decide)
+
+    def _drawn_once(self, epoch: int) -> list[Any]:
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+        most = len(self.sampler) if hasattr(self.sampler, "__len__") else None
         with forked_seed(mix(self.seed, epoch)):
-            indices = list(islice(sampler, self.length + 1))  # it may never end
-        if len(indices) != self.length:
-            yielded = len(indices) if len(indices) < self.length else "more"
+            drawn = list(islice(self.sampler, None if most is None else most + 1))
+        if most not in (None, len(drawn)):
+            yielded = len(drawn) if len(drawn) < most else "more"
             raise ValueError(
-                f"`sampler` must yield as many indices as its length, {self.length}, but yielded "
+                f"`{self.name}` must yield as many indices as its length, {most}, but yielded "
                 f"{yielded}: let its __iter__ end where its __len__ says"
             )
-        return indices
+        return drawn if self.plan.batch_size else [self._checked(batch) for batch in drawn]
 
-
-def _refuse_orders(told: list[dict[str, object]]) -> None:
-    cure = "Make the sampler of the same arguments on every rank."
-    require_same("make_loader(sampler=…)", told, cure)
+    def _checked(self, batch: Any) -> list[Any]:
+        """Return what a ``batch_sampler`` yielded as a list."""
+        batch = batch.tolist() if hasattr(batch, "tolist") else batch
+        if not isinstance(batch, list | tuple):
+            raise TypeError(
+                f"`batch_sampler` must yield lists of indices, one for each global batch, but "
+                f"yielded {batch!r}: pass what yields single ones as `sampler`"
+            )
+        least = 1 if self.plan.microbatch_size else self.plan.size
+        if len(batch) < least:
+            raise ValueError(
+                f"`batch_sampler` must yield at least {least} indices for each global batch, one a "
+                f"rank, but yielded {batch!r}: let it join small batches, or pass `microbatch_size`"
+            )
+        return list(batch)
 
 
 def _each(stands_at: Callable[[Tensor], Tensor]) -> LookUp:
@@ -121,40 +168,54 @@ class Request(NamedTuple):
 
 
 class Requests(Sampler[Request]):
-    """Yields, for each step of an epoch from some step on, what this rank reads."""
+    """Yields, for each step of an epoch from some step on, what this rank reads.
 
-    def __init__(self, plan: Plan, order: Order, *, to_workers: bool) -> None:
-        self.plan = plan
+    Attributes:
+        epoch: its order.
+    """
+
+    def __init__(self, order: Order, *, to_workers: bool) -> None:
         self.order = order
         self._to_workers = to_workers
-        self.start_at(0, 0)
 
-    def start_at(self, epoch: int, delivered: int) -> None:
-        """Let the next ``iter()`` begin after so many samples of this epoch."""
-        self._epoch, self._first = epoch, -(-delivered // self.plan.batch_size)
+    def start_at(self, start: Position) -> bool:
+        """Let the next ``iter()`` begin there; return whether a step is left of the epoch.
+
+        Collective, if a sampler draws the order.
+
+        Raises:
+            ValueError: where that order is not the one in which the epoch was begun.
+        """
+        self._number, self.epoch = start.epoch, self.order.of_epoch(start.epoch)
+        steps = self.epoch.steps
+        self._first = bisect_left(steps, start.delivered, key=attrgetter("start"))
+        delivered = steps[self._first - 1].stop if self._first else 0
+        if start.digest not in (None, self.epoch.digest) or start.delivered != delivered:
+            raise ValueError(
+                f"`state` must have been taken with the order that `{self.order.name}` yields, but "
+                f"that of epoch {start.epoch} is another one now: make it of the same data and "
+                f"arguments as then"
+            )
+        return self._first < len(steps)
 
     def __iter__(self) -> Iterator[Request]:
-        # The order is drawn here, for the epoch of now, and not at the first step.
-        return self._requests(self.order.of_epoch(self._epoch), self._epoch, self._first)
-
-    def _requests(self, look_up: LookUp, epoch: int, first: int) -> Iterator[Request]:
-        plan = self.plan
-        whole, whole_runs = plan.share_of(plan.batch_size)
-        together = max(1, _AHEAD * plan.size // plan.batch_size)
-        for start in range(first, len(plan), together):
-            steps = []
-            for number in range(start, min(start + together, len(plan))):
-                positions = plan.positions(number)
-                step, runs = whole, whole_runs
-                if len(positions) < plan.batch_size:
-                    step, runs = plan.share_of(len(positions))
-                step = Step(epoch, number, *step[2:])  # _replace takes twice as long
-                steps.append((step, [positions[run.start : run.stop] for run in runs]))
-            found = iter(look_up([run for _, runs in steps for run in runs]))
+        plan, look_up, steps = self.order.plan, self.epoch.look_up, self.epoch.steps
+        shares: dict[int, tuple[Step, list[range]]] = {}  # of steps of so many samples
+        together = max(1, _AHEAD * plan.size // (plan.batch_size or _AHEAD))
+        for start in range(self._first, len(steps), together):
+            requested = []
+            for number in range(start, min(start + together, len(steps))):
+                positions = steps[number]
+                if (samples := len(positions)) not in shares:
+                    shares[samples] = plan.share_of(samples)
+                step, runs = shares[samples]
+                step = Step(self._number, number, *step[2:])  # _replace takes twice as long
+                requested.append((step, [positions[run.start : run.stop] for run in runs]))
+            found = iter(look_up([run for _, runs in requested for run in runs]))
             if self._to_workers:
                 # A tensor would cross as shared memory: a file and a system call each.
                 found = map(as_list, found)
-            for step, runs in steps:
+            for step, runs in requested:
                 yield Request(step, list(islice(found, len(runs))))
 
 

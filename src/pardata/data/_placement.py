@@ -28,8 +28,8 @@ class Placement(NamedTuple):
 
     def placed(self, fetched: Fetched) -> list[Any]:
         """Return the batches of a step on the device and transformed, one by one."""
-        step, batches, _ = fetched
-        return [self._placed(batch, step, n) for n, batch in enumerate(batches, step.first)]
+        step = fetched.step
+        return [self._placed(batch, step, n) for n, batch in enumerate(fetched.batches, step.first)]
 
     def _placed(self, batch: Any, step: Step, microbatch: int) -> Any:
         if self.pins:

@@ -1,4 +1,4 @@
-"""Which sample goes where: pure arithmetic, without a process group or a data set.
+"""Which sample goes where: pure arithmetic, without a process group or a dataset.
 
 N samples, global batch B, world size W. Epoch e has an order of the N samples. Step k is the
 positions kB … min((k+1)B, N)-1 of that order, whatever W is; each rank gets a run of them.
@@ -35,7 +35,8 @@ class Plan:
     """How the positions of an epoch become steps, and a step the shares of the ranks.
 
     With a `microbatch_size` a step is cut into microbatches, of which the last may be short, and a
-    share is a run of whole ones; without, it is one run of samples. A stream may have no `length`.
+    share is a run of whole ones; without, it is one run of samples. A stream may have no `length`,
+    and a ``batch_sampler`` has its own steps: then `batch_size` is 0.
     """
 
     length: int | None
@@ -46,10 +47,10 @@ class Plan:
     size: int = 1
 
     def __len__(self) -> int:
-        whole, rest = divmod(self.length or 0, self.batch_size)  # who asks has a length
+        whole, rest = divmod(self.length or 0, self.batch_size)  # who asks has both
         return whole + (rest > 0 and not self.drop_last)
 
-    def positions(self, number: int) -> range:
+    def __getitem__(self, number: int) -> range:
         """Return the positions of the global batch of step `number`."""
         start = number * self.batch_size
         return range(self.length or 0)[start : start + self.batch_size]
@@ -60,7 +61,7 @@ class Plan:
         Where that is nothing it reads what stands in for it: the first microbatch of the step, to
         be run where all ranks must run one, or the first sample, whose shape an empty batch takes.
         """
-        size = self.microbatch_size or self.batch_size
+        size = self.microbatch_size or samples
         whole, rest = divmod(samples, size)
         counts = (size,) * whole + ((rest,) if rest else ())
         first, runs = 0, [share(samples, self.rank, self.size)]

@@ -8,10 +8,18 @@ _VERSION = 1
 
 
 class Position(NamedTuple):
-    """An epoch, and how many of its samples have been delivered, over all ranks."""
+    """An epoch, and how many of its samples have been delivered, over all ranks.
+
+    Attributes:
+        digest: where a sampler, or a stream, decides on the order: a hash of it.
+        state: where a stream keeps its place itself: that, in a tuple, which
+            ``torch.distributed.checkpoint`` takes as a whole.
+    """
 
     epoch: int
-    delivered: int
+    delivered: int = 0
+    digest: str | None = None
+    state: Any = None
 
 
 class Recipe(NamedTuple):
@@ -30,7 +38,7 @@ class Recipe(NamedTuple):
         Raises:
             ValueError: where it was not taken from a loader like this one.
         """
-        own = self.state(Position(0, 0))
+        own = self.state(Position(0))
         found = state if isinstance(state, Mapping) else {}
         if (version := found.get("version", _VERSION)) != _VERSION:
             raise ValueError(
@@ -49,7 +57,7 @@ class Recipe(NamedTuple):
         ]
         if differ:
             raise ValueError(
-                f"`state` must come from a loader with the same data set and arguments, but "
+                f"`state` must come from a loader with the same dataset and arguments, but "
                 f"{', '.join(differ)}: make the loader as it was when the state was saved"
             )
         epoch, delivered = state["epoch"], state["delivered"]
@@ -59,10 +67,12 @@ class Recipe(NamedTuple):
                 f"sample {reprlib.repr(delivered)} of epoch {reprlib.repr(epoch)}: look at what "
                 f"was saved"
             )
-        return Position(epoch, delivered)
+        return Position(epoch, delivered, state["digest"], state["state"])
 
     def _ends_a_batch(self, delivered: int) -> bool:
         batch_size, drop_last = self.facts["batch_size"], self.facts["drop_last"]
+        if batch_size is None:
+            return True  # of a batch_sampler, whose order is compared when it is drawn
         whole = delivered % batch_size == 0
         if self.is_stream:
             # It may end anywhere, whatever its __len__ says; of one of which every rank has its

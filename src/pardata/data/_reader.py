@@ -26,7 +26,8 @@ class Fetched(NamedTuple):
 
     step: Step
     batches: list[Any]  # one for each microbatch, or that of the whole share
-    digest: str = ""  # of a stream: a hash of what its reader read first
+    digest: str = ""  # of a stream: a hash of what its reader read first in this epoch
+    state: Any = None  # of a stream that has one: its own, after this step
 
 
 class Seeds(NamedTuple):
@@ -99,7 +100,7 @@ class StandsForDataset:
 
 
 class Reader(StandsForDataset, Dataset[Any]):
-    """A data set as the loader's workers see it: asked for a `Request`, it returns batches."""
+    """A dataset as the loader's workers see it: asked for a `Request`, it returns batches."""
 
     def __init__(self, dataset: Any, collation: Collation) -> None:
         self._collation = collation
@@ -112,7 +113,7 @@ class Reader(StandsForDataset, Dataset[Any]):
         # Shared, so that workers which are started anew for each epoch look only once.
         self._looks_twice = torch.tensor(seeds.reproducible and per_sample and collation.rank == 0)
         self._looks_twice.share_memory_()
-        # The generators that the data set has been seen using.
+        # The generators that the dataset has been seen using.
         self._drawn_from: list[generators.Default] = []
         self.dataset = dataset
 
@@ -144,7 +145,7 @@ class Reader(StandsForDataset, Dataset[Any]):
     def _samples(self, epoch: int, indices: Sequence[Any]) -> list[Any]:
         """Return samples, each read with the generators seeded for it.
 
-        Those that the data set has never drawn from are left alone, which saves most of the time;
+        Those that the dataset has never drawn from are left alone, which saves most of the time;
         where it has now drawn from one of them, all is read again.
         """
         left_alone = generators.default_generators() if self._seeds.reproducible else ()

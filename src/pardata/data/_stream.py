@@ -1,7 +1,8 @@
-"""Iterable data sets: each sample on one rank and one worker, in the same steps at every size."""
+"""Iterable datasets: each sample on one rank and one worker, in the same steps at every size."""
 
 import hashlib
 from collections.abc import Iterator
+from copy import deepcopy
 from itertools import count, islice
 from typing import Any
 
@@ -19,9 +20,9 @@ _END = object()
 
 
 class Stream(StandsForDataset, IterableDataset[Fetched]):
-    """An iterable data set as the loader's workers see it: it yields whole steps.
+    """An iterable dataset as the loader's workers see it: it yields whole steps.
 
-    Unless the data set is `sharded`, every rank and every worker goes through all of it and keeps
+    Unless the dataset is `sharded`, every rank and every worker goes through all of it and keeps
     its own part, so that the samples of a step are the same at every size; worker *w* of *n* makes
     the steps *w*, *w* + *n* and so on. A `sharded` one yields, on each rank and worker, samples
     that no other yields: they are batched as they come.
@@ -30,14 +31,21 @@ class Stream(StandsForDataset, IterableDataset[Fetched]):
     def __init__(self, dataset: Any, collation: Collation, plan: Plan, *, sharded: bool) -> None:
         self.plan = plan
         self.is_sharded = sharded
+        has_state = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+        self.keeps_place = has_state and not sharded  # else the state would be another on each rank
         self._collation = collation
         # After which sample to begin, also for workers that live on: they have copies of all else.
         self._start = torch.zeros(2, dtype=torch.int64).share_memory_()
+        self._state: Any = None
         self.dataset = dataset
 
-    def start_at(self, epoch: int, delivered: int) -> None:
-        """Let the next ``iter()`` begin after so many samples of this epoch."""
+    def start_at(self, epoch: int, delivered: int, state: Any) -> None:
+        """Let the next ``iter()`` begin after so many samples of this epoch.
+
+        There the dataset had this `state`, if it has any. Only workers that start now get it.
+        """
         self._start.copy_(torch.tensor([epoch, delivered]))
+        self._state = state
 
     def __iter__(self) -> Iterator[Fetched]:
         epoch, delivered = self._start.tolist()
@@ -51,34 +59,44 @@ class Stream(StandsForDataset, IterableDataset[Fetched]):
         self, epoch: int, delivered: int, worker: int, workers: int
     ) -> Iterator[Fetched]:
         batch_size = self.plan.batch_size
-        samples = self._seeded(epoch)
-        with kept_generators():
-            skipped = sum(1 for _ in islice(samples, delivered))
-        if skipped < delivered:
-            raise not_of_this_stream(delivered, f"it ended after {skipped}")
+        samples, digest = self._after(epoch, delivered)
         if delivered % batch_size:  # an incomplete batch is the last one
             if _next(samples, 1):
                 why = f"it goes on there, in the middle of a batch of {batch_size}"
                 raise not_of_this_stream(delivered, why)
             return
         first = delivered // batch_size
-        digest = ""
         for number, read in enumerate(self._shares(samples, batch_size), first):
-            digest = digest or _hash([read[0], read[-1]])
+            digest = digest or hash_of([read[0], read[-1]])
             if (number - first) % workers == worker:
                 step, runs = self.plan.share_of(len(read), epoch, number)
                 yield self._fetched(step, runs, read, digest)
 
+    def _after(self, epoch: int, delivered: int) -> tuple[Iterator[Any], str]:
+        """Return the samples after those delivered, and the hash of those that were read again."""
+        if delivered and self._state is not None:
+            return self._seeded(epoch, first=delivered), ""
+        samples = self._seeded(epoch)
+        begin = _next(samples, min(delivered, self.plan.batch_size))
+        read, digest = len(begin), hash_of([begin[0], begin[-1]]) if begin else ""
+        del begin  # what is read again is not kept
+        with kept_generators():
+            read += sum(1 for _ in islice(samples, delivered - read))
+        if read < delivered:
+            raise not_of_this_stream(delivered, f"it ended after {read}")
+        return samples, digest
+
     def _own_steps(self, epoch: int, worker: int, workers: int) -> Iterator[Fetched]:
         plan = self.plan
         rows = len(share(plan.batch_size, plan.rank, plan.size))
-        # A worker of its own seed, as the data set is to yield other samples in each.
+        # A worker of its own seed, as the dataset is to yield other samples in each.
         samples = self._seeded(epoch, plan.rank, worker)
-        steps = count(worker, workers)
+        steps, digest = count(worker, workers), ""
         for number, read in zip(steps, self._shares(samples, rows), strict=False):
+            digest = digest or hash_of([read[0], read[-1]])
             # It knows only how many samples the whole step should have.
             step = Step(epoch, number, 0, (len(read),), len(read), plan.batch_size)
-            yield self._fetched(step, [range(len(read))], read)
+            yield self._fetched(step, [range(len(read))], read, digest)
 
     def _shares(self, samples: Iterator[Any], rows: int) -> Iterator[list[Any]]:
         """Yield the samples by `rows`, and what is left of them, unless that is dropped."""
@@ -86,15 +104,17 @@ class Stream(StandsForDataset, IterableDataset[Fetched]):
             if len(read) == rows or not self.plan.drop_last:
                 yield read
 
-    def _fetched(self, step: Step, runs: list[range], read: list[Any], digest: str = "") -> Fetched:
+    def _fetched(self, step: Step, runs: list[range], read: list[Any], digest: str) -> Fetched:
+        # A copy, as the dataset may go on with its own; in a tuple, see `Position`.
+        state = (deepcopy(self.dataset.state_dict()),) if self.keeps_place else None
         with self._collation.seeds.around_reading():
             batches = [
                 self._collation.batch_of([read[i] for i in run], step, microbatch)
                 for microbatch, run in enumerate(runs, step.first)
             ]
-        return Fetched(step, batches, digest)
+        return Fetched(step, batches, digest, state)
 
-    def _seeded(self, epoch: int, *own: int) -> Iterator[Any]:
+    def _seeded(self, epoch: int, *own: int, first: int = 0) -> Iterator[Any]:
         """Yield the samples, each under a seed of its own, wherever and by whom it is read.
 
         The default generators are left seeded: keep them around each reading.
@@ -103,9 +123,13 @@ class Stream(StandsForDataset, IterableDataset[Fetched]):
         key = mix(mix(seed, *own) if own else seed, epoch)
         what = "the stream"
         try:
+            if hasattr(self.dataset, "set_epoch"):
+                self.dataset.set_epoch(epoch)
+            if first:
+                self.dataset.load_state_dict(deepcopy(self._state[0]))
             seed_generators(key)
             samples = iter(self.dataset)
-            for number in count():
+            for number in count(first):
                 what = f"sample {number} of the stream"
                 seed_generators(mix(key, number))
                 sample = next(samples, _END)
@@ -130,7 +154,7 @@ def not_of_this_stream(delivered: int, why: str) -> ValueError:
     )
 
 
-def _hash(samples: list[Any]) -> str:
+def hash_of(samples: list[Any]) -> str:
     """Return a hash of the numbers and the text in `samples`: nothing is known of the rest."""
     digest = hashlib.sha256()
     for _, leaf in leaves(samples):

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from pardata.data._batch import is_read_whole
+from pardata.data._position import Position
 from pardata.ranks._arguments import check_integer
 from pardata.ranks._cores import usable_cores
 from pardata.ranks._world import World
@@ -18,7 +19,7 @@ _LONGEST_SOCKET = 107  # characters: `sun_path` of Linux's unix(7), without its 
 
 
 def choose_workers(num_workers: Any, dataset: Any, here: World) -> int:
-    """Return how many workers this rank gets, of which "auto" decides from data set and cores.
+    """Return how many workers this rank gets, of which "auto" decides from dataset and cores.
 
     Raises:
         TypeError, ValueError: for a number that is none or negative, and where workers could not
@@ -54,27 +55,39 @@ class Source:
 
     Attributes:
         requests: None for a stream, which is not asked for anything.
+        digest: of what tells this epoch from others, where that is not decided here.
         workers: where copies of it read, and what they bring is pinned; None if it reads here.
     """
 
     def __init__(self, reader: Any, requests: Any, *, seed: int, rank: int, **options: Any) -> None:
         self.reader, self.requests = reader, requests
-        self._seed, self._rank = seed, rank
+        self._seed, self._rank, self._options = seed, rank, options
+        self.digest: str | None = None
         self.workers: DataLoader[Any] | None = None
-        if options["num_workers"] or options["pin_memory"]:  # else 90 microseconds a batch more
+        self.renew_workers()
+
+    def renew_workers(self) -> None:
+        """Let the next epoch start workers of its own, if there are any."""
+        if self._options["num_workers"] or self._options["pin_memory"]:
+            # Else a DataLoader would be 90 microseconds a batch more.
             self.workers = DataLoader(
-                reader,
+                self.reader,
                 batch_size=None,  # what is read of a step is a batch already
-                sampler=requests,
+                sampler=self.requests,
                 collate_fn=_as_it_is,
                 generator=torch.Generator(),
-                **options,
+                **self._options,
             )
 
-    def steps(self, epoch: int, delivered: int) -> Iterator[Any]:
+    def has_left(self, place: Position) -> bool:
+        """Whether a step is left; of a stream only reading tells. Collective as `steps` is."""
+        return self.requests is None or self.requests.start_at(place)
+
+    def steps(self, start: Position) -> Iterator[Any]:
         """Yield the steps after those delivered. Collective where the order is a sampler's."""
-        self.requests.start_at(epoch, delivered)
-        return self._begun(epoch, lambda: map(self.reader.__getitem__, self.requests))
+        self.requests.start_at(start)
+        self.digest = self.requests.epoch.digest
+        return self._begun(start.epoch, lambda: map(self.reader.__getitem__, self.requests))
 
     def _begun(self, epoch: int, here: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Return what is read of this epoch, `here` without workers; those begin at once."""

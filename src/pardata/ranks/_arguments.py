@@ -21,7 +21,7 @@ def check_no_class(dataset: object) -> None:
     """Refuse a class where an object of it is meant."""
     if isinstance(dataset, type):
         raise TypeError(
-            f"`dataset` must be a data set, but is the class {dataset.__name__}: pass an object "
+            f"`dataset` must be a dataset, but is the class {dataset.__name__}: pass an object "
             f"of it"
         )
 

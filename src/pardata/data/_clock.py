@@ -1,0 +1,34 @@
+"""How long a loop waits for its data."""
+
+import time
+
+
+class Clock:
+    """Two readings of the clock a batch: how long the loop waited, of how long it ran."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._end: float | None = None
+        self._samples = 0
+        self.waited = 0.0
+
+    def add(self, seconds: float, samples: int) -> None:
+        self.waited += seconds
+        self._samples += samples
+
+    def stop(self) -> None:
+        self._end = time.perf_counter()
+
+    def seconds(self) -> float:
+        end = time.perf_counter() if self._end is None else self._end
+        return end - self._start
+
+    def stats(self) -> dict[str, float]:
+        seconds = max(self.seconds(), 1e-9)
+        return {
+            "seconds": seconds,
+            "wait_seconds": self.waited,
+            "wait_share": self.waited / seconds,
+            "samples": self._samples,
+            "samples_per_second": self._samples / seconds,
+        }

@@ -17,10 +17,12 @@ from pardata.gradient._count import Piece, Pieces
 from pardata.gradient._exact_means import LOSS, Means, means_of
 from pardata.gradient._exact_sums import Sums
 from pardata.gradient._fixed_point import LARGEST, SMALL
+from pardata.gradient._noise import noise_seed
 from pardata.gradient._step import Step, gradients_aside
 from pardata.gradient._tally import Tally
 from pardata.model._strategy import Replica
 from pardata.ranks._logger import get_logger
+from pardata.ranks._process import process
 from pardata.ranks._world import world
 from pardata.seeds._generators import forked_seed
 from pardata.seeds._mix import mix
@@ -117,7 +119,7 @@ class ExactStep(Step):
         """Take the means, and set gradients and buffers, unless something has overflown."""
         report = self._report
         metrics = means_of(tally.rows(), total, self.size, self.device)
-        tally.settle(torch.cat([self._loss[None], metrics]), 1)
+        tally.settle(torch.cat([self._loss[None], metrics]))
         if not report.overflow:
             self._means.apply()
             self._sums.set_gradients(report.used, report.large)
@@ -128,12 +130,11 @@ class ExactStep(Step):
             _log.warning("skipped step %d: %s", self._batch.step, self._text(report), ranks=[0])
 
     def around(self, piece: Piece, *, last: bool) -> AbstractContextManager[None]:
-        """Let the microbatch run under a seed of its own; buffers are those of the step's start."""
+        """Seed Python's and NumPy's generators as well: what they draw shows in the last bit."""
         if self._refusal is not None:
             raise self._refusal
-        batch, self._number, self._is_last = self._batch, piece.number or 0, last
-        seed = mix(batch.seed, batch.epoch, batch.step, self._number, *b"backward")
-        return forked_seed(seed, self.device)
+        self._number, self._is_last = piece.number, last
+        return forked_seed(noise_seed(self._batch, self._number))
 
     def run(self, loss: Tensor, part: float) -> None:
         """Run the backward of a microbatch, which is `part` of the global batch."""
@@ -145,10 +146,12 @@ class ExactStep(Step):
         """Add up what all ranks have, or raise. Collective."""
         if not self._sums.agreed:
             msg = (
-                f"every rank must be at the same step of the same loader and train the same "
-                f"parameters, but they differ; this one is at step {self._batch.step} of epoch "
-                f"{self._batch.epoch} and trains {len(self._sums.parameters)} parameters: call "
-                f"backward equally often, and freeze the same, on every rank"
+                f"every rank must be at the same step of the same loader, train the same "
+                f"parameters and have the same seed, but they differ; this one is at step "
+                f"{self._batch.step} of epoch {self._batch.epoch}, trains "
+                f"{len(self._sums.parameters)} parameters and has seed {process.seed}: call "
+                f"backward equally often, freeze the same, and call seed_everything with the same "
+                f"seed, on every rank"
             )
             raise failed or RuntimeError(msg)
         self._sums.send(rest=True)
@@ -186,7 +189,8 @@ class ExactStep(Step):
         batch = self._batch
         sizes = [(name, p.numel()) for name, p in self._sums.parameters.items()]
         sent = repr([sizes, self._means.shapes, self._means.count])
-        return mix(batch.seed, batch.epoch, batch.step, *batch.counts, zlib.crc32(sent.encode()))
+        place = batch.epoch, batch.step, noise_seed(batch)
+        return mix(batch.seed, *place, *batch.counts, zlib.crc32(sent.encode()))
 
     def _text(self, report: Report) -> str:
         name, peak = next(iter(report.overflow.items()))

@@ -1,7 +1,8 @@
 """One step of `backward` under each strategy: what synchronises, when, and what buffers do."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,30 +58,24 @@ class _SharedStep(Step):
     off by one factor, the same everywhere.
     """
 
-    _work: Any = None
-
     def __init__(self, replica: Replica, scaler: GradScaler | None) -> None:
         super().__init__(replica, scaler)
         self.group = getattr(self.layer, "process_group", None)
         self.size = dist.get_world_size(self.group)
 
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]  # asked for once
-        return next(self.module.parameters()).device
-
     def send(self, tally: Tally) -> None:
-        if self.size > 1 and not self._send_along(told := tally.told(self.size)):
-            self._told = told
-            self._work = dist.all_reduce(told, group=self.group, async_op=True)
+        if self.size > 1:
+            self._sums = self._sent(tally.told(self.size))
 
-    def _send_along(self, told: Tensor) -> bool:  # noqa: ARG002
-        """Send the numbers with the gradients, if that can be."""
-        return False
+    def _sent(self, told: Tensor) -> Callable[[], Tensor]:
+        """Send numbers, and return what returns their sums; on a GPU nobody waits for them."""
+        work: Any = dist.all_reduce(told, group=self.group, async_op=True)
 
-    def _hear(self) -> Tensor:
-        """Return the sums of what all ranks have told; on a GPU nobody waits for them."""
-        self._work.wait()
-        return self._told
+        def sums() -> Tensor:
+            work.wait()
+            return told
+
+        return sums
 
     def _settle(self, pieces: Pieces, tally: Tally) -> None:
         """Take the means, and correct the gradients where more or less was counted than expected.
@@ -89,16 +84,15 @@ class _SharedStep(Step):
         """
         if self.size == 1:
             return
-        tally.hear(self._hear(), self.size, self.group)
+        tally.hear(self._sums(), self.size, self.group)
         factor = pieces.expected() / tally.total
         if isinstance(factor, Tensor):
             factor = factor.nan_to_num(posinf=0.0)  # where nothing was counted, gradients are 0
         if isinstance(factor, Tensor) or factor != 1:
-            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+            found = [p.grad for p in self.module.parameters() if p.grad is not None]
+            own: list[Any] = [g.to_local() if hasattr(g, "to_local") else g for g in found]
             with torch.no_grad():
-                torch._foreach_mul_(
-                    [_local(gradient) for gradient in gradients], factor
-                )  # as optimizers do
+                torch._foreach_mul_(own, factor)  # as optimizers do
 
 
 class ReplicatedStep(_SharedStep):
@@ -131,11 +125,10 @@ class ReplicatedStep(_SharedStep):
         context: AbstractContextManager[None] = _NOTHING if last else self.layer.no_sync()
         return context
 
-    def _send_along(self, told: Tensor) -> bool:
-        return send_along(self.layer, told)
-
-    def _hear(self) -> Tensor:
-        return super()._hear() if self._work is not None else sums_sent_along(self.layer)
+    def _sent(self, told: Tensor) -> Callable[[], Tensor]:
+        if send_along(self.layer, told):
+            return partial(sums_sent_along, self.layer)
+        return super()._sent(told)
 
 
 class ShardedStep(_SharedStep):
@@ -192,9 +185,3 @@ def gradients_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
                 parameter.grad = gradient
             else:
                 parameter.grad += gradient
-
-
-def _local(gradient: Any) -> Tensor:
-    """Return this rank's part of a gradient, which is all of it but under "fsdp"."""
-    part: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-    return part

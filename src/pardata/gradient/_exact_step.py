@@ -109,7 +109,7 @@ class ExactStep(Step):
         try:
             yield
         except Exception as error:  # noqa: BLE001  # raised below: the others wait for this rank
-            failed = error
+            failed = _of_compiler(error)
             self._means.restore()
         finally:
             self._exact.receive = None
@@ -201,6 +201,19 @@ class ExactStep(Step):
             f"{what} is {peak:g} ({len(report.overflow)} such): lower the learning rate, clip "
             f"inside the model, or pass wrap_model(..., on_overflow='skip') to leave such steps out"
         )
+
+
+def _of_compiler(error: Exception) -> Exception:
+    """Return an error, in other words where it is that dynamo would compile no more."""
+    if type(error).__name__ != "FailOnRecompileLimitHit":  # to import it takes a second
+        return error
+    told = RuntimeError(
+        "a compiled model must be compiled for each size of its inputs under strategy 'exact', but "
+        "dynamo has reached its limit: pad inputs to fewer sizes, or raise "
+        "torch._dynamo.config.recompile_limit"
+    )
+    told.__cause__ = error
+    return told
 
 
 def _exchanged(means: Means, sums: Sums, size: int, failed: bool, structure: str) -> Report:  # noqa: FBT001  # as it is told

@@ -125,7 +125,7 @@ def backward(
     is_known = default_group() is None and callable(loss_fn) and model in process.trained_alone
     if is_known and count is None and (not isinstance(batch, Microbatches) or len(batch) == 1):
         return _alone(model, loss_fn, batch, scaler)
-    _check_arguments(model, loss_fn, batch, count)
+    _check_arguments(model, loss_fn)
     step = _step_of(model, batch, scaler)
     pieces = Pieces.of(batch, count, step)
     run = _Run(model, loss_fn, step, pieces, Tally())
@@ -150,7 +150,7 @@ _STEPS: dict[Strategy, Callable[[Replica, GradScaler | None, nn.Module, Any], St
 }
 
 
-def _check_arguments(model: object, loss_fn: object, batch: object, count: object) -> None:
+def _check_arguments(model: object, loss_fn: object) -> None:
     """Refuse what is meant for another function, and arguments in another order."""
     what = getattr(loss_fn, "__name__", f"a {type(loss_fn).__name__}")
     if isinstance(model, Tensor):
@@ -158,13 +158,11 @@ def _check_arguments(model: object, loss_fn: object, batch: object, count: objec
             "`model` must be a module, but is a Tensor: in place of loss.backward(), call "
             "backward(model, loss_fn, batch) with a function that returns the loss"
         )
-    if not callable(loss_fn) or (batch is None and count is None):
-        wrong = (
-            "`batch` must be there, but is None"
-            if callable(loss_fn)
-            else (f"`loss_fn` must be a function of the model and a microbatch, but is {what}")
+    if not callable(loss_fn):
+        raise TypeError(
+            f"`loss_fn` must be a function of the model and a microbatch, but is {what}: call "
+            f"backward(model, loss_fn, batch)"
         )
-        raise TypeError(f"{wrong}: call backward(model, loss_fn, batch)")
     if isinstance(loss_fn, _Loss) or getattr(loss_fn, "__module__", "") == "torch.nn.functional":
         raise TypeError(
             f"`loss_fn` must run the model, but is {what}, which takes outputs and targets: write "

@@ -29,6 +29,8 @@ from pardata.seeds._mix import mix
 
 _log = get_logger(__name__)
 
+_INFINITE = torch.finfo(torch.float64).max  # stands for infinity where that stands for NaN
+
 
 class Report(NamedTuple):
     """What all ranks together have seen in a step.
@@ -225,18 +227,18 @@ def _exchanged(means: Means, sums: Sums, size: int, failed: bool, structure: str
     late = [bucket.late is not None for bucket in sums.buckets]
     key = float(zlib.crc32(structure.encode()))
     rest = peaks.new_tensor([*flags, *late, failed, -means.first, key, -key])
-    # The maximum of NaN and a number is not NaN with every backend.
-    numbers = torch.nan_to_num(peaks, nan=0.0, posinf=torch.inf)
-    message = torch.cat([numbers, peaks.isnan(), rest])
+    # The maximum of NaN and a number is not NaN with every backend: infinity stands for it here.
+    numbers = torch.nan_to_num(peaks, nan=torch.inf, posinf=_INFINITE)
+    message = torch.cat([numbers, rest])
     if size > 1:
         dist.all_reduce(message, dist.ReduceOp.MAX)
-    table, rest = message.tensor_split([4 * len(names)])
-    largest, is_nan, is_used, is_sparse = table.view(4, -1).tolist()
+    table, rest = message.tensor_split([3 * len(names)])
+    largest, is_used, is_sparse = table.view(3, -1).tolist()
     *is_late, any_failed, minus_first, highest, minus_lowest = rest.tolist()
-    shown = [math.nan if nan else peak for nan, peak in zip(is_nan, largest, strict=True)]
-    pairs = list(zip(names, shown, strict=True))
+    pairs = list(zip(names, largest, strict=True))
+    shown = {torch.inf: math.nan, _INFINITE: math.inf}
     return Report(
-        overflow={name: peak for name, peak in pairs if not peak <= LARGEST},
+        overflow={name: shown.get(peak, peak) for name, peak in pairs if peak > LARGEST},
         large={name for name, peak in pairs if peak > SMALL},
         used=set(compress(names, is_used)),
         sparse=set(compress(names, is_sparse)),

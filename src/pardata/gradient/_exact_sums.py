@@ -216,15 +216,15 @@ def _empty_buckets(
 
     In the memory of `scratch`, if that fits.
     """
-    filled: list[dict[str, slice]] = [{}]
-    lengths = [0]
+    filled: list[dict[str, slice]] = []
+    lengths: list[int] = []
     for name, parameter in reversed(parameters.items()):
         count = parameter.numel() * (2 if parameter.is_complex() else 1)
-        if filled[-1] and lengths[-1] + count > _BUCKET:
+        if not filled or lengths[-1] + count > _BUCKET:
             filled.append({})
             lengths.append(0)
         filled[-1][name] = slice(lengths[-1], lengths[-1] + count)
         lengths[-1] += count
-    if [len(low) for low in scratch] != lengths or scratch[0].device != device:
+    if [(len(low), low.device) for low in scratch] != [(n, device) for n in lengths]:
         scratch = [torch.empty(n, dtype=torch.int64, device=device) for n in lengths]
     return [Bucket(places, low) for places, low in zip(filled, scratch, strict=True)]

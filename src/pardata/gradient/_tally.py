@@ -133,15 +133,13 @@ class Tally:
 
     def rows(self) -> list[tuple[Tensor, int]]:
         """Return, of each microbatch here, loss and metrics in one vector, and what it counts."""
-        if self._error is not None:
-            return []
         return [(torch.cat(list(map(self._flat, leaves))), count) for leaves, count in self._seen]
 
     def sums(self) -> Tensor:
         """Return the sums here of loss and metrics, each times what it counts."""
-        rows = self.rows()
-        if not rows:
+        if self._error is not None:
             return torch.zeros(1, dtype=torch.float64, device=self._first()[0].device)
+        rows = self.rows()
         # 0 times NaN is NaN: what does not count is left out.
         return sum((row * count for row, count in rows if count), torch.zeros_like(rows[0][0]))
 

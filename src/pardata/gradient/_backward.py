@@ -1,7 +1,7 @@
 """backward: the gradient of the mean over the whole global batch, whatever the strategy."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -127,16 +127,14 @@ def backward(
         return _alone(model, loss_fn, batch, scaler)
     _check_arguments(model, loss_fn)
     step = _step_of(model, batch, scaler)
-    pieces = Pieces.of(batch, count, step)
-    run = _Run(model, loss_fn, step, pieces, Tally())
-    with explained("backward", batch), step.whole(pieces, run.tally):
-        for number, piece in enumerate(pieces.own, 1):
-            last = number == len(pieces.own)
-            with step.around(piece, last=last), forked_noise(noise_seed(batch, piece.number)):
-                (run.counted if piece.count else run.stand_in)(piece, last=last)
+    step.pieces = Pieces.of(batch, count, step)
+    with explained("backward", batch), step.whole():
+        for piece in step.pieces.own:
+            with step.around(piece), forked_noise(noise_seed(batch, piece.number)):
+                (_run if piece.count else _stand_in)(step, model, loss_fn, piece)
     if type(step) is Step and step.size == 1:
         process.trained_alone.add(model)
-    return run.tally.result()
+    return step.tally.result()
 
 
 # What a step does under each strategy. Here, and no part of the strategies themselves: those stand
@@ -204,40 +202,32 @@ def _check_equally_many(module: nn.Module, batch: Any, size: int) -> None:
         )
 
 
-class _Run(NamedTuple):
-    """A step under way."""
+def _run(step: Step, model: nn.Module, loss_fn: LossFn, piece: Piece) -> None:
+    """Run forward and backward of a microbatch that counts."""
+    with forward_of(model):
+        loss = step.tally.add(loss_fn(model, piece.microbatch), piece.count)
+    part = piece.count / step.pieces.expected()
+    if piece is step.pieces.own[-1]:
+        step.send()
+    step.run(loss, part)
 
-    model: nn.Module
-    loss_fn: LossFn
-    step: Step
-    pieces: Pieces
-    tally: Tally
 
-    def counted(self, piece: Piece, *, last: bool) -> None:
-        """Run forward and backward of a microbatch that counts."""
-        with forward_of(self.model):
-            loss = self.tally.add(self.loss_fn(self.model, piece.microbatch), piece.count)
-        part = piece.count / self.pieces.expected()
-        if last:
-            self.step.send(self.tally)
-        self.step.run(loss, part)
-
-    def stand_in(self, piece: Piece, *, last: bool) -> None:
-        """Run forward and backward for the other ranks' sake, and leave nothing but zeros."""
-        module = self.step.module
-        # Statistics over all ranks are made of what counts nothing too, and have a gradient by it.
-        shared = [part for part in module.modules() if is_synchronised(part) and part.training]
-        outputs: list[Tensor] = []
-        # The backward too: parts that are checkpointed run again in it.
-        with kept_buffers(module, but_of=shared), kept_generators():
-            with forward_of(self.model, lambda output: outputs.extend(tensors_of(output))):
-                loss = self.tally.add(self.loss_fn(self.model, piece.microbatch), 0)
-            self.pieces.expected()  # raises where the others do
-            if last:
-                self.step.send(self.tally)
-            if self.step.scaler is not None:
-                self.step.scaler.scale(loss.detach())  # which it must have done once
-            add_zeros(outputs, loss, everywhere=not shared)
+def _stand_in(step: Step, model: nn.Module, loss_fn: LossFn, piece: Piece) -> None:
+    """Run forward and backward for the other ranks' sake, and leave nothing but zeros."""
+    module = step.module
+    # Statistics over all ranks are made of what counts nothing too, and have a gradient by it.
+    shared = [part for part in module.modules() if is_synchronised(part) and part.training]
+    outputs: list[Tensor] = []
+    # The backward too: parts that are checkpointed run again in it.
+    with kept_buffers(module, but_of=shared), kept_generators():
+        with forward_of(model, lambda output: outputs.extend(tensors_of(output))):
+            loss = step.tally.add(loss_fn(model, piece.microbatch), 0)
+        step.pieces.expected()  # raises where the others do
+        if piece is step.pieces.own[-1]:
+            step.send()
+        if step.scaler is not None:
+            step.scaler.scale(loss.detach())  # which it must have done once
+        add_zeros(outputs, loss, everywhere=not shared)
 
 
 def _check_alone(model: nn.Module, module: nn.Module, here: World) -> None:

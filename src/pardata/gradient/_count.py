@@ -91,7 +91,7 @@ class Pieces(NamedTuple):
                 f"has none: give it a stand_in, any microbatch of the step"
             )
         # First, so that what synchronises is a microbatch of this rank's own, if it has one.
-        stand_ins = [Piece(batch.stand_in, 0)] * (wanted - len(own))
+        stand_ins = [Piece(batch.stand_in, 0) for _ in range(wanted - len(own))]
         left_out = count is None and counts != planned
         return cls(stand_ins + own, most, expected, left_out)
 

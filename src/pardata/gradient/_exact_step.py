@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from pardata.data._microbatches import Microbatches
-from pardata.gradient._count import Piece, Pieces
+from pardata.gradient._count import Piece
 from pardata.gradient._exact_means import LOSS, Means, means_of
-from pardata.gradient._exact_sums import Sums
+from pardata.gradient._exact_sums import Sums, summed
 from pardata.gradient._fixed_point import LARGEST, SMALL
 from pardata.gradient._noise import noise_seed
 from pardata.gradient._step import Step, gradients_aside
-from pardata.gradient._tally import Tally
 from pardata.model._strategy import Replica
 from pardata.ranks._logger import get_logger
 from pardata.ranks._process import process
@@ -88,21 +87,21 @@ class ExactStep(Step):
         exact.scratch = []  # until this step ends well: what a failed one left may still be sent
 
     @contextmanager
-    def whole(self, pieces: Pieces, tally: Tally) -> Iterator[None]:
+    def whole(self) -> Iterator[None]:
         """Run the microbatches of this rank in the block; then set what all ranks have together."""
-        if pieces.left_out:
+        if self.pieces.left_out:
             self._refusal = self._refusal or ValueError(
                 "a microbatch must have the samples that were read for it under strategy 'exact', "
                 "whose weights are planned, but `collate_fn` has left some out: pass `count`, to "
                 "tell how many there are"
             )
         with gradients_aside(self.module.parameters()):
-            with self._received(tally):
+            with self._received():
                 yield
-            self._conclude(pieces.expected(), tally)
+            self._conclude()
 
     @contextmanager
-    def _received(self, tally: Tally) -> Iterator[None]:
+    def _received(self) -> Iterator[None]:
         """Take the gradients of the block; then add up what all ranks have."""
         self._exact.hook_parameters()
         self._sums.agree_on(self._key())
@@ -115,13 +114,14 @@ class ExactStep(Step):
             self._means.restore()
         finally:
             self._exact.receive = None
-        self._report = self._added_up(failed, tally)
+        self._report = self._added_up(failed)
 
-    def _conclude(self, total: int, tally: Tally) -> None:
+    def _conclude(self) -> None:
         """Take the means, and set gradients and buffers, unless something has overflown."""
         report = self._report
-        metrics = means_of(tally.rows(), total, self.size, self.device)
-        tally.settle(torch.cat([self._loss[None], metrics]))
+        rows, total = self.tally.rows(), self.pieces.expected()
+        metrics = means_of(rows, total, self.size, self.device)
+        self.tally.settle(torch.cat([self._loss[None], metrics]))
         if not report.overflow:
             self._means.apply()
             self._sums.set_gradients(report.used, report.large)
@@ -131,11 +131,11 @@ class ExactStep(Step):
         else:
             _log.warning("skipped step %d: %s", self._batch.step, self._text(report), ranks=[0])
 
-    def around(self, piece: Piece, *, last: bool) -> AbstractContextManager[None]:
+    def around(self, piece: Piece) -> AbstractContextManager[None]:
         """Seed Python's and NumPy's generators as well: what they draw shows in the last bit."""
         if self._refusal is not None:
             raise self._refusal
-        self._number, self._is_last = piece.number, last
+        self._number, self._is_last = piece.number, piece is self.pieces.own[-1]
         return forked_seed(noise_seed(self._batch, self._number))
 
     def run(self, loss: Tensor, part: float) -> None:
@@ -144,7 +144,7 @@ class ExactStep(Step):
         self._sums.add_gradients(scaled, part, last=self._is_last)
         self._means.add(loss, part, self._number)
 
-    def _added_up(self, failed: Exception | None, tally: Tally) -> Report:
+    def _added_up(self, failed: Exception | None) -> Report:
         """Add up what all ranks have, or raise. Collective."""
         if not self._sums.agreed:
             msg = (
@@ -157,7 +157,7 @@ class ExactStep(Step):
             )
             raise failed or RuntimeError(msg)
         self._sums.send(rest=True)
-        own = failed is not None, tally.structure()
+        own = failed is not None, self.tally.structure()
         report = _exchanged(self._means, self._sums, self.size, *own)
         self._loss = self._means.add_up(report.first, self.size)
         if LOSS in report.overflow:
@@ -175,7 +175,7 @@ class ExactStep(Step):
                 f"`{min(report.sparse)}` is sparse: make the embedding with sparse=False"
             )
         if not report.alike:
-            tally.raise_of_structures()
+            self.tally.raise_of_structures()
         raises = self._exact.on_overflow == "raise" and not self._leaves_overflow_to_scaler(report)
         if report.overflow and raises:
             raise OverflowError(self._text(report))
@@ -230,8 +230,7 @@ def _exchanged(means: Means, sums: Sums, size: int, failed: bool, structure: str
     # The maximum of NaN and a number is not NaN with every backend: infinity stands for it here.
     numbers = torch.nan_to_num(peaks, nan=torch.inf, posinf=_INFINITE)
     message = torch.cat([numbers, rest])
-    if size > 1:
-        dist.all_reduce(message, dist.ReduceOp.MAX)
+    summed(message, size, dist.ReduceOp.MAX)
     table, rest = message.tensor_split([3 * len(names)])
     largest, is_used, is_sparse = table.view(3, -1).tolist()
     *is_late, any_failed, minus_first, highest, minus_lowest = rest.tolist()

@@ -25,22 +25,29 @@ class Step(Sharing):
     Args:
         replica: the model, taken apart.
         scaler: scales what is run, if there is one.
+
+    Attributes:
+        pieces: what is run, as soon as that is known.
+        tally: what it says.
     """
+
+    pieces: Pieces
 
     def __init__(self, replica: Replica, scaler: GradScaler | None) -> None:
         self.layer = replica.wrapper
         self.module = replica.module
         self.scaler = scaler
+        self.tally = Tally()
 
-    def whole(self, pieces: Pieces, tally: Tally) -> AbstractContextManager[None]:  # noqa: ARG002
+    def whole(self) -> AbstractContextManager[None]:
         """Return the context of the whole step; after it the tally has heard from all ranks."""
         return _NOTHING
 
-    def around(self, piece: Piece, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
+    def around(self, piece: Piece) -> AbstractContextManager[None]:  # noqa: ARG002
         """Return the context of the forward and backward of one microbatch."""
         return _NOTHING
 
-    def send(self, tally: Tally) -> None:
+    def send(self) -> None:
         """Tell the others what was seen here, before the last backward runs."""
 
     def run(self, loss: Tensor, part: float) -> None:
@@ -63,9 +70,9 @@ class _SharedStep(Step):
         self.group = getattr(self.layer, "process_group", None)
         self.size = dist.get_world_size(self.group)
 
-    def send(self, tally: Tally) -> None:
+    def send(self) -> None:
         if self.size > 1:
-            self._sums = self._sent(tally.told(self.size))
+            self._sums = self._sent(self.tally.told(self.size))
 
     def _sent(self, told: Tensor) -> Callable[[], Tensor]:
         """Send numbers, and return what returns their sums; on a GPU nobody waits for them."""
@@ -77,15 +84,15 @@ class _SharedStep(Step):
 
         return sums
 
-    def _settle(self, pieces: Pieces, tally: Tally) -> None:
+    def _settle(self) -> None:
         """Take the means, and correct the gradients where more or less was counted than expected.
 
         None of an earlier step may be in ``.grad``.
         """
         if self.size == 1:
             return
-        tally.hear(self._sums(), self.size, self.group)
-        factor = pieces.expected() / tally.total
+        self.tally.hear(self._sums(), self.size, self.group)
+        factor = self.pieces.expected() / self.tally.total
         if isinstance(factor, Tensor):
             factor = factor.nan_to_num(posinf=0.0)  # where nothing was counted, gradients are 0
         if isinstance(factor, Tensor) or factor != 1:
@@ -110,18 +117,20 @@ class ReplicatedStep(_SharedStep):
         super().__init__(replica, scaler)
 
     @contextmanager
-    def whole(self, pieces: Pieces, tally: Tally) -> Iterator[None]:
-        if pieces.most > 1 and self.layer.static_graph:
+    def whole(self) -> Iterator[None]:
+        if self.pieces.most > 1 and self.layer.static_graph:
             raise ValueError(
                 f"`static_graph` must be False where a rank has more than one microbatch, here "
-                f"{pieces.most}, for PyTorch cannot accumulate with it: leave it out of wrap_model"
+                f"{self.pieces.most}, for PyTorch cannot accumulate with it: leave it out of "
+                f"wrap_model"
             )
         with gradients_aside(self.layer._module_parameters):  # noqa: SLF001  # a list, for a walk takes longer
             with one_step(self.layer):
                 yield
-            self._settle(pieces, tally)
+            self._settle()
 
-    def around(self, piece: Piece, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
+    def around(self, piece: Piece) -> AbstractContextManager[None]:
+        last = piece is self.pieces.own[-1]
         context: AbstractContextManager[None] = _NOTHING if last else self.layer.no_sync()
         return context
 
@@ -153,17 +162,17 @@ class ShardedStep(_SharedStep):
                 )
 
     @contextmanager
-    def whole(self, pieces: Pieces, tally: Tally) -> Iterator[None]:
+    def whole(self) -> Iterator[None]:
         with (
             gradients_aside(self.module.parameters()),
-            averaged_buffers(self.layer, lambda: (tally.count, tally.total)),
+            averaged_buffers(self.layer, lambda: (self.tally.count, self.tally.total)),
         ):
             yield
-            self._settle(pieces, tally)
+            self._settle()
 
     @contextmanager
-    def around(self, piece: Piece, *, last: bool) -> Iterator[None]:  # noqa: ARG002
-        self.layer.set_requires_gradient_sync(last)
+    def around(self, piece: Piece) -> Iterator[None]:
+        self.layer.set_requires_gradient_sync(piece is self.pieces.own[-1])
         try:
             yield
         finally:

@@ -95,30 +95,22 @@ class ExactStep(Step):
                 "whose weights are planned, but `collate_fn` has left some out: pass `count`, to "
                 "tell how many there are"
             )
-        with gradients_aside(self.module.parameters()):
-            with self._received():
-                yield
-            self._conclude()
-
-    @contextmanager
-    def _received(self) -> Iterator[None]:
-        """Take the gradients of the block; then add up what all ranks have."""
         self._exact.hook_parameters()
         self._sums.agree_on(self._key())
         failed: Exception | None = self._refusal  # also where this rank runs nothing
-        self._exact.receive = self._sums.add
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001  # raised below: the others wait for this rank
-            failed = _of_compiler(error)
-            self._means.restore()
-        finally:
-            self._exact.receive = None
-        self._report = self._added_up(failed)
+        with gradients_aside(self.module.parameters()):
+            self._exact.receive = self._sums.add
+            try:
+                yield
+            except Exception as error:  # noqa: BLE001  # raised below: the others wait for this rank
+                failed = _of_compiler(error)
+                self._means.restore()
+            finally:
+                self._exact.receive = None
+            self._conclude(self._added_up(failed))
 
-    def _conclude(self) -> None:
+    def _conclude(self, report: Report) -> None:
         """Take the means, and set gradients and buffers, unless something has overflown."""
-        report = self._report
         rows, total = self.tally.rows(), self.pieces.expected()
         metrics = means_of(rows, total, self.size, self.device)
         self.tally.settle(torch.cat([self._loss[None], metrics]))

@@ -253,6 +253,7 @@ class _Home:
             return False
         process.joined = None
         process.said.clear()
+        process.seed, process.calls = None, 0
         os.environ.clear()
         os.environ.update(self.env)
         os.chdir(self.folder)

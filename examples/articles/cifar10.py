@@ -260,7 +260,6 @@ def main() -> int | str | None:
         pardata.seed_everything(args.seed)
         train_loader, test_loader = make_loaders(args)
         model = wrap_model(make_network(args.model), args.strategy)
-        pardata.seed_everything(args.seed, per_rank=True)
         optimizer = optim.SGD(model.parameters(), args.lr, momentum=0.9, weight_decay=5e-4)
         run = {"model": model, "optimizer": optimizer, "loader": train_loader}
         checkpointer = pardata.Checkpointer(run_dir / "checkpoints", asynchronous=True)

@@ -267,8 +267,6 @@ def main() -> int | str | None:
             network.double()
         model = wrap_model(network, args.strategy, **options)
         model.show_shapes = args.show_shapes
-        # The weights are equal on all ranks; the noise of dropout must not be.
-        pardata.seed_everything(args.seed, per_rank=True)
         optimizer = optim.Adam(model.parameters(), lr=args.lr)
         scheduler = optim.lr_scheduler.StepLR(optimizer, args.lr_decay_step, args.lr_decay_factor)
         run = {"model": model, "optimizer": optimizer, "scheduler": scheduler}

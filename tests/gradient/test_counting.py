@@ -66,15 +66,15 @@ def test_over_all_ranks_each_microbatch_is_run_for_what_it_counts_and_once(count
         own = len(share(len(counts), rank, size))
         wanted = {"own": own, "one": max(own, 1), "most": most}[rule]
         # What stands in comes first: the first of its own, or else of the step.
-        is_stand_in = [piece.number is None for piece in pieces.own]
+        is_stand_in = [piece.number < 0 for piece in pieces.own]
         assert is_stand_in == [True] * (wanted - own) + [False] * own
-        first = next((piece.number for piece in pieces.own if piece.number is not None), 0)
-        stand_ins = {(number_of(p), p.count) for p in pieces.own if p.number is None}
+        first = next((piece.number for piece in pieces.own if piece.number >= 0), 0)
+        stand_ins = {(number_of(p), p.count) for p in pieces.own if p.number < 0}
         assert stand_ins <= {(first, 0)}
         assert pieces.most == most
         assert size == 1 or pieces.expected() == sum(counts)
     run_here = [piece for pieces in team for piece in pieces.own]
-    numbered = [(number_of(p), p.number, p.count) for p in run_here if p.number is not None]
+    numbered = [(number_of(p), p.number, p.count) for p in run_here if p.number >= 0]
     assert numbered == [(number, number, count) for number, count in enumerate(counts)]
     assert sum(Fraction(piece.count, sum(counts)) for piece in run_here) == 1
 

@@ -11,6 +11,7 @@ import logging
 import math
 import random
 import traceback
+import warnings
 
 import numpy as np
 import pytest
@@ -367,6 +368,25 @@ class Layouts(nn.Module):
         return sum(part.float() for part in parts) * rows.mean()
 
 
+def compiled():
+    """Each size of inputs is compiled, or the step fails: no rank runs some of them uncompiled."""
+    warnings.simplefilter("ignore")  # dynamo's own deprecations
+
+    def of_many_sizes(model, batch):
+        return sum(model(batch[0][:1].expand(count, 6)).mean() for count in range(5, 9))
+
+    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=False):
+        model = seeded(lambda: torch.compile(Smooth(), backend="eager", dynamic=False))
+        told = one_step(model)
+        with refused(
+            "RuntimeError: a compiled model must be compiled for each size of its inputs under",
+            "but dynamo has reached its limit: pad inputs to fewer sizes, or raise",
+        ):
+            one_step(model, of_many_sizes)
+    torch._dynamo.reset()
+    return told
+
+
 def layouts():
     """A gradient has the shape, dtype and layout of its parameter."""
     model = seeded(Layouts)
@@ -565,7 +585,7 @@ def at_other_steps():
     model = seeded()
     batches = list(steps(40, 20))
     if here.size > 1:
-        text = "RuntimeError: every rank must be at the same step of the same loader and train the "
+        text = "RuntimeError: every rank must be at the same step of the same loader, train the "
         with refused(text):
             backward(model, loss_fn, batches[here.rank == here.size - 1])
         unwrap(model).first.requires_grad_(here.rank > 0)
@@ -585,7 +605,7 @@ def at_other_steps():
 SCENARIOS = [
     *(plain, autocast, low_precision, checkpointed, tied, ranks_without, counted),
     *(added_to, unused, generators, buffers, in_evaluation, small_buckets, sent_early, float64),
-    *(layouts, overflowing, nan_beside_infinity, overflowing_together, skipping, sparse),
+    *(compiled, layouts, overflowing, nan_beside_infinity, overflowing_together, skipping, sparse),
     *(buffers_of_other_shapes, failing_on_one_rank, at_other_steps),
 ]
 

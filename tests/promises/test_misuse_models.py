@@ -182,6 +182,20 @@ CASES = {
     "backward": [
         case("backward(5, loss, X)", "TypeError",
              "`model` must be a torch.nn.Module, but is a int"),
+        case("backward(loss(wrapped(), X))", "TypeError",
+             "`model` must be a module, but is a Tensor: in place of loss.backward(), call "
+             "backward(model, loss_fn, batch) with a function that returns the loss"),
+        case("backward(wrapped(), X, loss)", "TypeError", "`loss_fn` must be a function of the "
+             "model and a microbatch, but is a Tensor: call backward(model, loss_fn, batch)"),
+        case("backward(wrapped(), nn.CrossEntropyLoss(), (X, X))", "TypeError",
+             "`loss_fn` must run the model, but is a CrossEntropyLoss, which takes outputs and "
+             "targets: write def loss_fn(model, batch): return criterion("),
+        case("backward(wrapped(), nn.functional.mse_loss, (X, X))", "TypeError",
+             "`loss_fn` must run the model, but is mse_loss, which takes"),
+        case("backward(wrapped(), lambda model, x: {'loss': loss(model, x), 'logits': x}, X)",
+             "TypeError", "but returned a dict: return its `.loss`, or it and metrics"),
+        case("backward(wrapped(), lambda model, x: (loss(model, x), 'b' * 10**6), X)", "TypeError",
+             "`metrics` must be a number or a tensor, but is 'bbbbbbbbbbbb...bbbbbbbbbbbbb' (str)"),
         case("backward(wrapped(), lambda model, x: len(model(x)), X)", "TypeError",
              "`loss_fn` must return a tensor of one element, but returned", "take the mean"),
         case("backward(wrapped(), lambda model, x: model(x), X.expand(3, 2))", "ValueError",

@@ -8,6 +8,7 @@ ranks agree is anything sent whose size depends on the value.
 
 import functools
 import hashlib
+import reprlib
 from collections.abc import Callable, Iterable
 from numbers import Real
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -168,7 +169,7 @@ def _number(leaf: Any, path: Path, name: str) -> Leaf:
             leaf = leaf.item()  # a NumPy scalar: its bool is no Real
         if isinstance(leaf, Real):
             return leaf  # type: ignore[return-value]  # Real is what numbers have in common
-        must, but = "a number or a tensor", f"{leaf!r} ({type(leaf).__name__})"
+        must, but = "a number or a tensor", f"{reprlib.repr(leaf)} ({type(leaf).__name__})"
     raise TypeError(f"`{in_brackets(name, path)}` must be {must}, but is {but}")
 
 

@@ -1,10 +1,11 @@
 """backward: the gradient of the mean over the whole global batch, whatever the strategy."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.nn.modules.loss import _Loss
 
 from pardata.collective._explanation import explained
 from pardata.data._batch import tensors_of
@@ -12,6 +13,7 @@ from pardata.data._microbatches import Microbatches
 from pardata.gradient._count import Count, Piece, Pieces
 from pardata.gradient._exact_step import ExactStep
 from pardata.gradient._forward import add_zeros, forward_of
+from pardata.gradient._noise import noise_seed
 from pardata.gradient._step import ReplicatedStep, ShardedStep, Step
 from pardata.gradient._tally import Tally
 from pardata.model._batch_norm import is_synchronised
@@ -21,7 +23,7 @@ from pardata.model._unwrap import is_parallel
 from pardata.ranks._logger import get_logger
 from pardata.ranks._process import process
 from pardata.ranks._world import World, default_group, require_world
-from pardata.seeds._generators import kept_generators
+from pardata.seeds._generators import forked_noise, kept_generators
 
 _log = get_logger(__name__)
 
@@ -53,8 +55,8 @@ def backward(
 
 def backward(
     model: nn.Module,
-    loss_fn: LossFn,
-    batch: Any,
+    loss_fn: Any = None,
+    batch: Any = None,
     *,
     count: Count | None = None,
     scaler: GradScaler | None = None,
@@ -68,6 +70,12 @@ def backward(
     ``Tensor.backward`` it adds: what was in ``.grad`` before is counted once and not reduced again,
     and a parameter that no microbatch uses keeps its ``.grad``. Gradients of a ``loss.backward()``
     under ``no_sync()`` must not be in ``.grad``: nobody would reduce them.
+
+    What `loss_fn` and the backward draw from PyTorch's default generators (dropout) is drawn under
+    a seed of its own, and the generators are put back: from that of `seed_everything` and, of
+    `Microbatches`, epoch, step and number in the step, so that it is the same at every world size;
+    of any other batch, the rank and how many there were since `seed_everything`. Where that was not
+    called, the loader's seed, or ``torch.initial_seed()``, takes its place.
 
     Collective, but for ``"none"`` and ``"dp"``. In a single process it is gradient accumulation.
 
@@ -114,22 +122,19 @@ def backward(
     True
     """
     # What is checked of a model that nobody else trains is checked in its first step.
-    is_known = default_group() is None and model in process.trained_alone
-    if is_known and count is None:
-        own = batch if isinstance(batch, Microbatches) else (batch,)
-        if len(own) == 1:
-            return _alone(model, loss_fn, own[0], scaler)
+    is_known = default_group() is None and callable(loss_fn) and model in process.trained_alone
+    if is_known and count is None and (not isinstance(batch, Microbatches) or len(batch) == 1):
+        return _alone(model, loss_fn, batch, scaler)
+    _check_arguments(model, loss_fn)
     step = _step_of(model, batch, scaler)
-    pieces = Pieces.of(batch, count, step)
-    run = _Run(model, loss_fn, step, pieces, Tally())
-    with explained("backward", batch), step.whole(pieces, run.tally):
-        for number, piece in enumerate(pieces.own, 1):
-            last = number == len(pieces.own)
-            with step.around(piece, last=last):
-                (run.counted if piece.count else run.stand_in)(piece, last=last)
+    step.pieces = Pieces.of(batch, count, step)
+    with explained("backward", batch), step.whole():
+        for piece in step.pieces.own:
+            with step.around(piece), forked_noise(noise_seed(batch, piece.number)):
+                (_run if piece.count else _stand_in)(step, model, loss_fn, piece)
     if type(step) is Step and step.size == 1:
         process.trained_alone.add(model)
-    return run.tally.result()
+    return step.tally.result()
 
 
 # What a step does under each strategy. Here, and no part of the strategies themselves: those stand
@@ -143,11 +148,33 @@ _STEPS: dict[Strategy, Callable[[Replica, GradScaler | None, nn.Module, Any], St
 }
 
 
-def _alone(model: nn.Module, loss_fn: LossFn, microbatch: Any, scaler: GradScaler | None) -> Any:
+def _check_arguments(model: object, loss_fn: object) -> None:
+    """Refuse what is meant for another function, and arguments in another order."""
+    what = getattr(loss_fn, "__name__", f"a {type(loss_fn).__name__}")
+    if isinstance(model, Tensor):
+        raise TypeError(
+            "`model` must be a module, but is a Tensor: in place of loss.backward(), call "
+            "backward(model, loss_fn, batch) with a function that returns the loss"
+        )
+    if not callable(loss_fn):
+        raise TypeError(
+            f"`loss_fn` must be a function of the model and a microbatch, but is {what}: call "
+            f"backward(model, loss_fn, batch)"
+        )
+    if isinstance(loss_fn, _Loss) or getattr(loss_fn, "__module__", "") == "torch.nn.functional":
+        raise TypeError(
+            f"`loss_fn` must run the model, but is {what}, which takes outputs and targets: write "
+            f"def loss_fn(model, batch): return criterion(model(batch[0]), batch[1])"
+        )
+
+
+def _alone(model: nn.Module, loss_fn: LossFn, batch: Any, scaler: GradScaler | None) -> Any:
     """Run the only microbatch of a step whose model nobody else trains: it is the global batch."""
     tally = Tally()
-    loss = tally.add(loss_fn(model, microbatch), 1)
-    (loss if scaler is None else scaler.scale(loss)).backward()
+    first, microbatch = (batch.first, batch[0]) if isinstance(batch, Microbatches) else (0, batch)
+    with forked_noise(noise_seed(batch, first)):
+        loss = tally.add(loss_fn(model, microbatch), 1)
+        (loss if scaler is None else scaler.scale(loss)).backward()
     return tally.result()
 
 
@@ -175,40 +202,32 @@ def _check_equally_many(module: nn.Module, batch: Any, size: int) -> None:
         )
 
 
-class _Run(NamedTuple):
-    """A step under way."""
+def _run(step: Step, model: nn.Module, loss_fn: LossFn, piece: Piece) -> None:
+    """Run forward and backward of a microbatch that counts."""
+    with forward_of(model):
+        loss = step.tally.add(loss_fn(model, piece.microbatch), piece.count)
+    part = piece.count / step.pieces.expected()
+    if piece is step.pieces.own[-1]:
+        step.send()
+    step.run(loss, part)
 
-    model: nn.Module
-    loss_fn: LossFn
-    step: Step
-    pieces: Pieces
-    tally: Tally
 
-    def counted(self, piece: Piece, *, last: bool) -> None:
-        """Run forward and backward of a microbatch that counts."""
-        with forward_of(self.model):
-            loss = self.tally.add(self.loss_fn(self.model, piece.microbatch), piece.count)
-        part = piece.count / self.pieces.expected()
-        if last:
-            self.step.send(self.tally)
-        self.step.run(loss, part)
-
-    def stand_in(self, piece: Piece, *, last: bool) -> None:
-        """Run forward and backward for the other ranks' sake, and leave nothing but zeros."""
-        module = self.step.module
-        # Statistics over all ranks are made of what counts nothing too, and have a gradient by it.
-        shared = [part for part in module.modules() if is_synchronised(part) and part.training]
-        outputs: list[Tensor] = []
-        # The backward too: parts that are checkpointed run again in it.
-        with kept_buffers(module, but_of=shared), kept_generators(next(module.parameters()).device):
-            with forward_of(self.model, lambda output: outputs.extend(tensors_of(output))):
-                loss = self.tally.add(self.loss_fn(self.model, piece.microbatch), 0)
-            self.pieces.expected()  # raises where the others do
-            if last:
-                self.step.send(self.tally)
-            if self.step.scaler is not None:
-                self.step.scaler.scale(loss.detach())  # which it must have done once
-            add_zeros(outputs, loss, everywhere=not shared)
+def _stand_in(step: Step, model: nn.Module, loss_fn: LossFn, piece: Piece) -> None:
+    """Run forward and backward for the other ranks' sake, and leave nothing but zeros."""
+    module = step.module
+    # Statistics over all ranks are made of what counts nothing too, and have a gradient by it.
+    shared = [part for part in module.modules() if is_synchronised(part) and part.training]
+    outputs: list[Tensor] = []
+    # The backward too: parts that are checkpointed run again in it.
+    with kept_buffers(module, but_of=shared), kept_generators():
+        with forward_of(model, lambda output: outputs.extend(tensors_of(output))):
+            loss = step.tally.add(loss_fn(model, piece.microbatch), 0)
+        step.pieces.expected()  # raises where the others do
+        if piece is step.pieces.own[-1]:
+            step.send()
+        if step.scaler is not None:
+            step.scaler.scale(loss.detach())  # which it must have done once
+        add_zeros(outputs, loss, everywhere=not shared)
 
 
 def _check_alone(model: nn.Module, module: nn.Module, here: World) -> None:

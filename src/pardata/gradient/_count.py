@@ -26,7 +26,6 @@ class Sharing:
     Attributes:
         size: how many ranks.
         group: their process group; None for that of the world.
-        device: of the model.
         least: how many microbatches a rank must run at least.
         equally_many: whether every rank must run as many as the one that has most.
         layer: of the model: the one that its strategy is known by.
@@ -34,7 +33,6 @@ class Sharing:
 
     size = 1
     group: Any = None
-    device: torch.device
     least = 0
     equally_many = False
     layer: Any
@@ -46,7 +44,7 @@ class Piece:
 
     microbatch: Any
     count: int
-    number: int | None = None
+    number: int = -1
 
 
 class Pieces(NamedTuple):
@@ -93,7 +91,7 @@ class Pieces(NamedTuple):
                 f"has none: give it a stand_in, any microbatch of the step"
             )
         # First, so that what synchronises is a microbatch of this rank's own, if it has one.
-        stand_ins = [Piece(batch.stand_in, 0)] * (wanted - len(own))
+        stand_ins = [Piece(batch.stand_in, 0) for _ in range(wanted - len(own))]
         left_out = count is None and counts != planned
         return cls(stand_ins + own, most, expected, left_out)
 
@@ -161,7 +159,7 @@ def _start_sum(own: list[float], sharing: Sharing) -> Callable[[], Sequence[floa
     if sharing.size == here.size:
         # In the form of all other collectives of ours: a rank that is in another one is told.
         return Matching(here, "backward", 0, lambda _: "counts").start_all_reduce(own)
-    told = torch.tensor(own, device=sharing.device)
+    told = torch.tensor(own, device=next(sharing.layer.parameters()).device)
     work: Any = dist.all_reduce(told, group=sharing.group, async_op=True)
 
     def sums() -> list[float]:

@@ -1,10 +1,10 @@
 """Loss and buffers of an exact step: means of what its microbatches leave, all from one start."""
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pardata.gradient import _fixed_point
+from pardata.gradient._exact_sums import summed
 from pardata.model._buffers import real_buffers
 
 LOSS = "the loss"
@@ -72,8 +72,7 @@ class Means:
         """
         if first != self.first:
             self._counts.zero_()
-        if size > 1:
-            dist.all_reduce(self._sent)
+        summed(self._sent, size)
         self._sums = _fixed_point.value(*self._words)
         return self._sums[0]
 
@@ -129,8 +128,7 @@ def means_of(rows: list[tuple[Tensor, int]], total: int, size: int, device: torc
             fits = numbers.abs() <= _fixed_point.LARGEST
             _fixed_point.add(numbers.where(fits, 0.0), count / total, low, high)
             bad += ~fits
-    if size > 1:
-        dist.all_reduce(words)
+    summed(words, size)
     return _fixed_point.value(low, high).where(bad == 0, torch.nan)
 
 

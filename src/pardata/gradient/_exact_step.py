@@ -13,19 +13,22 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from pardata.data._microbatches import Microbatches
-from pardata.gradient._count import Piece, Pieces
+from pardata.gradient._count import Piece
 from pardata.gradient._exact_means import LOSS, Means, means_of
-from pardata.gradient._exact_sums import Sums
+from pardata.gradient._exact_sums import Sums, summed
 from pardata.gradient._fixed_point import LARGEST, SMALL
+from pardata.gradient._noise import noise_seed
 from pardata.gradient._step import Step, gradients_aside
-from pardata.gradient._tally import Tally
 from pardata.model._strategy import Replica
 from pardata.ranks._logger import get_logger
+from pardata.ranks._process import process
 from pardata.ranks._world import world
 from pardata.seeds._generators import forked_seed
 from pardata.seeds._mix import mix
 
 _log = get_logger(__name__)
+
+_INFINITE = torch.finfo(torch.float64).max  # stands for infinity where that stands for NaN
 
 
 class Report(NamedTuple):
@@ -84,40 +87,33 @@ class ExactStep(Step):
         exact.scratch = []  # until this step ends well: what a failed one left may still be sent
 
     @contextmanager
-    def whole(self, pieces: Pieces, tally: Tally) -> Iterator[None]:
+    def whole(self) -> Iterator[None]:
         """Run the microbatches of this rank in the block; then set what all ranks have together."""
-        if pieces.left_out:
+        if self.pieces.left_out:
             self._refusal = self._refusal or ValueError(
                 "a microbatch must have the samples that were read for it under strategy 'exact', "
                 "whose weights are planned, but `collate_fn` has left some out: pass `count`, to "
                 "tell how many there are"
             )
-        with gradients_aside(self.module.parameters()):
-            with self._received(tally):
-                yield
-            self._conclude(pieces.expected(), tally)
-
-    @contextmanager
-    def _received(self, tally: Tally) -> Iterator[None]:
-        """Take the gradients of the block; then add up what all ranks have."""
         self._exact.hook_parameters()
         self._sums.agree_on(self._key())
         failed: Exception | None = self._refusal  # also where this rank runs nothing
-        self._exact.receive = self._sums.add
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001  # raised below: the others wait for this rank
-            failed = error
-            self._means.restore()
-        finally:
-            self._exact.receive = None
-        self._report = self._added_up(failed, tally)
+        with gradients_aside(self.module.parameters()):
+            self._exact.receive = self._sums.add
+            try:
+                yield
+            except Exception as error:  # noqa: BLE001  # raised below: the others wait for this rank
+                failed = _of_compiler(error)
+                self._means.restore()
+            finally:
+                self._exact.receive = None
+            self._conclude(self._added_up(failed))
 
-    def _conclude(self, total: int, tally: Tally) -> None:
+    def _conclude(self, report: Report) -> None:
         """Take the means, and set gradients and buffers, unless something has overflown."""
-        report = self._report
-        metrics = means_of(tally.rows(), total, self.size, self.device)
-        tally.settle(torch.cat([self._loss[None], metrics]), 1)
+        rows, total = self.tally.rows(), self.pieces.expected()
+        metrics = means_of(rows, total, self.size, self.device)
+        self.tally.settle(torch.cat([self._loss[None], metrics]))
         if not report.overflow:
             self._means.apply()
             self._sums.set_gradients(report.used, report.large)
@@ -127,13 +123,12 @@ class ExactStep(Step):
         else:
             _log.warning("skipped step %d: %s", self._batch.step, self._text(report), ranks=[0])
 
-    def around(self, piece: Piece, *, last: bool) -> AbstractContextManager[None]:
-        """Let the microbatch run under a seed of its own; buffers are those of the step's start."""
+    def around(self, piece: Piece) -> AbstractContextManager[None]:
+        """Seed Python's and NumPy's generators as well: what they draw shows in the last bit."""
         if self._refusal is not None:
             raise self._refusal
-        batch, self._number, self._is_last = self._batch, piece.number or 0, last
-        seed = mix(batch.seed, batch.epoch, batch.step, self._number, *b"backward")
-        return forked_seed(seed, self.device)
+        self._number, self._is_last = piece.number, piece is self.pieces.own[-1]
+        return forked_seed(noise_seed(self._batch, self._number))
 
     def run(self, loss: Tensor, part: float) -> None:
         """Run the backward of a microbatch, which is `part` of the global batch."""
@@ -141,18 +136,20 @@ class ExactStep(Step):
         self._sums.add_gradients(scaled, part, last=self._is_last)
         self._means.add(loss, part, self._number)
 
-    def _added_up(self, failed: Exception | None, tally: Tally) -> Report:
+    def _added_up(self, failed: Exception | None) -> Report:
         """Add up what all ranks have, or raise. Collective."""
         if not self._sums.agreed:
             msg = (
-                f"every rank must be at the same step of the same loader and train the same "
-                f"parameters, but they differ; this one is at step {self._batch.step} of epoch "
-                f"{self._batch.epoch} and trains {len(self._sums.parameters)} parameters: call "
-                f"backward equally often, and freeze the same, on every rank"
+                f"every rank must be at the same step of the same loader, train the same "
+                f"parameters and have the same seed, but they differ; this one is at step "
+                f"{self._batch.step} of epoch {self._batch.epoch}, trains "
+                f"{len(self._sums.parameters)} parameters and has seed {process.seed}: call "
+                f"backward equally often, freeze the same, and call seed_everything with the same "
+                f"seed, on every rank"
             )
             raise failed or RuntimeError(msg)
         self._sums.send(rest=True)
-        own = failed is not None, tally.structure()
+        own = failed is not None, self.tally.structure()
         report = _exchanged(self._means, self._sums, self.size, *own)
         self._loss = self._means.add_up(report.first, self.size)
         if LOSS in report.overflow:
@@ -170,7 +167,7 @@ class ExactStep(Step):
                 f"`{min(report.sparse)}` is sparse: make the embedding with sparse=False"
             )
         if not report.alike:
-            tally.raise_of_structures()
+            self.tally.raise_of_structures()
         raises = self._exact.on_overflow == "raise" and not self._leaves_overflow_to_scaler(report)
         if report.overflow and raises:
             raise OverflowError(self._text(report))
@@ -186,7 +183,8 @@ class ExactStep(Step):
         batch = self._batch
         sizes = [(name, p.numel()) for name, p in self._sums.parameters.items()]
         sent = repr([sizes, self._means.shapes, self._means.count])
-        return mix(batch.seed, batch.epoch, batch.step, *batch.counts, zlib.crc32(sent.encode()))
+        place = batch.epoch, batch.step, noise_seed(batch)
+        return mix(batch.seed, *place, *batch.counts, zlib.crc32(sent.encode()))
 
     def _text(self, report: Report) -> str:
         name, peak = next(iter(report.overflow.items()))
@@ -199,6 +197,19 @@ class ExactStep(Step):
         )
 
 
+def _of_compiler(error: Exception) -> Exception:
+    """Return an error, in other words where it is that dynamo would compile no more."""
+    if type(error).__name__ != "FailOnRecompileLimitHit":  # to import it takes a second
+        return error
+    told = RuntimeError(
+        "a compiled model must be compiled for each size of its inputs under strategy 'exact', but "
+        "dynamo has reached its limit: pad inputs to fewer sizes, or raise "
+        "torch._dynamo.config.recompile_limit"
+    )
+    told.__cause__ = error
+    return told
+
+
 def _exchanged(means: Means, sums: Sums, size: int, failed: bool, structure: str) -> Report:  # noqa: FBT001  # as it is told
     """Tell the others what was seen here, and return what all say, of each number the largest."""
     loss, *buffers = means.names
@@ -208,18 +219,17 @@ def _exchanged(means: Means, sums: Sums, size: int, failed: bool, structure: str
     late = [bucket.late is not None for bucket in sums.buckets]
     key = float(zlib.crc32(structure.encode()))
     rest = peaks.new_tensor([*flags, *late, failed, -means.first, key, -key])
-    # The maximum of NaN and a number is not NaN with every backend.
-    numbers = torch.nan_to_num(peaks, nan=0.0, posinf=torch.inf)
-    message = torch.cat([numbers, peaks.isnan(), rest])
-    if size > 1:
-        dist.all_reduce(message, dist.ReduceOp.MAX)
-    table, rest = message.tensor_split([4 * len(names)])
-    largest, is_nan, is_used, is_sparse = table.view(4, -1).tolist()
+    # The maximum of NaN and a number is not NaN with every backend: infinity stands for it here.
+    numbers = torch.nan_to_num(peaks, nan=torch.inf, posinf=_INFINITE)
+    message = torch.cat([numbers, rest])
+    summed(message, size, dist.ReduceOp.MAX)
+    table, rest = message.tensor_split([3 * len(names)])
+    largest, is_used, is_sparse = table.view(3, -1).tolist()
     *is_late, any_failed, minus_first, highest, minus_lowest = rest.tolist()
-    shown = [math.nan if nan else peak for nan, peak in zip(is_nan, largest, strict=True)]
-    pairs = list(zip(names, shown, strict=True))
+    pairs = list(zip(names, largest, strict=True))
+    shown = {torch.inf: math.nan, _INFINITE: math.inf}
     return Report(
-        overflow={name: peak for name, peak in pairs if not peak <= LARGEST},
+        overflow={name: shown.get(peak, peak) for name, peak in pairs if peak > LARGEST},
         large={name for name, peak in pairs if peak > SMALL},
         used=set(compress(names, is_used)),
         sparse=set(compress(names, is_sparse)),

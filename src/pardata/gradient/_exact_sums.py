@@ -142,7 +142,12 @@ class Sums:
         if gradient.layout != torch.strided:
             self.sparse.add(name)
         elif self._weight:
-            self._check_count(name)
+            if self.counts[name] > (most := _fixed_point.MOST // self._size):
+                raise OverflowError(
+                    f"a step must give a parameter at most {most} gradients on each of "
+                    f"{self._size} ranks under strategy 'exact', but `{name}` got more: make "
+                    f"`microbatch_size` larger"
+                )
             bucket.add(name, gradient, self._weight, peak)
         if self._is_last:
             bucket.missing.discard(name)
@@ -172,9 +177,9 @@ class Sums:
                 bucket.work.wait()
             if is_late:
                 here = torch.zeros_like(bucket.low) if bucket.late is None else bucket.late
-                bucket.low.add_(self._summed(here))
+                bucket.low.add_(summed(here, self._size))
             if not large.isdisjoint(bucket.places):
-                self._summed(bucket.high)
+                summed(bucket.high, self._size)
 
     def set_gradients(self, used: set[str], large: set[str]) -> None:
         """Set the gradient of each parameter that is `used`; `large` as above."""
@@ -194,19 +199,12 @@ class Sums:
             parameter = self.parameters[name]
             parameter.grad = torch.full_like(parameter, torch.inf, requires_grad=False)
 
-    def _summed(self, words: Tensor) -> Tensor:
-        if self._size > 1:
-            dist.all_reduce(words)
-        return words
 
-    def _check_count(self, name: str) -> None:
-        most = _fixed_point.MOST // self._size
-        if self.counts[name] > most:
-            raise OverflowError(
-                f"a step must give a parameter at most {most} gradients on each of {self._size} "
-                f"ranks under strategy 'exact', but `{name}` got more: make "
-                f"`microbatch_size` larger"
-            )
+def summed(words: Tensor, size: int, operation: Any = dist.ReduceOp.SUM) -> Tensor:
+    """Add `words` up, in place, over so many ranks. Collective."""
+    if size > 1:
+        dist.all_reduce(words, operation)
+    return words
 
 
 def _empty_buckets(
@@ -216,15 +214,15 @@ def _empty_buckets(
 
     In the memory of `scratch`, if that fits.
     """
-    filled: list[dict[str, slice]] = [{}]
-    lengths = [0]
+    filled: list[dict[str, slice]] = []
+    lengths: list[int] = []
     for name, parameter in reversed(parameters.items()):
         count = parameter.numel() * (2 if parameter.is_complex() else 1)
-        if filled[-1] and lengths[-1] + count > _BUCKET:
+        if not filled or lengths[-1] + count > _BUCKET:
             filled.append({})
             lengths.append(0)
         filled[-1][name] = slice(lengths[-1], lengths[-1] + count)
         lengths[-1] += count
-    if [len(low) for low in scratch] != lengths or scratch[0].device != device:
+    if [(len(low), low.device) for low in scratch] != [(n, device) for n in lengths]:
         scratch = [torch.empty(n, dtype=torch.int64, device=device) for n in lengths]
     return [Bucket(places, low) for places, low in zip(filled, scratch, strict=True)]

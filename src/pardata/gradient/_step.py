@@ -1,7 +1,8 @@
 """One step of `backward` under each strategy: what synchronises, when, and what buffers do."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,22 +25,29 @@ class Step(Sharing):
     Args:
         replica: the model, taken apart.
         scaler: scales what is run, if there is one.
+
+    Attributes:
+        pieces: what is run, as soon as that is known.
+        tally: what it says.
     """
+
+    pieces: Pieces
 
     def __init__(self, replica: Replica, scaler: GradScaler | None) -> None:
         self.layer = replica.wrapper
         self.module = replica.module
         self.scaler = scaler
+        self.tally = Tally()
 
-    def whole(self, pieces: Pieces, tally: Tally) -> AbstractContextManager[None]:  # noqa: ARG002
+    def whole(self) -> AbstractContextManager[None]:
         """Return the context of the whole step; after it the tally has heard from all ranks."""
         return _NOTHING
 
-    def around(self, piece: Piece, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
+    def around(self, piece: Piece) -> AbstractContextManager[None]:  # noqa: ARG002
         """Return the context of the forward and backward of one microbatch."""
         return _NOTHING
 
-    def send(self, tally: Tally) -> None:
+    def send(self) -> None:
         """Tell the others what was seen here, before the last backward runs."""
 
     def run(self, loss: Tensor, part: float) -> None:
@@ -57,48 +65,41 @@ class _SharedStep(Step):
     off by one factor, the same everywhere.
     """
 
-    _work: Any = None
-
     def __init__(self, replica: Replica, scaler: GradScaler | None) -> None:
         super().__init__(replica, scaler)
         self.group = getattr(self.layer, "process_group", None)
         self.size = dist.get_world_size(self.group)
 
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]  # asked for once
-        return next(self.module.parameters()).device
+    def send(self) -> None:
+        if self.size > 1:
+            self._sums = self._sent(self.tally.told(self.size))
 
-    def send(self, tally: Tally) -> None:
-        if self.size > 1 and not self._send_along(told := tally.told(self.size)):
-            self._told = told
-            self._work = dist.all_reduce(told, group=self.group, async_op=True)
+    def _sent(self, told: Tensor) -> Callable[[], Tensor]:
+        """Send numbers, and return what returns their sums; on a GPU nobody waits for them."""
+        work: Any = dist.all_reduce(told, group=self.group, async_op=True)
 
-    def _send_along(self, told: Tensor) -> bool:  # noqa: ARG002
-        """Send the numbers with the gradients, if that can be."""
-        return False
+        def sums() -> Tensor:
+            work.wait()
+            return told
 
-    def _hear(self) -> Tensor:
-        """Return the sums of what all ranks have told; on a GPU nobody waits for them."""
-        self._work.wait()
-        return self._told
+        return sums
 
-    def _settle(self, pieces: Pieces, tally: Tally) -> None:
+    def _settle(self) -> None:
         """Take the means, and correct the gradients where more or less was counted than expected.
 
         None of an earlier step may be in ``.grad``.
         """
         if self.size == 1:
             return
-        tally.hear(self._hear(), self.size, self.group)
-        factor = pieces.expected() / tally.total
+        self.tally.hear(self._sums(), self.size, self.group)
+        factor = self.pieces.expected() / self.tally.total
         if isinstance(factor, Tensor):
             factor = factor.nan_to_num(posinf=0.0)  # where nothing was counted, gradients are 0
         if isinstance(factor, Tensor) or factor != 1:
-            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+            found = [p.grad for p in self.module.parameters() if p.grad is not None]
+            own: list[Any] = [g.to_local() if hasattr(g, "to_local") else g for g in found]
             with torch.no_grad():
-                torch._foreach_mul_(
-                    [_local(gradient) for gradient in gradients], factor
-                )  # as optimizers do
+                torch._foreach_mul_(own, factor)  # as optimizers do
 
 
 class ReplicatedStep(_SharedStep):
@@ -116,26 +117,27 @@ class ReplicatedStep(_SharedStep):
         super().__init__(replica, scaler)
 
     @contextmanager
-    def whole(self, pieces: Pieces, tally: Tally) -> Iterator[None]:
-        if pieces.most > 1 and self.layer.static_graph:
+    def whole(self) -> Iterator[None]:
+        if self.pieces.most > 1 and self.layer.static_graph:
             raise ValueError(
                 f"`static_graph` must be False where a rank has more than one microbatch, here "
-                f"{pieces.most}, for PyTorch cannot accumulate with it: leave it out of wrap_model"
+                f"{self.pieces.most}, for PyTorch cannot accumulate with it: leave it out of "
+                f"wrap_model"
             )
         with gradients_aside(self.layer._module_parameters):  # noqa: SLF001  # a list, for a walk takes longer
             with one_step(self.layer):
                 yield
-            self._settle(pieces, tally)
+            self._settle()
 
-    def around(self, piece: Piece, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
+    def around(self, piece: Piece) -> AbstractContextManager[None]:
+        last = piece is self.pieces.own[-1]
         context: AbstractContextManager[None] = _NOTHING if last else self.layer.no_sync()
         return context
 
-    def _send_along(self, told: Tensor) -> bool:
-        return send_along(self.layer, told)
-
-    def _hear(self) -> Tensor:
-        return super()._hear() if self._work is not None else sums_sent_along(self.layer)
+    def _sent(self, told: Tensor) -> Callable[[], Tensor]:
+        if send_along(self.layer, told):
+            return partial(sums_sent_along, self.layer)
+        return super()._sent(told)
 
 
 class ShardedStep(_SharedStep):
@@ -160,17 +162,17 @@ class ShardedStep(_SharedStep):
                 )
 
     @contextmanager
-    def whole(self, pieces: Pieces, tally: Tally) -> Iterator[None]:
+    def whole(self) -> Iterator[None]:
         with (
             gradients_aside(self.module.parameters()),
-            averaged_buffers(self.layer, lambda: (tally.count, tally.total)),
+            averaged_buffers(self.layer, lambda: (self.tally.count, self.tally.total)),
         ):
             yield
-            self._settle(pieces, tally)
+            self._settle()
 
     @contextmanager
-    def around(self, piece: Piece, *, last: bool) -> Iterator[None]:  # noqa: ARG002
-        self.layer.set_requires_gradient_sync(last)
+    def around(self, piece: Piece) -> Iterator[None]:
+        self.layer.set_requires_gradient_sync(piece is self.pieces.own[-1])
         try:
             yield
         finally:
@@ -192,9 +194,3 @@ def gradients_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
                 parameter.grad = gradient
             else:
                 parameter.grad += gradient
-
-
-def _local(gradient: Any) -> Tensor:
-    """Return this rank's part of a gradient, which is all of it but under "fsdp"."""
-    part: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-    return part

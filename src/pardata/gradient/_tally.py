@@ -1,6 +1,7 @@
 """The loss and the metrics of a step: what each microbatch says of them, their sums and means."""
 
 import hashlib
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pardata.collective._agreement import agree, require_same
-from pardata.collective._header import Leaf, Values, numbers_of
+from pardata.collective._header import Leaf, numbers_of
 from pardata.collective._tree import Path, in_brackets, mapped
 from pardata.gradient._count import positive
 from pardata.ranks._world import world
@@ -33,7 +34,7 @@ class Tally:
     _metrics: Any = None
     _paths: tuple[Path, ...] = ()
     _error: Exception | None = None
-    _means: list[Any] | None = None  # of the loss, and of the leaves of metrics
+    _means: tuple[Tensor, ...] | None = None  # of the loss, and of the leaves of metrics
 
     def __init__(self) -> None:
         self._seen: list[tuple[list[Leaf], int]] = []
@@ -76,11 +77,8 @@ class Tally:
         values = self.sums()
         self._rest = values[_ROOM:]
         hashes = _hashes(self.structure(), size)
-        front = [float(self.count), *hashes, *(number * number for number in hashes)]
-        padding = [0.0] * (_ROOM - len(values))
-        if isinstance(values, list):
-            return torch.tensor(front + values[:_ROOM] + padding, dtype=torch.float64)
-        ends = torch.tensor(front + padding, dtype=torch.float64)
+        front = [self.count, *hashes, *(number * number for number in hashes)]
+        ends = torch.tensor(front + [0] * (_ROOM - len(values)), dtype=torch.float64)
         if values.is_cuda:
             ends = ends.pin_memory().to(values.device, non_blocking=True)
         return torch.cat([ends[:_FRONT], values[:_ROOM], ends[_FRONT:]])
@@ -92,33 +90,26 @@ class Tally:
             RuntimeError, ValueError: where the structures differ, and where nothing was counted; on
                 a GPU, which nobody waits for, means are NaN instead.
         """
+        told = told.double()
+        hashes, squares = told[1:_FRONT].view(2, -1)
+        alike = (size * squares == hashes.square()).all()
         if told.is_cuda:
-            told = told.double()
-            hashes, squares = told[1:_FRONT].view(2, -1)
             self.total = told[0]
-            told = torch.where((size * squares == hashes.square()).all(), told, torch.nan)
-            values: Values = told[_FRONT:]
+            told = torch.where(alike, told, torch.nan)
+        elif not alike:
+            self.raise_of_structures()
         else:
-            count, *numbers = told.tolist()
-            for hashed, square in zip(numbers[:_HASHES], numbers[_HASHES:], strict=False):
-                if size * square != hashed * hashed:
-                    self.raise_of_structures()
-            self.total = positive(int(count))
-            values = numbers[_FRONT - 1 :]
+            self.total = positive(int(told[0]))
+        values = told[_FRONT:]
         if len(self._rest):
-            rest = torch.as_tensor(self._rest, dtype=torch.float64)
-            dist.all_reduce(rest, group=group)
-            values = torch.cat([torch.as_tensor(values, dtype=torch.float64).to(rest), rest])
-        self.settle(values, self.total)
+            dist.all_reduce(self._rest, group=group)
+            values = torch.cat([values, self._rest])
+        self.settle(values / self.total)
 
-    def settle(self, sums: Values, total: float | Tensor) -> None:
-        """Take the means of the microbatches of all ranks: `sums`, of what counts `total`."""
-        if isinstance(sums, list) and all(map(_is_number, self._first())):
-            self._means = [number / total for number, _ in zip(sums, self._first(), strict=False)]
-            return
-        means = torch.as_tensor(sums, dtype=torch.float64) / total
+    def settle(self, means: Tensor) -> None:
+        """Take the means of loss and metrics over the microbatches of all ranks."""
         sizes = [leaf.numel() if isinstance(leaf, Tensor) else 1 for leaf in self._first()]
-        self._means = list(means[: sum(sizes)].split(sizes))
+        self._means = means[: sum(sizes)].split(sizes)
 
     def result(self) -> Any:
         """Return the mean loss, and the means of the metrics, if there are any."""
@@ -126,12 +117,11 @@ class Tally:
             if self._error is not None:
                 raise self._error
             if len(self._seen) > 1:
-                self.settle(self.sums(), self.count)
+                self.settle(self.sums() / self.count)
         own, *leaves = self._first()
         loss, *metrics = self._means or self._first()
         wide = own if own.dtype in (torch.float32, torch.float64) else own.float()
-        if loss is not wide:
-            loss = loss.to(wide).reshape(()) if isinstance(loss, Tensor) else wide.new_tensor(loss)
+        loss = wide if loss is own else loss.to(wide).reshape(())
         if not self._text:
             return loss
         found = dict(zip(self._paths, map(_like, leaves, metrics), strict=True))
@@ -143,20 +133,14 @@ class Tally:
 
     def rows(self) -> list[tuple[Tensor, int]]:
         """Return, of each microbatch here, loss and metrics in one vector, and what it counts."""
-        if self._error is not None:
-            return []
         return [(torch.cat(list(map(self._flat, leaves))), count) for leaves, count in self._seen]
 
-    def sums(self) -> Values:
+    def sums(self) -> Tensor:
         """Return the sums here of loss and metrics, each times what it counts."""
-        # 0 times NaN is NaN: what does not count is left out.
         if self._error is not None:
-            return [0.0]
-        if all(map(_is_number, self._first())):
-            zeros = [0.0] * len(self._first())
-            scaled = [[float(leaf) * n for leaf in leaves] for leaves, n in self._seen if n]
-            return [sum(column) for column in zip(zeros, *scaled, strict=True)]
+            return torch.zeros(1, dtype=torch.float64, device=self._first()[0].device)
         rows = self.rows()
+        # 0 times NaN is NaN: what does not count is left out.
         return sum((row * count for row, count in rows if count), torch.zeros_like(rows[0][0]))
 
     def _flat(self, leaf: Leaf) -> Tensor:
@@ -188,17 +172,16 @@ _UNLIKE = (
 
 
 def _checked(loss: Any) -> Tensor:
-    if not isinstance(loss, Tensor):
-        raise TypeError(
-            f"`loss_fn` must return a tensor of one element, but returned a {type(loss).__name__}: "
-            f"take the mean over the samples, and return it, or it and metrics: (loss, metrics)"
-        )
-    if loss.numel() != 1:
-        raise ValueError(
-            f"`loss_fn` must return a tensor of one element, but returned one of shape "
-            f"{tuple(loss.shape)}: take the mean over the samples"
-        )
-    return loss.reshape(()) if loss.ndim else loss
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss.reshape(()) if loss.ndim else loss
+    must, cure = "`loss_fn` must return a tensor of one element", "take the mean over the samples"
+    if isinstance(loss, Tensor):
+        raise ValueError(f"{must}, but returned one of shape {tuple(loss.shape)}: {cure}")
+    has_loss = hasattr(loss, "loss") or (isinstance(loss, Mapping) and "loss" in loss)
+    cure = "return its `.loss`" if has_loss else f"{cure}, and return it"
+    raise TypeError(
+        f"{must}, but returned a {type(loss).__name__}: {cure}, or it and metrics: (loss, metrics)"
+    )
 
 
 def _shape(leaf: Leaf) -> str:
@@ -206,19 +189,13 @@ def _shape(leaf: Leaf) -> str:
     return "x".join(map(str, leaf.shape)) if isinstance(leaf, Tensor) and leaf.ndim else "number"
 
 
-def _is_number(leaf: Leaf) -> bool:
-    """Whether `leaf` is one number that can be read without waiting for a GPU."""
-    return not isinstance(leaf, Tensor) or (leaf.ndim == 0 and not leaf.is_cuda)
-
-
-def _like(leaf: Leaf, mean: Leaf) -> Leaf:
+def _like(leaf: Leaf, mean: Any) -> Leaf:
     """Return `mean` as the kind of number that `leaf` is."""
     if not isinstance(leaf, Tensor):
         return float(mean)
     dtype = leaf.dtype if leaf.is_floating_point() else torch.get_default_dtype()
-    if not isinstance(mean, Tensor):
-        return torch.tensor(mean, dtype=dtype, device=leaf.device)
-    return mean.detach().to(leaf.device, dtype, copy=True).view(leaf.shape)
+    found: Tensor = mean.detach().to(leaf.device, dtype, copy=True).view(leaf.shape)
+    return found
 
 
 @lru_cache(maxsize=64)

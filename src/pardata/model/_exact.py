@@ -202,3 +202,7 @@ def check_kernels(model: nn.Module) -> None:
                 f"{type(unwrap(module)).__name__} was compiled {how}, so that kernels may depend "
                 f"on the sizes that came before: pass torch.compile(model, dynamic=False)"
             )
+        if context is not None:
+            # Past its limit dynamo would run uncompiled what it has not met: on each rank other
+            # sizes. For the whole process: an evaluation counts as well.
+            torch._dynamo.config.fail_on_recompile_limit_hit = True  # noqa: SLF001  # a public name of theirs

@@ -15,6 +15,8 @@ class Process:
         said: what a logger has said with ``once=True``: logger, level and line.
         trained_alone: the models that `backward` has found to be in order, in a process that is
             alone: it looks at each once.
+        seed: that `seed_everything` was given; None where it was not called.
+        calls: how often, since then, `backward` was given a batch of which no loader says more.
     """
 
     def __init__(self) -> None:
@@ -22,6 +24,8 @@ class Process:
         self.stores: dict[str, tuple[Store, bool]] = {}
         self.said: set[tuple[str, int, str]] = set()
         self.trained_alone = WeakSet[object]()
+        self.seed: int | None = None
+        self.calls = 0
 
 
 process = Process()

@@ -1,10 +1,10 @@
 """The default generators of Python, NumPy and PyTorch: seeded, put back, caught in use."""
 
 import ctypes
-import io
+import json
 import random
-import struct
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -12,11 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# How states are written: the sizes of the parts for Python, NumPy, PyTorch and a GPU, then they.
-_SIZES = struct.Struct("<4I")
-# Of the first two: the words of a Mersenne Twister, its position, and a second normal number, held
-# or not.
-_TWISTER = struct.Struct("<625I?d")
+from pardata.ranks._process import process
 
 
 class Default(NamedTuple):
@@ -29,8 +25,7 @@ class Default(NamedTuple):
     def moved_since(self, state: Any) -> bool:
         """Return whether somebody drew from it, or seeded it."""
         now = self.state()
-        same = torch.equal(now, state) if isinstance(now, torch.Tensor) else now == state
-        return not same
+        return not (torch.equal(now, state) if isinstance(now, torch.Tensor) else now == state)
 
 
 class _NumPyState(NamedTuple):
@@ -109,11 +104,9 @@ def default_generators() -> tuple[Default, ...]:
     return (*found, _of_torch(torch.default_generator))
 
 
-def seed_generators(
-    number: int, device: torch.device | None = None, among: Iterable[Default] | None = None
-) -> None:
-    """Seed the default generators of this process (`among` them), and that of a GPU `device`."""
-    for generator in (*(default_generators() if among is None else among), *_of(device)):
+def seed_generators(number: int, among: Iterable[Default] | None = None) -> None:
+    """Seed generators: the default ones of this process but those of GPUs, or others."""
+    for generator in default_generators() if among is None else among:
         generator.seed(number)
 
 
@@ -127,61 +120,79 @@ def moved(states: list[tuple[Default, Any]]) -> list[Default]:
     return [own for own, state in states if own.moved_since(state)]
 
 
-@contextmanager
-def kept_generators(device: torch.device | None = None) -> Iterator[None]:
-    """Put the default generators back, after the block, to where they were."""
-    states = states_of((*default_generators(), *_of(device)))
-    try:
-        yield
-    finally:
-        for own, state in states:
+class Kept:
+    """Puts generators back, after a block, to where they are now; seeds them for it, if told to.
+
+    No context manager of contextlib, which takes as long again: `backward` needs one a microbatch.
+    """
+
+    def __init__(self, generators: Iterable[Default], seed: int | None = None) -> None:
+        self._states, self._seed = states_of(generators), seed
+
+    def __enter__(self) -> None:
+        if self._seed is not None:
+            for own, _ in self._states:
+                own.seed(self._seed)
+
+    def __exit__(self, *_: object) -> None:
+        for own, state in self._states:
             own.restore(state)
 
 
-@contextmanager
-def forked_seed(number: int, device: torch.device | None = None) -> Iterator[None]:
+def kept_generators() -> Kept:
+    """Put the default generators back, after a block, to where they were."""
+    return Kept(default_generators())
+
+
+def forked_seed(number: int, device: torch.device | None = None) -> Kept:
     """Seed the default generators for a block, and put them back after it."""
-    with kept_generators(device):
-        seed_generators(number, device)
-        yield
+    return Kept((*default_generators(), *_of(device)), number)
+
+
+def forked_noise(number: int) -> Kept:
+    """Seed what a model draws from for a block, and put it back: PyTorch's default generators.
+
+    That of the CPU, and those of accelerators in use, which are numbers on the host: no GPU waits.
+    """
+    used = getattr(torch.get_device_module(), "default_generators", ())
+    return Kept((default_generators()[-1], *map(_of_torch, used)), number)
 
 
 def generator_states(device: torch.device) -> bytes:
-    """Return where the default generators of this process are, that of a GPU `device` included.
+    """Return where the random numbers of this process are, those of a GPU `device` included.
 
     For `restore_generators` of any process to come.
     """
-    _, words, normal = random.getstate()
-    parts = [_TWISTER.pack(*words, normal is not None, normal or 0), b"", b"", b""]
+    of_torch = default_generators()[-1], *_of(device)
+    saved = {
+        "noise": [process.seed, process.calls],
+        "Python": random.getstate(),
+        "PyTorch": [own.state().tolist() for own in of_torch],
+    }
     if (numpy := numpy_or_none()) is not None:
-        _, keys, position, has_normal, normal = numpy.random.get_state()
-        parts[1] = _TWISTER.pack(*keys.tolist(), position, has_normal, normal)
-    parts[2] = bytes(torch.get_rng_state().tolist())
-    if device.type == "cuda":
-        parts[3] = bytes(torch.cuda.get_rng_state(device).tolist())
-    return _SIZES.pack(*map(len, parts)) + b"".join(parts)
+        kind, words, *rest = numpy.random.get_state()
+        saved["NumPy"] = [kind, words.tolist(), *rest]
+    return zlib.compress(json.dumps(saved).encode())
 
 
 def restore_generators(states: Iterable[int], device: torch.device) -> None:
-    """Put the default generators to where `generator_states` found them.
+    """Put the random numbers to where `generator_states` found them.
 
     Raises:
         RuntimeError: for what it did not return.
     """
     try:
-        rest = io.BytesIO(bytes(states))
-        parts = [rest.read(size) for size in _SIZES.unpack(rest.read(_SIZES.size))]
-        of_python, of_numpy, *of_torch = parts
-        *words, has_normal, normal = _TWISTER.unpack(of_python)
-        random.setstate((random.Random.VERSION, tuple(words), normal if has_normal else None))
-        if of_numpy and (numpy := numpy_or_none()) is not None:
-            *keys, position, has_normal, normal = _TWISTER.unpack(of_numpy)
-            numpy.random.set_state(("MT19937", keys, position, int(has_normal), normal))
-        default, of_gpu = (torch.tensor(list(part), dtype=torch.uint8) for part in of_torch)
-        torch.set_rng_state(default)
-        if len(of_gpu) and device.type == "cuda":
-            torch.cuda.set_rng_state(of_gpu, device)
-    except (struct.error, TypeError, ValueError, RuntimeError) as error:
+        # What follows is ignored: all ranks' are made equally long.
+        saved = json.loads(zlib.decompressobj().decompress(bytes(states)))
+        version, words, normal = saved["Python"]
+        random.setstate((version, tuple(words), normal))
+        if "NumPy" in saved and (numpy := numpy_or_none()) is not None:
+            numpy.random.set_state(tuple(saved["NumPy"]))
+        of_torch = default_generators()[-1], *_of(device)
+        for own, state in zip(of_torch, saved["PyTorch"], strict=False):  # a GPU may be here or not
+            own.restore(torch.tensor(state, dtype=torch.uint8))
+        process.seed, process.calls = saved["noise"]
+    except (zlib.error, LookupError, ArithmeticError, TypeError, ValueError, RuntimeError) as error:
         raise RuntimeError(
             f"the default generators must be put back to where they once were, but what was saved "
             f"of them is nothing of theirs ({type(error).__name__}: {error})"

@@ -5,6 +5,7 @@ import os
 import torch
 
 from pardata.ranks._arguments import check_flag, check_integer
+from pardata.ranks._process import process
 from pardata.ranks._world import require_world
 from pardata.seeds._generators import seed_generators
 from pardata.seeds._mix import mix
@@ -13,13 +14,14 @@ from pardata.seeds._mix import mix
 def seed_everything(seed: int, *, per_rank: bool = False, deterministic: bool = False) -> int:
     """Seed Python's, NumPy's (if installed) and PyTorch's generators, on all devices.
 
-    Returns the seed that was used. Not collective. The loader needs none of this: its order
-    comes from its own seed, and its workers are seeded from that.
+    Returns the seed that was used. Not collective. One call, before the model is built, is enough:
+    `backward` draws the noise of a model (dropout, say) from seeds made of this one, which differ
+    between ranks, and the loader's order and workers are seeded from the loader's own.
 
     Args:
         seed: 0 to 2**63 - 1. Equal on all ranks, so that they build equal models.
-        per_rank: mix the rank in, for noise that must differ between ranks (dropout, say). In a
-            single process that is rank 0.
+        per_rank: mix the rank in, for what you draw yourself and must differ between ranks: in a
+            loop that runs ``loss.backward()``, dropout too. In a single process that is rank 0.
         deterministic: also ask PyTorch for deterministic algorithms (an operation that has none
             then raises) and switch cuDNN's autotuning off. Slower on a GPU.
 
@@ -35,6 +37,7 @@ def seed_everything(seed: int, *, per_rank: bool = False, deterministic: bool = 
         raise ValueError(f"`seed` must be between 0 and 2**63 - 1, but is {seed}")
     check_flag("per_rank", per_rank)
     check_flag("deterministic", deterministic)
+    process.seed, process.calls = seed, 0  # without the rank: the noise has that mixed in anyway
     if per_rank:
         seed = mix(seed, require_world("seed_everything(per_rank=True)").rank)
     seed_generators(seed)

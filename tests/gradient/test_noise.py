@@ -1,0 +1,133 @@
+"""The noise of a model: one `seed_everything` is enough, under every strategy, at every size."""
+
+import random
+
+import pytest
+import torch
+from on_ranks import run, run_caught
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from pardata import backward, make_loader, seed_everything, unwrap, world, wrap_model
+from pardata.ranks._process import process
+
+FSDP = ["fsdp"] if hasattr(torch.cpu.Stream, "record_event") else []  # torch 2.6 needs a GPU
+STRATEGIES = ["none", "dp", "ddp", *FSDP, "exact"]
+
+
+def data():
+    numbers = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(12, 6, generator=numbers, dtype=torch.float64))
+
+
+def network():
+    return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
+
+
+def squared(model, batch):
+    return model(batch[0]).square().mean()
+
+
+def trained(strategy, seed=3):
+    """Train with dropout for two epochs; return losses and weights, and check the generators."""
+    seed_everything(seed)
+    model = wrap_model(network(), strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    told = []
+    loader = make_loader(data(), 6, shuffle=True, microbatch_size=2, seed=1, num_workers=0)
+    for _ in range(2):
+        for batch in loader:
+            optimizer.zero_grad()
+            states = torch.get_rng_state(), random.getstate()
+            told.append(backward(model, squared, batch).item())
+            assert torch.equal(states[0], torch.get_rng_state())
+            assert states[1] == random.getstate()
+            optimizer.step()
+    for p in unwrap(model).parameters():
+        whole = p.full_tensor() if hasattr(p, "full_tensor") else p
+        told += whole.flatten().tolist()
+    return told
+
+
+def all_trained():
+    chosen = STRATEGIES if world().size == 1 else STRATEGIES[2:]
+    return {strategy: trained(strategy) for strategy in chosen}
+
+
+def test_with_microbatches_dropout_is_the_same_under_every_strategy_and_at_every_size():
+    alone = run(all_trained, world_size=1)[0]
+    for size in (1, 2, 3):
+        for ranks in run(all_trained, world_size=size):
+            for strategy, told in ranks.items():
+                assert told == pytest.approx(alone["none"], rel=1e-12), (strategy, size)
+            assert ranks["exact"] == alone["exact"]
+
+
+def test_another_seed_gives_other_noise_and_without_any_it_is_the_loaders(monkeypatch):
+    found = trained("none")
+    assert trained("none") == found
+    assert trained("none", seed=4) != found
+
+    def unseeded(loader_seed):
+        monkeypatch.setattr(process, "seed", None)
+        torch.manual_seed(3)
+        net = network()
+        return [
+            backward(net, squared, batch).item()
+            for batch in make_loader(data(), 6, microbatch_size=6, seed=loader_seed, num_workers=0)
+        ]
+
+    assert unseeded(1) == unseeded(1) != unseeded(2)
+
+
+class Mask(nn.Module):
+    """Notes the noise that it draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.seen = []
+
+    def forward(self, rows):
+        self.seen.append(torch.rand(3).tolist())
+        return self.weight * rows.mean()
+
+
+def drawn(strategy, how):
+    """Return the noise of three steps with plain batches, all ranks alike but for their number."""
+    if how == "seeded":
+        seed_everything(5)
+    elif how == "for each rank":
+        seed_everything(5, per_rank=True)
+    else:
+        torch.manual_seed(5)
+    model = wrap_model(Mask(), strategy)
+    for _ in range(3):
+        backward(model, lambda model, batch: model(batch), torch.ones(2))
+    return [tuple(noise) for noise in unwrap(model).seen]
+
+
+@pytest.mark.parametrize("how", ["seeded", "for each rank", "by torch alone"])
+@pytest.mark.parametrize("strategy", ["ddp", *FSDP])
+def test_with_other_batches_noise_differs_between_steps_and_ranks(strategy, how):
+    first, second = run(drawn, strategy, how, world_size=2)
+    assert len({*first, *second}) == 6
+
+
+def test_seeded_again_the_noise_of_other_batches_begins_again():
+    assert drawn("none", "seeded") == drawn("dp", "seeded")
+    assert drawn("none", "by torch alone") != drawn("none", "by torch alone")
+
+
+def seeded_unlike():
+    seed_everything(world().rank)
+    model = wrap_model(network(), "exact")
+    (batch, *_) = make_loader(data(), 6, microbatch_size=2, seed=1, num_workers=0)
+    backward(model, squared, batch)
+
+
+def test_under_exact_ranks_must_be_seeded_alike():
+    for rank, raised in enumerate(run_caught(seeded_unlike, world_size=2)):
+        assert raised.type == "RuntimeError", raised
+        assert f"and has seed {rank}: call backward equally often" in raised.text
+        assert "call seed_everything with the same seed, on every rank" in raised.text

@@ -287,6 +287,42 @@ def threads(count):
     torch.set_num_threads(1)
 
 
+class OnGpu(nn.Parameter):
+    """Says that it is on a GPU, of which there need be none."""
+
+    is_cuda = property(lambda _: True)
+
+
+@pytest.mark.parametrize(("on", "how"), [(True, "only warned of (warn_only=True)"), (False, "off")])
+def test_on_a_gpu_algorithms_must_be_deterministic_and_not_only_warn(on, how):
+    net = nn.Linear(2, 2)
+    net.bias = OnGpu(net.bias.detach())
+    torch.use_deterministic_algorithms(on, warn_only=on)
+    try:
+        with pytest.raises(RuntimeError) as raised:
+            wrap_model(net, "exact")
+        torch.use_deterministic_algorithms(True)
+        wrap_model(net, "exact")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert str(raised.value) == (
+        f"strategy 'exact' must have deterministic algorithms on a GPU, but they are {how}: call "
+        f"seed_everything(seed, deterministic=True), before anything runs there"
+    )
+
+
+TIMED = [{"max_autotune": True}, {"max_autotune_gemm": True}, {"coordinate_descent_tuning": True}]
+
+
+@pytest.mark.parametrize("how", [{"mode": "max-autotune"}, *({"options": o} for o in TIMED)])
+def test_a_model_whose_kernels_are_chosen_by_their_speed_is_refused(how):
+    option = next(iter(how.get("options", TIMED[0])))
+    text = f"compiled without {option} for strategy 'exact', but a Net was compiled with it, .* by "
+    with pytest.raises(RuntimeError, match=f"{text}their speed: leave out mode='max-autotune', or"):
+        wrap_model(torch.compile(seeded(), dynamic=False, **how), "exact")
+    wrap_model(torch.compile(seeded(), dynamic=False, mode="reduce-overhead"), "exact")
+
+
 @contextlib.contextmanager
 def changed(place, name, value):
     before = getattr(place, name)
@@ -299,7 +335,8 @@ def changed(place, name, value):
 DIFFERING = {
     "threads": lambda: threads(2),
     "benchmark": lambda: changed(torch.backends.cudnn, "benchmark", True),
-    "CPU": lambda: changed(torch.backends.cpu, "get_cpu_capability", lambda: "Z80"),
+    "processor": lambda: changed(torch.backends.cpu, "get_cpu_capability", lambda: "Z80"),
+    "arithmetic": lambda: changed(F, "layer_norm", lambda rows, shape: rows.sigmoid()),
 }
 BENCHMARK = "torch.backends.cudnn.benchmark must be False for strategy 'exact', but is True"
 
@@ -341,7 +378,28 @@ def test_ranks_with_other_kernels_are_refused_when_they_wrap():
     for told in run(wrapped_differently, world_size=2):
         assert told["threads"] is None  # they are set
         assert BENCHMARK in told["benchmark"]
-        assert "\n  rank 1: the CPU='Z80'\n" in told["CPU"]
+        assert "\n  rank 1: the processor='Z80'\n" in told["processor"]
+        assert "\n  rank 1: a probe of its arithmetic='" in told["arithmetic"]
+
+
+def probed():
+    torch.set_num_threads(1)
+    return {
+        dtype: kernels(nn.Linear(1, 1, dtype=dtype)) for dtype in (torch.float32, torch.float64)
+    }
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="no MKL, which can be told to")
+def test_the_probe_sees_kernels_of_other_processors_that_no_version_or_flag_tells():
+    (ours,), (others,) = run(probed, world_size=1), run(probed, world_size=1, env=COMPATIBLE)
+    assert probed() == ours
+    for dtype, facts in ours.items():
+        differing = [name for name in facts if facts[name] != others[dtype][name]]
+        assert differing == ["a probe of its arithmetic"]
+    assert len({facts["a probe of its arithmetic"] for facts in ours.values()}) == 2
+
+
+COMPATIBLE = {"MKL_CBWR": "COMPATIBLE"}  # as on processors that MKL does not know
 
 
 def trained_with(threads):
@@ -366,11 +424,10 @@ def test_the_number_of_threads_shows_in_the_last_bit_which_is_why_it_is_fixed():
 def test_a_state_dict_records_the_kernels_through_a_file_and_is_otherwise_the_modules_own():
     model = wrap_model(seeded(), "exact")
     state = through_a_file(model.state_dict())
-    assert state._metadata[""]["exact"] == {
-        "the number of threads": 1,
-        "the CPU": torch.backends.cpu.get_cpu_capability(),
-        "torch": torch.__version__,
-    }
+    facts = state._metadata[""]["exact"]
+    assert facts == kernels(model)
+    assert facts["the processor"] == torch.backends.cpu.get_cpu_capability()
+    assert facts["torch"] == torch.__version__
     assert type(kernels(model)["torch"]) is str
     other = wrap_model(seeded(1), "exact")
     assert other.load_state_dict(state) == ([], [])
@@ -418,11 +475,14 @@ def test_the_record_is_kept_where_the_model_is_a_child_or_compiled():
             load_weights(model, state)
 
 
-def test_a_record_of_a_gpu_is_told_apart_though_there_is_none_here():
+def test_records_of_other_processors_and_of_another_arithmetic_are_told_apart():
     model = wrap_model(seeded(), "exact")
     state = model.state_dict()
-    state._metadata[""]["exact"]["the GPU"] = "NVIDIA H200"
-    with pytest.raises(ValueError, match="but the GPU was 'NVIDIA H200' and is None: go on"):
+    probe = r"but a probe of its arithmetic was '\w+' and is '\w+': go on where it began"
+    with DIFFERING["arithmetic"](), pytest.raises(ValueError, match=probe):
+        model.load_state_dict(state)
+    state._metadata[""]["exact"]["the processor"] = "NVIDIA H200"
+    with pytest.raises(ValueError, match=r"but the processor was 'NVIDIA H200' and is '\w+': go"):
         model.load_state_dict(state)
 
 

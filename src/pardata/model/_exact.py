@@ -11,11 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from pardata.model._arithmetic import probe
 from pardata.model._read_through import ReadThrough
 from pardata.model._unwrap import Wrapper, unwrap
 from pardata.ranks._arguments import check_integer
 
 _RECORD = "exact"  # in the metadata of a state dict
+# Options of torch.compile that choose kernels by their speed.
+_TIMED = "max_autotune", "max_autotune_gemm", "max_autotune_pointwise", "coordinate_descent_tuning"
 
 
 class ExactModel(ReadThrough, Wrapper):
@@ -79,8 +82,8 @@ class ExactModel(ReadThrough, Wrapper):
         if differing:
             raise ValueError(
                 f"an exact run must go on with the kernels that it began with, but {differing}: go "
-                f"on where it began (threads: wrap_model(..., threads=…)), or load into "
-                f"unwrap(model), for a run that is no longer the same to the last bit"
+                f"on where it began (threads: wrap_model(..., threads=…)) and with its precisions, "
+                f"or load into unwrap(model), for a run that is no longer the same to the last bit"
             )
 
 
@@ -163,21 +166,21 @@ def _is_received(parameter: nn.Parameter) -> bool:
 
 def kernels(model: nn.Module) -> dict[str, object]:
     """Return what decides the last bit of a kernel's result, beside its input."""
-    device = next(unwrap(model).parameters()).device
-    facts: dict[str, object] = {
+    parameters = list(unwrap(model).parameters())
+    device = parameters[0].device
+    on_gpu = device.type == "cuda"
+    return {
         "the number of threads": torch.get_num_threads(),
-        "the CPU": torch.backends.cpu.get_cpu_capability(),
         "torch": str(torch.__version__),  # a class of its own, which compares in its own way
+        "the processor": torch.cuda.get_device_name(device)
+        if on_gpu
+        else torch.backends.cpu.get_cpu_capability(),
+        "a probe of its arithmetic": probe(device, {p.dtype for p in parameters})[:16],
     }
-    if device.type == "cuda":
-        facts["the GPU"] = torch.cuda.get_device_name(device)
-        facts["CUDA"] = torch.version.cuda
-        facts["cuDNN"] = torch.backends.cudnn.version()
-    return facts
 
 
 def check_kernels(model: nn.Module) -> None:
-    """Refuse settings of PyTorch, and compiled modules, that choose kernels by what ran before.
+    """Refuse what chooses kernels by their speed or by what ran before, which no probe sees.
 
     What is compiled in place does not say how.
     """
@@ -186,19 +189,33 @@ def check_kernels(model: nn.Module) -> None:
             "torch.backends.cudnn.benchmark must be False for strategy 'exact', but is True, so "
             "that kernels are chosen by their speed: set it to False"
         )
-    on_gpu = any(parameter.is_cuda for parameter in model.parameters())
-    if on_gpu and not torch.are_deterministic_algorithms_enabled():
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    is_on = torch.are_deterministic_algorithms_enabled() and not only_warns
+    if not is_on and any(parameter.is_cuda for parameter in model.parameters()):
         raise RuntimeError(
-            "strategy 'exact' must have deterministic algorithms on a GPU, but they are off: call "
-            "seed_everything(seed, deterministic=True), before anything runs there"
+            f"strategy 'exact' must have deterministic algorithms on a GPU, but they are "
+            f"{'only warned of (warn_only=True)' if only_warns else 'off'}: call "
+            f"seed_everything(seed, deterministic=True), before anything runs there"
         )
     for module in model.modules():
-        context = module.__dict__.get("dynamo_ctx")
-        in_place = module._compiled_call_impl is not None  # noqa: SLF001  # torch has no public name
-        if in_place or (context is not None and getattr(context, "_dynamic", None) is not False):
-            how = "in place, where that cannot be seen" if in_place else "without it"
-            raise RuntimeError(
-                f"a model must be compiled with dynamic=False for strategy 'exact', but a "
-                f"{type(unwrap(module)).__name__} was compiled {how}, so that kernels may depend "
-                f"on the sizes that came before: pass torch.compile(model, dynamic=False)"
-            )
+        _check_compilation(module)
+
+
+def _check_compilation(module: nn.Module) -> None:
+    context = module.__dict__.get("dynamo_ctx")
+    in_place = module._compiled_call_impl is not None  # noqa: SLF001  # torch has no public name
+    if in_place or (context is not None and getattr(context, "_dynamic", None) is not False):
+        how = "in place, where that cannot be seen" if in_place else "without it"
+        raise RuntimeError(
+            f"a model must be compiled with dynamic=False for strategy 'exact', but a "
+            f"{type(unwrap(module)).__name__} was compiled {how}, so that kernels may depend "
+            f"on the sizes that came before: pass torch.compile(model, dynamic=False)"
+        )
+    options = getattr(context, "compiler_config", None) or {}
+    timed = [name for name in _TIMED if options.get(name) and not options.get("deterministic")]
+    if timed:
+        raise RuntimeError(
+            f"a model must be compiled without {timed[0]} for strategy 'exact', but a "
+            f"{type(unwrap(module)).__name__} was compiled with it, so that kernels are chosen by "
+            f"their speed: leave out mode='max-autotune', or the option"
+        )

@@ -197,7 +197,7 @@ class Exact(Strategy):
             return kernels(wrapped)
 
         place = "wrap_model(strategy='exact')"
-        cure = "Start on machines and with versions that are alike, or use strategy 'ddp'."
+        cure = "Use processors, versions and precisions that are alike, or strategy 'ddp'."
         agree(settings.here, place, checked, lambda told: require_same(place, told, cure))
         if settings.here.size > 1:
             _broadcast_weights(model)

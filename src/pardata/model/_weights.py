@@ -1,14 +1,13 @@
 """Weights in and out of a model, whatever wraps it, and whether all ranks hold the same."""
 
-import ctypes
-import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from pardata.collective._agreement import require_same, same
+from pardata.model._digest import digest_of
 from pardata.model._state_dict import LoadedKeys
 from pardata.model._strategy import strategy_of
 from pardata.model._unwrap import unwrap
@@ -60,7 +59,7 @@ def fingerprint(model: nn.Module) -> str:
     >>> fingerprint(nn.Identity())[:8]
     'e3b0c442'
     """
-    return _digest((f"{name} {tensor.dtype}", tensor) for name, tensor in named_tensors(model))
+    return digest_of((f"{name} {tensor.dtype}", tensor) for name, tensor in named_tensors(model))
 
 
 def check_in_sync(model: nn.Module) -> None:
@@ -81,7 +80,7 @@ def check_in_sync(model: nn.Module) -> None:
     def digests() -> Mapping[str, str]:
         state = unwrap(model).state_dict()
         return {
-            name: _digest([(f"{value.dtype} {tuple(value.shape)}", value)])
+            name: digest_of([(f"{value.dtype} {tuple(value.shape)}", value)])
             for name, value in (state.items() if here.size > 1 else ())
             if _is_whole(value)
         }
@@ -114,16 +113,3 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _is_whole(value: object) -> bool:
     """Whether a value of a state dict is a tensor of which this rank has all."""
     return isinstance(value, Tensor) and not hasattr(value, "full_tensor")
-
-
-def _digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Return a SHA-256 of the bits of tensors, each with a text before it."""
-    digest = hashlib.sha256()
-    for text, tensor in tensors:
-        digest.update(text.encode())
-        data = tensor.detach().cpu().contiguous()
-        # The bytes as they lie in memory, without NumPy, which torch does not require.
-        digest.update(
-            (ctypes.c_char * data.nbytes).from_address(data.data_ptr()) if data.nbytes else b""
-        )
-    return digest.hexdigest()

@@ -37,12 +37,29 @@ class Elsewhere(nn.Parameter):
     device = property(lambda _: torch.device("cuda", 1))
 
 
-def test_a_model_on_several_devices_is_refused_by_exact_by_name():
+def wrapped_elsewhere(strategy):
     net = nn.Linear(2, 2)
     net.bias = Elsewhere(net.bias.detach())
-    with pytest.raises(ValueError, match="one device under strategy 'exact', but is spread") as it:
-        wrap_model(net, "exact")
-    assert str(it.value).endswith("is spread over cpu, cuda:1: move it to one, or use 'ddp'")
+    dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+    try:
+        return caught(wrap_model, net, strategy)
+    finally:
+        dist.group.WORLD.bound_device_id = None
+
+
+SPREAD = {
+    "exact": ("under strategy 'exact'", "use 'ddp'"),
+    "fsdp": ("under strategy 'fsdp'", "use 'ddp'"),
+    "ddp": ("in a process group that is bound to cuda:0", "make the group without device_id"),
+}
+
+
+@pytest.mark.parametrize("strategy", SPREAD)
+def test_a_model_on_several_devices_is_refused_by_name_where_it_cannot_be(strategy):
+    (raised,) = run(wrapped_elsewhere, strategy, world_size=1)
+    why, cure = SPREAD[strategy]
+    text = f"`model` must be on one device {why}, but is spread over cpu, cuda:1: move it to one, "
+    assert (raised.type, raised.text) == ("ValueError", f"{text}or {cure}")
 
 
 # What comes back

@@ -258,7 +258,9 @@ COMPILED = {
 
 @pytest.mark.parametrize("how", COMPILED)
 def test_a_compiled_model_needs_dynamic_false_in_every_nesting(how):
-    text = "must be compiled with dynamic=False for strategy 'exact', but a .* was compiled without"
+    text = (
+        "must be compiled with dynamic=False and not be tuned, but a .* was compiled without it, so"
+    )
     for dynamic in ({}, {"dynamic": None}, {"dynamic": True}):
         with pytest.raises(RuntimeError, match=text):
             step(COMPILED[how](seeded(), **dynamic))
@@ -275,7 +277,7 @@ def test_a_compiled_model_needs_dynamic_false_in_every_nesting(how):
 def test_what_is_compiled_in_place_does_not_say_how_and_is_refused(part):
     model = wrap_model(seeded(), "exact")
     compiled_in_place(model if part == "Net" else model.last)
-    text = f"but a {part} was compiled in place, where that cannot be seen, .* pass torch.compile"
+    text = f"but a {part} was compiled in place, where that cannot be seen: pass torch.compile"
     with pytest.raises(RuntimeError, match=text):
         step(model)
 
@@ -306,8 +308,8 @@ def test_on_a_gpu_algorithms_must_be_deterministic_and_not_only_warn(on, how):
     finally:
         torch.use_deterministic_algorithms(False)
     assert str(raised.value) == (
-        f"strategy 'exact' must have deterministic algorithms on a GPU, but they are {how}: call "
-        f"seed_everything(seed, deterministic=True), before anything runs there"
+        f"under strategy 'exact' a GPU must have deterministic algorithms, but they are {how}: "
+        f"call seed_everything(seed, deterministic=True), before anything runs there"
     )
 
 
@@ -317,8 +319,8 @@ TIMED = [{"max_autotune": True}, {"max_autotune_gemm": True}, {"coordinate_desce
 @pytest.mark.parametrize("how", [{"mode": "max-autotune"}, *({"options": o} for o in TIMED)])
 def test_a_model_whose_kernels_are_chosen_by_their_speed_is_refused(how):
     option = next(iter(how.get("options", TIMED[0])))
-    text = f"compiled without {option} for strategy 'exact', but a Net was compiled with it, .* by "
-    with pytest.raises(RuntimeError, match=f"{text}their speed: leave out mode='max-autotune', or"):
+    text = f"but a Net was compiled with {option}, so that kernels are chosen by their speed: pass "
+    with pytest.raises(RuntimeError, match=f"{text}.* without mode='max-autotune'"):
         wrap_model(torch.compile(seeded(), dynamic=False, **how), "exact")
     wrap_model(torch.compile(seeded(), dynamic=False, mode="reduce-overhead"), "exact")
 
@@ -338,7 +340,7 @@ DIFFERING = {
     "processor": lambda: changed(torch.backends.cpu, "get_cpu_capability", lambda: "Z80"),
     "arithmetic": lambda: changed(F, "layer_norm", lambda rows, shape: rows.sigmoid()),
 }
-BENCHMARK = "torch.backends.cudnn.benchmark must be False for strategy 'exact', but is True"
+BENCHMARK = "under strategy 'exact' torch.backends.cudnn.benchmark must be False, but is True: set"
 
 
 def with_differing(fn, *args):
@@ -361,7 +363,9 @@ def kernels_that_changed():
 @pytest.mark.parametrize("size", [1, 3])
 def test_kernels_that_changed_on_one_rank_are_an_error_on_all(size):
     *others, last = run(kernels_that_changed, world_size=size)
-    text = "must keep its 1 thread(s), but PyTorch now has 2: leave torch.set_num_threads alone, or"
+    text = (
+        "must keep its 1 thread(s), but now has 2: leave torch.set_num_threads alone, or wrap with"
+    )
     assert text in last[0]["threads"]
     assert BENCHMARK in last[0]["benchmark"]
     for told in others:
@@ -378,8 +382,11 @@ def test_ranks_with_other_kernels_are_refused_when_they_wrap():
     for told in run(wrapped_differently, world_size=2):
         assert told["threads"] is None  # they are set
         assert BENCHMARK in told["benchmark"]
-        assert "\n  rank 1: the processor='Z80'\n" in told["processor"]
-        assert "\n  rank 1: a probe of its arithmetic='" in told["arithmetic"]
+        assert "\n  rank 1: `the processor` Z80\nBuild the same model, in" in told["processor"]
+        assert "\n  rank 1: `a probe of its arithmetic` " in told["arithmetic"]
+        assert told["arithmetic"].endswith(
+            "with processors, versions and precisions that are alike."
+        )
 
 
 def probed():

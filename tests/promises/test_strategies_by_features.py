@@ -188,7 +188,10 @@ CELLS = [(name, strategy) for name in FEATURES for strategy in STRATEGIES]
 ALONE = "strategy 'dp' must run in one process, without SyncBatchNorm, but has "
 NO_OPTION = ", but 'find_unused_parameters' is not; there are "
 ERRORS = {
-    ("`model.compile()`, in place", "exact"): "compiled with dynamic=False for strategy 'exact'",
+    (
+        "`model.compile()`, in place",
+        "exact",
+    ): "but a Net was compiled in place, where that cannot be ",
     ("unused parameters", "ddp"): "every parameter must take part in the loss, but ",
     ("batch norm, `sync_batchnorm=True`", "dp"): ALONE,
     (

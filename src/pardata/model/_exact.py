@@ -5,7 +5,7 @@ to be summed in fixed point (`_exact_step`), and refuses any other backward.
 """
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch import nn
 from pardata.model._arithmetic import probe
 from pardata.model._read_through import ReadThrough
 from pardata.model._unwrap import Wrapper, unwrap
-from pardata.ranks._arguments import check_integer
 
 _RECORD = "exact"  # in the metadata of a state dict
 # Options of torch.compile that choose kernels by their speed.
@@ -38,10 +37,6 @@ class ExactModel(ReadThrough, Wrapper):
     exact: "Exactness"
 
     def __init__(self, module: nn.Module, *, threads: int = 1, on_overflow: str = "raise") -> None:
-        check_integer("threads", threads, least=1)
-        if on_overflow not in ("raise", "skip"):
-            raise ValueError(f"`on_overflow` must be 'raise' or 'skip', but is {on_overflow!r}")
-        torch.set_num_threads(threads)
         # Not as attributes are set, which are the module's once it is wrapped.
         self.__dict__["exact"] = Exactness(unwrap(module), threads, on_overflow)
         super().__init__(module)
@@ -123,17 +118,7 @@ class Exactness:
 
     def refusal(self, model: nn.Module) -> RuntimeError | None:
         """Return why this process may not compute with `model`: its kernels would be others."""
-        try:
-            check_kernels(model)
-        except RuntimeError as error:
-            return error
-        if (threads := torch.get_num_threads()) == self.threads:
-            return None
-        return RuntimeError(
-            f"an exact run must keep its {self.threads} thread(s), but PyTorch now has {threads}: "
-            f"leave torch.set_num_threads alone, or pass wrap_model(..., threads={threads}) from "
-            f"the beginning"
-        )
+        return refused_kernels(model, self.threads)
 
 
 class _Hook:
@@ -167,55 +152,56 @@ def _is_received(parameter: nn.Parameter) -> bool:
 def kernels(model: nn.Module) -> dict[str, object]:
     """Return what decides the last bit of a kernel's result, beside its input."""
     parameters = list(unwrap(model).parameters())
-    device = parameters[0].device
-    on_gpu = device.type == "cuda"
+    device, cpu = parameters[0].device, torch.backends.cpu.get_cpu_capability()
     return {
         "the number of threads": torch.get_num_threads(),
         "torch": str(torch.__version__),  # a class of its own, which compares in its own way
-        "the processor": torch.cuda.get_device_name(device)
-        if on_gpu
-        else torch.backends.cpu.get_cpu_capability(),
+        "the processor": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
         "a probe of its arithmetic": probe(device, {p.dtype for p in parameters})[:16],
     }
 
 
-def check_kernels(model: nn.Module) -> None:
-    """Refuse what chooses kernels by their speed or by what ran before, which no probe sees.
+def refused_kernels(model: nn.Module, threads: int) -> RuntimeError | None:
+    """Return why a process may not compute with `model` and so many threads, if it may not."""
+    texts = (*_wrong_settings(model, threads), *_wrong_compilations(model))
+    return RuntimeError(f"under strategy 'exact' {texts[0]}") if texts else None
 
-    What is compiled in place does not say how.
-    """
+
+def _wrong_settings(model: nn.Module, threads: int) -> Iterator[str]:
+    """Yield what lets kernels be chosen by their speed, or in other ways that no probe sees."""
     if torch.backends.cudnn.benchmark:
-        raise RuntimeError(
-            "torch.backends.cudnn.benchmark must be False for strategy 'exact', but is True, so "
-            "that kernels are chosen by their speed: set it to False"
-        )
+        yield "torch.backends.cudnn.benchmark must be False, but is True: set it to False"
+    is_on = torch.are_deterministic_algorithms_enabled()
     only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    is_on = torch.are_deterministic_algorithms_enabled() and not only_warns
-    if not is_on and any(parameter.is_cuda for parameter in model.parameters()):
-        raise RuntimeError(
-            f"strategy 'exact' must have deterministic algorithms on a GPU, but they are "
-            f"{'only warned of (warn_only=True)' if only_warns else 'off'}: call "
+    if (only_warns or not is_on) and any(parameter.is_cuda for parameter in model.parameters()):
+        yield (
+            f"a GPU must have deterministic algorithms, but they are "
+            f"{'only warned of (warn_only=True)' if is_on else 'off'}: call "
             f"seed_everything(seed, deterministic=True), before anything runs there"
         )
-    for module in model.modules():
-        _check_compilation(module)
-
-
-def _check_compilation(module: nn.Module) -> None:
-    context = module.__dict__.get("dynamo_ctx")
-    in_place = module._compiled_call_impl is not None  # noqa: SLF001  # torch has no public name
-    if in_place or (context is not None and getattr(context, "_dynamic", None) is not False):
-        how = "in place, where that cannot be seen" if in_place else "without it"
-        raise RuntimeError(
-            f"a model must be compiled with dynamic=False for strategy 'exact', but a "
-            f"{type(unwrap(module)).__name__} was compiled {how}, so that kernels may depend "
-            f"on the sizes that came before: pass torch.compile(model, dynamic=False)"
+    if (now := torch.get_num_threads()) != threads:
+        yield (
+            f"PyTorch must keep its {threads} thread(s), but now has {now}: leave "
+            f"torch.set_num_threads alone, or wrap with threads={now} from the beginning"
         )
-    options = getattr(context, "compiler_config", None) or {}
-    timed = [name for name in _TIMED if options.get(name) and not options.get("deterministic")]
-    if timed:
-        raise RuntimeError(
-            f"a model must be compiled without {timed[0]} for strategy 'exact', but a "
-            f"{type(unwrap(module)).__name__} was compiled with it, so that kernels are chosen by "
-            f"their speed: leave out mode='max-autotune', or the option"
+
+
+def _wrong_compilations(model: nn.Module) -> Iterator[str]:
+    """Yield how a part of the model was compiled so that others may get other kernels."""
+    for part in model.modules():
+        context = part.__dict__.get("dynamo_ctx")
+        options = getattr(context, "compiler_config", None) or {}
+        timed = [name for name in _TIMED if options.get(name) and not options.get("deterministic")]
+        if part._compiled_call_impl is not None:  # noqa: SLF001  # torch has no public name
+            how = "in place, where that cannot be seen"
+        elif context is not None and getattr(context, "_dynamic", None) is not False:
+            how = "without it, so that kernels may depend on the sizes that came before"
+        elif timed:
+            how = f"with {timed[0]}, so that kernels are chosen by their speed"
+        else:
+            continue
+        yield (
+            f"a model must be compiled with dynamic=False and not be tuned, but a "
+            f"{type(unwrap(part)).__name__} was compiled {how}: pass torch.compile(model, "
+            f"dynamic=False), without mode='max-autotune'"
         )

@@ -11,18 +11,19 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from pardata.collective._agreement import Facts, agree, require_same
+from pardata.collective._agreement import Facts
 from pardata.model._batch_norm import is_synchronised
 from pardata.model._buffers import EqualBuffers, broadcast
 from pardata.model._ddp import ReadThroughDDP
 from pardata.model._dp import ReadThroughDP
-from pardata.model._exact import ExactModel, check_kernels, kernels
+from pardata.model._exact import ExactModel, kernels, refused_kernels
 from pardata.model._state_dict import LoadedKeys, load_sharded, load_whole
 from pardata.model._unwrap import ShardedModule, layers, unwrap
-from pardata.ranks._arguments import check_module
+from pardata.ranks._arguments import check_integer, check_module
 from pardata.ranks._logger import get_logger
 from pardata.ranks._world import World
 
@@ -48,15 +49,21 @@ class Strategy(ABC):
         needs_group: whether that needs a process group of one rank, too.
         takes_all: whether the model may be one that has nothing to train.
         takes_sharded_parts: whether parts of the model may be wrapped before it, block by block.
+        cure: for ranks that differ.
     """
 
     name: str
     wrapper: type | tuple[()] = ()
     is_collective = needs_group = True
     takes_all = takes_sharded_parts = False
+    cure = "Build the same model, in the same order, on every rank."
 
     def check(self, model: nn.Module, settings: Settings) -> None:  # noqa: B027  # for some only
         """Refuse a model or settings that this strategy cannot take, but others can."""
+
+    def facts(self, model: nn.Module, settings: Settings) -> Facts:  # noqa: ARG002  # for some only
+        """Return what must be the same on all ranks, beside a model that is where it is to be."""
+        return {}
 
     def device(self, settings: Settings) -> torch.device | str:
         """Return where the model is to be."""
@@ -125,6 +132,12 @@ class Replicated(Strategy):
     name = "ddp"
     wrapper = DistributedDataParallel
 
+    def check(self, model: nn.Module, settings: Settings) -> None:  # noqa: ARG002  # others look
+        bound = getattr(dist.group.WORLD, "bound_device_id", None)
+        if bound is not None:  # NCCL then takes tensors from nowhere else
+            why = f"in a process group that is bound to {bound}"
+            _check_one_device(model, why, "make the group without device_id")
+
     def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
         options = {"gradient_as_bucket_view": True, **settings.options}
         old, new = "broadcast_buffers", "forward_sync_buffers"
@@ -141,6 +154,9 @@ class Sharded(Strategy):
     name = "fsdp"
     wrapper = ShardedModule
     takes_sharded_parts = True
+
+    def check(self, model: nn.Module, settings: Settings) -> None:  # noqa: ARG002  # others look
+        _check_one_device(model, "under strategy 'fsdp'", "use 'ddp'")
 
     def options_of(self) -> Callable[..., object]:
         from torch.distributed.fsdp import fully_shard  # noqa: PLC0415  # half a second
@@ -174,6 +190,7 @@ class Exact(Strategy):
     name = "exact"
     wrapper = ExactModel
     needs_group = False
+    cure = f"{Strategy.cure[:-1]}, with processors, versions and precisions that are alike."
 
     def check(self, model: nn.Module, settings: Settings) -> None:
         if settings.sync_batchnorm or any(map(is_synchronised, model.modules())):
@@ -182,33 +199,37 @@ class Exact(Strategy):
                 "make the model anew without it, for there batch norm takes the statistics of each "
                 "microbatch, which are the same at every world size"
             )
-        devices = {str(tensor.device) for tensor in [*model.parameters(), *model.buffers()]}
-        if len(devices) > 1:
-            raise ValueError(
-                f"`model` must be on one device under strategy 'exact', but is spread over "
-                f"{', '.join(sorted(devices))}: move it to one, or use 'ddp'"
-            )
+        _check_one_device(model, "under strategy 'exact'", "use 'ddp'")
+        check_integer("threads", settings.options.get("threads", 1), least=1)
+        if (what := settings.options.get("on_overflow", "raise")) not in ("raise", "skip"):
+            raise ValueError(f"`on_overflow` must be 'raise' or 'skip', but is {what!r}")
+
+    def facts(self, model: nn.Module, settings: Settings) -> Facts:
+        torch.set_num_threads(threads := settings.options.get("threads", 1))
+        if refusal := refused_kernels(model, threads):
+            raise refusal
+        return kernels(model)
 
     def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
-        wrapped = ExactModel(model, **settings.options)
-
-        def checked() -> Facts:
-            check_kernels(model)
-            return kernels(wrapped)
-
-        place = "wrap_model(strategy='exact')"
-        cure = "Use processors, versions and precisions that are alike, or strategy 'ddp'."
-        agree(settings.here, place, checked, lambda told: require_same(place, told, cure))
         if settings.here.size > 1:
             _broadcast_weights(model)
         text = "strategy 'exact' computes with %d thread(s) on each rank, whatever their number"
         _log.info(text, torch.get_num_threads(), once=True)
-        return wrapped
+        return ExactModel(model, **settings.options)
 
     def state_dict(self, model: nn.Module) -> Mapping[str, Any]:
         # With the wrapper's record in it of the kernels by which it was trained.
         state: Mapping[str, Any] = replica_of(model).wrapper.state_dict()
         return state
+
+
+def _check_one_device(model: nn.Module, why: str, cure: str) -> None:
+    devices = {str(tensor.device) for tensor in [*model.parameters(), *model.buffers()]}
+    if len(devices) > 1:
+        raise ValueError(
+            f"`model` must be on one device {why}, but is spread over "
+            f"{', '.join(sorted(devices))}: move it to one, or {cure}"
+        )
 
 
 def _broadcast_weights(model: nn.Module) -> None:
@@ -230,11 +251,17 @@ def named(name: object) -> Strategy:
     """Return the strategy of a name.
 
     Raises:
+        TypeError: for an optimizer, which other libraries wrap with the model.
         ValueError: for a name that no strategy has.
     """
     for strategy in STRATEGIES:
         if name == strategy.name:
             return strategy
+    if isinstance(name, torch.optim.Optimizer):
+        raise TypeError(
+            f"`strategy` must be a name, but is an optimizer ({type(name).__name__}): call "
+            f"wrap_model(model), and then make the optimizer, of what that returns"
+        )
     names = ", ".join(map(repr, get_args(StrategyName)))
     raise ValueError(f"`strategy` must be one of {names}, but is {name!r}")
 

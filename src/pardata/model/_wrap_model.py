@@ -1,6 +1,7 @@
 """One argument chooses how replicas are kept equal."""
 
 import inspect
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -88,13 +89,15 @@ def wrap_model(
         target = checked_device(chosen.device(settings))
         if len({parameter.device for parameter in model.parameters()}) < 2:
             model.to(target)  # else somebody placed its parts by hand
+        if not chosen.is_collective:
+            return {}
         told = {**options, "sync_batchnorm": sync_batchnorm}
-        return _facts_of(model, name, told) if chosen.is_collective else {}
+        return {**_facts_of(model, name, told), **chosen.facts(model, settings)}
 
     if any(one.name == name and not one.is_collective for one in STRATEGIES):
         checked()
     else:  # an unknown one too: the other ranks may have it right, and wait
-        same(here, "wrap_model", checked, _check_same_models)
+        same(here, "wrap_model", checked, partial(_check_same_models, name))
     chosen = named(name)
     if sync_batchnorm and here.size > 1 and chosen.is_collective:
         model = with_synchronised_batch_norms(model)
@@ -157,7 +160,7 @@ def _facts_of(model: nn.Module, strategy: str, options: dict[str, Any]) -> dict[
     return facts
 
 
-def _check_same_models(told: list[dict[str, object]]) -> None:
+def _check_same_models(strategy: str, told: list[dict[str, object]]) -> None:
     """Raise, with a table of the first difference, if the ranks hold different models."""
     models = [[f"`{name}` {fact}" for name, fact in facts.items()] for facts in told]
     if all(model == models[0] for model in models):
@@ -166,5 +169,5 @@ def _check_same_models(told: list[dict[str, object]]) -> None:
     first = next(entry for entry in entries if len(set(entry)) > 1)
     raise RuntimeError(
         f"every rank must pass the same model to `wrap_model`, but they differ, first here:\n"
-        f"{table_of(first)}\nBuild the same model, in the same order, on every rank."
+        f"{table_of(first)}\n{named(strategy).cure}"
     )

@@ -37,29 +37,30 @@ class Elsewhere(nn.Parameter):
     device = property(lambda _: torch.device("cuda", 1))
 
 
-def wrapped_elsewhere(strategy):
+def wrapped_elsewhere(strategy, bound):
     net = nn.Linear(2, 2)
     net.bias = Elsewhere(net.bias.detach())
-    dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+    dist.group.WORLD.bound_device_id = bound
     try:
         return caught(wrap_model, net, strategy)
     finally:
         dist.group.WORLD.bound_device_id = None
 
 
-SPREAD = {
-    "exact": ("under strategy 'exact'", "use 'ddp'"),
-    "fsdp": ("under strategy 'fsdp'", "use 'ddp'"),
-    "ddp": ("in a process group that is bound to cuda:0", "make the group without device_id"),
-}
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "exact"])
+def test_a_model_on_several_devices_is_refused_in_a_bound_group_and_where_it_cannot_be(strategy):
+    text = (
+        "`model` must be on one device under strategy {!r}{}, but is spread over cpu, cuda:1: move "
+        "it to one, or use 'ddp' in a group without device_id"
+    )
+    (raised,) = run(wrapped_elsewhere, strategy, torch.device("cuda", 0), world_size=1)
+    assert (raised.type, raised.text) == ("ValueError", text.format(strategy, BOUND))
+    (raised,) = run(wrapped_elsewhere, strategy, None, world_size=1)
+    # DDP goes on, to PyTorch's own refusal of a GPU that is not there.
+    assert (raised.text == text.format(strategy, "")) == (strategy != "ddp")
 
 
-@pytest.mark.parametrize("strategy", SPREAD)
-def test_a_model_on_several_devices_is_refused_by_name_where_it_cannot_be(strategy):
-    (raised,) = run(wrapped_elsewhere, strategy, world_size=1)
-    why, cure = SPREAD[strategy]
-    text = f"`model` must be on one device {why}, but is spread over cpu, cuda:1: move it to one, "
-    assert (raised.type, raised.text) == ("ValueError", f"{text}or {cure}")
+BOUND = ", in a process group bound to cuda:0"
 
 
 # What comes back

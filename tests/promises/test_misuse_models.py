@@ -109,8 +109,8 @@ CASES = {
              "`strategy` must be one of", "is 'fdsp'", sizes=MANY),
         case("wrap_model(net(), 'ddp' if rank == 0 else 'exact')", "RuntimeError",
              "the same model", "`the strategy` ddp", "`the strategy` exact", sizes=MANY),
-        case("wrap_model(net(), torch.optim.SGD(net().parameters()))", "TypeError",
-             "`strategy` must be a name, but is an optimizer (SGD)", "then make the optimizer",
+        case("wrap_model(net(), torch.optim.SGD(net().parameters()))", "ValueError",
+             "`strategy` must be one of", "but is an optimizer: make that after wrapping",
              label="`wrap_model(model, optimizer)`"),
         case("wrap_model(None, 'ddp')", "TypeError", "`model` must be a torch.nn.Module, but is "
              "a NoneType"),

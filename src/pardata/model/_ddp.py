@@ -208,8 +208,7 @@ def send_along(model: DistributedDataParallel, numbers: Tensor) -> bool:
 def sums_sent_along(model: DistributedDataParallel) -> Tensor:
     """Return the sums over all ranks of what was sent along, after the backward."""
     parcel: Any = model._parcel  # noqa: SLF001  # likewise
-    sums: Tensor = parcel.sums  # for all gradients have been reduced
-    parcel.sums = None
+    sums: Tensor = parcel.sums
     return sums
 
 

@@ -6,6 +6,7 @@ attributes, ``state_dict`` and ``load_state_dict`` are the module's.
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -112,12 +113,9 @@ class ReadThrough(nn.Module):
         own = {*vars(self), *self._modules, *dir(type(self))}
         names = {*dir(self.module)} - {*dir(nn.Module), "training"}
         for name in sorted(name for name in names & own if not name.startswith("_")):
-            level = logging.DEBUG if self._is_as_inside(name) else logging.WARNING
+            level = logging.WARNING
+            with suppress(Exception):  # a property of the user's may raise anything
+                is_alike = getattr(self, name) == getattr(self.module, name)
+                level = logging.DEBUG if is_alike else level
             hides = f"{type(self).__name__} hides `{name}` of {type(self.module).__name__}"
             _log.log(level, "%s: read unwrap(model).%s", hides, name, ranks=[0], once=True)
-
-    def _is_as_inside(self, name: str) -> bool:
-        try:
-            return bool(getattr(self, name) == getattr(self.module, name))
-        except Exception:  # noqa: BLE001  # a property of the user's may raise anything
-            return False

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -21,7 +20,7 @@ from pardata.model._buffers import EqualBuffers, broadcast
 from pardata.model._ddp import ReadThroughDDP
 from pardata.model._dp import ReadThroughDP
 from pardata.model._exact import ExactModel, kernels, refused_kernels
-from pardata.model._state_dict import LoadedKeys, load_sharded, load_whole
+from pardata.model._state_dict import load_sharded, load_whole
 from pardata.model._unwrap import ShardedModule, layers, unwrap
 from pardata.ranks._arguments import check_integer, check_module
 from pardata.ranks._logger import get_logger
@@ -49,13 +48,14 @@ class Strategy(ABC):
         needs_group: whether that needs a process group of one rank, too.
         takes_all: whether the model may be one that has nothing to train.
         takes_sharded_parts: whether parts of the model may be wrapped before it, block by block.
+        takes_devices: whether the model may be spread over several.
         cure: for ranks that differ.
     """
 
     name: str
     wrapper: type | tuple[()] = ()
     is_collective = needs_group = True
-    takes_all = takes_sharded_parts = False
+    takes_all = takes_sharded_parts = takes_devices = False
     cure = "Build the same model, in the same order, on every rank."
 
     def check(self, model: nn.Module, settings: Settings) -> None:  # noqa: B027  # for some only
@@ -82,9 +82,7 @@ class Strategy(ABC):
         """Return what a checkpoint keeps of `model`, under the names of the module inside."""
         return unwrap(model).state_dict()
 
-    def load(self, model: nn.Module, state: object, *, strict: bool, assign: bool) -> LoadedKeys:
-        """Do what `load_weights` says."""
-        return load_whole(model, state, strict=strict, assign=assign)
+    load = staticmethod(load_whole)  # what `load_weights` does
 
 
 class Alone(Strategy):
@@ -131,12 +129,7 @@ class Scattered(Strategy):
 class Replicated(Strategy):
     name = "ddp"
     wrapper = DistributedDataParallel
-
-    def check(self, model: nn.Module, settings: Settings) -> None:  # noqa: ARG002  # others look
-        bound = getattr(dist.group.WORLD, "bound_device_id", None)
-        if bound is not None:  # NCCL then takes tensors from nowhere else
-            why = f"in a process group that is bound to {bound}"
-            _check_one_device(model, why, "make the group without device_id")
+    takes_devices = True
 
     def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
         options = {"gradient_as_bucket_view": True, **settings.options}
@@ -154,9 +147,6 @@ class Sharded(Strategy):
     name = "fsdp"
     wrapper = ShardedModule
     takes_sharded_parts = True
-
-    def check(self, model: nn.Module, settings: Settings) -> None:  # noqa: ARG002  # others look
-        _check_one_device(model, "under strategy 'fsdp'", "use 'ddp'")
 
     def options_of(self) -> Callable[..., object]:
         from torch.distributed.fsdp import fully_shard  # noqa: PLC0415  # half a second
@@ -182,8 +172,7 @@ class Sharded(Strategy):
             module.register_forward_hook(EqualBuffers())
         return model
 
-    def load(self, model: nn.Module, state: object, *, strict: bool, assign: bool) -> LoadedKeys:
-        return load_sharded(unwrap(model), state, strict=strict, assign=assign)
+    load = staticmethod(load_sharded)
 
 
 class Exact(Strategy):
@@ -199,7 +188,6 @@ class Exact(Strategy):
                 "make the model anew without it, for there batch norm takes the statistics of each "
                 "microbatch, which are the same at every world size"
             )
-        _check_one_device(model, "under strategy 'exact'", "use 'ddp'")
         check_integer("threads", settings.options.get("threads", 1), least=1)
         if (what := settings.options.get("on_overflow", "raise")) not in ("raise", "skip"):
             raise ValueError(f"`on_overflow` must be 'raise' or 'skip', but is {what!r}")
@@ -223,15 +211,6 @@ class Exact(Strategy):
         return state
 
 
-def _check_one_device(model: nn.Module, why: str, cure: str) -> None:
-    devices = {str(tensor.device) for tensor in [*model.parameters(), *model.buffers()]}
-    if len(devices) > 1:
-        raise ValueError(
-            f"`model` must be on one device {why}, but is spread over "
-            f"{', '.join(sorted(devices))}: move it to one, or {cure}"
-        )
-
-
 def _broadcast_weights(model: nn.Module) -> None:
     """Let all ranks begin from rank 0's weights."""
     tensors = [*model.parameters(), *model.buffers()]
@@ -251,19 +230,15 @@ def named(name: object) -> Strategy:
     """Return the strategy of a name.
 
     Raises:
-        TypeError: for an optimizer, which other libraries wrap with the model.
         ValueError: for a name that no strategy has.
     """
     for strategy in STRATEGIES:
         if name == strategy.name:
             return strategy
-    if isinstance(name, torch.optim.Optimizer):
-        raise TypeError(
-            f"`strategy` must be a name, but is an optimizer ({type(name).__name__}): call "
-            f"wrap_model(model), and then make the optimizer, of what that returns"
-        )
-    names = ", ".join(map(repr, get_args(StrategyName)))
-    raise ValueError(f"`strategy` must be one of {names}, but is {name!r}")
+    names, given = ", ".join(map(repr, get_args(StrategyName))), repr(name)
+    if isinstance(name, torch.optim.Optimizer):  # which other libraries wrap with the model
+        given = "an optimizer: make that after wrapping, of what wrap_model returns"
+    raise ValueError(f"`strategy` must be one of {names}, but is {given}")
 
 
 class Replica(NamedTuple):

@@ -6,6 +6,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -87,7 +88,7 @@ def wrap_model(
         chosen = named(name)
         _check(model, chosen, settings)
         target = checked_device(chosen.device(settings))
-        if len({parameter.device for parameter in model.parameters()}) < 2:
+        if len(_devices(model)) < 2:
             model.to(target)  # else somebody placed its parts by hand
         if not chosen.is_collective:
             return {}
@@ -121,12 +122,30 @@ def _check(model: nn.Module, chosen: Strategy, settings: Settings) -> None:
     check_flag("sync_batchnorm", settings.sync_batchnorm)
     if not chosen.takes_all:
         _check_trainable(model, chosen.name)
+    if chosen.is_collective:
+        _check_devices(model, chosen)
     if chosen.needs_group and settings.here.backend is None:
         raise RuntimeError(
             f"strategy {chosen.name!r} needs a process group, but this process is in none: call "
             f"`pardata.init()` first, or use strategy='auto'"
         )
     chosen.check(model, settings)
+
+
+def _check_devices(model: nn.Module, chosen: Strategy) -> None:
+    """Refuse a model that is spread over several devices where that cannot be."""
+    # NCCL takes tensors of no other device than that to which its group is bound.
+    bound = getattr(dist.group.WORLD, "bound_device_id", None)
+    why = f", in a process group bound to {bound}" if bound is not None else ""
+    if len(devices := _devices(model)) > 1 and (why or not chosen.takes_devices):
+        raise ValueError(
+            f"`model` must be on one device under strategy {chosen.name!r}{why}, but is spread "
+            f"over {', '.join(devices)}: move it to one, or use 'ddp' in a group without device_id"
+        )
+
+
+def _devices(model: nn.Module) -> list[str]:
+    return sorted({str(tensor.device) for tensor in [*model.parameters(), *model.buffers()]})
 
 
 def _check_trainable(model: nn.Module, strategy: str) -> None:

@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 import pardata
 from pardata import Microbatches, backward, fingerprint, load_weights, unwrap, world, wrap_model
+from pardata.model import _exact
 from pardata.model._exact import ExactModel, kernels
 from pardata.model._unwrap import Wrapper, layers
 
@@ -480,6 +481,15 @@ def test_the_record_is_kept_where_the_model_is_a_child_or_compiled():
             model.load_state_dict(state)
         with pytest.raises(ValueError, match=CHANGED):
             load_weights(model, state)
+
+
+def test_the_arithmetic_is_tried_once_for_a_state_however_many_modules_it_is_of(monkeypatch):
+    tried = []
+    real = _exact.probe
+    monkeypatch.setattr(_exact, "probe", lambda *args: tried.append(1) or real(*args))
+    model = wrap_model(seeded(), "exact")
+    model.load_state_dict(model.state_dict())
+    assert len(tried) == 3  # when it was wrapped, saved, and loaded
 
 
 def test_records_of_other_processors_and_of_another_arithmetic_are_told_apart():

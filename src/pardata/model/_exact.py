@@ -67,12 +67,13 @@ class ExactModel(ReadThrough, Wrapper):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _check_record(self, facts: Mapping[str, Any]) -> None:
-        now = kernels(self)
-        then = facts.get(_RECORD, now)
+        then = facts.get(_RECORD)
+        if then is None:
+            return
         differing = ", ".join(
-            f"{name} was {then.get(name)!r} and is {now.get(name)!r}"
-            for name in {**then, **now}
-            if then.get(name) != now.get(name)
+            f"{name} was {then.get(name)!r} and is {now!r}"
+            for name, now in kernels(self).items()
+            if then.get(name) != now
         )
         if differing:
             raise ValueError(

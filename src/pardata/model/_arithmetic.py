@@ -14,9 +14,9 @@ from torch.nn.grad import conv2d_input, conv2d_weight
 from pardata.model._digest import digest_of
 
 
-def probe(device: torch.device, wide: set[torch.dtype]) -> str:
-    """Return a digest of what a device computes in half precision, float32 and what is `wide`."""
-    dtypes = [torch.float32, torch.float16, *({torch.float64} & wide)]
+def probe(device: torch.device) -> str:
+    """Return a digest of what a device computes in each precision."""
+    dtypes = [torch.float32, torch.float64, torch.float16]
     if device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False):
         dtypes.append(torch.bfloat16)
     with torch.no_grad(), torch.autocast(device.type, enabled=False):

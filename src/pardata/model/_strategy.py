@@ -103,12 +103,11 @@ class Scattered(Strategy):
     is_collective = needs_group = False
 
     def check(self, model: nn.Module, settings: Settings) -> None:  # noqa: ARG002  # others look
-        size = settings.here.size
-        if size > 1 or settings.sync_batchnorm:
-            what = f"{size} processes" if size > 1 else "sync_batchnorm=True"
+        size, synchronises = settings.here.size, settings.sync_batchnorm
+        if size > 1 or synchronises:
             raise ValueError(
-                f"strategy 'dp' must run in one process, without SyncBatchNorm, but has {what}: "
-                f"use 'ddp', with one process per GPU"
+                f"strategy 'dp' must run in one process, without SyncBatchNorm, but has {size} "
+                f"process(es) and sync_batchnorm={synchronises}: use 'ddp', with one for each GPU"
             )
 
     def device(self, settings: Settings) -> torch.device | str:
@@ -185,8 +184,8 @@ class Exact(Strategy):
         if settings.sync_batchnorm or any(map(is_synchronised, model.modules())):
             raise ValueError(
                 "`sync_batchnorm` must be False under strategy 'exact', but is True or was before: "
-                "make the model anew without it, for there batch norm takes the statistics of each "
-                "microbatch, which are the same at every world size"
+                "make the model anew without it, for there batch norm takes the statistics of "
+                "microbatches, the same at every world size"
             )
         check_integer("threads", settings.options.get("threads", 1), least=1)
         if (what := settings.options.get("on_overflow", "raise")) not in ("raise", "skip"):

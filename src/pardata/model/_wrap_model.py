@@ -1,7 +1,6 @@
 """One argument chooses how replicas are kept equal."""
 
 import inspect
-from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -98,7 +97,7 @@ def wrap_model(
     if any(one.name == name and not one.is_collective for one in STRATEGIES):
         checked()
     else:  # an unknown one too: the other ranks may have it right, and wait
-        same(here, "wrap_model", checked, partial(_check_same_models, name))
+        same(here, "wrap_model", checked, _check_same_models)
     chosen = named(name)
     if sync_batchnorm and here.size > 1 and chosen.is_collective:
         model = with_synchronised_batch_norms(model)
@@ -179,7 +178,7 @@ def _facts_of(model: nn.Module, strategy: str, options: dict[str, Any]) -> dict[
     return facts
 
 
-def _check_same_models(strategy: str, told: list[dict[str, object]]) -> None:
+def _check_same_models(told: list[dict[str, object]]) -> None:
     """Raise, with a table of the first difference, if the ranks hold different models."""
     models = [[f"`{name}` {fact}" for name, fact in facts.items()] for facts in told]
     if all(model == models[0] for model in models):
@@ -188,5 +187,5 @@ def _check_same_models(strategy: str, told: list[dict[str, object]]) -> None:
     first = next(entry for entry in entries if len(set(entry)) > 1)
     raise RuntimeError(
         f"every rank must pass the same model to `wrap_model`, but they differ, first here:\n"
-        f"{table_of(first)}\n{named(strategy).cure}"
+        f"{table_of(first)}\n{named(told[0]['the strategy']).cure}"
     )

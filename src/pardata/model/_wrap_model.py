@@ -91,8 +91,7 @@ def wrap_model(
             model.to(target)  # else somebody placed its parts by hand
         if not chosen.is_collective:
             return {}
-        told = {**options, "sync_batchnorm": sync_batchnorm}
-        return {**_facts_of(model, name, told), **chosen.facts(model, settings)}
+        return {**_facts_of(model, name, settings), **chosen.facts(model, settings)}
 
     if any(one.name == name and not one.is_collective for one in STRATEGIES):
         checked()
@@ -144,7 +143,7 @@ def _check_devices(model: nn.Module, chosen: Strategy) -> None:
 
 
 def _devices(model: nn.Module) -> list[str]:
-    return sorted({str(tensor.device) for tensor in [*model.parameters(), *model.buffers()]})
+    return sorted({str(parameter.device) for parameter in model.parameters()})
 
 
 def _check_trainable(model: nn.Module, strategy: str) -> None:
@@ -166,10 +165,11 @@ def _check_trainable(model: nn.Module, strategy: str) -> None:
         )
 
 
-def _facts_of(model: nn.Module, strategy: str, options: dict[str, Any]) -> dict[str, object]:
+def _facts_of(model: nn.Module, strategy: str, settings: Settings) -> dict[str, object]:
     """Describe what must be the same on all ranks."""
     # Options too: ranks that differ in find_unused_parameters would wait for each other for ever.
-    plain = {key: value for key, value in options.items() if isinstance(value, _PLAIN)}
+    told = {**settings.options, "sync_batchnorm": settings.sync_batchnorm}
+    plain = {key: value for key, value in told.items() if isinstance(value, _PLAIN)}
     plain.pop("output_device", None)  # each rank's own
     facts: dict[str, object] = {"the strategy": strategy, "the options": plain}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

@@ -164,8 +164,10 @@ class Gpu:
     @contextmanager
     def stream(self, stream):
         before, self.current = self.current, stream.name
-        yield
-        self.current = before
+        try:
+            yield
+        finally:
+            self.current = before
 
     def draw(self, count):
         """Yield batches, and note on which stream each was made."""
@@ -244,6 +246,18 @@ def test_on_a_gpu_the_next_batch_is_made_on_another_stream_and_each_waited_for(g
         "loop waits for the end of 3",
         "3 is kept for loop",
     ]
+
+
+@pytest.mark.parametrize("prefetch", [1, 3])
+def test_what_was_made_before_an_error_is_delivered_before_it_is_raised(prefetch, gpu):
+    def fails_at_the_third():
+        yield from gpu.draw(2)
+        raise Torn
+
+    batches = ahead(fails_at_the_third(), prefetch)
+    assert [next(batches)[0], next(batches)[0]] == [1, 2]
+    with pytest.raises(Torn):
+        next(batches)
 
 
 def test_a_batch_is_waited_for_by_the_stream_on_which_the_loop_asks(gpu):

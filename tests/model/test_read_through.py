@@ -7,6 +7,7 @@ import pickle
 import re
 import warnings
 from collections import OrderedDict, namedtuple
+from dataclasses import make_dataclass
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from pardata import check_in_sync, fingerprint, load_weights, unwrap, wrap_model
 from pardata.model._dp import ReadThroughDP, _rows
 
+Answer = make_dataclass("Answer", ["loss", "scores"])
 Pair = namedtuple("Pair", "loss scores")  # noqa: PYI024  # the plain kind is what is tested
 
 
@@ -311,16 +313,27 @@ def test_of_both_wrappers(holds, strategy):
 class Hiding(nn.Linear):
     def __init__(self):
         super().__init__(1, 1)
-        self.device_ids = []
+        self.device_ids = [7]
 
     def gather(self):
         return self
 
 
+class Alike(nn.Linear):
+    """Its `device` is what that of DDP is."""
+
+    def __init__(self):
+        super().__init__(1, 1)
+
+    @property
+    def device(self):
+        return self.weight.device
+
+
 def hidden():
     lines = lines_logged()
-    for strategy, kind in (("ddp", Net), ("ddp", Net), ("ddp", Line)):
-        wrapped(strategy, kind=kind)
+    for kind in (Net, Net, Line, Alike):
+        wrapped(kind=kind)
     assert wrapped().device != "its own"
     return lines
 
@@ -332,12 +345,12 @@ def hidden_by_dp():
     return [line for line in lines if "hides" in line[1]]
 
 
-def test_names_that_the_wrapper_hides_are_logged_once_on_rank_0():
-    names = "`device`, `module` of Net"
-    text = f"[0/2] ReadThroughDDP hides {names}: read it as unwrap(model).device"
-    assert run(hidden, world_size=2) == [[("WARNING", text)], []]
-    text = "[0/1] ReadThroughDP hides `device_ids`, `gather` of Hiding: read it as unwrap(model)."
-    assert run(hidden_by_dp, world_size=1) == [[("WARNING", f"{text}device_ids")]]
+def test_names_that_mean_something_else_at_the_wrapper_are_logged_once_on_rank_0():
+    text = "[0/{}] {} hides `{}` of {}: read unwrap(model).{}"
+    names = [(2, "ReadThroughDDP", name, "Net", name) for name in ("device", "module")]
+    assert run(hidden, world_size=2) == [[("WARNING", text.format(*n)) for n in names], []]
+    names = [(1, "ReadThroughDP", name, "Hiding", name) for name in ("device_ids", "gather")]
+    assert run(hidden_by_dp, world_size=1) == [[("WARNING", text.format(*n)) for n in names]]
 
 
 # Methods
@@ -749,6 +762,7 @@ class Outputs(OrderedDict):
         lambda a: Outputs([("x", a), ("y", a * 2)]),
         lambda a: {"x": [a, (a, Pair(a, a))]},
         lambda a: [Pair({"z": a}, a)],
+        lambda a: Answer(a, [a]),
     ],
 )
 def test_structures_of_scalars_keep_their_kind(wrap):

@@ -366,6 +366,24 @@ def check_sharded():
     check_in_sync(model)
 
 
+def copies_of_shards():
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names="ab")
+    model = wrap_model(nn.Linear(4, 4), "fsdp", mesh=mesh)
+    check_in_sync(model)
+    if dist.get_rank() == 3:
+        model.bias.to_local().detach().fill_(5)
+    return caught(check_in_sync, model)
+
+
+@needs_fsdp
+def test_shards_that_two_ranks_hold_are_compared():
+    for told in run(copies_of_shards, world_size=4):
+        assert "`bias` differs between ranks (1 of 2 parameters and buffers differ):" in told.text
+        assert "  rank 1: shard [1], SHA-256" in told.text
+        assert "  rank 3: shard [1], SHA-256" in told.text
+        assert "  ranks 0, 2: shard [0], SHA-256" in told.text
+
+
 def in_sync():
     net = seeded(0)
     with torch.no_grad():

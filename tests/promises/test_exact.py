@@ -3,7 +3,11 @@
 import contextlib
 import copy
 import io
+import json
+import os
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 import pardata
 from pardata import Microbatches, backward, fingerprint, load_weights, unwrap, world, wrap_model
+from pardata.model import _exact
 from pardata.model._exact import ExactModel, kernels
 from pardata.model._unwrap import Wrapper, layers
 
@@ -258,7 +263,9 @@ COMPILED = {
 
 @pytest.mark.parametrize("how", COMPILED)
 def test_a_compiled_model_needs_dynamic_false_in_every_nesting(how):
-    text = "must be compiled with dynamic=False for strategy 'exact', but a .* was compiled without"
+    text = (
+        "must be compiled with dynamic=False and not be tuned, but a .* was compiled without it, so"
+    )
     for dynamic in ({}, {"dynamic": None}, {"dynamic": True}):
         with pytest.raises(RuntimeError, match=text):
             step(COMPILED[how](seeded(), **dynamic))
@@ -275,7 +282,7 @@ def test_a_compiled_model_needs_dynamic_false_in_every_nesting(how):
 def test_what_is_compiled_in_place_does_not_say_how_and_is_refused(part):
     model = wrap_model(seeded(), "exact")
     compiled_in_place(model if part == "Net" else model.last)
-    text = f"but a {part} was compiled in place, where that cannot be seen, .* pass torch.compile"
+    text = f"but a {part} was compiled in place, where that cannot be seen: pass torch.compile"
     with pytest.raises(RuntimeError, match=text):
         step(model)
 
@@ -285,6 +292,42 @@ def threads(count):
     torch.set_num_threads(count)
     yield
     torch.set_num_threads(1)
+
+
+class OnGpu(nn.Parameter):
+    """Says that it is on a GPU, of which there need be none."""
+
+    is_cuda = property(lambda _: True)
+
+
+@pytest.mark.parametrize(("on", "how"), [(True, "only warned of (warn_only=True)"), (False, "off")])
+def test_on_a_gpu_algorithms_must_be_deterministic_and_not_only_warn(on, how):
+    net = nn.Linear(2, 2)
+    net.bias = OnGpu(net.bias.detach())
+    torch.use_deterministic_algorithms(on, warn_only=on)
+    try:
+        with pytest.raises(RuntimeError) as raised:
+            wrap_model(net, "exact")
+        torch.use_deterministic_algorithms(True)
+        wrap_model(net, "exact")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert str(raised.value) == (
+        f"under strategy 'exact' a GPU must have deterministic algorithms, but they are {how}: "
+        f"call seed_everything(seed, deterministic=True), before anything runs there"
+    )
+
+
+TIMED = [{"max_autotune": True}, {"max_autotune_gemm": True}, {"coordinate_descent_tuning": True}]
+
+
+@pytest.mark.parametrize("how", [{"mode": "max-autotune"}, *({"options": o} for o in TIMED)])
+def test_a_model_whose_kernels_are_chosen_by_their_speed_is_refused(how):
+    option = next(iter(how.get("options", TIMED[0])))
+    text = f"but a Net was compiled with {option}, so that kernels are chosen by their speed: pass "
+    with pytest.raises(RuntimeError, match=f"{text}.* without mode='max-autotune'"):
+        wrap_model(torch.compile(seeded(), dynamic=False, **how), "exact")
+    wrap_model(torch.compile(seeded(), dynamic=False, mode="reduce-overhead"), "exact")
 
 
 @contextlib.contextmanager
@@ -299,9 +342,10 @@ def changed(place, name, value):
 DIFFERING = {
     "threads": lambda: threads(2),
     "benchmark": lambda: changed(torch.backends.cudnn, "benchmark", True),
-    "CPU": lambda: changed(torch.backends.cpu, "get_cpu_capability", lambda: "Z80"),
+    "processor": lambda: changed(torch.backends.cpu, "get_cpu_capability", lambda: "Z80"),
+    "arithmetic": lambda: changed(F, "layer_norm", lambda rows, shape: rows.sigmoid()),
 }
-BENCHMARK = "torch.backends.cudnn.benchmark must be False for strategy 'exact', but is True"
+BENCHMARK = "under strategy 'exact' torch.backends.cudnn.benchmark must be False, but is True: set"
 
 
 def with_differing(fn, *args):
@@ -324,7 +368,9 @@ def kernels_that_changed():
 @pytest.mark.parametrize("size", [1, 3])
 def test_kernels_that_changed_on_one_rank_are_an_error_on_all(size):
     *others, last = run(kernels_that_changed, world_size=size)
-    text = "must keep its 1 thread(s), but PyTorch now has 2: leave torch.set_num_threads alone, or"
+    text = (
+        "must keep its 1 thread(s), but now has 2: leave torch.set_num_threads alone, or wrap with"
+    )
     assert text in last[0]["threads"]
     assert BENCHMARK in last[0]["benchmark"]
     for told in others:
@@ -341,7 +387,30 @@ def test_ranks_with_other_kernels_are_refused_when_they_wrap():
     for told in run(wrapped_differently, world_size=2):
         assert told["threads"] is None  # they are set
         assert BENCHMARK in told["benchmark"]
-        assert "\n  rank 1: the CPU='Z80'\n" in told["CPU"]
+        assert "\n  rank 1: `the processor` Z80\nBuild the same model, in" in told["processor"]
+        assert "\n  rank 1: `a probe of its arithmetic` " in told["arithmetic"]
+        assert told["arithmetic"].endswith(
+            "with processors, versions and precisions that are alike."
+        )
+
+
+def probed(**env):
+    code = (
+        "import json, torch; from pardata.model._exact import kernels; torch.set_num_threads(1); "
+        "print(json.dumps(kernels(torch.nn.Linear(1, 1))))"
+    )
+    command = [sys.executable, "-c", code]
+    told = subprocess.run(command, env={**os.environ, **env}, capture_output=True, check=True)
+    return json.loads(told.stdout)
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="no MKL, which can be told to")
+def test_the_probe_sees_kernels_of_other_processors_that_no_version_or_flag_tells():
+    ours, others = probed(), probed(MKL_CBWR="COMPATIBLE")
+    differing = [name for name in ours if ours[name] != others[name]]
+    assert differing == ["a probe of its arithmetic"]
+    torch.set_num_threads(1)
+    assert kernels(nn.Linear(1, 1)) == ours
 
 
 def trained_with(threads):
@@ -366,11 +435,10 @@ def test_the_number_of_threads_shows_in_the_last_bit_which_is_why_it_is_fixed():
 def test_a_state_dict_records_the_kernels_through_a_file_and_is_otherwise_the_modules_own():
     model = wrap_model(seeded(), "exact")
     state = through_a_file(model.state_dict())
-    assert state._metadata[""]["exact"] == {
-        "the number of threads": 1,
-        "the CPU": torch.backends.cpu.get_cpu_capability(),
-        "torch": torch.__version__,
-    }
+    facts = state._metadata[""]["exact"]
+    assert facts == kernels(model)
+    assert facts["the processor"] == torch.backends.cpu.get_cpu_capability()
+    assert facts["torch"] == torch.__version__
     assert type(kernels(model)["torch"]) is str
     other = wrap_model(seeded(1), "exact")
     assert other.load_state_dict(state) == ([], [])
@@ -418,11 +486,23 @@ def test_the_record_is_kept_where_the_model_is_a_child_or_compiled():
             load_weights(model, state)
 
 
-def test_a_record_of_a_gpu_is_told_apart_though_there_is_none_here():
+def test_the_arithmetic_is_tried_once_for_a_state_however_many_modules_it_is_of(monkeypatch):
+    tried = []
+    real = _exact.probe
+    monkeypatch.setattr(_exact, "probe", lambda *args: tried.append(1) or real(*args))
+    model = wrap_model(seeded(), "exact")
+    model.load_state_dict(model.state_dict())
+    assert len(tried) == 3  # when it was wrapped, saved, and loaded
+
+
+def test_records_of_other_processors_and_of_another_arithmetic_are_told_apart():
     model = wrap_model(seeded(), "exact")
     state = model.state_dict()
-    state._metadata[""]["exact"]["the GPU"] = "NVIDIA H200"
-    with pytest.raises(ValueError, match="but the GPU was 'NVIDIA H200' and is None: go on"):
+    probe = r"but a probe of its arithmetic was '\w+' and is '\w+': go on where it began"
+    with DIFFERING["arithmetic"](), pytest.raises(ValueError, match=probe):
+        model.load_state_dict(state)
+    state._metadata[""]["exact"]["the processor"] = "NVIDIA H200"
+    with pytest.raises(ValueError, match=r"but the processor was 'NVIDIA H200' and is '\w+': go"):
         model.load_state_dict(state)
 
 

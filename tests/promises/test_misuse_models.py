@@ -30,6 +30,24 @@ def frozen():
     return net().requires_grad_(False)
 
 
+def renamed(is_other):
+    first, last = net()
+    return nn.ModuleDict({"first": first, "other" if is_other else "last": last})
+
+
+def in_part(is_frozen):
+    model = net()
+    model[1].bias.requires_grad_(not is_frozen)
+    return model
+
+
+def buffered(has_more):
+    model = net()
+    if has_more:
+        model.register_buffer("scale", torch.ones(2))
+    return model
+
+
 def loss(model, batch):
     return model(batch).square().mean()
 
@@ -109,6 +127,9 @@ CASES = {
              "`strategy` must be one of", "is 'fdsp'", sizes=MANY),
         case("wrap_model(net(), 'ddp' if rank == 0 else 'exact')", "RuntimeError",
              "the same model", "`the strategy` ddp", "`the strategy` exact", sizes=MANY),
+        case("wrap_model(net(), torch.optim.SGD(net().parameters()))", "ValueError",
+             "`strategy` must be one of", "but is an optimizer: make that after wrapping",
+             label="`wrap_model(model, optimizer)`"),
         case("wrap_model(None, 'ddp')", "TypeError", "`model` must be a torch.nn.Module, but is "
              "a NoneType"),
         case("wrap_model([net()], 'ddp')", "TypeError", "must be a torch.nn.Module", "a list"),
@@ -167,6 +188,16 @@ CASES = {
         case("wrap_model(nn.Sequential(*net(), *[nn.ReLU(), nn.Linear(1, 1)][: 2 * rank]), 'ddp')",
              "RuntimeError", "the same model", "no further parameter", "`3.weight`", sizes=MANY,
              label="a layer more on one rank"),
+        case("wrap_model(renamed(rank == 1), 'ddp')", "RuntimeError", "the same model",
+             "  ranks 0, 2: `last.weight` (1, 2) float32, trained\n",
+             "  rank 1: `other.weight` (1, 2) float32, trained\nBuild the same model, in the same "
+             "order, on every rank.", sizes=MANY, label="a module of another name on one rank"),
+        case("wrap_model(in_part(rank == 1), 'ddp')", "RuntimeError", "the same model",
+             "ranks 0, 2: `1.bias` (1,) float32, trained\n", "rank 1: `1.bias` (1,) float32\n",
+             sizes=MANY, label="a parameter frozen on one rank"),
+        case("wrap_model(buffered(rank == 1), 'ddp')", "RuntimeError", "the same model",
+             "ranks 0, 2: no further parameter or buffer\n", "rank 1: `scale` (2,) float32\n",
+             sizes=MANY, label="a buffer more on one rank"),
         case("wrap_model(net(), 'ddp', find_unused_parameters=rank > 0)", "RuntimeError",
              "the same model", "`the options`", sizes=MANY),
         case("wrap_model(net().to('meta'), 'ddp')", "ValueError", "must have its weights on "

@@ -55,10 +55,15 @@ def _ahead(batches: Iterator[Any], device: torch.device, count: int) -> Iterator
     stream.wait_stream(torch.cuda.current_stream(device))
     ready: deque[tuple[Any, torch.cuda.Event]] = deque()
     all_kept = True
+    failed: Exception | None = None
 
     def draw(most: int) -> None:
-        with torch.cuda.stream(stream):
-            ready.extend((batch, stream.record_event()) for batch in islice(batches, most))
+        nonlocal failed
+        try:
+            with torch.cuda.stream(stream):
+                ready.extend((batch, stream.record_event()) for batch in islice(batches, most))
+        except Exception as error:  # noqa: BLE001  # raised at its step, after those before it
+            failed = error
 
     draw(1)
     while ready:
@@ -66,10 +71,12 @@ def _ahead(batches: Iterator[Any], device: torch.device, count: int) -> Iterator
         current = torch.cuda.current_stream(device)
         if not all_kept:
             stream.wait_stream(current)
-        draw(count - len(ready))
+        draw(0 if failed else count - len(ready))
         current.wait_event(placed)
         all_kept = _kept(batch, current) and all_kept
         yield batch
+    if failed is not None:
+        raise failed
 
 
 def _kept(batch: Any, user: torch.cuda.Stream) -> bool:

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d
 
 
 class EqualBuffers:
@@ -43,13 +43,13 @@ def averaged_buffers(
         average(real_buffers(module).values(), *counts())
 
 
-def broadcast(tensors: Iterable[Tensor]) -> None:
+def broadcast(tensors: Iterable[Tensor], group: Any = None) -> None:
     """Set tensors to rank 0's. Collective, in one message for many, as DDP does it."""
     # As bytes, for gloo does not know all dtypes; .data, for autograd may have saved a buffer.
     held = [(tensor.data, tensor.data.contiguous()) for tensor in tensors]
     if held:
         sent = [whole.view(-1).view(torch.uint8) for _, whole in held]
-        group = distributed_c10d._get_default_group()  # noqa: SLF001  # torch has no public name
+        group = group or dist.group.WORLD
         dist._broadcast_coalesced(group, sent, 250 * 2**20, 0)  # noqa: SLF001  # likewise
     for tensor, whole in held:
         if not tensor.is_contiguous():

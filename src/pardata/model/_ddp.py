@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from types import MethodType
 from typing import Any
 
@@ -13,10 +14,10 @@ from torch.distributed.algorithms.join import _JoinConfig
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from pardata.model._buffers import broadcast
 from pardata.model._read_through import ReadThrough
 
 _SMALL = 2**17  # numbers: gradients that are copied in less time than a collective takes
-_NO_PARCEL = {"_parcel": None, "_refuses_parcels": False}
 
 
 class ReadThroughDDP(ReadThrough, DistributedDataParallel):
@@ -25,8 +26,7 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
         # Not as attributes are set, which are the module's from here on.
-        self.__dict__.update(_in_step=False, _forward_runs=False, **_NO_PARCEL)
-        self._note_reduced(module)
+        self.__dict__.update(_in_step=False, _forward_runs=False)
         self._assign_modules_buffers()  # PyTorch does not where it delays all its reductions
         if options.get("init_sync", True):
             self._broadcast_buffers()  # older PyTorch does not do it when its flag is off
@@ -69,52 +69,44 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
         super().register_buffer(name, tensor, persistent)
         self._assign_modules_buffers()
 
-    def _takes_parcels(self) -> bool:
-        """Whether numbers can travel with the gradients; arranges it the first time."""
-        if self._parcel is None and not self._refuses_parcels:
-            parameters = list(self.module.parameters())
-            wide = {p.dtype for p in parameters} <= {torch.float32, torch.float64}
-            sparse = any(getattr(part, "sparse", False) for part in self.module.modules())
-            delayed = self._use_python_reducer or self._delay_all_reduce_all_params
-            small = sum(p.numel() for p in parameters) <= _SMALL
-            parcel = Parcel(self.process_group)
-            one_device = len({p.device for p in parameters}) == 1
-            if small and wide and one_device and not (sparse or delayed):
-                with suppress(RuntimeError):  # there can be one hook, and the user has his own
-                    # Not by the method, which keeps what is registered and would pickle it.
-                    dist._register_comm_hook(self.reducer, parcel, _mean_with_parcel)  # noqa: SLF001
-                    self.__dict__["_parcel"] = parcel
-            self.__dict__["_refuses_parcels"] = self._parcel is None
-        return self._parcel is not None
+    @cached_property
+    def _parcel(self) -> "Parcel | None":
+        """What carries numbers with the gradients, if that can be; arranged the first time."""
+        parameters = list(self.module.parameters())
+        wide = {p.dtype for p in parameters} <= {torch.float32, torch.float64}
+        sparse = any(getattr(part, "sparse", False) for part in self.module.modules())
+        delayed = self._use_python_reducer or self._delay_all_reduce_all_params
+        small = sum(p.numel() for p in parameters) <= _SMALL
+        one_device = len({p.device for p in parameters}) == 1
+        if small and wide and one_device and not (sparse or delayed):
+            with suppress(RuntimeError):  # there can be one hook, and the user has his own
+                parcel = Parcel(self.process_group)
+                # Not by the method, which keeps what is registered and would pickle it.
+                dist._register_comm_hook(self.reducer, parcel, _mean_with_parcel)  # noqa: SLF001
+                return parcel
+        return None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **_NO_PARCEL}  # of the reducer, which is made anew
+        state: dict[str, Any] = super().__getstate__()
+        state.pop("_parcel", None)  # of the reducer, which is made anew
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Not transparent yet: PyTorch's __setstate__ sets attributes of the wrapper.
         state = {name: value for name, value in state.items() if name != "_transparent"}
         super().__setstate__(state)
-        self._note_reduced(self.module)
         self.__dict__["_transparent"] = True
 
-    def _note_reduced(self, module: nn.Module) -> None:
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
         # In the order of DDP's numbers, and now: what is frozen later keeps its number.
-        self.__dict__["_reduced_names"] = [
-            name
-            for name, parameter in module.named_parameters()
-            if parameter.requires_grad and name not in self.parameters_to_ignore
-        ]
+        self.__dict__["_reduced"], sparse = super()._build_params_for_reducer()
+        return self._reduced, sparse
 
     @torch._disable_dynamo  # noqa: SLF001  # torch.compiler.disable would import all of dynamo
     def _broadcast_buffers(self) -> None:
-        if not self.modules_buffers:  # looking for them again takes a walk over all modules
-            return
-        # .data: autograd may have saved a buffer for the backward that is still to come, and
-        # would refuse it as modified. The values it needs are the same on every rank.
-        named, ignored = self.module.named_buffers(), self.parameters_to_ignore
-        buffers = [buffer.data for name, buffer in named if name not in ignored]
-        if buffers:
-            self._distributed_broadcast_coalesced(buffers, self.broadcast_bucket_size, 0)
+        ignored = self.parameters_to_ignore
+        buffers = (b for name, b in self.module.named_buffers() if name not in ignored)
+        broadcast(buffers, self.process_group)
 
     def _name_unused(self, error: RuntimeError) -> None:
         """Raise in place of an error of DDP about unused parameters, which gives numbers only."""
@@ -122,7 +114,8 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
             return
         listed = re.search(r"indices which did not receive grad for rank \d+:([ \d]+)", str(error))
         indices = [int(text) for text in listed[1].split()] if listed else []
-        names = ", ".join(f"`{self._reduced_names[index]}`" for index in indices)
+        names_of = {parameter: name for name, parameter in self.module.named_parameters()}
+        names = ", ".join(f"`{names_of[self._reduced[index]]}`" for index in indices)
         raise RuntimeError(
             f"every parameter must take part in the loss, but {names or 'some'} did not in the "
             f"last step, so its gradient was not synchronised: use all outputs in the loss, "
@@ -130,7 +123,8 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
             f"wrap_model(..., find_unused_parameters=True)"
         ) from error
 
-    def _passed_through(self, name: str, value: Any) -> Any:
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
         if isinstance(value, MethodType) and value.__self__ is self._inside:
             return self._refusing_forwards(name)(value)
         return value
@@ -205,7 +199,7 @@ def send_along(model: DistributedDataParallel, numbers: Tensor) -> bool:
     They cannot where the model is large or the user has registered a hook, with PyTorch's own
     class, and where gradients have too few digits. The same on all ranks.
     """
-    if not isinstance(model, ReadThroughDDP) or not model._takes_parcels():  # noqa: SLF001  # a public name would hide the module's
+    if not isinstance(model, ReadThroughDDP) or model._parcel is None:  # noqa: SLF001  # a public name would hide the module's
         return False
     model._parcel.numbers = numbers  # noqa: SLF001  # likewise
     return True
@@ -214,8 +208,7 @@ def send_along(model: DistributedDataParallel, numbers: Tensor) -> bool:
 def sums_sent_along(model: DistributedDataParallel) -> Tensor:
     """Return the sums over all ranks of what was sent along, after the backward."""
     parcel: Any = model._parcel  # noqa: SLF001  # likewise
-    sums: Tensor = parcel.sums  # for all gradients have been reduced
-    parcel.sums = None
+    sums: Tensor = parcel.sums
     return sums
 
 

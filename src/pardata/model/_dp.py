@@ -1,6 +1,7 @@
 """Strategy "dp": PyTorch's DataParallel, reading through to its module."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +35,10 @@ class ReadThroughDP(ReadThrough, DataParallel[nn.Module]):
             keys = (key for key, *_ in zip(*outputs, strict=True))  # equally many in each
             columns = ((key, [output[key] for output in outputs]) for key in keys)
             return type(first)((key, self.gather(own, output_device)) for key, own in columns)  # type: ignore[call-arg]  # dict and its kind
+        if is_dataclass(first):  # of which PyTorch knows nothing
+            items = ((name, [getattr(o, name) for o in outputs]) for name in vars(first))
+            changed = {name: self.gather(own, output_device) for name, own in items}
+            return replace(first, **changed)  # type: ignore[type-var]  # no class
         if isinstance(first, tuple | list):
             parts = [self.gather(part, output_device) for part in zip(*outputs, strict=True)]
             return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)

@@ -5,17 +5,19 @@ to be summed in fixed point (`_exact_step`), and refuses any other backward.
 """
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from pardata.model._arithmetic import probe
 from pardata.model._read_through import ReadThrough
 from pardata.model._unwrap import Wrapper, unwrap
-from pardata.ranks._arguments import check_integer
 
 _RECORD = "exact"  # in the metadata of a state dict
+# Options of torch.compile that choose kernels by their speed.
+_TIMED = "max_autotune", "max_autotune_gemm", "max_autotune_pointwise", "coordinate_descent_tuning"
 
 
 class ExactModel(ReadThrough, Wrapper):
@@ -35,10 +37,6 @@ class ExactModel(ReadThrough, Wrapper):
     exact: "Exactness"
 
     def __init__(self, module: nn.Module, *, threads: int = 1, on_overflow: str = "raise") -> None:
-        check_integer("threads", threads, least=1)
-        if on_overflow not in ("raise", "skip"):
-            raise ValueError(f"`on_overflow` must be 'raise' or 'skip', but is {on_overflow!r}")
-        torch.set_num_threads(threads)
         # Not as attributes are set, which are the module's once it is wrapped.
         self.__dict__["exact"] = Exactness(unwrap(module), threads, on_overflow)
         super().__init__(module)
@@ -69,18 +67,19 @@ class ExactModel(ReadThrough, Wrapper):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _check_record(self, facts: Mapping[str, Any]) -> None:
-        now = kernels(self)
-        then = facts.get(_RECORD, now)
+        then = facts.get(_RECORD)
+        if then is None:
+            return
         differing = ", ".join(
-            f"{name} was {then.get(name)!r} and is {now.get(name)!r}"
-            for name in {**then, **now}
-            if then.get(name) != now.get(name)
+            f"{name} was {then.get(name)!r} and is {now!r}"
+            for name, now in kernels(self).items()
+            if then.get(name) != now
         )
         if differing:
             raise ValueError(
                 f"an exact run must go on with the kernels that it began with, but {differing}: go "
-                f"on where it began (threads: wrap_model(..., threads=…)), or load into "
-                f"unwrap(model), for a run that is no longer the same to the last bit"
+                f"on where it began (threads: wrap_model(..., threads=…)) and with its precisions, "
+                f"or load into unwrap(model), for a run that is no longer the same to the last bit"
             )
 
 
@@ -120,17 +119,7 @@ class Exactness:
 
     def refusal(self, model: nn.Module) -> RuntimeError | None:
         """Return why this process may not compute with `model`: its kernels would be others."""
-        try:
-            check_kernels(model)
-        except RuntimeError as error:
-            return error
-        if (threads := torch.get_num_threads()) == self.threads:
-            return None
-        return RuntimeError(
-            f"an exact run must keep its {self.threads} thread(s), but PyTorch now has {threads}: "
-            f"leave torch.set_num_threads alone, or pass wrap_model(..., threads={threads}) from "
-            f"the beginning"
-        )
+        return refused_kernels(model, self.threads)
 
 
 class _Hook:
@@ -163,46 +152,63 @@ def _is_received(parameter: nn.Parameter) -> bool:
 
 def kernels(model: nn.Module) -> dict[str, object]:
     """Return what decides the last bit of a kernel's result, beside its input."""
-    device = next(unwrap(model).parameters()).device
-    facts: dict[str, object] = {
+    device, cpu = next(model.parameters()).device, torch.backends.cpu.get_cpu_capability()
+    return {
         "the number of threads": torch.get_num_threads(),
-        "the CPU": torch.backends.cpu.get_cpu_capability(),
         "torch": str(torch.__version__),  # a class of its own, which compares in its own way
+        "the processor": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+        "a probe of its arithmetic": probe(device)[:16],
     }
-    if device.type == "cuda":
-        facts["the GPU"] = torch.cuda.get_device_name(device)
-        facts["CUDA"] = torch.version.cuda
-        facts["cuDNN"] = torch.backends.cudnn.version()
-    return facts
 
 
-def check_kernels(model: nn.Module) -> None:
-    """Refuse settings of PyTorch, and compiled modules, that choose kernels by what ran before.
+def refused_kernels(model: nn.Module, threads: int) -> RuntimeError | None:
+    """Return why a process may not compute with `model` and so many threads, if it may not.
 
-    What is compiled in place does not say how.
+    Of a compiled model dynamo is told to fail at its limit of recompilations. Past it, it would run
+    uncompiled what it has not met: on each rank other sizes. That is for the whole process, as an
+    evaluation counts as well.
     """
+    if any("dynamo_ctx" in part.__dict__ for part in model.modules()):
+        torch._dynamo.config.fail_on_recompile_limit_hit = True  # noqa: SLF001  # torch's own name
+    texts = (*_wrong_settings(model, threads), *_wrong_compilations(model))
+    return RuntimeError(f"under strategy 'exact' {texts[0]}") if texts else None
+
+
+def _wrong_settings(model: nn.Module, threads: int) -> Iterator[str]:
+    """Yield what lets kernels be chosen by their speed, or in other ways that no probe sees."""
     if torch.backends.cudnn.benchmark:
-        raise RuntimeError(
-            "torch.backends.cudnn.benchmark must be False for strategy 'exact', but is True, so "
-            "that kernels are chosen by their speed: set it to False"
+        yield "torch.backends.cudnn.benchmark must be False, but is True: set it to False"
+    is_on = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    if (only_warns or not is_on) and any(parameter.is_cuda for parameter in model.parameters()):
+        yield (
+            f"a GPU must have deterministic algorithms, but they are "
+            f"{'only warned of (warn_only=True)' if is_on else 'off'}: call "
+            f"seed_everything(seed, deterministic=True), before anything runs there"
         )
-    on_gpu = any(parameter.is_cuda for parameter in model.parameters())
-    if on_gpu and not torch.are_deterministic_algorithms_enabled():
-        raise RuntimeError(
-            "strategy 'exact' must have deterministic algorithms on a GPU, but they are off: call "
-            "seed_everything(seed, deterministic=True), before anything runs there"
+    if (now := torch.get_num_threads()) != threads:
+        yield (
+            f"PyTorch must keep its {threads} thread(s), but now has {now}: leave "
+            f"torch.set_num_threads alone, or wrap with threads={now} from the beginning"
         )
-    for module in model.modules():
-        context = module.__dict__.get("dynamo_ctx")
-        in_place = module._compiled_call_impl is not None  # noqa: SLF001  # torch has no public name
-        if in_place or (context is not None and getattr(context, "_dynamic", None) is not False):
-            how = "in place, where that cannot be seen" if in_place else "without it"
-            raise RuntimeError(
-                f"a model must be compiled with dynamic=False for strategy 'exact', but a "
-                f"{type(unwrap(module)).__name__} was compiled {how}, so that kernels may depend "
-                f"on the sizes that came before: pass torch.compile(model, dynamic=False)"
-            )
-        if context is not None:
-            # Past its limit dynamo would run uncompiled what it has not met: on each rank other
-            # sizes. For the whole process: an evaluation counts as well.
-            torch._dynamo.config.fail_on_recompile_limit_hit = True  # noqa: SLF001  # a public name of theirs
+
+
+def _wrong_compilations(model: nn.Module) -> Iterator[str]:
+    """Yield how a part of the model was compiled so that others may get other kernels."""
+    for part in model.modules():
+        context = part.__dict__.get("dynamo_ctx")
+        options = getattr(context, "compiler_config", None) or {}
+        timed = [name for name in _TIMED if options.get(name) and not options.get("deterministic")]
+        if part._compiled_call_impl is not None:  # noqa: SLF001  # torch has no public name
+            how = "in place, where that cannot be seen"
+        elif context is not None and getattr(context, "_dynamic", None) is not False:
+            how = "without it, so that kernels may depend on the sizes that came before"
+        elif timed:
+            how = f"with {timed[0]}, so that kernels are chosen by their speed"
+        else:
+            continue
+        yield (
+            f"a model must be compiled with dynamic=False and not be tuned, but a "
+            f"{type(unwrap(part)).__name__} was compiled {how}: pass torch.compile(model, "
+            f"dynamic=False), without mode='max-autotune'"
+        )

@@ -4,7 +4,9 @@ A script that runs in one process with the bare module then runs under a wrapper
 attributes, ``state_dict`` and ``load_state_dict`` are the module's.
 """
 
+import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,10 +36,7 @@ class ReadThrough(nn.Module):
         except AttributeError:
             if name == "module" or "module" not in self.__dict__.get("_modules", {}):
                 raise
-        return self._passed_through(name, getattr(self.module, name))
-
-    def _passed_through(self, name: str, value: Any) -> Any:  # noqa: ARG002  # for subclasses
-        return value
+        return getattr(self.module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._owns(name):
@@ -62,12 +61,13 @@ class ReadThrough(nn.Module):
         return name in self.__dict__ or hasattr(type(self), name)
 
     def _refuse_assignment(self, name: str, value: object) -> None:
-        kind = "Parameter" if isinstance(value, nn.Parameter) else "Module"
-        raise TypeError(
-            f"`{name}` must be set before the model is wrapped, but a {kind} is assigned through "
-            f"{type(self).__name__}, which would train it without synchronising: set it on the "
-            f"module, then call wrap_model"
-        )
+        if "_transparent" in self.__dict__:
+            kind = "Module" if isinstance(value, nn.Module) else "Parameter"
+            raise TypeError(
+                f"`{name}` must be set before the model is wrapped, but a {kind} is assigned "
+                f"through {type(self).__name__}, which would train it without synchronising: set "
+                f"it on the module, then call wrap_model"
+            )
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
         """Register on the module: there it is saved, and kept equal on all ranks."""
@@ -75,14 +75,12 @@ class ReadThrough(nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Refuse: PyTorch's wrappers synchronise the parameters that were there when they began."""
-        if "_transparent" in self.__dict__:
-            self._refuse_assignment(name, param if param is not None else nn.Parameter())
+        self._refuse_assignment(name, param)
         super().register_parameter(name, param)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         """Refuse, as `register_parameter` does."""
-        if "_transparent" in self.__dict__:
-            self._refuse_assignment(name, module)
+        self._refuse_assignment(name, module)
         super().add_module(name, module)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -111,10 +109,13 @@ class ReadThrough(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _log_hidden_names(self) -> None:
+        """Warn of names that mean something else at the wrapper than they do inside."""
         own = {*vars(self), *self._modules, *dir(type(self))}
         names = {*dir(self.module)} - {*dir(nn.Module), "training"}
-        hidden = sorted(name for name in names & own if not name.startswith("_"))
-        if hidden:
-            names_text = ", ".join(f"`{name}`" for name in hidden)
-            hides = f"{type(self).__name__} hides {names_text} of {type(self.module).__name__}"
-            _log.warning("%s: read it as unwrap(model).%s", hides, hidden[0], ranks=[0], once=True)
+        for name in sorted(name for name in names & own if not name.startswith("_")):
+            level = logging.WARNING
+            with suppress(Exception):  # a property of the user's may raise anything
+                is_alike = getattr(self, name) == getattr(self.module, name)
+                level = logging.DEBUG if is_alike else level
+            hides = f"{type(self).__name__} hides `{name}` of {type(self.module).__name__}"
+            _log.log(level, "%s: read unwrap(model).%s", hides, name, ranks=[0], once=True)

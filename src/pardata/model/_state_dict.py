@@ -41,15 +41,16 @@ def load_whole(
 
 
 def load_sharded(
-    plain: nn.Module, state_or_path: object, *, strict: bool, assign: bool
+    model: nn.Module, state_or_path: object, *, strict: bool, assign: bool
 ) -> LoadedKeys:
-    """Load into a module of which each rank has a part. Collective."""
+    """Load into the module inside `model`, of which each rank has a part. Collective."""
     # Costs half a second, which whoever has a sharded model has paid already.
     from torch.distributed.checkpoint.state_dict import (  # noqa: PLC0415
         StateDictOptions,
         set_model_state_dict,
     )
 
+    *_, plain = layers(model)
     found: list[tuple[dict[str, Any], LoadedKeys]] = []
 
     def check() -> dict[str, object]:

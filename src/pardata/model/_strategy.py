@@ -14,15 +14,15 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from pardata.collective._agreement import Facts, agree, require_same
+from pardata.collective._agreement import Facts
 from pardata.model._batch_norm import is_synchronised
 from pardata.model._buffers import EqualBuffers, broadcast
 from pardata.model._ddp import ReadThroughDDP
 from pardata.model._dp import ReadThroughDP
-from pardata.model._exact import ExactModel, check_kernels, kernels
-from pardata.model._state_dict import LoadedKeys, load_sharded, load_whole
+from pardata.model._exact import ExactModel, kernels, refused_kernels
+from pardata.model._state_dict import load_sharded, load_whole
 from pardata.model._unwrap import ShardedModule, layers, unwrap
-from pardata.ranks._arguments import check_module
+from pardata.ranks._arguments import check_integer, check_module
 from pardata.ranks._logger import get_logger
 from pardata.ranks._world import World
 
@@ -48,15 +48,22 @@ class Strategy(ABC):
         needs_group: whether that needs a process group of one rank, too.
         takes_all: whether the model may be one that has nothing to train.
         takes_sharded_parts: whether parts of the model may be wrapped before it, block by block.
+        takes_devices: whether the model may be spread over several.
+        cure: for ranks that differ.
     """
 
     name: str
     wrapper: type | tuple[()] = ()
     is_collective = needs_group = True
-    takes_all = takes_sharded_parts = False
+    takes_all = takes_sharded_parts = takes_devices = False
+    cure = "Build the same model, in the same order, on every rank."
 
     def check(self, model: nn.Module, settings: Settings) -> None:  # noqa: B027  # for some only
         """Refuse a model or settings that this strategy cannot take, but others can."""
+
+    def facts(self, model: nn.Module, settings: Settings) -> Facts:  # noqa: ARG002  # for some only
+        """Return what must be the same on all ranks, beside a model that is where it is to be."""
+        return {}
 
     def device(self, settings: Settings) -> torch.device | str:
         """Return where the model is to be."""
@@ -75,9 +82,7 @@ class Strategy(ABC):
         """Return what a checkpoint keeps of `model`, under the names of the module inside."""
         return unwrap(model).state_dict()
 
-    def load(self, model: nn.Module, state: object, *, strict: bool, assign: bool) -> LoadedKeys:
-        """Do what `load_weights` says."""
-        return load_whole(model, state, strict=strict, assign=assign)
+    load = staticmethod(load_whole)  # what `load_weights` does
 
 
 class Alone(Strategy):
@@ -98,12 +103,11 @@ class Scattered(Strategy):
     is_collective = needs_group = False
 
     def check(self, model: nn.Module, settings: Settings) -> None:  # noqa: ARG002  # others look
-        size = settings.here.size
-        if size > 1 or settings.sync_batchnorm:
-            what = f"{size} processes" if size > 1 else "sync_batchnorm=True"
+        size, synchronises = settings.here.size, settings.sync_batchnorm
+        if size > 1 or synchronises:
             raise ValueError(
-                f"strategy 'dp' must run in one process, without SyncBatchNorm, but has {what}: "
-                f"use 'ddp', with one process per GPU"
+                f"strategy 'dp' must run in one process, without SyncBatchNorm, but has {size} "
+                f"process(es) and sync_batchnorm={synchronises}: use 'ddp', with one for each GPU"
             )
 
     def device(self, settings: Settings) -> torch.device | str:
@@ -124,6 +128,7 @@ class Scattered(Strategy):
 class Replicated(Strategy):
     name = "ddp"
     wrapper = DistributedDataParallel
+    takes_devices = True
 
     def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
         options = {"gradient_as_bucket_view": True, **settings.options}
@@ -166,44 +171,38 @@ class Sharded(Strategy):
             module.register_forward_hook(EqualBuffers())
         return model
 
-    def load(self, model: nn.Module, state: object, *, strict: bool, assign: bool) -> LoadedKeys:
-        return load_sharded(unwrap(model), state, strict=strict, assign=assign)
+    load = staticmethod(load_sharded)
 
 
 class Exact(Strategy):
     name = "exact"
     wrapper = ExactModel
     needs_group = False
+    cure = f"{Strategy.cure[:-1]}, with processors, versions and precisions that are alike."
 
     def check(self, model: nn.Module, settings: Settings) -> None:
         if settings.sync_batchnorm or any(map(is_synchronised, model.modules())):
             raise ValueError(
                 "`sync_batchnorm` must be False under strategy 'exact', but is True or was before: "
-                "make the model anew without it, for there batch norm takes the statistics of each "
-                "microbatch, which are the same at every world size"
+                "make the model anew without it, for there batch norm takes the statistics of "
+                "microbatches, the same at every world size"
             )
-        devices = {str(tensor.device) for tensor in [*model.parameters(), *model.buffers()]}
-        if len(devices) > 1:
-            raise ValueError(
-                f"`model` must be on one device under strategy 'exact', but is spread over "
-                f"{', '.join(sorted(devices))}: move it to one, or use 'ddp'"
-            )
+        check_integer("threads", settings.options.get("threads", 1), least=1)
+        if (what := settings.options.get("on_overflow", "raise")) not in ("raise", "skip"):
+            raise ValueError(f"`on_overflow` must be 'raise' or 'skip', but is {what!r}")
+
+    def facts(self, model: nn.Module, settings: Settings) -> Facts:
+        torch.set_num_threads(threads := settings.options.get("threads", 1))
+        if refusal := refused_kernels(model, threads):
+            raise refusal
+        return kernels(model)
 
     def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
-        wrapped = ExactModel(model, **settings.options)
-
-        def checked() -> Facts:
-            check_kernels(model)
-            return kernels(wrapped)
-
-        place = "wrap_model(strategy='exact')"
-        cure = "Start on machines and with versions that are alike, or use strategy 'ddp'."
-        agree(settings.here, place, checked, lambda told: require_same(place, told, cure))
         if settings.here.size > 1:
             _broadcast_weights(model)
         text = "strategy 'exact' computes with %d thread(s) on each rank, whatever their number"
         _log.info(text, torch.get_num_threads(), once=True)
-        return wrapped
+        return ExactModel(model, **settings.options)
 
     def state_dict(self, model: nn.Module) -> Mapping[str, Any]:
         # With the wrapper's record in it of the kernels by which it was trained.
@@ -235,8 +234,10 @@ def named(name: object) -> Strategy:
     for strategy in STRATEGIES:
         if name == strategy.name:
             return strategy
-    names = ", ".join(map(repr, get_args(StrategyName)))
-    raise ValueError(f"`strategy` must be one of {names}, but is {name!r}")
+    names, given = ", ".join(map(repr, get_args(StrategyName))), repr(name)
+    if isinstance(name, torch.optim.Optimizer):  # which other libraries wrap with the model
+        given = "an optimizer: make that after wrapping, of what wrap_model returns"
+    raise ValueError(f"`strategy` must be one of {names}, but is {given}")
 
 
 class Replica(NamedTuple):

@@ -1,14 +1,13 @@
 """Weights in and out of a model, whatever wraps it, and whether all ranks hold the same."""
 
-import ctypes
-import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from pardata.collective._agreement import require_same, same
+from pardata.model._digest import digest_of
 from pardata.model._state_dict import LoadedKeys
 from pardata.model._strategy import strategy_of
 from pardata.model._unwrap import unwrap
@@ -60,15 +59,15 @@ def fingerprint(model: nn.Module) -> str:
     >>> fingerprint(nn.Identity())[:8]
     'e3b0c442'
     """
-    return _digest((f"{name} {tensor.dtype}", tensor) for name, tensor in named_tensors(model))
+    return digest_of((f"{name} {tensor.dtype}", tensor) for name, tensor in named_tensors(model))
 
 
 def check_in_sync(model: nn.Module) -> None:
     """Raise on every rank if parameters or buffers differ between ranks. Collective.
 
-    Compares bits, so NaN equals NaN and 0.0 is not -0.0. Under ``"fsdp"`` sharded parameters have
-    no second copy to differ from; what every rank holds whole is compared. In a single process
-    there is nothing to differ.
+    Compares bits, so NaN equals NaN and 0.0 is not -0.0. Under ``"fsdp"`` what every rank holds
+    whole is compared, and shards that several ranks hold, by a mesh of two dimensions; others have
+    no second copy to differ from. In a single process there is nothing to differ.
 
     Raises:
         TypeError: for what is no module, on every rank.
@@ -81,9 +80,9 @@ def check_in_sync(model: nn.Module) -> None:
     def digests() -> Mapping[str, str]:
         state = unwrap(model).state_dict()
         return {
-            name: _digest([(f"{value.dtype} {tuple(value.shape)}", value)])
+            name: f"{part}SHA-256 {digest_of([(f'{own.dtype} {tuple(own.shape)}', own)])[:16]}…"
             for name, value in (state.items() if here.size > 1 else ())
-            if _is_whole(value)
+            for part, own in _copies(value)
         }
 
     same(here, "check_in_sync", digests, _compare)
@@ -93,10 +92,14 @@ def _compare(told: list[dict[str, Any]]) -> None:
     """Raise, with a table of the first weight that differs."""
     names: list[dict[str, object]] = [{"the parameter names": sorted(facts)} for facts in told]
     require_same("check_in_sync", names, "Build the same model on every rank.")
-    differing = [name for name in told[0] if len({facts[name] for facts in told}) > 1]
+    differing = []
+    for name in told[0]:
+        said = {facts[name] for facts in told}
+        if len(said) > len({text.partition("SHA-256")[0] for text in said}):
+            differing.append(name)
     if not differing:
         return
-    table = table_of([f"SHA-256 {facts[differing[0]][:16]}…" for facts in told])
+    table = table_of([facts[differing[0]] for facts in told])
     raise RuntimeError(
         f"every rank must hold the same weights, but `{differing[0]}` differs between ranks "
         f"({len(differing)} of {len(told[0])} parameters and buffers differ):\n{table}\n"
@@ -108,22 +111,15 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and buffers, whole and by name; collective where they are sharded."""
     for name, value in unwrap(model).state_dict().items():
         if isinstance(value, Tensor):  # not what get_extra_state() returns
-            yield name, value if _is_whole(value) else value.full_tensor()  # type: ignore[attr-defined]
+            yield name, value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
-def _is_whole(value: object) -> bool:
-    """Whether a value of a state dict is a tensor of which this rank has all."""
-    return isinstance(value, Tensor) and not hasattr(value, "full_tensor")
-
-
-def _digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Return a SHA-256 of the bits of tensors, each with a text before it."""
-    digest = hashlib.sha256()
-    for text, tensor in tensors:
-        digest.update(text.encode())
-        data = tensor.detach().cpu().contiguous()
-        # The bytes as they lie in memory, without NumPy, which torch does not require.
-        digest.update(
-            (ctypes.c_char * data.nbytes).from_address(data.data_ptr()) if data.nbytes else b""
-        )
-    return digest.hexdigest()
+def _copies(value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield what this rank holds of a value, if others hold the same: which part, and its bits."""
+    if hasattr(value, "full_tensor"):
+        places = zip(value.device_mesh.get_coordinate(), value.placements, strict=True)
+        part = [at for at, placement in places if not placement.is_replicate()]
+        if len(part) < value.device_mesh.ndim:
+            yield f"shard {part}, ", value.to_local()
+    elif isinstance(value, Tensor):
+        yield "", value

@@ -5,6 +5,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -86,10 +87,11 @@ def wrap_model(
         chosen = named(name)
         _check(model, chosen, settings)
         target = checked_device(chosen.device(settings))
-        if len({parameter.device for parameter in model.parameters()}) < 2:
+        if len(_devices(model)) < 2:
             model.to(target)  # else somebody placed its parts by hand
-        told = {**options, "sync_batchnorm": sync_batchnorm}
-        return _facts_of(model, name, told) if chosen.is_collective else {}
+        if not chosen.is_collective:
+            return {}
+        return {**_facts_of(model, name, settings), **chosen.facts(model, settings)}
 
     if any(one.name == name and not one.is_collective for one in STRATEGIES):
         checked()
@@ -118,12 +120,30 @@ def _check(model: nn.Module, chosen: Strategy, settings: Settings) -> None:
     check_flag("sync_batchnorm", settings.sync_batchnorm)
     if not chosen.takes_all:
         _check_trainable(model, chosen.name)
+    if chosen.is_collective:
+        _check_devices(model, chosen)
     if chosen.needs_group and settings.here.backend is None:
         raise RuntimeError(
             f"strategy {chosen.name!r} needs a process group, but this process is in none: call "
             f"`pardata.init()` first, or use strategy='auto'"
         )
     chosen.check(model, settings)
+
+
+def _check_devices(model: nn.Module, chosen: Strategy) -> None:
+    """Refuse a model that is spread over several devices where that cannot be."""
+    # NCCL takes tensors of no other device than that to which its group is bound.
+    bound = getattr(dist.group.WORLD, "bound_device_id", None)
+    why = f", in a process group bound to {bound}" if bound is not None else ""
+    if len(devices := _devices(model)) > 1 and (why or not chosen.takes_devices):
+        raise ValueError(
+            f"`model` must be on one device under strategy {chosen.name!r}{why}, but is spread "
+            f"over {', '.join(devices)}: move it to one, or use 'ddp' in a group without device_id"
+        )
+
+
+def _devices(model: nn.Module) -> list[str]:
+    return sorted({str(parameter.device) for parameter in model.parameters()})
 
 
 def _check_trainable(model: nn.Module, strategy: str) -> None:
@@ -145,10 +165,11 @@ def _check_trainable(model: nn.Module, strategy: str) -> None:
         )
 
 
-def _facts_of(model: nn.Module, strategy: str, options: dict[str, Any]) -> dict[str, object]:
+def _facts_of(model: nn.Module, strategy: str, settings: Settings) -> dict[str, object]:
     """Describe what must be the same on all ranks."""
     # Options too: ranks that differ in find_unused_parameters would wait for each other for ever.
-    plain = {key: value for key, value in options.items() if isinstance(value, _PLAIN)}
+    told = {**settings.options, "sync_batchnorm": settings.sync_batchnorm}
+    plain = {key: value for key, value in told.items() if isinstance(value, _PLAIN)}
     plain.pop("output_device", None)  # each rank's own
     facts: dict[str, object] = {"the strategy": strategy, "the options": plain}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -166,5 +187,5 @@ def _check_same_models(told: list[dict[str, object]]) -> None:
     first = next(entry for entry in entries if len(set(entry)) > 1)
     raise RuntimeError(
         f"every rank must pass the same model to `wrap_model`, but they differ, first here:\n"
-        f"{table_of(first)}\nBuild the same model, in the same order, on every rank."
+        f"{table_of(first)}\n{named(told[0]['the strategy']).cure}"
     )

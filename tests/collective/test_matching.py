@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pardata.collective._header import _FIRST_VALUE, _HASHES, HEADER, _all_equal, _hashes
+from pardata.collective._header import _HASHES, ROOM, _all_equal, _hashes
 
 sizes = st.integers(1, 8192) | st.sampled_from([2, 3, 8191, 8192])
 
@@ -75,4 +75,4 @@ def test_hashes_of_one_text_are_independent_of_each_other():
 
 
 def test_there_is_room_for_57_numbers_beside_the_hashes_and_the_weight():
-    assert HEADER - _FIRST_VALUE == 57
+    assert ROOM == 57 + 1

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from pardata.collective._reduction import all_gather
+from pardata.collective._exchange import all_gather
 from pardata.data._batch import emptied, is_read_whole
 from pardata.data._microbatches import Microbatches
 from pardata.data._order import Requests

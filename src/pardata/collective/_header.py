@@ -62,9 +62,9 @@ class Matching:
         self._error: Exception | None = None
         found = self.guarded(find, {})
         self._paths, self.leaves = list(found), list(found.values())
-        texts = (f"{in_brackets('value', p)}: {describe(leaf)}" for p, leaf in found.items())
-        self._text = self.guarded(lambda: "; ".join(texts), "")
-        self.ways = [self._way(leaf) for leaf in self.leaves]
+        self._kinds = self.guarded(lambda: [describe(leaf) for leaf in self.leaves], [])
+        apart = here.size == 1 or runs_on_gpus(here.backend)
+        self.ways = [self._way(leaf) if apart else None for leaf in self.leaves]
 
     def guarded(self, work: Callable[[], Any], otherwise: Any) -> Any:
         """Return what `work` returns; where it fails, `all_reduce` raises that, on every rank."""
@@ -100,7 +100,9 @@ class Matching:
         # A rank that refused takes part all the same, with a structure that nobody shares.
         refused = "" if self._error is None else f"refused on rank {self.here.rank}"
         ways = self.ways if any(self.ways) else ""
-        hashes = _hashes(f"{self._place} {self._text} {ways} {refused}", self.here.size)
+        hashes = _hashes(
+            f"{self._place} {self._paths} {self._kinds} {ways} {refused}", self.here.size
+        )
         padding = [0.0] * (ROOM - len(numbers))
         said = array("d", [*hashes, *(h * h for h in hashes), *numbers, *padding])
         header = torch.frombuffer(said, dtype=torch.float64).to(self.device)  # faster than tensor
@@ -120,6 +122,10 @@ class Matching:
         """Return the process group that takes `tensor`, once all ranks are known to agree."""
         return self._group if tensor.device == self.device else None
 
+    def by(self, way: torch.dtype | None) -> list[Leaf]:
+        """Return the leaves that travel in this way."""
+        return [leaf for leaf, own in zip(self.leaves, self.ways, strict=True) if own is way]
+
     def vector(self, numbers: list[float]) -> Tensor:
         """Return numbers as they travel."""
         return torch.tensor(numbers, dtype=torch.float64, device=self.device)
@@ -131,15 +137,16 @@ class Matching:
         return like
 
     def _way(self, leaf: Any) -> torch.dtype | None:
-        on_gpu = isinstance(leaf, Tensor) and leaf.is_cuda
-        if not on_gpu or not (self.here.size == 1 or runs_on_gpus(self.here.backend)):
+        if not isinstance(leaf, Tensor) or not leaf.is_cuda:
             return None
         return torch.int64 if self.exact and not leaf.is_floating_point() else torch.float64
 
     def _facts(self) -> dict[str, object]:
         if self._error is not None:
             raise self._error
-        return {"call": self._place, "structure": self._text}
+        both = zip(self._paths, self._kinds, strict=True)
+        texts = [f"{in_brackets('value', path)}: {kind}" for path, kind in both]
+        return {"call": self._place, "structure": "; ".join(texts)}
 
 
 def refuse(here: World, facts: Callable[[], object]) -> None:

@@ -130,29 +130,32 @@ def _reduced(
     """Return the sum of the weights, and each leaf, times its weight, reduced over all ranks."""
     told: dict[Any, Values] = {}
 
+    def rides(way: Any) -> bool:
+        return way is None and op == _SUM and len(told[None]) < ROOM
+
     def pack() -> list[float]:
         told.clear()
         for way in dict.fromkeys([None, *matching.ways]):
             told[way] = _packed(matching, way, weight)
-        if op != _SUM or len(told[None]) >= ROOM:
-            return [weight]
-        near = told.pop(None)
+        near = told[None] if rides(None) else []
         return [weight, *(near if isinstance(near, list) else near.tolist())]
 
     total, *near = matching.all_reduce(pack)
-    found = {None: near} | {way: _sent(matching, values, op) for way, values in told.items()}
-    pieces = {way: _unpacked(matching, way, values) for way, values in found.items()}
+    pieces: dict[Any, Iterator[Tensor | float]] = {}
+    for way, values in told.items():
+        if rides(way) and isinstance(values, list):
+            pieces[way] = iter(near)
+            continue
+        sums = matching.vector(near) if rides(way) else _sent(matching, values, op)
+        shapes = [getattr(part, "shape", torch.Size()) for part in matching.by(way)]
+        split = sums.split([shape.numel() for shape in shapes])
+        pieces[way] = (piece.view(shape) for piece, shape in zip(split, shapes, strict=True))
     return total, [next(pieces[way]) for way in matching.ways]
-
-
-def _leaves(matching: Matching, way: Any) -> list[Leaf]:
-    """Return what travels in this way."""
-    return [leaf for leaf, own in zip(matching.leaves, matching.ways, strict=True) if own is way]
 
 
 def _packed(matching: Matching, way: Any, weight: float) -> Values:
     """Return all that travels in this way, times `weight`."""
-    parts, dtype, device = _leaves(matching, way), way, matching.here.device
+    parts, dtype, device = matching.by(way), way, matching.here.device
     if way is None:
         if matching.exact:
             for part in filter(_is_whole, parts):
@@ -189,17 +192,6 @@ def _sent(matching: Matching, values: Values, op: Any) -> Tensor:
     both = torch.cat([flat.masked_fill(is_nan, -sign * math.inf), sign * is_nan])
     dist.all_reduce(both, op, group=matching.group(both))
     return both[: len(flat)].masked_fill_(both[len(flat) :] != 0, math.nan)
-
-
-def _unpacked(matching: Matching, way: Any, sums: Values) -> Iterator[Tensor | float]:
-    """Return what `sums` has of each leaf that travels in this way."""
-    shapes = [getattr(part, "shape", torch.Size()) for part in _leaves(matching, way)]
-    if isinstance(sums, list):
-        if not any(shapes):
-            return iter(sums)
-        sums = matching.vector(sums)
-    pieces = sums.split([shape.numel() for shape in shapes])
-    return (piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
 
 
 def _like(leaf: Leaf, value: Tensor | float, dtype: torch.dtype | None = None) -> Leaf:

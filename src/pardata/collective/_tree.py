@@ -57,7 +57,10 @@ def leaves(
         yield path, tree
         return
     for key, part in parts:
-        yield from leaves(part, is_leaf=is_leaf, by_text=by_text, path=(*path, key))
+        if type(part) in _LEAVES:  # most are: to go into each takes as long again
+            yield (*path, key), part
+        else:
+            yield from leaves(part, is_leaf=is_leaf, by_text=by_text, path=(*path, key))
 
 
 def mapped(

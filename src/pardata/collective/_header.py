@@ -98,11 +98,9 @@ class Matching:
         That raises as `all_reduce` does. It must be called once, on every rank.
         """
         # A rank that refused takes part all the same, with a structure that nobody shares.
-        refused = "" if self._error is None else f"refused on rank {self.here.rank}"
-        ways = self.ways if any(self.ways) else ""
-        hashes = _hashes(
-            f"{self._place} {self._paths} {self._kinds} {ways} {refused}", self.here.size
-        )
+        refused = None if self._error is None else self.here.rank
+        text = f"{self._place} {self._paths} {self._kinds} {self.ways} {refused}"
+        hashes = _hashes(text, self.here.size)
         padding = [0.0] * (ROOM - len(numbers))
         said = array("d", [*hashes, *(h * h for h in hashes), *numbers, *padding])
         header = torch.frombuffer(said, dtype=torch.float64).to(self.device)  # faster than tensor

@@ -1,7 +1,6 @@
 """Reduce numbers, tensors and nested structures of them over all ranks, in one collective."""
 
 import math
-from collections.abc import Iterator
 from numbers import Integral, Real
 from typing import Any, TypeVar, overload
 
@@ -124,9 +123,7 @@ def _exactly(place: str, value: _T, op: Any) -> _T:
     return matching.rebuilt(value, map(_exactly_like, matching.leaves, found))
 
 
-def _reduced(
-    matching: Matching, weight: float, op: Any = _SUM
-) -> tuple[float, list[Tensor | float]]:
+def _reduced(matching: Matching, weight: float, op: Any = _SUM) -> tuple[float, list[Any]]:
     """Return the sum of the weights, and each leaf, times its weight, reduced over all ranks."""
     told: dict[Any, Values] = {}
 
@@ -141,7 +138,7 @@ def _reduced(
         return [weight, *(near if isinstance(near, list) else near.tolist())]
 
     total, *near = matching.all_reduce(pack)
-    pieces: dict[Any, Iterator[Tensor | float]] = {}
+    pieces: dict[Any, Any] = {}
     for way, values in told.items():
         if rides(way) and isinstance(values, list):
             pieces[way] = iter(near)
@@ -157,9 +154,8 @@ def _packed(matching: Matching, way: Any, weight: float) -> Values:
     """Return all that travels in this way, times `weight`."""
     parts, dtype, device = matching.by(way), way, matching.here.device
     if way is None:
-        if matching.exact:
-            for part in filter(_is_whole, parts):
-                _require_exact(part)
+        for part in filter(_is_whole, parts if matching.exact else []):
+            _require_exact(part)
         numbers = [_number(part) for part in parts]
         # 0 * NaN is NaN: what does not count is not multiplied.
         if None not in numbers:
@@ -220,23 +216,22 @@ def _is_whole(leaf: Leaf) -> bool:
 def _is_integral(total: Tensor | float) -> bool:
     if isinstance(total, Tensor) and total.dtype == torch.int64:  # it travelled apart
         return True
-    wide = torch.as_tensor(total, dtype=torch.float64)
-    if (wide.frac() != 0).any():  # of a float elsewhere; of infinity it is NaN
-        return False
-    _require_exact(wide)
-    return True
+    # Where it is not, a float was elsewhere. The fraction of infinity is NaN.
+    whole = bool((total.frac() == 0).all()) if isinstance(total, Tensor) else total.is_integer()
+    if whole:
+        _require_exact(total)
+    return whole
 
 
 def _require_exact(whole: Leaf) -> None:
     # A large number may be gone from the sum again, and what it rounded away with it. 2**53 itself
     # may be what 2**53 + 1 was rounded to.
-    wide = torch.as_tensor(
-        whole if isinstance(whole, Tensor) else float(whole), dtype=torch.float64
-    )
-    if wide.numel() and (largest := float(wide.abs().max())) >= _EXACT:
+    if isinstance(whole, Tensor):
+        whole = float(whole.double().abs().max()) if whole.numel() else 0
+    if abs(whole) >= _EXACT:
         raise OverflowError(
             f"whole numbers and their sum must be below 2**53 to be exact, but one has "
-            f"{int(largest).bit_length()} bits: pass it as a float"
+            f"{int(whole).bit_length()} bits: pass it as a float"
         )
 
 

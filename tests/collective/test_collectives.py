@@ -2,7 +2,6 @@
 
 import copy
 import math
-import re
 from collections import OrderedDict, defaultdict
 from fractions import Fraction
 from threading import Lock
@@ -301,14 +300,13 @@ def _different():
         (caught(call, odd if rank == 1 else usual), all_reduce_sum(rank))
         for call, (usual, odd, _) in CASES
     ]
-    sum_or_mean = caught(all_reduce_sum if rank else all_reduce_mean, 1.0)
-    return found, sum_or_mean, caught(all_gather if rank else all_reduce_mean, 1.0)
+    return found, caught(all_gather if rank else all_reduce_mean, 1.0)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_structures_that_differ_are_a_table_on_every_rank_and_the_group_stays_usable(size):
     most = "rank 0" if size == 2 else "ranks 0, 2"
-    for found, sum_or_mean, gather_or_mean in run(_different, world_size=size):
+    for found, gather_or_mean in run(_different, world_size=size):
         for (raised, after), (call, (*_, shown)) in zip(found, CASES, strict=True):
             assert isinstance(raised, Raised), (call, shown)
             assert raised.type == "RuntimeError"
@@ -322,9 +320,6 @@ def test_structures_that_differ_are_a_table_on_every_rank_and_the_group_stays_us
                 "\nMake the same call with the same structure on every rank."
             )
             assert after == sum(range(size))
-        assert "but `call` differ:\n  rank 0: call='all_reduce_mean'\n" in sum_or_mean.text
-        others = "rank 1" if size == 2 else "ranks 1, 2"
-        assert f"\n  {others}: call='all_reduce_sum'\n" in sum_or_mean.text
         assert "call='all_gather'" in gather_or_mean.text
 
 
@@ -471,26 +466,18 @@ def test_whole_numbers_stay_whole_unless_another_rank_brings_a_fraction():
 
 def _gradients():
     rank, _ = rank_and_size()
-    value = torch.nn.Parameter(torch.tensor([1.0, rank]))
-    results = [all_reduce_mean(value), all_reduce_sum(value), *all_gather(value)]
-    results[0].add_(1)  # a result of its own memory
-    results[2].add_(1)
+    value = torch.nn.Parameter(torch.tensor([1.0, rank], dtype=torch.float64))
+    results = [call(value) for call in (*CALLS, lambda x: all_gather(x)[rank])]
+    for result in results:
+        result.add_(1)  # a result of its own memory
     return [(type(x) is torch.Tensor, x.requires_grad) for x in results], value.detach().tolist()
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_results_carry_no_gradient_and_share_no_memory(size):
     for rank, (kinds, value) in enumerate(on_every_rank(_gradients, size)):
-        assert kinds == [(True, False)] * (2 + size)
+        assert kinds == [(True, False)] * 5
         assert value == [1.0, rank]
-
-
-def test_alone_too_the_result_has_memory_of_its_own():
-    for dtype in (torch.float64, torch.float32, torch.int64):
-        for call in (all_reduce_mean, all_reduce_sum, lambda x: all_gather(x)[0]):
-            value = torch.ones(2, dtype=dtype)
-            call(value).zero_()
-            assert value.tolist() == [1, 1]
 
 
 def _empties():
@@ -535,14 +522,6 @@ def test_sums_that_float64_may_round_are_an_error_on_every_rank():
         for raised in (raised for pair in found for raised in pair):
             assert "whole numbers and their sum must be below 2**53 to be exact, but" in raised.text
             assert "bits: pass it as a float" in raised.text
-
-
-def test_the_limit_alone():
-    assert all_reduce_sum([2**53 - 1, float(2**53)]) == [2**53 - 1, 2**53]
-    text = "must be below 2**53 to be exact, but one has 54 bits: pass it as a float"
-    for value in (2**53, 2**53 + 1, -(2**53), torch.tensor([1, 2**53 + 1])):
-        with pytest.raises(OverflowError, match=re.escape(text)):
-            all_reduce_sum(value)
 
 
 # --- all_gather ---
@@ -635,7 +614,6 @@ def _broadcast():
 def test_all_get_what_rank_0_has(size):
     for rank, (found, raised, other, after) in enumerate(on_every_rank(_broadcast, size)):
         assert repr(found) == repr(SENT)
-        assert [x.stride() for x in found[6:9]] == [(1, 3)] * 3
         assert after == size
         if size > 1:
             said = "" if rank == 0 else "rank 0 failed in `all_reduce or all_gather`: TypeError: "

@@ -81,9 +81,9 @@ def broadcast(value: _T) -> _T:
 
 def pickled(value: object) -> bytearray:
     """Return `value` in bytes; fail here, with the cause, where other ranks could not read it."""
-    torch.save(value, data := io.BytesIO())
-    unpickled(data.getvalue())
-    return bytearray(data.getvalue())
+    torch.save(value, buffer := io.BytesIO())
+    unpickled(data := bytearray(buffer.getbuffer()))
+    return data
 
 
 def unpickled(data: bytes | bytearray, device: object = "cpu") -> Any:

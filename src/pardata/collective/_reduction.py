@@ -31,7 +31,8 @@ def all_reduce_mean(value: Any, weight: float | Tensor = 1) -> Any:
     """Return the mean of `value` over all ranks, weighted by each rank's `weight`. Collective.
 
     `value` is a number, a tensor, or nested dicts, lists and tuples of them; the result has the
-    same structure. It takes one collective, or two for more than 57 numbers in all. Sums are in
+    same structure. It takes one collective, or two for more than 57 numbers in all; tensors on GPUs
+    travel in one of their own, and no GPU is waited for, save for a `weight` on one. Sums are in
     float64. Floating-point tensors keep their dtype and device, integer and bool tensors become
     the default floating dtype, numbers become ``float``. The input is not changed and the result
     carries no gradient. In a single process the value itself is the mean.
@@ -74,7 +75,7 @@ def all_reduce_sum(value: _T) -> _T:
     Raises:
         TypeError: for a leaf that is no number; names its path.
         OverflowError: for whole numbers or a sum of them from 2**53 up, where float64 is no longer
-            exact.
+            exact; those on GPUs are added in int64, in a collective of their own.
         RuntimeError: where the structures or shapes differ between ranks, with a table. All
             errors are raised on every rank, and the group is usable afterwards.
 

@@ -22,33 +22,6 @@ def test_every_rank_learns_the_facts_of_all_in_rank_order(size):
     assert run_caught(tell, world_size=size) == [facts] * size
 
 
-def test_one_process_gets_its_own_facts_and_not_the_same_dictionary():
-    facts = {"length": 3}
-    (told,) = agree(world(), "make_loader", lambda: facts, list)
-    assert told == facts
-    assert told is not facts
-
-
-def decide_together():
-    here = world()
-    sizes = []
-
-    def decide(ranks):
-        sizes.append(len(ranks))
-        return max(ranks)
-
-    decided = agree(here, "max", lambda: here.rank, decide)
-    barrier("afterwards")
-    return decided, sizes
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_one_rank_decides_for_all(size):
-    outcomes = run_caught(decide_together, world_size=size)
-    assert [decided for decided, _ in outcomes] == [size - 1] * size
-    assert [size for _, sizes in outcomes for size in sizes] == [size]
-
-
 def compare_long_facts(length, odd):
     here = world()
     seen = []
@@ -121,19 +94,6 @@ def test_bad_arguments_on_several_ranks_are_all_told():
     assert [raised.type for raised in outcomes] == ["RuntimeError", "ValueError", "ValueError"]
     for rank in (1, 2):
         assert f"rank {rank} failed in `make_loader`: ValueError" in outcomes[0].text
-
-
-def test_facts_that_differ_make_a_table_with_one_line_for_each_opinion():
-    told = [{"length": 10, "seed": 1, "name": "x"} for _ in range(4)]
-    told[2] = {"length": 9, "seed": 1, "name": "x"}
-    with pytest.raises(RuntimeError) as caught:
-        require_same("make_loader", told, "give every rank the same data")
-    assert str(caught.value) == (
-        "every rank must pass the same to `make_loader`, but `length` differ:\n"
-        "  ranks 0, 1, 3: length=10\n"
-        "  rank 2: length=9\n"
-        "give every rank the same data"
-    )
 
 
 def test_a_number_and_its_text_are_not_the_same():

@@ -2,9 +2,9 @@
 
 import copy
 import math
-import re
 from collections import OrderedDict, defaultdict
 from fractions import Fraction
+from threading import Lock
 from unittest.mock import patch
 
 import numpy as np
@@ -16,7 +16,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from on_ranks import Raised, caught, run
 
-from pardata import all_gather, all_reduce_mean, all_reduce_sum
+from pardata import (
+    all_gather,
+    all_reduce_max,
+    all_reduce_mean,
+    all_reduce_min,
+    all_reduce_sum,
+    broadcast,
+)
+from pardata.collective import _header
+
+CALLS = (all_reduce_mean, all_reduce_sum, all_reduce_max, all_reduce_min)
+EXACT = CALLS[1:]
 
 
 def rank_and_size():
@@ -46,13 +57,13 @@ def _rank_values(rank):
     }
 
 
-def _mean_sum_and_gather():
+def _mean_and_all_others():
     rank, _ = rank_and_size()
     value = _rank_values(rank)
     before = copy.deepcopy(value)
     results = (
         all_reduce_mean(value, weight=rank + 1),
-        all_reduce_sum(value),
+        *(call(value) for call in EXACT),
         all_gather(value),
     )
     assert repr(value) == repr(before), "the input was changed"
@@ -60,15 +71,19 @@ def _mean_sum_and_gather():
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_means_sums_and_gathers_are_those_of_a_plain_computation(size):
+def test_results_are_those_of_a_plain_computation(size):
     values = [_rank_values(rank) for rank in range(size)]
     weights = [rank + 1 for rank in range(size)]
-    for mean, total, gathered in on_every_rank(_mean_sum_and_gather, size):
-        for i, (m, t) in enumerate(zip(leaves(mean), leaves(total), strict=True)):
+    for mean, *exact, gathered in on_every_rank(_mean_and_all_others, size):
+        for i, (m, *found) in enumerate(zip(*map(leaves, (mean, *exact)), strict=True)):
             column = [torch.as_tensor(leaves(v)[i], dtype=torch.float64) for v in values]
             plain = sum(w * c for w, c in zip(weights, column, strict=True)) / sum(weights)
             assert_close(m, plain, rtol=1e-7, atol=0)
-            assert_close(t, sum(column), rtol=0, atol=0)
+            stacked = torch.stack(column)
+            for x, right in zip(
+                found, (sum(column), stacked.amax(0), stacked.amin(0)), strict=True
+            ):
+                assert_close(x, right, rtol=0, atol=0)
         assert type(mean["named"]) is Metrics
         assert type(mean["list"]) is list
         assert type(mean["list"][1]) is tuple
@@ -95,7 +110,7 @@ trees = st.recursive(
 def _all_trees(cases):
     rank, _ = rank_and_size()
     return [
-        (all_reduce_mean(case[rank], weight=weights[rank]), all_reduce_sum(case[rank]))
+        (all_reduce_mean(case[rank], weight=weights[rank]), *(call(case[rank]) for call in EXACT))
         for case, weights in cases
     ]
 
@@ -127,23 +142,26 @@ def test_trees_of_all_shapes_at_two_ranks():
     results = run(_all_trees, cases, world_size=2)
     for (case, weights), *reduced in zip(cases, *results, strict=True):
         columns = list(zip(*(leaves(tree) for tree in case), strict=True))
-        for mean, total in reduced:
-            for column, m, t in zip(columns, leaves(mean), leaves(total), strict=True):
+        for found in reduced:
+            for column, m, t, most, least in zip(columns, *map(leaves, found), strict=True):
                 one, other = (torch.as_tensor(leaf, dtype=torch.float64) for leaf in column)
                 plain = (one * weights[0] + other * weights[1]) / sum(weights)
                 # A float32 tensor gives its mean in float32.
                 close = {"rtol": 1e-6, "atol": 1e-6}
                 assert_close(m, plain, **close)
                 assert_close(t, one + other, **close)
+                assert_close(most, torch.maximum(one, other), rtol=0, atol=0)
+                assert_close(least, torch.minimum(one, other), rtol=0, atol=0)
 
 
 @given(trees)
-def test_alone_the_mean_the_sum_and_the_gather_are_the_value_itself(tree):
+def test_alone_each_result_is_the_value_itself(tree):
     floats = [float(x) if not isinstance(x, torch.Tensor) else x for x in leaves(tree)]
     expected = rebuild(tree, iter(floats))
     assert repr(all_reduce_mean(tree, weight=3)) == repr(expected)
     sums = [int(x) if isinstance(x, bool) else x for x in leaves(tree)]
-    assert repr(all_reduce_sum(tree)) == repr(rebuild(tree, iter(sums)))
+    for call in EXACT:
+        assert repr(call(tree)) == repr(rebuild(tree, iter(sums)))
     assert repr(all_gather(tree)) == repr([rebuild(tree, iter(leaves(tree)))])
 
 
@@ -195,12 +213,16 @@ REFUSED = [
         lambda bad: all_reduce_mean({"loss": [1, 2, None if bad else 3]}),
         NO_NUMBER.format("['loss'][2]", "None (NoneType)"),
     ),
-    (lambda bad: all_gather({1, 2} if bad else 1), NO_NUMBER.format("", "{1, 2} (set)")),
+    (lambda bad: all_reduce_max({1, 2} if bad else 1), NO_NUMBER.format("", "{1, 2} (set)")),
+    (lambda bad: all_gather(Lock() if bad else "a"), "TypeError: cannot pickle '_thread.lock'"),
     (
         lambda bad: all_reduce_sum([np.ones(1) if bad else 1]),
         NO_NUMBER.format("[0]", "array([1.]) (ndarray)"),
     ),
-    (lambda bad: all_gather([np.str_("x")] if bad else [1]), NO_NUMBER.format("[0]", "'x' (str)")),
+    (
+        lambda bad: all_reduce_min([np.str_("x") if bad else 1]),
+        NO_NUMBER.format("[0]", "'x' (str)"),
+    ),
     # What fails between looking at a value and sending it.
     (
         lambda bad: all_reduce_mean(10**400 if bad else 1),
@@ -249,7 +271,7 @@ DIFFERENT = {
     "vector": (1.0, torch.ones(1), "rank 1: structure='value: "),
     "nesting": ([1.0], [[1.0]], "value[0][0]: number"),
     "deep": ({"a": [{"c": (1.0, torch.ones(2))}]}, {"a": [{"c": (1.0, 2.0)}]}, "['c'][1]: "),
-    "nothing": (1.0, [], "rank 1: structure=''"),
+    "nothing": (1.0, [], "rank 1: structure='"),
 }
 REDUCED = {"shape": (torch.ones(2, 3), torch.ones(3, 2), _shown("3x2"))}
 GATHERED = {
@@ -259,13 +281,14 @@ GATHERED = {
     "kind": (1, 1.0, _shown("number of torch.float64")),
     "flag": (1, True, _shown("number of torch.bool")),
     "scalar": (torch.ones(1), torch.tensor(1.0), _shown("number of torch.float32")),
+    "text": (1.0, "1.0", _shown("no tensor or number")),
 }
 CASES = [
-    *((call, case) for call in (all_reduce_mean, all_reduce_sum) for case in REDUCED.values()),
+    *((call, case) for call in CALLS for case in REDUCED.values()),
     *((all_gather, case) for case in GATHERED.values()),
     *(
         (call, case)
-        for call in (all_reduce_mean, all_reduce_sum, all_gather)
+        for call in (all_reduce_mean, all_reduce_max, all_gather)
         for case in DIFFERENT.values()
     ),
 ]
@@ -277,14 +300,13 @@ def _different():
         (caught(call, odd if rank == 1 else usual), all_reduce_sum(rank))
         for call, (usual, odd, _) in CASES
     ]
-    sum_or_mean = caught(all_reduce_sum if rank else all_reduce_mean, 1.0)
-    return found, sum_or_mean, caught(all_gather if rank else all_reduce_mean, 1.0)
+    return found, caught(all_gather if rank else all_reduce_mean, 1.0)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_structures_that_differ_are_a_table_on_every_rank_and_the_group_stays_usable(size):
     most = "rank 0" if size == 2 else "ranks 0, 2"
-    for found, sum_or_mean, gather_or_mean in run(_different, world_size=size):
+    for found, gather_or_mean in run(_different, world_size=size):
         for (raised, after), (call, (*_, shown)) in zip(found, CASES, strict=True):
             assert isinstance(raised, Raised), (call, shown)
             assert raised.type == "RuntimeError"
@@ -298,9 +320,6 @@ def test_structures_that_differ_are_a_table_on_every_rank_and_the_group_stays_us
                 "\nMake the same call with the same structure on every rank."
             )
             assert after == sum(range(size))
-        assert "but `call` differ:\n  rank 0: call='all_reduce_mean'\n" in sum_or_mean.text
-        others = "rank 1" if size == 2 else "ranks 1, 2"
-        assert f"\n  {others}: call='all_reduce_sum'\n" in sum_or_mean.text
         assert "call='all_gather'" in gather_or_mean.text
 
 
@@ -342,7 +361,7 @@ def _counted():
 
     with patch.object(dist, "all_reduce", counting):
         for value in ([1.0] * 57, [1.0] * 58, torch.ones(57), torch.ones(5000), {}, 1.0):
-            for call in (all_reduce_mean, all_reduce_sum):
+            for call in (all_reduce_mean, all_reduce_sum, all_reduce_max):
                 counts.append(0)
                 result = call(value)
                 assert len(leaves(result)) == len(leaves(value))
@@ -350,7 +369,8 @@ def _counted():
 
 
 def test_up_to_57_numbers_take_one_collective_and_more_take_two():
-    assert run(_counted, world_size=2) == [[1, 1, 2, 2, 1, 1, 2, 2, 1, 1, 1, 1]] * 2
+    counts = [1, 1, 2, 2, 2, 2, 1, 1, 2, 2, 2, 2, 1, 1, 1, 1, 1, 2]  # a maximum always takes two
+    assert run(_counted, world_size=2) == [counts] * 2
 
 
 LENGTHS = [0, 1, 56, 57, 58, 59, 200]
@@ -361,19 +381,16 @@ def _long():
     found = []
     for count in LENGTHS:
         value = torch.arange(count, dtype=torch.float64) * (rank + 1)
-        found.append(
-            (all_reduce_mean(value), all_reduce_sum(value), all_reduce_mean(value, weight=rank))
-        )
+        found.append((*(call(value) for call in CALLS), all_reduce_mean(value, weight=rank)))
     return found
 
 
 def test_values_on_both_sides_of_the_header_arrive():
     for found in run(_long, world_size=2):
-        for count, (mean, total, second) in zip(LENGTHS, found, strict=True):
+        for count, results in zip(LENGTHS, found, strict=True):
             plain = torch.arange(count, dtype=torch.float64)
-            assert torch.equal(mean, plain * 1.5)
-            assert torch.equal(total, plain * 3)
-            assert torch.equal(second, plain * 2)
+            for result, times in zip(results, (1.5, 3, 2, 1, 2), strict=True):
+                assert torch.equal(result, plain * times)
 
 
 # --- dtypes ---
@@ -414,6 +431,29 @@ def _kinds_of_numbers():
     return total, mixed, endless, small.tolist(), all_reduce_mean(torch.tensor([1, 2])).dtype
 
 
+ROWS = torch.tensor([[math.nan, 1, -math.inf, 3.5], [2, math.nan, math.inf, -1], [0, 1, 2, -0.5]])
+
+
+def _extremes():
+    rank, _ = rank_and_size()
+    row = ROWS[rank]
+    whole = [rank == 0, torch.tensor([rank], dtype=torch.uint8), 2**53 - 1 - rank]
+    value = row.half(), row.tolist(), whole, 0.5 if rank else 1
+    return [call(value) for call in (all_reduce_max, all_reduce_min)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_extremes_keep_nan_and_whole_numbers_stay_whole(size):
+    for most, least in on_every_rank(_extremes, size):
+        for found, rows in ((most, ROWS[:size].amax(0)), (least, ROWS[:size].amin(0))):
+            assert found[0].dtype == torch.float16
+            assert repr(found[0].tolist()) == repr(found[1]) == repr(rows.tolist())
+        last, top = size - 1, 2**53 - 1
+        assert repr(most[2]) == repr([1, torch.tensor([last]), top])
+        assert repr(least[2]) == repr([int(size == 1), torch.tensor([0]), top - last])
+        assert (most[3], least[3]) == (1, 1 if size == 1 else 0.5)
+
+
 def test_whole_numbers_stay_whole_unless_another_rank_brings_a_fraction():
     for total, mixed, endless, small, default in run(_kinds_of_numbers, world_size=2):
         assert repr(total) == "[2, 4, 3.0, 6, 1.0, 2]"
@@ -426,26 +466,18 @@ def test_whole_numbers_stay_whole_unless_another_rank_brings_a_fraction():
 
 def _gradients():
     rank, _ = rank_and_size()
-    value = torch.nn.Parameter(torch.tensor([1.0, rank]))
-    results = [all_reduce_mean(value), all_reduce_sum(value), *all_gather(value)]
-    results[0].add_(1)  # a result of its own memory
-    results[2].add_(1)
+    value = torch.nn.Parameter(torch.tensor([1.0, rank], dtype=torch.float64))
+    results = [call(value) for call in (*CALLS, lambda x: all_gather(x)[rank])]
+    for result in results:
+        result.add_(1)  # a result of its own memory
     return [(type(x) is torch.Tensor, x.requires_grad) for x in results], value.detach().tolist()
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_results_carry_no_gradient_and_share_no_memory(size):
     for rank, (kinds, value) in enumerate(on_every_rank(_gradients, size)):
-        assert kinds == [(True, False)] * (2 + size)
+        assert kinds == [(True, False)] * 5
         assert value == [1.0, rank]
-
-
-def test_alone_too_the_result_has_memory_of_its_own():
-    for dtype in (torch.float64, torch.float32, torch.int64):
-        for call in (all_reduce_mean, all_reduce_sum, lambda x: all_gather(x)[0]):
-            value = torch.ones(2, dtype=dtype)
-            call(value).zero_()
-            assert value.tolist() == [1, 1]
 
 
 def _empties():
@@ -492,14 +524,6 @@ def test_sums_that_float64_may_round_are_an_error_on_every_rank():
             assert "bits: pass it as a float" in raised.text
 
 
-def test_the_limit_alone():
-    assert all_reduce_sum([2**53 - 1, float(2**53)]) == [2**53 - 1, 2**53]
-    text = "must be below 2**53 to be exact, but one has 54 bits: pass it as a float"
-    for value in (2**53, 2**53 + 1, -(2**53), torch.tensor([1, 2**53 + 1])):
-        with pytest.raises(OverflowError, match=re.escape(text)):
-            all_reduce_sum(value)
-
-
 # --- all_gather ---
 
 
@@ -543,3 +567,107 @@ def test_tensors_with_different_numbers_of_rows_are_gathered(size):
     values = [value for value, _ in results]
     for _, gathered in results:
         assert repr(gathered) == repr(values)  # with types, dtypes and shapes
+
+
+# --- what is no tensor or number, and broadcast
+
+
+def _others(rank):
+    """Return values with texts: any part without tensors and numbers is one thing."""
+    return [
+        ["a"] * rank,
+        None,
+        {"names": ["x"] * rank, "rows": torch.ones(rank, 2), "n": rank},
+        ({"set": {1, rank}} if rank else "text", 1j),
+        np.array(["s"] * (rank + 1)).tolist(),
+    ]
+
+
+def _gathered_others():
+    rank, _ = rank_and_size()
+    return [all_gather(value) for value in _others(rank)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_texts_and_lists_of_them_are_gathered(size):
+    expected = [list(column) for column in zip(*map(_others, range(size)), strict=True)]
+    for found in on_every_rank(_gathered_others, size):
+        assert repr(found) == repr(expected)
+
+
+SENT = [
+    *("text", None, 2**70, 1j, {"a": [1, ("b", {2})]}, torch.Size([2])),
+    *(torch.arange(6).reshape(2, 3).T.to(dtype) for dtype in (*FLOATS, *WHOLE, torch.complex64)),
+    *(torch.empty(0, 3), torch.ones(300_000), [torch.eye(2).to_sparse()], np.float32(0.5)),
+]
+
+
+def _broadcast():
+    rank, _ = rank_and_size()
+    found = [broadcast(value if rank == 0 else f"of {rank}") for value in SENT]
+    raised = caught(broadcast, Lock() if rank == 0 else "fine")
+    other = caught(broadcast if rank == 0 else all_reduce_max, 1)
+    return found, raised, other, all_reduce_sum(1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_all_get_what_rank_0_has(size):
+    for rank, (found, raised, other, after) in enumerate(on_every_rank(_broadcast, size)):
+        assert repr(found) == repr(SENT)
+        assert after == size
+        if size > 1:
+            said = "" if rank == 0 else "rank 0 failed in `all_reduce or all_gather`: TypeError: "
+            assert raised.text.startswith(f"{said}cannot pickle '_thread.lock' object")
+            assert "rank 0: call='broadcast', " in other.text
+
+
+# --- what is on a GPU travels apart: here tensors that say so pass for such
+
+
+def _on_gpu(*numbers):
+    tensor = torch.tensor(numbers)
+    tensor.is_there = True
+    return tensor
+
+
+def _apart():
+    rank, _ = rank_and_size()
+    sent = []
+    real = dist.all_reduce
+
+    def noted(tensor, *args, **options):
+        sent.append((str(tensor.dtype), len(tensor)))
+        return real(tensor, *args, **options)
+
+    is_cuda = property(lambda tensor: hasattr(tensor, "is_there"))
+    with (
+        patch.object(torch.Tensor, "is_cuda", is_cuda),
+        patch.object(_header, "runs_on_gpus", lambda _: True),
+        patch.object(dist, "all_reduce", noted),
+    ):
+        value = [_on_gpu(rank + 0.5), _on_gpu(2**60 + rank), 1.0, rank]
+        found = [call(value) for call in EXACT]
+        found.append(all_reduce_mean([_on_gpu(rank), _on_gpu(rank + 0.5), rank], weight=rank + 2))
+        # On some ranks only, or of another kind there.
+        found.append(all_reduce_sum([_on_gpu(0.5) if rank else torch.ones(1), _on_gpu(rank)]))
+        found.append(all_reduce_max(_on_gpu(1) if rank else _on_gpu(1.5)).tolist())
+        found.append(float(all_reduce_sum(torch.tensor(2.0) if rank else 0.0)))
+    return repr(found), sent[:3], sent[-3:]
+
+
+def test_what_is_on_gpus_travels_apart_and_exactly_and_with_the_rest_where_it_is_not_on_all():
+    large = 2**60
+    expected = [
+        [torch.tensor([2.0]), torch.tensor([2 * large + 1]), 2.0, 1],
+        [torch.tensor([1.5]), torch.tensor([large + 1]), 1.0, 1],
+        [torch.tensor([0.5]), torch.tensor([large]), 1.0, 0],
+        [torch.tensor([0.6]), torch.tensor([1.1]), 0.6],
+        [torch.tensor([1.5]), torch.tensor([1])],
+        [1.5],
+        2.0,
+    ]
+    header = ("torch.float64", 64)
+    for found, first, last in run(_apart, world_size=2):
+        assert found == repr(expected)
+        assert first == [header, ("torch.float64", 1), ("torch.int64", 1)]
+        assert last == [header, ("torch.float64", 2), header]  # with whether it is NaN

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pardata.collective._header import _FIRST_VALUE, _HASHES, HEADER, _all_equal, _hashes
+from pardata.collective._header import _HASHES, _all_equal, _hashes
 
 sizes = st.integers(1, 8192) | st.sampled_from([2, 3, 8191, 8192])
 
@@ -72,7 +72,3 @@ def test_hashes_are_as_large_as_the_sums_allow(size, bits):
 def test_hashes_of_one_text_are_independent_of_each_other():
     columns = zip(*(_hashes(str(i), 2) for i in range(300)), strict=True)
     assert all(len(set(column)) > 290 for column in columns)
-
-
-def test_there_is_room_for_57_numbers_beside_the_hashes_and_the_weight():
-    assert HEADER - _FIRST_VALUE == 57

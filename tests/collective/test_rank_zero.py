@@ -86,23 +86,6 @@ def test_a_barrier_names_the_ranks_that_did_not_come(size, absent, names):
             )
 
 
-def meet_at_different_names():
-    here = world()
-    raised = caught(barrier, "" if here.rank else "data")
-    barrier("again")
-    return raised, all_reduce_sum(1)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_barriers_of_different_names_are_told_apart_on_every_rank(size):
-    for raised, total in run_caught(meet_at_different_names, world_size=size):
-        assert raised.type == "RuntimeError"
-        assert "every rank must make the same calls in the same order" in raised.text
-        others = "rank 1" if size == 2 else "ranks 1, 2"
-        assert raised.text.endswith(f"\n  rank 0: barrier('data')\n  {others}: barrier()")
-        assert total == size
-
-
 def wait_where_rank_0_works(call):
     here = world()
     told = channel().store
@@ -330,39 +313,8 @@ def test_the_result_of_rank_0_arrives_whole_on_every_rank(size):
     )
 
 
-def count_keys():
-    sizes = []
-    for times in (3, 100):
-        for _ in range(times):
-            rank_zero_call(divmod, 1, 7)
-            with rank_zero_first():
-                pass
-        barrier()
-        sizes.append(channel().store.num_keys())
-        barrier()
-    return sizes[1] - sizes[0]
-
-
-def test_results_do_not_pile_up_in_the_store():
-    # A rank may count while another still removes what the barrier left.
-    assert all(abs(growth) <= 2 for growth in run_caught(count_keys, world_size=2))
-
-
-def return_something_that_does_not_pickle():
-    raised = caught(rank_zero_call, make_lambda)
-    return raised, rank_zero_call(str, 1)
-
-
 def make_lambda():
     return lambda: None
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_result_that_does_not_pickle_is_an_error_on_every_rank(size):
-    for raised, after in run_caught(return_something_that_does_not_pickle, world_size=size):
-        assert "pickle" in raised.text.lower()
-        assert raised.seconds < 1
-        assert after == "1"
 
 
 def return_what_was_on_a_gpu():
@@ -406,26 +358,6 @@ def test_a_result_that_cannot_be_unpickled_fails_on_rank_0_too():
     for raised in run_caught(return_something_that_does_not_unpickle, world_size=2):
         assert raised.type == "TypeError"
         assert "missing 1 required positional argument" in raised.text
-
-
-def skip_a_call_on_rank_0():
-    if world().rank:
-        channel().store.wait(["rank 0 is done"])
-        rank_zero_call(max, 1, 2)
-    result = rank_zero_call(min, 1, 2)
-    channel().store.set("rank 0 is done", "")
-    return result
-
-
-def test_a_call_that_meets_that_of_another_function_is_told_instead_of_its_result():
-    first, *others = run_caught(skip_a_call_on_rank_0, world_size=3, fresh=True)
-    assert first == 1
-    for rank, other in enumerate(others, start=1):
-        assert other.type == "RuntimeError"
-        assert (
-            f"but rank 0 is in rank_zero_call(min) and rank {rank} in rank_zero_call(max): look "
-            f"for a branch that skips one" in other.text
-        )
 
 
 class LostError(ValueError):

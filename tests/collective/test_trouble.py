@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -126,20 +127,30 @@ def test_a_rank_that_comes_too_late_is_named_on_all(call):
     assert "Connection closed by peer" in outcomes[1].cause
 
 
-def be_killed(directory):
+def be_killed(directory, of_rank_2):
     pardata.init(timeout=LONG)
     pardata.barrier()
-    if pardata.world().rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    raised = caught(mean)
     rank = pardata.world().rank
-    (Path(directory) / str(rank)).write_text(f"{raised.type} {raised.seconds} {raised.text}")
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        (of_rank_2 if rank == 2 else mean)()
+    except RuntimeError as error:
+        text = f"{type(error).__name__} {time.monotonic() - start} {error}"
+        (Path(directory) / str(rank)).write_text(text)
+        sys.excepthook(type(error), error, error.__traceback__)  # nobody catches it
 
 
-def test_a_killed_rank_is_named_within_seconds(tmp_path):
+@pytest.mark.parametrize("of_rank_2", [mean, pardata.barrier])
+def test_a_killed_rank_is_named_within_seconds_and_none_that_waits(tmp_path, of_rank_2):
     with pytest.raises(RuntimeError, match="exit code -9"):
-        launched(be_killed, str(tmp_path), size=3)
-    for rank in (0, 2):
+        launched(be_killed, str(tmp_path), of_rank_2, size=3)
+    if of_rank_2 is pardata.barrier:
+        text = (tmp_path / "2").read_text()
+        assert "`barrier()` must be reached by every rank, but rank 1 of 3 did not come: " in text
+        assert "rank 0" not in text
+    for rank in (0, 2) if of_rank_2 is mean else (0,):
         kind, seconds, text = (tmp_path / str(rank)).read_text().split(" ", 2)
         assert kind == "RuntimeError"
         assert float(seconds) < 20

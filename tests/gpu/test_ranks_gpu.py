@@ -20,9 +20,12 @@ from torch.utils.data import IterableDataset
 from pardata import (
     StopSignal,
     all_gather,
+    all_reduce_max,
     all_reduce_mean,
+    all_reduce_min,
     all_reduce_sum,
     barrier,
+    broadcast,
     init,
     make_loader,
     rank_zero_call,
@@ -102,6 +105,19 @@ def collectives(device):
         assert mean["own"].device == mean["halves"][0].device == here.device
         assert mean["halves"][0].dtype == torch.bfloat16
         assert {part.device for part in (*total[:2], *rows)} == {here.device}
+        most, least = all_reduce_max((own, here.rank)), all_reduce_min([numbers + here.rank])
+        assert {most[0].device, least[0].device} == {here.device}
+        assert (most[0].tolist(), most[1]) == ([n + here.size - 1 for n in range(3)], here.size - 1)
+        assert least[0].tolist() == list(range(70))
+        # A rank without batches has a number, as others have on the CPU what is on a GPU here.
+        some = all_reduce_sum({"loss": own.sum() if here.rank else 0.0, "n": numbers.cpu()})
+        assert some["loss"] == sum(3 * rank + 3 for rank in range(1, here.size))
+        sent = broadcast([own, halves.cpu(), "text"])
+        assert (sent[0].tolist(), sent[1].tolist(), sent[2]) == ([0, 1, 2], [0, 1, 2], "text")
+        assert (sent[0].device, sent[1].device.type) == (here.device, "cpu")
+        assert all_gather({"rows": own, "names": ["a"] * here.rank})[-1]["names"] == ["a"] * (
+            here.size - 1
+        )
         different = caught(lambda: all_reduce_sum(own[: here.rank + 1]))
         told = rank_zero_call(lambda: {"a": own, "b": 1})
         assert here.is_main or told["a"].device.type == "cpu"
@@ -128,6 +144,32 @@ def test_collectives_take_tensors_where_they_are_and_leave_them_there(everywhere
         assert rows == [[[float(rank + n)] * 2 for n in range(rank)] for rank in range(size)]
         assert told == [0, 1, 2]
         assert differed
+
+
+def unwaited(device):
+    """Reduce with what is on the device, where to wait for it is an error; return what came."""
+    with init(device=device) as here:
+        loss, count = torch.tensor(0.5, device=here.device), torch.ones(3, device=here.device).int()
+        value = {"loss": loss, "rate": 0.25, "many": torch.ones(100, device=here.device)}
+        calls = [lambda: all_reduce_mean(value, weight=2)]
+        calls += [lambda f=f: f((loss, count, 3)) for f in (all_reduce_sum, all_reduce_max)]
+        for call in calls:
+            call()  # connects
+        gpu = here.device.type == "cuda" and here.backend != "gloo"  # which takes from the CPU
+        if gpu:
+            torch.cuda.set_sync_debug_mode("error")
+        mean, total, most = (call() for call in calls)
+        if gpu:
+            torch.cuda.set_sync_debug_mode("default")
+        assert {x.device for x in (mean["loss"], mean["many"], *total[:2], *most[:2])} == {
+            here.device
+        }
+        assert (mean["rate"], total[2], most[2]) == (0.25, 3 * here.size, 3)
+        return mean["loss"].item(), (total[1] / here.size).tolist(), most[1].tolist()
+
+
+def test_no_reduction_waits_for_a_gpu(everywhere):
+    assert set(map(repr, everywhere(unwaited))) == {"(0.5, [1.0, 1.0, 1.0], [1, 1, 1])"}
 
 
 def stopped(device):

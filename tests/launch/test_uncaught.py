@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 from datetime import timedelta
@@ -270,6 +271,29 @@ def fail_in_a_second_group():
     sys.excepthook(ValueError, ValueError("boom"), None)
     dist.destroy_process_group()
     return keeper.lines
+
+
+def boom():
+    raise ValueError("boom\nand more")
+
+
+def fail_in_what_rank_0_does():
+    pardata.init(timeout=timedelta(seconds=30))
+    _, keeper = kept("pardata.launch._uncaught")
+    try:
+        pardata.rank_zero_call(boom)
+    except ValueError as error:
+        sys.excepthook(ValueError, error, error.__traceback__)
+    dist.destroy_process_group()
+    return keeper.lines
+
+
+def test_what_rank_0_raises_on_all_is_said_once():
+    (first,), (other,) = launched(fail_in_what_rank_0_does, size=2)
+    said, line = "ValueError: boom", r"\S*test_uncaught\.py:\d+"
+    assert re.fullmatch(rf"\[0/2\] failed: {said} \({line}\)", first)
+    expected = rf"\[1/2\] failed because rank 0 failed first: {said} \({line}\); here: {line}"
+    assert re.fullmatch(expected, other)
 
 
 def test_the_hook_of_a_group_that_the_user_destroyed_says_nothing_of_the_next():

@@ -24,10 +24,13 @@ from pardata import (
     StopSignal,
     World,
     all_gather,
+    all_reduce_max,
     all_reduce_mean,
+    all_reduce_min,
     all_reduce_sum,
     backward,
     barrier,
+    broadcast,
     cache_dataset,
     check_in_sync,
     fingerprint,
@@ -225,6 +228,12 @@ def across_ranks() -> None:
     assert_type(all_reduce_sum(3), int)
     assert_type(all_reduce_sum(metrics), dict[str, Tensor])
     assert_type(all_reduce_sum([loss, loss]), list[Tensor])
+    assert_type(all_reduce_max(0.5), float)
+    assert_type(all_reduce_max(metrics), dict[str, Tensor])
+    assert_type(all_reduce_min((3, loss)), tuple[int, Tensor])
+    assert_type(broadcast("text"), str)
+    assert_type(broadcast({"order": loss}), dict[str, Tensor])
+    assert_type(all_gather(["a"]), list[list[str]])
     assert_type(all_gather(loss), list[Tensor])
     assert_type(all_gather((loss, 0.5)), list[tuple[Tensor, float]])
 

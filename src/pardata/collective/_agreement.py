@@ -29,9 +29,7 @@ def agree(
     """
     if here.size > 1:
         return all_say(channel(), place, state, decide, timeout=timeout)
-    value = state()
-    json.dumps(value)  # what could not be told to others
-    return decide([dict(value) if isinstance(value, Mapping) else value])
+    return decide([json.loads(json.dumps(state()))])
 
 
 def same(
@@ -46,9 +44,6 @@ def same(
     what `differ` raises.
     """
     facts: dict[str, object] = {}
-    if here.size == 1:
-        state()
-        return
 
     def digest() -> str:
         facts.update(state())

@@ -149,29 +149,25 @@ def _explained(
     if isinstance(epoch, int) and isinstance(step, int):
         place = f"{place} (epoch {epoch}, step {step})"
     ended = "timed out" if timed_out else "lost a connection"
-    own = Failure(
-        line.rank,
-        place,
-        f"{place} at {where}, {ended} after {seconds:.1f} s",
-        is_cause=False,
-        seconds=seconds,
-        timed_out=timed_out,
-    )
+    short = f"{place} at {where}, {ended} after {seconds:.1f} s"
+    own = Failure(line.rank, place, short, is_cause=False, seconds=seconds, timed_out=timed_out)
     grace = _GRACE_TIMED_OUT if timed_out else _GRACE_LOST
     known = asked(line, own, patience=grace, settle=_SETTLE)
     texts = {one.rank: one.text for one in reversed(known.there)}
     table = table_of([texts.get(rank, "no word from it") for rank in range(line.size)])
     text = (
-        f"`{place}` must be reached by every rank, but {_what_is_wrong(known)}; this rank "
+        f"`{place}` must be reached by every rank, but {what_is_wrong(known)}; this rank "
         f"waits at {where}\n{table}\n({one_line(error)[:300]})"
     )
     return as_consequence((TimeoutError if timed_out else RuntimeError)(text), own.text, known)
 
 
-def _what_is_wrong(known: Explanation) -> str:
-    first, size, there, missing = known.first, known.size, known.there, known.missing
-    if first is not None:
-        return f"rank {first.rank} of {size} failed first: {first.text}"
+def what_is_wrong(known: Explanation) -> str:
+    """Say whose fault it is: never that of a rank which only waits, where one is known to fail."""
+    size, there, missing = known.size, known.there, known.missing
+    cause = known.own if known.own.is_cause else known.first
+    if cause is not None:
+        return f"rank {cause.rank} of {size} failed first: {cause.text}"
     if known.store_is_gone and len(there) <= 1:
         return (
             "a connection is lost and the group's store with it: the process that serves it (rank "

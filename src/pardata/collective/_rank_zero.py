@@ -1,16 +1,15 @@
 """What one rank does for all, and waiting for each other, without ever hanging in silence."""
 
 import base64
-import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
-import torch
 import torch.distributed as dist
 
+from pardata.collective._exchange import pickled, unpickled
 from pardata.ranks._arguments import checked_timeout
 from pardata.ranks._failure import Failure
 from pardata.ranks._store import Channel
@@ -118,20 +117,13 @@ def rank_zero_call(fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs)
     name = getattr(fn, "__qualname__", type(fn).__qualname__)
     turn = Turn(channel(), f"rank_zero_call({name})")
     if not here.is_main:
-        told: _T = _unpickled(base64.b64decode(turn.decision(turn.heard(_HOURS))))
+        told: _T = unpickled(base64.b64decode(turn.decision(turn.heard(_HOURS))))
         return told
     with _led(turn, "rank_zero_call", here.rank):
         result = fn(*args, **kwargs)
-        torch.save(result, pickled := io.BytesIO())
-        data = pickled.getvalue()
-        _unpickled(data)  # fail here, with the cause, and not on the other ranks
+        data = pickled(result)
     turn.tell(decision=base64.b64encode(data).decode())
     return result
-
-
-def _unpickled(data: bytes) -> Any:
-    """Return what rank 0 saved, with its tensors on the CPU: its GPU is not this rank's."""
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
 @contextmanager

@@ -55,11 +55,13 @@ def leaves(
     parts = _parts(tree, is_leaf, by_text=by_text)
     if parts is None:
         return [(path, tree)]
-    return [
-        found
-        for key, part in parts
-        for found in leaves(part, is_leaf=is_leaf, by_text=by_text, path=(*path, key))
-    ]
+    found: list[tuple[Path, Any]] = []
+    for key, part in parts:
+        if type(part) in _LEAVES:  # most are: to go into each takes as long again
+            found.append(((*path, key), part))
+        else:
+            found += leaves(part, is_leaf=is_leaf, by_text=by_text, path=(*path, key))
+    return found
 
 
 def mapped(

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from pardata.collective._reduction import all_gather
+from pardata.collective._exchange import all_gather
 from pardata.data._batch import emptied, is_read_whole
 from pardata.data._clock import Clock
 from pardata.data._microbatches import Microbatches

@@ -158,7 +158,7 @@ def _start_sum(own: list[float], sharing: Sharing) -> Callable[[], Sequence[floa
     here = world()
     if sharing.size == here.size:
         # In the form of all other collectives of ours: a rank that is in another one is told.
-        return Matching(here, "backward", 0, lambda _: "counts").start_all_reduce(own)
+        return Matching(here, "backward", lambda: {(): 0}, lambda _: "counts").start_all_reduce(own)
     told = torch.tensor(own, device=next(sharing.layer.parameters()).device)
     work: Any = dist.all_reduce(told, group=sharing.group, async_op=True)
 

@@ -13,7 +13,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from pardata.collective._explanation import asked
+from pardata.collective._explanation import asked, what_is_wrong
 from pardata.ranks._call_site import raise_site
 from pardata.ranks._failure import Failure, consequence, follows, one_line
 from pardata.ranks._logger import get_logger
@@ -77,12 +77,12 @@ def _report(error: BaseException, found: Joined) -> None:
     if first is None:
         _log.error("failed: %s", line)
     else:
-        why, own = (first.rank, first.text), known.own
-        _log.error("failed because rank %d failed first: %s; here: %s", *why, own.text)
-    cause = first or known.own
-    news = f"rank {cause.rank} of {here.size} failed first: {cause.text}"
+        # What rank 0 raised is raised on all: it is said once.
+        is_same = first.text.startswith(f"{one_line(error)} (")
+        at = raise_site(error) if is_same else known.own.text
+        _log.error("failed because rank %d failed first: %s; here: %s", first.rank, first.text, at)
     if not known.store_is_gone:  # else torch would only print where in its code it saw that
-        bounded(_GRACE, lambda: call_off(found.channel, news))
+        bounded(_GRACE, lambda: call_off(found.channel, what_is_wrong(known)))
 
 
 def _part(found: Joined) -> None:

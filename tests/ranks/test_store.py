@@ -101,7 +101,7 @@ def test_a_store_that_does_not_answer_is_an_error_and_no_hang(monkeypatch):
         for call in (
             lambda: all_say(seat(line, 0, 2), "somewhere", lambda: "x", list),
             lambda: Turn(seat(line, 1, 2), "somewhere").heard(timedelta(hours=2)),
-            lambda: Turn(seat(line, 0, 2), "somewhere").lead(),
+            lambda: Turn(seat(line, 0, 2), "somewhere").come(),
             lambda: publish(line, "key", "text"),
             lambda: collect(line, ["there"]),
         ):

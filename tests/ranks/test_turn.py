@@ -38,7 +38,7 @@ def led(line, rank, size, call="rank_zero_first", *, value=None):
     turn = Turn(seat(line, rank, size), call)
     if rank:
         return turn.decision(turn.heard(LONG))
-    turn.lead()
+    turn.come()
     turn.tell(decision=value)
     return value
 
@@ -181,7 +181,7 @@ def test_who_waits_while_rank_0_works_elsewhere_is_told_at_once(line, call, size
             told.wait()
             return raised
         turn = Turn(seat(line, 0, size), call)
-        turn.lead()
+        turn.come()
         told.wait()
         return caught(turn.tell)
 
@@ -256,7 +256,7 @@ def test_a_rank_that_came_too_late_meets_the_others_where_rank_0_decides(line, l
 
 def test_rank_0_that_is_given_up_while_it_looks_gives_its_verdict_in_the_next_turn(line):
     turn = Turn(seat(line, 0, 2), "rank_zero_first")
-    turn.lead()
+    turn.come()
     line.store.set("verdict/1", '{"rank": 1, "call": "a", "missing": [0], "off": ""}')
     turn.tell(decision=7)
     line.store.add("turn/1", 1)
@@ -331,7 +331,7 @@ def test_who_is_turns_ahead_of_a_rank_that_calls_off_hears_of_it_too(line):
 
 def test_who_leads_is_told_of_a_rank_that_called_off_when_its_work_is_done(line):
     turn = Turn(seat(line, 0, 2), "rank_zero_first")
-    turn.lead()
+    turn.come()
     call_off(seat(line, 1, 2), "rank 1 failed")
     raised = caught(turn.tell)
     assert "rank 0 must finish its `rank_zero_first`, but rank 1 failed; this" in raised.text

@@ -43,7 +43,7 @@ def test_a_process_that_nobody_launched_is_a_world_of_one():
 def test_a_world_shows_what_a_person_wants_to_know_and_cannot_be_changed():
     here = world()
     assert repr(here).startswith("World(rank=0, size=1, local_rank=0, local_size=1, node_rank=0,")
-    assert "_leaves" not in repr(here)
+    assert "_at_the_end" not in repr(here)
     for name in ("rank", "other"):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(here, name, 1)

@@ -137,7 +137,7 @@ def _unpickled(data: bytes) -> Any:
 @contextmanager
 def _led(turn: Turn, place: str, rank: int) -> Iterator[None]:
     """Lead a turn: tell the waiting ranks of any exception, and let it go on."""
-    turn.lead()
+    turn.come()
     try:
         yield
     except BaseException as error:

@@ -32,8 +32,6 @@ from pardata.ranks._world import (
 
 _log = get_logger(__name__)
 
-_CPU = torch.device("cpu")
-
 
 def init(
     *,
@@ -89,21 +87,25 @@ def init(
         return single_world()
     if before is not None:
         _refuse_other_arguments(before.world, backend, device)
-        return replace(before.world, _leaves=False)
+        return replace(before.world, _at_the_end=None)
     chosen = None if device is None else torch.device(device)
     if default_group() is not None:
         found = _adopt(chosen, patience)
     else:
         found = _join(backend, patience, chosen)
     if found.world.size > 1:
-        found = replace(found, on_leaving=report_uncaught(found.group))
+        found.on_leaving = report_uncaught(found.group)
     remember(found)
     _log.info("%s", _found_text(found.world))
     if found.world.device.type == "cpu":
         if device is None:
             _warn_of_hidden_gpus()
-        if tune_cpu and os.environ.get("PARDATA_TUNE_CPU") != "0":
-            _tune_cpu()
+        if tune_cpu and os.environ.get("PARDATA_TUNE_CPU") != "0" and keep_freed_memory():
+            text = (
+                "the allocator keeps freed memory, for faster steps on the CPU "
+                "(tune_cpu=False or PARDATA_TUNE_CPU=0 leaves it alone)"
+            )
+            _log.debug(text, once=True)
     return found.world
 
 
@@ -112,8 +114,8 @@ def _join(backend: str | None, timeout: timedelta | None, device: torch.device |
     _refuse_inherited(launch)
     found, hosts_store = join(launch, backend=backend, timeout=timeout, device=device)
     os.environ["PARDATA_JOINED"] = f"{os.getpid()} {launch.identity}"
-    line, beside = make_channel(timeout), _gloo_beside(found)
-    return Joined(found, line, hosts_store, True, beside, at_the_end=leave_at_the_end)
+    found = replace(found, _at_the_end=leave_at_the_end)
+    return Joined(found, make_channel(timeout), hosts_store, _gloo_beside(found))
 
 
 def _adopt(device: torch.device | None, timeout: timedelta | None) -> Joined:
@@ -162,15 +164,6 @@ def _warn_of_hidden_gpus() -> None:
     if not is_wanted and (hidden := hidden_gpus()) is not None:
         text = '%s, so this run is on the CPU: %s; init(device="cpu") says that it is meant so'
         _log.warning(text, *hidden, ranks=[0], once=True)
-
-
-def _tune_cpu() -> None:
-    if keep_freed_memory():
-        _log.debug(
-            "the allocator keeps freed memory, for faster steps on the CPU "
-            "(tune_cpu=False or PARDATA_TUNE_CPU=0 leaves it alone)",
-            once=True,
-        )
 
 
 def _found_text(found: World) -> str:

@@ -19,7 +19,7 @@ _PATIENCE = timedelta(seconds=30)
 
 def remember(found: Joined) -> None:
     """Keep what `init` found, and leave at exit the group that it made."""
-    if found.made_here:
+    if found.world.launcher != "existing":
         atexit.unregister(_leave_at_exit)  # once is enough
         atexit.register(_leave_at_exit)
     process.joined = found
@@ -41,10 +41,10 @@ def leave_at_the_end(error: BaseException | None) -> None:
 def leave() -> None:
     """Leave the group that `init` made in this process, once no rank needs its store."""
     left, process.joined = process.joined, None
-    if not isinstance(left, Joined) or not left.made_here or left.pid != os.getpid():
+    if not isinstance(left, Joined) or left.pid != os.getpid():
         return
-    if left.group is not default_group():
-        return  # the user has destroyed it already
+    if left.world.launcher == "existing" or left.group is not default_group():
+        return  # not ours, or the user has destroyed it already
     os.environ.pop("PARDATA_JOINED", None)
     left.on_leaving()
     if not check_out(left.channel.store, left.world.size, hosts_store=left.hosts_store):

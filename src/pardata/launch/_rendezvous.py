@@ -4,8 +4,10 @@ import json
 import socket
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,9 +44,8 @@ def join(
         process.stores[launch.identity] = opened
     store, hosts_store = process.stores[launch.identity]
     store = _fresh_part(store, launch, patience)
-    prefix = dist.PrefixStore("pardata/join", store)
-    line = Channel(prefix, patience, launch.rank, launch.size)
-    own: dict[str, object] = {}
+    line = Channel(dist.PrefixStore("pardata/join", store), patience, launch.rank, launch.size)
+    own: dict[str, Any] = {}
 
     def arrive() -> object:
         own.update(_arrival(launch, backend, device))
@@ -52,31 +53,30 @@ def join(
 
     try:
         hosts, binds = all_say(line, "init", arrive, _agreed)
-        device, backend = torch.device(str(own["device"])), str(own["backend"])
-        bound = device if binds else None
-        _make_group(line, launch, store, backend=backend, timeout=timeout, bound=bound)
+        device, backend = torch.device(own["device"]), own["backend"]
+        make = partial(
+            dist.init_process_group,
+            backend,
+            store=dist.PrefixStore("group", store),
+            rank=launch.rank,
+            world_size=launch.size,
+            timeout=timeout,
+            # Lets NCCL connect at once; a group of one has nobody to connect to.
+            device_id=device if binds and launch.size > 1 else None,
+        )
+        _make_group(line, make)
     except Exception:
         # The others read the same; the store must be there until they have.
         check_out(store, launch.size, hosts_store=hosts_store)
         raise
-    found = World(
-        launch.rank,
-        launch.size,
-        launch.local_rank,
-        launch.local_size,
-        hosts.index(own["host"]) if launch.node_rank is None else launch.node_rank,
-        len(hosts) if launch.num_nodes is None else launch.num_nodes,
-        device,
-        backend,
-        launch.launcher,
-        _leaves=True,
-    )
-    return found, hosts_store
+    node = hosts.index(own["host"]) if launch.node_rank is None else launch.node_rank
+    nodes = len(hosts) if launch.num_nodes is None else launch.num_nodes
+    return World(*launch[1:5], node, nodes, device, backend, launch.launcher), hosts_store
 
 
 def _arrival(launch: Launch, backend: str | None, wanted: torch.device | None) -> dict[str, object]:
     """Return what a rank tells the others before there is a group; make its device current."""
-    device = _own_device(launch, wanted)
+    device = own_device(launch, wanted)
     if backend is None:
         backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
     host, gpu, has_one = socket.gethostname(), None, False
@@ -88,18 +88,23 @@ def _arrival(launch: Launch, backend: str | None, wanted: torch.device | None) -
     return {"host": host, "device": str(device), "gpu": gpu, "one": has_one, "backend": backend}
 
 
-def choose_device(launch: Launch, *, visible: int, masked: bool) -> torch.device:
-    """Return the device of this local rank where `visible` GPUs can be seen.
-
-    `masked` tells whether something (a launcher that binds a GPU to each task, as SLURM's
-    ``--gpus-per-task``) has restricted what this process sees: a single GPU is then its own.
+def own_device(launch: Launch, wanted: torch.device | None) -> torch.device:
+    """Return the device of this local rank.
 
     Raises:
-        RuntimeError: where no GPU is left for this local rank.
+        RuntimeError: where no GPU is left for it.
     """
-    if visible == 0:
+    if wanted is not None and (wanted.type != "cuda" or wanted.index is not None):
+        return wanted
+    visible = visible_gpus()
+    if visible == 0 and wanted is None:
         return torch.device("cpu")
-    if visible == 1 and masked:
+    if visible == 0:
+        raise RuntimeError(
+            "`device` must be one that is here, but is 'cuda', and no GPU is visible"
+        )
+    # A launcher that binds a GPU to each task, as SLURM's --gpus-per-task: it is this one's own.
+    if visible == 1 and is_masked():
         return torch.device("cuda", 0)
     if launch.local_rank >= visible:
         raise RuntimeError(
@@ -110,17 +115,6 @@ def choose_device(launch: Launch, *, visible: int, masked: bool) -> torch.device
             f'`init(device="cpu")`'
         )
     return torch.device("cuda", launch.local_rank)
-
-
-def _own_device(launch: Launch, wanted: torch.device | None) -> torch.device:
-    if wanted is not None and (wanted.type != "cuda" or wanted.index is not None):
-        return wanted
-    visible = visible_gpus()
-    if wanted is not None and visible == 0:
-        raise RuntimeError(
-            "`device` must be one that is here, but is 'cuda', and no GPU is visible"
-        )
-    return choose_device(launch, visible=visible, masked=is_masked())
 
 
 def _fresh_part(store: dist.Store, launch: Launch, timeout: timedelta) -> dist.Store:
@@ -168,32 +162,12 @@ def _hand_out_part(store: dist.Store, launch: Launch, timeout: timedelta) -> dis
     return part
 
 
-def _make_group(
-    line: Channel,
-    launch: Launch,
-    store: dist.Store,
-    *,
-    backend: str,
-    timeout: timedelta | None,
-    bound: torch.device | None,
-) -> None:
+def _make_group(line: Channel, make: Callable[[], None]) -> None:
     """Make the process group, and wait until every rank has. Collective.
 
     torch does not wait: a rank that leaves at once closes connections that another is still
     making, which then fails ("connectFullMesh failed … Connection closed by peer").
     """
-
-    def make() -> None:
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore("group", store),
-            rank=launch.rank,
-            world_size=launch.size,
-            timeout=timeout,
-            # Lets NCCL connect at once; a group of one has nobody to connect to.
-            device_id=bound if launch.size > 1 else None,
-        )
-
     # The others connect to one that has failed for as long as the timeout.
     later = replace(line, timeout=line.timeout + _MARGIN)
     try:

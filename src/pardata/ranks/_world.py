@@ -17,10 +17,11 @@ from torch.utils.data import get_worker_info
 from typing_extensions import Self
 
 from pardata.ranks._backend import runs_on_gpus, takes_cpu_tensors
-from pardata.ranks._launcher import detect, launcher_text, whole_number
+from pardata.ranks._launcher import detect, launcher_text, numbers_told
 from pardata.ranks._process import process
 from pardata.ranks._store import Channel
 
+_AtTheEnd = Callable[[BaseException | None], None]  # of ``with init()``: told of the exception
 _CPU = torch.device("cpu")
 # What Ray Train and torchrun say beside the group.
 _LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK")
@@ -54,7 +55,7 @@ class World:
     device: torch.device
     backend: str | None
     launcher: str
-    _leaves: bool = field(default=False, repr=False, compare=False)
+    _at_the_end: _AtTheEnd | None = field(default=None, repr=False, compare=False)
 
     @property
     def is_main(self) -> bool:
@@ -70,8 +71,8 @@ class World:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if self._leaves and isinstance(process.joined, Joined):
-            process.joined.at_the_end(error)
+        if self._at_the_end is not None:
+            self._at_the_end(error)
 
 
 def default_group() -> object | None:
@@ -85,18 +86,15 @@ class Joined:
 
     Attributes:
         group_of_counts: made beside one that takes no tensors on the CPU.
-        at_the_end: for the end of ``with init()``, called with the exception under way.
         on_leaving: called before the group is left.
     """
 
     world: World
     channel: Channel
     hosts_store: bool = False
-    made_here: bool = False
     group_of_counts: Any = None
     group: object = field(default_factory=default_group)
     pid: int = field(default_factory=os.getpid)
-    at_the_end: Callable[[BaseException | None], None] = lambda _: None
     on_leaving: Callable[[], None] = lambda: None
 
 
@@ -173,7 +171,7 @@ def existing_world(device: torch.device | None, hosts: Sequence[str] = ()) -> Wo
         hosts: of all ranks, in their order; one for all where they were not asked for.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
-    told = {name: whole_number(os.environ, name) for name in _LOCAL if name in os.environ}
+    told = numbers_told(os.environ, _LOCAL)
     hosts = hosts or [""] * size
     local_rank = told.get("LOCAL_RANK", hosts[:rank].count(hosts[rank]))
     local_size = told.get("LOCAL_WORLD_SIZE", hosts.count(hosts[rank]))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pardata.collective._agreement import agree, require_same
 from pardata.collective._tree import Path, in_brackets, leaves, mapped
-from pardata.ranks._backend import device_of_sums
+from pardata.ranks._backend import runs_on_gpus
 from pardata.ranks._world import World, way_of_counts
 
 _T = TypeVar("_T")
@@ -46,7 +46,7 @@ class Matching(Generic[_T]):
     ) -> None:
         self._here, self._place, self._value = here, place, value
         # Chosen from the world and never from the values: ranks could be of two minds.
-        self.device = device_of_sums(here.backend, here.device)
+        self.device = here.device if runs_on_gpus(here.backend) else torch.device("cpu")
         self._error: Exception | None = None
         found: dict[Path, Leaf] = self.guarded(lambda: numbers_of(value), {})
         self._paths, self.leaves = list(found), list(found.values())

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, overload
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
@@ -20,7 +21,7 @@ from pardata.model._strategy import DDP, DP, EXACT, FSDP, NONE, Replica, Strateg
 from pardata.model._unwrap import is_parallel
 from pardata.ranks._logger import get_logger
 from pardata.ranks._process import process
-from pardata.ranks._world import World, default_group, require_world
+from pardata.ranks._world import World, require_world
 from pardata.seeds._generators import kept_generators
 
 _log = get_logger(__name__)
@@ -114,7 +115,7 @@ def backward(
     True
     """
     # What is checked of a model that nobody else trains is checked in its first step.
-    is_known = default_group() is None and model in process.trained_alone
+    is_known = dist.group.WORLD is None and model in process.trained_alone
     if is_known and count is None:
         own = batch if isinstance(batch, Microbatches) else (batch,)
         if len(own) == 1:

@@ -12,13 +12,23 @@ from pathlib import Path
 import torch.distributed as dist
 
 from pardata.ranks._launcher import Launch
+from pardata.ranks._process import process
 from pardata.ranks._store import came
 from pardata.ranks._verdict import who_did_not_come
 
 _RUN = "pardata/run"  # the key of the name of the run that a store belongs to
 
 
-def open_store(launch: Launch, timeout: timedelta) -> tuple[dist.Store, bool]:
+def store_of(launch: Launch, timeout: timedelta) -> tuple[dist.Store, bool]:
+    """Return the store of this run, opened once, and whether it lives here."""
+    if launch.identity not in process.stores:
+        opened = _opened(launch, timeout)
+        _require_own(opened[0], launch, timeout)  # before it is kept: a second try looks again
+        process.stores[launch.identity] = opened
+    return process.stores[launch.identity]
+
+
+def _opened(launch: Launch, timeout: timedelta) -> tuple[dist.Store, bool]:
     """Return the store at the address that the launcher named, and whether it lives here.
 
     Raises:
@@ -75,7 +85,7 @@ def _wait_for(launch: Launch, timeout: timedelta) -> None:
     raise TimeoutError
 
 
-def require_own(store: dist.Store, launch: Launch, timeout: timedelta) -> None:
+def _require_own(store: dist.Store, launch: Launch, timeout: timedelta) -> None:
     """Leave the name of this run on the store as rank 0; refuse a store that is another run's."""
     own = run_of(launch, os.environ)
     if launch.rank == 0:

@@ -22,7 +22,6 @@ from pardata.ranks._turn import all_say
 from pardata.ranks._world import (
     Joined,
     World,
-    default_group,
     existing_world,
     is_child,
     joined,
@@ -83,18 +82,20 @@ def init(
     patience = None if timeout is None else checked_timeout(timeout)
     before = joined()
     opted_out = os.environ.get("PARDATA_LAUNCHER") == "none" and before is None
-    if is_child() or (opted_out and default_group() is not None):
+    if is_child() or (opted_out and dist.group.WORLD is not None):
         return single_world()
     if before is not None:
         _refuse_other_arguments(before.world, backend, device)
         return replace(before.world, _at_the_end=None)
     chosen = None if device is None else torch.device(device)
-    if default_group() is not None:
+    if dist.group.WORLD is not None:
         found = _adopt(chosen, patience)
     else:
         found = _join(backend, patience, chosen)
     if found.world.size > 1:
         found.on_leaving = report_uncaught(found.group)
+        if not takes_cpu_tensors(found.world.backend):
+            found.group_of_counts = dist.new_group(backend="gloo")
     remember(found)
     _log.info("%s", _found_text(found.world))
     if found.world.device.type == "cpu":
@@ -115,7 +116,7 @@ def _join(backend: str | None, timeout: timedelta | None, device: torch.device |
     found, hosts_store = join(launch, backend=backend, timeout=timeout, device=device)
     os.environ["PARDATA_JOINED"] = f"{os.getpid()} {launch.identity}"
     found = replace(found, _at_the_end=leave_at_the_end)
-    return Joined(found, make_channel(timeout), hosts_store, _gloo_beside(found))
+    return Joined(found, make_channel(timeout), hosts_store)
 
 
 def _adopt(device: torch.device | None, timeout: timedelta | None) -> Joined:
@@ -126,13 +127,7 @@ def _adopt(device: torch.device | None, timeout: timedelta | None) -> Joined:
     found = existing_world(device, hosts)
     if found.device.type == "cuda":
         torch.cuda.set_device(found.device)
-    return Joined(found, line, group_of_counts=_gloo_beside(found))
-
-
-def _gloo_beside(found: World) -> object:
-    """Return a group for small integers on the CPU, where the default one takes none."""
-    alone = found.size == 1 or takes_cpu_tensors(found.backend)
-    return None if alone else dist.new_group(backend="gloo")
+    return Joined(found, line)
 
 
 def _refuse_inherited(launch: Launch) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from pardata.launch._uncaught import report_exit
 from pardata.ranks._logger import get_logger
 from pardata.ranks._process import process
-from pardata.ranks._world import Joined, default_group
+from pardata.ranks._world import Joined
 
 _log = get_logger(__name__)
 
@@ -43,7 +43,7 @@ def leave() -> None:
     left, process.joined = process.joined, None
     if not isinstance(left, Joined) or left.pid != os.getpid():
         return
-    if left.world.launcher == "existing" or left.group is not default_group():
+    if left.world.launcher == "existing" or left.group is not dist.group.WORLD:
         return  # not ours, or the user has destroyed it already
     os.environ.pop("PARDATA_JOINED", None)
     left.on_leaving()

@@ -4,10 +4,9 @@ import json
 import socket
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,13 +14,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from pardata.collective._agreement import require_same
-from pardata.launch._address import not_met, open_store, require_own
+from pardata.launch._address import not_met, store_of
 from pardata.launch._leaving import check_out
 from pardata.ranks._backend import runs_on_gpus
 from pardata.ranks._gpus import is_masked, visible_gpus
 from pardata.ranks._launcher import Launch
-from pardata.ranks._process import process
-from pardata.ranks._store import Channel, append, set_all
+from pardata.ranks._store import Channel, append
 from pardata.ranks._table import ranks_text
 from pardata.ranks._turn import all_say
 from pardata.ranks._world import World
@@ -38,21 +36,13 @@ def join(
     that the error is raised on every rank instead of leaving the others to wait.
     """
     patience = distributed_c10d.default_pg_timeout if timeout is None else timeout
-    if launch.identity not in process.stores:
-        opened = open_store(launch, patience)
-        require_own(opened[0], launch, patience)  # before it is kept: a second try looks again
-        process.stores[launch.identity] = opened
-    store, hosts_store = process.stores[launch.identity]
+    store, hosts_store = store_of(launch, patience)
     store = _fresh_part(store, launch, patience)
     line = Channel(dist.PrefixStore("pardata/join", store), patience, launch.rank, launch.size)
-    own: dict[str, Any] = {}
-
-    def arrive() -> object:
-        own.update(_arrival(launch, backend, device))
-        return own
-
+    arrive = cache(partial(_arrival, launch, backend, device))
     try:
         hosts, binds = all_say(line, "init", arrive, _agreed)
+        own = arrive()
         device, backend = torch.device(own["device"]), own["backend"]
         make = partial(
             dist.init_process_group,
@@ -64,8 +54,14 @@ def join(
             # Lets NCCL connect at once; a group of one has nobody to connect to.
             device_id=device if binds and launch.size > 1 else None,
         )
-        _make_group(line, make)
+        # torch does not wait: a rank that leaves at once closes connections that another is still
+        # making ("connectFullMesh failed … Connection closed by peer"). And the others connect to
+        # one that has failed for as long as the timeout.
+        later = replace(line, timeout=patience + _MARGIN)
+        all_say(later, "init", make, lambda _: None)
     except Exception:
+        if dist.is_initialized():
+            dist.destroy_process_group()
         # The others read the same; the store must be there until they have.
         check_out(store, launch.size, hosts_store=hosts_store)
         raise
@@ -74,7 +70,7 @@ def join(
     return World(*launch[1:5], node, nodes, device, backend, launch.launcher), hosts_store
 
 
-def _arrival(launch: Launch, backend: str | None, wanted: torch.device | None) -> dict[str, object]:
+def _arrival(launch: Launch, backend: str | None, wanted: torch.device | None) -> dict[str, Any]:
     """Return what a rank tells the others before there is a group; make its device current."""
     device = own_device(launch, wanted)
     if backend is None:
@@ -151,7 +147,8 @@ def _hand_out_part(store: dist.Store, launch: Launch, timeout: timedelta) -> dis
     while missing and time.monotonic() < deadline:
         asked = set(store.get("asked").decode().split()) - answered
         if asked:
-            set_all(store, {f"answer/{word}": name for word in asked})
+            answers = [f"answer/{word}" for word in asked]
+            store.multi_set(answers, [name] * len(asked))  # type: ignore[attr-defined]  # as in `append`
         answered |= asked
         missing -= set(map(int, part.get("came").split()))
         time.sleep(0.005)
@@ -160,22 +157,6 @@ def _hand_out_part(store: dist.Store, launch: Launch, timeout: timedelta) -> dis
         time.sleep(1)  # the store may live here: those who came read it now
         raise not_met(sorted(missing), launch, timeout)
     return part
-
-
-def _make_group(line: Channel, make: Callable[[], None]) -> None:
-    """Make the process group, and wait until every rank has. Collective.
-
-    torch does not wait: a rank that leaves at once closes connections that another is still
-    making, which then fails ("connectFullMesh failed … Connection closed by peer").
-    """
-    # The others connect to one that has failed for as long as the timeout.
-    later = replace(line, timeout=line.timeout + _MARGIN)
-    try:
-        all_say(later, "init", make, lambda _: None)
-    except Exception:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        raise
 
 
 def _agreed(arrivals: list[dict[str, Any]]) -> tuple[list[str], bool]:

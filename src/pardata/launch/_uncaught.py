@@ -4,10 +4,14 @@ The end of a failure's way, which begins in ``ranks/_failure``.
 """
 
 import ctypes
+import json
+import os
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
+from traceback import format_exception
 from types import TracebackType
 
 import torch
@@ -81,8 +85,17 @@ def _report(error: BaseException, found: Joined) -> None:
         _log.error("failed because rank %d failed first: %s; here: %s", *why, own.text)
     cause = first or known.own
     news = f"rank {cause.rank} of {here.size} failed first: {cause.text}"
+    if cause.is_cause:
+        _record(news if first else "".join(format_exception(error)))
     if not known.store_is_gone:  # else torch would only print where in its code it saw that
         bounded(_GRACE, lambda: call_off(found.channel, news))
+
+
+def _record(text: str) -> None:
+    """Leave `text` where torchrun looks for what failed, as torch's own `record` does."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
 
 
 def _part(found: Joined) -> None:

@@ -34,10 +34,9 @@ def hidden_gpus(root: Path = Path("/")) -> tuple[str, str] | None:
         return None
     text = f"torch sees none of {found[where]} in {where}{f' ({said[0].message})' if said else ''}"
     mask = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
-    build = torch.version.cuda or "the CPU only"
     cure = (
-        f"install a torch for CUDA (this one is for {build}), unset CUDA_VISIBLE_DEVICES (it is "
-        f"{mask!r}), start the container with --gpus=all, or see with nvidia-smi whether the "
-        f"driver is new enough"
+        f"install a torch for CUDA (this one is for {torch.version.cuda or 'the CPU only'}), unset "
+        f"CUDA_VISIBLE_DEVICES (it is {mask!r}), start the container with --gpus=all, or see with "
+        f"nvidia-smi whether the driver is new enough"
     )
     return text, cure

@@ -94,11 +94,6 @@ def append(store: dist.Store, key: str, line: str) -> None:
     store.append(key, f"{line}\n")  # type: ignore[attr-defined]  # torch's stubs leave it out
 
 
-def set_all(store: dist.Store, texts: dict[str, str]) -> None:
-    """Leave every text under its key, in one request."""
-    store.multi_set([*texts], [*texts.values()])  # type: ignore[attr-defined]  # as above
-
-
 def publish(channel: Channel, key: str, text: str) -> None:
     """Leave `text` under `key` for the rank that will `collect` it."""
     answered(channel.timeout, lambda: channel.store.set(key, text))

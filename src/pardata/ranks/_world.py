@@ -75,11 +75,6 @@ class World:
             self._at_the_end(error)
 
 
-def default_group() -> object | None:
-    """Return torch's default process group, whoever made it."""
-    return dist.group.WORLD
-
-
 @dataclass(eq=False)  # nobody compares two: frozen or equal, it would take longer to import
 class Joined:
     """What `init` found, for which group and process, and what it left to be done.
@@ -93,7 +88,7 @@ class Joined:
     channel: Channel
     hosts_store: bool = False
     group_of_counts: Any = None
-    group: object = field(default_factory=default_group)
+    group: object = field(default_factory=lambda: dist.group.WORLD)
     pid: int = field(default_factory=os.getpid)
     on_leaving: Callable[[], None] = lambda: None
 
@@ -109,7 +104,7 @@ def world() -> World:
     """
     # Opted out; `init` may still make this process its group of one.
     alone = process.joined is None and os.environ.get("PARDATA_LAUNCHER") == "none"
-    if alone or is_child() or default_group() is None:
+    if alone or is_child() or dist.group.WORLD is None:
         return single_world()
     found = joined()
     return existing_world(None) if found is None else found.world
@@ -143,7 +138,7 @@ def channel() -> Channel:
 def joined() -> Joined | None:
     """Return what `init` found, if that still holds."""
     found = process.joined
-    return found if isinstance(found, Joined) and found.group is default_group() else None
+    return found if isinstance(found, Joined) and found.group is dist.group.WORLD else None
 
 
 def is_child() -> bool:

@@ -336,7 +336,7 @@ def test_names_that_the_wrapper_hides_are_logged_once_on_rank_0():
     names = "`device`, `module` of Net"
     text = f"[0/2] ReadThroughDDP hides {names}: read it as unwrap(model).device"
     assert run(hidden, world_size=2) == [[("WARNING", text)], []]
-    text = "[0/1] ReadThroughDP hides `device_ids`, `gather` of Hiding: read it as unwrap(model)."
+    text = "ReadThroughDP hides `device_ids`, `gather` of Hiding: read it as unwrap(model)."
     assert run(hidden_by_dp, world_size=1) == [[("WARNING", f"{text}device_ids")]]
 
 

@@ -24,7 +24,7 @@ from pardata.collective._agreement import agree, require_same, same
 from pardata.collective._rank_zero import rank_zero_call
 from pardata.ranks._arguments import check_flag, check_integer
 from pardata.ranks._logger import get_logger
-from pardata.ranks._store import collect, publish
+from pardata.ranks._store import answered
 from pardata.ranks._world import World, channel, require_world
 from pardata.seeds._generators import generator_states
 
@@ -127,7 +127,8 @@ class Checkpointer:
             snapshot.take(here, objects, copy=self._asynchronous and here.rank == 0)
             if here.rank > 0:  # not in the turn, which would take them from all to all
                 own = b64encode(generator_states(here.device)).decode()
-                publish(channel(), f"generators/{here.rank}", own)
+                store, key = channel().store, f"generators/{here.rank}"
+                answered(channel().timeout, partial(store.set, key, own))
             options = {"step": step, "objects": list(objects), **self._options}
             return {"options": options, "details": snapshot.texts}
 
@@ -285,7 +286,9 @@ def _generators_of_all(here: World) -> torch.Tensor | None:
         return None
     keys = [f"generators/{rank}" for rank in range(1, here.size)]
     rows = [generator_states(here.device)]
-    rows += map(b64decode, collect(channel(), keys) if keys else [])
+    line = channel()
+    told = answered(line.timeout, partial(line.store.multi_get, keys)) if keys else []
+    rows += map(b64decode, told)
     longest = max(map(len, rows))
     alike = bytearray(b"".join(row.ljust(longest, b"\0") for row in rows))
     return torch.frombuffer(alike, dtype=torch.uint8).view(len(rows), longest)

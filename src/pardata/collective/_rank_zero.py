@@ -143,5 +143,5 @@ def _led(turn: Turn, place: str, rank: int) -> Iterator[None]:
     except BaseException as error:
         failure = Failure.of(error, rank=rank, place=place)
         with suppress(Exception):  # the first error says more
-            turn.tell(failure=asdict(failure))
+            turn.tell(failed=[asdict(failure)])
         raise

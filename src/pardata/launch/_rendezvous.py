@@ -1,6 +1,7 @@
 """Meet the other ranks, agree that everybody can take part, and make the process group."""
 
 import json
+import os
 import socket
 import time
 import uuid
@@ -15,9 +16,9 @@ from torch.distributed import distributed_c10d
 
 from pardata.collective._agreement import require_same
 from pardata.launch._address import not_met, store_of
-from pardata.launch._leaving import check_out
+from pardata.launch._leaving import check_out, leave_at_the_end
 from pardata.ranks._backend import runs_on_gpus
-from pardata.ranks._gpus import is_masked, visible_gpus
+from pardata.ranks._gpus import visible_gpus
 from pardata.ranks._launcher import Launch
 from pardata.ranks._store import Channel, append
 from pardata.ranks._table import ranks_text
@@ -25,6 +26,8 @@ from pardata.ranks._turn import all_say
 from pardata.ranks._world import World
 
 _MARGIN = timedelta(seconds=10)
+# By which a launcher, or a user, restricts what a process sees: CUDA's, and those of ROCm.
+_MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def join(
@@ -67,7 +70,8 @@ def join(
         raise
     node = hosts.index(own["host"]) if launch.node_rank is None else launch.node_rank
     nodes = len(hosts) if launch.num_nodes is None else launch.num_nodes
-    return World(*launch[1:5], node, nodes, device, backend, launch.launcher), hosts_store
+    numbers, launcher = (*launch[1:5], node, nodes), launch.launcher
+    return World(*numbers, device, backend, launcher, leave_at_the_end), hosts_store
 
 
 def _arrival(launch: Launch, backend: str | None, wanted: torch.device | None) -> dict[str, Any]:
@@ -100,7 +104,7 @@ def own_device(launch: Launch, wanted: torch.device | None) -> torch.device:
             "`device` must be one that is here, but is 'cuda', and no GPU is visible"
         )
     # A launcher that binds a GPU to each task, as SLURM's --gpus-per-task: it is this one's own.
-    if visible == 1 and is_masked():
+    if visible == 1 and any(name in os.environ for name in _MASKS):
         return torch.device("cuda", 0)
     if launch.local_rank >= visible:
         raise RuntimeError(
@@ -163,21 +167,18 @@ def _agreed(arrivals: list[dict[str, Any]]) -> tuple[list[str], bool]:
     """Require that all ranks can make one group; return the hosts, and whether it binds GPUs."""
     backends: list[dict[str, object]] = [{"backend": told["backend"]} for told in arrivals]
     require_same("init", backends, "Is a GPU driver missing on a node? Else pass `backend`.")
-    _refuse_shared_gpus(arrivals)
-    # All ranks or none, for those that are bound connect at once; and none where a process has
-    # several, over which a model may be spread: a group that is bound takes no other GPU.
-    binds = all(told["one"] for told in arrivals)
-    return list(dict.fromkeys(told["host"] for told in arrivals)), binds
-
-
-def _refuse_shared_gpus(arrivals: list[dict[str, Any]]) -> None:
-    users: dict[tuple[str, str | None], list[int]] = {}
+    users: dict[tuple[str, str], list[int]] = {}
     for rank, told in enumerate(arrivals):
-        users.setdefault((told["host"], told["gpu"]), []).append(rank)
-    for (host, gpu), ranks in users.items():
-        if gpu is not None and len(ranks) > 1:
+        if told["gpu"] is not None:
+            users.setdefault((told["host"], told["gpu"]), []).append(rank)
+    for (host, _), ranks in users.items():
+        if len(ranks) > 1:
             raise RuntimeError(
                 f"every rank must have a GPU of its own, but {ranks_text(ranks)} "
                 f"on {host} share one: start one process per GPU, or pass "
                 f'`init(backend="gloo")`, which can share (slowly)'
             )
+    # All ranks or none, for those that are bound connect at once; and none where a process has
+    # several, over which a model may be spread: a group that is bound takes no other GPU.
+    binds = all(told["one"] for told in arrivals)
+    return list(dict.fromkeys(told["host"] for told in arrivals)), binds

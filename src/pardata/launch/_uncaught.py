@@ -78,11 +78,8 @@ def _report(error: BaseException, found: Joined) -> None:
         patience = 0.0 if own.is_cause else _GRACE
         known = asked(found.channel, own, patience=patience, settle=0.0)
     first = known.first
-    if first is None:
-        _log.error("failed: %s", line)
-    else:
-        why, own = (first.rank, first.text), known.own
-        _log.error("failed because rank %d failed first: %s; here: %s", *why, own.text)
+    because = f" because rank {first.rank} failed first: {first.text}; here" if first else ""
+    _log.error("failed%s: %s", because, known.own.text if first else line)
     cause = first or known.own
     news = f"rank {cause.rank} of {here.size} failed first: {cause.text}"
     if cause.is_cause:

@@ -6,18 +6,10 @@ from pathlib import Path
 
 import torch
 
-# By which a launcher, or a user, restricts what a process sees: CUDA's, and those of ROCm.
-_MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-
 
 def visible_gpus() -> int:
     """Return how many GPUs torch sees."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def is_masked() -> bool:
-    """Return whether something has restricted which GPUs this process sees."""
-    return any(name in os.environ for name in _MASKS)
 
 
 def hidden_gpus(root: Path = Path("/")) -> tuple[str, str] | None:

@@ -93,7 +93,7 @@ def _torchrun(env: Mapping[str, str]) -> Launch:
     rank, size, local_rank, local_size = _numbers(env, TORCHRUN, "torchrun")
     told = numbers_told(env, ("GROUP_RANK", "GROUP_WORLD_SIZE"))
     node, nodes = told.get("GROUP_RANK"), told.get("GROUP_WORLD_SIZE")
-    address, port = env["MASTER_ADDR"], _port(env, default=0)  # which is set
+    address, port = env["MASTER_ADDR"], _port(env, 0)  # which is set
     return Launch("torchrun", rank, size, local_rank, local_size, node, nodes, address, port)
 
 
@@ -112,8 +112,7 @@ def _mpi(env: Mapping[str, str]) -> Launch:
             f"`MASTER_ADDR` must be set when MPI spans several hosts ({local_size} of {size} "
             f"ranks are on this one), but is not: add `{option}` to the command"
         )
-    port = _port(env, default=port)
-    return Launch("mpi", rank, size, local_rank, local_size, None, None, address, port)
+    return Launch("mpi", rank, size, local_rank, local_size, None, None, address, _port(env, port))
 
 
 def _slurm(env: Mapping[str, str]) -> Launch:
@@ -121,7 +120,7 @@ def _slurm(env: Mapping[str, str]) -> Launch:
     local_size, nodes = _tasks_at(node, env["SLURM_STEP_TASKS_PER_NODE"])
     # The same rule as Lightning and Ignite, plus the step, so that two steps of a job differ.
     job, step = whole_number(env, "SLURM_JOB_ID"), whole_number(env, "SLURM_STEP_ID")
-    port = _port(env, default=15000 + (job % 10000 + step) % (65536 - 15000))
+    port = _port(env, 15000 + (job % 10000 + step) % (65536 - 15000))
     address = env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"])
     return Launch("slurm", rank, size, local_rank, local_size, node, nodes, address, port)
 

@@ -18,16 +18,13 @@ from typing import Any
 from pardata.ranks._call_site import call_site
 from pardata.ranks._failure import Failure, as_consequence, follows, text_of
 from pardata.ranks._store import Channel, answered, came
-from pardata.ranks._verdict import ERRORS, ORDER, Verdict, entries_of, give, judged, key_of
+from pardata.ranks._verdict import ERRORS, ORDER, Decide, Verdict, entries_of, give, judged, key_of
+
+Say = Callable[[], object]
 
 
 def all_say(
-    line: Channel,
-    call: str,
-    say: Callable[[], object],
-    decide: Callable[[list[Any]], object],
-    *,
-    timeout: timedelta | None = None,
+    line: Channel, call: str, say: Say, decide: Decide, *, timeout: timedelta | None = None
 ) -> Any:
     """Return what is decided on what all ranks say. Collective.
 
@@ -74,7 +71,7 @@ class Turn:
 
     line: Channel
     call: str
-    decide: Callable[[list[Any]], object] | None = None
+    decide: Decide | None = None
     value: object = None
     own: Exception | None = None
     _number: int = 0
@@ -98,14 +95,11 @@ class Turn:
                 return verdict
             self.come()  # those who gave this rank up are in a later turn
             left = timeout
-        raise as_consequence(
-            TimeoutError(
-                f"{self._must} within {timeout}, but has not: give `timeout=` a larger value if "
-                f"the work takes that long, else look at rank 0's output; this rank waits at "
-                f"{self._where}"
-            ),
-            f"{self.call} at {self._where}, timed out",
+        news = (
+            f" within {timeout}, but has not: give `timeout=` a larger value if the work takes "
+            f"that long, else look at rank 0's output"
         )
+        raise self._in_vain(TimeoutError, news)
 
     def come(self) -> None:
         """Let all know that this rank is here."""
@@ -131,27 +125,27 @@ class Turn:
                 f"{self.line.rank} in {self.call}: look for a branch that skips one"
             )
         if "off" in verdict:
-            in_vain = "missing" in verdict
-            kind, end = (TimeoutError, ", timed out") if in_vain else (RuntimeError, "")
-            text = f"{self._must}, but {verdict['off']}; this rank waits at {self._where}"
-            raise as_consequence(kind(text), f"{self.call} at {self._where}{end}")
+            kind = TimeoutError if "missing" in verdict else RuntimeError
+            raise self._in_vain(kind, f", but {verdict['off']}")
         if "failed" in verdict:
             failed = [Failure(**told) for told in verdict["failed"]]
+            if self.decide is None:
+                failed[0].reraise()
             # Who failed because another one did says that, if it is known.
             if self.own is not None and follows(self.own) != failed[0].is_cause:
                 raise self.own
             seen = f"(seen on rank {self.line.rank}, which did nothing wrong)"
             summaries = [failure.summary() for failure in failed]
             raise as_consequence(RuntimeError("\n".join([*summaries, seen])))
-        if "failure" in verdict:
-            Failure(**verdict["failure"]).reraise()
         return verdict["decision"]
 
-    @property
-    def _must(self) -> str:
-        if self.decide is None:
-            return f"rank 0 must finish its `{self.call}`"
-        return f"`{self.call}` must be reached by every rank"
+    def _in_vain(self, kind: type[Exception], news: str) -> Exception:
+        """Return the error of a rank that waits for what does not come."""
+        of_all = f"`{self.call}` must be reached by every rank"
+        must = of_all if self.decide else f"rank 0 must finish its `{self.call}`"
+        end = ", timed out" if kind is TimeoutError else ""
+        error = kind(f"{must}{news}; this rank waits at {self._where}")
+        return as_consequence(error, f"{self.call} at {self._where}{end}")
 
     def _gave_me_up(self, verdict: Verdict) -> bool:
         return self.line.rank in verdict.get("missing", ())

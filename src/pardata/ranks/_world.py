@@ -23,8 +23,6 @@ from pardata.ranks._store import Channel
 
 _AtTheEnd = Callable[[BaseException | None], None]  # of ``with init()``: told of the exception
 _CPU = torch.device("cpu")
-# What Ray Train and torchrun say beside the group.
-_LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK")
 
 
 @dataclass(frozen=True)
@@ -132,7 +130,7 @@ def require_world(what: str) -> World:
 def channel() -> Channel:
     """Return the store of the current group, for messages between ranks."""
     found = joined()
-    return make_channel(None) if found is None else found.channel
+    return new_channel(None) if found is None else found.channel
 
 
 def joined() -> Joined | None:
@@ -166,7 +164,8 @@ def existing_world(device: torch.device | None, hosts: Sequence[str] = ()) -> Wo
         hosts: of all ranks, in their order; one for all where they were not asked for.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
-    told = numbers_told(os.environ, _LOCAL)
+    # What Ray Train and torchrun say beside the group.
+    told = numbers_told(os.environ, ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"))
     hosts = hosts or [""] * size
     local_rank = told.get("LOCAL_RANK", hosts[:rank].count(hosts[rank]))
     local_size = told.get("LOCAL_WORLD_SIZE", hosts.count(hosts[rank]))
@@ -177,19 +176,14 @@ def existing_world(device: torch.device | None, hosts: Sequence[str] = ()) -> Wo
     node = told.get("GROUP_RANK", told.get("NODE_RANK", node))
     parts = dict(part.split(":") for part in dist.get_backend_config().split(","))
     backend = dist.get_backend_config() if len(set(parts.values())) > 1 else parts.popitem()[1]
-    if device is None:
-        device = torch.device("cuda") if runs_on_gpus(backend) else _CPU
+    device = device or (torch.device("cuda") if runs_on_gpus(backend) else _CPU)
     if device == torch.device("cuda"):
-        device = _gpu_of_the_group(local_rank)
+        # The one to which the group is bound. Else the current one, or the local rank's: the first
+        # is current also where nobody has chosen it.
+        own = local_rank if local_rank < torch.cuda.device_count() else 0
+        current = torch.device("cuda", torch.cuda.current_device() or own)
+        device = getattr(dist.group.WORLD, "bound_device_id", None) or current
     return World(rank, size, local_rank, local_size, node, nodes, device, backend, "existing")
-
-
-def _gpu_of_the_group(local_rank: int) -> torch.device:
-    """Return the GPU to which the group is bound, else the current one, else the local rank's."""
-    bound: torch.device | None = getattr(dist.group.WORLD, "bound_device_id", None)
-    # The first one is current also where nobody has chosen it.
-    own = local_rank if local_rank < torch.cuda.device_count() else 0
-    return bound or torch.device("cuda", torch.cuda.current_device() or own)
 
 
 def way_of_counts(here: World) -> tuple[Any, torch.device]:
@@ -200,10 +194,9 @@ def way_of_counts(here: World) -> tuple[Any, torch.device]:
     return None, _CPU if takes_cpu_tensors(here.backend) else here.device
 
 
-def make_channel(timeout: timedelta | None) -> Channel:
+def new_channel(timeout: timedelta | None) -> Channel:
     """Return the store of the default group, and how long to wait on it by default."""
     # torch has no public way to the store of a group that somebody else made.
     store = distributed_c10d._get_default_store()  # noqa: SLF001
-    default = distributed_c10d.default_pg_timeout
-    wait = default if timeout is None else timeout
+    wait = distributed_c10d.default_pg_timeout if timeout is None else timeout
     return Channel(dist.PrefixStore("pardata", store), wait, dist.get_rank(), dist.get_world_size())

@@ -284,11 +284,11 @@ def _generators_of_all(here: World) -> torch.Tensor | None:
     """Return where the default generators of all ranks are, on rank 0: bytes, a row for each."""
     if here.rank > 0:
         return None
-    keys = [f"generators/{rank}" for rank in range(1, here.size)]
     rows = [generator_states(here.device)]
-    line = channel()
-    told = answered(line.timeout, partial(line.store.multi_get, keys)) if keys else []
-    rows += map(b64decode, told)
+    if here.size > 1:
+        keys = [f"generators/{rank}" for rank in range(1, here.size)]
+        line = channel()
+        rows += map(b64decode, answered(line.timeout, partial(line.store.multi_get, keys)))
     longest = max(map(len, rows))
     alike = bytearray(b"".join(row.ljust(longest, b"\0") for row in rows))
     return torch.frombuffer(alike, dtype=torch.uint8).view(len(rows), longest)

@@ -1,7 +1,5 @@
 """The loss and the metrics of a step: what each microbatch says of them, their sums and means."""
 
-import hashlib
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -9,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pardata.collective._agreement import agree, require_same
-from pardata.collective._header import Leaf, Values, numbers_of
+from pardata.collective._header import Leaf, Values, all_equal, hashes, numbers_of
 from pardata.collective._tree import Path, in_brackets, mapped
 from pardata.gradient._count import positive
 from pardata.ranks._world import world
@@ -75,8 +73,8 @@ class Tally:
         """Return the sums here, in a vector whose length is the same on each of `size` ranks."""
         values = self.sums()
         self._rest = values[_ROOM:]
-        hashes = _hashes(self.structure(), size)
-        front = [float(self.count), *hashes, *(number * number for number in hashes)]
+        # In float32, whose mantissa has 24 bits.
+        front = [float(self.count), *hashes(self.structure(), size, _HASHES, 24)]
         padding = [0.0] * (_ROOM - len(values))
         if isinstance(values, list):
             return torch.tensor(front + values[:_ROOM] + padding, dtype=torch.float64)
@@ -94,15 +92,14 @@ class Tally:
         """
         if told.is_cuda:
             told = told.double()
-            hashes, squares = told[1:_FRONT].view(2, -1)
+            firsts, squares = told[1:_FRONT].view(2, -1)  # as in `all_equal`
             self.total = told[0]
-            told = torch.where((size * squares == hashes.square()).all(), told, torch.nan)
+            told = torch.where((size * squares == firsts.square()).all(), told, torch.nan)
             values: Values = told[_FRONT:]
         else:
             count, *numbers = told.tolist()
-            for hashed, square in zip(numbers[:_HASHES], numbers[_HASHES:], strict=False):
-                if size * square != hashed * hashed:
-                    self.raise_of_structures()
+            if not all_equal(numbers[: _FRONT - 1], size):
+                self.raise_of_structures()
             self.total = positive(int(count))
             values = numbers[_FRONT - 1 :]
         if len(self._rest):
@@ -219,15 +216,3 @@ def _like(leaf: Leaf, mean: Leaf) -> Leaf:
     if not isinstance(mean, Tensor):
         return torch.tensor(mean, dtype=dtype, device=leaf.device)
     return mean.detach().to(leaf.device, dtype, copy=True).view(leaf.shape)
-
-
-@lru_cache(maxsize=64)
-def _hashes(text: str, size: int) -> list[int]:
-    """Hash into numbers so small that float32 adds the squares of all ranks' without rounding.
-
-    As in `collective._header`: by Cauchy and Schwarz, `size` times the sum of squares is the square
-    of the sum exactly if all ranks have the same.
-    """
-    bits = (24 - (size - 1).bit_length()) // 2
-    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
-    return [digest >> bits * number & (2**bits - 1) for number in range(_HASHES)]

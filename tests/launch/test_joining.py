@@ -17,7 +17,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from launch_zoo import mpich_variables, open_mpi_variables, torchrun
+from launch_zoo import mpich_variables, open_mpi_variables
 from launched import agent, launched, reserved_port, slurm_variables, torchrun_variables
 from logged import kept
 from on_ranks import caught
@@ -371,30 +371,6 @@ def test_after_leaving_the_address_is_free_for_a_group_of_the_users_own():
         MASTER_ADDR="localhost",
     )
     assert outcomes == [(2.0, "existing")] * 2
-
-
-RESTARTED = """
-import os
-from datetime import timedelta
-from pardata import all_reduce_sum, barrier, init
-
-with init(timeout=timedelta(seconds=30)) as here:
-    assert all_reduce_sum(1) == 2
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        if here.rank == 1:
-            os._exit(4)
-        barrier("never")
-    barrier("start")
-print(f"rank {here.rank} is done", flush=True)
-"""
-
-
-def test_torchrun_restarts_the_ranks_of_a_failed_attempt(tmp_path):
-    (tmp_path / "script.py").write_text(RESTARTED)
-    done = torchrun(tmp_path / "script.py", 2, tmp_path, options=["--max-restarts=1"])
-    assert done.returncode == 0, done.stderr
-    assert "rank 0 is done" in done.stdout
-    assert "rank 1 is done" in done.stdout
 
 
 # --- nobody is on the way alone

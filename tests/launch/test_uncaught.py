@@ -243,21 +243,6 @@ def test_the_hook_is_there_while_there_is_a_group_of_several(size):
     assert launched(where_it_is, size=size) == [[False, size > 1, False]] * size
 
 
-def test_the_hook_comes_and_goes_and_hands_on(monkeypatch):
-    seen = []
-    monkeypatch.setattr(sys, "excepthook", lambda *facts: seen.append(facts))
-    before = sys.excepthook
-    remove = report_uncaught(None)
-    ours = sys.excepthook
-    assert ours is not before
-    error = ValueError("x")
-    ours(ValueError, error, None)  # no group: nothing but the next
-    assert seen == [(ValueError, error, None)]
-    remove()
-    remove()
-    assert sys.excepthook is before
-
-
 def test_a_hook_that_came_later_stays(monkeypatch):
     seen = []
     monkeypatch.setattr(sys, "excepthook", lambda *facts: seen.append(facts))

@@ -1,6 +1,6 @@
 """`wrap_model`: what every strategy returns, what is trained, and which ranks may not differ.
 
-What is refused, and in which words: `tests/promises/test_misuse_models.py`.
+What is refused, and in which words: `tests/promises/misuse_models.py`.
 """
 
 import copy

@@ -123,17 +123,6 @@ def test_an_exception_without_text_does_not_hide_that_something_failed():
         failure.reraise()
 
 
-@pytest.mark.parametrize("error", [ValueError("text"), NeedsTwo(1, "text")])
-def test_the_origin_is_the_cause_with_rank_call_and_the_line_that_raised(error):
-    with pytest.raises(Exception, match="text") as caught:
-        raised(error).reraise()
-    origin = str(caught.value.__cause__)
-    assert origin.startswith("raised on rank 3 in `rank_zero_call`:\n\nTraceback")
-    assert "in raised" in origin
-    assert "raise error" in origin
-    assert "text" in origin
-
-
 def follow(how):
     """Raise an error while another, which is a consequence, is handled."""
     try:

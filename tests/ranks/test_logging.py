@@ -90,7 +90,8 @@ def test_a_line_that_was_not_written_has_not_been_said(log):
 def test_what_logging_takes_pardata_takes(log):
     logger, keeper = log
     logger.info("100% sure")
-    logger.info("%(a)s", {"a": 1})
+    for _ in range(2):
+        logger.info("%(a)s", {"a": 1}, once=True)
     logger.info({"not": "a string"})
     logger.info("with extra", extra={"step": 3})
     try:

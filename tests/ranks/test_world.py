@@ -222,11 +222,10 @@ def test_what_is_said_beside_a_group_is_believed(env, expected):
     assert run_caught(describe_with, env, world_size=4) == expected
 
 
-def adopt_on_hosts(hosts, env):
+def adopt_on_hosts(hosts):
     rank = dist.get_rank()
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         del os.environ[name]
-    os.environ.update(env)
     with patch.object(socket, "gethostname", lambda: hosts[rank]):
         here = init()
     assert world() == here
@@ -243,7 +242,7 @@ def adopt_on_hosts(hosts, env):
     ],
 )
 def test_who_adopts_a_group_asks_for_the_hosts_where_nothing_is_said(hosts, expected):
-    assert run_caught(adopt_on_hosts, hosts, {}, world_size=4) == expected
+    assert run_caught(adopt_on_hosts, hosts, world_size=4) == expected
 
 
 @contextlib.contextmanager

@@ -291,7 +291,7 @@ for name in ("append", "get", "set", "wait", "multi_set"):
     setattr(Counted, name, counted(name))
 
 
-@pytest.mark.parametrize("size", [2, 8, 32])
+@pytest.mark.parametrize("size", [2, 8, 16])
 def test_ranks_meet_with_so_many_requests_however_many_they_are(size):
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     stores = [Counted(server.port) for _ in range(size)]

@@ -92,7 +92,8 @@ def _record(text: str) -> None:
     """Leave `text` where torchrun looks for what failed, as torch's own `record` does."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+        with suppress(OSError):  # what follows matters more
+            Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
 
 
 def _part(found: Joined) -> None:

@@ -38,7 +38,7 @@ def _last_of_the_users(places: Iterable[tuple[FrameType, int]]) -> str:
 def _is_the_users(file: str) -> bool:
     """Return whether `file` is not of pardata, torch or Python's own library."""
     library = sysconfig.get_paths()["stdlib"] + os.sep
-    is_installed = "-packages" + os.sep in file  # which lies in the library's folder
-    of_python = file.startswith("<frozen") or (file.startswith(library) and not is_installed)
+    # Installed packages lie in the library's folder.
+    of_python = file.startswith("<frozen") or (file.startswith(library) and "-packages" not in file)
     others = [Path(__file__).parents[1], Path(torch.__file__ or __file__).parent]
     return not of_python and not any(map(Path(file).is_relative_to, others))

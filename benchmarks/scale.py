@@ -195,8 +195,7 @@ def simulation() -> Iterator[None]:
     told = FACTS(transformer(), "ddp", {"sync_batchnorm": False})
     with ExitStack() as stack:
         for where, name, what in (
-            (_rendezvous, "_make_group", lambda *_, **__: None),
-            (_world, "default_group", lambda: None),
+            (dist, "init_process_group", lambda *_, **__: None),
             (_world, "world", lambda: _world.process.joined.world),
             (_wrap_model, "_facts_of", lambda *_: told),
             (_wrap_model, "_check", lambda *_: None),

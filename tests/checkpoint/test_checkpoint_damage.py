@@ -122,8 +122,8 @@ def test_one_that_is_not_what_was_written_is_passed_over_and_it_is_said_why(
     with caplog.at_level("INFO", logger="pardata"):
         assert restored(directory) == 2
     told, found = [record.getMessage() for record in caplog.records]
-    assert told.startswith(f"[0/1] passed over the checkpoint {paths(directory)[-1]}: {why}")
-    assert found.startswith(f"[0/1] restored step 2 of {directory}, saved by 1 process(es) with ")
+    assert told.startswith(f"passed over the checkpoint {paths(directory)[-1]}: {why}")
+    assert found.startswith(f"restored step 2 of {directory}, saved by 1 process(es) with ")
 
 
 def restore_and_log(directory):
@@ -168,7 +168,7 @@ def test_a_directory_without_checkpoints_gives_nothing(tmp_path, caplog):
             found = Checkpointer(directory).restore()
         assert (bool(found), found.step, found.values) == (False, 0, {})
         assert [record.getMessage() for record in caplog.records] == [
-            f"[0/1] no checkpoint in {directory}: the run begins anew"
+            f"no checkpoint in {directory}: the run begins anew"
         ]
         assert Checkpointer(directory).steps() == []
 

@@ -156,7 +156,7 @@ def test_the_log_says_of_the_first_save_where_it_went_and_of_the_others_if_asked
     levels = [record.levelname for record in caplog.records]
     assert levels == ["INFO", "DEBUG", "DEBUG"]
     for step, record in enumerate(caplog.records, 5):
-        text = f"[0/1] saved step {step} to {tmp_path}, 0.0 MB in 0."
+        text = f"saved step {step} to {tmp_path}, 0.0 MB in 0."
         assert record.getMessage().startswith(text)
 
 

@@ -114,7 +114,7 @@ def test_a_process_finishes_the_last_one_and_ends_with_status_1_where_that_fails
     assert programs.status(pid) == status
     told = output.read_text()
     assert ("ZeroDivisionError" in told) == (how == "raise")
-    failed = "[0/1] the checkpoint of step 4 failed: [Errno 27] File too large, while saving step 4"
+    failed = "the checkpoint of step 4 failed: [Errno 27] File too large, while saving step 4"
     assert (failed in told) == (disk == "full" and how != "asked")
     assert told.startswith("caught [Errno 27] File too large, while") == (how == "asked")
     assert (whole_steps(tmp_path), leftovers(tmp_path)) == ([4] if disk == "empty" else [], [])

@@ -145,7 +145,7 @@ def test_an_epoch_that_waited_long_says_so_once_and_what_to_change(log):
         epoch(loader, clock, 2)
     (line,) = log.lines
     assert line == (
-        "[0/1] the first epoch spent 60 % of its 25.0 s waiting for data: more num_workers (now 0) "
+        "the first epoch spent 60 % of its 25.0 s waiting for data: more num_workers (now 0) "
         "read in parallel, cache_dataset decodes once, and batch_transform does a whole batch at a "
         "time"
     )

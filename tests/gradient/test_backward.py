@@ -826,7 +826,7 @@ def test_fsdp_takes_the_mean_of_the_buffers_under_compile_too(sizes):
     assert compiled == others == plain
 
 
-# --- what is refused: see tests/promises/test_misuse_models.py too ---
+# --- what is refused: see tests/promises/misuse_models.py too ---
 
 
 def fails_in(what, strategy):

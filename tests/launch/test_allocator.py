@@ -58,22 +58,6 @@ def test_under_musl_nothing_is_done(monkeypatch):
     assert keep_freed_memory() is False
 
 
-@pytest.mark.parametrize("refused", [-4, -1, -2, None])
-def test_a_setting_that_glibc_refuses_is_not_called_done(monkeypatch, refused):
-    class Glibc:
-        gnu_get_libc_version = None
-
-        def __init__(self, _name):
-            """Answer as CDLL(None) does."""
-
-        def mallopt(self, name, _value):
-            return int(name != refused)
-
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(_allocator.ctypes, "CDLL", Glibc)
-    assert keep_freed_memory() is (refused is None)
-
-
 def init_and_count(arguments, env, works):
     calls = []
 

@@ -28,12 +28,14 @@ class Seen(Dataset):
 with pardata.init() as world:
     if world.rank == 0:
         child = [sys.executable, "-c", os.environ["CHILD"]]
-        print("subprocess", subprocess.run(child, capture_output=True, text=True).stdout)
         out = {**os.environ, "PARDATA_LAUNCHER": "none"}
-        print("opted out", subprocess.run(child, capture_output=True, text=True, env=out).stdout)
         again = [sys.executable, "-m", "torch.distributed.run", "--standalone",
                  "--nproc-per-node=2", os.environ["SCRIPT"]]
-        print("launched", subprocess.run(again, capture_output=True, text=True).stdout)
+        how = {"subprocess": (child, None), "opted out": (child, out), "launched": (again, None)}
+        begun = {name: subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+                 for name, (command, env) in how.items()}
+        for name, process in begun.items():
+            print(name, process.communicate()[0])
     pardata.barrier("children are done")
     if (pid := os.fork()) == 0:
         alone = pardata.world().size, pardata.init().size, all_reduce_sum(1)

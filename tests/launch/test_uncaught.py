@@ -115,7 +115,8 @@ def ended(tmp_path_factory):
             meeting = agent() if variables is torchrun_variables else reserved_port()
             port = stack.enter_context(meeting)
             arguments = [calls, str(bad), *more]
-            ranks += [(run, bad, n, variables(n, 3, port), arguments) for n in range(3)]
+            own = [variables(n, 3, port, TORCHELASTIC_ERROR_FILE=f"{n}.json") for n in range(3)]
+            ranks += [(run, bad, n, own[n], arguments) for n in range(3)]
         # Far below the groups' timeout, far above what a slow machine takes.
         done = subprocess.run(
             [sys.executable, "-c", FORKING, json.dumps(ranks)],
@@ -134,6 +135,12 @@ def ended(tmp_path_factory):
         if rank == bad:
             assert line == f"[{bad}/3] failed: {EXIT if exits else BOOM}"
             assert ("ValueError: boom\n" in text) != exits
+        if "failed first" in line or rank == bad:
+            told = json.loads((folder / run / f"{rank}.json").read_text())["message"]
+            first = f"rank {bad} of 3 failed first: {EXIT if exits else BOOM}"
+            own = "SystemExit: 3\n" if exits else "ValueError: boom\nand more\n"
+            assert told["message"] == told["extraInfo"]["py_callstack"]
+            assert told["message"].endswith(own) if rank == bad else told["message"] == first
         assert codes[run, rank] == (3 if exits and rank == bad else 1), text
         found.setdefault(run, []).append((line, text))
     return found
@@ -199,7 +206,9 @@ def test_an_exit_that_is_no_success_is_told_as_an_exception_is(ended):
             assert f"`{call}` must be reached by every rank, but rank 1 of 3 failed first" in text
 
 
-def test_under_torchrun_the_line_stands_before_the_traceback(tmp_path, monkeypatch, short_tmp):
+def test_under_torchrun_the_line_stands_before_the_traceback_which_is_its_root_cause_too(
+    tmp_path, monkeypatch, short_tmp
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
     done = torchrun("train.py", 2, short_tmp, "collective,", "1")
@@ -207,6 +216,10 @@ def test_under_torchrun_the_line_stands_before_the_traceback(tmp_path, monkeypat
     before, _, after = done.stderr.partition(f"[1/2] failed: {BOOM}\n")
     assert "ValueError: boom" in after
     assert "ValueError: boom" not in before
+    _, _, cause = after.partition("Root Cause")
+    assert "(local_rank: 1)" in cause
+    assert 'raise ValueError("boom\\nand more")\n' in cause
+    assert "<N/A>" not in cause
 
 
 # --- the hook
@@ -229,21 +242,6 @@ def where_it_is():
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_hook_is_there_while_there_is_a_group_of_several(size):
     assert launched(where_it_is, size=size) == [[False, size > 1, False]] * size
-
-
-def test_the_hook_comes_and_goes_and_hands_on(monkeypatch):
-    seen = []
-    monkeypatch.setattr(sys, "excepthook", lambda *facts: seen.append(facts))
-    before = sys.excepthook
-    remove = report_uncaught(None)
-    ours = sys.excepthook
-    assert ours is not before
-    error = ValueError("x")
-    ours(ValueError, error, None)  # no group: nothing but the next
-    assert seen == [(ValueError, error, None)]
-    remove()
-    remove()
-    assert sys.excepthook is before
 
 
 def test_a_hook_that_came_later_stays(monkeypatch):

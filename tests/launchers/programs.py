@@ -25,6 +25,6 @@ def fingerprint(printed):
 
 def joined(printed):
     """Return what `mnist.py` says that it joined, as ``"2 processes on 1 node, launched by …"``."""
-    found = re.search(r"\[0/\d+\] (\d+ process(?:es)? on .*?), backend", printed)
+    found = re.search(r"\b(\d+ process(?:es)? on .*?), backend", printed)
     assert found, printed
     return found[1]

@@ -346,10 +346,10 @@ def hidden_by_dp():
 
 
 def test_names_that_mean_something_else_at_the_wrapper_are_logged_once_on_rank_0():
-    text = "[0/{}] {} hides `{}` of {}: read unwrap(model).{}"
-    names = [(2, "ReadThroughDDP", name, "Net", name) for name in ("device", "module")]
+    text = "{} hides `{}` of {}: read unwrap(model).{}"
+    names = [("[0/2] ReadThroughDDP", name, "Net", name) for name in ("device", "module")]
     assert run(hidden, world_size=2) == [[("WARNING", text.format(*n)) for n in names], []]
-    names = [(1, "ReadThroughDP", name, "Hiding", name) for name in ("device_ids", "gather")]
+    names = [("ReadThroughDP", name, "Hiding", name) for name in ("device_ids", "gather")]
     assert run(hidden_by_dp, world_size=1) == [[("WARNING", text.format(*n)) for n in names]]
 
 

@@ -1,6 +1,6 @@
 """Weights in and out whatever the wrapper, fingerprints, and ranks that no longer agree.
 
-What is refused, and in which words: `tests/promises/test_misuse_models.py`.
+What is refused, and in which words: `tests/promises/misuse_models.py`.
 """
 
 import copy

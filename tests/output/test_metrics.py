@@ -166,9 +166,7 @@ def test_without_tensorboard_there_is_json_alone_and_a_log_line(tmp_path, caplog
         write(tmp_path, 2, {"x": 1})
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
     (record,) = caplog.records
-    assert record.getMessage() == (
-        "[0/1] TensorBoard is not installed: metrics go to metrics.jsonl only"
-    )
+    assert record.getMessage() == "TensorBoard is not installed: metrics go to metrics.jsonl only"
 
 
 # --- ranks ---

@@ -74,6 +74,16 @@ def test_values_and_samples_per_second_are_shown(clock, capsys):
     )
 
 
+class Batches(list):
+    def batch_size(self):
+        return len(self[0])
+
+
+def test_a_batch_size_that_is_no_number_is_none_of_ours(capsys):
+    assert list(progress(Batches([[1, 2]]))) == [[1, 2]]
+    assert "samples/s" not in capsys.readouterr().err
+
+
 def test_the_batch_size_of_a_loader_is_its_own(clock, capsys):
     loader = make_loader(range(8), 4, num_workers=0)
     for _ in progress(loader):

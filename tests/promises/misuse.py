@@ -1,6 +1,6 @@
 """Bad inputs, tried on real ranks: what is typed, what must be said, and on which ranks.
 
-A file ``test_misuse_*.py`` has a table ``CASES``: for each public name the bad inputs it gets. All
+A file ``misuse_*.py`` has a table ``CASES``: for each public name the bad inputs it gets. All
 cases of a file run one after the other in one group, so each shows too that the ranks are in step
 after the one before. ``docs/errors.md`` is made of what they said.
 """
@@ -93,7 +93,8 @@ def table(module):
 def tried(module, one, size):
     """Return what each of `size` ranks raised at a case, or None."""
     others = [each for each in table(module) if size in each.sizes]
-    return [rank[others.index(one)] for rank in module.outcomes(size)]
+    outcomes = getattr(module, "outcomes", functools.partial(in_one_group, module.__name__))
+    return [rank[others.index(one)] for rank in outcomes(size)]
 
 
 @functools.cache
@@ -118,7 +119,7 @@ def on_this_rank(name):
 def parameters(module):
     """Return a case and a size for each test, with names for them."""
     return [
-        pytest.param(each, size, id=f"{size}-{each.code[:60]}")
+        pytest.param(module, each, size, id=f"{module.__name__}-{size}-{each.code[:60]}")
         for each in table(module)
         for size in each.sizes
     ]

@@ -6,13 +6,13 @@
 import sys
 from pathlib import Path
 
+import misuse_across_ranks
+import misuse_data
+import misuse_launch
+import misuse_models
+import misuse_runs
 import pytest
-import test_misuse_across_ranks
-import test_misuse_data
-import test_misuse_launch
-import test_misuse_models
-import test_misuse_runs
-from misuse import check, in_markdown, row, section, stable
+from misuse import check, in_markdown, parameters, row, section, stable, tried
 from on_ranks import Raised, end_all
 from places import DOCS
 
@@ -22,11 +22,11 @@ import pardata.testing
 PAGE = DOCS / "errors.md"
 
 MODULES = [
-    test_misuse_launch,
-    test_misuse_models,
-    test_misuse_data,
-    test_misuse_across_ranks,
-    test_misuse_runs,
+    misuse_launch,
+    misuse_models,
+    misuse_data,
+    misuse_across_ranks,
+    misuse_runs,
 ]
 
 HEAD = """\
@@ -60,6 +60,13 @@ def page():
     return "\n".join(lines) + "\n"
 
 
+@pytest.mark.parametrize(
+    ("module", "case", "size"), [one for module in MODULES for one in parameters(module)]
+)
+def test_a_bad_input_is_an_error_on_every_rank(module, case, size):
+    check(case, tried(module, case, size))
+
+
 def test_the_page_of_errors_is_what_was_said():
     assert PAGE.read_text(encoding="utf-8") == page(), (
         "run `PYTHONPATH=tests python tests/promises/test_bad_inputs.py --write docs/errors.md`"
@@ -77,7 +84,7 @@ def test_every_public_name_gets_bad_inputs():
 
 
 def a_case(**changes):
-    return test_misuse_models.case("f()", "ValueError", "must be", "is 5", **changes)
+    return misuse_models.case("f()", "ValueError", "must be", "is 5", **changes)
 
 
 def said(text="`x` must be 4, but is 5", kind="ValueError"):
@@ -120,7 +127,7 @@ def test_what_a_table_would_take_for_its_own_is_escaped():
 
 
 def test_a_row_is_of_one_line():
-    module = test_misuse_across_ranks
+    module = misuse_across_ranks
     for case in module.CASES["barrier"]:
         assert row(module, case).count("\n") == 0
 

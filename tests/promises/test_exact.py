@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import pardata
-from pardata import Microbatches, backward, fingerprint, load_weights, unwrap, world, wrap_model
+from pardata import backward, fingerprint, load_weights, unwrap, world, wrap_model
 from pardata.model import _exact
 from pardata.model._exact import ExactModel, kernels
 from pardata.model._unwrap import Wrapper, layers
@@ -411,22 +411,6 @@ def test_the_probe_sees_kernels_of_other_processors_that_no_version_or_flag_tell
     assert differing == ["a probe of its arithmetic"]
     torch.set_num_threads(1)
     assert kernels(nn.Linear(1, 1)) == ours
-
-
-def trained_with(threads):
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.Flatten(), nn.Linear(16 * 1024, 10))
-    model = wrap_model(net, "exact", threads=threads)
-    rows = torch.randn(64, 3, 32, 32)
-    batch = Microbatches([rows], epoch=0, step=0, first=0, counts=[64])
-    backward(model, lambda model, rows: model(rows).square().mean(), batch)
-    return [gradient.tolist() for gradient in gradients(model)]
-
-
-def test_the_number_of_threads_shows_in_the_last_bit_which_is_why_it_is_fixed():
-    one, again, two = (trained_with(threads) for threads in (1, 1, 2))
-    assert one == again
-    assert one != two
 
 
 # What a state dict records

@@ -1,6 +1,6 @@
 """One fingerprint per model and optimizer, at any size, with any workers, interrupted or not.
 
-``pytest -m soak`` takes more models, each at every size with every number of workers.
+``pytest -m soak`` takes every size with every number of workers.
 """
 
 import functools
@@ -35,36 +35,6 @@ class ResNet(nn.Module):
     def forward(self, images):
         hidden = torch.relu(self.norms[0](self.first(images)))
         return self.head(torch.relu(self.norms[1](self.second(hidden)) + self.around(images)))
-
-
-class Block(nn.Module):
-    """That of a ResNet-18: two convolutions with batch norm, and a way around them."""
-
-    def __init__(self, before, after, stride):
-        super().__init__()
-        self.first = nn.Conv2d(before, after, 3, stride, 1, bias=False)
-        self.second = nn.Conv2d(after, after, 3, 1, 1, bias=False)
-        self.norms = nn.ModuleList(nn.BatchNorm2d(after) for _ in range(3))
-        self.around = nn.Conv2d(before, after, 1, stride, bias=False)
-
-    def forward(self, images):
-        hidden = torch.relu(self.norms[0](self.first(images)))
-        hidden = self.norms[1](self.second(hidden))
-        return torch.relu(hidden + self.norms[2](self.around(images)))
-
-
-def blocks():
-    pooled = nn.AdaptiveAvgPool2d(1), nn.Flatten()
-    return nn.Sequential(Block(1, 8, 1), Block(8, 12, 2), *pooled, nn.Linear(12, 10))
-
-
-def convolutions():
-    """Return a net without batch norm, with dropout of maps and of numbers."""
-    return nn.Sequential(
-        *(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Dropout2d(0.2), nn.MaxPool2d(2)),
-        *(nn.Conv2d(8, 16, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
-        *(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 10)),
-    )
 
 
 class Transformer(nn.Module):
@@ -115,7 +85,6 @@ class Augmented(Dataset):
 
 
 MODELS = {"ResNet": (ResNet, image), "transformer": (Transformer, sentence), "table": (bag, few)}
-ALL_MODELS = {**MODELS, "blocks": (blocks, image), "convolutions": (convolutions, image)}
 OPTIMIZERS = {
     "SGD": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-3),
     "Adam": lambda p: optim.Adam(p, lr=1e-2),
@@ -133,7 +102,7 @@ class Training:
     """One model under every optimizer at once, on the batches of one loader, to save time."""
 
     def __init__(self, name, workers):
-        kind, sample = ALL_MODELS[name]
+        kind, sample = MODELS[name]
         # Microbatches of 4: of a step of 22 samples the last is short, and the last step is too.
         how = {"shuffle": True, "drop_last": False, "microbatch_size": 4, "seed": 7}
         self.loader = make_loader(Augmented(sample), 22, num_workers=workers, **how)
@@ -234,14 +203,14 @@ def test_an_interrupted_run_that_goes_on_at_other_sizes_is_the_same_run(name):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", ALL_MODELS)
+@pytest.mark.parametrize("name", MODELS)
 def test_every_model_is_the_same_at_every_size_with_any_workers(name):
-    check_all_ways(name, ALL_MODELS, itertools.product(WORKERS, [0, 2]))
-    check_interrupted(name, ALL_MODELS)
+    check_all_ways(name, MODELS, itertools.product(WORKERS, [0, 2]))
+    check_interrupted(name, MODELS)
 
 
 @pytest.mark.soak
 def test_models_and_optimizers_differ():
-    told = told_at(1, 0, *ALL_MODELS)[0]
+    told = told_at(1, 0, *MODELS)[0]
     prints = {text for _, fingerprints in told.values() for text in fingerprints}
-    assert len(prints) >= len(ALL_MODELS) * (len(OPTIMIZERS) - 1)
+    assert len(prints) >= len(MODELS) * (len(OPTIMIZERS) - 1)

@@ -9,7 +9,6 @@ from launched import launched
 from torch import nn
 
 import pardata
-from pardata.collective import _header
 from pardata.data._plan import Plan
 
 MANY, FEWER = 32, 24
@@ -93,11 +92,3 @@ def test_the_last_step_of_a_billion_samples_is_asked_for_directly():
     last = plan[len(plan) - 1]
     assert last[-1] == LENGTH - 1
     assert plan.share_of(len(last))[0].rows <= 3
-
-
-def test_the_header_tells_one_of_thousands_of_ranks_that_differs():
-    same, other = (_header._hashes(text, RANKS) for text in ("structure", "another"))
-    for texts, equal in (([same] * RANKS, True), ([same] * (RANKS - 1) + [other], False)):
-        # In float64, as they travel.
-        rows = torch.tensor([[*text, *(h * h for h in text)] for text in texts]).double()
-        assert _header._all_equal(rows.sum(0).tolist(), RANKS) is equal

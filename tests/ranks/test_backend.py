@@ -1,24 +1,18 @@
-"""Which device the tensors of a collective take."""
+"""Which tensors a backend takes."""
 
 import pytest
-import torch
 
-from pardata.ranks._backend import device_of_sums, runs_on_gpus
-
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
+from pardata.ranks._backend import runs_on_gpus, takes_cpu_tensors
 
 
 @pytest.mark.parametrize(
-    ("backend", "device", "of_sums"),
+    ("backend", "on_gpus", "on_the_cpu"),
     [
-        (None, CPU, CPU),
-        (None, GPU, CPU),  # a single process has nobody to send to
-        ("gloo", CPU, CPU),
-        ("gloo", GPU, CPU),
-        ("nccl", GPU, GPU),
-        ("cuda:nccl,cpu:gloo", GPU, GPU),
+        (None, False, True),  # a single process has nobody to send to
+        ("gloo", False, True),
+        ("nccl", True, False),
+        ("cuda:nccl,cpu:gloo", True, True),
     ],
 )
-def test_sums_stay_on_the_gpu_where_the_group_has_it(backend, device, of_sums):
-    assert device_of_sums(backend, device) == of_sums
-    assert runs_on_gpus(backend) == (of_sums == GPU)
+def test_only_nccl_runs_on_gpus_and_alone_it_takes_nothing_else(backend, on_gpus, on_the_cpu):
+    assert (runs_on_gpus(backend), takes_cpu_tensors(backend)) == (on_gpus, on_the_cpu)

@@ -19,7 +19,7 @@ from ranks_zoo import seat
 
 import pardata
 from pardata.ranks import _store
-from pardata.ranks._store import Channel, bounded, collect, publish
+from pardata.ranks._store import Channel, bounded
 from pardata.ranks._turn import Turn, all_say
 
 SOON = timedelta(seconds=0.2)
@@ -101,9 +101,7 @@ def test_a_store_that_does_not_answer_is_an_error_and_no_hang(monkeypatch):
         for call in (
             lambda: all_say(seat(line, 0, 2), "somewhere", lambda: "x", list),
             lambda: Turn(seat(line, 1, 2), "somewhere").heard(timedelta(hours=2)),
-            lambda: Turn(seat(line, 0, 2), "somewhere").lead(),
-            lambda: publish(line, "key", "text"),
-            lambda: collect(line, ["there"]),
+            lambda: Turn(seat(line, 0, 2), "somewhere").come(),
         ):
             raised = caught(call)
             assert raised.type == "TimeoutError"

@@ -43,7 +43,7 @@ def test_a_process_that_nobody_launched_is_a_world_of_one():
 def test_a_world_shows_what_a_person_wants_to_know_and_cannot_be_changed():
     here = world()
     assert repr(here).startswith("World(rank=0, size=1, local_rank=0, local_size=1, node_rank=0,")
-    assert "_leaves" not in repr(here)
+    assert "_at_the_end" not in repr(here)
     for name in ("rank", "other"):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(here, name, 1)
@@ -222,11 +222,10 @@ def test_what_is_said_beside_a_group_is_believed(env, expected):
     assert run_caught(describe_with, env, world_size=4) == expected
 
 
-def adopt_on_hosts(hosts, env):
+def adopt_on_hosts(hosts):
     rank = dist.get_rank()
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         del os.environ[name]
-    os.environ.update(env)
     with patch.object(socket, "gethostname", lambda: hosts[rank]):
         here = init()
     assert world() == here
@@ -243,7 +242,7 @@ def adopt_on_hosts(hosts, env):
     ],
 )
 def test_who_adopts_a_group_asks_for_the_hosts_where_nothing_is_said(hosts, expected):
-    assert run_caught(adopt_on_hosts, hosts, {}, world_size=4) == expected
+    assert run_caught(adopt_on_hosts, hosts, world_size=4) == expected
 
 
 @contextlib.contextmanager

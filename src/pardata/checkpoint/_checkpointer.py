@@ -22,7 +22,7 @@ from pardata.collective._agreement import agree, require_same, same
 from pardata.collective._rank_zero import rank_zero_call
 from pardata.ranks._arguments import check_flag, check_integer
 from pardata.ranks._logger import get_logger
-from pardata.ranks._store import collect, publish
+from pardata.ranks._store import answered
 from pardata.ranks._world import World, channel, require_world
 from pardata.seeds._generators import generator_states
 
@@ -113,7 +113,8 @@ class Checkpointer:
             self._retention.check_value(objects)
             snapshot = Snapshot(here, objects, copy=self._asynchronous and here.rank == 0)
             if here.rank > 0:  # not in the turn, which would take them from all to all
-                publish(channel(), f"generators/{here.rank}", _generators(here))
+                line, key = channel(), f"generators/{here.rank}"
+                answered(line.timeout, partial(line.store.set, key, _generators(here)))
             options = {"step": step, "objects": list(objects), **self._options}
             return {"options": options, "details": snapshot.texts}
 
@@ -121,8 +122,9 @@ class Checkpointer:
         contents = {"objects": snapshot.trees, "sharded": list(snapshot.parts)}
         if here.is_main:
             keys = [f"generators/{rank}" for rank in range(1, here.size)]
-            others = collect(channel(), keys) if keys else []
-            contents["generators"] = [_generators(here), *others]
+            read = partial(channel().store.multi_get, keys)
+            others = answered(channel().timeout, read) if keys else []
+            contents["generators"] = [_generators(here), *(text.decode() for text in others)]
         self._start(here, step, snapshot, contents)
 
     def restore(self, *unnamed: Never, at: int | None = None, **objects: Any) -> Restored:

@@ -103,9 +103,8 @@ class Matching:
         # A rank that refused takes part all the same, with a structure that nobody shares.
         refused = None if self._error is None else self.here.rank
         text = f"{self._place} {self._paths} {self._kinds} {self.ways} {refused}"
-        hashes = _hashes(text, self.here.size)
         padding = [0.0] * (ROOM - len(numbers))
-        said = array("d", [*hashes, *(h * h for h in hashes), *numbers, *padding])
+        said = array("d", [*hashes(text, self.here.size), *numbers, *padding])
         header = torch.frombuffer(said, dtype=torch.float64).to(self.device)  # faster than tensor
         work: Any = dist.all_reduce(header, group=self._group, async_op=later)
 
@@ -113,7 +112,7 @@ class Matching:
             if later:
                 work.wait()
             back: list[float] = header.tolist()
-            if not _all_equal(back[:_FIRST], self.here.size):
+            if not all_equal(back[:_FIRST], self.here.size):
                 refuse(self.here, self._facts)
                 self.ways = [None] * len(self.leaves)  # they differ in these alone
             return back[_FIRST : _FIRST + len(numbers)]
@@ -194,19 +193,24 @@ def number_of(leaf: Any, path: Path, name: str = "value") -> Leaf:
 
 
 @functools.lru_cache(maxsize=64)  # a training loop reduces the same few structures
-def _hashes(text: str, size: int) -> list[int]:
-    """Hash into numbers so small that the sum of their squares over all ranks is exact."""
-    bits = min(20, (53 - (size - 1).bit_length()) // 2)
-    digest = hashlib.blake2b(text.encode(), digest_size=4 * _HASHES).digest()
-    words = [digest[4 * i : 4 * i + 4] for i in range(_HASHES)]
-    return [int.from_bytes(word, "little") % 2**bits for word in words]
+def hashes(text: str, size: int, number: int = _HASHES, mantissa: int = 53) -> list[int]:
+    """Return hashes of `text` and then their squares, whose sums tell whether all ranks agree.
+
+    They are so small that floats with such a mantissa add the squares of all ranks without
+    rounding.
+    """
+    bits = min(20, (mantissa - (size - 1).bit_length()) // 2)
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
+    found = [digest >> bits * place & (2**bits - 1) for place in range(number)]
+    return [*found, *(h * h for h in found)]
 
 
-def _all_equal(sums: list[float], size: int) -> bool:
-    """Decide from the sums of the hashes and of their squares whether all ranks had the same.
+def all_equal(sums: list[float], size: int) -> bool:
+    """Decide from the sums of all ranks' `hashes` whether they are of the same text.
 
     By Cauchy and Schwarz, W times the sum of squares is the square of the sum exactly if all
     terms are equal. In integers, so without rounding.
     """
-    firsts, squares = sums[:_HASHES], sums[_HASHES:]
-    return all(size * int(q) == int(s) ** 2 for s, q in zip(firsts, squares, strict=True))
+    half = len(sums) // 2
+    pairs = zip(sums[:half], sums[half:], strict=True)
+    return all(size * int(square) == int(first) ** 2 for first, square in pairs)

@@ -129,11 +129,11 @@ def rank_zero_call(fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs)
 @contextmanager
 def _led(turn: Turn, place: str, rank: int) -> Iterator[None]:
     """Lead a turn: tell the waiting ranks of any exception, and let it go on."""
-    turn.lead()
+    turn.come()
     try:
         yield
     except BaseException as error:
         failure = Failure.of(error, rank=rank, place=place)
         with suppress(Exception):  # the first error says more
-            turn.tell(failure=asdict(failure))
+            turn.tell(failed=[asdict(failure)])
         raise

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.modules.loss import _Loss
@@ -22,7 +23,7 @@ from pardata.model._strategy import DDP, DP, EXACT, FSDP, NONE, Replica, Strateg
 from pardata.model._unwrap import is_parallel
 from pardata.ranks._logger import get_logger
 from pardata.ranks._process import process
-from pardata.ranks._world import World, default_group, require_world
+from pardata.ranks._world import World, require_world
 from pardata.seeds._generators import forked_noise, kept_generators
 
 _log = get_logger(__name__)
@@ -122,7 +123,7 @@ def backward(
     True
     """
     # What is checked of a model that nobody else trains is checked in its first step.
-    is_known = default_group() is None and callable(loss_fn) and model in process.trained_alone
+    is_known = dist.group.WORLD is None and callable(loss_fn) and model in process.trained_alone
     if is_known and count is None and (not isinstance(batch, Microbatches) or len(batch) == 1):
         return _alone(model, loss_fn, batch, scaler)
     _check_arguments(model, loss_fn)

@@ -4,10 +4,11 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from pardata.data._microbatches import Microbatches
 from pardata.ranks._process import process
-from pardata.ranks._world import default_group, world
+from pardata.ranks._world import world
 from pardata.seeds._mix import mix
 
 
@@ -21,7 +22,7 @@ def noise_seed(batch: Any, number: int = 0) -> int:
         return mix(_mixed(seed, batch.epoch, batch.step) + number)
     process.calls += 1
     seed = torch.default_generator.initial_seed() if process.seed is None else process.seed
-    rank = 0 if default_group() is None else world().rank
+    rank = 0 if dist.group.WORLD is None else world().rank
     return mix(_mixed(seed, rank) + process.calls)
 
 

@@ -1,8 +1,6 @@
 """The loss and the metrics of a step: what each microbatch says of them, their sums and means."""
 
-import hashlib
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -10,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pardata.collective._agreement import agree, require_same
-from pardata.collective._header import Leaf, numbers_of
+from pardata.collective._header import Leaf, hashes, numbers_of
 from pardata.collective._tree import Path, in_brackets, mapped
 from pardata.gradient._count import positive
 from pardata.ranks._world import world
@@ -76,8 +74,8 @@ class Tally:
         """Return the sums here, in a vector whose length is the same on each of `size` ranks."""
         values = self.sums()
         self._rest = values[_ROOM:]
-        hashes = _hashes(self.structure(), size)
-        front = [self.count, *hashes, *(number * number for number in hashes)]
+        # In float32, whose mantissa has 24 bits.
+        front = [self.count, *hashes(self.structure(), size, _HASHES, 24)]
         ends = torch.tensor(front + [0] * (_ROOM - len(values)), dtype=torch.float64)
         if values.is_cuda:
             ends = ends.pin_memory().to(values.device, non_blocking=True)
@@ -196,15 +194,3 @@ def _like(leaf: Leaf, mean: Any) -> Leaf:
     dtype = leaf.dtype if leaf.is_floating_point() else torch.get_default_dtype()
     found: Tensor = mean.detach().to(leaf.device, dtype, copy=True).view(leaf.shape)
     return found
-
-
-@lru_cache(maxsize=64)
-def _hashes(text: str, size: int) -> list[int]:
-    """Hash into numbers so small that float32 adds the squares of all ranks' without rounding.
-
-    As in `collective._header`: by Cauchy and Schwarz, `size` times the sum of squares is the square
-    of the sum exactly if all ranks have the same.
-    """
-    bits = (24 - (size - 1).bit_length()) // 2
-    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
-    return [digest >> bits * number & (2**bits - 1) for number in range(_HASHES)]

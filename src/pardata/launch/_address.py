@@ -12,13 +12,23 @@ from pathlib import Path
 import torch.distributed as dist
 
 from pardata.ranks._launcher import Launch
+from pardata.ranks._process import process
 from pardata.ranks._store import came
 from pardata.ranks._verdict import who_did_not_come
 
 _RUN = "pardata/run"  # the key of the name of the run that a store belongs to
 
 
-def open_store(launch: Launch, timeout: timedelta) -> tuple[dist.Store, bool]:
+def store_of(launch: Launch, timeout: timedelta) -> tuple[dist.Store, bool]:
+    """Return the store of this run, opened once, and whether it lives here."""
+    if launch.identity not in process.stores:
+        opened = _opened(launch, timeout)
+        _require_own(opened[0], launch, timeout)  # before it is kept: a second try looks again
+        process.stores[launch.identity] = opened
+    return process.stores[launch.identity]
+
+
+def _opened(launch: Launch, timeout: timedelta) -> tuple[dist.Store, bool]:
     """Return the store at the address that the launcher named, and whether it lives here.
 
     Raises:
@@ -26,10 +36,11 @@ def open_store(launch: Launch, timeout: timedelta) -> tuple[dist.Store, bool]:
     """
     if not launch.master_addr:
         return dist.HashStore(), True
-    address = f"{launch.master_addr}:{launch.master_port}"
+    address = launch.master_addr, launch.master_port
+    where = f"{launch.master_addr}:{launch.master_port}"
     try:
         # torch retries an unknown name for minutes.
-        socket.getaddrinfo(launch.master_addr, launch.master_port, type=socket.SOCK_STREAM)
+        socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
     except OSError as error:
         raise RuntimeError(
             f"`MASTER_ADDR` must be a host that resolves, but {launch.master_addr!r} does not "
@@ -40,32 +51,27 @@ def open_store(launch: Launch, timeout: timedelta) -> tuple[dist.Store, bool]:
     hosts = launch.rank == 0 and served != str(True)
     try:
         if not hosts:
-            _wait_for(launch, timeout)
+            _wait_for(address, timeout)
+        # A group that the user makes later at this address shares the store. `_fresh_part` waits
+        # for the others, and can name who is missing.
         store = dist.TCPStore(
-            launch.master_addr,
-            launch.master_port,
-            launch.size,
-            is_master=hosts,
-            timeout=timeout,
-            wait_for_workers=False,  # `_fresh_part` waits, and can name who is missing
-            multi_tenant=True,  # a group that the user makes later at this address shares it
+            *address, launch.size, hosts, timeout, wait_for_workers=False, multi_tenant=True
         )
     except (RuntimeError, OSError) as error:
         if "EADDRINUSE" in str(error):
             raise RuntimeError(
-                f"the port of `MASTER_PORT` must be free, but {address} is in use: another run "
+                f"the port of `MASTER_PORT` must be free, but {where} is in use: another run "
                 f"is on this host; set MASTER_PORT to a free port"
             ) from error
         raise RuntimeError(
-            f"rank {launch.rank} must reach rank 0 at {address}, but could not within "
+            f"rank {launch.rank} must reach rank 0 at {where}, but could not within "
             f"{timeout}: is rank 0 running, and is the port open between the hosts?"
         ) from error
     return store, hosts
 
 
-def _wait_for(launch: Launch, timeout: timedelta) -> None:
+def _wait_for(address: tuple[str, int], timeout: timedelta) -> None:
     """Wait until rank 0 listens: torch may try for twice its timeout, and prints where in C++."""
-    address = launch.master_addr, launch.master_port
     deadline = time.monotonic() + timeout.total_seconds()
     while (left := deadline - time.monotonic()) > 0:
         with suppress(OSError):
@@ -75,7 +81,7 @@ def _wait_for(launch: Launch, timeout: timedelta) -> None:
     raise TimeoutError
 
 
-def require_own(store: dist.Store, launch: Launch, timeout: timedelta) -> None:
+def _require_own(store: dist.Store, launch: Launch, timeout: timedelta) -> None:
     """Leave the name of this run on the store as rank 0; refuse a store that is another run's."""
     own = run_of(launch, os.environ)
     if launch.rank == 0:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from pardata.launch._allocator import keep_freed_memory
-from pardata.launch._leaving import leave_at_the_end, remember
+from pardata.launch._leaving import remember
 from pardata.launch._rendezvous import join
 from pardata.launch._uncaught import report_uncaught
 from pardata.ranks._arguments import checked_timeout
@@ -19,20 +19,9 @@ from pardata.ranks._gpus import hidden_gpus
 from pardata.ranks._launcher import Launch, detect
 from pardata.ranks._logger import get_logger
 from pardata.ranks._turn import all_say
-from pardata.ranks._world import (
-    Joined,
-    World,
-    default_group,
-    existing_world,
-    is_child,
-    joined,
-    make_channel,
-    single_world,
-)
+from pardata.ranks._world import Joined, World, existing_world, is_child, joined, new_channel, world
 
 _log = get_logger(__name__)
-
-_CPU = torch.device("cpu")
 
 
 def init(
@@ -85,27 +74,32 @@ def init(
         (0, 1)
     """
     patience = None if timeout is None else checked_timeout(timeout)
-    before = joined()
-    opted_out = os.environ.get("PARDATA_LAUNCHER") == "none" and before is None
-    if is_child() or (opted_out and default_group() is not None):
-        return single_world()
-    if before is not None:
-        _refuse_other_arguments(before.world, backend, device)
-        return replace(before.world, _leaves=False)
     chosen = None if device is None else torch.device(device)
-    if default_group() is not None:
+    here, before = world(), joined()
+    if here.backend is None and (is_child() or dist.group.WORLD is not None):
+        return here  # beside a group that a child, or who opted out, does not touch
+    if before is not None:
+        _refuse_change(before.world, backend, chosen)
+        return replace(before.world, _at_the_end=None)
+    if dist.group.WORLD is not None:
         found = _adopt(chosen, patience)
     else:
         found = _join(backend, patience, chosen)
     if found.world.size > 1:
-        found = replace(found, on_leaving=report_uncaught(found.group))
+        found.on_leaving = report_uncaught(found.group)
+        if not takes_cpu_tensors(found.world.backend):
+            found.group_of_counts = dist.new_group(backend="gloo")
     remember(found)
     _log.info("%s", _found_text(found.world))
     if found.world.device.type == "cpu":
         if device is None:
             _warn_of_hidden_gpus()
-        if tune_cpu and os.environ.get("PARDATA_TUNE_CPU") != "0":
-            _tune_cpu()
+        if tune_cpu and os.environ.get("PARDATA_TUNE_CPU") != "0" and keep_freed_memory():
+            text = (
+                "the allocator keeps freed memory, for faster steps on the CPU "
+                "(tune_cpu=False or PARDATA_TUNE_CPU=0 leaves it alone)"
+            )
+            _log.debug(text, once=True)
     return found.world
 
 
@@ -114,25 +108,18 @@ def _join(backend: str | None, timeout: timedelta | None, device: torch.device |
     _refuse_inherited(launch)
     found, hosts_store = join(launch, backend=backend, timeout=timeout, device=device)
     os.environ["PARDATA_JOINED"] = f"{os.getpid()} {launch.identity}"
-    line, beside = make_channel(timeout), _gloo_beside(found)
-    return Joined(found, line, hosts_store, True, beside, at_the_end=leave_at_the_end)
+    return Joined(found, new_channel(timeout), hosts_store)
 
 
 def _adopt(device: torch.device | None, timeout: timedelta | None) -> Joined:
     with suppress(ValueError):  # whoever made the group need not have used a launcher's variables
         os.environ["PARDATA_JOINED"] = f"{os.getpid()} {detect(os.environ).identity}"
-    line = make_channel(timeout)
+    line = new_channel(timeout)
     hosts = all_say(line, "init", socket.gethostname, list)
     found = existing_world(device, hosts)
     if found.device.type == "cuda":
         torch.cuda.set_device(found.device)
-    return Joined(found, line, group_of_counts=_gloo_beside(found))
-
-
-def _gloo_beside(found: World) -> object:
-    """Return a group for small integers on the CPU, where the default one takes none."""
-    alone = found.size == 1 or takes_cpu_tensors(found.backend)
-    return None if alone else dist.new_group(backend="gloo")
+    return Joined(found, line)
 
 
 def _refuse_inherited(launch: Launch) -> None:
@@ -145,12 +132,9 @@ def _refuse_inherited(launch: Launch) -> None:
         )
 
 
-def _refuse_other_arguments(
-    joined: World, backend: str | None, device: torch.device | str | None
-) -> None:
+def _refuse_change(joined: World, backend: str | None, device: torch.device | None) -> None:
     # "cuda" asks for this rank's GPU, whichever that is.
-    wanted = None if device is None else torch.device(device)
-    same = wanted in (None, joined.device) or wanted == torch.device(joined.device.type)
+    same = device in (None, joined.device, torch.device(joined.device.type))
     if not same or backend not in (None, joined.backend):
         raise RuntimeError(
             f"`init` has already joined with backend={joined.backend!r} and "
@@ -166,23 +150,11 @@ def _warn_of_hidden_gpus() -> None:
         _log.warning(text, *hidden, ranks=[0], once=True)
 
 
-def _tune_cpu() -> None:
-    if keep_freed_memory():
-        _log.debug(
-            "the allocator keeps freed memory, for faster steps on the CPU "
-            "(tune_cpu=False or PARDATA_TUNE_CPU=0 leaves it alone)",
-            once=True,
-        )
-
-
 def _found_text(found: World) -> str:
     nodes = f"{found.num_nodes} node{'s' if found.num_nodes > 1 else ''}"
     processes = f"{found.size} process{'es' if found.size > 1 else ''}"
-    launcher = {"existing": "group already there", "single": "no launcher"}.get(
-        found.launcher, f"launched by {found.launcher}"
-    )
+    known = {"existing": "group already there", "single": "no launcher"}
+    launcher = known.get(found.launcher, f"launched by {found.launcher}")
     gpus = f" of {torch.cuda.device_count()} GPU(s)" if found.device.type == "cuda" else ""
-    return (
-        f"{processes} on {nodes}, {launcher}, backend {found.backend}, "
-        f"device {found.device}{gpus} on {socket.gethostname()}"
-    )
+    device = f"device {found.device}{gpus} on {socket.gethostname()}"
+    return f"{processes} on {nodes}, {launcher}, backend {found.backend}, {device}"

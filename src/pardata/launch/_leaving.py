@@ -10,7 +10,7 @@ import torch.distributed as dist
 from pardata.launch._uncaught import report_exit
 from pardata.ranks._logger import get_logger
 from pardata.ranks._process import process
-from pardata.ranks._world import Joined, default_group
+from pardata.ranks._world import Joined, joined
 
 _log = get_logger(__name__)
 
@@ -19,8 +19,7 @@ _PATIENCE = timedelta(seconds=30)
 
 def remember(found: Joined) -> None:
     """Keep what `init` found, and leave at exit the group that it made."""
-    if found.made_here:
-        atexit.unregister(_leave_at_exit)  # once is enough
+    if found.world.launcher != "existing":
         atexit.register(_leave_at_exit)
     process.joined = found
 
@@ -40,11 +39,9 @@ def leave_at_the_end(error: BaseException | None) -> None:
 
 def leave() -> None:
     """Leave the group that `init` made in this process, once no rank needs its store."""
-    left, process.joined = process.joined, None
-    if not isinstance(left, Joined) or not left.made_here or left.pid != os.getpid():
+    left, process.joined = joined(), None  # nothing where the user has destroyed the group already
+    if left is None or left.world.launcher == "existing" or left.pid != os.getpid():
         return
-    if left.group is not default_group():
-        return  # the user has destroyed it already
     os.environ.pop("PARDATA_JOINED", None)
     left.on_leaving()
     if not check_out(left.channel.store, left.world.size, hosts_store=left.hosts_store):

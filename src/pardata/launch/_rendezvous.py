@@ -1,11 +1,13 @@
 """Meet the other ranks, agree that everybody can take part, and make the process group."""
 
 import json
+import os
 import socket
 import time
 import uuid
 from dataclasses import replace
 from datetime import timedelta
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -13,18 +15,19 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from pardata.collective._agreement import require_same
-from pardata.launch._address import not_met, open_store, require_own
-from pardata.launch._leaving import check_out
+from pardata.launch._address import not_met, store_of
+from pardata.launch._leaving import check_out, leave_at_the_end
 from pardata.ranks._backend import runs_on_gpus
-from pardata.ranks._gpus import is_masked, visible_gpus
+from pardata.ranks._gpus import visible_gpus
 from pardata.ranks._launcher import Launch
-from pardata.ranks._process import process
-from pardata.ranks._store import Channel, append, set_all
+from pardata.ranks._store import Channel, append
 from pardata.ranks._table import ranks_text
 from pardata.ranks._turn import all_say
 from pardata.ranks._world import World
 
 _MARGIN = timedelta(seconds=10)
+# By which a launcher, or a user, restricts what a process sees: CUDA's, and those of ROCm.
+_MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def join(
@@ -36,47 +39,44 @@ def join(
     that the error is raised on every rank instead of leaving the others to wait.
     """
     patience = distributed_c10d.default_pg_timeout if timeout is None else timeout
-    if launch.identity not in process.stores:
-        opened = open_store(launch, patience)
-        require_own(opened[0], launch, patience)  # before it is kept: a second try looks again
-        process.stores[launch.identity] = opened
-    store, hosts_store = process.stores[launch.identity]
+    store, hosts_store = store_of(launch, patience)
     store = _fresh_part(store, launch, patience)
-    prefix = dist.PrefixStore("pardata/join", store)
-    line = Channel(prefix, patience, launch.rank, launch.size)
-    own: dict[str, object] = {}
-
-    def arrive() -> object:
-        own.update(_arrival(launch, backend, device))
-        return own
-
+    line = Channel(dist.PrefixStore("pardata/join", store), patience, launch.rank, launch.size)
+    arrive = cache(partial(_arrival, launch, backend, device))
     try:
         hosts, binds = all_say(line, "init", arrive, _agreed)
-        device, backend = torch.device(str(own["device"])), str(own["backend"])
-        bound = device if binds else None
-        _make_group(line, launch, store, backend=backend, timeout=timeout, bound=bound)
+        own = arrive()
+        device, backend = torch.device(own["device"]), own["backend"]
+        make = partial(
+            dist.init_process_group,
+            backend,
+            store=dist.PrefixStore("group", store),
+            rank=launch.rank,
+            world_size=launch.size,
+            timeout=timeout,
+            # Lets NCCL connect at once; a group of one has nobody to connect to.
+            device_id=device if binds and launch.size > 1 else None,
+        )
+        # torch does not wait: a rank that leaves at once closes connections that another is still
+        # making ("connectFullMesh failed … Connection closed by peer"). And the others connect to
+        # one that has failed for as long as the timeout.
+        later = replace(line, timeout=patience + _MARGIN)
+        all_say(later, "init", make, lambda _: None)
     except Exception:
+        if dist.is_initialized():
+            dist.destroy_process_group()
         # The others read the same; the store must be there until they have.
         check_out(store, launch.size, hosts_store=hosts_store)
         raise
-    found = World(
-        launch.rank,
-        launch.size,
-        launch.local_rank,
-        launch.local_size,
-        hosts.index(own["host"]) if launch.node_rank is None else launch.node_rank,
-        len(hosts) if launch.num_nodes is None else launch.num_nodes,
-        device,
-        backend,
-        launch.launcher,
-        _leaves=True,
-    )
-    return found, hosts_store
+    node = hosts.index(own["host"]) if launch.node_rank is None else launch.node_rank
+    nodes = len(hosts) if launch.num_nodes is None else launch.num_nodes
+    numbers, launcher = (*launch[1:5], node, nodes), launch.launcher
+    return World(*numbers, device, backend, launcher, leave_at_the_end), hosts_store
 
 
-def _arrival(launch: Launch, backend: str | None, wanted: torch.device | None) -> dict[str, object]:
+def _arrival(launch: Launch, backend: str | None, wanted: torch.device | None) -> dict[str, Any]:
     """Return what a rank tells the others before there is a group; make its device current."""
-    device = _own_device(launch, wanted)
+    device = own_device(launch, wanted)
     if backend is None:
         backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
     host, gpu, has_one = socket.gethostname(), None, False
@@ -88,18 +88,23 @@ def _arrival(launch: Launch, backend: str | None, wanted: torch.device | None) -
     return {"host": host, "device": str(device), "gpu": gpu, "one": has_one, "backend": backend}
 
 
-def choose_device(launch: Launch, *, visible: int, masked: bool) -> torch.device:
-    """Return the device of this local rank where `visible` GPUs can be seen.
-
-    `masked` tells whether something (a launcher that binds a GPU to each task, as SLURM's
-    ``--gpus-per-task``) has restricted what this process sees: a single GPU is then its own.
+def own_device(launch: Launch, wanted: torch.device | None) -> torch.device:
+    """Return the device of this local rank.
 
     Raises:
-        RuntimeError: where no GPU is left for this local rank.
+        RuntimeError: where no GPU is left for it.
     """
-    if visible == 0:
+    if wanted is not None and (wanted.type != "cuda" or wanted.index is not None):
+        return wanted
+    visible = visible_gpus()
+    if visible == 0 and wanted is None:
         return torch.device("cpu")
-    if visible == 1 and masked:
+    if visible == 0:
+        raise RuntimeError(
+            "`device` must be one that is here, but is 'cuda', and no GPU is visible"
+        )
+    # A launcher that binds a GPU to each task, as SLURM's --gpus-per-task: it is this one's own.
+    if visible == 1 and any(name in os.environ for name in _MASKS):
         return torch.device("cuda", 0)
     if launch.local_rank >= visible:
         raise RuntimeError(
@@ -110,17 +115,6 @@ def choose_device(launch: Launch, *, visible: int, masked: bool) -> torch.device
             f'`init(device="cpu")`'
         )
     return torch.device("cuda", launch.local_rank)
-
-
-def _own_device(launch: Launch, wanted: torch.device | None) -> torch.device:
-    if wanted is not None and (wanted.type != "cuda" or wanted.index is not None):
-        return wanted
-    visible = visible_gpus()
-    if wanted is not None and visible == 0:
-        raise RuntimeError(
-            "`device` must be one that is here, but is 'cuda', and no GPU is visible"
-        )
-    return choose_device(launch, visible=visible, masked=is_masked())
 
 
 def _fresh_part(store: dist.Store, launch: Launch, timeout: timedelta) -> dist.Store:
@@ -157,7 +151,8 @@ def _hand_out_part(store: dist.Store, launch: Launch, timeout: timedelta) -> dis
     while missing and time.monotonic() < deadline:
         asked = set(store.get("asked").decode().split()) - answered
         if asked:
-            set_all(store, {f"answer/{word}": name for word in asked})
+            answers = [f"answer/{word}" for word in asked]
+            store.multi_set(answers, [name] * len(asked))  # type: ignore[attr-defined]  # as in `append`
         answered |= asked
         missing -= set(map(int, part.get("came").split()))
         time.sleep(0.005)
@@ -168,61 +163,22 @@ def _hand_out_part(store: dist.Store, launch: Launch, timeout: timedelta) -> dis
     return part
 
 
-def _make_group(
-    line: Channel,
-    launch: Launch,
-    store: dist.Store,
-    *,
-    backend: str,
-    timeout: timedelta | None,
-    bound: torch.device | None,
-) -> None:
-    """Make the process group, and wait until every rank has. Collective.
-
-    torch does not wait: a rank that leaves at once closes connections that another is still
-    making, which then fails ("connectFullMesh failed … Connection closed by peer").
-    """
-
-    def make() -> None:
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore("group", store),
-            rank=launch.rank,
-            world_size=launch.size,
-            timeout=timeout,
-            # Lets NCCL connect at once; a group of one has nobody to connect to.
-            device_id=bound if launch.size > 1 else None,
-        )
-
-    # The others connect to one that has failed for as long as the timeout.
-    later = replace(line, timeout=line.timeout + _MARGIN)
-    try:
-        all_say(later, "init", make, lambda _: None)
-    except Exception:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        raise
-
-
 def _agreed(arrivals: list[dict[str, Any]]) -> tuple[list[str], bool]:
     """Require that all ranks can make one group; return the hosts, and whether it binds GPUs."""
     backends: list[dict[str, object]] = [{"backend": told["backend"]} for told in arrivals]
     require_same("init", backends, "Is a GPU driver missing on a node? Else pass `backend`.")
-    _refuse_shared_gpus(arrivals)
-    # All ranks or none, for those that are bound connect at once; and none where a process has
-    # several, over which a model may be spread: a group that is bound takes no other GPU.
-    binds = all(told["one"] for told in arrivals)
-    return list(dict.fromkeys(told["host"] for told in arrivals)), binds
-
-
-def _refuse_shared_gpus(arrivals: list[dict[str, Any]]) -> None:
-    users: dict[tuple[str, str | None], list[int]] = {}
+    users: dict[tuple[str, str], list[int]] = {}
     for rank, told in enumerate(arrivals):
-        users.setdefault((told["host"], told["gpu"]), []).append(rank)
-    for (host, gpu), ranks in users.items():
-        if gpu is not None and len(ranks) > 1:
+        if told["gpu"] is not None:
+            users.setdefault((told["host"], told["gpu"]), []).append(rank)
+    for (host, _), ranks in users.items():
+        if len(ranks) > 1:
             raise RuntimeError(
                 f"every rank must have a GPU of its own, but {ranks_text(ranks)} "
                 f"on {host} share one: start one process per GPU, or pass "
                 f'`init(backend="gloo")`, which can share (slowly)'
             )
+    # All ranks or none, for those that are bound connect at once; and none where a process has
+    # several, over which a model may be spread: a group that is bound takes no other GPU.
+    binds = all(told["one"] for told in arrivals)
+    return list(dict.fromkeys(told["host"] for told in arrivals)), binds

@@ -4,10 +4,14 @@ The end of a failure's way, which begins in ``ranks/_failure``.
 """
 
 import ctypes
+import json
+import os
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
+from traceback import format_exception
 from types import TracebackType
 
 import torch
@@ -74,6 +78,7 @@ def _report(error: BaseException, found: Joined) -> None:
         patience = 0.0 if own.is_cause else _GRACE
         known = asked(found.channel, own, patience=patience, settle=0.0)
     first = known.first
+    news = what_is_wrong(known)
     if first is None:
         _log.error("failed: %s", line)
     else:
@@ -81,8 +86,18 @@ def _report(error: BaseException, found: Joined) -> None:
         is_same = first.text.startswith(f"{one_line(error)} (")
         at = raise_site(error) if is_same else known.own.text
         _log.error("failed because rank %d failed first: %s; here: %s", first.rank, first.text, at)
+    if (first or known.own).is_cause:
+        _record(news if first else "".join(format_exception(error)))
     if not known.store_is_gone:  # else torch would only print where in its code it saw that
-        bounded(_GRACE, lambda: call_off(found.channel, what_is_wrong(known)))
+        bounded(_GRACE, lambda: call_off(found.channel, news))
+
+
+def _record(text: str) -> None:
+    """Leave `text` where torchrun looks for what failed, as torch's own `record` does."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        with suppress(OSError):  # what follows matters more
+            Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
 
 
 def _part(found: Joined) -> None:

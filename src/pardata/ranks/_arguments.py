@@ -6,8 +6,6 @@ from typing import Any
 import torch
 from torch import nn
 
-_LONGEST = 1e8  # seconds, some three years: what waits takes no more
-
 
 def check_module(model: object) -> None:
     """Refuse what is no module."""
@@ -53,7 +51,7 @@ def checked_timeout(timeout: Any) -> timedelta:
         raise TypeError(
             f"`timeout` must be seconds or a datetime.timedelta, but is {timeout!r}: pass 300, say"
         )
-    if not 0 < seconds < _LONGEST:  # torch's stores take 0 for no end
+    if not 0 < seconds < 1e8:  # torch's stores take 0 for no end, and no more than some three years
         raise ValueError(
             f"`timeout` must be more than 0 seconds, up to three years, but is {seconds:g}"
         )

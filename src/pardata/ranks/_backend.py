@@ -1,8 +1,4 @@
-"""Which device the tensors of a collective take: the place that knows the backends by name."""
-
-import torch
-
-_CPU = torch.device("cpu")
+"""Which tensors a backend takes: the place that knows the backends by name."""
 
 
 def runs_on_gpus(backend: str | None) -> bool:
@@ -12,9 +8,4 @@ def runs_on_gpus(backend: str | None) -> bool:
 
 def takes_cpu_tensors(backend: str | None) -> bool:
     """Return whether a group with this backend reduces tensors on the CPU."""
-    return backend is None or backend != "nccl"
-
-
-def device_of_sums(backend: str | None, device: torch.device) -> torch.device:
-    """Return where values are reduced: on the GPU that holds them, where the group has one."""
-    return device if runs_on_gpus(backend) else _CPU
+    return backend != "nccl"

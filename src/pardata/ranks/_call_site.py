@@ -34,15 +34,11 @@ def _last_of_the_users(places: Iterable[tuple[FrameType, int]]) -> str:
     return f"{file}:{line}"
 
 
-def _is_the_users(file: str) -> bool:
-    pardata_and_torch, library = _folders()
-    is_installed = "-packages" + os.sep in file  # which lies in the library's folder
-    of_python = file.startswith("<frozen") or (file.startswith(library) and not is_installed)
-    return not of_python and not file.startswith(pardata_and_torch)
-
-
 @functools.cache
-def _folders() -> tuple[tuple[str, ...], str]:
-    """Return where pardata and torch are, and Python's own library."""
-    ours = (Path(__file__).parents[1], Path(torch.__file__ or __file__).parent)
-    return tuple(f"{folder}{os.sep}" for folder in ours), sysconfig.get_paths()["stdlib"] + os.sep
+def _is_the_users(file: str) -> bool:
+    """Return whether `file` is not of pardata, torch or Python's own library."""
+    library = sysconfig.get_paths()["stdlib"] + os.sep
+    # Installed packages lie in the library's folder.
+    of_python = file.startswith("<frozen") or (file.startswith(library) and "-packages" not in file)
+    others = [Path(__file__).parents[1], Path(torch.__file__ or __file__).parent]
+    return not of_python and not any(map(Path(file).is_relative_to, others))

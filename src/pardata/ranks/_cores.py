@@ -9,11 +9,9 @@ from pardata.ranks._world import World
 
 def usable_cores(here: World) -> int:
     """Return the cores that this rank may use, at least 1: affinity and quota, shared fairly."""
-    try:
+    allowed = everyones = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows
         allowed = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS and Windows
-        allowed = os.cpu_count() or 1
-    everyones = os.cpu_count() or 1
     if here.launcher == "slurm":  # whose job may have a part of the machine
         everyones = min(everyones, int(os.environ.get("SLURM_CPUS_ON_NODE", everyones)))
     # A launcher that binds each task has given this rank a set of its own; else the ranks share.

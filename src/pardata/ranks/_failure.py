@@ -54,9 +54,8 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException, *, rank: int, place: str) -> "Failure":
         """Describe `error`, raised on `rank` inside `place`, so that others can raise it."""
-        lines = traceback.format_exception(type(error), error, error.__traceback__)
-        trace, whole = "".join(lines), _pickled(error)
-        return cls(rank, place, text_of(error), trace, whole, is_cause=not follows(error))
+        trace = "".join(traceback.format_exception(error))
+        return cls(rank, place, text_of(error), trace, _pickled(error), is_cause=not follows(error))
 
     def summary(self) -> str:
         """Say what went wrong, and where."""
@@ -88,10 +87,9 @@ def as_consequence(error: _E, short: str = "", known: object = None) -> _E:
     return error
 
 
-def consequence(error: BaseException) -> tuple[str, Any]:
-    """Return what `as_consequence` was told of `error`, if anything."""
-    marked: tuple[str, Any] = vars(error).get(_MARK, ("", None))
-    return marked
+def consequence(error: BaseException) -> Any:
+    """Return what `as_consequence` was told of `error`: where it came up, and what is known."""
+    return vars(error).get(_MARK, ("", None))
 
 
 def follows(error: BaseException) -> bool:

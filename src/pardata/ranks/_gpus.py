@@ -6,18 +6,10 @@ from pathlib import Path
 
 import torch
 
-# By which a launcher, or a user, restricts what a process sees: CUDA's, and those of ROCm.
-_MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-
 
 def visible_gpus() -> int:
     """Return how many GPUs torch sees."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def is_masked() -> bool:
-    """Return whether something has restricted which GPUs this process sees."""
-    return any(name in os.environ for name in _MASKS)
 
 
 def hidden_gpus(root: Path = Path("/")) -> tuple[str, str] | None:
@@ -34,10 +26,9 @@ def hidden_gpus(root: Path = Path("/")) -> tuple[str, str] | None:
         return None
     text = f"torch sees none of {found[where]} in {where}{f' ({said[0].message})' if said else ''}"
     mask = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
-    build = torch.version.cuda or "the CPU only"
     cure = (
-        f"install a torch for CUDA (this one is for {build}), unset CUDA_VISIBLE_DEVICES (it is "
-        f"{mask!r}), start the container with --gpus=all, or see with nvidia-smi whether the "
-        f"driver is new enough"
+        f"install a torch for CUDA (this one is for {torch.version.cuda or 'the CPU only'}), unset "
+        f"CUDA_VISIBLE_DEVICES (it is {mask!r}), start the container with --gpus=all, or see with "
+        f"nvidia-smi whether the driver is new enough"
     )
     return text, cure

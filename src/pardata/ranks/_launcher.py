@@ -7,7 +7,7 @@ Open MPI goes before SLURM because the SLURM variables under ``mpirun`` are thos
 
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 LAUNCHERS = ("auto", "torchrun", "slurm", "mpi", "none")
@@ -17,16 +17,9 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 _TORCHRUN_OWN = TORCHRUN[:4]
 OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-SLURM = (
-    "SLURM_PROCID",
-    "SLURM_STEP_NUM_TASKS",
-    "SLURM_LOCALID",
-    "SLURM_NODEID",
-    "SLURM_STEP_ID",
-    "SLURM_STEP_NODELIST",
-    "SLURM_STEP_TASKS_PER_NODE",
-    "SLURM_JOB_ID",
-)
+_OF_TASK = ("PROCID", "STEP_NUM_TASKS", "LOCALID", "NODEID")
+_OF_STEP = ("STEP_ID", "STEP_NODELIST", "STEP_TASKS_PER_NODE", "JOB_ID")
+SLURM = tuple(f"SLURM_{name}" for name in (*_OF_TASK, *_OF_STEP))
 _WHO = {
     "torchrun": "RANK, WORLD_SIZE, LOCAL_* and GROUP_*",
     "slurm": "SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID and SLURM_STEP_*",
@@ -98,11 +91,9 @@ def _found(env: Mapping[str, str]) -> str:
 
 def _torchrun(env: Mapping[str, str]) -> Launch:
     rank, size, local_rank, local_size = _numbers(env, TORCHRUN, "torchrun")
-    node, nodes = (
-        whole_number(env, name) if name in env else None
-        for name in ("GROUP_RANK", "GROUP_WORLD_SIZE")
-    )
-    address, port = env["MASTER_ADDR"], _port(env, default=0)  # which is set
+    told = numbers_told(env, ("GROUP_RANK", "GROUP_WORLD_SIZE"))
+    node, nodes = told.get("GROUP_RANK"), told.get("GROUP_WORLD_SIZE")
+    address, port = env["MASTER_ADDR"], _port(env, 0)  # which is set
     return Launch("torchrun", rank, size, local_rank, local_size, node, nodes, address, port)
 
 
@@ -121,8 +112,7 @@ def _mpi(env: Mapping[str, str]) -> Launch:
             f"`MASTER_ADDR` must be set when MPI spans several hosts ({local_size} of {size} "
             f"ranks are on this one), but is not: add `{option}` to the command"
         )
-    port = _port(env, default=port)
-    return Launch("mpi", rank, size, local_rank, local_size, None, None, address, port)
+    return Launch("mpi", rank, size, local_rank, local_size, None, None, address, _port(env, port))
 
 
 def _slurm(env: Mapping[str, str]) -> Launch:
@@ -130,24 +120,23 @@ def _slurm(env: Mapping[str, str]) -> Launch:
     local_size, nodes = _tasks_at(node, env["SLURM_STEP_TASKS_PER_NODE"])
     # The same rule as Lightning and Ignite, plus the step, so that two steps of a job differ.
     job, step = whole_number(env, "SLURM_JOB_ID"), whole_number(env, "SLURM_STEP_ID")
-    port = _port(env, default=15000 + (job % 10000 + step) % (65536 - 15000))
+    port = _port(env, 15000 + (job % 10000 + step) % (65536 - 15000))
     address = env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"])
     return Launch("slurm", rank, size, local_rank, local_size, node, nodes, address, port)
 
 
 def _tasks_at(node: int, text: str) -> tuple[int, int]:
     """Return how many tasks a node has, and how many nodes there are: ``"2(x3),1"`` has 4."""
-    found, nodes = None, 0
+    found, nodes = 0, 0
     for item in text.split(","):
         match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", item)
         if match is None:
             raise ValueError(
                 f"`SLURM_STEP_TASKS_PER_NODE` must look like '2(x3),1', but is {text!r}"
             )
+        found = int(match[1]) if nodes <= node else found
         nodes += int(match[2] or 1)
-        if found is None and node < nodes:
-            found = int(match[1])
-    if found is None:
+    if node >= nodes:
         raise ValueError(
             f"`SLURM_NODEID` must be less than the {nodes} nodes of "
             f"`SLURM_STEP_TASKS_PER_NODE` ({text!r}), but is {node}"
@@ -165,8 +154,7 @@ def first_host(text: str) -> str:
     item = f"{number}(?:-{number})?"
     entry = rf"(?:[^\[\],\s]|\[{item}(?:,{item})*\])+"
     looks_right = re.fullmatch(f"{entry}(?:,{entry})*", text) is not None
-    brackets = "".join(re.findall(r"\[.*?\]", text)) if looks_right else ""
-    ranges = re.findall(f"({number})-({number})", brackets)
+    ranges = re.findall(f"({number})-({number})", "".join(re.findall(r"\[[^][]*\]", text)))
     if not looks_right or any(int(low) > int(high) for low, high in ranges):
         raise ValueError(
             f"a SLURM node list must look like 'a[1-3,7],b2', but is {text!r}: correct "
@@ -200,8 +188,13 @@ def whole_number(env: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
+def numbers_told(env: Mapping[str, str], names: Iterable[str]) -> dict[str, int]:
+    """Return the numbers of those variables that are set."""
+    return {name: whole_number(env, name) for name in names if env.get(name)}
+
+
 def _port(env: Mapping[str, str], default: int) -> int:
-    port = whole_number(env, "MASTER_PORT") if env.get("MASTER_PORT") else default
+    port = numbers_told(env, ["MASTER_PORT"]).get("MASTER_PORT", default)
     if not 0 < port < 65536:
         raise ValueError(f"`MASTER_PORT` must be between 1 and 65535, but is {port}")
     return port
@@ -224,8 +217,9 @@ def _check_bounds(launch: Launch) -> None:
 
 def _check_torchs(launch: Launch, env: Mapping[str, str]) -> None:
     """Refuse torch's variables, exported by hand, that contradict the launcher found."""
+    told = numbers_told(env, _TORCHRUN_OWN)
     for name, value in zip(_TORCHRUN_OWN, launch[1:5], strict=True):
-        if name in env and whole_number(env, name) != value:
+        if told.get(name, value) != value:
             raise ValueError(
                 f"`{name}` must be {value}, as {launcher_text(launch)} says, but is {env[name]}: "
                 f"unset it, or choose one launcher with PARDATA_LAUNCHER"

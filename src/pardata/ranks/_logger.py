@@ -37,7 +37,7 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # none befor
             if key in process.said:  # by whichever adapter
                 return
             process.said.add(key)
-        prefix = f"[{rank}/{size}] "
+        prefix = f"[{rank}/{size}] " if size > 1 else ""
         text = prefix + str(msg).replace("\n", "\n" + prefix)
         # 2: past this frame, so that the record shows the caller's file and line.
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
@@ -50,15 +50,15 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # none befor
 def get_logger(name: str) -> RankLogger:
     """Return an adapter of ``logging.getLogger(name)`` that writes ``[rank/size]`` before a line.
 
-    Records below WARNING are written on rank 0 only, WARNING and above on every rank. Each call
-    takes two more arguments: ``ranks="all"`` or a list of ranks writes there instead, and
-    ``once=True`` writes a line the first time only. File and line are the caller's.
+    A single process writes no such prefix. Records below WARNING are written on rank 0 only,
+    WARNING and above on every rank. Each call takes two more arguments: ``ranks="all"`` or a list
+    of ranks writes there instead, and ``once=True`` writes a line the first time only. File and
+    line are the caller's.
 
     A line does not run into a bar of tqdm, as `progress` draws one: the bar moves below it.
 
-    Works before `init` (the rank then comes from the launcher's variables) and in a single
-    process (``[0/1]``). No level, handler or other logger is touched: configure ``logging`` as
-    usual. Not collective.
+    Works before `init`: the rank then comes from the launcher's variables. No level, handler or
+    other logger is touched: configure ``logging`` as usual. Not collective.
 
     >>> get_logger("train").info("epoch %d", 1, once=True)
     """

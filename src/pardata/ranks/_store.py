@@ -4,7 +4,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -92,19 +91,3 @@ def came(store: dist.Store, key: str, timeout: timedelta) -> bool:
 def append(store: dist.Store, key: str, line: str) -> None:
     """Add a line to those under `key`."""
     store.append(key, f"{line}\n")  # type: ignore[attr-defined]  # torch's stubs leave it out
-
-
-def set_all(store: dist.Store, texts: dict[str, str]) -> None:
-    """Leave every text under its key, in one request."""
-    store.multi_set([*texts], [*texts.values()])  # type: ignore[attr-defined]  # as above
-
-
-def publish(channel: Channel, key: str, text: str) -> None:
-    """Leave `text` under `key` for the rank that will `collect` it."""
-    answered(channel.timeout, lambda: channel.store.set(key, text))
-
-
-def collect(channel: Channel, keys: list[str]) -> list[str]:
-    """Return what other ranks have published."""
-    found = answered(channel.timeout, partial(channel.store.multi_get, keys))
-    return [text.decode() for text in found]

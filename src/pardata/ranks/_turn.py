@@ -10,24 +10,21 @@ afterwards.
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 from pardata.ranks._call_site import call_site
-from pardata.ranks._failure import Failure, as_consequence
+from pardata.ranks._failure import Failure, as_consequence, follows, text_of
 from pardata.ranks._store import Channel, answered, came
-from pardata.ranks._verdict import ERRORS, ORDER, Verdict, entries_of, give, judged, key_of
+from pardata.ranks._verdict import ERRORS, ORDER, Decide, Verdict, entries_of, give, judged, key_of
+
+Say = Callable[[], object]
 
 
 def all_say(
-    line: Channel,
-    call: str,
-    say: Callable[[], object],
-    decide: Callable[[list[Any]], object],
-    *,
-    timeout: timedelta | None = None,
+    line: Channel, call: str, say: Say, decide: Decide, *, timeout: timedelta | None = None
 ) -> Any:
     """Return what is decided on what all ranks say. Collective.
 
@@ -44,8 +41,12 @@ def all_say(
         RuntimeError: where ranks are in different calls (says which rank is in which), where one
             has failed (see `call_off`), and where the store is gone.
     """
-    turn = Turn(line, call, decide=decide)
-    turn.say(say)
+    turn = Turn(line, call, decide)
+    try:
+        turn.value = say()
+        json.dumps(turn.value)
+    except Exception as error:  # noqa: BLE001  # raised again by `decision`, on every rank
+        turn.own, turn.value = error, None
     try:
         return turn.decision(turn.heard(line.timeout if timeout is None else timeout))
     except Exception as error:
@@ -64,153 +65,127 @@ class Turn:
         line: the store, and this rank.
         call: its name in errors.
         decide: makes the decision of what all say; where it is not given, rank 0 gives one.
-        own: what this rank raised instead of saying something.
+        value: what this rank says.
+        own: what it raised instead.
     """
 
     line: Channel
     call: str
-    decide: Callable[[list[Any]], object] | None = None
+    decide: Decide | None = None
+    value: object = None
     own: Exception | None = None
     _number: int = 0
-    _failed: Failure | None = None
-    _value: object = None
     _where: str = ""
-
-    def say(self, say: Callable[[], object]) -> None:
-        """Take what `say` returns for this rank's word, or that it raises."""
-        try:
-            self._value = say()
-            json.dumps(self._value)
-        except Exception as error:  # noqa: BLE001  # raised again by `decision`, on every rank
-            failure = Failure.of(error, rank=self.line.rank, place=self.call)
-            self.own, self._value = error, None
-            self._failed = replace(failure, traceback="", pickled=None)  # each raises its own
 
     def heard(self, timeout: timedelta) -> Verdict:
         """Come, and return the verdict once it is there.
 
         As often as the group's timeout passes, the store must answer.
         """
-        self._where = call_site()
-        left, comes = timeout, True
-        while left > timedelta(0):
+        self.come()
+        left = timeout
+        while left:
             patience = min(left, self.line.timeout)
             left -= patience
-            ends = None if left else timeout
-            verdict = answered(patience, partial(self._listened, patience, comes=comes, ends=ends))
-            if verdict is not None and not self._gave_me_up(verdict):
+            ends = timeout if self.decide and not left else None
+            verdict = answered(patience, partial(self._listened, patience, ends))
+            if verdict is None:
+                continue
+            if not self._gave_me_up(verdict):
                 return verdict
-            comes = verdict is not None
-            if comes:
-                left = timeout  # those who gave this rank up are in a later turn
-        raise as_consequence(
-            TimeoutError(
-                f"{self._must} within {timeout}, but has not: give `timeout=` a larger value if "
-                f"the work takes that long, else look at rank 0's output; this rank waits at "
-                f"{self._where}"
-            ),
-            f"{self.call} at {self._where}, timed out",
+            self.come()  # those who gave this rank up are in a later turn
+            left = timeout
+        news = (
+            f" within {timeout}, but has not: give `timeout=` a larger value if the work takes "
+            f"that long, else look at rank 0's output"
         )
+        raise self._in_vain(TimeoutError, news)
 
-    def lead(self) -> None:
-        """Come as the one that gives the verdict when its work is done."""
+    def come(self) -> None:
+        """Let all know that this rank is here."""
         self._where = call_site()
         answered(self.line.timeout, self._come)
 
     def tell(self, **verdict: object) -> None:
-        """Give the verdict; raise another one, if that stands."""
-        own = {**self._giver, **verdict}
+        """Give the verdict when the work is done; raise another one, if that stands."""
+        own = self._signed(verdict)
         while self._gave_me_up(stands := answered(self.line.timeout, lambda: self._give(own))):
-            self.lead()
+            self.come()
         if stands != own:
             self.decision(stands)
 
     def decision(self, verdict: Verdict) -> Any:
         """Return what a verdict decides, or raise what it says instead."""
-        error = self._error(verdict)
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # see `all_say`
-        if "failure" in verdict:
-            Failure(**verdict["failure"]).reraise()
-        return verdict["decision"]
-
-    @property
-    def _giver(self) -> Verdict:
-        return {"rank": self.line.rank, "call": self.call}
-
-    @property
-    def _must(self) -> str:
-        if self.decide is None:
-            return f"rank 0 must finish its `{self.call}`"
-        return f"`{self.call}` must be reached by every rank"
-
-    def _gave_me_up(self, verdict: Verdict) -> bool:
-        return self.line.rank in verdict.get("missing", ())
-
-    def _listened(
-        self, patience: timedelta, *, comes: bool, ends: timedelta | None
-    ) -> Verdict | None:
-        """Return the verdict if it comes in time; give one where all patience ends, if all say."""
-        if comes:
-            self._come()
-        key = key_of(self._number)
-        if not came(self.line.store, key, patience):
-            if ends is None or self.decide is None:
-                return None
-            self._judge(ends)
-        verdict: Verdict = json.loads(self.line.store.get(key))
-        return verdict
-
-    def _come(self) -> None:
-        """Let all know that this rank is here."""
-        store, rank = self.line.store, self.line.rank
-        self._number = store.add(f"turn/{rank}", 1)
-        entry = {"turn": self._number, "call": self.call, "where": self._where}
-        said = {"failed": self._failed and asdict(self._failed), "value": self._value}
-        store.set(f"at/{rank}", json.dumps(entry | said))
-        if store.add(f"came/{self._number}", 1) == self.line.size:
-            # All are here, so all have read the verdict before.
-            store.delete_key(f"came/{self._number}")
-            store.delete_key(key_of(self._number - 1))
-            self._judge(self.line.timeout)
-
-    def _judge(self, timeout: timedelta) -> None:
-        """Give the verdict, as the last one to come, or as one whose patience ends."""
-        entries = entries_of(self.line.store, self.line.size)
-        verdict = judged(entries, self._number, self.decide, timeout)
-        if verdict is not None:
-            self._give({**self._giver, **verdict})
-
-    def _give(self, verdict: Verdict) -> Verdict:
-        return give(self.line.store, self._number, verdict)
-
-    def _error(self, verdict: Verdict) -> Exception | None:
-        """Return what this rank raises for a verdict that is no decision."""
         if "error" in verdict:
             kind, text = verdict["error"]
-            return ERRORS[kind](text)
+            raise ERRORS[kind](text)
         if verdict["call"] not in ("", self.call):
-            return RuntimeError(
+            raise RuntimeError(
                 f"{ORDER} rank {verdict['rank']} is in {verdict['call']} and rank "
                 f"{self.line.rank} in {self.call}: look for a branch that skips one"
             )
         if "off" in verdict:
-            in_vain = "missing" in verdict
-            kind, end = (TimeoutError, ", timed out") if in_vain else (RuntimeError, "")
-            text = f"{self._must}, but {verdict['off']}; this rank waits at {self._where}"
-            return as_consequence(kind(text), f"{self.call} at {self._where}{end}")
+            kind = TimeoutError if "missing" in verdict else RuntimeError
+            raise self._in_vain(kind, f", but {verdict['off']}")
         if "failed" in verdict:
             failed = [Failure(**told) for told in verdict["failed"]]
+            if self.decide is None:
+                failed[0].reraise()
             # Who failed because another one did says that, if it is known.
-            if self._failed and self._failed.is_cause == failed[0].is_cause:
-                return self.own
+            if self.own is not None and follows(self.own) != failed[0].is_cause:
+                raise self.own
             seen = f"(seen on rank {self.line.rank}, which did nothing wrong)"
             summaries = [failure.summary() for failure in failed]
-            return as_consequence(RuntimeError("\n".join([*summaries, seen])))
-        return None
+            raise as_consequence(RuntimeError("\n".join([*summaries, seen])))
+        return verdict["decision"]
+
+    def _in_vain(self, kind: type[Exception], news: str) -> Exception:
+        """Return the error of a rank that waits for what does not come."""
+        of_all = f"`{self.call}` must be reached by every rank"
+        must = of_all if self.decide else f"rank 0 must finish its `{self.call}`"
+        end = ", timed out" if kind is TimeoutError else ""
+        error = kind(f"{must}{news}; this rank waits at {self._where}")
+        return as_consequence(error, f"{self.call} at {self._where}{end}")
+
+    def _gave_me_up(self, verdict: Verdict) -> bool:
+        return self.line.rank in verdict.get("missing", ())
+
+    def _listened(self, patience: timedelta, ends: timedelta | None) -> Verdict | None:
+        """Return the verdict if it comes in time; give one where all patience ends, if all say."""
+        key = key_of(self._number)
+        if came(self.line.store, key, patience):
+            verdict: Verdict = json.loads(self.line.store.get(key))
+            return verdict
+        return None if ends is None else self._judged(ends)
+
+    def _come(self) -> None:
+        store, rank = self.line.store, self.line.rank
+        self._number = store.add(f"turn/{rank}", 1)
+        entry = {"turn": self._number, "call": self.call, "where": self._where, "failed": None}
+        if self.own is not None:  # each raises its own: the others need no more than the text
+            is_cause = not follows(self.own)
+            entry["failed"] = asdict(Failure(rank, self.call, text_of(self.own), is_cause=is_cause))
+        store.set(f"at/{rank}", json.dumps({**entry, "value": self.value}))
+        if store.add(f"came/{self._number}", 1) == self.line.size:
+            # All are here, so all have read the verdict before.
+            store.delete_key(f"came/{self._number}")
+            store.delete_key(key_of(self._number - 1))
+            self._judged(self.line.timeout)
+
+    def _judged(self, timeout: timedelta) -> Verdict | None:
+        """Give a verdict, as the last one to come, or as one whose patience ends.
+
+        Returns the one that stands; None where rank 0 is still to give it.
+        """
+        entries = entries_of(self.line.store, self.line.size)
+        verdict = judged(entries, self._number, self.decide, timeout)
+        return None if verdict is None else self._give(self._signed(verdict))
+
+    def _signed(self, verdict: Verdict) -> Verdict:
+        return {"rank": self.line.rank, "call": self.call, **verdict}
+
+    def _give(self, verdict: Verdict) -> Verdict:
+        return give(self.line.store, self._number, verdict)
 
 
 def call_off(line: Channel, news: str) -> None:

@@ -3,8 +3,8 @@
 An entry says in which ``turn`` a rank is, in which ``call``, ``where`` in the user's code, how it
 ``failed``, if it did (a `Failure`), and else its ``value``.
 A verdict names the ``rank`` that gave it and its ``call``, and says one thing more: the
-``decision``; the ``error`` that the decision raised; how ranks have ``failed``, causes first; the
-``failure`` of a rank 0 that worked for all; or why it is all ``off``, and who is ``missing``.
+``decision``; the ``error`` that the decision raised; how ranks have ``failed``, causes first, or
+rank 0 alone, which worked for all; or why it is all ``off``, and who is ``missing``.
 """
 
 import json
@@ -18,6 +18,7 @@ from pardata.ranks._table import ranks_text, table_of
 
 Entry = dict[str, Any]
 Verdict = dict[str, Any]
+Decide = Callable[[list[Any]], object]  # gets what all said, in rank order
 
 ERRORS = {error.__name__: error for error in (RuntimeError, ValueError, TypeError)}
 ORDER = "every rank must make the same calls in the same order, but"
@@ -47,10 +48,7 @@ def give(store: dist.Store, turn: int, verdict: Verdict) -> Verdict:
 
 
 def judged(
-    entries: Sequence[Entry | None],
-    turn: int,
-    decide: Callable[[list[Any]], object] | None,
-    timeout: timedelta,
+    entries: Sequence[Entry | None], turn: int, decide: Decide | None, timeout: timedelta
 ) -> Verdict | None:
     """Return the verdict on a turn; None where rank 0 is still to give it."""
     behind = [rank for rank, entry in enumerate(entries) if entry is None or entry["turn"] < turn]

@@ -17,13 +17,12 @@ from torch.utils.data import get_worker_info
 from typing_extensions import Self
 
 from pardata.ranks._backend import runs_on_gpus, takes_cpu_tensors
-from pardata.ranks._launcher import detect, launcher_text, whole_number
+from pardata.ranks._launcher import detect, launcher_text, numbers_told
 from pardata.ranks._process import process
 from pardata.ranks._store import Channel
 
+_AtTheEnd = Callable[[BaseException | None], None]  # of ``with init()``: told of the exception
 _CPU = torch.device("cpu")
-# What Ray Train and torchrun say beside the group.
-_LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK")
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class World:
     device: torch.device
     backend: str | None
     launcher: str
-    _leaves: bool = field(default=False, repr=False, compare=False)
+    _at_the_end: _AtTheEnd | None = field(default=None, repr=False, compare=False)
 
     @property
     def is_main(self) -> bool:
@@ -70,13 +69,8 @@ class World:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if self._leaves and isinstance(process.joined, Joined):
-            process.joined.at_the_end(error)
-
-
-def default_group() -> object | None:
-    """Return torch's default process group, whoever made it."""
-    return dist.group.WORLD
+        if self._at_the_end is not None:
+            self._at_the_end(error)
 
 
 @dataclass(eq=False)  # nobody compares two: frozen or equal, it would take longer to import
@@ -85,18 +79,15 @@ class Joined:
 
     Attributes:
         group_of_counts: made beside one that takes no tensors on the CPU.
-        at_the_end: for the end of ``with init()``, called with the exception under way.
         on_leaving: called before the group is left.
     """
 
     world: World
     channel: Channel
     hosts_store: bool = False
-    made_here: bool = False
     group_of_counts: Any = None
-    group: object = field(default_factory=default_group)
+    group: object = field(default_factory=lambda: dist.group.WORLD)
     pid: int = field(default_factory=os.getpid)
-    at_the_end: Callable[[BaseException | None], None] = lambda _: None
     on_leaving: Callable[[], None] = lambda: None
 
 
@@ -111,7 +102,7 @@ def world() -> World:
     """
     # Opted out; `init` may still make this process its group of one.
     alone = process.joined is None and os.environ.get("PARDATA_LAUNCHER") == "none"
-    if alone or is_child() or default_group() is None:
+    if alone or is_child() or dist.group.WORLD is None:
         return single_world()
     found = joined()
     return existing_world(None) if found is None else found.world
@@ -139,13 +130,13 @@ def require_world(what: str) -> World:
 def channel() -> Channel:
     """Return the store of the current group, for messages between ranks."""
     found = joined()
-    return make_channel(None) if found is None else found.channel
+    return new_channel(None) if found is None else found.channel
 
 
 def joined() -> Joined | None:
     """Return what `init` found, if that still holds."""
     found = process.joined
-    return found if isinstance(found, Joined) and found.group is default_group() else None
+    return found if isinstance(found, Joined) and found.group is dist.group.WORLD else None
 
 
 def is_child() -> bool:
@@ -173,7 +164,8 @@ def existing_world(device: torch.device | None, hosts: Sequence[str] = ()) -> Wo
         hosts: of all ranks, in their order; one for all where they were not asked for.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
-    told = {name: whole_number(os.environ, name) for name in _LOCAL if name in os.environ}
+    # What Ray Train and torchrun say beside the group.
+    told = numbers_told(os.environ, ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"))
     hosts = hosts or [""] * size
     local_rank = told.get("LOCAL_RANK", hosts[:rank].count(hosts[rank]))
     local_size = told.get("LOCAL_WORLD_SIZE", hosts.count(hosts[rank]))
@@ -184,19 +176,14 @@ def existing_world(device: torch.device | None, hosts: Sequence[str] = ()) -> Wo
     node = told.get("GROUP_RANK", told.get("NODE_RANK", node))
     parts = dict(part.split(":") for part in dist.get_backend_config().split(","))
     backend = dist.get_backend_config() if len(set(parts.values())) > 1 else parts.popitem()[1]
-    if device is None:
-        device = torch.device("cuda") if runs_on_gpus(backend) else _CPU
+    device = device or (torch.device("cuda") if runs_on_gpus(backend) else _CPU)
     if device == torch.device("cuda"):
-        device = _gpu_of_the_group(local_rank)
+        # The one to which the group is bound. Else the current one, or the local rank's: the first
+        # is current also where nobody has chosen it.
+        own = local_rank if local_rank < torch.cuda.device_count() else 0
+        current = torch.device("cuda", torch.cuda.current_device() or own)
+        device = getattr(dist.group.WORLD, "bound_device_id", None) or current
     return World(rank, size, local_rank, local_size, node, nodes, device, backend, "existing")
-
-
-def _gpu_of_the_group(local_rank: int) -> torch.device:
-    """Return the GPU to which the group is bound, else the current one, else the local rank's."""
-    bound: torch.device | None = getattr(dist.group.WORLD, "bound_device_id", None)
-    # The first one is current also where nobody has chosen it.
-    own = local_rank if local_rank < torch.cuda.device_count() else 0
-    return bound or torch.device("cuda", torch.cuda.current_device() or own)
 
 
 def way_of_counts(here: World) -> tuple[Any, torch.device]:
@@ -207,10 +194,9 @@ def way_of_counts(here: World) -> tuple[Any, torch.device]:
     return None, _CPU if takes_cpu_tensors(here.backend) else here.device
 
 
-def make_channel(timeout: timedelta | None) -> Channel:
+def new_channel(timeout: timedelta | None) -> Channel:
     """Return the store of the default group, and how long to wait on it by default."""
     # torch has no public way to the store of a group that somebody else made.
     store = distributed_c10d._get_default_store()  # noqa: SLF001
-    default = distributed_c10d.default_pg_timeout
-    wait = default if timeout is None else timeout
+    wait = distributed_c10d.default_pg_timeout if timeout is None else timeout
     return Channel(dist.PrefixStore("pardata", store), wait, dist.get_rank(), dist.get_world_size())

@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from processes import children, ended, start
+
 TRAINING = Path(__file__).parent / "training.py"
 
 # What a run has on its disk while it does what it is to be killed in.
@@ -126,30 +128,11 @@ def kill(agent, chance):
     return who
 
 
-def children(pid):
-    try:
-        text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    except FileNotFoundError:
-        return []
-    return [int(child) for child in text.split()]
-
-
 @contextmanager
 def torchrun(log, run_dir, size, *options):
     """Start a run under torchrun, printing to `log`; nothing of it is left at the end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={size}", "--max-restarts=10000", TRAINING]
-    with log.open("a") as file:
-        agent = subprocess.Popen(
-            [*command, "--run-dir", run_dir, *options], stdout=file, stderr=subprocess.STDOUT
-        )
-    try:
+    command += ["--run-dir", run_dir, *options]
+    with log.open("a") as file, ended(start(*command, stdout=file)) as agent:
         yield agent
-    finally:
-        left = children(agent.pid)
-        if agent.poll() is None:
-            agent.kill()
-            agent.wait()
-        for pid in left:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)

@@ -88,63 +88,25 @@ def raises(_):
     raise OSError(message)
 
 
-def leaves(_):
-    sys.exit(3)
-
-
-def sleeps(_):
-    time.sleep(600)
-
-
-def is_stopped(_):
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def is_killed(_):
-    os.kill(os.getpid(), signal.SIGKILL)
+def send(signal_):
+    return lambda _: os.kill(os.getpid(), signal_)
 
 
 def reduces(_):
     pardata.all_reduce_sum(1)
 
 
-def gathers_before(_):
-    pardata.all_gather(1)
-    pardata.all_reduce_sum(1)
-
-
-def reduces_before(_):
-    pardata.all_reduce_sum(1)
+def gathers(_):
     pardata.all_gather(1)
 
 
-def reduces_two(_):
-    pardata.all_reduce_mean({"loss": 1.0, "top1": 0.5})
-
-
-def reduces_one(_):
-    pardata.all_reduce_mean({"loss": 1.0})
-
-
-def waits(_):
-    pardata.barrier("data is ready")
-
-
-def calls_rank_zero(_):
-    pardata.rank_zero_call(max, 1, 2)
-
-
-def backs_up_once_more(model):
-    pardata.backward(model, square, torch.ones(4, 2))
+def in_turn(*calls):
+    return lambda model: [call(model) for call in calls]
 
 
 def changes_a_weight(model):
     with torch.no_grad():
         next(model.parameters()).add_(1)
-
-
-def saves(model):
-    pardata.Checkpointer(DIRECTORY / "run").save(1, model=model)
 
 
 def nothing(_):
@@ -153,18 +115,24 @@ def nothing(_):
 
 FAULTS = {
     "raises": (raises, nothing),
-    "exits": (leaves, nothing),
-    "sleeps": (sleeps, nothing),
-    "stopped": (is_stopped, nothing),
-    "killed": (is_killed, nothing),
+    "exits": (lambda _: sys.exit(3), nothing),
+    "sleeps": (lambda _: time.sleep(600), nothing),
+    "stopped": (send(signal.SIGSTOP), nothing),
+    "killed": (send(signal.SIGKILL), nothing),
     "one more reduce": (reduces, nothing),
-    "one more barrier": (waits, nothing),
-    "one more rank_zero_call": (calls_rank_zero, nothing),
-    "other order": (gathers_before, reduces_before),
-    "other structure": (reduces_two, reduces_one),
-    "one more backward": (backs_up_once_more, nothing),
+    "one more barrier": (lambda _: pardata.barrier("data is ready"), nothing),
+    "one more rank_zero_call": (lambda _: pardata.rank_zero_call(max, 1, 2), nothing),
+    "other order": (in_turn(gathers, reduces), in_turn(reduces, gathers)),
+    "other structure": (
+        lambda _: pardata.all_reduce_mean({"loss": 1.0, "top1": 0.5}),
+        lambda _: pardata.all_reduce_mean({"loss": 1.0}),
+    ),
+    "one more backward": (lambda model: pardata.backward(model, square, torch.ones(4, 2)), nothing),
     "other weights": (changes_a_weight, nothing),
-    "one more save": (saves, nothing),
+    "one more save": (
+        lambda model: pardata.Checkpointer(DIRECTORY / "run").save(1, model=model),
+        nothing,
+    ),
 }
 
 

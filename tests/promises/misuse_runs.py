@@ -1,20 +1,14 @@
 """Bad inputs to what stops a run, saves it and restores it: errors on every rank."""
 
-import functools
 import shutil
-import sys
 import tempfile
 from contextlib import contextmanager
 
-import pytest
 import torch
-from misuse import MANY, case, check, in_one_group, parameters, tried
+from misuse import MANY, case
 from torch import nn
 
 from pardata import Checkpointer, barrier, rank_zero_call, world
-
-THIS = sys.modules[__name__]
-outcomes = functools.partial(in_one_group, __name__)
 
 BEST = {"model": nn.Linear(2, 1), "best": 0.5}
 
@@ -229,8 +223,3 @@ CASES = {
         case("StopSignal(9)", "ValueError", "`signals` must be ones that can", "are 9"),
     ],
 }  # fmt: skip
-
-
-@pytest.mark.parametrize(("case", "size"), parameters(THIS))
-def test_a_bad_input_to_a_run_is_an_error_on_every_rank(case, size):
-    check(case, tried(THIS, case, size))

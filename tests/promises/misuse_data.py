@@ -1,13 +1,10 @@
 """Bad inputs to what reads data: each an error on every rank, with cause and cure."""
 
-import functools
 import itertools
-import sys
 import tempfile
 
-import pytest
 import torch
-from misuse import MANY, case, check, in_one_group, parameters, tried
+from misuse import MANY, case
 from torch.utils.data import (
     Dataset,
     IterableDataset,
@@ -16,9 +13,6 @@ from torch.utils.data import (
 )
 
 from pardata import cache_dataset, make_loader
-
-THIS = sys.modules[__name__]
-outcomes = functools.partial(in_one_group, __name__)
 
 TEN = TensorDataset(torch.arange(10))
 
@@ -315,8 +309,3 @@ CASES = {
              "`the length` differ", sizes=MANY, label="a data set that is shorter on one rank"),
     ],
 }  # fmt: skip
-
-
-@pytest.mark.parametrize(("case", "size"), parameters(THIS))
-def test_bad_data_is_an_error_on_every_rank(case, size):
-    check(case, tried(THIS, case, size))

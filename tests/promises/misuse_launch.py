@@ -15,10 +15,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 import torch
 from launched import reserved_port, slurm_variables, torchrun_variables
-from misuse import SCOPE, Case, check, parameters, table, tried
+from misuse import SCOPE, Case, table
 from on_ranks import Raised, caught
 from torch.utils.data import TensorDataset
 
@@ -151,7 +150,7 @@ def outcomes(size):
     """Start `size` processes that try all cases; return what each raised."""
     with ExitStack() as taken:
         ports = [taken.enter_context(port(taken=each.port_taken)) for each in table(THIS)]
-        command = [sys.executable, "-c", "import test_misuse_launch as t; t.child()"]
+        command = [sys.executable, "-c", "import misuse_launch as t; t.child()"]
         processes = [
             subprocess.Popen(
                 [*command, str(rank), str(size), *map(str, ports)],
@@ -201,8 +200,3 @@ def raised(rank, size, ports):
         )
         outcome = caught(eval, each.code, {**SCOPE, **vars(THIS)})
         yield asdict(outcome) if isinstance(outcome, Raised) else None
-
-
-@pytest.mark.parametrize(("case", "size"), parameters(THIS))
-def test_a_wrong_start_is_an_error_on_every_rank(case, size):
-    check(case, tried(THIS, case, size))

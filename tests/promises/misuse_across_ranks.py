@@ -1,17 +1,10 @@
 """Bad inputs to what works across ranks, and to what a run leaves behind: errors on every rank."""
 
-import functools
-import logging
-import sys
 import tempfile
 
-import pytest
-from misuse import MANY, case, check, in_one_group, parameters, tried
+from misuse import MANY, case
 
 from pardata import MetricWriter, get_logger, progress, rank_zero_first
-
-THIS = sys.modules[__name__]
-outcomes = functools.partial(in_one_group, __name__)
 
 ONE = (1,)  # for what starts processes of its own
 
@@ -216,28 +209,3 @@ CASES = {
              "`atol` must be a finite number from 0 up, but is '0'", sizes=ONE),
     ],
 }  # fmt: skip
-
-
-@pytest.mark.parametrize(("case", "size"), parameters(THIS))
-def test_a_bad_input_is_an_error_on_every_rank(case, size):
-    check(case, tried(THIS, case, size))
-
-
-# --- what is no mistake, and was an error
-
-
-def test_a_line_said_once_may_be_formatted_from_a_dict(caplog):
-    logging.getLogger("misuse").setLevel(logging.INFO)
-    for _ in range(2):
-        get_logger("misuse").info("%(epochs)d epochs", {"epochs": 3}, once=True)
-    assert caplog.messages == ["[0/1] 3 epochs"]
-
-
-class Batches(list):
-    def batch_size(self):
-        return len(self[0])
-
-
-def test_a_batch_size_that_is_no_number_is_none_of_ours(capsys):
-    assert list(progress(Batches([[1, 2]]))) == [[1, 2]]
-    assert "samples/s" not in capsys.readouterr().err

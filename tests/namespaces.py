@@ -31,6 +31,10 @@ class Host:
         """Return `command` as one that runs on this host."""
         return ["ip", "netns", "exec", self.namespace, *_AS, self.name, *map(str, command)]
 
+    def link(self, state):
+        """Set its link "down", so that what is sent is lost and nobody is told, or "up"."""
+        _ip("-n", self.namespace, "link", "set", "eth0", state)
+
     def power_off(self):
         """Kill all that runs here, as when a machine loses its current."""
         deadline = time.monotonic() + 20
@@ -98,7 +102,7 @@ def _join(made):
     _ip("-n", one.namespace, "link", "add", "eth0", *pair)
     for host in made:
         _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", "eth0")
-        _ip("-n", host.namespace, "link", "set", "eth0", "up")
+        host.link("up")
 
 
 def _folder(host):

@@ -1,19 +1,13 @@
 """Bad inputs to what concerns the model: each an error on every rank, with cause and cure."""
 
-import functools
-import sys
 import tempfile
 from pathlib import Path
 
-import pytest
 import torch
-from misuse import MANY, case, check, in_one_group, parameters, tried
+from misuse import MANY, case
 from torch import nn
 
 from pardata import Microbatches, all_reduce_sum, backward, load_weights, world, wrap_model
-
-THIS = sys.modules[__name__]
-outcomes = functools.partial(in_one_group, __name__)
 
 SHARDS = hasattr(torch.cpu.Stream, "record_event")  # torch 2.6 cannot on a CPU
 
@@ -323,8 +317,3 @@ CASES["load_weights"] = [
     case("saved([1, 2])", "TypeError", "`state_or_path` must be a state dict or a path",
          label="a file that holds something else"),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("case", "size"), parameters(THIS))
-def test_a_bad_model_is_an_error_on_every_rank(case, size):
-    check(case, tried(THIS, case, size))

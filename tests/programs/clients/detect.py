@@ -106,8 +106,9 @@ def main():
     args = parser.parse_args()
     torch.manual_seed(0)
     boxes = Boxes(args.images, 0)
-    loader = DataLoader(boxes, 16, collate_fn=collate)
-    tests = DataLoader(Boxes(52, 10**6), 16, collate_fn=collate)
+    kwargs = {"batch_size": 16, "collate_fn": collate, "num_workers": 0}
+    loader = DataLoader(boxes, **kwargs)
+    tests = DataLoader(Boxes(52, 10**6), **kwargs)
     model = Detector()
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for epoch in range(args.epochs):

@@ -64,7 +64,7 @@ def main():
     torch.manual_seed(0)
     lines = sentences(args.text)
     train, test = lines[len(lines) // 5 :], lines[: len(lines) // 5]
-    kwargs = {"batch_size": args.batch_size, "collate_fn": collate}
+    kwargs = {"batch_size": args.batch_size, "collate_fn": collate, "num_workers": 0}
     loader = DataLoader(train, **kwargs, shuffle=True, drop_last=True)
     tests = DataLoader(test, **kwargs)
     shape = {"vocab_size": 256, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}

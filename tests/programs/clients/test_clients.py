@@ -38,8 +38,13 @@ ROUNDED = {"folder": [], "chars": ["--dropout", 0], "gan": ["--dropout", 0]}
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """A folder with photos of six kinds, each in a colour of its own, and a file of words."""
     folder = tmp_path_factory.mktemp("data")
+    write_photos_and_words(folder)
+    return folder
+
+
+def write_photos_and_words(folder):
+    """Write photos of six kinds, each in a colour of its own, and a file of words."""
     noise = np.random.default_rng(0)
     for part, images in (("train", 8), ("val", 5)):
         for number, kind in enumerate(CLASSES):
@@ -50,7 +55,6 @@ def data(tmp_path_factory):
                 pixels[..., number % 3] += 100 + 50 * (number // 3)
                 Image.fromarray(pixels.astype("uint8")).save(directory / f"{image}.jpg")
     (folder / "words.txt").write_text("\n".join(WORDS + [a + b for a in "abc" for b in WORDS]))
-    return folder
 
 
 def arguments(name, data):

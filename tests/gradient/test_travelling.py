@@ -123,6 +123,16 @@ def test_metrics_of_a_single_process_are_theirs():
         assert isinstance(metrics["rows"], float)
 
 
+def test_a_part_of_the_loss_may_be_a_metric_with_its_gradient():
+    def loss_fn(model, batch):
+        loss = squared_error(model, batch)
+        return loss, [loss]
+
+    loss, (part,) = backward(network(), loss_fn, cut((2, 1)))  # warnings are errors here
+    assert part.item() == pytest.approx(loss.item())
+    assert not part.requires_grad
+
+
 def nothing_counts_of(strategy):
     """Of a microbatch that counts 0 neither loss nor metrics are looked at, be they NaN."""
     model = wrap_model(network(), strategy)

@@ -63,7 +63,7 @@ class Tally:
         if self._text not in (None, text):
             return self._refuse(ValueError(_UNLIKE))
         self._text, self._metrics, self._paths = text, metrics, tuple(found)
-        return list(found.values())
+        return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in found.values()]
 
     def _refuse(self, error: Exception) -> list[Leaf]:
         """Keep an error that is raised as soon as all ranks know; nothing is told of these."""

@@ -121,10 +121,12 @@ class Checkpointer:
         same(here, "Checkpointer.save", tell, _raise_of_what_differs)
         contents = {"objects": snapshot.trees, "sharded": list(snapshot.parts)}
         if here.is_main:
-            keys = [f"generators/{rank}" for rank in range(1, here.size)]
-            read = partial(channel().store.multi_get, keys)
-            others = answered(channel().timeout, read) if keys else []
-            contents["generators"] = [_generators(here), *(text.decode() for text in others)]
+            generators = [_generators(here)]
+            if here.size > 1:
+                line, keys = channel(), [f"generators/{rank}" for rank in range(1, here.size)]
+                others = answered(line.timeout, partial(line.store.multi_get, keys))
+                generators += [text.decode() for text in others]
+            contents["generators"] = generators
         self._start(here, step, snapshot, contents)
 
     def restore(self, *unnamed: Never, at: int | None = None, **objects: Any) -> Restored:

@@ -50,9 +50,12 @@ class Recipe(NamedTuple):
                 f"`state` must be what the state_dict() of a loader returned, but is "
                 f"{reprlib.repr(state)}: look at what was saved"
             )
+        fixed = list(self.facts)
+        if not (self.is_stream or self.facts["sampler"] or self.facts["batch_sampler"]):
+            fixed += ["digest", "state"]  # None: the order is that of the seed
         differ = [
             f"{name} was {reprlib.repr(state[name])} and is {own[name]!r}"
-            for name in self.facts
+            for name in fixed
             if state[name] != own[name]
         ]
         if differ:

@@ -63,7 +63,7 @@ def main():
         )
         model = pardata.wrap_model(net, args.strategy)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.002)
-        for epoch in range(args.epochs):
+        for epoch in loader.epochs(args.epochs):
             for batch in pardata.progress(loader, f"epoch {epoch + 1}"):
                 optimizer.zero_grad()
                 loss = pardata.backward(model, mean_loss, batch)  # the mean over all 64

@@ -69,13 +69,13 @@ def test_on_a_cpu_batches_are_left_as_they_were_read(device):
 # --- without rows ---
 
 CONTAINERS = [
-    (torch.ones(2, 3),),
-    [torch.ones(2)],
+    (torch.ones(2, 3), torch.ones(2)),
+    [torch.ones(2), torch.ones(2)],
     {"a": torch.ones(2)},
     OrderedDict(a=torch.ones(2)),
     UserDict(a=torch.ones(2)),
     defaultdict(list, a=torch.ones(2)),
-    Point(torch.ones(2), [torch.ones(2)]),
+    Point(torch.ones(2), [torch.ones(2), torch.ones(2)]),
     Pair(torch.ones(2), []),
     (),
     [],
@@ -90,11 +90,16 @@ REFUSED = [
     (object(), "object"),
     (3, "int"),
     ([torch.ones(1), None], "NoneType"),
-    ({"a": [1.5]}, "float"),
+    ({"a": [1.5, 2.5]}, "float"),
     ("text", "str"),
     (torch.tensor(3), "Tensor without dimensions"),
     (pack_sequence([torch.ones(2)]), "PackedSequence"),
     (Pair("a", "b"), "str"),
+    (
+        ([torch.ones(3, 8, 8)], [{"boxes": torch.ones(1, 4)}]),
+        "list of one item, which may be a sample",
+    ),
+    ([(torch.ones(3), 1)], "list of one item, which may be a sample"),
 ]
 
 

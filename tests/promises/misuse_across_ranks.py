@@ -124,9 +124,11 @@ CASES = {
              "`timeout` must be more than 0 seconds, up to three years, but is -86400"),
     ],
     "rank_zero_call": [
-        case("rank_zero_call(min if rank == 0 else max, 1, 2)", "RuntimeError",
+        # Rank 0 first: where the others are there before it, all are told, with a table.
+        case("(rank_zero_call(min, 1, 2), torch.distributed.barrier()) if rank == 0 else "
+             "(torch.distributed.barrier(), rank_zero_call(max, 1, 2))", "RuntimeError",
              "rank 0 is in rank_zero_call(min) and rank", "rank_zero_call(max)", sizes=MANY,
-             ranks=(1, 2)),
+             ranks=(1, 2), label="`rank_zero_call(min if rank == 0 else max, 1, 2)`"),
         case("rank_zero_call(fails)", "OSError", "no disk"),
         case("rank_zero_call(threading.Lock)", "TypeError", "cannot pickle '_thread.lock' object",
              sizes=MANY, label="a result that cannot be pickled"),

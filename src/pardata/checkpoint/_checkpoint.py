@@ -1,5 +1,6 @@
 """A checkpoint that was read: the newest that is whole, and how things get their state from it."""
 
+import warnings
 from base64 import b64decode
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -209,7 +210,12 @@ def _looked_at(here: World, path: Path, step: int) -> Checkpoint | str:
 def _read(path: Path, manifest: dict[str, Any]) -> Checkpoint:
     """Map the file that all ranks read: those of a node share its memory."""
     try:
-        contents = torch.load(str(path / STATE), map_location="cpu", weights_only=True, mmap=True)
+        # Of a sparse tensor torch warns that it looks at it: where warnings are errors, a checkpoint
+        # that is whole would be passed over.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Validating sparse tensor")
+            file = str(path / STATE)  # torch 2.6 maps no other path
+            contents = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         is_sharded = bool(contents["sharded"])
     except Exception as error:  # whatever PyTorch makes of bytes that somebody has made up
         raise UnusableError(

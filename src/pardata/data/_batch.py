@@ -152,18 +152,29 @@ def pinned(batch: Any) -> Any:
     return _changed(batch, pin)
 
 
-def emptied(batch: Any) -> Any:
-    """Return `batch` with no rows: every tensor cut to ``[:0]``, every list of strings to ``[]``.
+def emptied(batch: Any, *, lists_are_columns: bool) -> Any:
+    """Return `batch`, of one sample, with none: each tensor cut to ``[:0]``, strings to ``[]``.
+
+    Args:
+        batch: as the loop would get it.
+        lists_are_columns: as those of ``default_collate``. In another batch a list of one item may
+            as well be one of samples (images of unlike sizes, say), which keep their rows.
 
     Raises:
         TypeError: for a batch that holds something else, of which nobody knows the rows.
     """
+
+    def may_be_samples(part: Any) -> bool:
+        is_list = isinstance(part, list | tuple) and not hasattr(part, "_fields")
+        return is_list and len(part) == 1 and not lists_are_columns
 
     def empty(leaf: Any) -> Any:
         is_tensor = isinstance(leaf, Tensor)
         if _is_text(leaf) or (is_tensor and leaf.ndim):
             return leaf[:0]
         what = f"{type(leaf).__name__}{' without dimensions' if is_tensor else ''}"
+        if may_be_samples(leaf):
+            what += " of one item, which may be a sample"
         raise TypeError(
             f"a batch must be made of tensors, dicts, lists and tuples for a rank to get none of "
             f"its rows, but this one holds a {what}: evaluate over Microbatches, of which a rank "
@@ -171,7 +182,8 @@ def emptied(batch: Any) -> Any:
             f"leaves every rank a sample"
         )
 
-    return _changed(batch, empty)
+    is_whole = lambda part: _is_whole(part) or may_be_samples(part)  # noqa: E731  # short
+    return mapped(batch, lambda _, leaf: empty(leaf), is_leaf=is_whole)
 
 
 def _changed(batch: Any, change: Callable[[Any], Any]) -> Any:

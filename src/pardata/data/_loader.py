@@ -45,6 +45,8 @@ class Loader:
         plan: Plan,
         source: Source,
         placement: Placement,
+        *,
+        lists_are_columns: bool,
     ) -> None:
         self.dataset: Dataset[Any] = source.reader.dataset
         self.batch_size: int | None = plan.batch_size or None
@@ -52,6 +54,7 @@ class Loader:
         self._plan = plan
         self._source = source
         self._placement = placement
+        self._lists_are_columns = lists_are_columns
         self._unused = Position(0)  # where `epochs` begins: a look, left early, moves it not
         self._next = self._unused  # where the next iter() begins
         self._now = self._unused  # what has been delivered
@@ -269,7 +272,7 @@ class Loader:
         (batch,) = batches
         if step.rows == 0 or step.samples < self._plan.size:
             # On every rank, so that a batch that cannot be emptied is an error on all of them.
-            empty = emptied(batch)
+            empty = emptied(batch, lists_are_columns=self._lists_are_columns)
             batch = batch if step.rows else empty
         leave_count(batch, step.rows)
         return step.samples, fetched.state, batch

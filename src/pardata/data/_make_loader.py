@@ -145,7 +145,8 @@ def _built(args: Arguments) -> Loader:
         requests = Requests(order, to_workers=args.num_workers > 0)
         source = Source(Reader(args.dataset, collation), requests, **own)
     placement = Placement(args.device, args.batch_transform, seeds, args.prefetch, we_pin)
-    return Loader(_recipe(args), plan, source, placement)
+    columns = args.collate_fn is None
+    return Loader(_recipe(args), plan, source, placement, lists_are_columns=columns)
 
 
 def _recipe(args: Arguments) -> Recipe:

@@ -210,8 +210,8 @@ def _looked_at(here: World, path: Path, step: int) -> Checkpoint | str:
 def _read(path: Path, manifest: dict[str, Any]) -> Checkpoint:
     """Map the file that all ranks read: those of a node share its memory."""
     try:
-        # Of a sparse tensor torch warns that it looks at it: where warnings are errors, a checkpoint
-        # that is whole would be passed over.
+        # Of a sparse tensor torch warns that it looks at it: where warnings are errors, a whole
+        # checkpoint would be passed over.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Validating sparse tensor")
             file = str(path / STATE)  # torch 2.6 maps no other path

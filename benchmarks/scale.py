@@ -39,7 +39,7 @@ from pardata import Checkpointer, barrier, make_loader, rank_zero_call, wrap_mod
 from pardata.launch import _rendezvous, _uncaught
 from pardata.launch._leaving import remember
 from pardata.model import _wrap_model
-from pardata.model._strategy import DDP
+from pardata.model._strategy import DDP, Settings
 from pardata.ranks import _process, _world
 from pardata.ranks._launcher import Launch
 from pardata.ranks._world import Joined
@@ -192,7 +192,8 @@ def transformer() -> nn.Module:
 @contextmanager
 def simulation() -> Iterator[None]:
     """Let each thread be a rank, and leave out what needs PyTorch's group or a rank's own time."""
-    told = FACTS(transformer(), "ddp", {"sync_batchnorm": False})
+    settings = Settings(_world.world(), None, sync_batchnorm=False, options={})
+    told = FACTS(transformer(), "ddp", settings)
     with ExitStack() as stack:
         for where, name, what in (
             (dist, "init_process_group", lambda *_, **__: None),

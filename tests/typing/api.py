@@ -230,7 +230,7 @@ def across_ranks() -> None:
     assert_type(all_reduce_sum([loss, loss]), list[Tensor])
     assert_type(all_reduce_max(0.5), float)
     assert_type(all_reduce_max(metrics), dict[str, Tensor])
-    assert_type(all_reduce_min((3, loss)), tuple[int, Tensor])
+    assert_type(all_reduce_min((0.5, loss)), tuple[float, Tensor])
     assert_type(broadcast("text"), str)
     assert_type(broadcast({"order": loss}), dict[str, Tensor])
     assert_type(all_gather(["a"]), list[list[str]])

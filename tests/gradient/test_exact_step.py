@@ -375,7 +375,11 @@ def compiled():
     def of_many_sizes(model, batch):
         return sum(model(batch[0][:1].expand(count, 6)).mean() for count in range(5, 9))
 
-    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=False):
+    config = torch._dynamo.config
+    limit, fails = "recompile_limit", "fail_on_recompile_limit_hit"
+    if not hasattr(config, limit):
+        limit, fails = "cache_size_limit", "fail_on_cache_limit_hit"  # in torch 2.6
+    with config.patch({limit: 2, fails: False}):
         model = seeded(lambda: torch.compile(Smooth(), backend="eager", dynamic=False))
         told = one_step(model)
         with refused(

@@ -204,7 +204,7 @@ def _of_compiler(error: Exception) -> Exception:
     told = RuntimeError(
         "a compiled model must be compiled for each size of its inputs under strategy 'exact', but "
         "dynamo has reached its limit: pad inputs to fewer sizes, or raise "
-        "torch._dynamo.config.recompile_limit"
+        "torch._dynamo.config.recompile_limit (torch 2.6: cache_size_limit)"
     )
     told.__cause__ = error
     return told

@@ -169,7 +169,9 @@ def refused_kernels(model: nn.Module, threads: int) -> RuntimeError | None:
     evaluation counts as well.
     """
     if any("dynamo_ctx" in part.__dict__ for part in model.modules()):
-        torch._dynamo.config.fail_on_recompile_limit_hit = True  # noqa: SLF001  # torch's own name
+        config = torch._dynamo.config  # noqa: SLF001  # torch has no public name
+        new, old = "fail_on_recompile_limit_hit", "fail_on_cache_limit_hit"  # that of torch 2.6
+        setattr(config, new if hasattr(config, new) else old, True)
     texts = (*_wrong_settings(model, threads), *_wrong_compilations(model))
     return RuntimeError(f"under strategy 'exact' {texts[0]}") if texts else None
 

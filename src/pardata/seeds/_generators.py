@@ -182,8 +182,7 @@ def restore_generators(states: Iterable[int], device: torch.device) -> None:
         RuntimeError: for what it did not return.
     """
     try:
-        # What follows is ignored: all ranks' are made equally long.
-        saved = json.loads(zlib.decompressobj().decompress(bytes(states)))
+        saved = json.loads(zlib.decompress(bytes(states)))
         version, words, normal = saved["Python"]
         random.setstate((version, tuple(words), normal))
         if "NumPy" in saved and (numpy := numpy_or_none()) is not None:

@@ -1,8 +1,11 @@
-"""Which tensors a backend takes."""
+"""Which tensors a backend takes, and how its groups end."""
 
 import pytest
+import torch
+import torch.distributed as dist
+from on_ranks import run
 
-from pardata.ranks._backend import runs_on_gpus, takes_cpu_tensors
+from pardata.ranks._backend import backends, runs_on_gpus, takes_cpu_tensors
 
 
 @pytest.mark.parametrize(
@@ -16,3 +19,22 @@ from pardata.ranks._backend import runs_on_gpus, takes_cpu_tensors
 )
 def test_only_nccl_runs_on_gpus_and_alone_it_takes_nothing_else(backend, on_gpus, on_the_cpu):
     assert (runs_on_gpus(backend), takes_cpu_tensors(backend)) == (on_gpus, on_the_cpu)
+
+
+def meet_and_part(path, rounds):
+    """End a group again and again just when gloo's thread drops a tensor that Python has left."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = dist.FileStore(path, size)
+    for number in range(rounds):
+        held = backends()
+        dist.destroy_process_group()
+        held.clear()
+        part = dist.PrefixStore(str(number), store)
+        dist.init_process_group("gloo", store=part, rank=rank, world_size=size)
+        dist.all_reduce(torch.ones(1), async_op=True).wait()
+
+
+@pytest.mark.oldest
+def test_a_group_ends_while_gloo_drops_its_last_tensor(tmp_path):
+    # Without the backends torch 2.6 hangs, mostly within 20 rounds.
+    run(meet_and_part, str(tmp_path / "store"), 40, world_size=2, fresh=True, timeout=60)

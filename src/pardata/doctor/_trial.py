@@ -15,6 +15,7 @@ from pardata.collective._reduction import all_reduce_sum
 from pardata.data._workers import choose_workers
 from pardata.doctor._finding import Finding, found_error
 from pardata.launch._init import init
+from pardata.ranks._backend import backends
 from pardata.ranks._launcher import TORCHRUN
 from pardata.ranks._world import World
 from pardata.testing._run import run
@@ -66,6 +67,7 @@ def trial_of_two(timeout: float) -> list[Finding]:
 def _as_rank(port: int, timeout: float) -> list[Finding]:
     """Join as one of two ranks that torchrun started, in place of the group of `run`."""
     rank, size = dist.get_rank(), dist.get_world_size()
+    _held = backends()
     dist.destroy_process_group()
     values = (rank, size, rank, size, "127.0.0.1", port)
     os.environ.update(zip(TORCHRUN, map(str, values), strict=True))

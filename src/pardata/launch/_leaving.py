@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from pardata.launch._uncaught import report_exit
+from pardata.ranks._backend import backends
 from pardata.ranks._logger import get_logger
 from pardata.ranks._process import process
 from pardata.ranks._world import Joined, joined
@@ -47,7 +48,9 @@ def leave() -> None:
     if not check_out(left.channel.store, left.world.size, hosts_store=left.hosts_store):
         # Their own error says why; this process has finished.
         _log.warning("not all ranks left the process group: another rank failed or was killed")
+    _held = backends()
     dist.destroy_process_group()
+    del left  # and with it the last but one to know the group
 
 
 def check_out(store: dist.Store, size: int, *, hosts_store: bool) -> bool:

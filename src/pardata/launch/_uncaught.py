@@ -14,10 +14,8 @@ from pathlib import Path
 from traceback import format_exception
 from types import TracebackType
 
-import torch
-import torch.distributed as dist
-
 from pardata.collective._explanation import asked, what_is_wrong
+from pardata.ranks._backend import backends
 from pardata.ranks._call_site import raise_site
 from pardata.ranks._failure import Failure, consequence, follows, one_line
 from pardata.ranks._logger import get_logger
@@ -102,11 +100,9 @@ def _record(text: str) -> None:
 
 def _part(found: Joined) -> None:
     """Leave without waiting for the dead, but not before the living have read the store."""
-    with suppress(RuntimeError, AttributeError):  # there may be none for the CPU
-        # In torch 2.6 the end of a gloo backend waits for all that is under way, so it must not
-        # come: one reference is never given back.
-        backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]  # noqa: SLF001  # torch has no public way
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
+    # In torch 2.6 the end of a gloo backend waits for all that is under way, so it must not come:
+    # one reference is never given back.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(backends()))
     if found.hosts_store:
         own = Failure(found.world.rank, "", "")  # has been left
         asked(found.channel, own, patience=_GRACE, settle=_GRACE, leave=False)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from typing_extensions import TypeVarTuple, Unpack
 
 from pardata.ranks._arguments import check_integer, checked_timeout
+from pardata.ranks._backend import backends
 from pardata.ranks._failure import Failure
 from pardata.ranks._launcher import TORCHRUN
 
@@ -236,8 +237,6 @@ def _joined_call(rank: int, meeting: _Meeting, job: bytes) -> Any:
     result = fn(*args)
     # Nobody leaves while another still needs the connection.
     dist.barrier()
-    # gloo's threads let go of the last tensors in their own time, and need the interpreter for it,
-    # which torch 2.6 holds while it waits for those threads to end.
-    time.sleep(0.02)
+    _held = backends()
     dist.destroy_process_group()
     return result

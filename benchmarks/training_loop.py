@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -237,8 +236,7 @@ def _check_same_work(models: dict[str, nn.Module]) -> None:
 def as_rank(args: Any) -> None:
     """Measure as one of the ranks that `main` starts; rank 0 leaves the numbers in a file."""
     torch.set_num_threads(1)
-    # Alone, a loop by hand has no process group either.
-    with init(device="cpu") if "RANK" in os.environ else nullcontext(world()) as here:
+    with init(device="cpu") as here:  # alone too, as in the README
         found = {net: measure(net, args.rounds, args.steps) for net in args.nets}
         if here.is_main:
             args.write.write_text(json.dumps(found))

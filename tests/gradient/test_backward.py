@@ -8,6 +8,7 @@ import contextlib
 import copy
 import logging
 import random
+import sys
 import warnings
 from dataclasses import dataclass
 from functools import partial
@@ -598,6 +599,20 @@ def test_gradients_are_synchronised_once_a_step():
     for ddp, fsdp in run(synchronisations, world_size=2):
         assert ddp == [numbers, "step"] * 2
         assert fsdp == [1, 1] * FSDP_ON_CPU
+
+
+def calls_of_a_step():
+    """Return how many functions of Python one step calls, once the model is known."""
+    model, batch, called = network(), pieces((3,))[0], []
+    backward(model, squared_error, batch)
+    sys.setprofile(lambda _, event, __: called.append(event == "call"))
+    backward(model, squared_error, batch)
+    sys.setprofile(None)
+    return sum(called)
+
+
+def test_in_a_group_of_one_a_step_costs_what_it_costs_without_a_group():
+    assert run(calls_of_a_step, world_size=1) == [calls_of_a_step()]
 
 
 def by_torchs_own():

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.modules.loss import _Loss
@@ -16,15 +15,15 @@ from pardata.gradient._exact_step import ExactStep
 from pardata.gradient._forward import add_zeros, forward_of
 from pardata.gradient._noise import noise_seed
 from pardata.gradient._step import ReplicatedStep, ShardedStep, Step
-from pardata.gradient._tally import Tally
+from pardata.gradient._tally import Tally, checked, wide
 from pardata.model._batch_norm import is_synchronised
 from pardata.model._buffers import kept_buffers
 from pardata.model._strategy import DDP, DP, EXACT, FSDP, NONE, Replica, Strategy, replica_of
 from pardata.model._unwrap import is_parallel
 from pardata.ranks._logger import get_logger
 from pardata.ranks._process import process
-from pardata.ranks._world import World, require_world
-from pardata.seeds._generators import forked_noise, kept_generators
+from pardata.ranks._world import World, is_alone, require_world
+from pardata.seeds._generators import ForkedNoise, kept_generators
 
 _log = get_logger(__name__)
 
@@ -123,7 +122,7 @@ def backward(
     True
     """
     # What is checked of a model that nobody else trains is checked in its first step.
-    is_known = dist.group.WORLD is None and callable(loss_fn) and model in process.trained_alone
+    is_known = is_alone() and callable(loss_fn) and model in process.trained_alone
     if is_known and count is None and (not isinstance(batch, Microbatches) or len(batch) == 1):
         return _alone(model, loss_fn, batch, scaler)
     _check_arguments(model, loss_fn)
@@ -131,7 +130,7 @@ def backward(
     step.pieces = Pieces.of(batch, count, step)
     with explained("backward", batch), step.whole():
         for piece in step.pieces.own:
-            with step.around(piece), forked_noise(noise_seed(batch, piece.number)):
+            with step.around(piece), ForkedNoise(noise_seed(batch, piece.number)):
                 (_run if piece.count else _stand_in)(step, model, loss_fn, piece)
     if type(step) is Step and step.size == 1:
         process.trained_alone.add(model)
@@ -171,12 +170,16 @@ def _check_arguments(model: object, loss_fn: object) -> None:
 
 def _alone(model: nn.Module, loss_fn: LossFn, batch: Any, scaler: GradScaler | None) -> Any:
     """Run the only microbatch of a step whose model nobody else trains: it is the global batch."""
-    tally = Tally()
     first, microbatch = (batch.first, batch[0]) if isinstance(batch, Microbatches) else (0, batch)
-    with forked_noise(noise_seed(batch, first)):
-        loss = tally.add(loss_fn(model, microbatch), 1)
+    with ForkedNoise(noise_seed(batch, first)):
+        returned = loss_fn(model, microbatch)
+        if not isinstance(returned, Tensor):
+            tally = Tally()
+            loss = tally.add(returned, 1)
+        else:  # which is its own mean
+            tally, loss = None, checked(returned)
         (loss if scaler is None else scaler.scale(loss)).backward()
-    return tally.result()
+    return wide(loss.detach()) if tally is None else tally.result()
 
 
 def _step_of(model: nn.Module, batch: Any, scaler: GradScaler | None) -> Step:

@@ -4,11 +4,10 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from pardata.data._microbatches import Microbatches
 from pardata.ranks._process import process
-from pardata.ranks._world import world
+from pardata.ranks._world import is_alone, world
 from pardata.seeds._mix import mix
 
 
@@ -22,8 +21,8 @@ def noise_seed(batch: Any, number: int = 0) -> int:
         return mix(_mixed(seed, batch.epoch, batch.step) + number)
     process.calls += 1
     seed = torch.default_generator.initial_seed() if process.seed is None else process.seed
-    rank = 0 if dist.group.WORLD is None else world().rank
-    return mix(_mixed(seed, rank) + process.calls)
+    rank = 0 if is_alone() else world().rank
+    return _mixed(seed, rank) + process.calls
 
 
 @lru_cache(maxsize=16)

@@ -41,7 +41,7 @@ class Tally:
     def add(self, returned: Any, count: int) -> Tensor:
         """Take down what `loss_fn` has returned for a microbatch, and return the loss."""
         has_metrics = type(returned) is tuple and len(returned) == 2
-        loss = _checked(returned[0] if has_metrics else returned)
+        loss = checked(returned[0] if has_metrics else returned)
         leaves: list[Leaf] = [loss.detach()]
         if has_metrics:
             leaves += self._leaves(returned[1])
@@ -118,8 +118,7 @@ class Tally:
                 self.settle(self.sums() / self.count)
         own, *leaves = self._first()
         loss, *metrics = self._means or self._first()
-        wide = own if own.dtype in (torch.float32, torch.float64) else own.float()
-        loss = wide if loss is own else loss.to(wide).reshape(())
+        loss = wide(own) if loss is own else loss.to(wide(own)).reshape(())
         if not self._text:
             return loss
         found = dict(zip(self._paths, map(_like, leaves, metrics), strict=True))
@@ -169,7 +168,13 @@ _UNLIKE = (
 )
 
 
-def _checked(loss: Any) -> Tensor:
+def wide(loss: Tensor) -> Tensor:
+    """Return a loss in float32 at least."""
+    return loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
+
+
+def checked(loss: Any) -> Tensor:
+    """Return the loss that `loss_fn` has returned, without dimensions."""
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss.reshape(()) if loss.ndim else loss
     must, cure = "`loss_fn` must return a tensor of one element", "take the mean over the samples"

@@ -91,6 +91,12 @@ class Joined:
     on_leaving: Callable[[], None] = lambda: None
 
 
+def is_alone() -> bool:
+    """Return whether there is no group, or one of this process: in less time than `world`."""
+    group = dist.group.WORLD
+    return group is None or group.size() == 1
+
+
 def world() -> World:
     """Return the current world: the single-process one if no group was joined.
 

@@ -10,7 +10,7 @@ group, which is PyTorch's, is not made. Measured from the first rank's call to t
 return; with as many ranks as here to a core, that is more than ranks with cores of their own take.
 Requests and bytes are those of the rank that has most of them. The exponent is that of the number
 of ranks by which the seconds grow, fitted from 64 ranks up: 1 is linear. With --save also draws
-scale.png, if matplotlib is there, beside the numbers of older versions in results/scale-*.json.
+scale.png, if matplotlib is there, beside the numbers of results/scale-before.json.
 """
 
 import functools
@@ -215,10 +215,15 @@ def simulate(launches: list[Launch], directory: str, meet: Any, answers: Any) ->
     together = threading.Barrier(len(launches), action=meet.wait)
 
     def live(launch: Launch) -> None:
-        rank = Simulated(launch, directory)
-        for name in OPERATIONS:
-            together.wait()
-            calls[name].append(rank.measured(name))
+        try:
+            rank = Simulated(launch, directory)
+            for name in OPERATIONS:
+                together.wait()
+                calls[name].append(rank.measured(name))
+        except BaseException:
+            together.abort()  # nobody waits for this rank
+            meet.abort()
+            raise
 
     with simulation():
         threads = [threading.Thread(target=live, args=(launch,)) for launch in launches]
@@ -226,7 +231,7 @@ def simulate(launches: list[Launch], directory: str, meet: Any, answers: Any) ->
             thread.start()
         for thread in threads:
             thread.join()
-    answers.put(calls)
+    answers.put(None if together.broken else calls)
 
 
 def measure(size: int) -> dict[str, Cost]:
@@ -250,6 +255,8 @@ def measure(size: int) -> dict[str, Cost]:
         found = [answers.get() for _ in workers]
         for worker in workers:
             worker.join()
+    if None in found:
+        raise RuntimeError("every rank must come to the end, but one did not: see its traceback")
     return {name: cost_of([call for calls in found for call in calls[name]]) for name in OPERATIONS}
 
 
@@ -293,9 +300,11 @@ def draw(directory: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt  # noqa: PLC0415  # after the choice of the backend
 
+    files = {"pardata before turns": "scale-before.json", "pardata": "scale.json"}
     curves = {
-        path.stem.replace("scale", "pardata"): json.loads(path.read_text())["costs"]
-        for path in sorted(directory.glob("scale*.json"))
+        version: json.loads((directory / file).read_text())["costs"]
+        for version, file in files.items()
+        if (directory / file).exists()
     }
     figure, axes = plt.subplots(2, 4, figsize=(15, 7), sharex=True, layout="constrained")
     for axis, name in zip(axes.flat, OPERATIONS, strict=False):

@@ -634,7 +634,7 @@ def test_a_file_larger_than_the_memory_can_be_mapped(tmp_path):
             file.truncate(length * 8)
     except OSError as error:
         pytest.skip(f"this file system has no sparse files of a terabyte: {error}")
-    field = map_fields(tmp_path, [Field("sample", "int64", ())], length)["sample"]
+    field = map_fields(tmp_path, [Field("sample", torch.int64, ())], length)["sample"]
     assert field[length - 1] == 0
 
 

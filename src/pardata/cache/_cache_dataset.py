@@ -85,14 +85,9 @@ class CachedDataset(ReadsBatches):
     """
 
     def __init__(
-        self,
-        dataset: Dataset[Any],
-        directory: Path,
-        source: dict[str, Any],
-        first: Any,
-        fields: list[Field],
+        self, dataset: Any, directory: Path, source: dict[str, Any], first: Any, fields: list[Field]
     ) -> None:
-        self.source: Any = dataset
+        self.source = dataset
         self.directory = directory
         self._length: int = source["length"]
         # The keys of a dict may have come in another order when the files were built.

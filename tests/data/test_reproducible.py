@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from data_zoo import Drawing, Numbers, joined, loader_of, states, steps
+from data_zoo import Buffer, Drawing, Numbers, joined, loader_of, states, steps
 from on_ranks import caught, run, run_caught
 from torch.utils.data import ConcatDataset, RandomSampler, Subset, TensorDataset
 
@@ -118,10 +118,16 @@ def test_a_sample_does_not_depend_on_the_order_or_the_batch():
 # --- the training process ---
 
 
-@pytest.mark.parametrize("data", [Drawing(), DrawingSometimes(), Numbers(13)])
+LEFT_ALONE = [
+    *((data, {"shuffle": True}) for data in (Drawing(), DrawingSometimes(), Numbers(13))),
+    *((Buffer(13), {"reproducible": reproducible}) for reproducible in (True, False)),
+]
+
+
+@pytest.mark.parametrize(("data", "options"), LEFT_ALONE)
 @pytest.mark.parametrize("workers", [0, 1])
-def test_the_generators_of_the_training_process_are_left_alone(workers, data):
-    loader = make_loader(data, 4, shuffle=True, num_workers=workers)
+def test_the_generators_of_the_training_process_are_left_alone(workers, data, options):
+    loader = make_loader(data, 4, num_workers=workers, **options)
     before = states()
     for _ in range(2):
         for _ in loader:

@@ -65,12 +65,10 @@ def rows_of(tensor: Tensor, indices: Tensor) -> Tensor:
         if tensor.is_cuda:
             indices = indices.pin_memory()  # so that nobody waits for the copy
         indices = indices.to(tensor.device, non_blocking=tensor.is_cuda)
-    if indices.ndim == 1:
-        try:
-            return tensor.index_select(0, indices)
-        except IndexError:  # negative, or indeed out of range
-            pass
-    return tensor[indices]
+    try:
+        return tensor.index_select(0, indices)
+    except IndexError:  # negative, or indeed out of range
+        return tensor[indices]
 
 
 def _reads_as(dataset: object, kind: type) -> bool:

@@ -2,7 +2,7 @@
 
 import hashlib
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, islice, pairwise
 from operator import attrgetter
@@ -23,9 +23,6 @@ from pardata.seeds._mix import mix
 Indices: TypeAlias = "Tensor | Sequence[Any]"
 """The numbers of samples; a sampler may yield those of any kind."""
 
-LookUp: TypeAlias = Callable[[list[range]], Iterable[Indices]]
-"""From runs of positions to the indices of the samples there."""
-
 _AHEAD = 2**14  # positions that are looked up together: what costs is the call
 
 
@@ -34,12 +31,26 @@ class Epoch(NamedTuple):
 
     Attributes:
         steps: the positions of each step; a `Plan`, or what a ``batch_sampler`` made of them.
-        digest: of the order, where a sampler drew it.
+        shuffle: what computes the order, if anything does.
+        drawn: the order, where a sampler drew it.
+        digest: of what it drew.
     """
 
-    look_up: LookUp
     steps: Plan | Sequence[range]
+    shuffle: Shuffle | None = None
+    drawn: list[Any] | None = None
     digest: str | None = None
+
+    def look_up(self, runs: list[range]) -> Iterable[Indices]:
+        """Return the indices of the samples at each of these runs of positions."""
+        if (drawn := self.drawn) is not None:
+            return [[drawn[i] for i in run] for run in runs]
+        if all(one.stop == other.start for one, other in pairwise(runs)):  # one rank's are
+            positions = torch.arange(runs[0].start, runs[-1].stop)
+        else:
+            positions = torch.cat([torch.arange(run.start, run.stop) for run in runs])
+        indices = positions if self.shuffle is None else self.shuffle.at(positions)
+        return list(indices.split([len(run) for run in runs]))
 
 
 class Request(NamedTuple):
@@ -93,7 +104,7 @@ class Requests(Sampler[Request]):
         return self._first < len(steps)
 
     def __iter__(self) -> Iterator[Request]:
-        plan, look_up, steps = self.plan, self.epoch.look_up, self.epoch.steps
+        plan, steps = self.plan, self.epoch.steps
         shares: dict[int, tuple[Step, list[range]]] = {}  # of steps of so many samples
         together = max(1, _AHEAD * plan.size // (plan.batch_size or _AHEAD))
         for start in range(self._first, len(steps), together):
@@ -105,7 +116,7 @@ class Requests(Sampler[Request]):
                 step, runs = shares[samples]
                 step = Step(self._number, number, *step[2:])  # _replace takes twice as long
                 requested.append((step, [positions[run.start : run.stop] for run in runs]))
-            found = iter(look_up([run for _, runs in requested for run in runs]))
+            found = iter(self.epoch.look_up([run for _, runs in requested for run in runs]))
             if self.to_workers:
                 # A tensor would cross as shared memory: a file and a system call each.
                 found = map(as_list, found)
@@ -134,14 +145,14 @@ class Requests(Sampler[Request]):
         if self.sampler is None:
             key = mix(self.seed, epoch)
             shuffle = Shuffle(self.plan.length or 0, key) if self.shuffle else None
-            return Epoch(_each(shuffle), self.plan)
+            return Epoch(self.plan, shuffle)
         drawn, digest = self._drawn(epoch)
         steps: Plan | Sequence[range] = self.plan
         if not self.plan.batch_size:
             ends = accumulate(map(len, drawn), initial=0)
             steps = [range(*pair) for pair in pairwise(ends)]
             drawn = list(chain.from_iterable(drawn))
-        return Epoch(lambda runs: [[drawn[i] for i in run] for run in runs], steps, digest)
+        return Epoch(steps, None, drawn, digest)
 
     def _drawn(self, epoch: int) -> tuple[list[Any], str]:
         """Return what the sampler yields for this epoch, on every rank the same, and a hash."""
@@ -196,18 +207,6 @@ class Requests(Sampler[Request]):
                 f"rank, but yielded {batch!r}: let it join small batches, or pass `microbatch_size`"
             )
         return list(batch)
-
-
-def _each(shuffle: Shuffle | None) -> LookUp:
-    def look_up(runs: list[range]) -> Iterable[Indices]:
-        if all(one.stop == other.start for one, other in pairwise(runs)):  # one rank's are
-            positions = torch.arange(runs[0].start, runs[-1].stop)
-        else:
-            positions = torch.cat([torch.arange(run.start, run.stop) for run in runs])
-        indices = positions if shuffle is None else shuffle.at(positions)
-        return list(indices.split([len(run) for run in runs]))
-
-    return look_up
 
 
 def as_list(indices: Indices) -> Any:

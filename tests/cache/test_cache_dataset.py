@@ -63,11 +63,7 @@ def told(caplog):
 # --- samples and batches ---
 
 
-def nested(index):
-    return {"a": [(index, {"b": torch.tensor([index])}), index / 2], "c": Point(index, (index,))}
-
-
-@pytest.mark.parametrize("make", [pair, nested, lambda i: torch.zeros(0, 4)])
+@pytest.mark.parametrize("make", [pair, lambda i: torch.zeros(0, 4)])
 def test_samples_and_batches_are_those_of_the_source(tmp_path, make):
     source = Samples(make)
     cached = cache_dataset(source, tmp_path)
@@ -96,16 +92,6 @@ def test_writing_to_a_sample_or_a_batch_does_not_change_the_cache(tmp_path):
         batch["x"].zero_()
     assert contents(tmp_path) == before
     assert equal([cached[i] for i in range(10)], [source[i] for i in range(10)])
-
-
-def test_reading_the_cache_does_not_read_the_source(tmp_path):
-    source = Samples(pair)
-    cached = cache_dataset(source, tmp_path)
-    assert len(source.reads) == LOOKS + 10
-    assert sorted(source.reads[-10:]) == list(range(10))
-    assert len(list(make_loader(cached, 4))) == 3
-    assert cached[3][1] == 3
-    assert len(source.reads) == LOOKS + 10
 
 
 # --- samples that cannot be stored, data sets that cannot be cached ---
@@ -506,28 +492,25 @@ def build_in_progress(directory):
         here.close()
 
 
-def test_a_killed_build_is_no_cache_and_the_next_build_cleans_up(tmp_path):
+def test_a_killed_build_is_no_cache_the_one_before_stands_and_the_next_build_cleans_up(tmp_path):
     with build_in_progress(tmp_path) as (process, _):
         process.kill()
     assert list(contents(tmp_path)) == ["pardata-building/0.bin", "pardata-building/1.bin"]
+    cached = cache_dataset(Samples(pair), tmp_path)
+    before = contents(tmp_path)
+    with build_in_progress(tmp_path) as (process, _):
+        assert pickle.loads(pickle.dumps(cached))[9][1] == 9  # the old one is read meanwhile
+        process.kill()
+    source = Samples(pair)
+    assert cache_dataset(source, tmp_path)[9][1] == 9
+    assert len(source.reads) == LOOKS
+    assert before.items() <= contents(tmp_path).items()
     source = Samples(pair, 200)
     cached = cache_dataset(source, tmp_path)
     assert len(source.reads) == LOOKS + 200
     assert equal([cached[i] for i in range(200)], [pair(i) for i in range(200)])
     names = sorted(path.name for path in tmp_path.iterdir())
     assert [name[:14] for name in names] == ["pardata-cache.", "pardata-files-", "pardata-lock"]
-
-
-def test_the_old_cache_is_read_while_the_new_one_is_built_and_when_that_is_killed(tmp_path):
-    cached = cache_dataset(Samples(pair), tmp_path)
-    before = contents(tmp_path)
-    with build_in_progress(tmp_path) as (process, _):
-        assert pickle.loads(pickle.dumps(cached))[9][1] == 9
-        process.kill()
-    source = Samples(pair)
-    assert cache_dataset(source, tmp_path)[9][1] == 9
-    assert len(source.reads) == LOOKS
-    assert {name: data for name, data in contents(tmp_path).items() if name in before} == before
 
 
 def _build_too(directory, pipe):
@@ -611,18 +594,6 @@ def test_a_cache_on_a_disk_for_reading_only_is_read(small_disk):
         cache_dataset(Samples(pair, 11), place)
     assert raised.value.errno == errno.EROFS
     assert str(place) in str(raised.value)
-    del cached
-
-
-def test_a_cache_that_does_not_fit_on_the_disk_leaves_the_one_before(small_disk):
-    place, _ = small_disk
-    cached = cache_dataset(Samples(pair), place)
-    text = "No space left on device, and the cache takes 4,000,000 bytes"
-    with pytest.raises(OSError, match=text) as raised:
-        cache_dataset(Samples(lambda i: torch.zeros(1000), 1000), place)
-    assert raised.value.errno == errno.ENOSPC
-    assert not (place / "pardata-building").exists()
-    assert len(cache_dataset(Samples(pair), place)) == len(cached) == 10
     del cached
 
 

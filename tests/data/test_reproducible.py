@@ -89,24 +89,6 @@ SAMPLES = {
 }
 
 
-def _samples(workers):
-    return {
-        name: [epochs_of(data, num_workers=number, **options) for number in workers]
-        for name, (data, options) in SAMPLES.items()
-    }
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.soak)])
-def test_a_sample_is_the_same_whoever_reads_it(size):
-    alone = _samples([0])
-    ranks = run(_samples, [0, 2], world_size=size)
-    for name in SAMPLES:
-        for found in zip(*(rank[name] for rank in ranks), strict=True):
-            assert epochs_joined(found) == alone[name][0], name
-        first, second = alone[name][0]
-        assert sorted(first) != sorted(second), name
-
-
 def test_a_sample_does_not_depend_on_the_order_or_the_batch():
     ordered = sorted(row for step in epochs_of(Drawing(), 1)[0] for row in step)
     shuffled = epochs_of(Drawing(), 1, shuffle=True, drop_last=False)[0]
@@ -250,23 +232,26 @@ MICROBATCHES = {
 }
 
 
-def _microbatches(workers):
-    return {
-        name: [epochs_of(data, num_workers=w, microbatch_size=2, **options) for w in workers]
-        for name, (data, options) in MICROBATCHES.items()
-    }
+def _epochs(workers):
+    found = {}
+    for name, (data, options) in {**SAMPLES, **MICROBATCHES}.items():
+        pieces = {"microbatch_size": 2} if name in MICROBATCHES else {}
+        found[name] = [epochs_of(data, num_workers=n, **pieces, **options) for n in workers]
+    return found
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.soak)])
-def test_with_microbatches_they_draw_the_same_at_every_size(size):
-    alone = _microbatches([0])
-    ranks = run(_microbatches, [0, 2], world_size=size)
-    for name in MICROBATCHES:
+def test_a_sample_and_a_microbatch_are_the_same_whoever_reads_them(size):
+    alone = _epochs([0])
+    ranks = run(_epochs, [0, 2], world_size=size)
+    for name in alone:
         for found in zip(*(rank[name] for rank in ranks), strict=True):
             assert epochs_joined(found) == alone[name][0], name
-        rests = [
-            row % 1 for epoch in alone[name][0] for step in epoch for part in step for row in part
-        ]
+        first, second = alone[name][0]
+        assert sorted(first) != sorted(second), name
+    for name in MICROBATCHES:
+        steps = [step for epoch in alone[name][0] for step in epoch]
+        rests = [row % 1 for step in steps for part in step for row in part]
         assert len(set(rests)) == len(rests), name
 
 

@@ -59,18 +59,6 @@ def test_what_is_far_too_long_to_draw_stays_in_range_and_distinct(length):
     assert len(found.unique()) == len(positions)
 
 
-@pytest.mark.parametrize("length", [1000, 10**6])
-def test_positions_may_have_any_shape_and_are_not_changed(length):
-    shuffle = Shuffle(length, 4)
-    flat = shuffle.at(torch.arange(12))
-    positions = torch.arange(12).reshape(3, 4)
-    assert torch.equal(shuffle.at(positions), flat.reshape(3, 4))
-    assert torch.equal(positions, torch.arange(12).reshape(3, 4))
-    assert shuffle.at(torch.tensor(7)) == flat[7]
-    assert shuffle.at(torch.tensor([7, 7, 0])).tolist() == flat[[7, 7, 0]].tolist()
-    assert shuffle.at(torch.zeros(0, dtype=torch.int64)).shape == (0,)
-
-
 # --- fair: no statistic is beyond what chance exceeds once in a million ---
 
 

@@ -3,6 +3,8 @@
 import pytest
 import torch.distributed as dist
 from data_zoo import ERRORS, Numbers, at, loader_of, place, steps
+from hypothesis import given
+from hypothesis import strategies as st
 from on_ranks import caught, run
 
 # --- epochs ---
@@ -12,38 +14,48 @@ def loader_of_six(**options):
     return loader_of(6, 2, shuffle=True, **options)
 
 
-def leave_by_an_exception(loader):
-    for _ in loader:
-        raise LookupError(f"in epoch {loader.epoch}")
+def led(loader, going, order):
+    """Lead the loader to an epoch, or to a place in one; return where its next iter() begins."""
+    epoch, delivered = order
+    if delivered is not None:
+        at(loader, epoch, delivered)
+        return order
+    loader.set_epoch(epoch)
+    return going if epoch == going[0] else (epoch, 0)
 
 
-def test_the_epoch_is_the_one_in_progress_else_the_next():
-    loader = loader_of_six()
-    assert loader.epoch == 0
-    for _ in loader:
-        assert loader.epoch == 0
-    assert loader.epoch == 1
-    for _ in loader:
-        assert loader.epoch == 1
-        break
-    assert loader.epoch == 2
-    assert caught(leave_by_an_exception, loader).text == "in epoch 2"
-    assert loader.epoch == 3
+orders = st.tuples(st.integers(0, 4), st.none() | st.sampled_from([0, 5, 10, 15, 20]))
+runs = st.tuples(st.none() | orders, st.integers(0, 5), st.integers(1, 4), st.none() | orders)
 
 
-def test_set_epoch_goes_back_to_the_same_order_and_changes_no_epoch_in_progress():
-    loader = loader_of_six()
-    epochs = [steps(loader) for _ in range(3)]
-    loader.set_epoch(1)
-    assert loader.epoch == 1
-    found = []
-    for batch in loader:
-        loader.set_epoch(0)
-        assert loader.epoch == 1
-        found.append(batch.tolist())
-    assert found == epochs[1]
-    assert loader.epoch == 0
-    assert steps(loader) == epochs[0]
+@given(st.lists(runs, max_size=6))
+def test_an_iter_runs_the_next_epoch_or_what_it_is_led_to_and_a_break_keeps_the_place(runs):
+    loader, reference, going = loader_of(20, shuffle=True), loader_of(20, shuffle=True), (0, 0)
+    for before, stop, number, inside in runs:
+        if before is not None:
+            going = led(loader, going, before)
+            assert place(loader) == going
+        (epoch, delivered), found = going, []
+        batches, going = iter(loader), (epoch + 1, 0)
+        state = epoch, delivered
+        assert (loader.epoch, place(loader)) == (epoch, state)
+        for batch in batches:
+            found.append(batch.tolist())
+            state = epoch, delivered + 5 * len(found)
+            assert (loader.epoch, place(loader)) == (epoch, state)
+            if inside is not None and len(found) == number:
+                going = led(loader, going, inside)
+                state = state if inside[1] is None else going
+                assert place(loader) == state
+            if len(found) == stop:
+                break
+        else:
+            state = going
+        del batches
+        assert (loader.epoch, place(loader)) == (going[0], state)
+        reference.set_epoch(epoch)
+        whole = steps(reference)[delivered // 5 :]
+        assert found == (whole[:stop] if stop else whole)
 
 
 def test_a_sample_that_cannot_be_read_ends_the_epoch_and_not_the_loader():
@@ -62,10 +74,8 @@ def test_a_loop_inside_a_loop_over_the_same_loader_raises_and_leaves_the_newer_o
     assert len(list(new)) == 3
     raised.append(caught(lambda: [(one, other) for one in loader for other in loader]))
     raised.append(caught(lambda: list(zip(loader, loader, strict=True))))
-    text = (
-        "a loader must run one epoch at a time, but a newer iter() has begun: make another loader"
-    )
-    assert {each.text for each in raised} == {f"{text} loader for the loop inside"}
+    text = "must run one epoch at a time, but a newer iter() has begun: make another loader for the"
+    assert {each.text for each in raised} == {f"a loader {text} loop inside"}
 
 
 # --- epochs(n) ---

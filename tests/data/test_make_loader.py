@@ -54,33 +54,27 @@ def test_anything_with_items_and_a_length_is_a_data_set_and_so_is_a_stream(datas
 # --- bad arguments, alone and on every rank ---
 
 
-def length(data, options):
-    return len(make_loader(data, 8, **options))
+def _lengths_with_tails(tails):
+    def length(data, **options):
+        return len(make_loader(data, 8, **options))
 
-
-def _sizes_at_the_edge():
-    size = dist.get_world_size()
-    found = [len(make_loader(range(10), size)), len(make_loader(range(10), 10, shuffle=True))]
-    shuffled = {"shuffle": True, "drop_last": False}
-    for tail in range(size + 1):
-        data = range(2 * 8 + tail)
-        sampled = {"sampler": SequentialSampler(data), "drop_last": False}
-        one, other = (caught(length, data, options) for options in (shuffled, sampled))
-        assert type(one) is type(other)
-        found += [one, length(data, {})]
-    return found
+    keeps = {"drop_last": False}
+    kinds = [
+        lambda data: length(data, shuffle=True, **keeps),
+        lambda data: length(data, sampler=SequentialSampler(data), **keeps),
+        length,
+    ]
+    return [[caught(kind, range(16 + tail)) for tail in tails] for kind in kinds]
 
 
 def test_a_shuffled_tail_smaller_than_the_world_is_refused_and_no_other():
-    for found in run(_sizes_at_the_edge, world_size=3):
-        assert found[:2] == [4, 1]
-        shuffled, ordered = found[2::2], found[3::2]
+    for shuffled, sampled, ordered in run(_lengths_with_tails, [0, 3, 1, 2], world_size=3):
         assert ordered == [2, 3, 3, 3]
-        assert (shuffled[0], shuffled[3]) == (2, 3)
-        for tail in (1, 2):
-            assert shuffled[tail].type == "ValueError"
-            text = f"a sample for each of the 3 ranks, but has {tail} of {16 + tail}: a rank"
-            assert text in shuffled[tail].text
+        for found in (shuffled, sampled):
+            assert found[:2] == [2, 3]
+            for tail, raised in enumerate(found[2:], 1):
+                text = f"a sample for each of the 3 ranks, but has {tail} of {16 + tail}: a rank"
+                assert text in raised.text
 
 
 # --- distributed ---

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from data_zoo import Buffer, Drawing, Numbers, joined, loader_of, states, steps
-from on_ranks import caught, run, run_caught
+from on_ranks import caught, run
 from torch.utils.data import ConcatDataset, RandomSampler, Subset, TensorDataset
 
 from pardata import make_loader, seed_everything
@@ -190,16 +190,6 @@ def test_drawing_for_a_share_raises_and_names_both_cures(what, kind, since):
     assert len(seen) == since
     assert raised.type == "RuntimeError"
     assert f"`{what}` must draw no random numbers from a batch whose size" in raised.text
-
-
-def _in_a_worker():
-    # In a process of its own: the workers of a loader that failed hang on its traceback.
-    return list(loader_that_draws("collate_fn", Draws("numpy"), num_workers=1))
-
-
-def test_it_raises_in_a_worker_too():
-    (raised,) = run_caught(_in_a_worker, world_size=1)
-    assert "`collate_fn` must draw no random numbers from a batch" in raised.text
 
 
 @pytest.mark.parametrize("what", WHAT)

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from data_zoo import Numbers, at, joined, loader_of, place, rows, steps
+from data_zoo import Numbers, at, joined, loader_of, place, steps
 from on_ranks import caught, run
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import SequentialSampler
@@ -56,35 +56,21 @@ def test_a_batch_is_delivered_once_the_loop_has_it_and_not_when_it_is_read(worke
     assert place(loader) == (1, 0)
 
 
-def test_a_break_and_an_error_keep_the_place_until_the_next_epoch_begins():
-    loader = loader_of()
-
-    def leave(after, error):
+@pytest.mark.parametrize("error", [LookupError, KeyboardInterrupt])
+def test_an_error_in_the_body_keeps_the_place(error):
+    def leave(loader):
         for step, _ in enumerate(loader, 1):
-            if step == after:
+            if step == 2:
                 raise error
 
-    for epoch, error in enumerate([LookupError, KeyboardInterrupt]):
-        state = loader.state_dict()
-        assert caught(leave, 2, error).type == error.__name__
-        assert place(loader) == (epoch, 10)
-        assert state["delivered"] == 10 * epoch  # a copy
-    batches = iter(loader)
-    assert place(loader) == (2, 0)
-    next(batches)
-    assert place(loader) == (2, 5)
+    loader = loader_of()
+    state = loader.state_dict()
+    assert caught(leave, loader).type == error.__name__
+    assert (place(loader), loader.epoch) == ((0, 10), 1)
+    assert state["delivered"] == 0  # a copy
 
 
 # --- where it goes on ---
-
-
-def test_after_a_break_in_the_rest_the_next_iter_is_the_next_epoch():
-    loader = at(loader_of(), 2, 5)
-    assert (loader.epoch, len(loader)) == (2, 5)
-    assert rows(next(iter(loader))) == [5, 6, 7, 8, 9]
-    assert place(loader) == (2, 10)
-    assert loader.epoch == 3
-    assert rows(next(iter(loader))) == [0, 1, 2, 3, 4]
 
 
 def test_workers_that_live_on_go_on_there_too():
@@ -94,43 +80,6 @@ def test_workers_that_live_on_go_on_there_too():
         break
     at(loader, 1, 10)
     assert steps(loader) == whole[1][2:]
-
-
-def test_set_epoch_of_the_epoch_that_was_loaded_keeps_the_place():
-    # A script may say set_epoch at each epoch, as DistributedSampler wants it: nothing may repeat.
-    loader = loader_of()
-    state = {**loader.state_dict(), "epoch": 1, "delivered": 15}
-    loader.load_state_dict(state)
-    seen = []
-    for epoch in range(loader.epoch, 3):
-        loader.set_epoch(epoch)
-        seen += [(epoch, row) for batch in loader for row in rows(batch)]
-    assert seen == [(1, row) for row in range(15, 23)] + [(2, row) for row in range(23)]
-
-
-def test_set_epoch_of_another_one_begins_it_anew():
-    loader = at(loader_of(), 1, 15)
-    loader.set_epoch(2)
-    assert place(loader) == (2, 0)
-    assert steps(loader)[0] == [0, 1, 2, 3, 4]
-    at(loader, 1, 15)
-    loader.set_epoch(0)
-    loader.set_epoch(1)
-    assert place(loader) == (1, 0)
-
-
-def test_loading_in_the_body_of_a_loop_leaves_that_loop_alone():
-    loader = loader_of()
-    state = {**loader.state_dict(), "epoch": 4, "delivered": 20}
-    places = []
-    for step, _ in enumerate(loader):
-        if step == 1:
-            loader.load_state_dict(state)
-        places.append(place(loader))
-    assert places == [(0, 5), (4, 20), (0, 15), (0, 20), (0, 23)]
-    assert place(loader) == (4, 20)
-    assert steps(loader) == [[20, 21, 22]]
-    assert loader.epoch == 5
 
 
 # --- from any size to any other ---

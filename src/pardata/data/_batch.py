@@ -37,14 +37,12 @@ def whole_batch_reader(dataset: Any) -> Read | None:
         return dataset.read_batch
     if _reads_as(dataset, TensorDataset):
         return partial(_columns, dataset)
-    if _reads_as(dataset, Subset):
-        if (inner := whole_batch_reader(dataset.dataset)) is None:
-            return None
+    if _reads_as(dataset, Subset) and (inner := whole_batch_reader(dataset.dataset)) is not None:
         return partial(_chosen, inner, torch.as_tensor(dataset.indices, dtype=torch.int64))
     if _reads_as(dataset, ConcatDataset):
         readers = [reader for part in dataset.datasets if (reader := whole_batch_reader(part))]
-        whole = len(readers) == len(dataset.datasets)
-        return partial(_joined, readers, dataset.cumulative_sizes) if whole else None
+        if len(readers) == len(dataset.datasets):
+            return partial(_joined, readers, dataset.cumulative_sizes)
     return None
 
 
@@ -211,8 +209,7 @@ def _inside(part: Any) -> list[Any]:
     slots = (name for kind in type(part).__mro__ for name in getattr(kind, "__slots__", ()))
     found += [getattr(part, name) for name in slots if hasattr(part, name)]
     # Microbatches, say, hold a stand-in beside what they are made of.
-    if isinstance(part, set | frozenset) or (
-        isinstance(part, Sequence) and hasattr(part, "__dict__")
-    ):
+    is_own = isinstance(part, Sequence) and hasattr(part, "__dict__")
+    if is_own or isinstance(part, set | frozenset):
         found += part
     return found + list(part.values()) if isinstance(part, Mapping) else found

@@ -80,16 +80,16 @@ class Streamed(Source):
             RuntimeError: where a dataset that all ranks read whole is not the same on each.
             ValueError: where it is read again, and yields something else.
         """
-        is_sharded = self.reader.is_sharded
 
-        def decide(told: list[dict[str, Any]]) -> list[Any]:
+        def decide(told: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            if self.reader.is_sharded:
+                return told
             cure = (
                 "Let the stream yield the same samples everywhere, drawing from the default "
                 "generators alone, or pass sharded=True if each rank and worker has its own."
             )
-            if not is_sharded:
-                require_same("make_loader(IterableDataset)", told, cure)
-            return [facts["first samples"] for facts in told[: None if is_sharded else 1]]
+            require_same("make_loader(IterableDataset)", told, cure)
+            return told[:1]
 
         place = "iter(loader) of an IterableDataset"
         digests = agree(self._ranks, place, lambda: {"first samples": first.digest}, decide)

@@ -33,7 +33,7 @@ from cache_zoo import (
     unreadable,
 )
 from logged import Keeper
-from on_ranks import Raised, caught, run, run_caught
+from on_ranks import caught, run, run_caught
 from PIL import Image
 from torch.utils.data import (
     DataLoader,
@@ -63,11 +63,7 @@ def told(caplog):
 # --- samples and batches ---
 
 
-def nested(index):
-    return {"a": [(index, {"b": torch.tensor([index])}), index / 2], "c": Point(index, (index,))}
-
-
-@pytest.mark.parametrize("make", [pair, nested, lambda i: torch.zeros(0, 4)])
+@pytest.mark.parametrize("make", [pair, lambda i: torch.zeros(0, 4)])
 def test_samples_and_batches_are_those_of_the_source(tmp_path, make):
     source = Samples(make)
     cached = cache_dataset(source, tmp_path)
@@ -96,16 +92,6 @@ def test_writing_to_a_sample_or_a_batch_does_not_change_the_cache(tmp_path):
         batch["x"].zero_()
     assert contents(tmp_path) == before
     assert equal([cached[i] for i in range(10)], [source[i] for i in range(10)])
-
-
-def test_reading_the_cache_does_not_read_the_source(tmp_path):
-    source = Samples(pair)
-    cached = cache_dataset(source, tmp_path)
-    assert len(source.reads) == LOOKS + 10
-    assert sorted(source.reads[-10:]) == list(range(10))
-    assert len(list(make_loader(cached, 4))) == 3
-    assert cached[3][1] == 3
-    assert len(source.reads) == LOOKS + 10
 
 
 # --- samples that cannot be stored, data sets that cannot be cached ---
@@ -246,25 +232,6 @@ def test_one_rank_of_each_node_builds_where_its_node_keeps_caches(tmp_path):
     assert [place for _, place, *_ in found] == [f"{tmp_path}/{node}" for node in (0, 0, 1, 1)]
     assert {sample for *_, sample, _ in found} == {3}
     assert [warned for *_, warned in found] == [1, 0, 0, 0]
-
-
-def _bad_on_rank_zero(directory):
-    main = dist.get_rank() == 0
-    found = [
-        caught(cache_dataset, Samples(make if main else pair), directory)
-        for make, _, _ in BAD.values()
-    ]
-    return found, len(cache_dataset(Samples(pair), directory))
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_an_error_on_rank_zero_is_raised_on_every_rank(tmp_path, size):
-    for rank, (found, after) in enumerate(run(_bad_on_rank_zero, tmp_path, world_size=size)):
-        for raised, (_, kind, text) in zip(found, BAD.values(), strict=True):
-            assert isinstance(raised, Raised)
-            assert text in raised.text
-            assert raised.type == kind or (rank > 0 and raised.type == "RuntimeError")
-        assert after == 10
 
 
 ANOTHER = (
@@ -506,28 +473,25 @@ def build_in_progress(directory):
         here.close()
 
 
-def test_a_killed_build_is_no_cache_and_the_next_build_cleans_up(tmp_path):
+def test_a_killed_build_is_no_cache_the_one_before_stands_and_the_next_build_cleans_up(tmp_path):
     with build_in_progress(tmp_path) as (process, _):
         process.kill()
     assert list(contents(tmp_path)) == ["pardata-building/0.bin", "pardata-building/1.bin"]
+    cached = cache_dataset(Samples(pair), tmp_path)
+    before = contents(tmp_path)
+    with build_in_progress(tmp_path) as (process, _):
+        assert pickle.loads(pickle.dumps(cached))[9][1] == 9  # the old one is read meanwhile
+        process.kill()
+    source = Samples(pair)
+    assert cache_dataset(source, tmp_path)[9][1] == 9
+    assert len(source.reads) == LOOKS
+    assert before.items() <= contents(tmp_path).items()
     source = Samples(pair, 200)
     cached = cache_dataset(source, tmp_path)
     assert len(source.reads) == LOOKS + 200
     assert equal([cached[i] for i in range(200)], [pair(i) for i in range(200)])
     names = sorted(path.name for path in tmp_path.iterdir())
     assert [name[:14] for name in names] == ["pardata-cache.", "pardata-files-", "pardata-lock"]
-
-
-def test_the_old_cache_is_read_while_the_new_one_is_built_and_when_that_is_killed(tmp_path):
-    cached = cache_dataset(Samples(pair), tmp_path)
-    before = contents(tmp_path)
-    with build_in_progress(tmp_path) as (process, _):
-        assert pickle.loads(pickle.dumps(cached))[9][1] == 9
-        process.kill()
-    source = Samples(pair)
-    assert cache_dataset(source, tmp_path)[9][1] == 9
-    assert len(source.reads) == LOOKS
-    assert {name: data for name, data in contents(tmp_path).items() if name in before} == before
 
 
 def _build_too(directory, pipe):
@@ -614,18 +578,6 @@ def test_a_cache_on_a_disk_for_reading_only_is_read(small_disk):
     del cached
 
 
-def test_a_cache_that_does_not_fit_on_the_disk_leaves_the_one_before(small_disk):
-    place, _ = small_disk
-    cached = cache_dataset(Samples(pair), place)
-    text = "No space left on device, and the cache takes 4,000,000 bytes"
-    with pytest.raises(OSError, match=text) as raised:
-        cache_dataset(Samples(lambda i: torch.zeros(1000), 1000), place)
-    assert raised.value.errno == errno.ENOSPC
-    assert not (place / "pardata-building").exists()
-    assert len(cache_dataset(Samples(pair), place)) == len(cached) == 10
-    del cached
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="a sparse file of a terabyte")
 def test_a_file_larger_than_the_memory_can_be_mapped(tmp_path):
     length = 2**40 // 8
@@ -634,7 +586,7 @@ def test_a_file_larger_than_the_memory_can_be_mapped(tmp_path):
             file.truncate(length * 8)
     except OSError as error:
         pytest.skip(f"this file system has no sparse files of a terabyte: {error}")
-    field = map_fields(tmp_path, [Field("sample", "int64", ())], length)["sample"]
+    field = map_fields(tmp_path, [Field("sample", torch.int64, ())], length)["sample"]
     assert field[length - 1] == 0
 
 

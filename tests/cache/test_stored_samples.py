@@ -6,7 +6,6 @@ from collections import OrderedDict, UserDict, defaultdict
 from decimal import Decimal
 from enum import IntEnum
 from types import MappingProxyType
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -19,11 +18,6 @@ from PIL import Image
 from torch.utils.data import default_collate
 
 from pardata import cache_dataset, make_loader
-
-
-class Typed(NamedTuple):
-    box: object
-    label: object
 
 
 class Colour(IntEnum):
@@ -43,10 +37,7 @@ def stored(samples):
 
 
 KINDS = {
-    "int": lambda i: i,
-    "large int": lambda i: i - 2**63,
-    "bool": lambda i: i % 2 == 0,
-    "nan and infinity": lambda i: [float("inf"), -0.0, 1e300][i],
+    "infinity and minus zero": lambda i: [float("inf"), -0.0, 1e300][i],
     "numpy float32": lambda i: np.float32(i / 3),
     "numpy float64": lambda i: np.float64(i / 3),
     "numpy bool": lambda i: np.bool_(i == 1),
@@ -66,13 +57,8 @@ KINDS = {
             *("float16", "bfloat16", "float32", "float64", "float8_e5m2", "complex128"),
         )
     },
-    # containers
-    "list": lambda i: [torch.tensor([i]), i],
-    "one": lambda i: (i,),
-    "dict": lambda i: {"x": torch.tensor([i]), 7: i, (1, 2): i / 2},
-    "nested": lambda i: {"a": [(i, {"b": torch.tensor(i)}), []], "c": ()},
-    "namedtuple": lambda i: Point(torch.tensor(i), [i, i]),
-    "typed namedtuple": lambda i: Typed(box=(i, i), label={"n": i}),
+    # containers: the others are in any nesting, below
+    "empty ones": lambda i: {(1, 2): [(i, {"b": torch.tensor(i)}), []], "c": ()},
     "OrderedDict": lambda i: OrderedDict(b=i, a=torch.tensor(i)),
     "defaultdict": lambda i: defaultdict(list, a=i, b=(i,)),
 }
@@ -118,22 +104,13 @@ def test_mappings_and_lists_of_other_classes_are_read():
 
 
 @pytest.mark.parametrize("mode", ["L", "LA", "RGB", "RGBA", "CMYK", "YCbCr"])
-def test_an_image_becomes_bytes_of_bands_height_and_width(mode, tmp_path):
+def test_an_image_becomes_bytes_of_bands_height_and_width(mode):
     bands = len(Image.new(mode, (1, 1)).getbands())
     values = np.arange(3 * 2 * bands, dtype=np.uint8).reshape(3, 2, bands)
     image = Image.frombytes(mode, (2, 3), values.tobytes())
-    images = [image]
-    if mode == "RGB":
-        image.save(tmp_path / "a.png")
-        images.append(Image.open(tmp_path / "a.png"))
-    for back in stored(images)[0]:
-        assert (back.dtype, back.shape) == (torch.uint8, (bands, 3, 2))
-        assert np.array_equal(back.permute(1, 2, 0).numpy(), values)
-
-
-def nested_tensor():
-    with pytest.warns(UserWarning, match="nested"):
-        return torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+    ((back,), _) = stored([image])
+    assert (back.dtype, back.shape) == (torch.uint8, (bands, 3, 2))
+    assert np.array_equal(back.permute(1, 2, 0).numpy(), values)
 
 
 REFUSED = {
@@ -147,7 +124,10 @@ REFUSED = {
         lambda: torch.eye(2).to_sparse(),
         "a Tensor that is sparse, quantized or nested",
     ),
-    "a nested tensor": (nested_tensor, "a Tensor that is sparse, quantized or nested"),
+    "a nested tensor": (
+        lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+        "a Tensor that is sparse, quantized or nested",
+    ),
     "an array of text": (
         lambda: np.array(["a"]),
         "a ndarray (can't convert np.ndarray of type numpy.str_",
@@ -164,6 +144,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("name", REFUSED)
 def test_another_part_is_refused_by_its_path_with_the_cure(name, tmp_path):
     make, what = REFUSED[name]
@@ -219,7 +200,6 @@ UNLIKE = [
             "of shape (3, 2): resize, crop or convert it in the data set's transform"
         ),
     ),
-    ({"x": torch.zeros(()), "y": 1}, "but is float32 of shape (): resize"),
     ({"x": torch.zeros(2, 3).double(), "y": 1}, "but is float64 of shape (2, 3): resize"),
     ({"x": torch.zeros(2, 3), "y": True}, "but is bool of shape ()"),
     (
@@ -230,7 +210,6 @@ UNLIKE = [
         ),
     ),
     ({"x": torch.zeros(2, 3), "z": 1, "y": 1}, "but has `sample['z']` besides: return"),
-    ((torch.zeros(2, 3), 1), "but lacks `sample['x']`, lacks `sample['y']`, has `sample[0]`"),
     ({"x": [torch.zeros(2, 3)], "y": 1}, "lacks `sample['x']`, has `sample['x'][0]` besides"),
 ]
 
@@ -239,10 +218,3 @@ UNLIKE = [
 def test_a_sample_unlike_the_first_is_refused(sample, text, tmp_path):
     with pytest.raises(ValueError, match=re.escape(text)):
         cache_dataset([{"x": torch.zeros(2, 3), "y": 1}, sample], tmp_path, num_workers=0)
-
-
-def test_keys_may_come_in_any_order():
-    samples = [{"x": torch.zeros(2, 3), "y": 1}, {"y": 2, "x": torch.ones(2, 3)}]
-    back, batch = stored(samples)
-    assert equal(back[1], {"x": torch.ones(2, 3), "y": 2})
-    assert equal(batch, default_collate(samples))

@@ -51,6 +51,44 @@ class Sized(Count):
         return self.length
 
 
+class Buffer(Count):
+    """Shuffles through a buffer and augments: draws from all three default generators."""
+
+    def __iter__(self):
+        buffer = [random.random() for _ in range(3)]  # at the start, and before the first sample
+        for number in range(self.length):
+            buffer.append(number + float(np.random.rand()))  # noqa: NPY002  # the one that users draw from
+            yield buffer.pop(random.randrange(len(buffer))) + torch.rand(()).item()
+        yield from buffer
+
+
+class Permuted(Buffer):
+    """Draws when it is asked for an iterator, before any sample."""
+
+    def __iter__(self):
+        return iter(random.sample(range(self.length), self.length))
+
+
+class ByLength(Sampler):
+    """Batches of samples of like length, of unlike numbers, in another order each epoch."""
+
+    def __init__(self, length, tokens):
+        self.lengths = [1 + 7 * i % 5 for i in range(length)]
+        self.tokens, self.epoch = tokens, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        batches, batch = [], []
+        for index in sorted(range(len(self.lengths)), key=lambda i: (self.lengths[i], i)):
+            if batch and self.lengths[index] * (len(batch) + 1) > self.tokens:
+                batches, batch = [*batches, batch], []
+            batch.append(index)
+        batches.append(batch)
+        return iter([batches[i] for i in torch.randperm(len(batches))] + batches[: self.epoch])
+
+
 class Rotated(Sampler):
     """Knows its epoch, as a DistributedSampler does, and which it was told."""
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from data_zoo import Numbers, loader_of, steps
 from on_ranks import caught, run
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import Subset, TensorDataset, get_worker_info
 
 from pardata import Microbatches
@@ -144,11 +144,6 @@ def test_what_has_no_rows_is_refused_on_every_rank_with_a_cure():
             assert (
                 f"but this one holds a {kind}: evaluate over Microbatches, of which" in raised.text
             )
-
-
-def test_alone_a_packed_sequence_is_a_batch_like_any_other():
-    (batch,) = loader_of(1, 1, collate_fn=lambda _: pack_sequence([torch.ones(2)]))
-    assert isinstance(batch, PackedSequence)
 
 
 # --- what is in it, as `backward` and the streams of a GPU ask ---

@@ -1,29 +1,11 @@
 """The loader: the same steps at every world size, epochs that advance, shares without rows."""
 
-from collections import namedtuple
-
-import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 from data_zoo import ERRORS, Numbers, at, loader_of, place, steps
+from hypothesis import given
+from hypothesis import strategies as st
 from on_ranks import caught, run
-
-Point = namedtuple("Point", ["x", "name"])  # noqa: PYI024  # the untyped kind must work too
-
-
-class OfAllKinds(Numbers):
-    def __getitem__(self, index):
-        return {
-            "number": index,
-            "float": index / 2,
-            "tensor": torch.full((2, 3), float(index)),
-            "numpy": np.full(2, index),
-            "text": f"n{index}",
-            "tuple": (torch.tensor([index]), index, f"n{index}"),
-            "namedtuple": Point(torch.tensor(index), f"n{index}"),
-        }
-
 
 # --- epochs ---
 
@@ -32,38 +14,48 @@ def loader_of_six(**options):
     return loader_of(6, 2, shuffle=True, **options)
 
 
-def leave_by_an_exception(loader):
-    for _ in loader:
-        raise LookupError(f"in epoch {loader.epoch}")
+def led(loader, going, order):
+    """Lead the loader to an epoch, or to a place in one; return where its next iter() begins."""
+    epoch, delivered = order
+    if delivered is not None:
+        at(loader, epoch, delivered)
+        return order
+    loader.set_epoch(epoch)
+    return going if epoch == going[0] else (epoch, 0)
 
 
-def test_the_epoch_is_the_one_in_progress_else_the_next():
-    loader = loader_of_six()
-    assert loader.epoch == 0
-    for _ in loader:
-        assert loader.epoch == 0
-    assert loader.epoch == 1
-    for _ in loader:
-        assert loader.epoch == 1
-        break
-    assert loader.epoch == 2
-    assert caught(leave_by_an_exception, loader).text == "in epoch 2"
-    assert loader.epoch == 3
+orders = st.tuples(st.integers(0, 4), st.none() | st.sampled_from([0, 5, 10, 15, 20]))
+runs = st.tuples(st.none() | orders, st.integers(0, 5), st.integers(1, 4), st.none() | orders)
 
 
-def test_set_epoch_goes_back_to_the_same_order_and_changes_no_epoch_in_progress():
-    loader = loader_of_six()
-    epochs = [steps(loader) for _ in range(3)]
-    loader.set_epoch(1)
-    assert loader.epoch == 1
-    found = []
-    for batch in loader:
-        loader.set_epoch(0)
-        assert loader.epoch == 1
-        found.append(batch.tolist())
-    assert found == epochs[1]
-    assert loader.epoch == 0
-    assert steps(loader) == epochs[0]
+@given(st.lists(runs, max_size=6))
+def test_an_iter_runs_the_next_epoch_or_what_it_is_led_to_and_a_break_keeps_the_place(runs):
+    loader, reference, going = loader_of(20, shuffle=True), loader_of(20, shuffle=True), (0, 0)
+    for before, stop, number, inside in runs:
+        if before is not None:
+            going = led(loader, going, before)
+            assert place(loader) == going
+        (epoch, delivered), found = going, []
+        batches, going = iter(loader), (epoch + 1, 0)
+        state = epoch, delivered
+        assert (loader.epoch, place(loader)) == (epoch, state)
+        for batch in batches:
+            found.append(batch.tolist())
+            state = epoch, delivered + 5 * len(found)
+            assert (loader.epoch, place(loader)) == (epoch, state)
+            if inside is not None and len(found) == number:
+                going = led(loader, going, inside)
+                state = state if inside[1] is None else going
+                assert place(loader) == state
+            if len(found) == stop:
+                break
+        else:
+            state = going
+        del batches
+        assert (loader.epoch, place(loader)) == (going[0], state)
+        reference.set_epoch(epoch)
+        whole = steps(reference)[delivered // 5 :]
+        assert found == (whole[:stop] if stop else whole)
 
 
 def test_a_sample_that_cannot_be_read_ends_the_epoch_and_not_the_loader():
@@ -75,27 +67,15 @@ def test_a_sample_that_cannot_be_read_ends_the_epoch_and_not_the_loader():
     assert next(iter(loader)).tolist() == [0, 1]
 
 
-def test_a_loop_inside_a_loop_over_the_same_loader_raises():
+def test_a_loop_inside_a_loop_over_the_same_loader_raises_and_leaves_the_newer_one_alone():
     loader = loader_of_six()
-    for raised in (
-        caught(lambda: [(one, other) for one in loader for other in loader]),
-        caught(lambda: list(zip(loader, loader, strict=True))),
-    ):
-        assert raised.text == (
-            "a loader must run one epoch at a time, but a newer iter() has begun: make another "
-            "loader for the loop inside"
-        )
-
-
-def test_beginning_the_next_epoch_leaves_the_newer_one_alone():
-    loader = loader_of_six()
-    old = iter(loader)
-    next(old)
-    new = iter(loader)
-    with pytest.raises(RuntimeError, match="one epoch at a time"):
-        next(old)
-    assert loader.epoch == 1
+    old, new = iter(loader), iter(loader)
+    raised = [caught(next, old)]
     assert len(list(new)) == 3
+    raised.append(caught(lambda: [(one, other) for one in loader for other in loader]))
+    raised.append(caught(lambda: list(zip(loader, loader, strict=True))))
+    text = "must run one epoch at a time, but a newer iter() has begun: make another loader for the"
+    assert {each.text for each in raised} == {f"a loader {text} loop inside"}
 
 
 # --- epochs(n) ---
@@ -196,25 +176,6 @@ def test_a_state_loaded_or_an_epoch_set_in_the_body_of_epochs_is_where_it_goes_o
 # --- shares without rows ---
 
 
-def _last_batch(length):
-    return list(loader_of(OfAllKinds(length), 4))[-1]
-
-
-@pytest.mark.parametrize(("size", "length"), [(2, 1), (3, 5), (4, 2)])
-def test_a_rank_without_samples_gets_a_batch_like_the_others_without_rows(size, length):
-    ranks = run(_last_batch, length, world_size=size)
-    rows = [rank < (length % 4) for rank in range(size)]
-    assert not all(rows)
-    for has, batch in zip(rows, ranks, strict=True):
-        assert (batch["number"].shape, batch["number"].dtype) == ((has,), torch.int64)
-        assert (batch["float"].shape, batch["float"].dtype) == ((has,), torch.float64)
-        assert (batch["tensor"].shape, batch["tensor"].dtype) == ((has, 2, 3), torch.float32)
-        assert (batch["numpy"].shape, len(batch["text"])) == ((has, 2), has)
-        assert [len(part) for part in batch["tuple"]] == [has] * 3
-        assert type(batch["namedtuple"]) is Point
-        assert [len(part) for part in batch["namedtuple"]] == [has] * 2
-
-
 def _first_and_last_of_five():
     return [caught(list, loader_of(length, 4, collate_fn=len)) for length in (4, 5)]
 
@@ -226,46 +187,6 @@ def test_a_batch_of_any_kind_will_do_as_long_as_everybody_has_a_sample():
 
 
 # --- microbatches, and what stands in for them ---
-
-
-class Spoken(Numbers):
-    """Augments."""
-
-    def __getitem__(self, index):
-        return torch.tensor([index, torch.rand(()).item()])
-
-
-def _plain(microbatches):
-    return [part[:, 0].int().tolist() for part in microbatches]
-
-
-def _microbatched(workers):
-    loader = loader_of(Spoken(11), 8, microbatch_size=3, num_workers=workers)
-    found = [
-        (m.epoch, m.step, m.first, m.counts, m.seed, m.size, _plain(m), m.stand_in.tolist())
-        for m in loader
-    ]
-    return found, loader.stats()["samples"], loader.state_dict(), loader.fingerprint()
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_rank_without_microbatches_gets_none_and_the_first_of_the_step_to_stand_in(workers):
-    alone = _microbatched(workers)
-    for size in (2, 3, 4):
-        ranks = run(_microbatched, workers, world_size=size)
-        for batches, *told in ranks:
-            assert told == list(alone[1:])  # what stands in is not counted as delivered
-            assert [step[:2] + step[3:5] for step in batches] == [s[:2] + s[3:5] for s in alone[0]]
-            assert {step[5] for step in batches} == {size}
-        for k, whole in enumerate(alone[0]):
-            assert [part for batches, *_ in ranks for part in batches[k][6]] == whole[6]
-            for batches, *_ in ranks:
-                first, own, stand_in = batches[k][2], *batches[k][6:]
-                rows = [int(row[0]) for row in stand_in]
-                assert rows == (own or whole[6])[0]
-                if not own:  # the very samples that the first rank has, augmentation included
-                    assert first == len(whole[3])
-                    assert stand_in == whole[7]
 
 
 def _transformed_stand_in():

@@ -1,28 +1,21 @@
 """make_loader: its arguments, and what a bad one gets, on every rank."""
 
-import json
 import multiprocessing
 
 import pytest
 import torch
 import torch.distributed as dist
-from data_zoo import Count, Numbers, Rotated, Sized, flat, joined, log_of, rows
+from data_zoo import ByLength, Count, Numbers, Rotated, Sized, flat, log_of
 from on_ranks import caught, run
 from torch.utils.data import (
-    BatchSampler,
     ConcatDataset,
-    RandomSampler,
-    Sampler,
     SequentialSampler,
     Subset,
     TensorDataset,
-    WeightedRandomSampler,
     get_worker_info,
 )
 
 from pardata import Loader, make_loader
-from pardata.seeds._generators import forked_seed
-from pardata.seeds._mix import mix
 
 
 class WhoAmI(Numbers):
@@ -58,70 +51,51 @@ def test_anything_with_items_and_a_length_is_a_data_set_and_so_is_a_stream(datas
     assert type(dataset) is Count or len(loader) == 3
 
 
-def test_an_empty_data_set_has_no_step():
-    loader = make_loader([], 2, num_workers=0)
-    assert len(loader) == 0
-    assert list(loader) == []
-    assert loader.epoch == 1
-
-
 # --- bad arguments, alone and on every rank ---
 
 
-def length(data, options):
-    return len(make_loader(data, 8, **options))
+def _lengths_with_tails(tails):
+    def length(data, **options):
+        return len(make_loader(data, 8, **options))
 
-
-def _sizes_at_the_edge():
-    size = dist.get_world_size()
-    found = [len(make_loader(range(10), size)), len(make_loader(range(10), 10, shuffle=True))]
-    shuffled = {"shuffle": True, "drop_last": False}
-    for tail in range(size + 1):
-        data = range(2 * 8 + tail)
-        sampled = {"sampler": SequentialSampler(data), "drop_last": False}
-        one, other = (caught(length, data, options) for options in (shuffled, sampled))
-        assert type(one) is type(other)
-        found += [one, length(data, {})]
-    return found
+    keeps = {"drop_last": False}
+    kinds = [
+        lambda data: length(data, shuffle=True, **keeps),
+        lambda data: length(data, sampler=SequentialSampler(data), **keeps),
+        length,
+    ]
+    return [[caught(kind, range(16 + tail)) for tail in tails] for kind in kinds]
 
 
 def test_a_shuffled_tail_smaller_than_the_world_is_refused_and_no_other():
-    for found in run(_sizes_at_the_edge, world_size=3):
-        assert found[:2] == [4, 1]
-        shuffled, ordered = found[2::2], found[3::2]
+    for shuffled, sampled, ordered in run(_lengths_with_tails, [0, 3, 1, 2], world_size=3):
         assert ordered == [2, 3, 3, 3]
-        assert (shuffled[0], shuffled[3]) == (2, 3)
-        for tail in (1, 2):
-            assert shuffled[tail].type == "ValueError"
-            text = f"a sample for each of the 3 ranks, but has {tail} of {16 + tail}: a rank"
-            assert text in shuffled[tail].text
+        for found in (shuffled, sampled):
+            assert found[:2] == [2, 3]
+            for tail, raised in enumerate(found[2:], 1):
+                text = f"a sample for each of the 3 ranks, but has {tail} of {16 + tail}: a rank"
+                assert text in raised.text
 
 
 # --- distributed ---
 
 
-def _distributed(value):
-    return batches(range(4), 4, distributed=value, num_workers=0)
+def _distributed():
+    found = [
+        batches(range(4), 4, distributed=value, num_workers=0) for value in ("auto", True, False)
+    ]
+    # Without, no rank waits for another: only one of them makes a loader, of other arguments.
+    own = dist.get_rank() and batches(range(3), 2, distributed=False, num_workers=0)
+    return [*found, own]
 
 
-@pytest.mark.parametrize("value", ["auto", True, False])
-def test_distributed_says_whether_the_ranks_share(value):
+def test_distributed_says_whether_the_ranks_share():
     whole = [[0, 1, 2, 3]]
-    shared = [[[0, 1]], [[2, 3]]]
-    assert run(_distributed, value, world_size=2) == ([whole] * 2 if value is False else shared)
-
-
-def test_alone_auto_and_false_are_the_same():
-    assert _distributed("auto") == _distributed(False) == [[0, 1, 2, 3]]
-
-
-def _only_rank_one():
-    # No rank waits for another: only one of them makes a loader, of other arguments at that.
-    return batches(range(3), 2, distributed=False, num_workers=0) if dist.get_rank() else None
-
-
-def test_distributed_false_is_not_collective():
-    assert run(_only_rank_one, world_size=2) == [None, [[0, 1], [2]]]
+    first, second = run(_distributed, world_size=2)
+    assert first == [[[0, 1]], [[0, 1]], whole, 0]
+    assert second == [[[2, 3]], [[2, 3]], whole, [[0, 1], [2]]]
+    alone = [batches(range(4), 4, distributed=value, num_workers=0) for value in ("auto", False)]
+    assert alone == [whole, whole]
 
 
 # --- the seed ---
@@ -160,33 +134,28 @@ def _warnings_of(arguments):
     return log.lines
 
 
-def test_shares_that_differ_in_training_are_warned_about_once_on_rank_0():
+def test_shares_that_differ_and_ranks_that_will_idle_are_warned_about_once_on_rank_0():
     arguments = [
         (8, {"shuffle": True}),
         (8, {"sampler": SequentialSampler(range(24))}),
         (8, {}),
         (9, {"shuffle": True}),
         (8, {"shuffle": True, "microbatch_size": 2}),
+        *((8, {"microbatch_size": size}) for size in (3, 4, 7)),
+        *((9, {"microbatch_size": size}) for size in (None, 3)),
     ]
-    text = (
+    differ = (
         "[0/3] `batch_size` 8 leaves 3 ranks shares that differ by one sample, which "
         "`pardata.backward` weights, while a loss.backward() of one's own takes the plain mean of "
         "their gradients: use `pardata.backward`, or choose a multiple of 3"
     )
-    assert run(_warnings_of, arguments, world_size=3) == [[text], [], []]
-    assert run(_warnings_of, arguments, world_size=1) == [[]]
-
-
-def test_ranks_that_will_idle_are_named_once_on_rank_0():
-    arguments = [(8, {"microbatch_size": 4}), (8, {"microbatch_size": 7}), (9, {})]
-    text = (
+    idle = (
         "[0/3] a `batch_size` of 8 in microbatches of {} is 2, fewer than the 3 ranks: ranks 2 to "
         "2 idle; make `microbatch_size` smaller"
     )
-    found = run(_warnings_of, arguments, world_size=3)
-    assert found == [[text.format(4), text.format(7)], [], []]
-    enough = [(8, {"microbatch_size": 3}), (9, {"microbatch_size": 3})]
-    assert run(_warnings_of, enough, world_size=3) == [[], [], []]
+    texts = [differ, idle.format(4), idle.format(7)]
+    assert run(_warnings_of, arguments, world_size=3) == [texts, [], []]
+    assert run(_warnings_of, arguments, world_size=1) == [[]]
 
 
 # --- what is DataLoader's own ---
@@ -268,35 +237,6 @@ def _with_sampler(sampler, epochs=2):
     return [[batch.tolist() for batch in loader] for _ in range(epochs)]
 
 
-SAMPLERS = {
-    "RandomSampler": RandomSampler(range(12)),
-    "WeightedRandomSampler": WeightedRandomSampler([1.0] * 6 + [0.0] * 6, 12),
-    "SubsetRandomSampler": torch.utils.data.SubsetRandomSampler(range(0, 12, 2)),
-    "SequentialSampler": SequentialSampler(range(12)),
-}
-
-
-def _with_all_samplers():
-    before = torch.get_rng_state()
-    found = {name: _with_sampler(sampler) for name, sampler in SAMPLERS.items()}
-    assert torch.equal(torch.get_rng_state(), before)
-    return found
-
-
-def test_a_sampler_gives_the_same_order_at_every_world_size():
-    alone = _with_all_samplers()
-    teams = {size: run(_with_all_samplers, world_size=size) for size in (2, 3)}
-    for name, epochs in alone.items():
-        assert (epochs[0] == epochs[1]) is (name == "SequentialSampler")
-        for team in teams.values():
-            for epoch, steps in enumerate(epochs):
-                shares = zip(*(ranks[name][epoch] for ranks in team), strict=True)
-                assert [flat(step) for step in shares] == steps
-    assert sorted(flat(alone["RandomSampler"][0])) == list(range(12))
-    assert max(flat(alone["WeightedRandomSampler"][0])) < 6
-    assert {i % 2 for i in flat(alone["SubsetRandomSampler"][0])} == {0}
-
-
 def test_a_sampler_is_told_the_epoch():
     sampler = Rotated(4)
     assert _with_sampler(sampler, 3) == [[[0, 1, 2, 3]], [[1, 2, 3, 0]], [[2, 3, 0, 1]]]
@@ -306,78 +246,11 @@ def test_a_sampler_is_told_the_epoch():
 # --- batch samplers: the global batches ---
 
 
-class ByLength(Sampler):
-    """Batches of samples of like length, of unlike numbers, in another order each epoch."""
-
-    def __init__(self, lengths, tokens):
-        self.lengths, self.tokens, self.epoch = lengths, tokens, 0
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __iter__(self):
-        batches, batch = [], []
-        for index in sorted(range(len(self.lengths)), key=lambda i: (self.lengths[i], i)):
-            if batch and self.lengths[index] * (len(batch) + 1) > self.tokens:
-                batches, batch = [*batches, batch], []
-            batch.append(index)
-        batches.append(batch)
-        return iter([batches[i] for i in torch.randperm(len(batches))] + batches[: self.epoch])
-
-
-LENGTHS = [1 + 7 * i % 5 for i in range(28)]
-BATCH_SAMPLERS = {
-    "by tokens": (ByLength(LENGTHS, 20), {}),
-    "torch's": (BatchSampler(RandomSampler(range(28)), 4, drop_last=True), {}),
-    "a list": ([[3, 1, 2], torch.tensor([0, 5, 5, 7]), (25, 24, 23)], {}),
-    "in microbatches": (ByLength(LENGTHS, 20), {"microbatch_size": 2}),
-    "small, in microbatches": ([[1], [2, 3], [4, 5, 6, 7, 8]], {"microbatch_size": 2}),
-}
-
-
-def _batch_sampled(states=None, stop=None):
-    """Run two epochs of each, or what is left of them, and leave each after so many steps."""
-    found = {}
-    for name, (sampler, options) in BATCH_SAMPLERS.items():
-        loader = make_loader(range(28), batch_sampler=sampler, seed=1, num_workers=0, **options)
-        loader.load_state_dict((states or {}).get(name, loader.state_dict()))
-        seen, hashes = [], []
-        for _ in loader.epochs(2):
-            for batch in loader:
-                seen.append(rows(batch))
-                hashes.append(loader.fingerprint() if "torch" not in name else "")
-                if len(seen) == stop:
-                    break
-            if len(seen) == stop:
-                break
-        found[name] = seen, hashes, json.loads(json.dumps(loader.state_dict()))
-    return found
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_batches_of_a_batch_sampler_are_shared_out_and_gone_on_with_at_any_size(size):
-    alone = _batch_sampled()
-    sampler = BATCH_SAMPLERS["by tokens"][0]
-    sampler.set_epoch(0)
-    with forked_seed(mix(1, 0)):
-        expected = list(sampler)
-    assert alone["by tokens"][0][: len(expected)] == expected
-    first = run(_batch_sampled, None, 3, world_size=size)
-    states = {name: found[2] for name, found in first[0].items()}
-    rest = run(_batch_sampled, states, None, world_size=size % 3 + 1)
-    for name, (whole, hashes, end) in alone.items():
-        assert states[name]["batch_sampler"] == type(BATCH_SAMPLERS[name][0]).__name__
-        found = [joined([rank[name][0] for rank in part]) for part in (first, rest)]
-        assert found[0] + found[1] == whole
-        assert [rank[name][1] for rank in rest] == [hashes[3:]] * len(rest)
-        assert {json.dumps(rank[name][2]) for rank in rest} == {json.dumps(end)}
-
-
 def test_a_loader_of_a_batch_sampler_has_its_length_and_no_batch_size():
     loader = make_loader(range(28), batch_sampler=[[1, 2], [3]], num_workers=0)
     assert (len(loader), loader.batch_size) == (2, None)
     with pytest.raises(TypeError, match="that of its batch_sampler, but ByLength has none: give"):
-        len(make_loader(range(28), batch_sampler=ByLength(LENGTHS, 20)))
+        len(make_loader(range(28), batch_sampler=ByLength(28, 20)))
 
 
 ORDERS = [

@@ -28,20 +28,14 @@ def test_it_is_a_sequence_of_batches_that_knows_where_it_is():
         found[0] = "d"
 
 
-def test_it_may_be_empty_and_what_stands_in_is_none_of_its_own():
-    found = microbatches([], 6, stand_in="z")
-    assert (list(found), bool(found), found.stand_in) == ([], False, "z")
-    assert microbatches().stand_in == microbatches(stand_in="z").stand_in == "a"
-    assert microbatches([]).stand_in is None
-
-
-def test_the_batches_and_counts_are_kept_whatever_becomes_of_those_given():
+def test_it_may_be_empty_and_keeps_what_it_was_given_and_what_stands_in():
     batches, counts = ["a"], [4, 4]
-    found = microbatches(batches, 0, counts)
+    found, empty = microbatches(batches, 0, counts), microbatches(iter([]), 6, stand_in="z")
     batches.append("b")
     counts.append(4)
-    assert (list(found), found.counts) == (["a"], (4, 4))
-    assert list(microbatches(iter("ab"))) == ["a", "b"]
+    assert (list(found), found.counts, found.stand_in) == (["a"], (4, 4), "a")
+    assert (list(empty), bool(empty), empty.stand_in) == ([], False, "z")
+    assert microbatches(stand_in="z").stand_in == "a"
 
 
 @pytest.mark.parametrize(

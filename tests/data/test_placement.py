@@ -2,15 +2,12 @@
 
 import os
 from contextlib import contextmanager
-from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
 import torch
 from data_zoo import loader_of as any_loader_of
 from torch.utils.data import TensorDataset, get_worker_info
 
-from pardata import Microbatches
 from pardata.data._batch import moved
 from pardata.data._placement import Placement, _side_stream
 from pardata.data._reader import Seeds
@@ -38,23 +35,20 @@ def test_a_transform_is_applied_to_each_batch_in_the_process_of_the_loop(workers
     assert seen == 2 * [(here, None, [0, 1, 2]), (here, None, [3, 4, 5]), (here, None, [6])]
 
 
-def test_a_transform_gets_what_collate_fn_returned_and_may_return_anything():
-    loader = loader_of(lambda batch: ("as it is", batch), collate_fn=set)
-    assert list(loader) == [("as it is", {0, 1, 2}), ("as it is", {3, 4, 5}), ("as it is", {6})]
-
-
-def test_a_transform_gets_one_microbatch_at_a_time():
-    seen = []
+def test_a_transform_gets_each_batch_or_microbatch_on_the_device_and_may_return_anything():
+    def collate(samples):
+        return {"x": [torch.tensor(samples), "text"]}
 
     def transform(batch):
-        seen.append(len(batch))
-        return batch * 2
+        tensor, text = batch["x"]
+        return tensor.device.type, len(tensor), text
 
-    first, second, third = loader_of(transform, microbatch_size=2)
-    assert isinstance(first, Microbatches)
-    assert [part.tolist() for part in first] == [[0, 2], [4]]
-    assert [part.tolist() for part in (*second, *third)] == [[6, 8], [10], [12]]
-    assert seen == [2, 1, 2, 1, 1]
+    options = {"collate_fn": collate, "device": "meta"}
+    found = list(loader_of(transform, **options))
+    assert found == [("meta", 3, "text"), ("meta", 3, "text"), ("meta", 1, "text")]
+    steps = [list(step) for step in loader_of(transform, microbatch_size=2, **options)]
+    both = [("meta", 2, "text"), ("meta", 1, "text")]
+    assert steps == [both, both, both[1:]]
 
 
 class Torn(Exception):  # noqa: N818  # a user's own
@@ -90,21 +84,6 @@ def test_an_error_in_a_transform_leaves_the_generators_alone():
     with pytest.raises(Torn):
         list(loader_of(draws_and_fails, microbatch_size=2))
     assert torch.equal(torch.get_rng_state(), state)
-
-
-# --- devices ---
-
-
-def test_a_transform_runs_on_the_device():
-    def collate(samples):
-        return {"x": [torch.tensor(samples), "text"]}
-
-    def transform(batch):
-        tensor, text = batch["x"]
-        return tensor.device.type, tuple(tensor.shape), text
-
-    found = list(loader_of(transform, collate_fn=collate, device="meta"))
-    assert found == [("meta", (3,), "text"), ("meta", (3,), "text"), ("meta", (1,), "text")]
 
 
 # --- pinned memory ---
@@ -204,13 +183,6 @@ class OnGpu(torch.Tensor):
         self.gpu.log.append(f"{self.number} is kept for {stream.name}")
 
 
-@dataclass(slots=True)
-class WithSlots:
-    """Holds a tensor where no `__dict__` shows it."""
-
-    inside: torch.Tensor
-
-
 @pytest.fixture
 def gpu(monkeypatch):
     gpu = Gpu()
@@ -238,13 +210,14 @@ def test_on_a_gpu_the_next_batch_is_made_on_another_stream_and_each_waited_for(g
         "1 is kept for loop",
     ]
     gpu.log.clear()
+    gpu.current = "the user's own"  # the one on which the loop asks
     assert [number for number, _ in batches] == [2, 3]
     assert gpu.log == [
         "side makes 3",
-        "loop waits for the end of 2",
-        "2 is kept for loop",
-        "loop waits for the end of 3",
-        "3 is kept for loop",
+        "the user's own waits for the end of 2",
+        "2 is kept for the user's own",
+        "the user's own waits for the end of 3",
+        "3 is kept for the user's own",
     ]
 
 
@@ -258,29 +231,6 @@ def test_what_was_made_before_an_error_is_delivered_before_it_is_raised(prefetch
     assert [next(batches)[0], next(batches)[0]] == [1, 2]
     with pytest.raises(Torn):
         next(batches)
-
-
-def test_a_batch_is_waited_for_by_the_stream_on_which_the_loop_asks(gpu):
-    batches = ahead(gpu.draw(2), 1)
-    next(batches)
-    gpu.current = "the user's own"
-    gpu.log.clear()
-    next(batches)
-    assert gpu.log == ["the user's own waits for the end of 2", "2 is kept for the user's own"]
-
-
-KEPT = {
-    "slots": lambda gpu: [torch.zeros(1), WithSlots(OnGpu.of(gpu, 7))],
-    "set": lambda gpu: {OnGpu.of(gpu, 7)},
-    "object": lambda gpu: SimpleNamespace(inside=({"a": OnGpu.of(gpu, 7)},)),
-}
-
-
-@pytest.mark.parametrize("kind", KEPT)
-def test_the_memory_of_a_tensor_is_kept_wherever_it_is(kind, gpu):
-    for _ in ahead(iter([(1, KEPT[kind](gpu))] * 2), 1):
-        assert gpu.log[-1] == "7 is kept for loop"
-    assert gpu.log.count("side waits for all of loop") == 1  # before the first
 
 
 class Opaque:
@@ -304,10 +254,13 @@ def test_where_it_cannot_be_told_what_is_drawn_next_waits_for_the_loop(kind, gpu
     assert before == [1, 1, 2, 3]
 
 
-def test_all_epochs_run_ahead_on_one_stream_of_a_gpu(gpu):
+def test_all_epochs_run_so_many_batches_ahead_on_one_stream_of_a_gpu(gpu):
     # The allocator keeps free memory by stream, and of streams there are 32.
-    for _ in range(3):
-        assert len(list(ahead(gpu.draw(2), 1))) == 2
+    for prefetch in (1, 2, 5):
+        gpu.log.clear()
+        for number, _ in ahead(gpu.draw(4), prefetch):
+            made = sum("makes" in line for line in gpu.log)
+            assert made == min(number + prefetch, 4)
     assert gpu.streams == 1
 
 
@@ -320,11 +273,3 @@ def test_only_a_copy_to_a_gpu_is_not_waited_for(device, waits, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "to", to)
     device = torch.device(device)
     assert moved([torch.ones(1)], device) == [(device, not waits)]
-
-
-@pytest.mark.parametrize("prefetch", [1, 2, 5])
-def test_so_many_batches_are_made_ahead(prefetch, gpu):
-    batches = ahead(gpu.draw(4), prefetch)
-    for number, _ in batches:
-        made = sum("makes" in line for line in gpu.log)
-        assert made == min(number + prefetch, 4)

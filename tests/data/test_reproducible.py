@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from data_zoo import Drawing, Numbers, joined, loader_of, states, steps
-from on_ranks import caught, run, run_caught
+from data_zoo import Buffer, Drawing, Numbers, joined, loader_of, states, steps
+from on_ranks import caught, run
 from torch.utils.data import ConcatDataset, RandomSampler, Subset, TensorDataset
 
 from pardata import make_loader, seed_everything
@@ -89,24 +89,6 @@ SAMPLES = {
 }
 
 
-def _samples(workers):
-    return {
-        name: [epochs_of(data, num_workers=number, **options) for number in workers]
-        for name, (data, options) in SAMPLES.items()
-    }
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.soak)])
-def test_a_sample_is_the_same_whoever_reads_it(size):
-    alone = _samples([0])
-    ranks = run(_samples, [0, 2], world_size=size)
-    for name in SAMPLES:
-        for found in zip(*(rank[name] for rank in ranks), strict=True):
-            assert epochs_joined(found) == alone[name][0], name
-        first, second = alone[name][0]
-        assert sorted(first) != sorted(second), name
-
-
 def test_a_sample_does_not_depend_on_the_order_or_the_batch():
     ordered = sorted(row for step in epochs_of(Drawing(), 1)[0] for row in step)
     shuffled = epochs_of(Drawing(), 1, shuffle=True, drop_last=False)[0]
@@ -118,10 +100,16 @@ def test_a_sample_does_not_depend_on_the_order_or_the_batch():
 # --- the training process ---
 
 
-@pytest.mark.parametrize("data", [Drawing(), DrawingSometimes(), Numbers(13)])
+LEFT_ALONE = [
+    *((data, {"shuffle": True}) for data in (Drawing(), DrawingSometimes(), Numbers(13))),
+    *((Buffer(13), {"reproducible": reproducible}) for reproducible in (True, False)),
+]
+
+
+@pytest.mark.parametrize(("data", "options"), LEFT_ALONE)
 @pytest.mark.parametrize("workers", [0, 1])
-def test_the_generators_of_the_training_process_are_left_alone(workers, data):
-    loader = make_loader(data, 4, shuffle=True, num_workers=workers)
+def test_the_generators_of_the_training_process_are_left_alone(workers, data, options):
+    loader = make_loader(data, 4, num_workers=workers, **options)
     before = states()
     for _ in range(2):
         for _ in loader:
@@ -204,16 +192,6 @@ def test_drawing_for_a_share_raises_and_names_both_cures(what, kind, since):
     assert f"`{what}` must draw no random numbers from a batch whose size" in raised.text
 
 
-def _in_a_worker():
-    # In a process of its own: the workers of a loader that failed hang on its traceback.
-    return list(loader_that_draws("collate_fn", Draws("numpy"), num_workers=1))
-
-
-def test_it_raises_in_a_worker_too():
-    (raised,) = run_caught(_in_a_worker, world_size=1)
-    assert "`collate_fn` must draw no random numbers from a batch" in raised.text
-
-
 @pytest.mark.parametrize("what", WHAT)
 def test_without_reproducible_it_may_draw(what):
     for kind in KINDS:
@@ -244,23 +222,26 @@ MICROBATCHES = {
 }
 
 
-def _microbatches(workers):
-    return {
-        name: [epochs_of(data, num_workers=w, microbatch_size=2, **options) for w in workers]
-        for name, (data, options) in MICROBATCHES.items()
-    }
+def _epochs(workers):
+    found = {}
+    for name, (data, options) in {**SAMPLES, **MICROBATCHES}.items():
+        pieces = {"microbatch_size": 2} if name in MICROBATCHES else {}
+        found[name] = [epochs_of(data, num_workers=n, **pieces, **options) for n in workers]
+    return found
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.soak)])
-def test_with_microbatches_they_draw_the_same_at_every_size(size):
-    alone = _microbatches([0])
-    ranks = run(_microbatches, [0, 2], world_size=size)
-    for name in MICROBATCHES:
+def test_a_sample_and_a_microbatch_are_the_same_whoever_reads_them(size):
+    alone = _epochs([0])
+    ranks = run(_epochs, [0, 2], world_size=size)
+    for name in alone:
         for found in zip(*(rank[name] for rank in ranks), strict=True):
             assert epochs_joined(found) == alone[name][0], name
-        rests = [
-            row % 1 for epoch in alone[name][0] for step in epoch for part in step for row in part
-        ]
+        first, second = alone[name][0]
+        assert sorted(first) != sorted(second), name
+    for name in MICROBATCHES:
+        steps = [step for epoch in alone[name][0] for step in epoch]
+        rests = [row % 1 for step in steps for part in step for row in part]
         assert len(set(rests)) == len(rests), name
 
 

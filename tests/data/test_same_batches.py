@@ -3,39 +3,64 @@
 import json
 
 import torch
-from data_zoo import Rotated, joined, loader_of, rows
+from data_zoo import Buffer, ByLength, Count, Permuted, Rotated, Sized, joined, loader_of, rows
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from on_ranks import run
-from torch.utils.data import RandomSampler, TensorDataset
+from on_ranks import caught, run
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, TensorDataset
+
+from pardata import Microbatches
 
 EPOCHS = 2
 
 
 def order_of(options, epoch):
     """Return the numbers of an epoch in their order: not cut into batches in any way."""
-    length = options["data"]
+    data = options["data"]
     if options["shuffle"]:
-        loader = loader_of(length, max(1, length), shuffle=True, drop_last=False)
+        loader = loader_of(data, max(1, data), shuffle=True, drop_last=False)
         loader.set_epoch(epoch)
         return [number for batch in loader for number in batch.tolist()]
+    length = data if isinstance(data, int) else data.length
     turn = 0 if options["sampler"] is None else epoch
     return [(number + turn) % length for number in range(length)]
 
 
-def reference(options, epoch, size):
-    """Return what each of `size` ranks gets of each step."""
+def whole_steps(options, epoch):
+    """Return the samples of each step, whoever gets them."""
+    if options["batch_sampler"] is not None:
+        return options["batch_sampler"]
     order, batch_size = order_of(options, epoch), options["batch_size"]
     whole = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
-    if options["drop_last"] and whole and len(whole[-1]) < batch_size:
-        whole.pop()
-    pieces = whole
-    if (m := options["microbatch_size"]) is not None:
-        pieces = [[step[i : i + m] for i in range(0, len(step), m)] for step in whole]
-    return [
-        [[step[i] for i in own.tolist()] for own in torch.arange(len(step)).tensor_split(size)]
-        for step in pieces
-    ]
+    return whole[:-1] if options["drop_last"] and len(order) % batch_size else whole
+
+
+def reference(options, epoch, size):
+    """Return what each of `size` ranks gets of each step."""
+
+    def shares(step):
+        return [[step[i] for i in own] for own in torch.arange(len(step)).tensor_split(size)]
+
+    whole = whole_steps(options, epoch)
+    if (m := options["microbatch_size"]) is None:
+        return [shares(step) for step in whole]
+    found = []
+    for number, step in enumerate(whole):
+        pieces = [step[i : i + m] for i in range(0, len(step), m)]
+        counts, first = tuple(map(len, pieces)), 0
+        found.append([])
+        for own in shares(pieces):
+            found[-1].append(((epoch, number, first, counts, 1, size), own, (own or pieces)[0]))
+            first += len(own)
+    return found
+
+
+def shown(batch):
+    """Return what a rank has of a step, and what it knows of it."""
+    if not isinstance(batch, Microbatches):
+        return rows(batch)
+    where = batch.epoch, batch.step, batch.first, batch.counts, batch.seed, batch.size
+    return where, rows(batch), batch.stand_in.tolist()
 
 
 def go_on(options, state, count):
@@ -44,7 +69,8 @@ def go_on(options, state, count):
     found = []
 
     def stopped():
-        return found, loader.state_dict(), loader.fingerprint()
+        has_indices = not isinstance(loader.dataset, IterableDataset)
+        return found, loader.state_dict(), loader.fingerprint() if has_indices else ""
 
     if state is not None:
         loader.load_state_dict(state)
@@ -52,7 +78,7 @@ def go_on(options, state, count):
         return stopped()
     for _ in range(loader.epoch, EPOCHS):
         for batch in loader:
-            found.append((loader.epoch, rows(batch)))
+            found.append((loader.epoch, shown(batch)))
             if len(found) == count:
                 return stopped()
     return stopped()
@@ -66,32 +92,36 @@ def on_ranks_of(size, *args):
 def loaders(draw):
     """Arguments of a loader that goes with up to 4 ranks."""
     length, batch_size = draw(st.integers(0, 30)), draw(st.integers(4, 9))
-    order = draw(st.sampled_from(["ordered", "shuffled", "sampled"] if length else ["ordered"]))
+    kinds = ["ordered", "stream", "stream with a length", "shuffled", "sampled", "batches"]
+    kind = draw(st.sampled_from(kinds if length else kinds[:3]))
     pieces = draw(st.sampled_from([None, 1, 2, 3, 4]))
+    options = {"shuffle": kind == "shuffled", "microbatch_size": pieces, "batch_sampler": None}
+    options["sampler"] = Rotated(length) if kind == "sampled" else None
+    options["data"] = {"stream": Count, "stream with a length": Sized}.get(kind, int)(length)
+    if kind == "batches":
+        batch = st.lists(st.integers(0, length - 1), min_size=1 if pieces else 4, max_size=9)
+        options["batch_sampler"] = draw(st.lists(batch, max_size=5))
+        return {**options, "batch_size": None, "drop_last": None}
     no_share_is_empty = pieces is not None or length % batch_size in (0, 4, 5, 6, 7, 8)
-    keeps = [False] if order == "ordered" or no_share_is_empty else []
-    drops = [True] if batch_size <= length else []
+    trains = kind in ("shuffled", "sampled")
+    keeps = [] if trains and not no_share_is_empty else [False]
+    drops = [True] if batch_size <= length or kind == "stream" else []
     assume(keeps or drops)
-    return {
-        "data": length,
-        "batch_size": batch_size,
-        "shuffle": order == "shuffled",
-        "drop_last": draw(st.sampled_from([*keeps, *drops])),
-        "microbatch_size": pieces,
-        "sampler": Rotated(length) if order == "sampled" else None,
-    }
+    return {**options, "batch_size": batch_size, "drop_last": draw(st.sampled_from(keeps + drops))}
 
 
 interruptions = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5)), max_size=4)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=90, suppress_health_check=[HealthCheck.too_slow])
 @given(loaders(), interruptions)
 def test_every_step_is_the_same_samples_at_every_size_wherever_it_stopped(options, plan):
     left = {
         size: [(epoch, step) for epoch in range(EPOCHS) for step in reference(options, epoch, size)]
         for size in (1, 2, 3, 4)
     }
+    length = caught(len, loader_of(**options))
+    assert type(options["data"]) is Count or length == len(left[1]) // EPOCHS
     seen, state = 0, None
     for size, count in [*plan, (1, None)]:
         found, states, fingerprints = zip(*on_ranks_of(size, options, state, count), strict=True)
@@ -102,10 +132,10 @@ def test_every_step_is_the_same_samples_at_every_size_wherever_it_stopped(option
         seen += len(expected)
         assert len({json.dumps(told) for told in states}) == 1
         state = json.loads(json.dumps(states[0]))
-        alone = loader_of(**options)
-        alone.load_state_dict(state)
-        if expected and state["delivered"]:  # what was delivered, whoever got it
-            assert set(fingerprints) == {alone.fingerprint()}
+        if expected and state["delivered"] and isinstance(options["data"], int):
+            alone = loader_of(**options)
+            alone.load_state_dict(state)
+            assert set(fingerprints) == {alone.fingerprint()}  # of what was delivered, to whomever
     assert (state["epoch"], state["delivered"]) == (max(EPOCHS, state["epoch"]), 0)
 
 
@@ -118,6 +148,20 @@ KINDS = {
     "microbatches": {"shuffle": True, "drop_last": False, "microbatch_size": 2},
     "sampled": {"sampler": RandomSampler(range(23))},
     "tensors": {"shuffle": True, "data": TensorDataset(torch.arange(23))},
+    "batches by length": {"data": 28, "batch_size": None, "batch_sampler": ByLength(28, 20)},
+    "batches of a sampler": {
+        "batch_size": None,
+        "batch_sampler": BatchSampler(RandomSampler(range(23)), 4, drop_last=True),
+    },
+    "a list of batches": {
+        "batch_size": None,
+        "batch_sampler": [[3, 1, 2], torch.tensor([0, 5, 5, 7]), (22, 21, 20), [9] * 3, [8] * 7],
+    },
+    "stream": {"data": Count(23)},
+    "stream in microbatches": {"data": Count(23), "microbatch_size": 2},
+    "shuffled inside": {"data": Buffer(23)},
+    "shuffled at the start": {"data": Permuted(23)},
+    "not reproducible": {"data": Buffer(23), "reproducible": False},
 }
 
 
@@ -125,19 +169,25 @@ def _all_kinds(states, workers, count):
     found = {}
     for kind, own in KINDS.items():
         options = {"data": 23, "batch_size": 4, "num_workers": workers, **own}
-        found[kind] = go_on(options, states.get(kind), count)
+        steps, state, _ = go_on(options, states.get(kind), count)
+        found[kind] = [(n, s[1] if isinstance(s, tuple) else s) for n, s in steps], state
     return found
 
 
 def test_real_ranks_and_workers_go_on_where_others_stopped():
-    whole = _all_kinds({}, 0, None)
+    before, whole = torch.get_rng_state(), _all_kinds({}, 0, None)
+    assert torch.equal(torch.get_rng_state(), before)
     states, seen = {}, {kind: [] for kind in KINDS}
     for size, workers, count in [(1, 2, 3), (3, 0, 4), (2, 2, 3), (1, 0, None)]:
         ranks = run(_all_kinds, states, workers, count, world_size=size)
         for kind in KINDS:
-            states[kind] = ranks[0][kind][1]
+            assert len({json.dumps(rank[kind][1]) for rank in ranks}) == 1
+            states[kind] = json.loads(json.dumps(ranks[0][kind][1]))
             epochs = [epoch for epoch, _ in ranks[0][kind][0]]
             shares = joined([[share for _, share in rank[kind][0]] for rank in ranks])
             seen[kind] += zip(epochs, shares, strict=True)
     for kind in KINDS:
         assert seen[kind] == whole[kind][0], kind
+        epochs = [[step for epoch, step in seen[kind] if epoch == number] for number in range(2)]
+        is_fixed = kind in ("ordered", "dropped", "a list of batches") or "stream" in kind
+        assert (epochs[0] == epochs[1]) is is_fixed, kind

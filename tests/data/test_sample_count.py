@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from on_ranks import caught, run
+from on_ranks import run
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import default_collate
 
@@ -222,14 +222,3 @@ def _first(batch):
 
 def _firsts(batch):
     return [image for image, _ in batch]
-
-
-def _untold():
-    model = wrap_model(Detector(), "ddp")
-    return caught(backward, model, lambda m, b: m(b).mean(), [rows(5), rows(7), rows(2)])
-
-
-def test_what_cannot_be_told_is_an_error_on_every_rank():
-    for raised in run(_untold, world_size=2):
-        assert raised.type == "TypeError"
-        assert "this list may be of 3 or 5 samples: pass `count`" in raised.text

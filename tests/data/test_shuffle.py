@@ -59,18 +59,6 @@ def test_what_is_far_too_long_to_draw_stays_in_range_and_distinct(length):
     assert len(found.unique()) == len(positions)
 
 
-@pytest.mark.parametrize("length", [1000, 10**6])
-def test_positions_may_have_any_shape_and_are_not_changed(length):
-    shuffle = Shuffle(length, 4)
-    flat = shuffle.at(torch.arange(12))
-    positions = torch.arange(12).reshape(3, 4)
-    assert torch.equal(shuffle.at(positions), flat.reshape(3, 4))
-    assert torch.equal(positions, torch.arange(12).reshape(3, 4))
-    assert shuffle.at(torch.tensor(7)) == flat[7]
-    assert shuffle.at(torch.tensor([7, 7, 0])).tolist() == flat[[7, 7, 0]].tolist()
-    assert shuffle.at(torch.zeros(0, dtype=torch.int64)).shape == (0,)
-
-
 # --- fair: no statistic is beyond what chance exceeds once in a million ---
 
 
@@ -96,19 +84,6 @@ def test_each_of_the_24_orders_of_four_comes_as_often_as_any_other(seeds):
     for seed in range(seeds):
         counts[orders[tuple(order(4, seed, 0, all_four).tolist())]] += 1
     assert chi_square(counts, torch.full((24,), seeds / 24)) < 70.549  # 23 degrees of freedom
-
-
-@BOTH
-@seeds(500, 2000)
-def test_each_number_is_as_likely_at_each_of_a_thousand_positions(monkeypatch, seeds, drawn):
-    monkeypatch.setattr("pardata.data._shuffle._DRAWN", drawn)
-    length = 1000
-    counts = torch.zeros(length * length)
-    for seed in range(seeds):
-        counts[torch.arange(length) * length + order(length, seed)] += 1
-    # Rows and columns add up, so of the million numbers of an order 999 squared are free.
-    found = chi_square(counts, torch.tensor(seeds / length)) * (length - 1) / length
-    assert found < limit((length - 1) ** 2)
 
 
 @pytest.mark.parametrize(

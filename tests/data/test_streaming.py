@@ -11,84 +11,45 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from data_zoo import ERRORS, Count, Sized, at, flat, joined, loader_of, log_of, rows, states, steps
+from data_zoo import ERRORS, Buffer, Count, Sized, at, flat, joined, loader_of, log_of, rows, steps
 from on_ranks import Raised, caught, run, run_caught
 from torch.utils.data import IterableDataset, get_worker_info
 
 from pardata import make_loader, progress
 
 
-class Pairs(Count):
-    def __iter__(self):
-        return ({"x": torch.full((2,), float(i)), "name": f"n{i}"} for i in range(self.length))
-
-
-class Buffer(Count):
-    """Shuffles through a buffer and augments: draws from all three default generators."""
-
-    def __iter__(self):
-        buffer = [random.random() for _ in range(3)]  # at the start, and before the first sample
-        for number in range(self.length):
-            buffer.append(number + float(np.random.rand()))  # noqa: NPY002  # the one that users draw from
-            yield buffer.pop(random.randrange(len(buffer))) + torch.rand(()).item()
-        yield from buffer
-
-
-class Permuted(Buffer):
-    """Draws when it is asked for an iterator, before any sample."""
-
-    def __iter__(self):
-        return iter(random.sample(range(self.length), self.length))
-
-
 class Own(IterableDataset):
     """Yields its own to each rank and worker: so many as it has, of rank and worker."""
 
-    def __init__(self, *lengths):
+    def __init__(self, *lengths, draws=False):
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.lengths = lengths
+        self.lengths, self.draws = lengths, draws
 
     def __iter__(self):
         info = get_worker_info()
         number, workers = (info.id, info.num_workers) if info else (0, 1)
-        everything = range(self.lengths[self.rank])
-        return iter(1000 * self.rank + i for i in everything if i * i % 7 % workers == number)
+        for i in range(self.lengths[self.rank]):
+            if i * i % 7 % workers == number:
+                yield 1000 * self.rank + i + (torch.rand(()).item() if self.draws else 0)
 
 
-class OwnDraws(Own):
-    def __iter__(self):
-        return (number + torch.rand(()).item() for number in super().__iter__())
+# What each rank and worker yields of a stream that is not the same for all.
+UNLIKE = {
+    "split by worker": lambda rank, worker: range(worker, 20, 2),
+    "less for worker 0": lambda rank, worker: range(20 if worker else 0),
+    "a tail for worker 0": lambda rank, worker: range(20 if worker else 10),
+    "split by rank": lambda rank, worker: range(rank, 20, 2),
+    **{number: lambda rank, worker, n=number: range(12 - n * rank) for number in (1, 3, 4)},
+}
 
 
-class SplitByWorker(Count):
-    def __iter__(self):
-        info = get_worker_info()
-        return iter(range(info.id, self.length, info.num_workers))
-
-
-class LessForWorker0(Count):
-    less = 0
-
-    def __iter__(self):
-        return iter(range(self.length if get_worker_info().id else self.less))
-
-
-class ATailForWorker0(LessForWorker0):
-    less = 10
-
-
-class SplitByRank(Count):
-    def __iter__(self):
-        return iter(range(dist.get_rank(), self.length, dist.get_world_size()))
-
-
-class EndsEarly(Count):
-    def __init__(self, length, less):
-        super().__init__(length)
-        self.less = less
+class Unlike(IterableDataset):
+    def __init__(self, name):
+        self.name = name
 
     def __iter__(self):
-        return iter(range(self.length - self.less * dist.get_rank()))
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return iter(UNLIKE[self.name](rank, getattr(get_worker_info(), "id", 0)))
 
 
 class FromTo(IterableDataset):
@@ -135,58 +96,6 @@ class Waiting(Count):
 
 # --- the same at every size ---
 
-CASES = {
-    "plain": (Count(23), {}),
-    "with a length": (Sized(23), {}),
-    "dropped": (Count(23), {"drop_last": True}),
-    "whole": (Count(20), {}),
-    "a tail for one rank": (Count(11), {}),
-    "fewer than ranks": (Count(1), {}),
-    "nothing": (Count(0), {}),
-    "microbatches": (Count(23), {"microbatch_size": 2}),
-    "a short microbatch alone": (Count(11), {"microbatch_size": 2}),
-    "one microbatch": (Count(11), {"microbatch_size": 5}),
-    "shuffled inside": (Buffer(23), {}),
-    "shuffled at the start": (Permuted(23), {}),
-    "shuffled inside, not reproducible": (Buffer(23), {"reproducible": False}),
-    "collated by hand": (Buffer(23), {"collate_fn": torch.tensor}),
-}
-
-
-WITH_WORKERS = ["plain", "a tail for one rank", "microbatches", "shuffled inside"]
-
-
-def _cases(workers):
-    """Two whole epochs, one that is left, and one more: by the same workers."""
-    found = {}
-    for name in WITH_WORKERS if workers else CASES:
-        data, options = CASES[name]
-        loader = loader_of(data, num_workers=workers, **options)
-        epochs = [steps(loader), steps(loader), [], []]
-        for batch in loader:
-            epochs[2].append(rows(batch))
-            if len(epochs[2]) == 2:
-                break
-        epochs[3] = steps(loader)
-        found[name] = epochs
-    return found
-
-
-def _cases_without_and_with_workers():
-    return [_cases(0), _cases(2)]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.soak)])
-def test_every_step_is_the_same_samples_at_every_size_and_number_of_workers(size):
-    alone = _cases(0)
-    for found in zip(*run(_cases_without_and_with_workers, world_size=size), strict=True):
-        for name in found[0]:
-            for epoch, whole in enumerate(alone[name]):
-                shares = [rank[name][epoch] for rank in found]
-                assert joined(shares) == whole, (name, epoch)
-                counts = [[len(part) for part in step] for step in zip(*shares, strict=True)]
-                assert all(max(count) - min(count) <= 1 for count in counts)
-
 
 def test_a_shuffle_inside_the_stream_is_another_one_each_epoch_and_with_each_seed():
     loader = loader_of(Buffer(10))
@@ -196,18 +105,6 @@ def test_a_shuffle_inside_the_stream_is_another_one_each_epoch_and_with_each_see
     assert flat(steps(loader_of(Buffer(10)))) == epochs[0]
 
 
-@pytest.mark.parametrize("reproducible", [True, False])
-@pytest.mark.parametrize("workers", [0, 1])
-def test_the_generators_of_the_training_process_are_left_alone(workers, reproducible):
-    loader = loader_of(Buffer(13), num_workers=workers, reproducible=reproducible)
-    before = states()
-    for _ in loader:
-        assert states() == before
-    at(loader, 0, 10)
-    assert len(steps(loader)) == 2
-    assert states() == before
-
-
 def test_set_epoch_and_a_state_reach_workers_that_live_on():
     whole = steps(at(loader_of(Buffer(13)), 3))
     loader = loader_of(Buffer(13), num_workers=1)
@@ -215,40 +112,6 @@ def test_set_epoch_and_a_state_reach_workers_that_live_on():
     loader.set_epoch(3)
     assert steps(loader) == whole
     assert steps(at(loader, 3, 5)) == whole[1:]
-
-
-def _tail():
-    *_, last = loader_of(Pairs(11))
-    return last
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_rank_for_which_the_tail_has_nothing_gets_zero_rows_of_the_same_kind(size):
-    first, *others = run(_tail, world_size=size)
-    assert (first["x"].tolist(), first["name"]) == ([[10.0, 10.0]], ["n10"])
-    for last in others:
-        assert (last["x"].shape, last["x"].dtype, last["name"]) == ((0, 2), torch.float32, [])
-
-
-def _stand_ins(workers):
-    loader = loader_of(Count(23), 8, microbatch_size=3, num_workers=workers)
-    found = [(step.size, step.seed, step.stand_in.tolist(), rows(step)) for step in loader]
-    return found, loader.stats()["samples"]
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_rank_without_microbatches_of_a_stream_has_the_first_of_the_step_to_run(size, workers):
-    ranks = run(_stand_ins, workers, world_size=size)
-    for found, delivered in ranks:
-        assert delivered == 23
-        for (_, _, _, first), (shared_by, seed, stand_in, own) in zip(
-            ranks[0][0], found, strict=True
-        ):
-            assert (shared_by, seed) == (size, 1)
-            assert stand_in == (own or first)[0]
-    idle = [not own for found, _ in ranks for *_, own in found]
-    assert any(idle) == (size == 4)  # three microbatches a step
 
 
 def test_a_stream_without_end_is_left_by_a_break():
@@ -290,50 +153,6 @@ def test_progress_over_a_loader_without_a_length_has_no_total(capsys):
 # --- stopping and going on ---
 
 
-def _go_on(case, state, workers, count):
-    data, options = CASES[case]
-    loader = loader_of(data, num_workers=workers, **options)
-    if state is not None:
-        loader.load_state_dict(state)
-    found = []
-    for _ in range(loader.epoch, 2):
-        for batch in loader:
-            found.append(rows(batch))
-            if len(found) == count:
-                return found, loader.state_dict()
-    return found, loader.state_dict()
-
-
-GOING_ON = ["plain", "with a length", "microbatches", "shuffled inside"]
-
-
-def _all_go_on(states, workers, count):
-    return {case: _go_on(case, states.get(case), workers, count) for case in GOING_ON}
-
-
-def test_it_goes_on_at_any_size_and_number_of_workers():
-    states, seen = {}, {case: [] for case in GOING_ON}
-    for size, workers, count in [(1, 2, 1), (3, 0, 2), (2, 2, 3), (1, 0, None)]:
-        ranks = run(_all_go_on, states, workers, count, world_size=size)
-        for case in GOING_ON:
-            found, told = zip(*(rank[case] for rank in ranks), strict=True)
-            assert len({json.dumps(state) for state in told}) == 1
-            states[case] = json.loads(json.dumps(told[0]))
-            seen[case] += joined(found)
-    for case in GOING_ON:
-        assert seen[case] == _go_on(case, None, 0, None)[0]
-        assert (states[case]["epoch"], states[case]["delivered"]) == (2, 0)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_every_place_of_an_epoch_can_be_gone_on_from(case):
-    whole, _ = _go_on(case, None, 0, None)
-    for count in range(1, len(whole) + 1):
-        found, state = _go_on(case, None, 0, count)
-        rest, _ = _go_on(case, state, 0, None)
-        assert found + rest == whole
-
-
 class Longer(Count):
     """Has four samples more than it says."""
 
@@ -353,7 +172,6 @@ def test_where_a_stream_ends_is_not_for_its_length_to_say():
 # Of how long a stream, after how many samples, and whether it is sharded.
 PLACES = {
     (10, 7, False): "7 samples, and it goes on there, in the middle of a batch of 5",
-    (10, 100, False): "100 samples, and it ended after 10",
     (10, 12, False): "12 samples, and it ended after 10",
     (0, 5, False): "5 samples, and it ended after 0",
     (2, 100, True): "100 samples, and on some rank it ended after",
@@ -408,11 +226,10 @@ def _all_of(data, workers=0, **options):
 
 # Each in processes of their own: the workers of a loader that failed hang on its traceback.
 @pytest.mark.parametrize(
-    ("data", "size"),
-    [(SplitByWorker(20), 2), (LessForWorker0(20), 1), (ATailForWorker0(20), 1)],
+    ("name", "size"), [("split by worker", 2), ("less for worker 0", 1), ("a tail for worker 0", 1)]
 )
-def test_a_stream_that_splits_itself_by_worker_is_found_out(data, size):
-    for raised in run_caught(_all_of, data, 2, world_size=size, fresh=True):
+def test_a_stream_that_splits_itself_by_worker_is_found_out(name, size):
+    for raised in run_caught(_all_of, Unlike(name), 2, world_size=size, fresh=True):
         assert isinstance(raised, Raised)
         assert raised.type == "RuntimeError"
         assert (
@@ -423,7 +240,7 @@ def test_a_stream_that_splits_itself_by_worker_is_found_out(data, size):
 
 
 def _split_by_rank():
-    return [caught(_all_of, SplitByRank(20), workers) for workers in (0, 1)]
+    return [caught(_all_of, Unlike("split by rank"), workers) for workers in (0, 1)]
 
 
 def test_a_stream_that_splits_itself_by_rank_is_found_out():
@@ -456,26 +273,20 @@ class Kinds(IterableDataset):
         }
 
 
-KINDS = ["tensor", "large", "array", "number", "text"]
+KINDS = ["tensor", "large", "array", "number", "text", None]
 
 
 def _one_of_each():
-    return {kind: caught(list, loader_of(Kinds(kind), 2, collate_fn=list)) for kind in KINDS}
+    def row(_):
+        return torch.ones(1)
+
+    return [caught(steps, loader_of(Kinds(kind), 2, collate_fn=row)) for kind in KINDS]
 
 
-def test_samples_of_any_kind_are_told_apart():
-    for found in run(_one_of_each, world_size=2):
-        for raised in found.values():
-            assert isinstance(raised, Raised)
-            assert "`first samples` differ" in raised.text
-
-
-def _as_many_as_rows():
-    return [len(batch) for batch in loader_of(Kinds(None), 2, collate_fn=lambda s: [str(s)])]
-
-
-def test_what_cannot_be_told_apart_is_no_difference():
-    assert run(_as_many_as_rows, world_size=2) == [[1], [0]]
+def test_samples_of_any_kind_are_told_apart_and_what_cannot_be_is_no_difference():
+    for rank, (*differ, alike) in enumerate(run(_one_of_each, world_size=2)):
+        assert all("`first samples` differ" in raised.text for raised in differ)
+        assert alike == [[1.0][rank:]]
 
 
 def until_it_raises(data, **options):
@@ -485,7 +296,7 @@ def until_it_raises(data, **options):
 
 
 def _left_by_early_ends(less):
-    return [until_it_raises(EndsEarly(12, number)) for number in less]
+    return [until_it_raises(Unlike(number)) for number in less]
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -509,73 +320,36 @@ def test_streams_that_end_differently_raise_on_every_rank(size):
 
 
 def own_steps(lengths, workers, *, draws=False, epochs=2, **options):
-    data = (OwnDraws if draws else Own)(*lengths)
+    data = Own(*lengths, draws=draws)
     loader = make_loader(data, 6, sharded=True, seed=1, num_workers=workers, **options)
     return [steps(loader) for _ in range(epochs)]
 
 
-def _unequal(all_lengths, **options):
-    return [own_steps(lengths, w, **options) for lengths in all_lengths for w in (0, 2)]
+UNEQUAL = {1: [(20,)], 2: [(20, 5), (5, 20)], 3: [(3, 17, 12), (1, 1, 30)]}
 
 
-UNEQUAL = {
-    1: [(20,)],
-    2: [(20, 5), (5, 20)],
-    3: [(3, 17, 12), (1, 1, 30)],
-}
+def _unequal(cases):
+    return [own_steps(lengths, workers, drop_last=drops) for lengths, workers, drops in cases]
 
 
 @pytest.mark.parametrize("size", UNEQUAL)
 def test_each_sample_of_unequal_streams_is_seen_once_and_ranks_stop_together(size):
-    found = zip(*run(_unequal, UNEQUAL[size], world_size=size), strict=True)
-    for number, ranks in enumerate(found):
-        lengths = UNEQUAL[size][number // 2]
+    cases = [*itertools.product(UNEQUAL[size], (0, 2), (False, True))]
+    found = zip(*run(_unequal, cases, world_size=size), strict=True)
+    for (lengths, workers, drops), ranks in zip(cases, found, strict=True):
         everything = [1000 * rank + i for rank in range(size) for i in range(lengths[rank])]
         for shares in zip(*ranks, strict=True):
-            assert sorted(row for steps in shares for step in steps for row in step) == everything
-            assert len({len(steps) for steps in shares}) == 1
-            own = 6 // size
-            assert all(len(step) <= own for steps in shares for step in steps)
-            if number % 2 == 0:
-                assert len(shares[0]) == -(-max(lengths) // own)
-
-
-def _dropped(lengths):
-    return [own_steps(lengths, workers, drop_last=True) for workers in (0, 2)]
-
-
-@pytest.mark.parametrize("lengths", [(20, 7), (7, 20, 30)])
-def test_with_drop_last_all_stop_where_one_has_no_whole_share(lengths):
-    own = 6 // len(lengths)
-    for workers, ranks in enumerate(
-        zip(*run(_dropped, lengths, world_size=len(lengths)), strict=True)
-    ):
-        for shares in zip(*ranks, strict=True):
-            counts = {len(steps) for steps in shares}
-            assert len(counts) == 1
+            (count,) = {len(steps) for steps in shares}
+            every = [step for steps in shares for step in steps]
+            seen, own = sorted(flat(every)), 6 // size
+            if drops:  # all stop where one has no whole share
+                assert sorted(set(seen)) == seen
+                assert {len(step) for step in every} <= {own}
+            else:
+                assert seen == everything
+                assert max(map(len, every)) <= own
             if not workers:
-                assert counts == {min(lengths) // own}
-            seen = [row for steps in shares for step in steps for row in step]
-            assert len(set(seen)) == len(seen)
-            assert {len(step) for steps in shares for step in steps} == {own}
-
-
-def _shapes(*lengths):
-    loader = make_loader(
-        Own(*lengths),
-        4,
-        sharded=True,
-        num_workers=0,
-        collate_fn=lambda s: {"x": torch.ones(len(s), 2)},
-    )
-    return [(batch["x"].shape, batch["x"].dtype) for batch in loader]
-
-
-def test_a_rank_that_has_ended_gets_zero_rows_of_the_kind_it_had():
-    first, second = run(_shapes, 6, 3, world_size=2)
-    assert [tuple(shape) for shape, _ in first] == [(2, 2)] * 3
-    assert [tuple(shape) for shape, _ in second] == [(2, 2), (1, 2), (0, 2)]
-    assert {dtype for _, dtype in first + second} == {torch.float32}
+                assert count == (min(lengths) // own if drops else -(-max(lengths) // own))
 
 
 def _nothing():

@@ -85,16 +85,10 @@ class CachedDataset(ReadsBatches):
     """
 
     def __init__(
-        self,
-        dataset: Dataset[Any],
-        directory: Path,
-        source: dict[str, Any],
-        first: Any,
-        fields: list[Field],
+        self, dataset: Any, directory: Path, source: dict[str, Any], first: Any, fields: list[Field]
     ) -> None:
-        self.source: Any = dataset
+        self.source = dataset
         self.directory = directory
-        self._length: int = source["length"]
         # The keys of a dict may have come in another order when the files were built.
         self._paths = [field.path for field in fields]
         manifest = read_manifest(directory) or {"source": None, "fields": ()}
@@ -104,7 +98,8 @@ class CachedDataset(ReadsBatches):
                 f"give each data set a directory of its own, and pass the same data set on every "
                 f"rank"
             )
-        self._files = manifest["files"], manifest["fields"], self._length
+        self._files: tuple[Path, list[Field], int]
+        self._files = manifest["files"], manifest["fields"], source["length"]
         self._map()
         self._sample: Any = first
         self._sample = self[0]  # whose parts do not hang on to the source's memory
@@ -114,7 +109,7 @@ class CachedDataset(ReadsBatches):
         )
 
     def __len__(self) -> int:
-        return self._length
+        return self._files[-1]
 
     def __getitem__(self, index: int) -> Any:
         return filled(self._sample, (field[index].clone() for field in self._fields))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from pardata.cache._original import CHUNK, digest, read_sample
-from pardata.cache._sample import Field, store
+from pardata.cache._sample import Field, name_of, store
 from pardata.output._progress import progress
 from pardata.ranks._logger import get_logger
 
@@ -39,13 +39,13 @@ def map_fields(
     mode, access = ("r+b", mmap.ACCESS_WRITE) if writable else ("rb", mmap.ACCESS_READ)
     found = {}
     for number, field in enumerate(fields):
-        flat = torch.empty(0, dtype=field.torch_dtype)
+        flat = torch.empty(0, dtype=field.dtype)
         if field.size_in_bytes(length):  # an empty file cannot be mapped
             with (directory / f"{number}.bin").open(mode) as file:
                 pages = mmap.mmap(file.fileno(), 0, access=access)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # PyTorch's, that it knows no read-only tensors
-                flat = torch.frombuffer(pages, dtype=field.torch_dtype)
+                flat = torch.frombuffer(pages, dtype=field.dtype)
         found[field.path] = flat.view(length, *field.shape)
     return found
 
@@ -54,7 +54,8 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
     """Return the manifest of a cache that is complete, or None."""
     try:
         manifest: dict[str, Any] = json.loads((directory / _MANIFEST).read_text())
-        fields = [Field(f["path"], f["dtype"], tuple(f["shape"])) for f in manifest["fields"]]
+        stored = [(f["path"], getattr(torch, f["dtype"]), f["shape"]) for f in manifest["fields"]]
+        fields = [Field(path, dtype, tuple(shape)) for path, dtype, shape in stored]
         files, length = directory / manifest["files"], manifest["source"]["length"]
         if files.parent != directory or not files.name.startswith(_FILES):
             return None  # nothing outside of the directory is read, whatever the manifest says
@@ -142,7 +143,7 @@ def _create_files(directory: Path, fields: list[Field], length: int) -> None:
 def _publish(directory: Path, source: dict[str, Any], fields: list[Field]) -> None:
     """Make what was built the cache, in one step, and remove what was there before."""
     unfinished, final = directory / _BUILDING, directory / (_FILES + digest(source))
-    stored = [field._asdict() for field in fields]
+    stored = [{**field._asdict(), "dtype": name_of(field.dtype)} for field in fields]
     manifest = {"source": source, "fields": stored, "files": final.name}
     # Written before anything of the old cache goes: the disk may be full now.
     (unfinished / _MANIFEST).write_text(json.dumps(manifest, indent=1))

@@ -17,16 +17,12 @@ class Field(NamedTuple):
     """One part of every sample: where it stands in the sample, and its dtype and shape."""
 
     path: str
-    dtype: str
+    dtype: torch.dtype
     shape: tuple[int, ...]
-
-    @property
-    def torch_dtype(self) -> Any:
-        return getattr(torch, self.dtype)
 
     def size_in_bytes(self, length: int) -> int:
         """Return how long the file of `length` samples is."""
-        return length * math.prod(self.shape) * int(self.torch_dtype.itemsize)
+        return length * math.prod(self.shape) * self.dtype.itemsize
 
 
 def parts_of(sample: Any) -> dict[str, Tensor]:
@@ -44,7 +40,7 @@ def parts_of(sample: Any) -> dict[str, Tensor]:
 
 def fields_of(parts: Mapping[str, Tensor]) -> list[Field]:
     """Return what a sample of these parts is made of."""
-    return [Field(path, _name(tensor.dtype), tuple(tensor.shape)) for path, tensor in parts.items()]
+    return [Field(path, tensor.dtype, tuple(tensor.shape)) for path, tensor in parts.items()]
 
 
 def store(parts: Mapping[str, Tensor], into: Mapping[str, Tensor], row: int) -> None:
@@ -64,8 +60,8 @@ def store(parts: Mapping[str, Tensor], into: Mapping[str, Tensor], row: int) -> 
         tensor, shape = parts[path], tuple(rows.shape[1:])
         if tuple(tensor.shape) != shape or tensor.dtype != rows.dtype:
             raise ValueError(
-                f"sample {row} cannot be stored: `{path}` must be {_name(rows.dtype)} of shape "
-                f"{shape}, as in the first sample, but is {_name(tensor.dtype)} of shape "
+                f"sample {row} cannot be stored: `{path}` must be {name_of(rows.dtype)} of shape "
+                f"{shape}, as in the first sample, but is {name_of(tensor.dtype)} of shape "
                 f"{tuple(tensor.shape)}: resize, crop or convert it in the data set's transform"
             )
         rows[row] = tensor
@@ -123,5 +119,5 @@ def _of_image(image: Any) -> Tensor:
     return flat.view(height, width, -1).permute(2, 0, 1)
 
 
-def _name(dtype: torch.dtype) -> str:
+def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

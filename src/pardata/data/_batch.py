@@ -37,14 +37,12 @@ def whole_batch_reader(dataset: Any) -> Read | None:
         return dataset.read_batch
     if _reads_as(dataset, TensorDataset):
         return partial(_columns, dataset)
-    if _reads_as(dataset, Subset):
-        if (inner := whole_batch_reader(dataset.dataset)) is None:
-            return None
+    if _reads_as(dataset, Subset) and (inner := whole_batch_reader(dataset.dataset)) is not None:
         return partial(_chosen, inner, torch.as_tensor(dataset.indices, dtype=torch.int64))
     if _reads_as(dataset, ConcatDataset):
         readers = [reader for part in dataset.datasets if (reader := whole_batch_reader(part))]
-        whole = len(readers) == len(dataset.datasets)
-        return partial(_joined, readers, dataset.cumulative_sizes) if whole else None
+        if len(readers) == len(dataset.datasets):
+            return partial(_joined, readers, dataset.cumulative_sizes)
     return None
 
 
@@ -65,12 +63,10 @@ def rows_of(tensor: Tensor, indices: Tensor) -> Tensor:
         if tensor.is_cuda:
             indices = indices.pin_memory()  # so that nobody waits for the copy
         indices = indices.to(tensor.device, non_blocking=tensor.is_cuda)
-    if indices.ndim == 1:
-        try:
-            return tensor.index_select(0, indices)
-        except IndexError:  # negative, or indeed out of range
-            pass
-    return tensor[indices]
+    try:
+        return tensor.index_select(0, indices)
+    except IndexError:  # negative, or indeed out of range
+        return tensor[indices]
 
 
 def _reads_as(dataset: object, kind: type) -> bool:
@@ -99,18 +95,10 @@ def _joined(readers: list[Read], ends: list[int], indices: Tensor) -> Any:
         start = ends[number - 1] if number else 0
         parts.append(readers[number](indices[rows] - start))
         places.append(rows)
-    return parts[0] if len(parts) == 1 else _assembled(parts, torch.cat(places))
-
-
-def _assembled(batches: Sequence[Any], places: Tensor) -> Any:
-    """Return one batch of the rows of `batches`, in their order put at `places`."""
-    columns = [dict(leaves(batch)) for batch in batches]
-
-    def put(path: Path, _: Any) -> Tensor:
-        rows = torch.cat([column[path] for column in columns])
-        return torch.empty_like(rows).index_copy_(0, places.to(rows.device), rows)
-
-    return mapped(batches[0], put)
+    if len(parts) == 1:
+        return parts[0]
+    columns, order = [dict(leaves(part)) for part in parts], torch.cat(places).argsort()
+    return mapped(parts[0], lambda path, _: rows_of(torch.cat([c[path] for c in columns]), order))
 
 
 def _from_the_front(indices: Tensor, length: int) -> Tensor:
@@ -130,13 +118,13 @@ def moved(batch: Any, device: torch.device) -> Any:
     An object of another kind is moved by its own ``to``, if it has one.
     """
 
-    def move(leaf: Any) -> Any:
+    def move(_: Path, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             # On mps, say, a copy that nobody waits for reads what is no longer there.
             return leaf.to(device, non_blocking=device.type == "cuda")
         return leaf.to(device) if hasattr(leaf, "to") else leaf
 
-    return batch if device.type == "cpu" else _changed(batch, move)
+    return batch if device.type == "cpu" else mapped(batch, move, is_leaf=_is_whole)
 
 
 def pinned(batch: Any) -> Any:
@@ -145,11 +133,11 @@ def pinned(batch: Any) -> Any:
     An object of another kind is pinned by its own ``pin_memory``, if it has one.
     """
 
-    def pin(leaf: Any) -> Any:
+    def pin(_: Path, leaf: Any) -> Any:
         stays = isinstance(leaf, Tensor) and leaf.device.type != "cpu"
         return leaf if stays or not hasattr(leaf, "pin_memory") else leaf.pin_memory()
 
-    return _changed(batch, pin)
+    return mapped(batch, pin, is_leaf=_is_whole)
 
 
 def emptied(batch: Any, *, lists_are_columns: bool) -> Any:
@@ -165,12 +153,11 @@ def emptied(batch: Any, *, lists_are_columns: bool) -> Any:
     """
 
     def may_be_samples(part: Any) -> bool:
-        is_list = isinstance(part, list | tuple) and not hasattr(part, "_fields")
-        return is_list and len(part) == 1 and not lists_are_columns
+        return is_list(part) and len(part) == 1 and not lists_are_columns
 
-    def empty(leaf: Any) -> Any:
+    def empty(_: Path, leaf: Any) -> Any:
         is_tensor = isinstance(leaf, Tensor)
-        if _is_text(leaf) or (is_tensor and leaf.ndim):
+        if is_text(leaf) or (is_tensor and leaf.ndim):
             return leaf[:0]
         what = f"{type(leaf).__name__}{' without dimensions' if is_tensor else ''}"
         if may_be_samples(leaf):
@@ -182,31 +169,25 @@ def emptied(batch: Any, *, lists_are_columns: bool) -> Any:
             f"leaves every rank a sample"
         )
 
-    is_whole = lambda part: _is_whole(part) or may_be_samples(part)  # noqa: E731  # short
-    return mapped(batch, lambda _, leaf: empty(leaf), is_leaf=is_whole)
-
-
-def _changed(batch: Any, change: Callable[[Any], Any]) -> Any:
-    """Return `batch` with its tensors, and what is neither tensor nor collection, changed."""
-    return mapped(batch, lambda _, leaf: change(leaf), is_leaf=_is_whole)
+    return mapped(batch, empty, is_leaf=lambda part: _is_whole(part) or may_be_samples(part))
 
 
 def _is_whole(batch: Any) -> bool:
     """Whether this is no collection of parts, but text or a tensor in disguise."""
-    return isinstance(batch, PackedSequence) or _is_text(batch)
-
-
-def _is_text(batch: Any) -> bool:
-    """Whether this is what the default `collate_fn` makes of strings: one for each row."""
-    return (
-        isinstance(batch, list | tuple)
-        and not hasattr(batch, "_fields")
-        and len(batch) > 0
-        and all(isinstance(item, str | bytes) for item in batch)
-    )
+    return isinstance(batch, PackedSequence) or is_text(batch)
 
 
 # --- looked through
+
+
+def is_list(part: Any) -> bool:
+    """Whether this is a list or a tuple, but no named one."""
+    return isinstance(part, list | tuple) and not hasattr(part, "_fields")
+
+
+def is_text(part: Any) -> bool:
+    """Whether this is what the default `collate_fn` makes of strings: one for each row."""
+    return is_list(part) and all(isinstance(item, str | bytes) for item in part)
 
 
 def tensors_of(batch: Any, seen: dict[int, Any] | None = None) -> Iterator[Tensor]:
@@ -228,8 +209,7 @@ def _inside(part: Any) -> list[Any]:
     slots = (name for kind in type(part).__mro__ for name in getattr(kind, "__slots__", ()))
     found += [getattr(part, name) for name in slots if hasattr(part, name)]
     # Microbatches, say, hold a stand-in beside what they are made of.
-    if isinstance(part, set | frozenset) or (
-        isinstance(part, Sequence) and hasattr(part, "__dict__")
-    ):
+    is_own = isinstance(part, Sequence) and hasattr(part, "__dict__")
+    if is_own or isinstance(part, set | frozenset):
         found += part
     return found + list(part.values()) if isinstance(part, Mapping) else found

@@ -9,12 +9,7 @@ class Clock:
     def __init__(self) -> None:
         self._start = time.perf_counter()
         self._end: float | None = None
-        self._samples = 0
-        self.waited = 0.0
-
-    def add(self, seconds: float, samples: int) -> None:
-        self.waited += seconds
-        self._samples += samples
+        self.samples, self.waited = 0, 0.0
 
     def stop(self) -> None:
         self._end = time.perf_counter()
@@ -29,6 +24,6 @@ class Clock:
             "seconds": seconds,
             "wait_seconds": self.waited,
             "wait_share": self.waited / seconds,
-            "samples": self._samples,
-            "samples_per_second": self._samples / seconds,
+            "samples": self.samples,
+            "samples_per_second": self.samples / seconds,
         }

@@ -39,22 +39,15 @@ class Loader:
         batch_size: samples of a step, over all ranks; None where a `batch_sampler` decides.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        plan: Plan,
-        source: Source,
-        placement: Placement,
-        *,
-        lists_are_columns: bool,
-    ) -> None:
+    def __init__(self, recipe: Recipe, plan: Plan, source: Source, placement: Placement) -> None:
         self.dataset: Dataset[Any] = source.reader.dataset
         self.batch_size: int | None = plan.batch_size or None
         self._recipe = recipe
         self._plan = plan
         self._source = source
         self._placement = placement
-        self._lists_are_columns = lists_are_columns
+        # Those that `default_collate` makes.
+        self._lists_are_columns = source.reader.collation.collate_fn is None
         self._unused = Position(0)  # where `epochs` begins: a look, left early, moves it not
         self._next = self._unused  # where the next iter() begins
         self._now = self._unused  # what has been delivered
@@ -67,7 +60,7 @@ class Loader:
     def __len__(self) -> int:
         """Return the number of steps of a whole epoch, the same on every rank."""
         if self.batch_size is None:
-            by, steps = "batch_sampler", self._source.requests.order.sampler
+            by, steps = "batch_sampler", self._source.requests.sampler
         else:
             by, steps = "dataset", None if self._plan.length is None else self._plan
         if not hasattr(steps, "__len__"):
@@ -194,7 +187,7 @@ class Loader:
                 f"the samples must have indices to be told apart, but those of "
                 f"{type(self.dataset).__name__}, an IterableDataset, have none: hash what you get"
             )
-        return requests.order.fingerprint(self._now.epoch, self._now.delivered)
+        return requests.fingerprint(self._now.epoch, self._now.delivered)
 
     def __iter__(self) -> Iterator[Any]:
         """Run the next epoch, or the rest of the one that was loaded.
@@ -209,7 +202,7 @@ class Loader:
         self._run = None
         self._clock = clock = Clock()
         fetched = self._source.steps(start)
-        clock.add(clock.seconds(), 0)  # for the order, and workers that start
+        clock.waited = clock.seconds()  # for the order, and workers that start
         batches = self._placement.ahead(map(self._shaped, fetched))
         run = self._delivered(batches, clock, start, self._unused)
         self._run = weakref.ref(run)
@@ -233,7 +226,8 @@ class Loader:
                     )
                 asked = clock.seconds()
                 samples, own, batch = next(batches, _END)
-                clock.add(clock.seconds() - asked, samples)
+                clock.waited += clock.seconds() - asked
+                clock.samples += samples
                 if not samples:
                     break
                 delivered = now.delivered + samples
@@ -258,17 +252,11 @@ class Loader:
         step = fetched.step
         batches = self._placement.placed(fetched)
         if self._plan.microbatch_size is not None:
-            microbatches = Microbatches(
-                batches if step.rows else (),
-                epoch=step.epoch,
-                step=step.number,
-                first=step.first,
-                counts=step.counts,
-                seed=self._recipe.facts["seed"],
-                size=self._plan.size,
-                stand_in=batches[0],
-            )
-            return step.samples, fetched.state, microbatches
+            where = {"epoch": step.epoch, "step": step.number, "first": step.first}
+            whose = {"seed": self._recipe.facts["seed"], "size": self._plan.size}
+            own = batches if step.rows else ()
+            found = Microbatches(own, **where, counts=step.counts, **whose, stand_in=batches[0])
+            return step.samples, fetched.state, found
         (batch,) = batches
         if step.rows == 0 or step.samples < self._plan.size:
             # On every rank, so that a batch that cannot be emptied is an error on all of them.

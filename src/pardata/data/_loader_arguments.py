@@ -18,6 +18,10 @@ _COMPARED = (
     *("batch_size", "microbatch_size", "shuffle", "drop_last", "sharded"),
     *("reproducible", "seed"),
 )
+_OF_WORKERS = (
+    *("num_workers", "timeout", "prefetch_factor", "persistent_workers"),
+    *("worker_init_fn", "multiprocessing_context"),
+)
 
 
 class Arguments(SimpleNamespace):
@@ -97,8 +101,8 @@ def _check(args: Arguments) -> None:
         function = getattr(args, name)
         if function is not None and not callable(function):
             raise TypeError(f"`{name}` must be a function, but is {function!r}")
-    if args.device is not None:
-        args.device = args.here.device if args.device == "auto" else checked_device(args.device)
+    asked = "cpu" if args.device is None else args.device
+    args.device = args.here.device if asked == "auto" else checked_device(asked)
     _choose_workers(args)
     DataLoader(args.dataset, **args.workers)  # refuses what it does while others listen
 
@@ -120,14 +124,7 @@ def _choose_workers(args: Arguments) -> None:
         # DataLoader refuses these without workers, and "auto" may find none on some ranks only.
         args.timeout, args.multiprocessing_context, args.prefetch_factor = 0, None, None
         args.persistent_workers = False
-    args.workers = {
-        "num_workers": args.num_workers,
-        "timeout": args.timeout,
-        "worker_init_fn": args.worker_init_fn,
-        "multiprocessing_context": args.multiprocessing_context,
-        "prefetch_factor": args.prefetch_factor,
-        "persistent_workers": args.persistent_workers,
-    }
+    args.workers = {name: getattr(args, name) for name in _OF_WORKERS}
 
 
 def _check_alone(args: Arguments) -> None:

@@ -9,7 +9,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from pardata.data._loader import Loader
 from pardata.data._loader_arguments import Arguments, agreed
-from pardata.data._order import Order, Requests
+from pardata.data._order import Requests
 from pardata.data._placement import Placement
 from pardata.data._plan import Plan
 from pardata.data._position import Recipe
@@ -123,30 +123,23 @@ def make_loader(
 def _built(args: Arguments) -> Loader:
     """Return the loader that the arguments, which have been checked and agreed on, describe."""
     ranks = args.ranks
-    plan = Plan(
-        args.length,
-        args.batch_size or 0,
-        args.drop_last,
-        args.microbatch_size,
-        ranks.rank,
-        ranks.size,
-    )
+    batch_size, whose = args.batch_size or 0, (ranks.rank, ranks.size)
+    plan = Plan(args.length, batch_size, args.drop_last, args.microbatch_size, *whose)
     seeds = Seeds(args.seed, args.reproducible, args.microbatch_size is not None)
     collation = Collation(args.collate_fn, seeds, args.here.rank)
     loader_pins, we_pin = _who_pins(args)
-    own = {"seed": args.seed, "rank": ranks.rank, "pin_memory": loader_pins, **args.workers}
+    workers = {"pin_memory": loader_pins, **args.workers}
     source: Source
     if isinstance(args.dataset, IterableDataset):
         stream = Stream(args.dataset, collation, plan, sharded=args.sharded)
-        source = Streamed(stream, ranks, **own)
+        source = Streamed(stream, None, ranks, **workers)
     else:
         sampler = args.sampler if args.batch_sampler is None else args.batch_sampler
-        order = Order(plan, ranks, args.seed, args.shuffle, sampler)
-        requests = Requests(order, to_workers=args.num_workers > 0)
-        source = Source(Reader(args.dataset, collation), requests, **own)
+        to_workers = args.num_workers > 0
+        requests = Requests(plan, ranks, args.seed, args.shuffle, sampler, to_workers)
+        source = Source(Reader(args.dataset, collation), requests, ranks, **workers)
     placement = Placement(args.device, args.batch_transform, seeds, args.prefetch, we_pin)
-    columns = args.collate_fn is None
-    return Loader(_recipe(args), plan, source, placement, lists_are_columns=columns)
+    return Loader(_recipe(args), plan, source, placement)
 
 
 def _recipe(args: Arguments) -> Recipe:
@@ -162,9 +155,7 @@ def _recipe(args: Arguments) -> Recipe:
 
 def _who_pins(args: Arguments) -> tuple[bool, bool]:
     """Return whether ``DataLoader`` pins the batches, and whether we do."""
-    pin_memory = args.pin_memory
-    if pin_memory is None:
-        pin_memory = args.device is not None and args.device.type == "cuda"
+    pin_memory = args.device.type == "cuda" if args.pin_memory is None else args.pin_memory
     # DataLoader refuses a tensor that is on a GPU already, which none that comes from a worker is.
     ours = pin_memory and args.num_workers == 0 and torch.cuda.is_available()
     return pin_memory and not ours, ours

@@ -1,6 +1,7 @@
 """A rank's share of a step, as pieces whose size does not depend on the number of ranks."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any, TypeVar, overload
 
 import torch
@@ -12,6 +13,7 @@ from pardata.ranks._world import require_world
 _T = TypeVar("_T")
 
 
+@dataclass(eq=False, repr=False)
 class Microbatches(Sequence[_T]):
     """This rank's microbatches of one step: what a loader with a `microbatch_size` yields.
 
@@ -29,26 +31,20 @@ class Microbatches(Sequence[_T]):
             not its own, to run where all ranks must run one and not to be counted.
     """
 
-    def __init__(
-        self,
-        batches: Iterable[_T],
-        *,
-        epoch: int,
-        step: int,
-        first: int,
-        counts: Sequence[int],
-        seed: int = 0,
-        size: int = 1,
-        stand_in: _T | None = None,
-    ) -> None:
-        self._batches = tuple(batches)
-        self.epoch = epoch
-        self.step = step
-        self.first = first
-        self.counts = tuple(counts)
-        self.seed = seed
-        self.size = size
-        self.stand_in = self._batches[0] if self._batches else stand_in
+    batches: InitVar[Iterable[_T]]
+    _: KW_ONLY
+    epoch: int
+    step: int
+    first: int
+    counts: tuple[int, ...]
+    seed: int = 0
+    size: int = 1
+    stand_in: _T | None = None
+
+    def __post_init__(self, batches: Iterable[_T]) -> None:
+        self._batches, self.counts = tuple(batches), tuple(self.counts)
+        if self._batches:
+            self.stand_in = self._batches[0]
 
     @classmethod
     def of(cls, batches: Iterable[_T], *, step: int, epoch: int = 0) -> "Microbatches[_T]":
@@ -85,8 +81,8 @@ class Microbatches(Sequence[_T]):
 
         counts, seed = agree(here, "Microbatches.of", state, decide)
         first = here.rank * len(own)
-        where = {"epoch": epoch, "step": step, "first": first, "counts": counts}
-        return cls(own, **where, seed=seed, size=here.size)
+        where: dict[str, Any] = {"epoch": epoch, "step": step, "first": first}
+        return cls(own, **where, counts=tuple(counts), seed=seed, size=here.size)
 
     def __len__(self) -> int:
         return len(self._batches)

@@ -2,7 +2,7 @@
 
 import hashlib
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, islice, pairwise
 from operator import attrgetter
@@ -23,9 +23,6 @@ from pardata.seeds._mix import mix
 Indices: TypeAlias = "Tensor | Sequence[Any]"
 """The numbers of samples; a sampler may yield those of any kind."""
 
-LookUp: TypeAlias = Callable[[list[range]], Iterable[Indices]]
-"""From runs of positions to the indices of the samples there."""
-
 _AHEAD = 2**14  # positions that are looked up together: what costs is the call
 
 
@@ -34,22 +31,47 @@ class Epoch(NamedTuple):
 
     Attributes:
         steps: the positions of each step; a `Plan`, or what a ``batch_sampler`` made of them.
-        digest: of the order, where a sampler drew it.
+        shuffle: what computes the order, if anything does.
+        drawn: the order, where a sampler drew it.
+        digest: of what it drew.
     """
 
-    look_up: LookUp
     steps: Plan | Sequence[range]
+    shuffle: Shuffle | None = None
+    drawn: list[Any] | None = None
     digest: str | None = None
+
+    def look_up(self, runs: list[range]) -> Iterable[Indices]:
+        """Return the indices of the samples at each of these runs of positions."""
+        if (drawn := self.drawn) is not None:
+            return [[drawn[i] for i in run] for run in runs]
+        if all(one.stop == other.start for one, other in pairwise(runs)):  # one rank's are
+            positions = torch.arange(runs[0].start, runs[-1].stop)
+        else:
+            positions = torch.cat([torch.arange(run.start, run.stop) for run in runs])
+        indices = positions if self.shuffle is None else self.shuffle.at(positions)
+        return list(indices.split([len(run) for run in runs]))
+
+
+class Request(NamedTuple):
+    """What one rank reads for one step: the indices of each microbatch, or of its whole share."""
+
+    step: Step
+    indices: list[Indices]
 
 
 @dataclass(eq=False)
-class Order:
-    """In which order an epoch goes through the dataset.
+class Requests(Sampler[Request]):
+    """In which order an epoch goes through the dataset; yields what this rank reads of it.
+
+    For each step of an epoch, from some step on.
 
     Attributes:
         plan: of the steps, unless a ``batch_sampler`` makes them.
-        ranks: those that must go through it in the same.
+        ranks: those that must go through the dataset in the same order.
         sampler: yields indices, or, as a ``batch_sampler``, those of one step after another.
+        to_workers: whether the indices go to other processes.
+        epoch: the order of the epoch that is begun.
     """
 
     plan: Plan
@@ -57,32 +79,54 @@ class Order:
     seed: int
     shuffle: bool
     sampler: Any
+    to_workers: bool
+    epoch: Epoch = field(init=False)
     _looks_twice: bool = field(default=True, init=False)  # at its first epoch
 
-    def of_epoch(self, epoch: int) -> Epoch:
-        """Return the order of this epoch.
+    def start_at(self, start: Position) -> bool:
+        """Let the next ``iter()`` begin there; return whether a step is left of the epoch.
 
-        With a sampler this is collective: it may be of the user's making, so the ranks compare.
+        Collective, if a sampler draws the order.
+
+        Raises:
+            ValueError: where that order is not the one in which the epoch was begun.
         """
-        if self.sampler is None:
-            numbers = (
-                Shuffle(self.plan.length or 0, mix(self.seed, epoch)) if self.shuffle else None
+        self._number, self.epoch = start.epoch, self._of_epoch(start.epoch)
+        steps = self.epoch.steps
+        self._first = bisect_left(steps, start.delivered, key=attrgetter("start"))
+        delivered = steps[self._first - 1].stop if self._first else 0
+        if start.digest not in (None, self.epoch.digest) or start.delivered != delivered:
+            raise ValueError(
+                f"`state` must have been taken with the order that `{self.name}` yields, but "
+                f"that of epoch {start.epoch} is another one now: make it of the same data and "
+                f"arguments as then"
             )
-            return Epoch(_each(numbers.at if numbers else lambda positions: positions), self.plan)
-        drawn, digest = self._drawn(epoch)
-        steps: Plan | Sequence[range] = self.plan
-        if not self.plan.batch_size:
-            ends = accumulate(map(len, drawn), initial=0)
-            steps = [range(*pair) for pair in pairwise(ends)]
-            drawn = list(chain.from_iterable(drawn))
-        return Epoch(lambda runs: [[drawn[i] for i in run] for run in runs], steps, digest)
+        return self._first < len(steps)
+
+    def __iter__(self) -> Iterator[Request]:
+        plan, steps = self.plan, self.epoch.steps
+        shares: dict[int, tuple[Step, list[range]]] = {}  # of steps of so many samples
+        together = max(1, _AHEAD * plan.size // (plan.batch_size or _AHEAD))
+        for start in range(self._first, len(steps), together):
+            requested = []
+            for number in range(start, min(start + together, len(steps))):
+                positions = steps[number]
+                if (samples := len(positions)) not in shares:
+                    shares[samples] = plan.share_of(samples)
+                step, runs = shares[samples]
+                step = Step(self._number, number, *step[2:])  # _replace takes twice as long
+                requested.append((step, [positions[run.start : run.stop] for run in runs]))
+            found = iter(self.epoch.look_up([run for _, runs in requested for run in runs]))
+            if self.to_workers:
+                # A tensor would cross as shared memory: a file and a system call each.
+                found = map(as_list, found)
+            for step, runs in requested:
+                yield Request(step, list(islice(found, len(runs))))
 
     def fingerprint(self, epoch: int, delivered: int) -> str:
         """Return a hash of the indices at the first `delivered` positions of this epoch."""
-        look_up, digest = (
-            self.of_epoch(epoch).look_up,
-            hashlib.sha256(f"{self.plan.length}:".encode()),
-        )
+        look_up = self._of_epoch(epoch).look_up
+        digest = hashlib.sha256(f"{self.plan.length}:".encode())
         for start in range(0, delivered, _AHEAD):
             (indices,) = look_up([range(start, min(start + _AHEAD, delivered))])
             digest.update("".join(f"{index}," for index in as_list(indices)).encode())
@@ -92,6 +136,23 @@ class Order:
     def name(self) -> str:
         """The argument that the sampler was given as."""
         return "sampler" if self.plan.batch_size else "batch_sampler"
+
+    def _of_epoch(self, epoch: int) -> Epoch:
+        """Return the order of this epoch.
+
+        With a sampler this is collective: it may be of the user's making, so the ranks compare.
+        """
+        if self.sampler is None:
+            key = mix(self.seed, epoch)
+            shuffle = Shuffle(self.plan.length or 0, key) if self.shuffle else None
+            return Epoch(self.plan, shuffle)
+        drawn, digest = self._drawn(epoch)
+        steps: Plan | Sequence[range] = self.plan
+        if not self.plan.batch_size:
+            ends = accumulate(map(len, drawn), initial=0)
+            steps = [range(*pair) for pair in pairwise(ends)]
+            drawn = list(chain.from_iterable(drawn))
+        return Epoch(steps, None, drawn, digest)
 
     def _drawn(self, epoch: int) -> tuple[list[Any], str]:
         """Return what the sampler yields for this epoch, on every rank the same, and a hash."""
@@ -146,77 +207,6 @@ class Order:
                 f"rank, but yielded {batch!r}: let it join small batches, or pass `microbatch_size`"
             )
         return list(batch)
-
-
-def _each(stands_at: Callable[[Tensor], Tensor]) -> LookUp:
-    def look_up(runs: list[range]) -> Iterable[Indices]:
-        if all(one.stop == other.start for one, other in pairwise(runs)):  # one rank's are
-            positions = torch.arange(runs[0].start, runs[-1].stop)
-        else:
-            positions = torch.cat([torch.arange(run.start, run.stop) for run in runs])
-        found: tuple[Tensor, ...] = stands_at(positions).split([len(run) for run in runs])
-        return found
-
-    return look_up
-
-
-class Request(NamedTuple):
-    """What one rank reads for one step: the indices of each microbatch, or of its whole share."""
-
-    step: Step
-    indices: list[Indices]
-
-
-class Requests(Sampler[Request]):
-    """Yields, for each step of an epoch from some step on, what this rank reads.
-
-    Attributes:
-        epoch: its order.
-    """
-
-    def __init__(self, order: Order, *, to_workers: bool) -> None:
-        self.order = order
-        self._to_workers = to_workers
-
-    def start_at(self, start: Position) -> bool:
-        """Let the next ``iter()`` begin there; return whether a step is left of the epoch.
-
-        Collective, if a sampler draws the order.
-
-        Raises:
-            ValueError: where that order is not the one in which the epoch was begun.
-        """
-        self._number, self.epoch = start.epoch, self.order.of_epoch(start.epoch)
-        steps = self.epoch.steps
-        self._first = bisect_left(steps, start.delivered, key=attrgetter("start"))
-        delivered = steps[self._first - 1].stop if self._first else 0
-        if start.digest not in (None, self.epoch.digest) or start.delivered != delivered:
-            raise ValueError(
-                f"`state` must have been taken with the order that `{self.order.name}` yields, but "
-                f"that of epoch {start.epoch} is another one now: make it of the same data and "
-                f"arguments as then"
-            )
-        return self._first < len(steps)
-
-    def __iter__(self) -> Iterator[Request]:
-        plan, look_up, steps = self.order.plan, self.epoch.look_up, self.epoch.steps
-        shares: dict[int, tuple[Step, list[range]]] = {}  # of steps of so many samples
-        together = max(1, _AHEAD * plan.size // (plan.batch_size or _AHEAD))
-        for start in range(self._first, len(steps), together):
-            requested = []
-            for number in range(start, min(start + together, len(steps))):
-                positions = steps[number]
-                if (samples := len(positions)) not in shares:
-                    shares[samples] = plan.share_of(samples)
-                step, runs = shares[samples]
-                step = Step(self._number, number, *step[2:])  # _replace takes twice as long
-                requested.append((step, [positions[run.start : run.stop] for run in runs]))
-            found = iter(look_up([run for _, runs in requested for run in runs]))
-            if self._to_workers:
-                # A tensor would cross as shared memory: a file and a system call each.
-                found = map(as_list, found)
-            for step, runs in requested:
-                yield Request(step, list(islice(found, len(runs))))
 
 
 def as_list(indices: Indices) -> Any:

@@ -20,7 +20,7 @@ class Placement(NamedTuple):
         pins: whether to pin them here, for the copy. In batches of workers DataLoader does it.
     """
 
-    device: torch.device | None
+    device: torch.device
     transform: Callable[[Any], Any] | None
     seeds: Seeds
     prefetch: int
@@ -34,8 +34,7 @@ class Placement(NamedTuple):
     def _placed(self, batch: Any, step: Step, microbatch: int) -> Any:
         if self.pins:
             batch = pinned(batch)
-        if self.device is not None:
-            batch = moved(batch, self.device)
+        batch = moved(batch, self.device)
         if self.transform is None:
             return batch
         with self.seeds.around("batch_transform", step, microbatch, self.device):
@@ -43,7 +42,7 @@ class Placement(NamedTuple):
 
     def ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Let `batches`, which places as it is drawn, run ahead of the loop on a GPU."""
-        if self.device is None or self.device.type != "cuda" or not self.prefetch:
+        if self.device.type != "cuda" or not self.prefetch:
             return batches
         return _ahead(batches, self.device, self.prefetch)
 

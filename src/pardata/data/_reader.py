@@ -103,7 +103,7 @@ class Reader(StandsForDataset, Dataset[Any]):
     """A dataset as the loader's workers see it: asked for a `Request`, it returns batches."""
 
     def __init__(self, dataset: Any, collation: Collation) -> None:
-        self._collation = collation
+        self.collation = collation
         self._seeds = seeds = collation.seeds
         plainly = collation.collate_fn is None
         self._read_whole = whole_batch_reader(dataset) if plainly else None
@@ -136,11 +136,11 @@ class Reader(StandsForDataset, Dataset[Any]):
         if self._by_items:
             with self._seeds.around("__getitems__", step, microbatch):
                 samples = self._got(self.dataset.__getitems__, indices)
-            if not isinstance(samples, list) and self._collation.collate_fn is None:
+            if not isinstance(samples, list) and self.collation.collate_fn is None:
                 return samples  # a whole batch: PyTorch's protocol has a list of samples
         else:
             samples = self._samples(step.epoch, indices)
-        return self._collation.batch_of(samples, step, microbatch)
+        return self.collation.batch_of(samples, step, microbatch)
 
     def _samples(self, epoch: int, indices: Sequence[Any]) -> list[Any]:
         """Return samples, each read with the generators seeded for it.
@@ -169,7 +169,7 @@ class Reader(StandsForDataset, Dataset[Any]):
         except Exception as error:  # user code: whatever it raises
             many = isinstance(index, Sequence | Tensor)
             what = f"{'samples' if many else 'sample'} {as_list(index)}"
-            raise self._collation.unreadable(what, error) from error
+            raise self.collation.unreadable(what, error) from error
 
     def _warn_of_a_generator_of_its_own(self, request: Request) -> None:
         """Read one sample twice under one seed: what differs is not reproducible."""

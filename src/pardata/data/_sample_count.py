@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from pardata.collective._tree import leaves
-from pardata.data._batch import tensors_of
+from pardata.data._batch import is_list, is_text, tensors_of
 
 _COUNT = "_pardata_samples"  # the attribute of a tensor: a plain number, which pickles
 
@@ -85,7 +85,7 @@ def _readings(batch: Any) -> set[int]:
     """Return every number of samples that `batch` may have."""
     if isinstance(batch, PackedSequence):
         return set()  # rows of it are elements of all its samples
-    if _is_list(batch):
+    if is_list(batch):
         return _of_list(batch)
     if isinstance(batch, Mapping | tuple):
         return _of_columns([*batch.values()] if isinstance(batch, Mapping) else batch)
@@ -101,7 +101,7 @@ def _of_list(batch: Sequence[Any]) -> set[int]:
         return _readings(batch[0]) | ({len(batch)} if either else set())
     if all(map(_is_object, batch)) or all(isinstance(item, Mapping) for item in batch):
         return {len(batch)} | _agreed(batch)
-    if not all(map(_is_list, batch)) or len({len(item) for item in batch}) != 1:
+    if not all(map(is_list, batch)) or len({len(item) for item in batch}) != 1:
         return _of_columns(batch)
     by_field = all(map(_are_alike, batch))  # of all samples
     by_sample = all(map(_are_alike, zip(*batch, strict=True)))
@@ -115,9 +115,9 @@ def _of_columns(columns: Sequence[Any]) -> set[int]:
     first = next((part for part in columns if any(True for _ in tensors_of(part))), None)
     if _is_object(first):
         return _agreed(tensors_of(columns))
-    if not _is_list(first):
+    if not is_list(first):
         return _readings(first)
-    sizes = {len(part) for part in columns if _is_list(part) or _length(part) is not None}
+    sizes = {len(part) for part in columns if is_list(part) or _length(part) is not None}
     return _agreed(columns) | (sizes if len(sizes) == 1 else set())
 
 
@@ -129,24 +129,19 @@ def _agreed(parts: Iterable[Any]) -> set[int]:
 
 def _is_whole(part: Any) -> bool:
     """Whether this is a list of texts, which is one column, or of dicts, which has none in it."""
-    return _is_list(part) and any(isinstance(item, str | bytes | Mapping) for item in part)
+    return is_list(part) and any(isinstance(item, str | bytes | Mapping) for item in part)
 
 
 def _length(column: Any) -> int | None:
     if isinstance(column, Tensor):
         return len(column) if column.ndim else None
-    is_text = _is_list(column) and all(isinstance(item, str | bytes) for item in column)
-    return len(column) if is_text else None
+    return len(column) if is_text(column) else None
 
 
 def _are_alike(items: Iterable[Any]) -> bool:
     """Whether `items` may be the same field of several samples."""
     kinds = {(item.dtype, item.ndim) if isinstance(item, Tensor) else type(item) for item in items}
     return len(kinds) == 1
-
-
-def _is_list(part: Any) -> bool:
-    return isinstance(part, list | tuple) and not hasattr(part, "_fields")
 
 
 def _is_object(part: Any) -> bool:

@@ -37,7 +37,7 @@ class Shuffle:
         self._drawn = self._draw() if length <= _DRAWN else None
 
     def at(self, positions: Tensor) -> Tensor:
-        """Return what stands at `positions`, an int64 tensor of any shape."""
+        """Return what stands at `positions`, an int64 tensor."""
         if self._drawn is not None:
             return self._drawn[positions]
         numbers = self._permuted(positions)

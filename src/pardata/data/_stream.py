@@ -33,7 +33,7 @@ class Stream(StandsForDataset, IterableDataset[Fetched]):
         self.is_sharded = sharded
         has_state = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
         self.keeps_place = has_state and not sharded  # else the state would be another on each rank
-        self._collation = collation
+        self.collation = collation
         # After which sample to begin, also for workers that live on: they have copies of all else.
         self._start = torch.zeros(2, dtype=torch.int64).share_memory_()
         self._state: Any = None
@@ -107,9 +107,9 @@ class Stream(StandsForDataset, IterableDataset[Fetched]):
     def _fetched(self, step: Step, runs: list[range], read: list[Any], digest: str) -> Fetched:
         # A copy, as the dataset may go on with its own; in a tuple, see `Position`.
         state = (deepcopy(self.dataset.state_dict()),) if self.keeps_place else None
-        with self._collation.seeds.around_reading():
+        with self.collation.seeds.around_reading():
             batches = [
-                self._collation.batch_of([read[i] for i in run], step, microbatch)
+                self.collation.batch_of([read[i] for i in run], step, microbatch)
                 for microbatch, run in enumerate(runs, step.first)
             ]
         return Fetched(step, batches, digest, state)
@@ -119,7 +119,7 @@ class Stream(StandsForDataset, IterableDataset[Fetched]):
 
         The default generators are left seeded: keep them around each reading.
         """
-        seed = self._collation.seeds.seed
+        seed = self.collation.seeds.seed
         key = mix(mix(seed, *own) if own else seed, epoch)
         what = "the stream"
         try:
@@ -137,7 +137,7 @@ class Stream(StandsForDataset, IterableDataset[Fetched]):
                     return
                 yield sample
         except Exception as error:  # user code: whatever it raises, say where
-            raise self._collation.unreadable(what, error) from error
+            raise self.collation.unreadable(what, error) from error
 
 
 def _next(samples: Iterator[Any], most: int) -> list[Any]:

@@ -1,7 +1,6 @@
 """The steps of a stream: alike in every worker, and ending at the same one on every rank."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 from pardata.collective._agreement import agree, require_same
@@ -17,11 +16,7 @@ _NEXT = "the next step of an IterableDataset"
 
 
 class Streamed(Source):
-    """The steps of a stream: they end when all `ranks` are at their end."""
-
-    def __init__(self, stream: Stream, ranks: World, **options: Any) -> None:
-        super().__init__(stream, None, **options)
-        self._ranks = ranks
+    """The steps of a stream: they end when all ranks are at their end."""
 
     def steps(self, start: Position) -> Iterator[Fetched]:
         """Yield the steps after those delivered. Collective, at each step, if there are ranks."""
@@ -38,12 +33,45 @@ class Streamed(Source):
         if not stream.is_sharded:
             fetched = _alike(fetched, first)
         # One that goes on from its own state does not begin anew.
-        compare = partial(self._compare, before=None if state is not None else start.digest)
-        if self._ranks.size > 1:
-            fetched = _together(fetched, self._ranks, stream, compare)
-        else:
-            fetched = _alone(fetched, compare)
+        before = None if state is not None else start.digest
+        shared = self._together if self._ranks.size > 1 else self._alone
+        fetched = shared(fetched, before)
         return _after(fetched, again, batch_size) if again else fetched
+
+    def _alone(self, own: Iterator[Fetched], before: str | None) -> Iterator[Fetched]:
+        """Yield the steps of one rank that is alone, after the first was compared."""
+        for number, current in enumerate(own):
+            if number == 0:
+                self._compare(current, before)
+            yield current
+
+    def _together(self, own: Iterator[Fetched], before: str | None) -> Iterator[Fetched]:
+        """Yield this rank's `own` steps, and imitate the last where only others have one left.
+
+        Collective, without waiting at a step for that step: ranks tell each other what they have
+        for the next one while this one is computed.
+
+        Raises:
+            RuntimeError: where a dataset that all ranks read whole ends at different steps, or a
+                rank has nothing at all; on every rank. So does an error that `own` raises.
+        """
+        stream, here = self.reader, self._ranks
+        last: Any = None  # no step yet
+        coming = _Coming(own, here)
+        while True:
+            fewest, most = coming.told()
+            if not most or (not fewest and stream.is_sharded and stream.plan.drop_last):
+                return
+            if not stream.is_sharded and fewest != most:
+                coming.refuse(_ended_on)
+            if last is None and not fewest:
+                coming.refuse(_none_on)
+            if last is None and coming.fetched:
+                self._compare(coming.fetched, before)
+            # Of the shape of this rank's last step, without rows: at the first step all have one.
+            last = coming.fetched or last._replace(step=last.step._replace(rows=0))
+            coming = _Coming(own, here)
+            yield last
 
     def _compare(self, first: Fetched, before: str | None) -> None:
         """Compare how the stream begins with other ranks, and with how it did before. Collective.
@@ -52,16 +80,16 @@ class Streamed(Source):
             RuntimeError: where a dataset that all ranks read whole is not the same on each.
             ValueError: where it is read again, and yields something else.
         """
-        is_sharded = self.reader.is_sharded
 
-        def decide(told: list[dict[str, Any]]) -> list[Any]:
+        def decide(told: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            if self.reader.is_sharded:
+                return told
             cure = (
                 "Let the stream yield the same samples everywhere, drawing from the default "
                 "generators alone, or pass sharded=True if each rank and worker has its own."
             )
-            if not is_sharded:
-                require_same("make_loader(IterableDataset)", told, cure)
-            return [facts["first samples"] for facts in told[: None if is_sharded else 1]]
+            require_same("make_loader(IterableDataset)", told, cure)
+            return told[:1]
 
         place = "iter(loader) of an IterableDataset"
         digests = agree(self._ranks, place, lambda: {"first samples": first.digest}, decide)
@@ -73,14 +101,6 @@ class Streamed(Source):
                 f"from the default generators alone, or, without `sharded`, give it state_dict() "
                 f"and load_state_dict()"
             )
-
-
-def _alone(own: Iterator[Fetched], compare: Callable[[Fetched], None]) -> Iterator[Fetched]:
-    """Yield the steps of one rank that is alone, after the first was compared."""
-    for number, current in enumerate(own):
-        if number == 0:
-            compare(current)
-        yield current
 
 
 def _alike(fetched: Iterator[Fetched], first: int) -> Iterator[Fetched]:
@@ -103,40 +123,10 @@ def _alike(fetched: Iterator[Fetched], first: int) -> Iterator[Fetched]:
         yield current
 
 
-def _together(
-    own: Iterator[Fetched], here: World, stream: Stream, compare: Callable[[Fetched], None]
-) -> Iterator[Fetched]:
-    """Yield this rank's `own` steps, and imitate the last of them where only others have one left.
-
-    Collective, without waiting at a step for that step: ranks tell each other what they have for
-    the next one while this one is computed.
-
-    Raises:
-        RuntimeError: where a dataset that all ranks read whole ends at different steps, or a rank
-            has nothing at all; on every rank. So does an error that `own` raises.
-    """
-    last: Any = None  # no step yet
-    coming = _Coming(own, here)
-    while True:
-        (all_have, any_has), (fewest, most) = coming.told()
-        if not any_has or (not all_have and stream.is_sharded and stream.plan.drop_last):
-            return
-        if not stream.is_sharded and fewest != most:
-            coming.refuse(_ended_on)
-        if last is None and not all_have:
-            coming.refuse(_none_on)
-        if last is None and coming.fetched:
-            compare(coming.fetched)
-        # Of the shape of this rank's last step, without rows: at the first step all have one.
-        last = coming.fetched or last._replace(step=last.step._replace(rows=0))
-        coming = _Coming(own, here)
-        yield last
-
-
 class _Coming:
     """The next step of this rank, if there is one, or the error that it ended in.
 
-    Who has one, of how many samples, is voted on while the step before runs.
+    Of how many samples it is, none where there is none, is voted on while the step before runs.
     """
 
     def __init__(self, own: Iterator[Fetched], here: World) -> None:
@@ -148,18 +138,17 @@ class _Coming:
         except Exception as error:  # noqa: BLE001  # raised again, on every rank
             self._error = error
         self._samples = 0 if self.fetched is None else self.fetched.step.samples
-        said = [self.fetched is not None, self._samples, self._error is not None]
-        self._vote = Vote(here, _NEXT, said)
+        self._vote = Vote(here, _NEXT, [self._samples, self._error is not None])
 
-    def told(self) -> list[tuple[int, int]]:
-        """Return whether all have one and any, and the fewest and the most samples.
+    def told(self) -> tuple[int, int]:
+        """Return the fewest and the most samples. Collective.
 
-        Collective. An error of any rank is raised on all.
+        An error of any rank is raised on all.
         """
-        *told, (_, failed) = self._vote.result()
+        samples, (_, failed) = self._vote.result()
         if failed:
             agree(self._here, _NEXT, self._raised)
-        return told
+        return samples
 
     def _raised(self) -> None:
         error, self._error = self._error, None  # it holds frames that hold this

@@ -59,9 +59,9 @@ class Source:
         workers: where copies of it read, and what they bring is pinned; None if it reads here.
     """
 
-    def __init__(self, reader: Any, requests: Any, *, seed: int, rank: int, **options: Any) -> None:
+    def __init__(self, reader: Any, requests: Any, ranks: World, **options: Any) -> None:
         self.reader, self.requests = reader, requests
-        self._seed, self._rank, self._options = seed, rank, options
+        self._ranks, self._options = ranks, options
         self.digest: str | None = None
         self.workers: DataLoader[Any] | None = None
         self.renew_workers()
@@ -94,7 +94,8 @@ class Source:
         if self.workers is None:
             return here()
         # From here it draws its workers' seed, and so leaves the user's generator be.
-        self.workers.generator.manual_seed(mix(self._seed, epoch, self._rank))
+        seed = self.reader.collation.seeds.seed
+        self.workers.generator.manual_seed(mix(seed, epoch, self._ranks.rank))
         return iter(self.workers)
 
 

@@ -17,7 +17,7 @@ from pardata.ranks._launcher import MPICH, OPEN_MPI, SLURM, TORCHRUN
 # of torch and Python also run on the oldest ones.
 MARKS = {"programs": "programs", "launchers": "launchers", "gpu": "gpu"}
 MARKS |= dict.fromkeys(
-    ("checkpoint", "collective", "data", "gradient", "launch", "model", "seeds"), "oldest"
+    ("cache", "checkpoint", "collective", "data", "gradient", "launch", "model", "seeds"), "oldest"
 )
 HERE = Path(__file__).parent
 assert {path.name for path in HERE.iterdir()}.issuperset(MARKS)

@@ -65,7 +65,7 @@ KINDS = {
 
 
 # torch 2.6's own default_collate, of NumPy's bools
-@pytest.mark.filterwarnings("ignore:In future, it will be an error for 'np.bool'")
+@pytest.mark.filterwarnings("ignore:In future, it will be an error for 'np.bool_?'")
 @pytest.mark.parametrize("name", KINDS)
 def test_a_sample_comes_back_as_it_was_and_its_batch_as_the_data_loader_has_it(name):
     samples = [KINDS[name](i) for i in range(3)]

@@ -55,6 +55,10 @@ def is_read_whole(dataset: object) -> bool:
     return hasattr(dataset, "__getitems__")
 
 
+# Of unsigned numbers torch 2.6 picks no rows.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
 def rows_of(tensor: Tensor, indices: Tensor) -> Tensor:
     """Return ``tensor[indices]``, which takes ten times as long as picking rows from the front."""
     if tensor.device != indices.device:
@@ -63,6 +67,8 @@ def rows_of(tensor: Tensor, indices: Tensor) -> Tensor:
         if tensor.is_cuda:
             indices = indices.pin_memory()  # so that nobody waits for the copy
         indices = indices.to(tensor.device, non_blocking=tensor.is_cuda)
+    if (signed := _SIGNED.get(tensor.dtype)) is not None:
+        return rows_of(tensor.view(signed), indices).view(tensor.dtype)
     try:
         return tensor.index_select(0, indices)
     except IndexError:  # negative, or indeed out of range

@@ -61,7 +61,7 @@ class Means:
         """Return, of each floating-point buffer, the largest change, as a vector of one."""
         return [_fixed_point.largest(part)[None] for part in self._split(self._most, self.names)]
 
-    def add_up(self, rows: list[tuple[Tensor, int]], total: int, first: int, size: int) -> Tensor:
+    def add_up(self, rows: list[tuple[Tensor, int]], total: int, first: int) -> Tensor:
         """Add up those of all ranks, and return the means of loss and metrics. Collective.
 
         NaN for one that is infinite, NaN or too large anywhere.
@@ -70,12 +70,11 @@ class Means:
             rows: of each microbatch here the loss and then all metrics, and what it counts.
             total: what those of all ranks count.
             first: the number of the first microbatch that counts, which one rank has.
-            size: how many ranks there are.
         """
         if first != self.first:
             self._counts.zero_()
         parts = _words_of(rows, total).view(-1), self._words.view(-1), self._counts
-        sums = summed(torch.cat(parts), size).split([len(part) for part in parts])
+        sums = summed(torch.cat(parts)).split([len(part) for part in parts])
         self._words, self._counts = sums[1].view(2, -1), sums[2]
         low, high, bad = sums[0].view(3, -1)
         return _fixed_point.value(low, high).where(bad == 0, torch.nan)

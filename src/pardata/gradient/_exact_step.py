@@ -68,7 +68,7 @@ class ExactStep(Step):
     def __init__(self, replica: Replica, scaler: GradScaler | None, batch: Any) -> None:
         super().__init__(replica, scaler, batch)
         self.size = world().size
-        self.device = next(self.module.parameters()).device
+        device = next(self.module.parameters()).device
         if not isinstance(batch, Microbatches):
             raise TypeError(
                 f"`batch` must be Microbatches under strategy 'exact', but is a "
@@ -78,9 +78,9 @@ class ExactStep(Step):
         self._exact = exact = self.layer.exact
         # Raised within the step, so that the others hear it.
         self._refusal: Exception | None = refused_kernels(replica.model, exact.threads)
-        self._means = Means(exact.module, self.device)
+        self._means = Means(exact.module, device)
         trained = {name: p for name, p in exact.module.named_parameters() if p.requires_grad}
-        self._sums = Sums(trained, self.size, self.device, exact.scratch)
+        self._sums = Sums(trained, device, exact.scratch)
         exact.scratch = []  # until this step ends well: what a failed one left may still be sent
 
     @contextmanager
@@ -110,7 +110,7 @@ class ExactStep(Step):
     def _conclude(self, report: Report, rows: list[tuple[Tensor, int]]) -> None:
         """Take the means, and set gradients and buffers, unless something has overflown."""
         total = self.pieces.expected()
-        self.tally.settle(self._means.add_up(rows, total, report.first, self.size))
+        self.tally.settle(self._means.add_up(rows, total, report.first))
         if not report.overflow:
             self._means.apply()
             self._sums.set_gradients(report.used, report.large)
@@ -173,7 +173,7 @@ class ExactStep(Step):
         rest = peaks.new_tensor([*flags, -means.first, key, -key])
         # The maximum of NaN and a number is not NaN with every backend: infinity stands for it.
         numbers = torch.nan_to_num(peaks, nan=torch.inf, posinf=_INFINITE)
-        told = summed(torch.cat([numbers, rest]), self.size, dist.ReduceOp.MAX)
+        told = summed(torch.cat([numbers, rest]), dist.ReduceOp.MAX)
         most, is_used, rest = told.tensor_split([len(names), 2 * len(names)])
         *is_late, any_failed, minus_first, highest, minus_lowest = rest.tolist()
         pairs = list(zip(names, most.tolist(), strict=True))

@@ -68,7 +68,6 @@ class Sums:
 
     Args:
         parameters: those that are trained, by name.
-        size: how many ranks there are.
         device: of the parameters.
         scratch: the memory of the step before: used again where it fits, as DDP's buckets are.
 
@@ -79,15 +78,11 @@ class Sums:
     """
 
     def __init__(
-        self,
-        parameters: dict[str, nn.Parameter],
-        size: int,
-        device: torch.device,
-        scratch: list[Tensor],
+        self, parameters: dict[str, nn.Parameter], device: torch.device, scratch: list[Tensor]
     ) -> None:
         self.counts = Counter[str]()
         self.parameters = parameters
-        self._size = size
+        self._size = world().size
         self.buckets = _empty_buckets(parameters, device, scratch)
         self.peaks = torch.zeros(len(parameters), dtype=torch.float64, device=device)
         self._now = torch.zeros_like(self.peaks)  # those of this microbatch
@@ -178,9 +173,9 @@ class Sums:
                 bucket.work.wait()
             if is_late:
                 here = torch.zeros_like(bucket.low) if bucket.late is None else bucket.late
-                bucket.low.add_(summed(here, self._size))
+                bucket.low.add_(summed(here))
             if not large.isdisjoint(bucket.places):
-                summed(bucket.high, self._size)
+                summed(bucket.high)
 
     def set_gradients(self, used: set[str], large: set[str]) -> None:
         """Set the gradient of each parameter that is `used`; `large` as above."""
@@ -201,9 +196,9 @@ class Sums:
             parameter.grad = torch.full_like(parameter, torch.inf, requires_grad=False)
 
 
-def summed(words: Tensor, size: int, operation: Any = dist.ReduceOp.SUM) -> Tensor:
-    """Add `words` up, in place, over so many ranks. Collective."""
-    if size > 1:
+def summed(words: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
+    """Add `words` up, in place, over all ranks. Collective."""
+    if world().size > 1:
         dist.all_reduce(words, operation)
     return words
 

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from model_zoo import TOGETHER, needs_fsdp, whole
+from model_zoo import TOGETHER, whole
 from on_ranks import caught, run, run_caught
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -246,13 +246,6 @@ def test_every_number_of_training_is_that_of_one_process(name, size):
                 for key, tensor in tensors.items():
                     same(found[key], tensor, (case, step, rank, key))
         same(told[0][1], evaluated, (case, "evaluated"))
-
-
-def test_the_models_are_ones_where_each_ranks_own_statistics_would_differ():
-    steps, _ = alone("1d")
-    net = made("1d")
-    halves = torch.cat([net(half) for half in numbers("1d", 0).chunk(2)])
-    assert not torch.allclose(halves, steps[0][0], rtol=1e-2)
 
 
 def float32_and_bfloat16():
@@ -570,28 +563,3 @@ def test_unequally_many_microbatches_are_refused_on_every_rank_before_anything_r
 def test_one_process_takes_any_number_of_microbatches_with_pytorchs_too():
     net = nn.Sequential(nn.SyncBatchNorm(4), nn.Linear(4, 1)).double()
     assert backward(net, mean_loss, microbatches(1, 0, [4, 4, 4])) > 0
-
-
-# Under "fsdp"
-
-
-def sharded(share):
-    rank, size = world().rank, world().size
-    net = made("2d")
-    ends = torch.tensor([0, *SHARES[share](size)]).cumsum(0).tolist()
-    wrapped = wrap_model(net, "fsdp", sync_batchnorm=True)
-    output = wrapped(numbers("2d", 0)[ends[rank] : ends[rank + 1]])
-    (loss_of(output) * size).backward()
-    return [whole(p.grad) for p in net.parameters()], [whole(b) for b in net.buffers()]
-
-
-@needs_fsdp
-@pytest.mark.parametrize("share", ["uneven", "none on the first"])
-def test_a_sharded_model_is_normalised_over_all_ranks_too(share):
-    net = made("2d")
-    loss_of(net(numbers("2d", 0))).backward()
-    for gradients, buffers in run(sharded, share, world_size=2):
-        for ours, parameter in zip(gradients, net.parameters(), strict=True):
-            same(ours, parameter.grad, "gradient")
-        for ours, buffer in zip(buffers, net.buffers(), strict=True):
-            same(ours, buffer, "statistics")

@@ -125,17 +125,6 @@ def plain():
     return one_step(seeded())
 
 
-def autocast():
-    def low(model, batch):
-        with torch.autocast("cpu", torch.bfloat16):
-            return loss_fn(model, batch)
-
-    outside = seeded()
-    with torch.autocast("cpu", torch.bfloat16):
-        around_all = one_step(outside)
-    return one_step(seeded(), low), around_all
-
-
 def low_precision():
     return one_step(seeded(dtype=torch.bfloat16), loader=steps(dtype=torch.bfloat16))
 
@@ -600,7 +589,7 @@ def at_other_steps():
 
 
 SCENARIOS = [
-    *(plain, autocast, low_precision, checkpointed, ranks_without, counted),
+    *(plain, low_precision, checkpointed, ranks_without, counted),
     *(added_to, unused, generators, buffers, in_evaluation, small_buckets, sent_early, float64),
     *(compiled, layouts, overflowing, nan_beside_infinity, overflowing_together, skipping, sparse),
     *(buffers_of_other_shapes, failing_on_one_rank, at_other_steps),

@@ -155,7 +155,6 @@ ASSIGNED = {
     "`last` must be set before the model is wrapped, but a Module is assigned through": (
         lambda model: setattr(model, "last", nn.Linear(8, 3))
     ),
-    "`head` must be set": lambda model: setattr(model, "head", nn.Linear(8, 3)),
     "`module` must be set": lambda model: setattr(model, "module", nn.Linear(8, 3)),
     "`scale` must be set before the model is wrapped, but a Parameter is assigned": (
         lambda model: setattr(model, "scale", nn.Parameter(torch.ones(1)))

@@ -494,10 +494,13 @@ def test_buffers_that_autograd_saved_and_buffers_that_were_replaced_are_fine():
 
 
 def joins(how):
-    model = wrapped()
-    with model.join() if how == "join" else Join([model]):
+    model = wrapped(broadcast_buffers=how != "apart")
+    with Join([model]) if how == "Join" else model.join():
         for step in range(2 + 2 * rank()):
             model(batch(seed=step)).sum().backward()
+    if how == "apart":
+        assert model.norm.num_batches_tracked == 2 + 2 * rank()
+        return
     check_in_sync(model)
     # Afterwards everything is as before.
     if rank() == 0:
@@ -509,26 +512,9 @@ def joins(how):
         check_in_sync(model)
 
 
-@pytest.mark.parametrize("how", ["join", "Join"])
-def test_uneven_inputs_do_not_hang_in_join_and_replicas_are_equal_after_it(how):
+@pytest.mark.parametrize("how", ["join", "Join", "apart"])
+def test_uneven_inputs_do_not_hang_in_join_and_buffers_are_equal_after_it_but_where_asked(how):
     run(joins, how, world_size=2, timeout=60)
-
-
-def joins_apart():
-    model = wrapped(broadcast_buffers=False)
-    with model.join():
-        for step in range(2 + 2 * rank()):
-            model(batch(seed=step)).sum().backward()
-    assert model.norm.num_batches_tracked == 2 + 2 * rank()
-    model = wrapped()
-    with model.join(enable=False):
-        for step in range(2):
-            model(batch(seed=step + rank())).sum().backward()
-            check_in_sync(model)
-
-
-def test_join_leaves_buffers_apart_where_asked_and_switched_off_changes_nothing():
-    run(joins_apart, world_size=2, timeout=60)
 
 
 # Unused parameters

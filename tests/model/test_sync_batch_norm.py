@@ -69,13 +69,6 @@ def image(norm):
     return nn.Sequential(nn.Conv2d(4, 5, 2), norm, nn.Tanh(), nn.Conv2d(5, 2, 2))
 
 
-def lazy():
-    net = dense(nn.LazyBatchNorm1d(dtype=torch.float64)).double()
-    with torch.no_grad():
-        net.eval()(torch.ones(2, 4, dtype=torch.float64))
-    return net.train()
-
-
 def untracking():
     net = dense(nn.BatchNorm1d(5))
     net[1].track_running_stats = False  # as one stops the statistics, and keeps what they are
@@ -96,7 +89,6 @@ MODELS = {
     "channels_last": lambda: image(nn.BatchNorm2d(5)).to(memory_format=torch.channels_last),
     "affine=False": lambda: dense(nn.BatchNorm1d(5, affine=False)),
     "momentum=None": lambda: dense(nn.BatchNorm1d(5, momentum=None)),
-    "momentum=1": lambda: dense(nn.BatchNorm1d(5, momentum=1.0)),
     "momentum=0": lambda: dense(nn.BatchNorm1d(5, momentum=0.0)),
     "untracked": lambda: dense(nn.BatchNorm1d(5, track_running_stats=False)),
     "tracking stopped": untracking,
@@ -106,7 +98,6 @@ MODELS = {
     "the model itself": lambda: nn.BatchNorm1d(4),
     "shared": Shared,
     "nested": Nested,
-    "a lazy one": lazy,
     "of a class of the user's": lambda: dense(AnyShape(5)),
 }
 SHAPES = {

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pardata.gradient import _fixed_point
+from pardata.gradient._exact_sums import Bucket
 from pardata.gradient._fixed_point import (
     LARGEST,
     MOST,
@@ -152,6 +153,17 @@ def test_where_nobody_looks_the_words_are_the_same(many, is_large):
     add(numbers, 0.7, *blind, torch.tensor(is_large))
     add(numbers, 0.7, *looked) if is_large else add(numbers, 0.7, looked[0])
     assert torch.equal(blind, looked)
+
+
+def test_high_words_are_made_for_the_first_number_that_may_be_large():
+    peak = torch.zeros((), dtype=torch.float64)
+    words = Bucket({"a": slice(1, 3)}, torch.ones(4, dtype=torch.int64))
+    words.add("a", torch.tensor([0.5, -0.25]), 0.5, peak)
+    assert peak == 0.5
+    assert "high" not in vars(words)
+    words.add("a", torch.tensor([0.5, -0.75]), 0.5, peak)  # together it may be beyond one
+    assert peak == 1.25
+    assert value(words.low, words.high).tolist() == [0.0, 0.5, -0.5, 0.0]
 
 
 # Kinds of tensors

@@ -171,6 +171,16 @@ def test_who_does_not_draw_may_go_on(thorough):
         torch.rand(1, generator=torch.Generator().manual_seed(0))
 
 
+def test_a_whole_round_of_numpys_words_is_noticed():
+    # 312 numbers are its 624 words: it stands at the same place, among others.
+    np.random.seed(0)
+    np.random.rand(312)
+    before = np.random.get_state()
+    with pytest.raises(RuntimeError, match="must draw no"), no_draws("f", thorough=True):
+        np.random.rand(312)
+    assert np.random.get_state()[2:] == before[2:]
+
+
 # --- without NumPy ---
 
 

@@ -163,6 +163,7 @@ def test_high_words_are_made_for_the_first_number_that_may_be_large():
     assert "high" not in vars(words)
     words.add("a", torch.tensor([0.5, -0.75]), 0.5, peak)  # together it may be beyond one
     assert peak == 1.25
+    assert "high" in vars(words)
     assert value(words.low, words.high).tolist() == [0.0, 0.5, -0.5, 0.0]
 
 

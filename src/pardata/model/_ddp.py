@@ -1,7 +1,7 @@
 """Strategy "ddp": PyTorch's DistributedDataParallel, reading through, with equal buffers."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from types import MethodType
@@ -167,11 +167,6 @@ class Parcel:
         self.group = group
         self.numbers: Tensor | None = None  # to be sent with the next bucket
         self.sums: Any = None
-
-    def send(self, numbers: Tensor) -> Callable[[], Tensor]:
-        """Send numbers, and return what returns their sums, after the backward."""
-        self.numbers = numbers
-        return lambda: self.sums
 
 
 def _mean_with_parcel(

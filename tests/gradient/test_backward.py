@@ -17,49 +17,32 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # the usual name
+from gradient_zoo import (
+    CLOSE,
+    FSDP_ON_CPU,
+    Net,
+    cut,
+    gradients,
+    needs_fsdp,
+    network,
+    off,
+    pieces,
+    rows_of,
+    squared_error,
+    truth_of,
+    whole,
+)
 from on_ranks import Raised, caught, run, run_caught
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import IterableDataset, TensorDataset
 
-from pardata import Microbatches, backward, check_in_sync, make_loader, unwrap, world, wrap_model
+from pardata import backward, check_in_sync, unwrap, world, wrap_model
 from pardata.data._plan import share
 
-FSDP_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
-needs_fsdp = pytest.mark.skipif(
-    not FSDP_ON_CPU, reason=f"fully_shard of torch {torch.__version__} needs a GPU"
-)
 SIZES = [1, 2, 3, 4]
 STRATEGIES = ["ddp", "fsdp"] if FSDP_ON_CPU else ["ddp"]
-CLOSE = 1e-12
 TOKENS = 100  # of a sequence, masked ones included
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(4, 6)
-        self.last = nn.Linear(6, 3)
-
-    def forward(self, rows):
-        return self.last(torch.tanh(self.first(rows)))
-
-
-def network(kind=Net):
-    torch.manual_seed(0)
-    return kind().double()
-
-
-def rows_of(number, seed=0):
-    numbers = torch.Generator().manual_seed(seed)
-    options = {"generator": numbers, "dtype": torch.float64}
-    return torch.randn(number, 4, **options), torch.randn(number, 3, **options)
-
-
-def pieces(sizes, seed=0):
-    inputs, targets = rows_of(sum(sizes), seed)
-    return list(zip(inputs.split(sizes), targets.split(sizes), strict=True))
 
 
 def sequences(tokens):
@@ -71,20 +54,6 @@ def sequences(tokens):
     ]
 
 
-def cut(parts, **options):
-    """Return this rank's share of a step of microbatches."""
-    here = world()
-    own = share(len(parts), here.rank, here.size)
-    facts = {"epoch": 0, "step": 0, "first": own.start, "counts": [len(x) for x, *_ in parts]}
-    facts |= {"size": here.size, "stand_in": parts[0]} | options
-    return Microbatches([parts[number] for number in own], **facts)
-
-
-def squared_error(model, batch):
-    inputs, targets = batch
-    return F.mse_loss(model(inputs), targets)
-
-
 def masked_error(model, batch):
     inputs, targets, mask = batch
     errors = (model(inputs) - targets).square().mean(dim=-1)
@@ -93,31 +62,6 @@ def masked_error(model, batch):
 
 def tokens_of(batch):
     return int(batch[2].sum())
-
-
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def gradients(model):
-    return [
-        None if p.grad is None else whole(p.grad).detach().clone()
-        for p in unwrap(model).parameters()
-    ]
-
-
-def off(found, wanted):
-    """Return the largest relative error of a list of gradients."""
-    worst = 0.0
-    for ours, true in zip(found, wanted, strict=True):
-        if ours is None or true is None:
-            assert ours is true, "one is None and the other is not"
-        elif true.norm() == 0:
-            worst = max(worst, ours.norm().item())
-        else:
-            error = ((ours - true).norm() / true.norm()).item()
-            worst = max(worst, error if error == error else torch.inf)  # noqa: PLR0124  # NaN
-    return worst
 
 
 # --- the table: the gradient against that of one process and one batch ---
@@ -148,15 +92,14 @@ CASES = {
 
 def truth(case):
     """Return loss and gradients of one backward over the whole global batch."""
+    if not case.tokens:
+        return truth_of(*rows_of(sum(case.sizes)))
     net = network()
-    if case.tokens:
-        loss = masked_error(
-            net, [torch.cat(parts) for parts in zip(*sequences(case.tokens), strict=True)]
-        )
-    else:
-        loss = squared_error(net, rows_of(sum(case.sizes)))
+    loss = masked_error(
+        net, [torch.cat(parts) for parts in zip(*sequences(case.tokens), strict=True)]
+    )
     loss.backward()
-    return loss.detach(), gradients(net)
+    return loss.item(), gradients(net)
 
 
 def batch_of(case):
@@ -242,54 +185,6 @@ def test_plain_ddp_is_wrong_where_means_of_means_are_taken(size):
         assert window == pytest.approx(0.5)
 
 
-class Endless(IterableDataset):
-    def __init__(self, data):
-        self.data = data
-
-    def __iter__(self):
-        return iter(self.data[number] for number in range(len(self.data)))
-
-
-def trained(strategy, kind, options):
-    """Train over steps with and without stand-ins in turn; return the weights."""
-    data = TensorDataset(*rows_of(10))
-    data = data if kind == "map" else Endless(data)
-    loader = make_loader(data, 6, num_workers=0, **options)
-    model = wrap_model(network(), strategy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for _ in range(5):
-        for batch in loader:
-            optimizer.zero_grad()
-            backward(model, squared_error, batch)
-            optimizer.step()
-    return [whole(parameter).detach() for parameter in unwrap(model).parameters()]
-
-
-def all_trained():
-    return {
-        (strategy, kind, bool(options)): trained(strategy, kind, options)
-        for strategy in STRATEGIES
-        for kind in ("map", "stream")
-        for options in ({"microbatch_size": 2}, {})
-    }
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_steps_with_and_without_stand_ins_alternate_for_long(size):
-    # Plain DDP hangs at the first step of which a rank has no part.
-    net = network()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    inputs, targets = rows_of(10)
-    for _ in range(5):
-        for step in (slice(6), slice(6, 10)):
-            optimizer.zero_grad()
-            squared_error(net, (inputs[step], targets[step])).backward()
-            optimizer.step()
-    for found in run(all_trained, world_size=size):
-        for weights in found.values():
-            assert off(weights, list(net.parameters())) < 1e-11
-
-
 # --- gradients that are there already ---
 
 
@@ -360,12 +255,6 @@ class Outputs(nn.Module):
 
 
 @dataclass
-class Named:
-    result: torch.Tensor
-    aside: torch.Tensor
-
-
-@dataclass
 class Slotted:
     __slots__ = ("aside", "result")
     result: torch.Tensor
@@ -390,23 +279,6 @@ class NaNInside(Net):
     def forward(self, batch):
         inputs, _, mask = batch
         return super().forward(inputs) / mask.any() + 0 / mask.any()
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.into, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.out.weight = self.into.weight
-        self.last = nn.Linear(4, 3)
-
-    def forward(self, rows):
-        return self.last(self.out(torch.tanh(self.into(rows))))
-
-
-class Frozen(Net):
-    def __init__(self):
-        super().__init__()
-        self.first.weight.requires_grad_(False)
 
 
 class Checkpointed(Net):
@@ -457,11 +329,8 @@ def nan_inside(model, batch):
 MODELS = {
     "tuple": (lambda: Outputs(lambda a, b: (a, b)), of_output(lambda o: o[0])),
     "dict": (lambda: Outputs(lambda a, b: {"r": [a], "b": b}), of_output(lambda o: o["r"][0])),
-    # DDP finds no unused ones in these.
-    "dataclass": (lambda: Outputs(Named), of_output(lambda o: o.result + o.aside.sum())),
+    # DDP finds no unused ones in this.
     "slots": (lambda: Outputs(Slotted), of_output(lambda o: o.result + o.aside.sum())),
-    "tied": (Tied, squared_error),
-    "frozen": (Frozen, squared_error),
     "several forwards": (Net, several_forwards),
     "one element": (Net, one_element),
     "in place": (Net, in_place),
@@ -615,16 +484,6 @@ def test_in_a_group_of_one_a_step_costs_what_it_costs_without_a_group():
     assert run(calls_of_a_step, world_size=1) == [calls_of_a_step()]
 
 
-def by_torchs_own():
-    model = DistributedDataParallel(network())
-    backward(model, squared_error, cut(pieces((3, 3, 3))))
-    return off(gradients(model), truth(Case((3, 3, 3)))[1])
-
-
-def test_a_model_in_torchs_own_ddp_is_trained_too():
-    assert max(run(by_torchs_own, world_size=2)) < CLOSE
-
-
 # --- what is returned ---
 
 
@@ -638,25 +497,13 @@ def returned():
             grads = {parameter.grad.dtype for parameter in model.parameters()}
             found[strategy, str(dtype)] = loss.dtype, loss.ndim, loss.requires_grad, loss.item()
             assert grads == {dtype}
-        model = wrap_model(network().float(), strategy)
-
-        def autocast(model, batch):
-            with torch.autocast("cpu", torch.bfloat16):
-                outputs = model(batch[0].float())
-            assert outputs.dtype == torch.bfloat16
-            return F.mse_loss(outputs.float(), batch[1].float())
-
-        loss = backward(model, autocast, cut(pieces((3, 3, 1))))
-        error = off([g.double() for g in gradients(model)], truth(Case((3, 3, 1)))[1])
-        found[strategy, "autocast"] = loss.dtype, loss.ndim, loss.requires_grad, loss.item()
-        assert error < 0.03, error
     return found
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_the_loss_is_detached_at_least_float32_and_the_same_everywhere(size):
     ranks = run(returned, world_size=size)
-    wanted = truth(Case((3, 3, 1)))[0].item()
+    wanted = truth(Case((3, 3, 1)))[0]
     for (_, kind), (dtype, ndim, requires_grad, value) in ranks[0].items():
         assert dtype == (torch.float64 if "float64" in kind else torch.float32)
         assert (ndim, requires_grad) == (0, False)
@@ -822,20 +669,21 @@ def test_the_model_may_be_compiled_inside_outside_and_in_place(size):
         assert not limits
 
 
-def buffers_after_a_step(where, sizes):
+def buffers_after_a_step(strategy, where, sizes):
     warnings.simplefilter("ignore")
-    model = wrap_model(normed(), "fsdp")
+    model = wrap_model(normed(), strategy)
     model = torch.compile(model, backend="eager") if where == "outside" else model
     backward(model, squared_error, cut(pieces(sizes)))
     check_in_sync(model)
     return [buffer.tolist() for buffer in model.buffers()]
 
 
-@needs_fsdp
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("sizes", [(4, 4), (4,)])
-def test_fsdp_takes_the_mean_of_the_buffers_under_compile_too(sizes):
+def test_buffers_are_made_equal_under_compile_too(strategy, sizes):
     (plain, again), (compiled, others) = (
-        run(buffers_after_a_step, where, sizes, world_size=2) for where in ("plain", "outside")
+        run(buffers_after_a_step, strategy, where, sizes, world_size=2)
+        for where in ("plain", "outside")
     )
     assert plain == again
     assert compiled == others == plain
@@ -870,7 +718,6 @@ def no_grad_error(model, batch):
 
 
 LOSSES = {
-    "method": lambda model, batch: squared_error(model.forward, batch),
     "an error": lambda model, batch: 1 // 0,
     "no grad": no_grad_error,
     "no forward": lambda model, batch: torch.zeros(()),
@@ -878,7 +725,6 @@ LOSSES = {
 RAN_NOT = "`loss_fn` must run the model that it is given, with gradients, but did not"
 REFUSED = [
     ("no forward", "RuntimeError", RAN_NOT),
-    ("method", "RuntimeError", "call model(…), and not a module inside it"),
     ("no grad", "RuntimeError", RAN_NOT),
     ("an error", "ZeroDivisionError", "division"),
     ("all zero", "ValueError", "a step must count something, but all its microbatches count 0"),
@@ -952,13 +798,6 @@ def sharded_over_a_part():
     backward(net, squared_error, cut(pieces((3, 3))))
 
 
-@needs_fsdp
-def test_a_model_that_is_sharded_over_some_of_the_ranks_is_refused():
-    for raised in run_caught(sharded_over_a_part, world_size=2):
-        assert raised.type == "ValueError"
-        assert "must be sharded over all 2 ranks, but is so over 1: give fully" in raised.text
-
-
 class FullyShardedDataParallel(nn.Module):
     """As FSDP's older wrapper is known: by its name. It needs a GPU."""
 
@@ -971,26 +810,10 @@ def older_wrapper():
     backward(FullyShardedDataParallel(network()), squared_error, cut(pieces((3, 3))))
 
 
-def test_fsdps_older_wrapper_is_refused():
-    for raised in run_caught(older_wrapper, world_size=2):
-        assert raised.type == "TypeError"
-        assert "must be sharded by fully_shard, but is in FSDP's older wrapper" in raised.text
-        assert "FullyShardedDataParallel: pass what wrap_model(model, 'fsdp')" in raised.text
-
-
 def unused_by_a_rank():
     # Only rank 0 reduces all: before, the next collective met its buckets, and gloo aborted.
     model = wrap_model(network(Branches), "ddp")
     backward(model, squared_error, cut(pieces((2, 3))))
-
-
-def test_a_parameter_that_was_not_reduced_is_named_at_the_very_step():
-    first, second = run_caught(unused_by_a_rank, world_size=2)
-    for raised, names in ((first, "`never.weight`"), (second, "`rare.weight`")):
-        assert raised.type == "RuntimeError"
-        assert "every parameter must take part in the loss, but" in raised.text
-        assert names in raised.text
-        assert "find_unused_parameters=True" in raised.text
 
 
 def static(sizes_of_steps):
@@ -1003,13 +826,44 @@ def static(sizes_of_steps):
     return errors
 
 
-def test_a_static_graph_may_have_stand_ins_but_not_accumulate():
+def test_a_static_graph_may_have_stand_ins():
     for errors in run(static, [(3,), (3, 2), (1,), (5, 4)], world_size=2):
         assert max(errors) < CLOSE
-    for raised in run_caught(static, [(3,) * 3], world_size=2):
-        assert raised.type == "ValueError"
-        assert "`static_graph` must be False where a rank has more than one" in raised.text
-        assert "here 2, for PyTorch cannot accumulate with it: leave it out of" in raised.text
+
+
+def accumulated_statically():
+    static([(3,) * 3])
+
+
+NOT_ALL = "every parameter must take part in the loss, but "
+NOT_TOGETHER = [
+    pytest.param(
+        sharded_over_a_part,
+        ["ValueError", "must be sharded over all 2 ranks, but is so over 1: give fully"],
+        marks=needs_fsdp,
+    ),
+    (
+        older_wrapper,
+        ["TypeError", "must be sharded by fully_shard, but is in FSDP's older wrapper"],
+    ),
+    (older_wrapper, ["FullyShardedDataParallel: pass what wrap_model(model, 'fsdp') returned"]),
+    (unused_by_a_rank, ["RuntimeError", NOT_ALL, "did not", "find_unused_parameters=True"]),
+    (accumulated_statically, ["`static_graph` must be False where a rank has more than one"]),
+    (
+        accumulated_statically,
+        ["ValueError", "here 2, for PyTorch cannot accumulate with it: leave"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("step", "texts"), NOT_TOGETHER)
+def test_what_the_ranks_cannot_train_together_is_refused_on_each_at_the_very_step(step, texts):
+    ranks = run_caught(step, world_size=2)
+    for raised in ranks:
+        assert all(text in f"{raised.type}: {raised.text}" for text in texts), raised
+    if step is unused_by_a_rank:
+        assert "`never.weight`" in ranks[0].text
+        assert "`rare.weight`" in ranks[1].text
 
 
 def print_table():

@@ -125,17 +125,6 @@ def plain():
     return one_step(seeded())
 
 
-def autocast():
-    def low(model, batch):
-        with torch.autocast("cpu", torch.bfloat16):
-            return loss_fn(model, batch)
-
-    outside = seeded()
-    with torch.autocast("cpu", torch.bfloat16):
-        around_all = one_step(outside)
-    return one_step(seeded(), low), around_all
-
-
 def low_precision():
     return one_step(seeded(dtype=torch.bfloat16), loader=steps(dtype=torch.bfloat16))
 
@@ -146,13 +135,6 @@ def checkpointed():
     assert other == plain()
     assert reentrant["loss bits"] == other["loss bits"]
     return reentrant
-
-
-def tied():
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 6, bias=False))
-    net[2].weight = net[0].weight
-    return one_step(wrap_model(net, "exact"))
 
 
 def ranks_without():
@@ -303,7 +285,7 @@ def small_buckets():
     """
 
     def found():
-        return [checkpointed(), tied(), unused(), layouts(), scaled(30), scaled(1e7)]
+        return [checkpointed(), unused(), layouts(), scaled(30), scaled(1e7)]
 
     expected, before = found(), _exact_sums._BUCKET
     _exact_sums._BUCKET = 20
@@ -607,7 +589,7 @@ def at_other_steps():
 
 
 SCENARIOS = [
-    *(plain, autocast, low_precision, checkpointed, tied, ranks_without, counted),
+    *(plain, low_precision, checkpointed, ranks_without, counted),
     *(added_to, unused, generators, buffers, in_evaluation, small_buckets, sent_early, float64),
     *(compiled, layouts, overflowing, nan_beside_infinity, overflowing_together, skipping, sparse),
     *(buffers_of_other_shapes, failing_on_one_rank, at_other_steps),
@@ -646,10 +628,6 @@ def test_a_step_leaves_the_same_bits_on_every_rank_at_every_size(scenario):
 # In a single process
 
 
-def batch_of(batches, counts):
-    return pardata.Microbatches(batches, epoch=0, step=0, first=0, counts=counts)
-
-
 def test_a_loss_that_its_own_backward_needs_is_left_alone():
     # The backward of exp() looks at its result, which is the loss.
     model = seeded(Smooth, dtype=torch.float64)
@@ -659,22 +637,6 @@ def test_a_loss_that_its_own_backward_needs_is_left_alone():
 
     one_step(model, exponential, steps(dtype=torch.float64))
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
-
-
-def test_gradients_of_microbatches_are_added_as_math_fsum_does():
-    model = seeded(Smooth, dtype=torch.float64)
-    batches = [
-        (row[None], target[None]) for row, target in zip(*rows_of(40, torch.float64), strict=True)
-    ]
-    singles = []
-    for batch in batches:
-        net = Smooth().double()
-        net.load_state_dict(unwrap(model).state_dict())
-        loss_fn(net, batch).backward()
-        singles.append(net.last.bias.grad.tolist())
-    one_step(model, loader=[batch_of(batches, [1] * 40)])
-    for ours, many in zip(model.last.bias.grad.tolist(), zip(*singles, strict=True), strict=True):
-        assert ours == pytest.approx(math.fsum(many) / 40, rel=1e-14, abs=1e-18)
 
 
 def test_too_many_gradients_of_a_parameter_are_refused(monkeypatch):

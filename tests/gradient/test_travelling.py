@@ -8,61 +8,29 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # the usual name
+from gradient_zoo import (
+    CLOSE,
+    FSDP_ON_CPU,
+    cut,
+    gradients,
+    needs_fsdp,
+    network,
+    off,
+    pieces,
+    rows_of,
+    squared_error,
+    truth_of,
+)
 from on_ranks import caught, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from pardata import Microbatches, backward, check_in_sync, make_loader, unwrap, world, wrap_model
+from pardata import backward, check_in_sync, make_loader, unwrap, world, wrap_model
 from pardata.data._plan import share
 from pardata.model import _ddp
 
-FSDP_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
 STRATEGIES = ["ddp", "exact", *(["fsdp"] if FSDP_ON_CPU else [])]
-CLOSE = 1e-12
-
-
-def network():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-
-
-def rows_of(number):
-    numbers = torch.Generator().manual_seed(1)
-    options = {"generator": numbers, "dtype": torch.float64}
-    return torch.randn(number, 4, **options), torch.randn(number, 3, **options)
-
-
-def cut(sizes):
-    """Return this rank's share of a step with microbatches of these sizes."""
-    here = world()
-    parts = list(zip(*(tensor.split(sizes) for tensor in rows_of(sum(sizes))), strict=True))
-    own = share(len(parts), here.rank, here.size)
-    facts = {"epoch": 0, "step": 0, "first": own.start, "counts": sizes, "size": here.size}
-    return Microbatches([parts[n] for n in own], stand_in=parts[0], **facts)
-
-
-def squared_error(model, batch):
-    inputs, targets = batch
-    return F.mse_loss(model(inputs), targets)
-
-
-def gradients(model):
-    grads = [parameter.grad for parameter in unwrap(model).parameters()]
-    return [g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for g in grads]
-
-
-def truth(inputs, targets):
-    """Return loss and gradients of the whole global batch in one process."""
-    net = network()
-    loss = squared_error(net, (inputs, targets))
-    loss.backward()
-    return loss.item(), gradients(net)
-
-
-def off(found, wanted):
-    pairs = zip(found, wanted, strict=True)
-    return max(((ours - true).norm() / true.norm()).item() for ours, true in pairs)
 
 
 # --- metrics ---
@@ -87,9 +55,9 @@ def metrics_of(strategy):
     found = []
     for sizes in SIZES_OF_STEPS:
         model.zero_grad()
-        loss, metrics = backward(model, with_metrics, cut(sizes))
+        loss, metrics = backward(model, with_metrics, cut(pieces(sizes)))
         inputs, targets = rows_of(sum(sizes))
-        wanted, gradient = truth(inputs, targets)
+        wanted, gradient = truth_of(inputs, targets)
         assert off(gradients(model), gradient) < CLOSE
         assert loss.item() == pytest.approx(wanted, rel=CLOSE)
         assert list(metrics) == ["rows", "parts", "many"]
@@ -118,7 +86,7 @@ def test_metrics_of_a_single_process_are_theirs():
     net, (inputs, targets) = network(), rows_of(3)
     for _ in range(2):  # the first step, in which the model is looked at, and another
         loss, metrics = backward(net, with_metrics, (inputs, targets))
-        assert loss.item() == pytest.approx(truth(inputs, targets)[0])
+        assert loss.item() == pytest.approx(truth_of(inputs, targets)[0])
         assert metrics["rows"] == 3.0
         assert isinstance(metrics["rows"], float)
 
@@ -128,7 +96,7 @@ def test_a_part_of_the_loss_may_be_a_metric_with_its_gradient():
         loss = squared_error(model, batch)
         return loss, [loss]
 
-    loss, (part,) = backward(network(), loss_fn, cut((2, 1)))  # warnings are errors here
+    loss, (part,) = backward(network(), loss_fn, cut(pieces((2, 1))))  # warnings are errors here
     assert part.item() == pytest.approx(loss.item())
     assert not part.requires_grad
 
@@ -141,7 +109,7 @@ def nothing_counts_of(strategy):
         loss = squared_error(model, batch) * (math.nan if len(batch[0]) == 2 else 1)
         return loss, [loss.detach()]
 
-    step = cut((2, 3, 2))
+    step = cut(pieces((2, 3, 2)))
     loss, (metric,) = backward(model, loss_fn, step, count=lambda b: 0 if len(b[0]) == 2 else 3)
     return loss.isfinite().item(), loss.item() == metric.item()
 
@@ -156,10 +124,8 @@ def unlike(what):
         loss = squared_error(model, batch)
         odd = world().rank == world().size - 1
         return {
-            "structure": (loss, {"b" if odd else "a": 1.0}),
             "none": loss if odd else (loss, 1.0),
             "no number": (loss, {"text": "yes" if odd else 1.0}),
-            "shape": (loss, torch.ones(3 if odd else 2)),
             "in one rank": (loss, torch.ones(len(batch[0]))),
         }[what]
 
@@ -169,24 +135,21 @@ def unlike(what):
 def all_unlike(strategy):
     model = wrap_model(network(), strategy)
     raised = {}
-    for what in ("structure", "none", "no number", "shape", "in one rank"):
-        raised[what] = caught(backward, model, unlike(what), cut((3, 1, 3, 1)))
+    for what in ("none", "no number", "in one rank"):
+        raised[what] = caught(backward, model, unlike(what), cut(pieces((3, 1, 3, 1))))
         model.zero_grad()
-        backward(model, squared_error, cut((3, 3)))
-        assert off(gradients(model), truth(*rows_of(6))[1]) < CLOSE
+        backward(model, squared_error, cut(pieces((3, 3))))
+        assert off(gradients(model), truth_of(*rows_of(6))[1]) < CLOSE
     return raised
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "exact"])
 def test_metrics_that_differ_between_ranks_raise_on_every_rank(strategy):
     first, last = run(all_unlike, strategy, world_size=2)
-    for what in ("structure", "none", "shape"):
-        for raised in (first[what], last[what]):
-            assert raised.type == "RuntimeError"
-            assert (
-                "every rank must pass the same to `backward`, but `metrics` differ" in raised.text
-            )
-            assert "Let `loss_fn` return the same structure on every rank" in raised.text
+    for raised in (first["none"], last["none"]):  # others: tests/promises/misuse_models.py
+        assert raised.type == "RuntimeError"
+        assert "every rank must pass the same to `backward`, but `metrics` differ" in raised.text
+        assert "Let `loss_fn` return the same structure on every rank" in raised.text
     assert last["no number"].type == "TypeError"
     assert "`metrics['text']` must be a number or a tensor, but is 'yes'" in last["no number"].text
     for found in (first, last):
@@ -225,7 +188,7 @@ def collectives_of_steps(strategy, **options):
     for (_, loss, gradient), step in zip(
         told, (slice(6), slice(6, 12), slice(12, 15)), strict=True
     ):
-        wanted, true = truth(inputs[step], targets[step])
+        wanted, true = truth_of(inputs[step], targets[step])
         assert loss == pytest.approx(wanted, rel=CLOSE)
         assert off(gradient, true) < CLOSE
     return [counts for counts, *_ in told]
@@ -251,7 +214,7 @@ def test_of_a_large_model_they_are_sent_beside_the_gradients_which_pytorch_reduc
         assert others == [[32], [32]]
 
 
-@pytest.mark.skipif(not FSDP_ON_CPU, reason="fully_shard needs a GPU")
+@needs_fsdp
 def test_under_fsdp_they_are_sent_beside_the_backward():
     for _, *others in run(collectives_of_steps, "fsdp", world_size=2):
         assert others == [[32], [32]]
@@ -298,12 +261,13 @@ def beside_a_hook(kind):
     for _ in range(3):
         model.zero_grad()
         loss = backward(model, squared_error, batch)
-    return loss.item(), off([g.double() for g in gradients(model)], truth(inputs, targets)[1]), told
+    error = off([g.double() for g in gradients(model)], truth_of(inputs, targets)[1])
+    return loss.item(), error, told
 
 
 @pytest.mark.parametrize("kind", ["a hook", "bfloat16", "torch's class"])
 def test_where_gradients_cannot_carry_them_they_go_beside(kind):
-    wanted, _ = truth(*rows_of(5))
+    wanted, _ = truth_of(*rows_of(5))
     for loss, error, told in run(beside_a_hook, kind, world_size=2):
         close = 0.05 if kind == "bfloat16" else CLOSE
         assert loss == pytest.approx(wanted, rel=close)
@@ -311,29 +275,17 @@ def test_where_gradients_cannot_carry_them_they_go_beside(kind):
         assert told == ([0, 0, 0] if kind == "a hook" else [])
 
 
-def hook_too_late():
-    model = wrap_model(network(), "ddp")
-    backward(model, squared_error, cut((3, 3)))
-    return caught(model.register_comm_hook, [], mean_hook)
-
-
-def test_a_hook_that_comes_after_the_first_step_is_refused():
-    for raised in run(hook_too_late, world_size=2):
-        assert raised.type == "RuntimeError"
-        assert "can only be called once" in raised.text  # PyTorch says so
-
-
 def other_backwards():
     """A plain `loss.backward()`, a copy and a pickled wrapper work beside and after a step."""
     model = wrap_model(network(), "ddp")
-    backward(model, squared_error, cut((3, 3)))
+    backward(model, squared_error, cut(pieces((3, 3))))
     model.zero_grad()
-    squared_error(model, cut((3, 3))[0]).backward()
-    found = [off(gradients(model), truth(*rows_of(6))[1])]
+    squared_error(model, cut(pieces((3, 3)))[0]).backward()
+    found = [off(gradients(model), truth_of(*rows_of(6))[1])]
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         other.zero_grad()
-        backward(other, squared_error, cut((3, 3, 2)))
-        found.append(off(gradients(other), truth(*rows_of(8))[1]))
+        backward(other, squared_error, cut(pieces((3, 3, 2))))
+        found.append(off(gradients(other), truth_of(*rows_of(8))[1]))
     return found
 
 
@@ -359,7 +311,7 @@ def changed(how):
         model.zero_grad()
         loss = backward(model, squared_error, kept)
         whole = [torch.cat(parts) for parts in zip(*gathered(kept), strict=True)]
-        wanted, true = truth(*whole)
+        wanted, true = truth_of(*whole)
         errors += [off(gradients(model), true), abs(loss.item() / wanted - 1)]
     check_in_sync(model)
     return errors
@@ -464,34 +416,15 @@ def test_under_exact_samples_that_were_left_out_ask_for_a_count(size):
 
 
 def scaled(strategy):
-    """Train with a scaler whose first scale overflows; return what it does, and the losses."""
-    torch.manual_seed(0)
-    model = wrap_model(network().float(), strategy)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    told = []
-
-    def loss_fn(model, batch):
-        return 64 * squared_error(model, [tensor.float() for tensor in batch])
-
-    for _ in range(3):
-        optimizer.zero_grad()
-        weights = [parameter.clone() for parameter in unwrap(model).parameters()]
-        loss = backward(model, loss_fn, cut((3, 3, 1)), scaler=scaler)
-        scaler.step(optimizer)
-        scaler.update(2.0**10 if scaler.get_scale() > 2**60 else None)
-        moved = not all(map(torch.equal, weights, unwrap(model).parameters()))
-        told.append((loss.item(), moved, scaler.get_scale()))
-    return told
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    model = wrap_model(network(), strategy)
+    return [backward(model, squared_error, cut(pieces((3, 3, 1))), scaler=scaler).item()]
 
 
 @pytest.mark.parametrize(
     ("strategy", "size"), [("none", 1), ("ddp", 1), ("ddp", 3), ("exact", 1), ("exact", 3)]
 )
-def test_the_loss_is_not_scaled_and_an_overflow_is_the_scalers(strategy, size):
-    for told in run(scaled, strategy, world_size=size):
-        losses, moved, scales = zip(*told, strict=True)
-        assert moved == (False, True, True)
-        assert scales == (2.0**10, 2.0**10, 2.0**11)
-        assert losses[0] == losses[1] == pytest.approx(64 * truth(*rows_of(7))[0], rel=1e-5)
-        assert losses[2] < losses[1]
+def test_the_loss_that_is_returned_is_not_scaled(strategy, size):
+    # What a scaler does else: tests/promises/test_strategies_by_features.py.
+    for (loss,) in run(scaled, strategy, world_size=size):
+        assert loss == pytest.approx(truth_of(*rows_of(7))[0], rel=1e-9)

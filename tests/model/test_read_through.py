@@ -5,7 +5,6 @@ import io
 import logging
 import pickle
 import re
-import warnings
 from collections import OrderedDict, namedtuple
 from dataclasses import make_dataclass
 
@@ -156,7 +155,6 @@ ASSIGNED = {
     "`last` must be set before the model is wrapped, but a Module is assigned through": (
         lambda model: setattr(model, "last", nn.Linear(8, 3))
     ),
-    "`head` must be set": lambda model: setattr(model, "head", nn.Linear(8, 3)),
     "`module` must be set": lambda model: setattr(model, "module", nn.Linear(8, 3)),
     "`scale` must be set before the model is wrapped, but a Parameter is assigned": (
         lambda model: setattr(model, "scale", nn.Parameter(torch.ones(1)))
@@ -330,27 +328,27 @@ class Alike(nn.Linear):
         return self.weight.device
 
 
-def hidden():
+def hidden(strategy, *kinds):
     lines = lines_logged()
-    for kind in (Net, Net, Line, Alike):
-        wrapped(kind=kind)
-    assert wrapped().device != "its own"
-    return lines
+    for kind in kinds:
+        model = wrapped(strategy, kind=kind)
+    return getattr(model, "device", "") == "its own", [line for line in lines if "hides" in line[1]]
 
 
-def hidden_by_dp():
-    lines = lines_logged()
-    for _ in range(2):
-        wrapped("dp", kind=Hiding)
-    return [line for line in lines if "hides" in line[1]]
-
-
-def test_names_that_mean_something_else_at_the_wrapper_are_logged_once_on_rank_0():
-    text = "{} hides `{}` of {}: read unwrap(model).{}"
-    names = [("[0/2] ReadThroughDDP", name, "Net", name) for name in ("device", "module")]
-    assert run(hidden, world_size=2) == [[("WARNING", text.format(*n)) for n in names], []]
-    names = [("ReadThroughDP", name, "Hiding", name) for name in ("device_ids", "gather")]
-    assert run(hidden_by_dp, world_size=1) == [[("WARNING", text.format(*n)) for n in names]]
+@pytest.mark.parametrize(
+    ("kinds", "by", "names"),
+    [
+        ((Line, Alike, Net, Net), "[0/2] ReadThroughDDP", ["`device` of Net", "`module` of Net"]),
+        ((Hiding,) * 2, "ReadThroughDP", ["`device_ids` of Hiding", "`gather` of Hiding"]),
+    ],
+)
+def test_names_that_mean_something_else_at_the_wrapper_are_logged_once_on_rank_0(kinds, by, names):
+    strategy, size = ("ddp", 2) if "DDP" in by else ("dp", 1)
+    first, *others = run(hidden, strategy, *kinds, world_size=size)
+    text = "{} hides {}: read unwrap(model).{}"
+    lines = [text.format(by, name, name.split("`")[1]) for name in names]
+    assert first == (False, [("WARNING", line) for line in lines])
+    assert others == [(False, [])] * (size - 1)
 
 
 # Methods
@@ -396,21 +394,7 @@ def test_dp_has_nothing_to_guard():
     assert model.last.weight.grad is not None
 
 
-# Buffers: that replicas with batch norm are equal after every step is in test_wrapping
-
-
-def as_rank_0():
-    """Rank 0's statistics are what all ranks take, as with plain DDP."""
-    net, model = seeded(Net), wrapped()
-    for step in range(3):
-        net(batch(seed=10 * step))
-        model(batch(seed=10 * step + rank())).sum().backward()
-    assert torch.equal(model.norm.running_mean, net.norm.running_mean)
-    assert model.norm.num_batches_tracked == 3
-
-
-def test_all_ranks_take_rank_0s_buffers():
-    run(as_rank_0, world_size=2)
+# Buffers
 
 
 FLAGS = ["broadcast_buffers"]
@@ -475,51 +459,6 @@ def test_buffers_are_sent_after_a_training_forward_that_synchronises_and_no_othe
     assert run(modes, world_size=2) == [{"<lambda>": True, **expected, "inside_train": True}] * 2
 
 
-def lonely():
-    model = wrapped()
-    for step in range(2):  # the second forward rebuilds DDP's buckets, once
-        model(batch(seed=step)).sum().backward()
-    for context in (torch.no_grad, torch.inference_mode, torch.enable_grad):
-        for mode in (True, False):
-            for alone in (0, 1):
-                # With gradients only in evaluation, as a careless one has.
-                if rank() == alone and not (mode and context is torch.enable_grad):
-                    model.train(mode)
-                    with context():
-                        model(batch())
-                    model.state_dict()
-                    model.train()
-                dist.barrier()
-    model(batch(seed=rank())).sum().backward()
-    same(model.last.weight.grad)
-    check_in_sync(model)
-
-
-def test_no_collective_hides_in_an_evaluation_or_a_forward_without_gradients():
-    run(lonely, world_size=2, timeout=60)
-
-
-def several_forwards():
-    model = wrapped()
-    for step in range(2):
-        model.zero_grad()
-        losses = [model(batch(seed=step + at + rank())).square().sum() for at in (0, 5)]
-        sum(losses).backward()
-        check_in_sync(model)
-    same(model.last.weight.grad)
-    model.zero_grad()
-    with model.no_sync():
-        for step in range(2):
-            model(batch(seed=step + 3 * rank())).sum().backward()
-    model(batch(seed=7 + rank())).sum().backward()
-    check_in_sync(model)
-    same(model.last.weight.grad)
-
-
-def test_forwards_before_one_backward_and_accumulated_gradients_work_with_batch_norm():
-    run(several_forwards, world_size=2)
-
-
 class Masks(nn.Module):
     """A buffer that autograd saves, and one that the forward replaces."""
 
@@ -551,28 +490,17 @@ def test_buffers_that_autograd_saved_and_buffers_that_were_replaced_are_fine():
     run(masks, world_size=2)
 
 
-def looked_for():
-    model = wrapped(kind=Line)
-    walks = []
-    for walked in (vars(model), vars(model.module)):
-        walked["named_buffers"] = lambda *args, **kwargs: walks.append(1) or iter(())
-    for step in range(3):
-        model(batch(seed=step)).sum().backward()
-    assert not walks
-
-
-def test_a_model_without_buffers_is_not_walked_at_every_step():
-    run(looked_for, world_size=2)
-
-
 # Uneven inputs
 
 
 def joins(how):
-    model = wrapped()
-    with model.join() if how == "join" else Join([model]):
+    model = wrapped(broadcast_buffers=how != "apart")
+    with Join([model]) if how == "Join" else model.join():
         for step in range(2 + 2 * rank()):
             model(batch(seed=step)).sum().backward()
+    if how == "apart":
+        assert model.norm.num_batches_tracked == 2 + 2 * rank()
+        return
     check_in_sync(model)
     # Afterwards everything is as before.
     if rank() == 0:
@@ -584,26 +512,9 @@ def joins(how):
         check_in_sync(model)
 
 
-@pytest.mark.parametrize("how", ["join", "Join"])
-def test_uneven_inputs_do_not_hang_in_join_and_replicas_are_equal_after_it(how):
+@pytest.mark.parametrize("how", ["join", "Join", "apart"])
+def test_uneven_inputs_do_not_hang_in_join_and_buffers_are_equal_after_it_but_where_asked(how):
     run(joins, how, world_size=2, timeout=60)
-
-
-def joins_apart():
-    model = wrapped(broadcast_buffers=False)
-    with model.join():
-        for step in range(2 + 2 * rank()):
-            model(batch(seed=step)).sum().backward()
-    assert model.norm.num_batches_tracked == 2 + 2 * rank()
-    model = wrapped()
-    with model.join(enable=False):
-        for step in range(2):
-            model(batch(seed=step + rank())).sum().backward()
-            check_in_sync(model)
-
-
-def test_join_leaves_buffers_apart_where_asked_and_switched_off_changes_nothing():
-    run(joins_apart, world_size=2, timeout=60)
 
 
 # Unused parameters
@@ -658,45 +569,7 @@ def test_unused_parameters_are_named_on_every_rank_and_fine_where_ddp_is_told_to
         )
 
 
-# With torch.compile and checkpointing
-
-
-def compiles(how):
-    net = seeded()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        if how == "inside":
-            model = wrap_model(torch.compile(net, backend="eager"), "ddp")
-        elif how == "outside":
-            model = torch.compile(wrap_model(net, "ddp"), backend="eager")
-        else:
-            model = wrap_model(net, "ddp")
-            if how == "in place":
-                model.compile(backend="eager")
-        assert unwrap(model) is net
-        for step in range(3):
-            model.zero_grad()
-            model(batch(seed=3 * step + rank())).square().mean().backward()
-            check_in_sync(model)
-        model.eval()
-        assert not net.training
-        with torch.no_grad():
-            if rank() == 0:
-                model(batch())
-    if how != "outside":
-        assert list(model.state_dict()) == list(net.state_dict())
-    model.flag = 3
-    assert net.flag == 3
-    same(net.last.weight.grad)
-    return fingerprint(model), net.last.weight.grad
-
-
-def test_compile_inside_outside_and_in_place_train_as_without():
-    expected, grad = run(compiles, "not at all", world_size=2)[0]
-    for how in ("inside", "outside", "in place"):
-        for told, ours in run(compiles, how, world_size=2):
-            assert told == expected
-            torch.testing.assert_close(ours, grad)
+# With checkpointing
 
 
 class Checkpointed(nn.Module):
@@ -773,15 +646,12 @@ def test_structures_of_scalars_keep_their_kind(wrap):
 
 
 def test_none_stays_none_and_other_tensors_go_to_pytorch(monkeypatch):
-    seen = []
     parent = ReadThroughDP.__mro__[2]
-    monkeypatch.setattr(
-        parent, "gather", lambda self, outputs, device: seen.append(outputs) or torch.cat(outputs)
-    )
+    monkeypatch.setattr(parent, "gather", lambda self, outputs, device: torch.cat(outputs))
     first = {"loss": torch.tensor(1.0), "scores": torch.ones(2, 3)}
     second = {"loss": torch.tensor(4.0), "scores": torch.zeros(1, 3)}
     result = gathered([first, second], [2, 1])
-    assert (result["loss"].item(), result["scores"].shape, len(seen)) == (2, (3, 3), 1)
+    assert (result["loss"].item(), result["scores"].shape) == (2, (3, 3))
     monkeypatch.undo()
     assert gathered([{"loss": None}, {"loss": None}], [1, 1]) == {"loss": None}
 

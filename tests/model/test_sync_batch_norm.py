@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from model_zoo import TOGETHER, needs_fsdp, whole
+from model_zoo import TOGETHER, whole
 from on_ranks import caught, run, run_caught
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -69,13 +69,6 @@ def image(norm):
     return nn.Sequential(nn.Conv2d(4, 5, 2), norm, nn.Tanh(), nn.Conv2d(5, 2, 2))
 
 
-def lazy():
-    net = dense(nn.LazyBatchNorm1d(dtype=torch.float64)).double()
-    with torch.no_grad():
-        net.eval()(torch.ones(2, 4, dtype=torch.float64))
-    return net.train()
-
-
 def untracking():
     net = dense(nn.BatchNorm1d(5))
     net[1].track_running_stats = False  # as one stops the statistics, and keeps what they are
@@ -96,7 +89,6 @@ MODELS = {
     "channels_last": lambda: image(nn.BatchNorm2d(5)).to(memory_format=torch.channels_last),
     "affine=False": lambda: dense(nn.BatchNorm1d(5, affine=False)),
     "momentum=None": lambda: dense(nn.BatchNorm1d(5, momentum=None)),
-    "momentum=1": lambda: dense(nn.BatchNorm1d(5, momentum=1.0)),
     "momentum=0": lambda: dense(nn.BatchNorm1d(5, momentum=0.0)),
     "untracked": lambda: dense(nn.BatchNorm1d(5, track_running_stats=False)),
     "tracking stopped": untracking,
@@ -106,7 +98,6 @@ MODELS = {
     "the model itself": lambda: nn.BatchNorm1d(4),
     "shared": Shared,
     "nested": Nested,
-    "a lazy one": lazy,
     "of a class of the user's": lambda: dense(AnyShape(5)),
 }
 SHAPES = {
@@ -246,13 +237,6 @@ def test_every_number_of_training_is_that_of_one_process(name, size):
                 for key, tensor in tensors.items():
                     same(found[key], tensor, (case, step, rank, key))
         same(told[0][1], evaluated, (case, "evaluated"))
-
-
-def test_the_models_are_ones_where_each_ranks_own_statistics_would_differ():
-    steps, _ = alone("1d")
-    net = made("1d")
-    halves = torch.cat([net(half) for half in numbers("1d", 0).chunk(2)])
-    assert not torch.allclose(halves, steps[0][0], rtol=1e-2)
 
 
 def float32_and_bfloat16():
@@ -430,10 +414,6 @@ def each_of(fn, cases):
     return [caught(fn, case) for case in cases]
 
 
-def in_evaluation_nothing_is_refused():
-    return bare(nn.BatchNorm1d(1)).eval()(torch.ones(1, 1, dtype=torch.float64)).shape
-
-
 def twice_differentiated(norm, rows):
     (gradient,) = torch.autograd.grad(norm(rows).square().sum(), rows, create_graph=True)
     gradient.sum().backward()
@@ -484,17 +464,18 @@ def test_what_cannot_be_normalised_is_an_error_on_every_rank_that_leaves_the_gro
             assert text in f"{raised.type}: {raised.text}"
 
 
-def test_one_row_on_each_rank_is_enough():
-    assert run(in_evaluation_nothing_is_refused, world_size=2) == [(1, 1)] * 2
-    assert run(one_row_each, world_size=2) == [pytest.approx(0.0, abs=1e-12)] * 2
-
-
 def one_row_each():
-    # Of 2 and 4: less and more than their mean by just as much.
+    # Of 2 and 4: less and more than their mean by just as much; of one alone in evaluation.
     norm = bare(nn.BatchNorm1d(1))
     own = norm(torch.full((1, 1), 2.0 * (world().rank + 1), dtype=torch.float64))
     dist.all_reduce(own)
-    return own.item()
+    return own.item(), norm.eval()(torch.ones(1, 1, dtype=torch.float64)).shape
+
+
+def test_one_row_on_each_rank_is_enough():
+    for mean, shape in run(one_row_each, world_size=2):
+        assert mean == pytest.approx(0.0, abs=1e-12)
+        assert shape == (1, 1)
 
 
 # With microbatches
@@ -570,28 +551,3 @@ def test_unequally_many_microbatches_are_refused_on_every_rank_before_anything_r
 def test_one_process_takes_any_number_of_microbatches_with_pytorchs_too():
     net = nn.Sequential(nn.SyncBatchNorm(4), nn.Linear(4, 1)).double()
     assert backward(net, mean_loss, microbatches(1, 0, [4, 4, 4])) > 0
-
-
-# Under "fsdp"
-
-
-def sharded(share):
-    rank, size = world().rank, world().size
-    net = made("2d")
-    ends = torch.tensor([0, *SHARES[share](size)]).cumsum(0).tolist()
-    wrapped = wrap_model(net, "fsdp", sync_batchnorm=True)
-    output = wrapped(numbers("2d", 0)[ends[rank] : ends[rank + 1]])
-    (loss_of(output) * size).backward()
-    return [whole(p.grad) for p in net.parameters()], [whole(b) for b in net.buffers()]
-
-
-@needs_fsdp
-@pytest.mark.parametrize("share", ["uneven", "none on the first"])
-def test_a_sharded_model_is_normalised_over_all_ranks_too(share):
-    net = made("2d")
-    loss_of(net(numbers("2d", 0))).backward()
-    for gradients, buffers in run(sharded, share, world_size=2):
-        for ours, parameter in zip(gradients, net.parameters(), strict=True):
-            same(ours, parameter.grad, "gradient")
-        for ours, buffer in zip(buffers, net.buffers(), strict=True):
-            same(ours, buffer, "statistics")

@@ -2,7 +2,6 @@
 
 import os
 import random
-import re
 
 import numpy as np
 import pytest
@@ -34,15 +33,6 @@ def test_the_same_seed_gives_the_same_numbers_everywhere(seed):
     assert torch.initial_seed() == seed
     assert seed_everything(seed) == seed
     assert draw() == first
-
-
-@pytest.mark.parametrize("seed", [-1, 2**63])
-def test_a_seed_out_of_range_is_refused_before_anything_is_seeded(seed):
-    before = torch.initial_seed()
-    fragment = f"`seed` must be between 0 and 2**63 - 1, but is {seed}"
-    with pytest.raises(ValueError, match=re.escape(fragment)):
-        seed_everything(seed)
-    assert torch.initial_seed() == before
 
 
 def seed_ranks(per_rank):

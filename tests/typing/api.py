@@ -214,7 +214,7 @@ def the_gradient(step: Microbatches[Tensor]) -> None:
     assert_type(backward(Net(), mean_loss, step), Tensor)
     assert_type(backward(Net(), mean_loss, torch.ones(1), count=len), Tensor)
     assert_type(backward(Net(), loss_and_accuracy, step), tuple[Tensor, dict[str, float]])
-    backward(Net(), mean_loss, step, len)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]  # by name only
+    backward(Net(), mean_loss, step, len)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]  # by name only
 
 
 def across_ranks() -> None:

@@ -1,7 +1,7 @@
 """backward: the gradient of the mean over the whole global batch, whatever the strategy."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar, overload
+from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -18,7 +18,7 @@ from pardata.gradient._step import ReplicatedStep, ShardedStep, Step
 from pardata.gradient._tally import Tally, checked, wide
 from pardata.model._batch_norm import is_synchronised
 from pardata.model._buffers import kept_buffers
-from pardata.model._strategy import DDP, DP, EXACT, FSDP, NONE, Replica, Strategy, replica_of
+from pardata.model._strategy import DDP, DP, EXACT, FSDP, NONE, Strategy, replica_of
 from pardata.model._unwrap import is_parallel
 from pardata.ranks._logger import get_logger
 from pardata.ranks._process import process
@@ -27,40 +27,21 @@ from pardata.seeds._generators import ForkedNoise, kept_generators
 
 _log = get_logger(__name__)
 
-LossFn = Callable[[nn.Module, Any], Any]
-_Metrics = TypeVar("_Metrics")
+# A loss, or a loss and metrics: `backward` returns their means as `loss_fn` returns them.
+_Returned = TypeVar("_Returned", bound=Tensor | tuple[Tensor, Any])
+LossFn: TypeAlias = Callable[[nn.Module, Any], _Returned]
 
-
-@overload
-def backward(
-    model: nn.Module,
-    loss_fn: Callable[[nn.Module, Any], Tensor],
-    batch: Any,
-    *,
-    count: Count | None = None,
-    scaler: GradScaler | None = None,
-) -> Tensor: ...
-
-
-@overload
-def backward(
-    model: nn.Module,
-    loss_fn: Callable[[nn.Module, Any], tuple[Tensor, _Metrics]],
-    batch: Any,
-    *,
-    count: Count | None = None,
-    scaler: GradScaler | None = None,
-) -> tuple[Tensor, _Metrics]: ...
+_LEFT_OUT: Any = None  # as in `backward(loss)`, which is told what to call
 
 
 def backward(
     model: nn.Module,
-    loss_fn: Any = None,
-    batch: Any = None,
+    loss_fn: LossFn[_Returned] = _LEFT_OUT,
+    batch: Any = _LEFT_OUT,
     *,
     count: Count | None = None,
     scaler: GradScaler | None = None,
-) -> Any:
+) -> _Returned:
     """Add to ``.grad`` the gradient of the mean loss over the global batch, and return that loss.
 
     Runs ``loss_fn(model, microbatch)``, a mean over the samples of the microbatch, and its backward
@@ -134,16 +115,17 @@ def backward(
                 (_run if piece.count else _stand_in)(step, model, loss_fn, piece)
     if type(step) is Step and step.size == 1:
         process.trained_alone.add(model)
-    return step.tally.result()
+    means: _Returned = step.tally.result()
+    return means
 
 
 # What a step does under each strategy. Here, and no part of the strategies themselves: those stand
 # in the room of models, which comes before this one and knows neither steps nor batches.
-_STEPS: dict[Strategy, Callable[[Replica, GradScaler | None, nn.Module, Any], Step]] = {
-    NONE: lambda replica, scaler, *_: Step(replica, scaler),
-    DP: lambda replica, scaler, *_: Step(replica, scaler),
-    DDP: lambda replica, scaler, *_: ReplicatedStep(replica, scaler),
-    FSDP: lambda replica, scaler, *_: ShardedStep(replica, scaler),
+_STEPS: dict[Strategy, type[Step]] = {
+    NONE: Step,
+    DP: Step,
+    DDP: ReplicatedStep,
+    FSDP: ShardedStep,
     EXACT: ExactStep,
 }
 
@@ -168,7 +150,9 @@ def _check_arguments(model: object, loss_fn: object) -> None:
         )
 
 
-def _alone(model: nn.Module, loss_fn: LossFn, batch: Any, scaler: GradScaler | None) -> Any:
+def _alone(
+    model: nn.Module, loss_fn: LossFn[_Returned], batch: Any, scaler: GradScaler | None
+) -> _Returned:
     """Run the only microbatch of a step whose model nobody else trains: it is the global batch."""
     first, microbatch = (batch.first, batch[0]) if isinstance(batch, Microbatches) else (0, batch)
     with ForkedNoise(noise_seed(batch, first)):
@@ -179,14 +163,15 @@ def _alone(model: nn.Module, loss_fn: LossFn, batch: Any, scaler: GradScaler | N
         else:  # which is its own mean
             tally, loss = None, checked(returned)
         (loss if scaler is None else scaler.scale(loss)).backward()
-    return wide(loss.detach()) if tally is None else tally.result()
+    means: _Returned = wide(loss.detach()) if tally is None else tally.result()
+    return means
 
 
 def _step_of(model: nn.Module, batch: Any, scaler: GradScaler | None) -> Step:
     """Return what a step of `model` does, having looked whether it can."""
     here = require_world("backward")
     replica = replica_of(model)
-    step = _STEPS[replica.strategy](replica, scaler, model, batch)
+    step = _STEPS[replica.strategy](replica, scaler, batch)
     _check_equally_many(replica.module, batch, step.size)
     if here.size > 1 and step.size == 1:
         _check_alone(model, replica.module, here)
@@ -206,7 +191,7 @@ def _check_equally_many(module: nn.Module, batch: Any, size: int) -> None:
         )
 
 
-def _run(step: Step, model: nn.Module, loss_fn: LossFn, piece: Piece) -> None:
+def _run(step: Step, model: nn.Module, loss_fn: LossFn[Any], piece: Piece) -> None:
     """Run forward and backward of a microbatch that counts."""
     with forward_of(model):
         loss = step.tally.add(loss_fn(model, piece.microbatch), piece.count)
@@ -216,7 +201,7 @@ def _run(step: Step, model: nn.Module, loss_fn: LossFn, piece: Piece) -> None:
     step.run(loss, part)
 
 
-def _stand_in(step: Step, model: nn.Module, loss_fn: LossFn, piece: Piece) -> None:
+def _stand_in(step: Step, model: nn.Module, loss_fn: LossFn[Any], piece: Piece) -> None:
     """Run forward and backward for the other ranks' sake, and leave nothing but zeros."""
     module = step.module
     # Statistics over all ranks are made of what counts nothing too, and have a gradient by it.

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pardata.collective._header import Matching
 from pardata.data._microbatches import Microbatches
@@ -160,12 +161,17 @@ def _start_sum(own: list[float], sharing: Sharing) -> Callable[[], Sequence[floa
         # In the form of all other collectives of ours: a rank that is in another one is told.
         return Matching(here, "backward", lambda: {(): 0}, lambda _: "counts").start_all_reduce(own)
     told = torch.tensor(own, device=next(sharing.layer.parameters()).device)
-    work: Any = dist.all_reduce(told, group=sharing.group, async_op=True)
+    sums = started(told, sharing.group)
+    return lambda: sums().tolist()
 
-    def sums() -> list[float]:
+
+def started(told: Tensor, group: Any) -> Callable[[], Tensor]:
+    """Begin to add up numbers over ranks, and return what waits for the sums, unless on a GPU."""
+    work: Any = dist.all_reduce(told, group=group, async_op=True)
+
+    def sums() -> Tensor:
         work.wait()
-        found: list[float] = told.tolist()
-        return found
+        return told
 
     return sums
 

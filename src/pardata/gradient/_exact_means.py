@@ -1,4 +1,4 @@
-"""Loss and buffers of an exact step: means of what its microbatches leave, all from one start."""
+"""Means of an exact step: of the buffers as its microbatches leave them, of loss and metrics."""
 
 import torch
 from torch import Tensor, nn
@@ -7,21 +7,19 @@ from pardata.gradient import _fixed_point
 from pardata.gradient._exact_sums import summed
 from pardata.model._buffers import real_buffers
 
-LOSS = "the loss"
 _NONE = 2**53  # the number of a microbatch that there is not
 
 
 class Means:
-    """The mean loss, and that of what microbatches make of a module's buffers, each from the start.
+    """The means of what microbatches make of a module's buffers, each from the start of the step.
 
     Floating-point buffers, as batch norm's statistics, become the mean of what each microbatch
     leaves, weighted like gradients; others, which count, become what the first of them leaves.
+    Those of loss and metrics travel with them.
 
     Attributes:
-        names: of what has a mean: the loss, and floating-point buffers.
-        peaks: of each of those, the largest loss or change.
+        names: of the floating-point buffers.
         shapes: of all buffers, by name.
-        count: of the numbers in what has a mean.
         first: the number of the first microbatch here that counts.
     """
 
@@ -30,17 +28,14 @@ class Means:
         self._device = device
         self._start = {name: buffer.clone() for name, buffer in real_buffers(module).items()}
         self.shapes = _shapes(module)
-        self._floating = [name for name, b in self._start.items() if b.is_floating_point()]
-        self._counting = [name for name in self._start if name not in self._floating]
-        self.names = [LOSS, *self._floating]
-        self.peaks = torch.zeros(len(self.names), dtype=torch.float64, device=device)
-        self._before = self._flat(self._start, self._floating, torch.float64)
-        self.count = 1 + len(self._before)
+        self.names = [name for name, b in self._start.items() if b.is_floating_point()]
+        self._counting = [name for name in self._start if name not in self.names]
+        self._before = self._flat(self._start, self.names, torch.float64)
+        self._most = torch.zeros_like(self._before)  # of each number, the largest change
+        self._words = torch.zeros(2, len(self._before), dtype=torch.int64, device=device)
+        # As the first microbatch leaves them.
+        self._counts = torch.zeros_like(self._flat(self._start, self._counting, torch.int64))
         self.first = _NONE
-        counts = self._flat(self._start, self._counting, torch.int64)
-        self._sent = counts.new_zeros(2 * self.count + len(counts))
-        self._words = self._sent[: 2 * self.count].view(2, -1)
-        self._counts = self._sent[2 * self.count :]  # as the first microbatch leaves them
 
     def restore(self) -> None:
         """Put back what was there at the start of the step, but for what has another shape now."""
@@ -49,40 +44,48 @@ class Means:
             if start is not None and start.shape == buffer.shape:
                 buffer.copy_(start)
 
-    def add(self, loss: Tensor, weight: float, number: int) -> None:
-        """Add ``weight`` times the loss of microbatch `number` and what it has changed; restore."""
+    def add(self, weight: float, number: int) -> None:
+        """Add ``weight`` times what microbatch `number` has changed; restore."""
         now = self._now()
-        after = self._flat(now, self._floating, torch.float64)
+        after = self._flat(now, self.names, torch.float64)
         same = (after == self._before) | (after.isnan() & self._before.isnan())
         change = (after - self._before).masked_fill_(same, 0.0)
-        loss = loss.detach().reshape(1).to(change)
-        parts = [loss, *self._split(change, self._floating)]
-        peaks = torch.stack([_fixed_point.largest(part) for part in parts])
-        self.peaks = torch.maximum(self.peaks, peaks)  # NaN if either is
-        _fixed_point.add(torch.cat([loss, change]), weight, *self._words)
+        self._most = torch.maximum(self._most, change.abs())  # NaN if either is
+        _fixed_point.add(change, weight, *self._words)
         if self.first == _NONE:
             self.first = number
-            self._counts.copy_(self._flat(now, self._counting, torch.int64))
+            self._counts = self._flat(now, self._counting, torch.int64)
         self.restore()
 
-    def add_up(self, first: int, size: int) -> Tensor:
-        """Add up those of all ranks, of which one has the `first` microbatch. Return the mean loss.
+    def peaks(self) -> list[Tensor]:
+        """Return, of each floating-point buffer, the largest change, as a vector of one."""
+        return [_fixed_point.largest(part)[None] for part in self._split(self._most, self.names)]
 
-        Collective.
+    def add_up(self, rows: list[tuple[Tensor, int]], total: int, first: int) -> Tensor:
+        """Add up those of all ranks, and return the means of loss and metrics. Collective.
+
+        NaN for one that is infinite, NaN or too large anywhere.
+
+        Args:
+            rows: of each microbatch here the loss and then all metrics, and what it counts.
+            total: what those of all ranks count.
+            first: the number of the first microbatch that counts, which one rank has.
         """
         if first != self.first:
             self._counts.zero_()
-        summed(self._sent, size)
-        self._sums = _fixed_point.value(*self._words)
-        return self._sums[0]
+        parts = _words_of(rows, total).view(-1), self._words.view(-1), self._counts
+        sums = summed(torch.cat(parts)).split([len(part) for part in parts])
+        self._words, self._counts = sums[1].view(2, -1), sums[2]
+        low, high, bad = sums[0].view(3, -1)
+        return _fixed_point.value(low, high).where(bad == 0, torch.nan)
 
     def apply(self) -> None:
         """Set the buffers, from sums that are those of all ranks."""
         now = self._now()
         # Where nothing was added, not even 0.0, for -0.0 would become that.
-        is_changed = self._words[:, 1:].any(dim=0)
-        means = torch.where(is_changed, self._before + self._sums[1:], self._before)
-        for names, flat in ((self._floating, means), (self._counting, self._counts)):
+        means = self._before + _fixed_point.value(*self._words)
+        means = means.where(self._words.any(dim=0), self._before)
+        for names, flat in ((self.names, means), (self._counting, self._counts)):
             for name, part in zip(names, self._split(flat, names), strict=True):
                 now[name].copy_(part.view(now[name].shape))
 
@@ -107,29 +110,16 @@ class Means:
         return parts
 
 
-def means_of(rows: list[tuple[Tensor, int]], total: int, size: int, device: torch.device) -> Tensor:
-    """Return the means of metrics over the microbatches of all ranks, the same at every size.
-
-    NaN for one that is infinite, NaN or too large anywhere. Collective, if there are metrics.
-
-    Args:
-        rows: of each microbatch here the loss and then all metrics, and what it counts.
-        total: what those of all ranks count.
-        size: how many ranks there are.
-        device: of the model.
-    """
-    metrics = [(row[1:], count) for row, count in rows if len(row) > 1]
-    if not metrics:
-        return torch.empty(0, dtype=torch.float64, device=device)
-    words = torch.zeros(3, len(metrics[0][0]), dtype=torch.int64, device=device)
+def _words_of(rows: list[tuple[Tensor, int]], total: int) -> Tensor:
+    """Return low and high words of the means of `rows`, and how often one could not be added."""
+    words = torch.zeros(3, len(rows[0][0]), dtype=torch.int64, device=rows[0][0].device)
     low, high, bad = words
-    for numbers, count in metrics:
+    for numbers, count in rows:
         if count:
             fits = numbers.abs() <= _fixed_point.LARGEST
             _fixed_point.add(numbers.where(fits, 0.0), count / total, low, high)
             bad += ~fits
-    summed(words, size)
-    return _fixed_point.value(low, high).where(bad == 0, torch.nan)
+    return words
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -9,16 +9,17 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.amp import GradScaler
 
 from pardata.data._microbatches import Microbatches
 from pardata.gradient._count import Piece
-from pardata.gradient._exact_means import LOSS, Means, means_of
+from pardata.gradient._exact_means import Means
 from pardata.gradient._exact_sums import Sums, summed
-from pardata.gradient._fixed_point import LARGEST, SMALL
+from pardata.gradient._fixed_point import LARGEST, SMALL, largest
 from pardata.gradient._noise import noise_seed
 from pardata.gradient._step import Step, gradients_aside
+from pardata.model._exact import refused_kernels
 from pardata.model._strategy import Replica
 from pardata.ranks._logger import get_logger
 from pardata.ranks._process import process
@@ -28,6 +29,7 @@ from pardata.seeds._mix import mix
 
 _log = get_logger(__name__)
 
+_LOSS = "the loss"
 _INFINITE = torch.finfo(torch.float64).max  # stands for infinity where that stands for NaN
 
 
@@ -38,7 +40,6 @@ class Report(NamedTuple):
         overflow: what could not be added, and the largest of it, by name.
         large: what needs high words.
         used: which parameters have had a gradient.
-        sparse: which had a sparse one.
         late: of each bucket, whether something was left when it had been sent.
         first: the number of the first microbatch that counts.
         failed: whether a rank ended in an error.
@@ -48,7 +49,6 @@ class Report(NamedTuple):
     overflow: dict[str, float]
     large: set[str]
     used: set[str]
-    sparse: set[str]
     late: list[bool]
     first: int
     failed: bool
@@ -65,25 +65,22 @@ class ExactStep(Step):
 
     least = 1  # if a stand-in: by what it returns a rank that has none knows the metrics
 
-    def __init__(
-        self, replica: Replica, scaler: GradScaler | None, model: nn.Module, batch: Any
-    ) -> None:
-        super().__init__(replica, scaler)
+    def __init__(self, replica: Replica, scaler: GradScaler | None, batch: Any) -> None:
+        super().__init__(replica, scaler, batch)
         self.size = world().size
-        self.device = next(self.module.parameters()).device
+        device = next(self.module.parameters()).device
         if not isinstance(batch, Microbatches):
             raise TypeError(
                 f"`batch` must be Microbatches under strategy 'exact', but is a "
                 f"{type(batch).__name__}: pass microbatch_size to make_loader, so that pieces are "
                 f"the same at every world size"
             )
-        self._batch = batch
         self._exact = exact = self.layer.exact
         # Raised within the step, so that the others hear it.
-        self._refusal: Exception | None = exact.refusal(model)
-        self._means = Means(exact.module, self.device)
+        self._refusal: Exception | None = refused_kernels(replica.model, exact.threads)
+        self._means = Means(exact.module, device)
         trained = {name: p for name, p in exact.module.named_parameters() if p.requires_grad}
-        self._sums = Sums(trained, self.size, self.device, exact.scratch)
+        self._sums = Sums(trained, device, exact.scratch)
         exact.scratch = []  # until this step ends well: what a failed one left may still be sent
 
     @contextmanager
@@ -107,13 +104,13 @@ class ExactStep(Step):
                 self._means.restore()
             finally:
                 self._exact.receive = None
-            self._conclude(self._added_up(failed))
+            rows = self.tally.rows()
+            self._conclude(self._added_up(failed, rows), rows)
 
-    def _conclude(self, report: Report) -> None:
+    def _conclude(self, report: Report, rows: list[tuple[Tensor, int]]) -> None:
         """Take the means, and set gradients and buffers, unless something has overflown."""
-        rows, total = self.tally.rows(), self.pieces.expected()
-        metrics = means_of(rows, total, self.size, self.device)
-        self.tally.settle(torch.cat([self._loss[None], metrics]))
+        total = self.pieces.expected()
+        self.tally.settle(self._means.add_up(rows, total, report.first))
         if not report.overflow:
             self._means.apply()
             self._sums.set_gradients(report.used, report.large)
@@ -121,50 +118,41 @@ class ExactStep(Step):
         elif self._leaves_overflow_to_scaler(report):
             self._sums.set_infinite(report.used)
         else:
-            _log.warning("skipped step %d: %s", self._batch.step, self._text(report), ranks=[0])
+            _log.warning("skipped step %d: %s", self.batch.step, self._text(report), ranks=[0])
 
     def around(self, piece: Piece) -> AbstractContextManager[None]:
         """Seed Python's and NumPy's generators as well: what they draw shows in the last bit."""
         if self._refusal is not None:
             raise self._refusal
         self._number, self._is_last = piece.number, piece is self.pieces.own[-1]
-        return forked_seed(noise_seed(self._batch, self._number))
+        return forked_seed(noise_seed(self.batch, self._number))
 
     def run(self, loss: Tensor, part: float) -> None:
         """Run the backward of a microbatch, which is `part` of the global batch."""
         scaled = loss if self.scaler is None else self.scaler.scale(loss)
         self._sums.add_gradients(scaled, part, last=self._is_last)
-        self._means.add(loss, part, self._number)
+        self._means.add(part, self._number)
 
-    def _added_up(self, failed: Exception | None) -> Report:
+    def _added_up(self, failed: Exception | None, rows: list[tuple[Tensor, int]]) -> Report:
         """Add up what all ranks have, or raise. Collective."""
         if not self._sums.agreed:
             msg = (
                 f"every rank must be at the same step of the same loader, train the same "
                 f"parameters and have the same seed, but they differ; this one is at step "
-                f"{self._batch.step} of epoch {self._batch.epoch}, trains "
+                f"{self.batch.step} of epoch {self.batch.epoch}, trains "
                 f"{len(self._sums.parameters)} parameters and has seed {process.seed}: call "
                 f"backward equally often, freeze the same, and call seed_everything with the same "
                 f"seed, on every rank"
             )
             raise failed or RuntimeError(msg)
         self._sums.send(rest=True)
-        own = failed is not None, self.tally.structure()
-        report = _exchanged(self._means, self._sums, self.size, *own)
-        self._loss = self._means.add_up(report.first, self.size)
-        if LOSS in report.overflow:
-            self._loss = torch.full_like(self._loss, torch.nan)
+        report = self._exchanged(failed, [row[:1] for row, count in rows if count])
         self._sums.receive(report.late, report.large)
         if failed is not None:
             raise failed
         if report.failed:
             raise RuntimeError(
                 "every rank must run its microbatches, but another one failed: see its error"
-            )
-        if report.sparse:
-            raise TypeError(
-                f"gradients must be dense under strategy 'exact', but that of "
-                f"`{min(report.sparse)}` is sparse: make the embedding with sparse=False"
             )
         if not report.alike:
             self.tally.raise_of_structures()
@@ -173,23 +161,50 @@ class ExactStep(Step):
             raise OverflowError(self._text(report))
         return report
 
+    def _exchanged(self, failed: Exception | None, losses: list[Tensor]) -> Report:
+        """Tell the others what was seen here, and return what all say: of each number the most."""
+        sums, means = self._sums, self._means
+        names = [_LOSS, *sums.parameters, *means.names]  # in the order in which they are named
+        loss = largest(torch.cat([sums.peaks.new_zeros(1), *losses]))
+        peaks = torch.cat([loss[None], sums.peaks, *means.peaks()])
+        key = float(zlib.crc32(self.tally.structure().encode()))
+        late = [bucket.late is not None for bucket in sums.buckets]
+        flags = [*(name in sums.counts for name in names), *late, failed is not None]
+        rest = peaks.new_tensor([*flags, -means.first, key, -key])
+        # The maximum of NaN and a number is not NaN with every backend: infinity stands for it.
+        numbers = torch.nan_to_num(peaks, nan=torch.inf, posinf=_INFINITE)
+        told = summed(torch.cat([numbers, rest]), dist.ReduceOp.MAX)
+        most, is_used, rest = told.tensor_split([len(names), 2 * len(names)])
+        *is_late, any_failed, minus_first, highest, minus_lowest = rest.tolist()
+        pairs = list(zip(names, most.tolist(), strict=True))
+        shown = {torch.inf: math.nan, _INFINITE: math.inf}
+        return Report(
+            overflow={name: shown.get(peak, peak) for name, peak in pairs if peak > LARGEST},
+            large={name for name, peak in pairs if peak > SMALL},
+            used=set(compress(names, is_used.tolist())),
+            late=list(map(bool, is_late)),
+            first=int(-minus_first),
+            failed=bool(any_failed),
+            alike=highest == -minus_lowest,
+        )
+
     def _leaves_overflow_to_scaler(self, report: Report) -> bool:
         """Whether only gradients and the loss overflow, by which a scaler finds its scale."""
-        known = {LOSS, *self._sums.parameters}
+        known = {_LOSS, *self._sums.parameters}
         return self.scaler is not None and known.issuperset(report.overflow)
 
     def _key(self) -> int:
         """Return a number that is the same on all ranks which send the same at the same step."""
-        batch = self._batch
+        batch = self.batch
         sizes = [(name, p.numel()) for name, p in self._sums.parameters.items()]
-        sent = repr([sizes, self._means.shapes, self._means.count])
+        sent = repr([sizes, self._means.shapes, self._means.names])
         place = batch.epoch, batch.step, noise_seed(batch)
         return mix(batch.seed, *place, *batch.counts, zlib.crc32(sent.encode()))
 
     def _text(self, report: Report) -> str:
         name, peak = next(iter(report.overflow.items()))
         kind = "gradient of" if name in self._sums.parameters else "change of the buffer"
-        what = LOSS if name == LOSS else f"the {kind} `{name}`"
+        what = _LOSS if name == _LOSS else f"the {kind} `{name}`"
         return (
             f"numbers must be finite and at most 2**46 under strategy 'exact', but the largest of "
             f"{what} is {peak:g} ({len(report.overflow)} such): lower the learning rate, clip "
@@ -208,33 +223,3 @@ def _of_compiler(error: Exception) -> Exception:
     )
     told.__cause__ = error
     return told
-
-
-def _exchanged(means: Means, sums: Sums, size: int, failed: bool, structure: str) -> Report:  # noqa: FBT001  # as it is told
-    """Tell the others what was seen here, and return what all say, of each number the largest."""
-    loss, *buffers = means.names
-    names = [loss, *sums.parameters, *buffers]  # in the order in which they are named
-    peaks = torch.cat([means.peaks[:1], sums.peaks, means.peaks[1:]])
-    flags = [name in seen for seen in (sums.counts, sums.sparse) for name in names]
-    late = [bucket.late is not None for bucket in sums.buckets]
-    key = float(zlib.crc32(structure.encode()))
-    rest = peaks.new_tensor([*flags, *late, failed, -means.first, key, -key])
-    # The maximum of NaN and a number is not NaN with every backend: infinity stands for it here.
-    numbers = torch.nan_to_num(peaks, nan=torch.inf, posinf=_INFINITE)
-    message = torch.cat([numbers, rest])
-    summed(message, size, dist.ReduceOp.MAX)
-    table, rest = message.tensor_split([3 * len(names)])
-    largest, is_used, is_sparse = table.view(3, -1).tolist()
-    *is_late, any_failed, minus_first, highest, minus_lowest = rest.tolist()
-    pairs = list(zip(names, largest, strict=True))
-    shown = {torch.inf: math.nan, _INFINITE: math.inf}
-    return Report(
-        overflow={name: shown.get(peak, peak) for name, peak in pairs if peak > LARGEST},
-        large={name for name, peak in pairs if peak > SMALL},
-        used=set(compress(names, is_used)),
-        sparse=set(compress(names, is_sparse)),
-        late=list(map(bool, is_late)),
-        first=int(-minus_first),
-        failed=bool(any_failed),
-        alike=highest == -minus_lowest,
-    )

@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pardata.collective._vote import Vote
 from pardata.gradient import _fixed_point
+from pardata.ranks._world import world
 
 _BUCKET = 2**20  # numbers that are sent together: 8 MiB
 
@@ -66,7 +68,6 @@ class Sums:
 
     Args:
         parameters: those that are trained, by name.
-        size: how many ranks there are.
         device: of the parameters.
         scratch: the memory of the step before: used again where it fits, as DDP's buckets are.
 
@@ -74,20 +75,14 @@ class Sums:
         buckets: of which one after the other is sent.
         peaks: of each parameter, the largest that a microbatch would add.
         counts: how many gradients each parameter has had, if any; those of weight 0 add none.
-        sparse: of which it was sparse.
     """
 
     def __init__(
-        self,
-        parameters: dict[str, nn.Parameter],
-        size: int,
-        device: torch.device,
-        scratch: list[Tensor],
+        self, parameters: dict[str, nn.Parameter], device: torch.device, scratch: list[Tensor]
     ) -> None:
         self.counts = Counter[str]()
-        self.sparse: set[str] = set()
         self.parameters = parameters
-        self._size = size
+        self._size = world().size
         self.buckets = _empty_buckets(parameters, device, scratch)
         self.peaks = torch.zeros(len(parameters), dtype=torch.float64, device=device)
         self._now = torch.zeros_like(self.peaks)  # those of this microbatch
@@ -105,18 +100,16 @@ class Sums:
 
         For gloo ends a process that is sent more or less than it expects.
         """
-        self._keys = torch.tensor([key, -key], device=self._now.device)
-        self._asked: Any = None
-        if self._size > 1:
-            self._asked = dist.all_reduce(self._keys, dist.ReduceOp.MAX, async_op=True)
+        self._vote: Vote | None = Vote(world(), "backward", [key])
 
-    @cached_property
+    @property
     def agreed(self) -> bool:
         """Whether all have the same key. Nothing is sent where they have not."""
-        if self._asked is not None:
-            self._asked.wait()
-        highest, lowest = self._keys.tolist()
-        return bool(highest == -lowest)
+        if self._vote is not None:
+            vote, self._vote, self._agreed = self._vote, None, False  # also where it raises
+            ((least, most),) = vote.result()
+            self._agreed = least == most
+        return self._agreed
 
     def add_gradients(self, loss: Tensor, weight: float, *, last: bool) -> None:
         """Run the backward of a microbatch, whose gradients come to `add` and have this weight."""
@@ -140,8 +133,11 @@ class Sums:
         name, bucket, peak = found
         self.counts[name] += self._weight > 0
         if gradient.layout != torch.strided:
-            self.sparse.add(name)
-        elif self._weight:
+            raise TypeError(
+                f"gradients must be dense under strategy 'exact', but that of `{name}` is sparse: "
+                f"make the embedding with sparse=False"
+            )
+        if self._weight:
             if self.counts[name] > (most := _fixed_point.MOST // self._size):
                 raise OverflowError(
                     f"a step must give a parameter at most {most} gradients on each of "
@@ -177,9 +173,9 @@ class Sums:
                 bucket.work.wait()
             if is_late:
                 here = torch.zeros_like(bucket.low) if bucket.late is None else bucket.late
-                bucket.low.add_(summed(here, self._size))
+                bucket.low.add_(summed(here))
             if not large.isdisjoint(bucket.places):
-                summed(bucket.high, self._size)
+                summed(bucket.high)
 
     def set_gradients(self, used: set[str], large: set[str]) -> None:
         """Set the gradient of each parameter that is `used`; `large` as above."""
@@ -200,9 +196,9 @@ class Sums:
             parameter.grad = torch.full_like(parameter, torch.inf, requires_grad=False)
 
 
-def summed(words: Tensor, size: int, operation: Any = dist.ReduceOp.SUM) -> Tensor:
-    """Add `words` up, in place, over so many ranks. Collective."""
-    if size > 1:
+def summed(words: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
+    """Add `words` up, in place, over all ranks. Collective."""
+    if world().size > 1:
         dist.all_reduce(words, operation)
     return words
 

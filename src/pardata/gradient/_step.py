@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from pardata.gradient._count import Piece, Pieces, Sharing
+from pardata.gradient._count import Piece, Pieces, Sharing, started
 from pardata.gradient._tally import Tally
 from pardata.model._buffers import averaged_buffers
-from pardata.model._ddp import one_step, send_along, sums_sent_along
+from pardata.model._ddp import one_step, parcel_of
 from pardata.model._strategy import Replica
 
 _NOTHING = nullcontext()
@@ -25,6 +24,7 @@ class Step(Sharing):
     Args:
         replica: the model, taken apart.
         scaler: scales what is run, if there is one.
+        batch: what `backward` was given.
 
     Attributes:
         pieces: what is run, as soon as that is known.
@@ -33,10 +33,10 @@ class Step(Sharing):
 
     pieces: Pieces
 
-    def __init__(self, replica: Replica, scaler: GradScaler | None) -> None:
+    def __init__(self, replica: Replica, scaler: GradScaler | None, batch: Any) -> None:
         self.layer = replica.wrapper
         self.module = replica.module
-        self.scaler = scaler
+        self.scaler, self.batch = scaler, batch
         self.tally = Tally()
 
     def whole(self) -> AbstractContextManager[None]:
@@ -65,8 +65,8 @@ class _SharedStep(Step):
     off by one factor, the same everywhere.
     """
 
-    def __init__(self, replica: Replica, scaler: GradScaler | None) -> None:
-        super().__init__(replica, scaler)
+    def __init__(self, replica: Replica, scaler: GradScaler | None, batch: Any) -> None:
+        super().__init__(replica, scaler, batch)
         self.group = getattr(self.layer, "process_group", None)
         self.size = dist.get_world_size(self.group)
 
@@ -75,14 +75,8 @@ class _SharedStep(Step):
             self._sums = self._sent(self.tally.told(self.size))
 
     def _sent(self, told: Tensor) -> Callable[[], Tensor]:
-        """Send numbers, and return what returns their sums; on a GPU nobody waits for them."""
-        work: Any = dist.all_reduce(told, group=self.group, async_op=True)
-
-        def sums() -> Tensor:
-            work.wait()
-            return told
-
-        return sums
+        """Send numbers, and return what returns their sums."""
+        return started(told, self.group)
 
     def _settle(self) -> None:
         """Take the means, and correct the gradients where more or less was counted than expected.
@@ -107,14 +101,14 @@ class ReplicatedStep(_SharedStep):
 
     least = 1
 
-    def __init__(self, replica: Replica, scaler: GradScaler | None) -> None:
+    def __init__(self, replica: Replica, scaler: GradScaler | None, batch: Any) -> None:
         if not replica.wrapper.require_backward_grad_sync:
             raise ValueError(
                 "`backward` must synchronise, but is called under no_sync(): leave out no_sync(), "
                 "for backward synchronises once a call; pass microbatch_size to make_loader to "
                 "accumulate"
             )
-        super().__init__(replica, scaler)
+        super().__init__(replica, scaler, batch)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -135,9 +129,11 @@ class ReplicatedStep(_SharedStep):
         return context
 
     def _sent(self, told: Tensor) -> Callable[[], Tensor]:
-        if send_along(self.layer, told):
-            return partial(sums_sent_along, self.layer)
-        return super()._sent(told)
+        parcel = parcel_of(self.layer)
+        if parcel is None:
+            return started(told, self.group)
+        parcel.numbers = told
+        return lambda: parcel.sums  # after the backward
 
 
 class ShardedStep(_SharedStep):
@@ -145,14 +141,14 @@ class ShardedStep(_SharedStep):
 
     equally_many = True
 
-    def __init__(self, replica: Replica, scaler: GradScaler | None) -> None:
+    def __init__(self, replica: Replica, scaler: GradScaler | None, batch: Any) -> None:
         layer = replica.wrapper
         if not hasattr(layer, "set_requires_gradient_sync"):
             raise TypeError(
                 f"`model` must be sharded by fully_shard, but is in FSDP's older wrapper, "
                 f"{type(layer).__name__}: pass what wrap_model(model, 'fsdp') returned"
             )
-        super().__init__(replica, scaler)
+        super().__init__(replica, scaler, batch)
         for parameter in layer.parameters():
             mesh = getattr(parameter, "device_mesh", None)
             if mesh is not None and mesh.size() != self.size:

@@ -166,7 +166,7 @@ class Parcel:
     def __init__(self, group: Any) -> None:
         self.group = group
         self.numbers: Tensor | None = None  # to be sent with the next bucket
-        self.sums: Tensor | None = None
+        self.sums: Any = None
 
 
 def _mean_with_parcel(
@@ -193,23 +193,13 @@ def _mean_with_parcel(
     return done
 
 
-def send_along(model: DistributedDataParallel, numbers: Tensor) -> bool:
-    """Let `numbers` travel with the gradients of the backward to come, if they can.
+def parcel_of(model: DistributedDataParallel) -> Parcel | None:
+    """Return what carries numbers with the gradients of the backward to come, if that can be.
 
-    They cannot where the model is large or the user has registered a hook, with PyTorch's own
-    class, and where gradients have too few digits. The same on all ranks.
+    It cannot where the model is large or the user has registered a hook, with PyTorch's own class,
+    and where gradients have too few digits. The same on all ranks.
     """
-    if not isinstance(model, ReadThroughDDP) or model._parcel is None:  # noqa: SLF001  # a public name would hide the module's
-        return False
-    model._parcel.numbers = numbers  # noqa: SLF001  # likewise
-    return True
-
-
-def sums_sent_along(model: DistributedDataParallel) -> Tensor:
-    """Return the sums over all ranks of what was sent along, after the backward."""
-    parcel: Any = model._parcel  # noqa: SLF001  # likewise
-    sums: Tensor = parcel.sums
-    return sums
+    return model._parcel if isinstance(model, ReadThroughDDP) else None  # noqa: SLF001  # a public name would hide the module's
 
 
 @contextmanager

@@ -117,10 +117,6 @@ class Exactness:
                 parameter.requires_grad_(trained)
                 self._hooked.add(parameter)
 
-    def refusal(self, model: nn.Module) -> RuntimeError | None:
-        """Return why this process may not compute with `model`: its kernels would be others."""
-        return refused_kernels(model, self.threads)
-
 
 class _Hook:
     """Hands a gradient on to the step that is run, and refuses it where none is."""

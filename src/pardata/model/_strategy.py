@@ -245,11 +245,13 @@ class Replica(NamedTuple):
 
     Attributes:
         strategy: that keeps it equal to the others' copies.
+        model: all of it, in its layers.
         wrapper: the layer of the model by which the strategy is known; under "none" the outermost.
         module: the module inside all layers.
     """
 
     strategy: Strategy
+    model: nn.Module
     wrapper: Any
     module: nn.Module
 
@@ -265,8 +267,8 @@ def replica_of(model: nn.Module) -> Replica:
     for strategy in STRATEGIES:
         for layer in found:
             if isinstance(layer, strategy.wrapper):
-                return Replica(strategy, layer, found[-1])
-    return Replica(NONE, model, found[-1])
+                return Replica(strategy, model, layer, found[-1])
+    return Replica(NONE, model, model, found[-1])
 
 
 def strategy_of(model: nn.Module) -> Strategy:

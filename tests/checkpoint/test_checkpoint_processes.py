@@ -1,4 +1,4 @@
-"""Processes that save: killed at any moment, ending as they like, several at the same moment."""
+"""Processes that save: killed at any moment, ending as they like."""
 
 import json
 import os
@@ -113,42 +113,6 @@ def test_a_process_finishes_the_last_one_and_ends_with_status_1_where_that_fails
     assert (failed in told) == (disk == "full" and how != "asked")
     assert told.startswith("caught [Errno 27] File too large, while") == (how == "asked")
     assert (whole_steps(tmp_path), leftovers(tmp_path)) == ([4] if disk == "empty" else [], [])
-
-
-# --- several that come at the same moment
-
-
-CLAIM = """if True:
-    import time
-    from pathlib import Path
-    from pardata.checkpoint._folder import Attempt
-    directory, go = map(Path, sys.argv[1:])
-    while not (go / "claim").exists():
-        time.sleep(0.0001)
-    try:
-        attempt = Attempt(directory)
-        attempt.claim()
-        print("claimed", flush=True)
-        while not (go / "check").exists():
-            time.sleep(0.01)
-        attempt.check()
-        print("goes on", flush=True)
-    except RuntimeError:
-        print("older\\nolder", flush=True)
-"""
-
-
-def test_of_several_that_claim_at_the_same_moment_one_goes_on(programs, tmp_path):
-    claiming = [programs.start(CLAIM, tmp_path / "run", tmp_path) for _ in range(3)]
-    (tmp_path / "claim").touch()
-    for _, output in claiming:
-        line_of(output, 1)
-    (tmp_path / "check").touch()
-    told = {line_of(output, 2): pid for pid, output in claiming}
-    assert [programs.status(pid) for pid, _ in claiming] == [0] * 3
-    assert sorted(line_of(output, 2) for _, output in claiming) == ["goes on", "older", "older"]
-    [path] = (tmp_path / "run").glob("*.txt")
-    assert path.read_text().startswith(f"process {told['goes on']} on ")
 
 
 # --- killed at any moment

@@ -4,6 +4,8 @@ import contextlib
 import os
 import shutil
 import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from checkpoint_zoo import leftovers, limited, paths, save_steps, whole_steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_ranks import caught
 
 from pardata import Checkpointer
 from pardata.checkpoint._folder import Attempt, Folder
@@ -203,6 +206,17 @@ def test_a_claim_that_cannot_be_read_is_one_and_one_that_cannot_be_written_is_no
         (tmp_path / "attempt-0007.txt").write_bytes(content)
         with pytest.raises(RuntimeError, match=r"attempt 7 has begun \(by another process\)"):
             attempt.check()
+
+
+def test_of_several_that_claim_at_the_same_moment_one_goes_on(tmp_path):
+    for number in range(20):
+        attempts = [Attempt(tmp_path / str(number)) for _ in range(4)]
+        start = threading.Barrier(4)
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda one: (start.wait(), caught(one.claim)), attempts))  # noqa: B023
+        [claimed] = [one.number for one in attempts if caught(one.check) is None]
+        newest = max(path.name for path in (tmp_path / str(number)).iterdir())
+        assert newest == f"attempt-{claimed:04d}.txt"
 
 
 ACTIONS = st.lists(

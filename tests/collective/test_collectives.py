@@ -1,6 +1,5 @@
 """Means, sums and gathers of trees over ranks, against a plain computation."""
 
-import copy
 import math
 from collections import OrderedDict, defaultdict
 from fractions import Fraction
@@ -12,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective_zoo import Metrics, leaves, rebuild
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_ranks import Raised, caught, run
 
@@ -36,57 +35,12 @@ def on_every_rank(fn, size, *args):
     return run(fn, *args, world_size=size) if size > 1 else [fn(*args)]
 
 
-def assert_close(found, plain, **tolerances):
+def assert_close(found, plain, tolerance=0.0):
     found = torch.as_tensor(found, dtype=torch.float64)
-    torch.testing.assert_close(found, plain, **tolerances)
+    torch.testing.assert_close(found, plain, rtol=tolerance, atol=tolerance)
 
 
 # --- against a plain computation ---
-
-
-def _rank_values(rank):
-    return {
-        "number": 1.5 + rank,
-        "whole": 3 * rank + 1,
-        "flag": rank == 0,
-        "list": [torch.tensor([1.0, rank]), (torch.tensor(rank + 0.5, dtype=torch.float64),)],
-        "named": Metrics(torch.tensor([[rank, 2], [3, 4]]), np.float32(rank)),
-    }
-
-
-def _mean_and_all_others():
-    rank = world().rank
-    value = _rank_values(rank)
-    before = copy.deepcopy(value)
-    results = (
-        all_reduce_mean(value, weight=rank + 1),
-        *(call(value) for call in EXACT),
-        all_gather(value),
-    )
-    assert repr(value) == repr(before), "the input was changed"
-    return results
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_results_are_those_of_a_plain_computation(size):
-    values = [_rank_values(rank) for rank in range(size)]
-    weights = [rank + 1 for rank in range(size)]
-    for mean, *exact, gathered in on_every_rank(_mean_and_all_others, size):
-        for i, (m, *found) in enumerate(zip(*map(leaves, (mean, *exact)), strict=True)):
-            column = [torch.as_tensor(leaves(v)[i], dtype=torch.float64) for v in values]
-            plain = sum(w * c for w, c in zip(weights, column, strict=True)) / sum(weights)
-            assert_close(m, plain, rtol=1e-7, atol=0)
-            stacked = torch.stack(column)
-            for x, right in zip(
-                found, (sum(column), stacked.amax(0), stacked.amin(0)), strict=True
-            ):
-                assert_close(x, right, rtol=0, atol=0)
-        assert type(mean["named"]) is Metrics
-        assert type(mean["list"]) is list
-        assert type(mean["list"][1]) is tuple
-        assert list(mean) == list(values[0])
-        assert repr(gathered) == repr([rebuild(v, iter(leaves(v))) for v in values])
-
 
 trees = st.recursive(
     st.integers(-1000, 1000)
@@ -104,12 +58,13 @@ trees = st.recursive(
 )
 
 
-def _all_trees(cases):
-    rank = world().rank
-    return [
-        (all_reduce_mean(case[rank], weight=weights[rank]), *(call(case[rank]) for call in EXACT))
-        for case, weights in cases
-    ]
+def _all_results(cases):
+    rank, before, found = world().rank, repr(cases), []
+    for values, weights in cases:
+        mean = all_reduce_mean(values[rank], weight=weights[rank])
+        found.append((mean, *(call(values[rank]) for call in (*EXACT, all_gather))))
+    assert repr(cases) == before, "the input was changed"
+    return found
 
 
 def _changed(tree, draw):
@@ -125,30 +80,33 @@ def _changed(tree, draw):
     return rebuild(tree, iter([other(leaf) for leaf in leaves(tree)]))
 
 
-def test_trees_of_all_shapes_at_two_ranks():
-    # Collected first and reduced in one run: a hundred runs would take too long.
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_results_are_those_of_a_plain_computation(size):
+    # Collected first and reduced in one run: so many runs would take too long.
     cases = []
 
-    @given(st.data(), st.tuples(st.integers(1, 50), st.integers(0, 50)))
+    @settings(max_examples=50)
+    @given(st.data(), st.lists(st.integers(0, 50), min_size=size, max_size=size).filter(any))
     def collect(data, weights):
         tree = data.draw(trees)
-        cases.append(((tree, _changed(tree, data.draw)), weights))
+        others = [_changed(tree, data.draw) for _ in range(size - 1)]
+        cases.append(([tree, *others], weights))
 
     collect()
-    assert len(cases) >= 100
-    results = run(_all_trees, cases, world_size=2)
-    for (case, weights), *reduced in zip(cases, *results, strict=True):
-        columns = list(zip(*(leaves(tree) for tree in case), strict=True))
-        for found in reduced:
-            for column, m, t, most, least in zip(columns, *map(leaves, found), strict=True):
-                one, other = (torch.as_tensor(leaf, dtype=torch.float64) for leaf in column)
-                plain = (one * weights[0] + other * weights[1]) / sum(weights)
+    assert len(cases) >= 50
+    results = on_every_rank(_all_results, size, cases)
+    for (values, weights), *of_ranks in zip(cases, *results, strict=True):
+        for *reduced, gathered in of_ranks:
+            assert repr(gathered) == repr([rebuild(v, iter(leaves(v))) for v in values])
+            columns = map(leaves, (*values, *reduced))
+            for *column, mean, total, most, least in zip(*columns, strict=True):
+                plain = torch.stack([torch.as_tensor(x, dtype=torch.float64) for x in column])
+                weighed = torch.tensordot(torch.tensor(weights).double(), plain, dims=1)
                 # A float32 tensor gives its mean in float32.
-                close = {"rtol": 1e-6, "atol": 1e-6}
-                assert_close(m, plain, **close)
-                assert_close(t, one + other, **close)
-                assert_close(most, torch.maximum(one, other), rtol=0, atol=0)
-                assert_close(least, torch.minimum(one, other), rtol=0, atol=0)
+                assert_close(mean, weighed / sum(weights), 1e-6)
+                assert_close(total, plain.sum(0), 1e-6)
+                assert_close(most, plain.amax(0))
+                assert_close(least, plain.amin(0))
 
 
 @given(trees)

@@ -118,9 +118,8 @@ BEST = {
 @pytest.mark.parametrize("name", BEST)
 def test_the_best_is_kept_beside_the_newest(name, again, tmp_path):
     values, keep_best, kept = BEST[name]
-    checkpointer = Checkpointer(tmp_path, keep=1, keep_best=keep_best)
     for step, value in enumerate(values):
-        if again:  # as a run that was interrupted
+        if again or step == 0:  # as a run that was interrupted
             checkpointer = Checkpointer(tmp_path, keep=1, keep_best=keep_best)
         checkpointer.save(step, accuracy=value)
     assert (whole_steps(tmp_path), leftovers(tmp_path)) == ([*kept, 5], [])

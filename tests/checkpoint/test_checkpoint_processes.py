@@ -20,7 +20,6 @@ from pardata import Checkpointer
 SERVER = """if True:
     import os, sys, json, resource
     import torch, pardata
-    pids = {}
     for line in sys.stdin:
         code, output, *argv = json.loads(line)
         if code is None:

@@ -4,8 +4,6 @@ import contextlib
 import os
 import shutil
 import tempfile
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,6 @@ import torch
 from checkpoint_zoo import leftovers, limited, paths, save_steps, whole_steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from on_ranks import caught
 
 from pardata import Checkpointer
 from pardata.checkpoint._folder import Attempt, Folder
@@ -207,15 +204,20 @@ def test_a_claim_that_cannot_be_read_is_one_and_one_that_cannot_be_written_is_no
             attempt.check()
 
 
-def test_of_several_that_claim_at_the_same_moment_one_goes_on(tmp_path):
-    for number in range(20):
-        attempts = [Attempt(tmp_path / str(number)) for _ in range(4)]
-        start = threading.Barrier(4)
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(lambda one: (start.wait(), caught(one.claim)), attempts))  # noqa: B023
-        [claimed] = [one.number for one in attempts if caught(one.check) is None]
-        newest = max(path.name for path in (tmp_path / str(number)).iterdir())
-        assert newest == f"attempt-{claimed:04d}.txt"
+def test_of_two_that_claim_at_the_same_moment_one_goes_on(tmp_path, monkeypatch):
+    older, newer = Attempt(tmp_path), Attempt(tmp_path)
+
+    def names_while_the_other_claims(_):
+        monkeypatch.undo()
+        older.claim()
+        return []
+
+    monkeypatch.setattr("pardata.checkpoint._folder.names", names_while_the_other_claims)
+    newer.claim()
+    newer.check()
+    assert [path.name for path in tmp_path.iterdir()] == ["attempt-0002.txt"]
+    with pytest.raises(RuntimeError, match="this is attempt 1 and attempt 2 has begun"):
+        older.check()
 
 
 ACTIONS = st.lists(

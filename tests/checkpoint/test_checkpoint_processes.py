@@ -1,4 +1,4 @@
-"""Processes that save: killed at any moment, ending as they like, several at the same moment."""
+"""Processes that save: killed at any moment, ending as they like."""
 
 import json
 import os
@@ -6,6 +6,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from checkpoint_zoo import leftovers, whole_steps
@@ -17,7 +20,6 @@ from pardata import Checkpointer
 SERVER = """if True:
     import os, sys, json, resource
     import torch, pardata
-    pids = {}
     for line in sys.stdin:
         code, output, *argv = json.loads(line)
         if code is None:
@@ -37,51 +39,43 @@ SERVER = """if True:
 """
 
 
-class Programs:
-    """Starts Python programs; what they print goes to a file each."""
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """Return what starts a program, or waits for its end; what it prints goes to a file."""
+    folder = tmp_path_factory.mktemp("programs")
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen([sys.executable, "-c", SERVER], env=env, **pipes) as server:
 
-    def __init__(self, directory):
-        self._directory = directory
-        self._started = 0
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        env = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        self._server = subprocess.Popen([sys.executable, "-c", SERVER], text=True, env=env, **pipes)
+        def ask(*job):
+            print(json.dumps(job), file=server.stdin, flush=True)
+            return int(server.stdout.readline())
+
+        yield Programs(folder, ask)
+
+
+class Programs(NamedTuple):
+    folder: Path
+    ask: Callable[..., int]
 
     def start(self, code, *argv):
-        """Return the process's id and the file of what it prints."""
-        self._started += 1
-        output = self._directory / f"output-{self._started}"
-        return self._ask(code, str(output), *map(str, argv)), output
+        """Return a program's process id and the file of what it prints."""
+        output = self.folder / f"output-{len(list(self.folder.iterdir()))}"
+        output.touch()
+        return self.ask(code, str(output), *map(str, argv)), output
 
     def status(self, pid):
         """Return the exit status of a program, once it has ended."""
-        return self._ask(None, pid)
-
-    def _ask(self, *job):
-        print(json.dumps(job), file=self._server.stdin, flush=True)
-        return int(self._server.stdout.readline())
-
-    def end(self):
-        self._server.communicate(timeout=100)
-
-
-@pytest.fixture(scope="module")
-def programs(tmp_path_factory):
-    started = Programs(tmp_path_factory.mktemp("programs"))
-    yield started
-    started.end()
+        return self.ask(None, pid)
 
 
 def line_of(output, count, seconds=100):
     """Wait for a line of what a program prints, and return it."""
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        lines = output.read_text().split("\n")[:-1] if output.exists() else []
-        if len(lines) >= count:
-            return lines[count - 1]
+    while len(lines := output.read_text().split("\n")[:-1]) < count:
+        assert time.monotonic() < deadline, lines
         time.sleep(0.001)
-    message = f"no {count} lines in {output.read_text()!r}"
-    raise TimeoutError(message)
+    return lines[count - 1]
 
 
 # --- the end of a process
@@ -118,42 +112,6 @@ def test_a_process_finishes_the_last_one_and_ends_with_status_1_where_that_fails
     assert (failed in told) == (disk == "full" and how != "asked")
     assert told.startswith("caught [Errno 27] File too large, while") == (how == "asked")
     assert (whole_steps(tmp_path), leftovers(tmp_path)) == ([4] if disk == "empty" else [], [])
-
-
-# --- several that come at the same moment
-
-
-CLAIM = """if True:
-    import time
-    from pathlib import Path
-    from pardata.checkpoint._folder import Attempt
-    directory, go = map(Path, sys.argv[1:])
-    while not (go / "claim").exists():
-        time.sleep(0.0001)
-    try:
-        attempt = Attempt(directory)
-        attempt.claim()
-        print("claimed", flush=True)
-        while not (go / "check").exists():
-            time.sleep(0.01)
-        attempt.check()
-        print("goes on", flush=True)
-    except RuntimeError:
-        print("older\\nolder", flush=True)
-"""
-
-
-def test_of_several_that_claim_at_the_same_moment_one_goes_on(programs, tmp_path):
-    claiming = [programs.start(CLAIM, tmp_path / "run", tmp_path) for _ in range(3)]
-    (tmp_path / "claim").touch()
-    for _, output in claiming:
-        line_of(output, 1)
-    (tmp_path / "check").touch()
-    told = {line_of(output, 2): pid for pid, output in claiming}
-    assert [programs.status(pid) for pid, _ in claiming] == [0] * 3
-    assert sorted(line_of(output, 2) for _, output in claiming) == ["goes on", "older", "older"]
-    [path] = (tmp_path / "run").glob("*.txt")
-    assert path.read_text().startswith(f"process {told['goes on']} on ")
 
 
 # --- killed at any moment

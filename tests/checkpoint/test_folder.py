@@ -115,9 +115,8 @@ BEST = {
 @pytest.mark.parametrize("name", BEST)
 def test_the_best_is_kept_beside_the_newest(name, again, tmp_path):
     values, keep_best, kept = BEST[name]
-    checkpointer = Checkpointer(tmp_path, keep=1, keep_best=keep_best)
     for step, value in enumerate(values):
-        if again:  # as a run that was interrupted
+        if again or step == 0:  # as a run that was interrupted
             checkpointer = Checkpointer(tmp_path, keep=1, keep_best=keep_best)
         checkpointer.save(step, accuracy=value)
     assert (whole_steps(tmp_path), leftovers(tmp_path)) == ([*kept, 5], [])
@@ -203,6 +202,22 @@ def test_a_claim_that_cannot_be_read_is_one_and_one_that_cannot_be_written_is_no
         (tmp_path / "attempt-0007.txt").write_bytes(content)
         with pytest.raises(RuntimeError, match=r"attempt 7 has begun \(by another process\)"):
             attempt.check()
+
+
+def test_of_two_that_claim_at_the_same_moment_one_goes_on(tmp_path, monkeypatch):
+    older, newer = Attempt(tmp_path), Attempt(tmp_path)
+
+    def names_while_the_other_claims(_):
+        monkeypatch.undo()
+        older.claim()
+        return []
+
+    monkeypatch.setattr("pardata.checkpoint._folder.names", names_while_the_other_claims)
+    newer.claim()
+    newer.check()
+    assert [path.name for path in tmp_path.iterdir()] == ["attempt-0002.txt"]
+    with pytest.raises(RuntimeError, match="this is attempt 1 and attempt 2 has begun"):
+        older.check()
 
 
 ACTIONS = st.lists(

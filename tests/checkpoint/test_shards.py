@@ -119,37 +119,34 @@ def replaced(metadata):
     metadata.state_dict_metadata = "x"
 
 
+def forged(change):
+    def forge(_, content):
+        metadata = pickle.loads(content)
+        change(metadata)
+        return pickle.dumps(metadata)
+
+    return forge
+
+
+RUNS_CODE = "\"('thing', 'torch.int64')\" is a BytesStorageMetadata, which might run code"
+HOLD = "must hold tensors and nothing else"
+FILES = "torch.distributed.checkpoint.filesystem"
+# What is made of where harm would be done, and of the metadata that was there; and what is said.
 FORGED = {
-    "bytes": (
-        with_bytes,
-        "\"('thing', 'torch.int64')\" is a BytesStorageMetadata, which might run code",
+    "bytes": (forged(with_bytes), RUNS_CODE),
+    "replaced": (forged(replaced), f"{HOLD}, but 'str' object has no"),
+    "a call": (lambda path, _: pickle.dumps(Harm(path)), HOLD),
+    "a function": (lambda path, _: b"cos\nsystem\n(S'touch %s'\ntR." % str(path).encode(), HOLD),
+    "an attribute": (
+        lambda *_: b"\x80\x04\x8c\x2a%s\x8c\x12FileSystem.rm_file\x93." % FILES.encode(),
+        HOLD,
     ),
-    "replaced": (replaced, "must hold tensors and nothing else, but 'str' object has no"),
+    "more": (lambda *_: f"c{FILES}\nFileSystemWriter\n(S'x'\ntR.".encode(), HOLD),
+    "another module": (lambda *_: b"cantigravity\nx\n.", HOLD),
+    "no metadata": (lambda *_: pickle.dumps([1]), HOLD),
+    "nothing": (lambda *_: b"", HOLD),
+    "noise": (lambda *_: b"\x80\x04" + bytes(range(256)), HOLD),
 }
-PICKLES = {
-    "a call": lambda path: pickle.dumps(Harm(path)),
-    "a function": lambda path: b"cos\nsystem\n(S'touch %s'\ntR." % str(path).encode(),
-    "an attribute": lambda path: (
-        b"\x80\x04\x8c\x2atorch.distributed.checkpoint.filesystem\x8c\x12FileSystem.rm_file\x93."
-    ),
-    "a class that does more": lambda path: (
-        b"ctorch.distributed.checkpoint.filesystem\nFileSystemWriter\n(S'x'\ntR."
-    ),
-    "another module": lambda path: b"cantigravity\nx\n.",
-    "no metadata": lambda path: pickle.dumps([1]),
-    "nothing": lambda path: b"",
-    "noise": lambda path: b"\x80\x04" + bytes(range(256)),
-}
-
-
-def metadata_of(checkpoint):
-    return checkpoint / "sharded" / ".metadata"
-
-
-def forged(change, file):
-    metadata = pickle.loads(file.read_bytes())
-    change(metadata)
-    return pickle.dumps(metadata)
 
 
 def restore_each(directory):
@@ -164,35 +161,26 @@ def restore_each(directory):
 
 def test_metadata_that_was_made_up_is_passed_over_and_runs_no_code(tmp_path):
     run(save_tensors, tmp_path / "saved", world_size=2)
-    for name in (*FORGED, *PICKLES):
+    for name, (make, _) in FORGED.items():
         checkpoint = paths(shutil.copytree(tmp_path / "saved", tmp_path / "forged" / name))[-1]
-        file = metadata_of(checkpoint)
-        if name in FORGED:
-            file.write_bytes(forged(FORGED[name][0], file))
-        else:
-            file.write_bytes(PICKLES[name](tmp_path / "harm"))
+        file = checkpoint / "sharded" / ".metadata"
+        file.write_bytes(make(tmp_path / "harm", file.read_bytes()))
         sign(checkpoint)
     for rank, found in enumerate(run(restore_each, tmp_path / "forged", world_size=2)):
-        assert len(found) == len(FORGED) + len(PICKLES)
+        assert len(found) == len(FORGED)
         for name, values, lines in found:
             assert (values.step, values.values) == (1, {"thing": 1}), name
-            if rank == 0:
-                why = FORGED[name][1] if name in FORGED else "must hold tensors and nothing else"
-                assert why in lines[0]
+            assert len(lines) == (1 if rank == 0 else 0)
+            assert all(FORGED[name][1] in line for line in lines)
     assert not (tmp_path / "harm").exists()
-
-
-def restore(directory):
-    found = Checkpointer(directory).restore()
-    return found.step, found.values
 
 
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", "__1_0.distcp"])
 def test_a_damaged_part_is_passed_over_on_every_rank(file, tmp_path):
-    run(save_tensors, tmp_path, world_size=2)
-    part = paths(tmp_path)[-1] / "sharded" / file
+    run(save_tensors, tmp_path / "run", world_size=2)
+    part = paths(tmp_path / "run")[-1] / "sharded" / file
     content = bytearray(part.read_bytes())
     content[len(content) // 2] ^= 1
     part.write_bytes(content)
-    expected = 1, {"thing": 1}
-    assert run_caught(restore, tmp_path, world_size=2) == [expected] * 2
+    for [(_, found, _)] in run(restore_each, tmp_path, world_size=2):
+        assert (found.step, found.values) == (1, {"thing": 1})

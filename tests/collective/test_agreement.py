@@ -8,20 +8,6 @@ from pardata.collective._agreement import agree, require_same, same
 from pardata.ranks._world import channel
 
 
-def tell():
-    here = world()
-    facts = {"length": 10 + here.rank, "name": "x", "nested": [1, {"a": None}]}
-    told = agree(here, "make_loader", lambda: facts, list)
-    barrier("afterwards")
-    return told
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_every_rank_learns_the_facts_of_all_in_rank_order(size):
-    facts = [{"length": 10 + rank, "name": "x", "nested": [1, {"a": None}]} for rank in range(size)]
-    assert run_caught(tell, world_size=size) == [facts] * size
-
-
 def compare_long_facts(length, odd):
     here = world()
     seen = []
@@ -75,25 +61,16 @@ def fail_on(*ranks):
         barrier("afterwards")
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_bad_argument_on_one_rank_raises_there_and_is_told_to_the_others(size):
-    bad = size - 1
-    outcomes = run_caught(fail_on, bad, world_size=size)
-    assert outcomes[bad].type == "ValueError"
-    assert outcomes[bad].text == f"batch size of rank {bad}"
-    for rank, raised in enumerate(outcomes[:bad]):
-        assert raised.type == "RuntimeError"
-        assert raised.text == (
-            f"rank {bad} failed in `make_loader`: ValueError: batch size of rank {bad}\n"
-            f"(seen on rank {rank}, which did nothing wrong)"
-        )
-
-
-def test_bad_arguments_on_several_ranks_are_all_told():
-    outcomes = run_caught(fail_on, 1, 2, world_size=3)
-    assert [raised.type for raised in outcomes] == ["RuntimeError", "ValueError", "ValueError"]
-    for rank in (1, 2):
-        assert f"rank {rank} failed in `make_loader`: ValueError" in outcomes[0].text
+@pytest.mark.parametrize(("size", "bad"), [(1, [0]), (2, [1]), (4, [3]), (3, [1, 2])])
+def test_bad_arguments_raise_where_they_are_and_all_are_told_to_the_others(size, bad):
+    said = [f"rank {b} failed in `make_loader`: ValueError: batch size of rank {b}" for b in bad]
+    for rank, raised in enumerate(run_caught(fail_on, *bad, world_size=size)):
+        if rank in bad:
+            assert (raised.type, raised.text) == ("ValueError", f"batch size of rank {rank}")
+        else:
+            assert raised.type == "RuntimeError"
+            seen = f"(seen on rank {rank}, which did nothing wrong)"
+            assert raised.text == "\n".join([*said, seen])
 
 
 def test_a_number_and_its_text_are_not_the_same():

@@ -16,7 +16,6 @@ from torch import nn
 
 from pardata import all_reduce_sum, barrier, rank_zero_call, rank_zero_first, world
 from pardata.collective._agreement import agree
-from pardata.ranks._turn import call_off
 from pardata.ranks._world import channel
 
 SIZES = [1, 2, 4]
@@ -55,35 +54,42 @@ def test_a_barrier_waits_for_the_last_rank(size, tmp_path):
     assert run_caught(wait_for_the_last, str(tmp_path), world_size=size) == [True] * size
 
 
-def wait_until_it_gave_up():
-    channel().store.wait(["gave-up"], LONG)
-
-
-def leave_out(absent, name):
+def wait_without(absent, wait):
+    """Return what ranks raise that wait, while `absent` ones come only once they have given up."""
     barrier("all are there")
     if world().rank in absent:
-        wait_until_it_gave_up()
+        channel().store.wait(["gave-up"], LONG)
         return None
-    raised = caught(barrier, name, SOON)
+    raised = caught(wait)
     channel().store.set("gave-up", "")
     return raised
 
 
+def in_barrier():
+    barrier("epoch 3", SOON)
+
+
+def in_call():
+    with patch("pardata.collective._rank_zero._HOURS", SOON):
+        rank_zero_call(str, 1)
+
+
+def in_first():
+    with rank_zero_first(timeout=SOON):
+        pass
+
+
 @pytest.mark.parametrize(
-    ("size", "absent", "names"),
-    [(2, [1], "rank 1 of 2"), (2, [0], "rank 0 of 2"), (4, [1, 3], "ranks 1, 3 of 4")],
+    ("size", "absent", "names"), [(2, [0], "rank 0 of 2"), (4, [1, 3], "ranks 1, 3 of 4")]
 )
 def test_a_barrier_names_the_ranks_that_did_not_come(size, absent, names):
-    outcomes = run_caught(leave_out, absent, "epoch 3", world_size=size, fresh=True)
-    for rank, outcome in enumerate(outcomes):
-        if rank in absent:
-            assert outcome is None
-        else:
-            assert outcome.type == "TimeoutError"
-            assert outcome.text.startswith(
-                f"`barrier('epoch 3')` must be reached by every rank, but {names} did not come "
-                f"within {SOON}"
-            )
+    outcomes = run_caught(wait_without, absent, in_barrier, world_size=size, fresh=True)
+    for raised in (outcomes[rank] for rank in range(size) if rank not in absent):
+        assert raised.type == "TimeoutError"
+        assert raised.text.startswith(
+            f"`barrier('epoch 3')` must be reached by every rank, but {names} did not come within "
+            f"{SOON}"
+        )
 
 
 def wait_where_rank_0_works(call):
@@ -142,9 +148,10 @@ def test_rank_0_goes_first_and_the_others_find_what_it_did(size, local, tmp_path
     assert found == [False] + [True] * (size - 1)
 
 
-def record_order_on_two_nodes(directory):
+def first_on_each_of_two_nodes(directory):
+    """Return what two nodes of two ranks find in two turns, and what comes of a failure on one."""
     here = world()
-    # Two nodes of two: what torchrun would say.
+    # What torchrun would say.
     os.environ.update(LOCAL_RANK=str(here.rank % 2), LOCAL_WORLD_SIZE="2")
     file = Path(directory) / f"node{here.rank // 2}"
     found = []
@@ -152,19 +159,8 @@ def record_order_on_two_nodes(directory):
         with rank_zero_first(local=True):
             found.append(file.with_suffix(f".{turn}").exists())
             file.with_suffix(f".{turn}").touch()
-    return found
-
-
-def test_the_first_rank_of_each_node_goes_first_where_local(tmp_path):
-    found = run_caught(record_order_on_two_nodes, str(tmp_path), world_size=4, fresh=True)
-    assert found == [[False] * 2, [True] * 2, [False] * 2, [True] * 2]
-
-
-def fail_locally(failing):
-    here = world()
-    os.environ.update(LOCAL_RANK=str(here.rank % 2), LOCAL_WORLD_SIZE="2")
-    raised = caught(fail_on_node, failing)
-    return raised, all_reduce_sum(1)
+    raised = caught(fail_on_node, 1)
+    return found, raised, all_reduce_sum(1)
 
 
 def fail_on_node(failing):
@@ -176,11 +172,12 @@ def fail_on_node(failing):
             raise ValueError(message)
 
 
-def test_a_failure_on_one_node_is_raised_on_that_node_alone():
-    outcomes = run_caught(fail_locally, 1, world_size=4, fresh=True)
-    assert [raised and raised.type for raised, _ in outcomes] == [None, None] + ["ValueError"] * 2
-    assert "raised on rank 2 in `rank_zero_first`" in outcomes[3][0].cause
-    assert [total for _, total in outcomes] == [4] * 4
+def test_the_first_rank_of_each_node_goes_first_where_local_and_fails_for_its_node(tmp_path):
+    outcomes = run_caught(first_on_each_of_two_nodes, tmp_path, world_size=4, fresh=True)
+    assert [found for found, _, _ in outcomes] == [[False] * 2, [True] * 2] * 2
+    assert [raised and raised.type for _, raised, _ in outcomes] == [None] * 2 + ["ValueError"] * 2
+    assert "raised on rank 2 in `rank_zero_first`" in outcomes[3][1].cause
+    assert [total for *_, total in outcomes] == [4] * 4
 
 
 def fail_in_first(error):
@@ -230,19 +227,9 @@ def test_an_exception_on_rank_0_is_raised_on_every_rank_at_once_with_its_origin(
         assert (total, result) == (sum(range(size)), "7")
 
 
-def keep_them_waiting(call):
-    here = world()
-    barrier()
-    if here.rank == 0:
-        return wait_until_it_gave_up()
-    raised = caught(in_first if call == "first" else in_call, SOON)
-    channel().store.set("gave-up", "")
-    return raised
-
-
-@pytest.mark.parametrize("call", ["first", "call(str)"])
-def test_who_waits_too_long_for_rank_0_is_told_what_to_do(call):
-    first, second = run_caught(keep_them_waiting, call, world_size=2, fresh=True)
+@pytest.mark.parametrize(("wait", "call"), [(in_first, "first"), (in_call, "call(str)")])
+def test_who_waits_too_long_for_rank_0_is_told_what_to_do(wait, call):
+    first, second = run_caught(wait_without, [0], wait, world_size=2, fresh=True)
     assert first is None
     assert second.type == "TimeoutError"
     assert second.text.startswith(
@@ -253,68 +240,17 @@ def test_who_waits_too_long_for_rank_0_is_told_what_to_do(call):
     assert re.search(r"test_rank_zero\.py:\d+$", second.text)
 
 
-def call_off_the_next(section):
-    here = world()
-    os.environ.update(LOCAL_RANK=str(here.rank), LOCAL_WORLD_SIZE=str(here.size))
-    rank_zero_call(str, 1)
-    if here.is_main:
-        call_off(channel(), "rank 0 of 3 failed first: ValueError: boom")
-        return None
-    return caught(section)
-
-
-def in_call(timeout=LONG):
-    with patch("pardata.collective._rank_zero._HOURS", timeout):
-        rank_zero_call(str, 1)
-
-
-def in_first(timeout=LONG):
-    with rank_zero_first(timeout=timeout):
-        pass
-
-
-def in_local_first():
-    with rank_zero_first(local=True):
-        pass
-
-
-@pytest.mark.parametrize(
-    ("section", "must"),
-    [
-        (in_call, "rank 0 must finish its `rank_zero_call(str)`"),
-        (in_first, "rank 0 must finish its `rank_zero_first`"),
-        (in_local_first, "`rank_zero_first(local=True)` must be reached by every rank"),
-    ],
-)
-def test_who_waits_for_a_leader_that_called_off_reads_why_at_once(section, must):
-    for raised in run_caught(call_off_the_next, section, world_size=3, fresh=True)[1:]:
-        assert (raised.type, raised.seconds < 5) == ("RuntimeError", True)
-        assert raised.text.startswith(
-            f"{must}, but rank 0 of 3 failed first: ValueError: boom; this rank waits at "
-        )
-
-
 # --- rank_zero_call
 
 
-def make_things():
-    return {"path": Path("a/b"), "tensor": torch.arange(3), "none": None, "rank": world().rank}
-
-
 def call_for_things():
-    things = rank_zero_call(make_things)
-    return things["path"], things["tensor"].tolist(), things["none"], things["rank"]
+    return rank_zero_call(lambda: {"path": Path("a/b"), "none": None, "rank": world().rank})
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_the_result_of_rank_0_arrives_whole_on_every_rank(size):
-    assert (
-        run_caught(call_for_things, world_size=size) == [(Path("a/b"), [0, 1, 2], None, 0)] * size
-    )
-
-
-def make_lambda():
-    return lambda: None
+    expected = {"path": Path("a/b"), "none": None, "rank": 0}
+    assert run_caught(call_for_things, world_size=size) == [expected] * size
 
 
 def return_what_was_on_a_gpu():
@@ -331,7 +267,7 @@ def test_tensors_come_on_the_cpu_whichever_device_they_were_on():
 
 
 def test_one_process_gets_the_result_itself_pickled_or_not():
-    assert callable(rank_zero_call(make_lambda))
+    assert callable(rank_zero_call(lambda: lambda: None))
     with pytest.raises(ValueError, match="the file is truncated"):
         rank_zero_call(raise_it, "ValueError")
 
@@ -346,12 +282,8 @@ class TwoArguments:
         return TwoArguments, (1,)
 
 
-def make_two_arguments():
-    return TwoArguments(1, 2)
-
-
 def return_something_that_does_not_unpickle():
-    return caught(rank_zero_call, make_two_arguments)
+    return caught(rank_zero_call, TwoArguments, 1, 2)
 
 
 def test_a_result_that_cannot_be_unpickled_fails_on_rank_0_too():

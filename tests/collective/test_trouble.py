@@ -42,18 +42,6 @@ def line():
 # --- real groups
 
 
-def mean():
-    all_reduce_mean(1.0)
-
-
-def total():
-    all_reduce_sum([1, 2])
-
-
-def gathered():
-    all_gather(torch.ones(2))
-
-
 class Batches:
     """A model and the second step of an epoch, made while all are there."""
 
@@ -66,10 +54,14 @@ class Batches:
         backward(self.model, lambda model, x: model(x).mean(), self.batch)
 
 
+def mean():
+    all_reduce_mean(1.0)
+
+
 CALLS = {
     "all_reduce_mean": lambda: mean,
-    "all_reduce_sum": lambda: total,
-    "all_gather": lambda: gathered,
+    "all_reduce_sum": lambda: lambda: all_reduce_sum([1, 2]),
+    "all_gather": lambda: lambda: all_gather(torch.ones(2)),
     "backward": Batches,
 }
 
@@ -112,10 +104,9 @@ def test_a_timeout_names_call_step_lines_and_the_ranks_that_did_not_come(call):
     assert "came last" in outcomes[1].text
 
 
-@pytest.mark.parametrize("call", ["all_gather"])
-def test_a_rank_that_comes_too_late_is_named_on_all(call):
-    outcomes = launched(come_late, call, "failed", size=3)
-    _, line = places(call)
+def test_a_rank_that_comes_too_late_is_named_on_all():
+    outcomes = launched(come_late, "all_gather", "failed", size=3)
+    _, line = places("all_gather")
     for rank, raised in enumerate(outcomes):
         assert re.search(rf"\n  ranks? [02, ]*{rank}[02, ]*: {line}after \d\.\d s", raised.text)
         assert re.search(
@@ -183,11 +174,15 @@ def test_a_rank_that_takes_the_store_with_it_is_told_so(tmp_path):
     )
 
 
-def in_different_calls():
+def lose_in(places):
     pardata.init(timeout=LONG)
-    raised = caught(lose, ["all_gather", "all_reduce_mean"][pardata.world().rank])
-    dist.destroy_process_group()
-    return raised
+    try:
+        with explained("outer"):
+            lose(places[pardata.world().rank])
+    except RuntimeError as error:
+        return str(error), is_consequence(error), consequence(error)[1]
+    finally:
+        dist.destroy_process_group()
 
 
 def lose(place):
@@ -196,23 +191,20 @@ def lose(place):
 
 
 def test_ranks_in_different_calls_are_told_who_is_where():
-    for raised in launched(in_different_calls, size=2):
-        assert "but the ranks are in different calls: make the same calls in the" in raised.text
-        assert "\n  rank 0: all_gather at " in raised.text
-        assert "\n  rank 1: all_reduce_mean at " in raised.text
+    for text, *_ in launched(lose_in, ["all_gather", "all_reduce_mean"], size=2):
+        assert "but the ranks are in different calls: make the same calls in the" in text
+        assert "\n  rank 0: all_gather at " in text
+        assert "\n  rank 1: all_reduce_mean at " in text
 
 
-def lose_alike():
-    pardata.init(timeout=LONG)
-    raised = caught(lose, "all_gather")
-    dist.destroy_process_group()
-    return raised
-
-
-def test_where_all_came_the_network_is_suspected():
-    for raised in launched(lose_alike, size=2):
-        assert "but a connection between them was lost: is the network down?; this" in raised.text
-        assert raised.text.endswith("pair.cc:5] Connection closed by peer [::1]:5)")
+def test_where_all_came_the_network_is_suspected_and_the_innermost_explains():
+    for rank, (text, follows, found) in enumerate(launched(lose_in, ["inner"] * 2, size=2)):
+        assert text.startswith("`inner` must")
+        assert "but a connection between them was lost: is the network down?; this" in text
+        assert text.endswith("pair.cc:5] Connection closed by peer [::1]:5)")
+        assert follows
+        assert (found.own.rank, found.own.place, found.first) == (rank, "inner", None)
+        assert not found.store_is_gone
 
 
 # --- what is lost, and what is not
@@ -229,25 +221,6 @@ def test_without_a_group_to_ask_the_error_stays_as_it_is():
     with pytest.raises(RuntimeError) as raised, explained("all_gather"):
         raise RuntimeError(LOST)
     assert str(raised.value) == LOST
-
-
-def explain_twice():
-    pardata.init(timeout=LONG)
-    try:
-        with explained("outer"):
-            lose("inner")
-    except RuntimeError as error:
-        return str(error), is_consequence(error), consequence(error)[1]
-    finally:
-        dist.destroy_process_group()
-
-
-def test_the_innermost_explains_and_what_it_knows_travels_with_the_error():
-    for rank, (text, follows, found) in enumerate(launched(explain_twice, size=2)):
-        assert text.startswith("`inner` must")
-        assert follows
-        assert (found.own.rank, found.own.place, found.first) == (rank, "inner", None)
-        assert not found.store_is_gone
 
 
 # --- what ranks leave

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from datetime import timedelta
 
 import pytest
@@ -275,20 +276,39 @@ def boom():
     raise ValueError("boom\nand more")
 
 
-def fail_in_what_rank_0_does():
+def fail_on_rank_0(call):
     pardata.init(timeout=timedelta(seconds=30))
     _, keeper = kept("pardata.launch._uncaught")
     try:
-        pardata.rank_zero_call(boom)
-    except ValueError as error:
-        sys.excepthook(ValueError, error, error.__traceback__)
+        call()
+    except (ValueError, TypeError, RuntimeError) as error:
+        sys.excepthook(type(error), error, error.__traceback__)
     dist.destroy_process_group()
     return keeper.lines
 
 
-def test_what_rank_0_raises_on_all_is_said_once():
-    (first,), (other,) = launched(fail_in_what_rank_0_does, size=2)
-    said, line = "ValueError: boom", r"\S*test_uncaught\.py:\d+"
+def call_boom():
+    pardata.rank_zero_call(boom)
+
+
+def send_a_lock():
+    pardata.broadcast(threading.Lock())
+
+
+def gather_a_lock():
+    pardata.all_gather("a" if pardata.world().rank else threading.Lock())
+
+
+LOCK = r"TypeError: cannot pickle '_thread\.lock' object"
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [(call_boom, "ValueError: boom"), (send_a_lock, LOCK), (gather_a_lock, LOCK)],
+)
+def test_what_rank_0_raises_and_all_hear_of_is_said_once(call, said):
+    (first,), (other,) = launched(fail_on_rank_0, call, size=2)
+    line = r"\S*test_uncaught\.py:\d+"
     assert re.fullmatch(rf"\[0/2\] failed: {said} \({line}\)", first)
     expected = rf"\[1/2\] failed because rank 0 failed first: {said} \({line}\); here: {line}"
     assert re.fullmatch(expected, other)

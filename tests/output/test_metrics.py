@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 import sys
 
 import numpy as np
@@ -24,11 +23,6 @@ def lines(directory):
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-def write(directory, step, values):
-    with MetricWriter(directory) as writer:
-        writer.write(step, values)
-
-
 def test_each_step_is_a_line_of_json_on_disk_at_once(tmp_path):
     with MetricWriter(tmp_path) as writer:
         writer.write(1, {"train/loss": 0.5, "Prüfgüte/猫": 0.1})
@@ -36,55 +30,33 @@ def test_each_step_is_a_line_of_json_on_disk_at_once(tmp_path):
         assert lines(tmp_path) == [{"step": 1, "train/loss": 0.5, "Prüfgüte/猫": 0.1}, {"step": 2}]
 
 
-@pytest.mark.parametrize(
-    ("value", "number"),
-    [
-        (3, 3),
-        (0.1, 0.1),
-        (torch.tensor(2), 2),
-        (torch.tensor([[2.5]]), 2.5),
-        (torch.tensor(1.5, dtype=torch.bfloat16), 1.5),
-        (torch.ones((), requires_grad=True), 1.0),
-        (np.float32(0.5), 0.5),
-        (np.float64(0.5), 0.5),
-        (np.int64(7), 7),
-        (np.array(7), 7),
-    ],
-)
-def test_numbers_of_every_kind_are_written(tmp_path, value, number):
-    write(tmp_path, 1, {"x": value})
-    assert lines(tmp_path) == [{"step": 1, "x": number}]
+NUMBERS = [
+    (3, 3), (0.1, 0.1), (torch.tensor(2), 2), (torch.tensor([[2.5]]), 2.5), (np.array(7), 7),
+    (torch.tensor(1.5, dtype=torch.bfloat16), 1.5), (torch.ones((), requires_grad=True), 1.0),
+    (np.float32(0.5), 0.5), (np.float64(0.5), 0.5), (np.int64(7), 7),
+    # What JSON has no number for is text.
+    (float("nan"), "nan"), (torch.tensor(torch.inf), "inf"), (-1e999, "-inf"),
+]  # fmt: skip
+
+
+def test_numbers_of_every_kind_are_written(tmp_path):
+    with MetricWriter(tmp_path) as writer:
+        for value, _ in NUMBERS:
+            writer.write(1, {"x": value})
+    assert [line["x"] for line in lines(tmp_path)] == [number for _, number in NUMBERS]
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(float("nan"), "nan"), (torch.tensor(torch.inf), "inf"), (-1e999, "-inf")]
-)
-def test_what_json_has_no_number_for_is_written_as_text(tmp_path, value, text):
-    write(tmp_path, 1, {"x": value})
-    raw = (tmp_path / "metrics.jsonl").read_text()
-    assert raw == f'{{"step": 1, "x": "{text}"}}\n'
-    assert str(float(lines(tmp_path)[0]["x"])) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        ("0.5", "`values['acc']` must be one number, but is '0.5' (str)"),
-        (None, "`values['acc']` must be one number, but is None (NoneType)"),
-        (1j, "`values['acc']` must be one number, but is 1j (complex)"),
-        ([1.0], "`values['acc']` must be one number, but is [1.0] (list)"),
-        (torch.ones(2), "`values['acc']` must be one number, but is tensor([1., 1.]) (Tensor)"),
-        (torch.tensor(1j), "`values['acc']` must be one number, but is tensor(0.+1.j) (Tensor)"),
-        (np.ones(1), "`values['acc']` must be one number, but is array([1.]) (ndarray)"),
-    ],
+    "value",
+    ["0.5", None, 1j, [1.0], torch.ones(2), torch.tensor(1j), np.ones(1)],
+    ids=str,
 )
 @pytest.mark.usefixtures("_no_tensorboard")
-def test_what_is_no_number_is_named_and_nothing_is_written(tmp_path, value, text):
-    with (
-        MetricWriter(tmp_path) as writer,
-        pytest.raises(TypeError, match=f"^{re.escape(text)}$"),
-    ):
+def test_what_is_no_number_is_named_and_nothing_is_written(tmp_path, value):
+    text = f"`values['acc']` must be one number, but is {value!r} ({type(value).__name__})"
+    with MetricWriter(tmp_path) as writer, pytest.raises(TypeError) as raised:
         writer.write(1, {"loss": 0.5, "acc": value})
+    assert str(raised.value) == text
     assert lines(tmp_path) == []
 
 
@@ -96,74 +68,58 @@ def test_a_write_after_close_is_an_error_and_a_second_close_is_not(tmp_path):
         writer.write(1, {"x": 1})
 
 
-def test_the_directory_is_made_and_a_run_that_goes_on_goes_on_in_the_same_file(tmp_path):
-    directory = tmp_path / "runs" / "ä 1"
-    write(str(directory), 1, {"x": 1})
-    write(directory, 2, {"x": 2})
-    assert [line["step"] for line in lines(directory)] == [1, 2]
-
-
 @pytest.mark.parametrize(
     ("after", "left"), [(None, [1, 2, 2, 5]), (5, [1, 2, 2, 5]), (2, [1, 2, 2]), (0, [])]
 )
 def test_a_run_that_goes_on_after_a_step_leaves_no_line_of_later_ones_twice(after, left, tmp_path):
+    directory = tmp_path / "runs" / "ä 1"  # made by the first
     for step in (1, 2, 2, 5):
-        write(tmp_path, step, {"x": step})
+        with MetricWriter(directory, after=0 if step == 1 else None) as writer:
+            writer.write(step, {"x": step})
     if after is not None:
-        with (tmp_path / "metrics.jsonl").open("a") as file:
+        with (directory / "metrics.jsonl").open("a") as file:
             file.write('{"step": 1, "x": 0.')  # it was killed here
-    with MetricWriter(tmp_path, after=after) as writer:
+    with MetricWriter(str(directory), after=after) as writer:
         writer.write(3, {"x": 7})
-    assert [line["step"] for line in lines(tmp_path)] == [*left, 3]
-    assert lines(tmp_path)[-1] == {"step": 3, "x": 7}
+    assert [line["step"] for line in lines(directory)] == [*left, 3]
+    assert lines(directory)[-1] == {"step": 3, "x": 7}
 
 
-def test_a_new_directory_has_nothing_to_remove(tmp_path):
-    with MetricWriter(tmp_path / "new", after=0) as writer:
-        writer.write(1, {"x": 1})
-    assert len(lines(tmp_path / "new")) == 1
-
-
-@pytest.mark.parametrize("below", ["", "deeper"])
-def test_a_directory_that_cannot_be_made_is_an_error(tmp_path, below):
+def test_a_directory_that_cannot_be_made_is_an_error(tmp_path):
     # Rights would not stop root; a file in the way stops everybody.
-    file = tmp_path / "file"
-    file.write_text("")
-    with pytest.raises(OSError, match="file"):
-        MetricWriter(file / below)
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="file"):
+        MetricWriter(tmp_path / "file" / "deeper")
 
 
 # --- TensorBoard ---
 
 
 def test_tensorboard_reads_what_was_written(tmp_path):
-    pytest.importorskip("tensorboard")
-    event_accumulator = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator"
-    )
+    processing = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     with MetricWriter(tmp_path) as writer:
         writer.write(1, {"train/loss": 0.5, "acc": torch.tensor(0.25)})
         writer.write(2, {"train/loss": float("nan")})
-    events = event_accumulator.EventAccumulator(str(tmp_path)).Reload()
+    events = processing.EventAccumulator(str(tmp_path)).Reload()
     assert sorted(events.Tags()["scalars"]) == ["acc", "train/loss"]
-    assert [(e.step, str(e.value)) for e in events.Scalars("train/loss")] == [
-        (1, "0.5"),
-        (2, "nan"),
-    ]
-    assert [(e.step, e.value) for e in events.Scalars("acc")] == [(1, 0.25)]
+    losses = [(event.step, str(event.value)) for event in events.Scalars("train/loss")]
+    assert losses == [(1, "0.5"), (2, "nan")]
+    assert [(event.step, event.value) for event in events.Scalars("acc")] == [(1, 0.25)]
     assert len(lines(tmp_path)) == 2
     with MetricWriter(tmp_path, after=1) as writer:
         writer.write(2, {"train/loss": 0.75})
-    events = event_accumulator.EventAccumulator(str(tmp_path)).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 0.5), (2, 0.75)]
+    events = processing.EventAccumulator(str(tmp_path)).Reload()
+    losses = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert losses == [(1, 0.5), (2, 0.75)]
 
 
 @pytest.mark.usefixtures("_no_tensorboard")
 def test_without_tensorboard_there_is_json_alone_and_a_log_line(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(process, "said", set())
     with caplog.at_level(logging.INFO, logger="pardata"):
-        write(tmp_path, 1, {"x": 1})
-        write(tmp_path, 2, {"x": 1})
+        for step in (1, 2):
+            with MetricWriter(tmp_path) as writer:
+                writer.write(step, {"x": 1})
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
     (record,) = caplog.records
     assert record.getMessage() == "TensorBoard is not installed: metrics go to metrics.jsonl only"

@@ -1,9 +1,11 @@
 """Progress: a bar on a terminal, lines elsewhere, and nothing on the other ranks."""
 
+import io
 import os
 import struct
 import subprocess
 import sys
+from contextlib import nullcontext, redirect_stderr
 
 import pytest
 import torch
@@ -28,6 +30,11 @@ def clock(monkeypatch):
     return clock
 
 
+class Batches(list):
+    def batch_size(self):
+        return len(self[0])
+
+
 def written(capsys):
     out, err = capsys.readouterr()
     assert out == ""  # standard output is the script's own
@@ -45,50 +52,34 @@ def test_without_a_terminal_there_is_a_line_every_ten_seconds_and_one_at_the_end
     )
 
 
-def test_nothing_to_iterate_over_is_a_line_too(clock, capsys):
-    assert list(progress([], "nothing")) == []
-    assert written(capsys) == "nothing: 0/0 in 0.0 s\n"
-
-
-def test_a_generator_without_a_length_has_no_total_unless_it_is_given(clock, capsys):
-    for _ in progress(i for i in range(2)):
+@pytest.mark.parametrize(
+    ("items", "options", "line"),
+    [
+        ([], {"description": "nothing"}, "nothing: 0/0 in 0.0 s\n"),
+        ((i for i in range(2)), {}, "2 in 2.0 s\n"),
+        ((i for i in range(2)), {"total": 5}, "2/5 in 2.0 s\n"),
+        # That of a loader is its own; one that is no number is none of ours.
+        (make_loader(range(8), 4, num_workers=0), {}, "2/2 in 2.0 s, samples/s 4\n"),
+        (Batches([[1, 2]]), {}, "1/1 in 1.0 s\n"),
+    ],
+)
+def test_the_total_and_the_batch_size_are_those_of_the_items_or_given(
+    items, options, line, clock, capsys
+):
+    for _ in progress(items, **options):
         clock.now += 1
-    assert written(capsys) == "2 in 2.0 s\n"
-    for _ in progress((i for i in range(2)), total=5):
-        clock.now += 1
-    assert written(capsys) == "2/5 in 2.0 s\n"
+    assert written(capsys) == line
 
 
 def test_values_and_samples_per_second_are_shown(clock, capsys):
     bar = progress(range(4), "train", batch_size=1000)
     for step in bar:
         clock.now += 0.5
-        bar.show(
-            loss=torch.tensor(0.123456, requires_grad=True) / (step + 1),
-            lr=0.1,
-            phase="warm up",
-            step=step,
-        )
+        loss = torch.tensor(0.123456, requires_grad=True) / (step + 1)
+        bar.show(loss=loss, lr=0.1, phase="warm up", step=step)
     assert written(capsys) == (
         "train: 4/4 in 2.0 s, loss 0.03086, lr 0.1, phase warm up, step 3, samples/s 2,000\n"
     )
-
-
-class Batches(list):
-    def batch_size(self):
-        return len(self[0])
-
-
-def test_a_batch_size_that_is_no_number_is_none_of_ours(capsys):
-    assert list(progress(Batches([[1, 2]]))) == [[1, 2]]
-    assert "samples/s" not in capsys.readouterr().err
-
-
-def test_the_batch_size_of_a_loader_is_its_own(clock, capsys):
-    loader = make_loader(range(8), 4, num_workers=0)
-    for _ in progress(loader):
-        clock.now += 1
-    assert written(capsys) == "2/2 in 2.0 s, samples/s 4\n"
 
 
 def test_a_tensor_is_read_only_when_it_is_drawn(clock, capsys):
@@ -106,33 +97,29 @@ def test_a_tensor_is_read_only_when_it_is_drawn(clock, capsys):
     assert "loss 1" in written(capsys)
 
 
-def test_an_exception_in_the_loop_goes_through_and_the_line_says_how_far_it_was(clock, capsys):
+class Stopped(Exception):  # noqa: N818  # named for what happens
+    pass
+
+
+@pytest.mark.parametrize("how", ["break", "an exception"])
+def test_a_loop_that_ends_early_writes_how_far_it_was(how, clock, capsys):
     def loop():
         for item in progress(range(5)):
             if item == 3:
-                raise LookupError
+                if how == "break":
+                    break
+                raise Stopped
 
-    with pytest.raises(LookupError):
+    with pytest.raises(Stopped) if how == "an exception" else nullcontext():
         loop()
     assert written(capsys) == "3/5 in 0.0 s\n"
-
-
-def test_a_break_writes_the_last_line(clock, capsys):
-    for item in progress(range(5)):
-        if item == 2:
-            break
-    assert written(capsys) == "2/5 in 0.0 s\n"
 
 
 # --- ranks ---
 
 
 def _captured():
-    import contextlib
-    import io
-
-    err = io.StringIO()
-    with contextlib.redirect_stderr(err):
+    with redirect_stderr(io.StringIO()) as err:
         bar = progress([1, 2], "on all")
         for number in bar:
             bar.show(number=number)
@@ -194,10 +181,7 @@ def read(terminal):
 def test_on_a_terminal_it_is_a_bar_of_tqdm():
     pytest.importorskip("tqdm")
     seen = on_a_terminal()
-    assert "\repoch 1: " in seen
-    assert "100%" in seen
-    assert "3/3 [" in seen
-    assert "loss 0.5, samples/s " in seen
+    assert all(text in seen for text in ("\repoch 1: ", "100%", "3/3 [", "loss 0.5, samples/s "))
     assert seen.endswith("\n")
     # What a terminal shows in the end: after a carriage return the line is written over.
     shown = [line.rstrip("\r").rsplit("\r")[-1].rstrip() for line in seen.split("\n")]

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from pardata.checkpoint import _shards as shards
 from pardata.checkpoint._files import STATE, UnusableError, verified
-from pardata.checkpoint._names import Name, candidates, names
+from pardata.checkpoint._names import Name, candidates
 from pardata.checkpoint._snapshot import Copies, check_stateful
 from pardata.collective._agreement import Facts, agree, require_same
+from pardata.collective._rank_zero import rank_zero_call
 from pardata.collective._tree import Path as TreePath
-from pardata.collective._tree import is_special, leaves, mapped
+from pardata.collective._tree import is_special, mapped
 from pardata.model._unwrap import unwrap
 from pardata.model._weights import load_weights
 from pardata.ranks._arguments import check_integer
@@ -151,16 +152,11 @@ def newest(
         if at is not None:
             check_integer("at", at, least=0)
         check_stateful(things)
-        there = names(directory) if here.is_main else []
-        return {**options, "at": at, "objects": list(things), "there": there}
+        return {**options, "at": at, "objects": list(things)}
 
-    def choose(told: list[dict[str, Any]]) -> list[Name]:
-        there = [facts.pop("there") for facts in told]
-        require_same(place, told, CURE)
-        return candidates(directory, at, [Name(*name) for name in there[0]])
-
+    agree(here, place, tell, lambda told: require_same(place, told, CURE))
     passed_over: dict[Name, str] = {}
-    while there := [Name(*name) for name in agree(here, place, tell, choose)]:
+    while there := rank_zero_call(candidates, directory, at):
         if there == [*passed_over]:  # else one was added or removed meanwhile
             those = "checkpoints" if at is None else f"checkpoints of step {at}"
             listed = "".join(f"\n  {name}: {why}" for name, why in passed_over.items())
@@ -231,13 +227,16 @@ def _owned(trees: Any, things: Mapping[str, Any], likes: Mapping[TreePath, Tenso
 
     But for weights, which a module copies; tensors that are one stay one.
     """
-    copies, own = Copies(), {}
-    for at, leaf in leaves(trees, is_leaf=is_special):
+    copies = Copies()
+
+    def own(at: TreePath, leaf: Any) -> Any:
         is_copied = isinstance(things.get(at[0]), nn.Module) and "_extra_state" not in str(at[1])
-        if isinstance(leaf, Tensor) and not (is_copied or shards.is_sharded(leaf)):
-            placed = shards.placed(leaf, likes.get(at[:-1]))
-            own[at] = copies.of(leaf) if placed is None else placed
-    return mapped(trees, own.get, is_leaf=is_special)
+        if is_copied or shards.is_sharded(leaf) or not isinstance(leaf, Tensor):
+            return leaf
+        placed = shards.placed(leaf, likes.get(at[:-1]))
+        return copies.of(leaf) if placed is None else placed
+
+    return mapped(trees, own, is_leaf=is_special)
 
 
 def _load(name: str, thing: Any, tree: Any) -> None:

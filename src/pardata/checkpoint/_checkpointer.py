@@ -206,9 +206,7 @@ class Checkpointer:
         if self._background is None:
             return
         background, self._background = self._background, None
-        with suppress(Exception):  # raised below: rank 0's first, for another one says no more
-            background.join()
-        rank_zero_call(background.join)
+        rank_zero_call(background.join)  # its error first, for another one says no more
         agree(require_world("Checkpointer.wait"), "Checkpointer.wait", background.join)
 
     def __enter__(self) -> Self:
@@ -248,11 +246,8 @@ def _refuse(call: str, unnamed: tuple[object, ...]) -> None:
 
 def _raise_of_what_differs(told: list[dict[str, Any]]) -> None:
     """Raise where ranks differ in options, or in details, of which each may have its own."""
-    place = "Checkpointer.save"
-    require_same(place, [facts["options"] for facts in told], CURE)
-    paths = dict.fromkeys(path for facts in told for path in facts["details"])
-    filled = [{path: facts["details"].get(path, "(nothing)") for path in paths} for facts in told]
-    require_same(place, filled, CURE)
+    for kind in ("options", "details"):
+        require_same("Checkpointer.save", [facts[kind] for facts in told], CURE)
 
 
 def _generators(here: World) -> str:

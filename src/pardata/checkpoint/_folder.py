@@ -40,7 +40,10 @@ class Attempt:
     def __init__(self, directory: Path) -> None:
         self.number = 0
         self._directory = directory
-        self._claimed = ""
+        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        # No two are the same, also where the directory was emptied and the numbers begin anew.
+        token = os.urandom(8).hex()
+        self._text = f"process {os.getpid()} on {socket.gethostname()}, since {since}\n{token}"
 
     def claim(self) -> None:
         """Claim the next number, in a directory that is made where it is not there.
@@ -54,18 +57,13 @@ class Attempt:
         if directory.exists() and not directory.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
         directory.mkdir(parents=True, exist_ok=True)
-        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        # No two are the same, also where the directory was emptied and the numbers begin anew.
-        token = os.urandom(8).hex()
-        claimed = f"process {os.getpid()} on {socket.gethostname()}, since {since}\n{token}"
-        while True:
-            taken = [*_claims(directory), *(name.attempt for name in names(directory))]
-            # After a claim of its own the very next number, or none: a run that has been told that
-            # it is the older one must not become the newest by trying again.
-            number = (self.number or max(taken, default=0)) + 1
-            if self._write_claim(number, claimed) or self.number:
-                break  # else another one was quicker: so this one will be the newer
-        self.number, self._claimed = number, claimed
+        taken = [*_claims(directory), *(name.attempt for name in names(directory))]
+        number = (self.number or max(taken, default=0)) + 1
+        # After a claim of its own the very next number, or none: a run that has been told that it
+        # is the older one must not become the newest by trying again.
+        while not self._write_claim(number) and self.number == 0:
+            number += 1  # another one was quicker: so this one will be the newer
+        self.number = number
         self.check()
         for older, path in _claims(directory).items():
             if older < number:
@@ -77,7 +75,7 @@ class Attempt:
             return
         if not _claims(self._directory) and self._directory.is_dir():
             # Somebody has emptied it, and not written yet.
-            self._write_claim(self.number, self._claimed)
+            self._write_claim(self.number)
         newest, path = max(_claims(self._directory).items(), default=(0, self._directory))
         # No claim, or none any more: somebody is removing it all.
         if newest == 0 or (newest == self.number and not path.exists()):
@@ -92,7 +90,7 @@ class Attempt:
             return
         except (OSError, ValueError):  # not ours
             text = ""
-        if newest != self.number or text != self._claimed:
+        if newest != self.number or text != self._text:
             who = text.partition("\n")[0] or "by another process"  # which has not written yet
             raise RuntimeError(
                 f"one run at a time must write to {self._directory}, but this is attempt "
@@ -100,12 +98,12 @@ class Attempt:
                 f"older one and must end; give it a directory of its own if both are wanted"
             )
 
-    def _write_claim(self, number: int, text: str) -> bool:
+    def _write_claim(self, number: int) -> bool:
         """Claim a number, and return whether nobody else has."""
         path = self._directory / f"attempt-{number:04d}.txt"
         try:
             with path.open("x") as file:
-                file.write(text)
+                file.write(self._text)
         except FileExistsError:
             return False
         except OSError:

@@ -38,8 +38,9 @@ def names(directory: Path) -> list[Name]:
     return sorted(filter(None, (Name.parse(entry.name) for entry in entries(directory))))
 
 
-def candidates(directory: Path, at: int | None, there: list[Name]) -> list[Name]:
-    """Return of all names those of a step, or all, from the newest to the oldest."""
+def candidates(directory: Path, at: int | None) -> list[Name]:
+    """Return the names of all checkpoints, or those of a step, from the newest to the oldest."""
+    there = names(directory)
     if not there:
         _check_directory(directory)
     found = [name for name in reversed(there) if at in (None, name.step)]

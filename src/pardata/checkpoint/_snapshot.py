@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pardata.checkpoint._shards import is_sharded
-from pardata.collective._tree import Path, in_brackets, is_special, leaves, mapped
+from pardata.collective._tree import Path, in_brackets, is_special, mapped
 from pardata.model._strategy import strategy_of
 from pardata.ranks._version import __version__
 from pardata.ranks._world import World
@@ -77,19 +77,20 @@ class Snapshot:
             make: returns what will be written of a tensor.
             path: stands before all paths.
         """
-        taken: dict[Path, Any] = {}
-        for at, leaf in leaves(tree, is_leaf=is_special, path=path):
-            if not isinstance(leaf, Tensor):
-                if isinstance(leaf, Mapping):
-                    taken[at] = self._taken(dict(leaf), make, at)
-                    continue
-            elif type(leaf) is not Tensor and is_sharded(leaf):
-                self.parts[at], taken[at] = leaf, None
-            else:
-                taken[at] = make(leaf)
+
+        def take(at: Path, leaf: Any) -> Any:
+            if isinstance(leaf, Mapping):
+                return self._taken(dict(leaf), make, at)
             if self._is_told:
                 self.texts[".".join(map(str, at))] = _text_of(leaf)
-        return mapped(tree, taken.get, is_leaf=is_special, path=path)
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if not is_sharded(leaf):
+                return make(leaf)
+            self.parts[at] = leaf
+            return None
+
+        return mapped(tree, take, is_leaf=is_special, path=path)
 
 
 def _text_of(leaf: object) -> str:

@@ -54,8 +54,13 @@ def same(
 
 
 def require_same(place: str, told: list[dict[str, object]], cure: str) -> None:
-    """Raise a `RuntimeError` with a table of the facts in which ranks differ, if they do."""
-    names = [name for name in told[0] if len({repr(facts[name]) for facts in told}) > 1]
+    """Raise a `RuntimeError` with a table of the facts in which ranks differ, if they do.
+
+    Of a fact that a rank does not have, the table says so.
+    """
+    known = dict.fromkeys(name for facts in told for name in facts)
+    told = [{name: facts.get(name, "(nothing)") for name in known} for facts in told]
+    names = [name for name in known if len({repr(facts[name]) for facts in told}) > 1]
     if names:
         table = table_of([", ".join(f"{name}={facts[name]!r}" for name in names) for facts in told])
         raise RuntimeError(

@@ -9,11 +9,12 @@ from typing import ParamSpec, TypeVar
 
 import torch.distributed as dist
 
+from pardata.collective._agreement import agree
 from pardata.collective._exchange import pickled, unpickled
 from pardata.ranks._arguments import checked_timeout
 from pardata.ranks._failure import Failure
 from pardata.ranks._store import Channel
-from pardata.ranks._turn import Turn, all_say
+from pardata.ranks._turn import Turn
 from pardata.ranks._world import channel, require_world
 
 _T = TypeVar("_T")
@@ -42,9 +43,7 @@ def barrier(name: str = "", timeout: timedelta | float | None = None) -> None:
     """
     patience = None if timeout is None else checked_timeout(timeout)
     here = require_world("barrier")
-    if here.size > 1:
-        call = f"barrier({name!r})" if name else "barrier()"
-        all_say(channel(), call, lambda: None, lambda _: None, timeout=patience)
+    agree(here, f"barrier({name!r})" if name else "barrier()", lambda: None, timeout=patience)
 
 
 @contextmanager
@@ -77,7 +76,7 @@ def rank_zero_first(*, local: bool = False, timeout: timedelta | float = _HOURS)
     call, line = "rank_zero_first", channel()
     if local:
         call = "rank_zero_first(local=True)"
-        all_say(line, call, lambda: None, lambda _: None, timeout=patience)
+        agree(here, call, lambda: None, timeout=patience)
         # Each node has turns of its own, in which its ranks have other numbers.
         store = dist.PrefixStore(f"node{here.node_rank}", line.store)
         line = Channel(store, line.timeout, here.local_rank, here.local_size)

@@ -80,8 +80,8 @@ def _report(error: BaseException, found: Joined) -> None:
     if first is None:
         _log.error("failed: %s", line)
     else:
-        # What rank 0 raised is raised on all: it is said once.
-        is_same = first.text.startswith(f"{one_line(error)} (")
+        # What others raise too, or are told of by name, is said once.
+        is_same = one_line(error).endswith(first.text.rpartition(" (")[0])
         at = raise_site(error) if is_same else known.own.text
         _log.error("failed because rank %d failed first: %s; here: %s", first.rank, first.text, at)
     if (first or known.own).is_cause:

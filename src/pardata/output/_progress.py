@@ -54,17 +54,20 @@ def progress(
     if batch_size is None:
         own = getattr(iterable, "batch_size", None)
         batch_size = own if isinstance(own, int) else None
-    bar = _bar(description, total) if require_world("progress").is_main else None
-    return Progress(iterable, bar, batch_size)
+    return Progress(iterable, description, total, batch_size)
 
 
 class Progress(Generic[T]):
     """An iterable that shows how far it is; made by `progress`."""
 
-    def __init__(self, iterable: Iterable[T], bar: Any, batch_size: int | None) -> None:
-        self._iterable = iterable
-        self._bar = bar  # tqdm's or `_Lines`; None on the other ranks
-        self._batch_size = batch_size
+    def __init__(
+        self, iterable: Iterable[T], description: str, total: int | None, batch_size: int | None
+    ) -> None:
+        self._iterable, self._batch_size = iterable, batch_size
+        self._is_shown = require_world("progress").is_main
+        self._bar = _bar(description, total) if self._is_shown else None
+        self._head = f"{description}: " if description else ""
+        self._of = "" if total is None else f"/{total}"
         self._values: dict[str, Any] = {}
 
     def show(self, **values: Any) -> None:
@@ -73,7 +76,7 @@ class Progress(Generic[T]):
         Raises:
             TypeError: for a tensor or array of more than one number; names it.
         """
-        for name, value in list(values.items()):
+        for name, value in values.items():
             count = value.numel() if isinstance(value, Tensor) else getattr(value, "size", 1)
             if hasattr(value, "item") and count != 1:
                 kind = "a tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"
@@ -81,16 +84,15 @@ class Progress(Generic[T]):
                     f"`{name}` must be one number to be shown, but is {kind} of {count}: take its "
                     f"mean, say"
                 )
-            if isinstance(value, Tensor):
-                values[name] = value.detach()  # drawn later: its graph need not live until then
-        self._values.update(values)
+            # Drawn later: its graph need not live until then.
+            self._values[name] = value.detach() if isinstance(value, Tensor) else value
 
     def __iter__(self) -> Iterator[T]:
         """Iterate, once."""
-        if self._bar is None:
+        if not self._is_shown:
             yield from self._iterable
             return
-        pause = 10.0 if isinstance(self._bar, _Lines) else 0.1  # from one drawing to the next
+        pause = 10.0 if self._bar is None else 0.1  # from one drawing to the next
         start = drawn = time.perf_counter()
         done = 0
         try:
@@ -103,41 +105,29 @@ class Progress(Generic[T]):
                     self._draw(done, now - start)
         finally:
             self._draw(done, time.perf_counter() - start)
-            self._bar.close()
+            if self._bar is not None:
+                self._bar.close()
 
     def _draw(self, done: int, seconds: float) -> None:
-        shown = {name: _short(value) for name, value in self._values.items()}
+        shown = [f"{name} {_short(value)}" for name, value in self._values.items()]
         if self._batch_size and seconds > 0:
-            shown["samples/s"] = f"{done * self._batch_size / seconds:,.0f}"
-        self._bar.n = done
-        self._bar.seconds = seconds
-        self._bar.set_postfix_str(", ".join(f"{name} {text}" for name, text in shown.items()))
-
-
-class _Lines:
-    """Stands for a bar of tqdm where that would fill a log file: a line each time it is told."""
-
-    def __init__(self, description: str, total: int | None) -> None:
-        self._head = f"{description}: " if description else ""
-        self._of = "" if total is None else f"/{total}"
-        self.n = 0
-        self.seconds = 0.0
-
-    def set_postfix_str(self, text: str) -> None:
-        line = f"{self._head}{self.n}{self._of} in {self.seconds:.1f} s"
-        print(f"{line}, {text}" if text else line, file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        """Nothing is left to be written."""
+            shown.append(f"samples/s {done * self._batch_size / seconds:,.0f}")
+        if self._bar is not None:
+            self._bar.n = done
+            self._bar.set_postfix_str(", ".join(shown))
+        else:
+            line = f"{self._head}{done}{self._of} in {seconds:.1f} s"
+            print(", ".join([line, *shown]), file=sys.stderr, flush=True)
 
 
 def _bar(description: str, total: int | None) -> Any:
+    """Return a bar of tqdm, or None where that would fill a log file, or there is no tqdm."""
     if sys.stderr.isatty():
         with suppress(ImportError):  # the lines say the same
             from tqdm import tqdm  # noqa: PLC0415  # an extra, and only wanted on a terminal
 
             return tqdm(desc=description or None, total=total)
-    return _Lines(description, total)
+    return None
 
 
 def _length(iterable: Iterable[Any]) -> int | None:

@@ -1,7 +1,7 @@
 """backward: the gradient of the mean over the whole global batch, whatever the strategy."""
 
 from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -163,8 +163,8 @@ def _alone(
         else:  # which is its own mean
             tally, loss = None, checked(returned)
         (loss if scaler is None else scaler.scale(loss)).backward()
-    means: _Returned = wide(loss.detach()) if tally is None else tally.result()
-    return means
+    means: Any = wide(loss.detach()) if tally is None else tally.result()
+    return cast("_Returned", means)
 
 
 def _step_of(model: nn.Module, batch: Any, scaler: GradScaler | None) -> Step:

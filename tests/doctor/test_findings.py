@@ -40,13 +40,10 @@ def check(finding, status, text, cure=""):
 BATCH_SHELL = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 SHELL = "SLURM_PROCID, SLURM_LOCALID, SLURM_JOB_ID (SLURM)"
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-OPEN_MPI = {
-    f"OMPI_COMM_WORLD_{name}": value
-    for name, value in (("RANK", "1"), ("SIZE", "2"), ("LOCAL_RANK", "1"), ("LOCAL_SIZE", "2"))
-}
+MPI = "PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS"
+OPEN_MPI = {f"OMPI_COMM_WORLD_{n}": "1" for n in ("RANK", "LOCAL_RANK")}
+OPEN_MPI |= {f"OMPI_COMM_WORLD_{n}": "2" for n in ("SIZE", "LOCAL_SIZE")}
 PORT = {"MASTER_PORT": "5"}
-
-
 TORCHRUN, SLURM = torchrun_variables(1, 3, 5), slurm_variables(1, 2, 5)
 STEP_OF_ONE = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}
 SAYS = "PARDATA_LAUNCHER"
@@ -61,19 +58,15 @@ SAYS = "PARDATA_LAUNCHER"
         (SLURM, "SLURM: 2 processes, to meet at localhost:5; from SLURM_PROCID, ", None),
         (OPEN_MPI | PORT, "Open MPI: 2 processes, to meet at 127.0.0.1:5; from OMPI_COMM_", None),
         (MPICH | PORT, "MPICH: 2 processes, to meet at 127.0.0.1:5; from PMI_RANK, ", None),
-        (TORCHRUN | BATCH_SHELL, "torchrun: 3", f"{SHELL}: torchrun goes first"),
-        (SLURM | {"RANK": "1"}, "SLURM: 2", "RANK (torchrun): SLURM goes first"),
+        (TORCHRUN | BATCH_SHELL, "torchrun: 3", SHELL),
+        (SLURM | {"RANK": "1"}, "SLURM: 2", "RANK (torchrun)"),
         (
             SLURM | TORCHRUN | {SAYS: "slurm"},
             "SLURM, as PARDATA_LAUNCHER=slurm says: 2",
-            "RANK, WORLD_SIZE, LOCAL_RANK and 1 more (torchrun): PARDATA_LAUNCHER=slurm decides",
+            "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE (torchrun)",
         ),
-        (
-            BATCH_SHELL | {SAYS: "none"},
-            "none, as PARDATA_LAUNCHER=none says: a single process",
-            f"{SHELL}: PARDATA_LAUNCHER=none decides",
-        ),
-        (MPICH | STEP_OF_ONE, "none: a single process", "PMI_RANK, PMI_SIZE, MPI_LOCALRANKID and "),
+        (BATCH_SHELL | {SAYS: "none"}, "none, as PARDATA_LAUNCHER=none says: a single", SHELL),
+        (MPICH | STEP_OF_ONE, "none: a single process", f"{MPI} (MPICH): of a step of one"),
         (BATCH_SHELL | {"SLURM_NTASKS": "1"}, "none: a single process", f"{SHELL}: of the shell "),
     ],
 )
@@ -148,9 +141,10 @@ def _files():
 
 def test_fewer_than_1024_open_files_are_few():
     ((enough, fewer, few),) = run_caught(_files, world_size=1, fresh=True)
+    cure = "ulimit -n $(ulimit -Hn): each tensor"
     check(enough, OK, "at most 1024")
-    check(fewer, WARNING, "at most 1023", "ulimit -n 4096: each tensor")
-    check(few, WARNING, "at most 256", "ulimit -n 2000: each tensor")
+    check(fewer, WARNING, "at most 1023", cure)
+    check(few, WARNING, "at most 256", cure)
 
 
 def _too_old():

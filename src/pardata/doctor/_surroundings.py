@@ -1,6 +1,5 @@
 """What this process finds: devices, cores, memory and limits of its machine, what is installed."""
 
-import math
 import os
 import platform
 import shutil
@@ -87,11 +86,10 @@ def _open_files() -> Iterator[Finding]:
         import resource  # noqa: PLC0415  # not on Windows
     except ImportError:
         return
-    soft, hard = (math.inf if n < 0 else n for n in resource.getrlimit(resource.RLIMIT_NOFILE))
-    text = "no limit" if soft == math.inf else f"at most {soft}"
-    more = min(hard, 4 * _FEWEST_FILES)
-    cure = f"ulimit -n {more}: each tensor that a worker hands over takes one"
-    yield Finding("open files", text, cure if soft < _FEWEST_FILES else "")
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    cure = "ulimit -n $(ulimit -Hn): each tensor that a worker hands over takes one"
+    text = "no limit" if most == resource.RLIM_INFINITY else f"at most {most}"
+    yield Finding("open files", text, cure if 0 <= most < _FEWEST_FILES else "")
 
 
 def _network(here: World) -> Finding:

@@ -127,20 +127,21 @@ def _slurm(env: Mapping[str, str]) -> Launch:
 
 def _tasks_at(node: int, text: str) -> tuple[int, int]:
     """Return how many tasks a node has, and how many nodes there are: ``"2(x3),1"`` has 4."""
-    tasks: list[int] = []
+    found, nodes = 0, 0
     for item in text.split(","):
         match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", item)
         if match is None:
             raise ValueError(
                 f"`SLURM_STEP_TASKS_PER_NODE` must look like '2(x3),1', but is {text!r}"
             )
-        tasks += [int(match[1])] * int(match[2] or 1)
-    if node >= len(tasks):
+        found = int(match[1]) if nodes <= node else found
+        nodes += int(match[2] or 1)
+    if node >= nodes:
         raise ValueError(
-            f"`SLURM_NODEID` must be less than the {len(tasks)} nodes of "
+            f"`SLURM_NODEID` must be less than the {nodes} nodes of "
             f"`SLURM_STEP_TASKS_PER_NODE` ({text!r}), but is {node}"
         )
-    return tasks[node], len(tasks)
+    return found, nodes
 
 
 def first_host(text: str) -> str:

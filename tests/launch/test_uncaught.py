@@ -159,7 +159,7 @@ MUST = "must be reached by every rank, but rank 1 of 3 failed first: "
         ("barrier", 0, BARRIER, f"RuntimeError: `barrier('epoch 3')` {MUST}"),
         ("barrier", 2, BARRIER, f"RuntimeError: `barrier('epoch 3')` {MUST}"),
         ("rank 0", 1, "rank_zero_call", ""),
-        ("rank 0", 2, "RuntimeError: ", "Connection"),  # in a collective of the user's own
+        ("rank 0", 2, "RuntimeError: ", "(train.py:12)\n"),  # in the user's own collective
         # Rank 0 takes the store with it.
         ("store", 2, "barrier(", ""),
         # Rank 0 keeps the store until the others know whose fault it was.

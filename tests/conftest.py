@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import tempfile
 from pathlib import Path
 
@@ -21,6 +22,9 @@ MARKS |= dict.fromkeys(
 )
 HERE = Path(__file__).parent
 assert {path.name for path in HERE.iterdir()}.issuperset(MARKS)
+
+# A shell in the background has all that it starts ignore an interrupt. Here it cleans up.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No test depends on how fast a machine is, and none leaves files behind.
 settings.register_profile(

@@ -84,6 +84,8 @@ def hosts(*names, aliases=""):
         _join(made)
         yield made
     finally:
+        # pytest-xdist interrupts once more after 5 s.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         for host in made:
             with suppress(subprocess.CalledProcessError):
                 host.power_off()
@@ -91,6 +93,7 @@ def hosts(*names, aliases=""):
             shutil.rmtree(_folder(host), ignore_errors=True)
         with suppress(OSError):  # others have theirs there
             Path("/etc/netns").rmdir()
+        signal.signal(signal.SIGINT, before)
 
 
 def _join(made):

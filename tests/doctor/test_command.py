@@ -62,8 +62,7 @@ def test_alone_env_finds_a_machine_on_which_pardata_works():
 def test_alone_check_tries_two_processes_and_tells_of_the_rest_only_what_is_not_well(capsys):
     assert examine("check", timeout=100) == 0
     out = capsys.readouterr().out
-    trial = ["all-reduce", "latency", "bandwidth", "shared memory"]
-    assert names(out) == ["launcher", "two processes", *trial]
+    assert names(out) == ["launcher", "two processes", *TRIAL]
     assert out.count("\nok       all-reduce     correct\nok       latency        ") == 1
 
 
@@ -73,9 +72,9 @@ def test_alone_check_tries_two_processes_and_tells_of_the_rest_only_what_is_not_
         (["--help"], 0, "torchrun --standalone --nproc-per-node=2 -m pardata check"),
         ([], 2, "the following arguments are required: command"),
         (["look"], 2, "invalid choice: 'look'"),
-        (["env", "--timeout", "0"], 2, "a number of seconds above 0, up to a day, but is '0'"),
-        (["env", "--timeout", "86401"], 2, "up to a day, but is '86401'"),
-        (["env", "--timeout", "soon"], 2, "up to a day, but is 'soon'"),
+        (["env", "--timeout", "0"], 2, "a number of seconds above 0, up to a day, but is 0"),
+        (["env", "--timeout", "86401"], 2, "up to a day, but is 86401"),
+        (["env", "--timeout", "soon"], 2, "invalid float value: 'soon'"),
     ],
 )
 def test_the_help_has_examples_and_a_wrong_command_line_is_refused(arguments, code, says, capsys):
@@ -96,6 +95,9 @@ def test_whatever_hangs_ends_some_time_after_the_timeout(monkeypatch):
 
 
 # --- under a launcher
+
+
+TRIAL = ["all-reduce", "latency", "bandwidth", "shared memory"]
 
 
 def _examined(command):
@@ -123,10 +125,9 @@ def test_rank_0_prints_one_table_of_all_ranks(command, size, variables, name):
         assert text.startswith(f"pardata {command}: {size} ranks on ")
         rows = re.findall(r"^(\d+)  +\S+ +0 +(\d+)  +cpu +\d+$", text, flags=re.MULTILINE)
         assert rows == [(str(rank), str(rank)) for rank in range(size)]
-        assert f"joining        {size} ranks met at " in text
+        assert f"joining        {size} ranks met in " in text
     if command == "check":
-        trial = ["all-reduce", "latency", "bandwidth", "shared memory"]
-        assert names(text) == ["launcher", "joining", *trial]
+        assert names(text) == ["launcher", "joining", *TRIAL]
 
 
 def test_torchrun_itself_starts_it(short_tmp):
@@ -147,10 +148,6 @@ def _spoilt_on_rank_1(what):
     return _examined("check")
 
 
-def _long_tmpdir():
-    multiprocessing.current_process()._config["tempdir"] = "/" + "x" * 120
-
-
 def _wrong_sums():
     """Be a machine that adds wrongly."""
     right = torch.distributed.all_reduce
@@ -163,28 +160,23 @@ def _wrong_sums():
     torch.distributed.all_reduce = all_reduce
 
 
-TRIALS = [
-    (
-        _wrong_sums,
-        "error all-reduce rank 1: the sum over all ranks must be 3, but is 4",
-        "cure: take this host out and test its memory and its network",
-    )
-]
+def _long_tmpdir():
+    multiprocessing.current_process()._config["tempdir"] = "/" + "x" * 120
+
+
+SUMS = "error all-reduce rank 1: the sum over all ranks must be 3, but is 4 cure: take this host"
+NAME = "error shared memory rank 1: the temporary directory must have a name of at most"
+TRIALS = [(_wrong_sums, SUMS)]
 if torch.multiprocessing.get_sharing_strategy() == "file_descriptor":  # which opens a socket
-    TRIALS.append((
-        _long_tmpdir,
-        "error shared memory rank 1: the temporary directory must have a name of at most",
-        "cure: set TMPDIR to one with a shorter name, or pass num_workers=0",
-    ))  # fmt: skip
+    TRIALS.append((_long_tmpdir, NAME))
 
 
-@pytest.mark.parametrize(("what", "line", "cure"), TRIALS)
-def test_an_error_on_one_rank_is_the_exit_status_of_every_rank(what, line, cure):
+@pytest.mark.parametrize(("what", "says"), TRIALS)
+def test_an_error_on_one_rank_is_the_exit_status_of_every_rank(what, says):
     outcomes = launched(_spoilt_on_rank_1, what, size=2)
     assert [status for status, _ in outcomes] == [1, 1]
-    printed = " ".join(outcomes[0][1].split())  # lines are as long as the terminal is wide
-    assert line in printed
-    assert cure in printed
+    # Lines are as long as the terminal is wide.
+    assert says in " ".join(outcomes[0][1].split())
 
 
 # --- where it does not work
@@ -212,15 +204,6 @@ def test_a_rank_that_does_not_come_is_named_by_the_others_within_the_timeout():
     assert "cure: look at the output of rank 2" in printed
     assert re.search(r"rank 1 on \S+: joining: .* rank 2 of 3 did not come", other_errors)
     assert "Traceback" not in other_errors
-
-
-def test_a_rank_that_cannot_reach_rank_0_says_so_in_its_last_line():
-    with reserved_port() as port:
-        env = torchrun_variables(1, 2, port, TORCHELASTIC_USE_AGENT_STORE=None)
-        code, out, errors = ended(started("check", "--timeout", "1", **env))
-    assert (code, out) == (1, "")
-    last = errors.splitlines()[-1]  # above it torch may have printed frames of its own
-    assert re.match(r"pardata check, rank 1 on \S+: joining: rank 1 must reach rank 0 at ", last)
 
 
 STOPS = """
@@ -257,7 +240,7 @@ def test_a_rank_that_dies_or_hangs_after_joining_is_an_error_and_no_hang(seconds
     ("interface", "timeout", "text", "cure"),
     [
         ("no-such-one", 100, "no-such-one", "GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME for GPUs)"),
-        (None, 0.01, "all 2 ranks must finish within 0.01 s, but rank ", "is every port open"),
+        ("", 0.01, "all 2 ranks must finish within 0.01 s, but rank ", "is every port open"),
     ],
 )
 def test_two_processes_that_cannot_talk_or_take_too_long_are_an_error(

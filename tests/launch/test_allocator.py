@@ -4,6 +4,7 @@ import ctypes
 import logging
 import os
 import sys
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -44,17 +45,12 @@ def test_memory_that_is_freed_and_taken_again_costs_no_page_faults():
     assert max(tuned) < min(untuned) / 2  # with huge pages the latter is some 20, else 10,000
 
 
-def test_elsewhere_than_on_linux_nothing_is_done(monkeypatch):
+@pytest.mark.parametrize("platform", ["darwin", "win32", "linux"])
+def test_elsewhere_than_under_glibc_nothing_is_done(platform, monkeypatch):
     # Not `ctypes.CDLL` itself, by which torch looks for GPUs the first time that it is asked.
-    monkeypatch.setattr(_allocator, "ctypes", None)
-    for platform in ("darwin", "win32"):
-        monkeypatch.setattr(sys, "platform", platform)
-        assert keep_freed_memory() is False
-
-
-def test_under_musl_nothing_is_done(monkeypatch):
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(_allocator.ctypes, "CDLL", lambda _name: object())
+    musl = SimpleNamespace(CDLL=lambda _name: object()) if platform == "linux" else None
+    monkeypatch.setattr(_allocator, "ctypes", musl)
+    monkeypatch.setattr(sys, "platform", platform)
     assert keep_freed_memory() is False
 
 

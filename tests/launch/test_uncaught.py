@@ -147,64 +147,49 @@ def ended(tmp_path_factory):
     return found
 
 
-def test_who_is_in_a_collective_or_comes_to_one_says_who_failed_first(ended):
-    for rank, (line, text) in enumerate(ended["collective"]):
-        if rank != 1:
-            call = ["all_reduce_mean", "", "all_gather"][rank]
-            assert line.startswith(f"[{rank}/3] failed because rank 1 failed first: {BOOM}; here: ")
-            assert f"; here: {call} at train.py:" in line
-            assert f"`{call}` must be reached by every rank, but rank 1 of 3 failed first: " in text
+REDUCE, BARRIER = "all_reduce_mean at train.py:", "barrier('epoch 3') at train.py:"
+MUST = "must be reached by every rank, but rank 1 of 3 failed first: "
 
 
-def test_who_waits_on_the_store_says_who_failed_first_whoever_is_late(ended):
-    # Rank 0 is still elsewhere: rank 2 does not wait for it.
-    for rank in (0, 2):
-        line, text = ended["barrier"][rank]
-        start = (
-            f"[{rank}/3] failed because rank 1 failed first: {BOOM}; here: barrier('epoch 3') at "
-        )
-        assert line.startswith(start)
-        assert "RuntimeError: `barrier('epoch 3')` must be reached by every rank, but" in text
-
-
-def test_who_waits_for_rank_0_or_is_in_a_collective_of_the_users_own_says_so_too(ended):
-    _, (call, _), (own, text) = ended["rank 0"]
-    assert call.startswith(
-        f"[1/3] failed because rank 0 failed first: {BOOM}; here: rank_zero_call"
-    )
-    start = f"[2/3] failed because rank 0 failed first: {BOOM}; here: RuntimeError: "
-    assert own.startswith(start)
-    assert "Connection" in own
-    assert own.endswith("(train.py:12)")
-    assert "Traceback" in text
+@pytest.mark.parametrize(
+    ("run", "rank", "here", "text"),
+    [
+        ("collective", 0, REDUCE, f"`all_reduce_mean` {MUST}"),
+        ("collective", 2, "all_gather at train.py:", f"`all_gather` {MUST}"),
+        # Rank 0 is still elsewhere: rank 2 does not wait for it.
+        ("barrier", 0, BARRIER, f"RuntimeError: `barrier('epoch 3')` {MUST}"),
+        ("barrier", 2, BARRIER, f"RuntimeError: `barrier('epoch 3')` {MUST}"),
+        ("rank 0", 1, "rank_zero_call", ""),
+        ("rank 0", 2, "RuntimeError: ", "(train.py:12)\n"),  # in the user's own collective
+        # Rank 0 takes the store with it.
+        ("store", 2, "barrier(", ""),
+        # Rank 0 keeps the store until the others know whose fault it was.
+        ("second", 0, "all_reduce_mean at ", ""),
+        ("second", 2, "all_reduce_mean at ", ""),
+        # An exit that is no success is told as an exception is.
+        ("exit", 0, "StopSignal.agreed", f"`StopSignal.agreed` {MUST}"),
+        ("exit", 2, "barrier('epoch 3')", f"`barrier('epoch 3')` {MUST}"),
+    ],
+)
+def test_who_waits_for_whatever_says_who_failed_first(ended, run, rank, here, text):
+    line, said = ended[run][rank]
+    first, bad = EXIT if run == "exit" else BOOM, RUNS[run][1]
+    start = f"[{rank}/3] failed because rank {bad} failed first: {first}; here: {here}"
+    assert line.startswith(start)
+    assert text in said
+    assert "Traceback" in said
 
 
 def test_where_rank_0_takes_the_store_with_it_all_end_and_say_what_they_know(ended):
-    line, _ = ended["store"][2]
-    assert line.startswith(f"[2/3] failed because rank 0 failed first: {BOOM}; here: barrier(")
     line, _ = ended["store"][1]  # it hears of rank 0 from rank 2, or only that it is gone
     assert "the process that serves it (rank 0, or torchrun's agent) has ended" in line or (
         f"failed because rank 0 failed first: {BOOM}" in line
     )
 
 
-def test_rank_0_keeps_the_store_until_the_others_know_whose_fault_it_was(ended):
-    for rank in (0, 2):
-        start = f"[{rank}/3] failed because rank 1 failed first: {BOOM}; here: all_reduce_mean at "
-        assert ended["second"][rank][0].startswith(start)
-
-
 def test_a_collective_under_way_does_not_keep_a_process_that_failed(ended):
     # The others went on only once it had ended.
     assert len(ended["flight"]) == 3
-
-
-def test_an_exit_that_is_no_success_is_told_as_an_exception_is(ended):
-    for rank, (line, text) in enumerate(ended["exit"]):
-        if rank != 1:
-            assert line.startswith(f"[{rank}/3] failed because rank 1 failed first: {EXIT}; here: ")
-            call = "StopSignal.agreed" if rank == 0 else "barrier('epoch 3')"
-            assert f"`{call}` must be reached by every rank, but rank 1 of 3 failed first" in text
 
 
 def test_under_torchrun_the_line_stands_before_the_traceback_which_is_its_root_cause_too(

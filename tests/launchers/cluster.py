@@ -18,49 +18,7 @@ from processes import run, start
 
 NODES = ("n1", "n2")
 
-# Nothing here needs cgroups, root's own or a real node's number of cores. Times are short: a job
-# that was preempted starts again at once (cred_expire), and is killed soon (GraceTime, KillWait).
-_SETTINGS = """
-ClusterName=test
-SlurmctldHost={hostname}(127.0.0.1)
-SlurmUser=root
-SlurmdUser=root
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=5
-CredType=cred/munge
-SlurmctldPort=16817
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd-%n.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd-%n.log
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool-%n
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-MpiDefault=none
-SwitchType=switch/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-SchedulerType=sched/backfill
-SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
-SlurmctldParameters=preempt_send_user_signal
-SlurmdParameters=config_overrides
-PropagateResourceLimits=NONE
-ReturnToService=2
-KillWait=5
-UnkillableStepTimeout=20
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
-{nodes}
-PartitionName=low Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=1 GraceTime=60
-PartitionName=high Nodes=ALL MaxTime=INFINITE PriorityTier=2 PreemptMode=OFF
-"""
-_NODE = (
-    "NodeName={name} NodeHostname={hostname} NodeAddr=127.0.0.{number} Port={port} CPUs=4 "
-    "RealMemory=4000 State=UNKNOWN"
-)
+SETTINGS = Path(__file__).parent / "slurm.conf"  # of which a cluster fills in what is in {}
 
 
 @dataclass(frozen=True)
@@ -116,11 +74,7 @@ def cluster(folder):
 def _write_settings(folder, hostname):
     folder.chmod(0o755)
     (folder / "state").mkdir()
-    nodes = [
-        _NODE.format(name=name, hostname=hostname, number=number, port=16820 + number)
-        for number, name in enumerate(NODES, start=1)
-    ]
-    settings = _SETTINGS.format(hostname=hostname, folder=folder, nodes="\n".join(nodes))
+    settings = SETTINGS.read_text().format(hostname=hostname, folder=folder)
     (folder / "slurm.conf").write_text(settings)
     # Unused, but what is looked for otherwise is not mounted in a namespace.
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")

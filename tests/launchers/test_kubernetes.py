@@ -30,6 +30,11 @@ def test_the_example_is_a_valid_job():
     assert objections(JOB) == []
 
 
+REPLICAS = ["spec", "pytorchReplicaSpecs"]
+WORKER, TEMPLATE = [*REPLICAS, "Worker"], [*REPLICAS, "Worker", "template"]
+NAMED = "template.spec.containers[0].name must be one of ['pytorch'], but is 'torch'"
+
+
 @pytest.mark.parametrize(
     ("path", "value", "objection"),
     [
@@ -37,49 +42,32 @@ def test_the_example_is_a_valid_job():
         (["metadata", "name"], "MNIST_1", "it.metadata.name must match"),
         (["spec", "nprocPerNode"], 2, "it.spec.nprocPerNode must be of type string, but is 2"),
         (["spec", "nProcPerNode"], "2", "it.spec must not have nProcPerNode"),
-        (["spec", "pytorchReplicaSpecs", "Master", "replicas"], 2, "replicas must be one of [1]"),
-        (["spec", "pytorchReplicaSpecs", "Worker", "replicas"], 0, "replicas must be at least 1"),
-        (["spec", "pytorchReplicaSpecs", "Worker", "replicas"], True, "must be of type integer"),
-        (["spec", "pytorchReplicaSpecs", "Worker", "template"], {}, "template must have spec"),
-        (
-            ["spec", "pytorchReplicaSpecs", "Worker", "template"],
-            {"spec": {"containers": []}},
-            "template.spec.containers must hold something",
-        ),
-        (
-            ["spec", "pytorchReplicaSpecs", "Worker", "template"],
-            {"spec": {"containers": [{"name": "torch", "image": "x"}]}},
-            "template.spec.containers[0].name must be one of ['pytorch'], but is 'torch'",
-        ),
+        ([*REPLICAS, "Master", "replicas"], 2, "replicas must be one of [1]"),
+        ([*WORKER, "replicas"], 0, "replicas must be at least 1"),
+        ([*WORKER, "replicas"], True, "must be of type integer"),
+        (TEMPLATE, {}, "template must have spec"),
+        (TEMPLATE, {"spec": {"containers": []}}, "template.spec.containers must hold something"),
+        (TEMPLATE, {"spec": {"containers": [{"name": "torch", "image": "x"}]}}, NAMED),
     ],
 )
 def test_a_job_that_the_operator_would_refuse_is_found(path, value, objection):
-    job = copy.deepcopy(JOB)
-    place = job
+    place = job = copy.deepcopy(JOB)
     for name in path[:-1]:
         place = place[name]
     place[path[-1]] = value
-    found = objections(job)
-    assert len(found) == 1
-    assert objection in found[0]
+    (found,) = objections(job)
+    assert objection in found
 
 
 def variables(job, rank, nodes):
     """Return what the operator (training-operator 1.9) sets in the pod of that rank."""
     address, port = f"{job['metadata']['name']}-master-0", "23456"
     processes = int(job["spec"]["nprocPerNode"])
-    return {
-        "PYTHONUNBUFFERED": "1",
-        "MASTER_ADDR": address,
-        "MASTER_PORT": port,
-        "WORLD_SIZE": str(nodes * processes),
-        "RANK": str(rank),  # of the pod
-        "PET_MASTER_ADDR": address,
-        "PET_MASTER_PORT": port,
-        "PET_NODE_RANK": str(rank),
-        "PET_NNODES": str(nodes),
-        "PET_NPROC_PER_NODE": str(processes),
-    }
+    counts = {"WORLD_SIZE": nodes * processes, "RANK": rank, "PET_NODE_RANK": rank}  # of the pod
+    counts |= {"PET_NNODES": nodes, "PET_NPROC_PER_NODE": processes, "PYTHONUNBUFFERED": 1}
+    meeting = {"MASTER_ADDR": address, "MASTER_PORT": port}
+    meeting |= {f"PET_{name}": value for name, value in meeting.items()}
+    return meeting | {name: str(number) for name, number in counts.items()}
 
 
 def test_the_pods_train_as_one_process_does(alone, folder):

@@ -3,20 +3,16 @@
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 from namespaces import hosts, require_namespaces
 from packages import require
-from processes import run
+from processes import run, wait_for
 from programs import MNIST, WHO, fingerprint, joined
 
 PYTHON = sys.executable
 
-ONE_ON_EACH = [
-    "rank 0/2 local 0/1 node 0/2 mpi sum 3",
-    "rank 1/2 local 0/1 node 1/2 mpi sum 3",
-]
+ONE_ON_EACH = [f"rank {rank}/2 local 0/1 node {rank}/2 mpi sum 3" for rank in (0, 1)]
 
 
 @pytest.fixture
@@ -78,27 +74,22 @@ def test_open_mpi_starts_ranks_on_two_hosts(open_mpi, one_and_other):
     assert sorted(re.findall(r"rank .*", printed)) == ONE_ON_EACH
 
 
-def test_mpich_starts_ranks_on_two_hosts(mpich, one_and_other):
+@pytest.fixture
+def mpich_on_two(mpich, one_and_other):
     one, _, rsh = one_and_other
-    printed = run(
-        *one.command(
-            *mpich, "-launcher", "rsh", "-launcher-exec", rsh, "-iface", "eth0",
-            "-hosts", "one,other", "-ppn", 1, "-n", 2, PYTHON, WHO,
-        ),
-        MASTER_ADDR="one",
-    )  # fmt: skip
-    assert sorted(re.findall(r"rank .*", printed)) == ONE_ON_EACH
-
-
-def test_two_hosts_and_no_address_is_an_error_that_says_which_variable(mpich, one_and_other):
-    one, _, rsh = one_and_other
-    command = one.command(
+    return one.command(
         *mpich, "-launcher", "rsh", "-launcher-exec", rsh, "-iface", "eth0",
         "-hosts", "one,other", "-ppn", 1, "-n", 2, PYTHON, WHO,
     )  # fmt: skip
-    with pytest.raises(AssertionError) as failed:
-        run(*command)
-    assert "`MASTER_ADDR` must be set when MPI spans several hosts (1 of 2" in str(failed.value)
+
+
+def test_mpich_starts_ranks_on_two_hosts(mpich_on_two):
+    assert sorted(re.findall(r"rank .*", run(*mpich_on_two, MASTER_ADDR="one"))) == ONE_ON_EACH
+
+
+def test_two_hosts_and_no_address_is_an_error_that_says_which_variable(mpich_on_two):
+    with pytest.raises(AssertionError, match="`MASTER_ADDR` must be set when MPI spans") as failed:
+        run(*mpich_on_two)
     assert "add `-genv MASTER_ADDR <host of rank 0>` to the command" in str(failed.value)
 
 
@@ -124,7 +115,7 @@ def test_a_second_run_at_the_port_of_the_first_raises_and_does_not_disturb_it(mp
     (folder / "two.py").write_text(TWO_RUNS)
     command = [*mpich, "-n", "2", PYTHON, str(folder / "two.py"), str(folder)]
     with subprocess.Popen([*command, "first"], text=True) as first:
-        wait_for(folder, "first joined *", 2)
+        wait_for(lambda: len(list(folder.glob("first joined *"))) == 2)
         second = subprocess.run(
             [*command, "second"], capture_output=True, text=True, timeout=100, check=False
         )
@@ -135,10 +126,3 @@ def test_a_second_run_at_the_port_of_the_first_raises_and_does_not_disturb_it(mp
     said = second.stderr + "".join(path.name for path in folder.glob("second failed *"))
     mixed = r"the store there is that of MPICH's run under process \d+, and this rank is of MPICH's"
     assert "is in use: another run is on this host" in said or re.search(mixed, said)
-
-
-def wait_for(folder, pattern, count):
-    deadline = time.monotonic() + 100
-    while len(list(folder.glob(pattern))) < count:
-        assert time.monotonic() < deadline, list(folder.iterdir())
-        time.sleep(0.1)

@@ -35,8 +35,7 @@ def rank(local_size=1, launcher="torchrun"):
         ((16, 16, None), 1, "single", 16),
         ((16, 16, None), 4, "torchrun", 4),
         ((16, 16, None), 3, "torchrun", 5),
-        ((16, 16, None), 32, "torchrun", 1),
-        ((16, 16, None), 4, "existing", 4),
+        ((16, 16, None), 32, "existing", 1),
         # The launcher bound this task: what is allowed is its own.
         ((16, 4, None), 4, "slurm", 4),
         ((16, 4, None), 4, "mpi", 4),
@@ -47,7 +46,6 @@ def rank(local_size=1, launcher="torchrun"):
         ((16, 16, 8.0), 1, "single", 8),
         ((16, 16, 8.0), 4, "torchrun", 2),
         ((16, 16, 0.5), 1, "single", 1),
-        ((16, 16, 2.5), 1, "single", 2),
         ((16, 4, 64.0), 2, "torchrun", 2),
         ((16, 4, 8.0), 4, "slurm", 2),
     ],
@@ -82,10 +80,6 @@ def test_without_affinity_all_cores_count(machine, monkeypatch):
     assert usable_cores(rank(2)) == 3
     monkeypatch.setattr(os, "cpu_count", lambda: None)
     assert usable_cores(rank(1)) == 1
-
-
-def test_the_real_machine_has_at_least_one_core():
-    assert 1 <= usable_cores(world()) <= os.cpu_count()
 
 
 @pytest.mark.parametrize(

@@ -88,13 +88,13 @@ def test_the_port_of_open_mpi_differs_between_runs():
     assert other.master_port != AS_OPEN_MPI.master_port
 
 
-def test_all_ranks_of_a_launch_agree_where_to_meet_and_differ_in_identity():
-    for variables in (torchrun_variables, slurm_variables):
-        found = [detect(variables(rank, 4, 29511)) for rank in range(4)]
-        assert {(launch.master_addr, launch.master_port) for launch in found} == {
-            (found[0].master_addr, 29511)
-        }
-        assert len({launch.identity for launch in found}) == 4
+@pytest.mark.parametrize("variables", [torchrun_variables, slurm_variables])
+def test_all_ranks_of_a_launch_agree_where_to_meet_and_differ_in_identity(variables):
+    found = [detect(variables(rank, 4, 29511)) for rank in range(4)]
+    assert {(each.master_addr, each.master_port) for each in found} == {
+        (found[0].master_addr, 29511)
+    }
+    assert len({each.identity for each in found}) == 4
 
 
 @pytest.mark.parametrize("choice", ["torchrun", "slurm", "mpi"])
@@ -102,6 +102,7 @@ def test_a_launcher_that_was_chosen_and_is_not_there_is_refused(choice):
     refused({CHOICE: choice}, "must be set together", "beside none of them")
     if choice == "slurm":
         refused(SBATCH | {CHOICE: choice}, "`SLURM_STEP_ID`", "a SLURM step")
+        refused({"SLURM_STEP_ID": "0"}, "`SLURM_STEP_NUM_TASKS` must be a whole number, but is ''")
 
 
 IDS = [
@@ -130,11 +131,6 @@ def test_a_partial_set_names_what_is_missing_and_what_is_there(env, name, launch
         "start the script with the launcher itself",
         "set PARDATA_LAUNCHER=none to run as a single process",
     )
-
-
-def test_an_empty_or_missing_number_of_tasks_in_a_step_is_refused():
-    for env in (SRUN | {"SLURM_STEP_NUM_TASKS": ""}, {"SLURM_STEP_ID": "0"}):
-        refused(env, "`SLURM_STEP_NUM_TASKS` must be a whole number, but is ''")
 
 
 NUMBERS = [
@@ -174,13 +170,11 @@ def test_numbers_that_contradict_each_other_are_refused(env, changes, what):
     refused({**env, **changes}, what, f"but {launcher} set it to", "left over", "contradict")
 
 
-@pytest.mark.parametrize(("port", "good"), [("0", 0), ("1", 1), ("65535", 1), ("65536", 0)])
-def test_the_port_must_be_one(port, good):
-    env = {**TORCHRUN, "MASTER_PORT": port}
-    if good:
-        assert detect(env).master_port == int(port)
-    else:
-        refused(env, f"`MASTER_PORT` must be between 1 and 65535, but is {port}")
+@pytest.mark.parametrize(("port", "bad"), [("1", "0"), ("65535", "65536")])
+def test_the_port_must_be_one(port, bad):
+    assert detect({**TORCHRUN, "MASTER_PORT": port}).master_port == int(port)
+    text = f"`MASTER_PORT` must be between 1 and 65535, but is {bad}"
+    refused({**TORCHRUN, "MASTER_PORT": bad}, text)
 
 
 @pytest.mark.parametrize("found", [SRUN, OPEN_MPI, MPICH], ids=["slurm", "open-mpi", "mpich"])
@@ -196,21 +190,17 @@ def test_torch_variables_exported_by_hand_must_say_what_the_launcher_says(found)
 
 
 @pytest.mark.parametrize(
-    ("env", "local_size", "cure"),
+    ("env", "names", "cure"),
     [
-        (OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE", "-x MASTER_ADDR=<host of rank 0>"),
-        (MPICH, "MPI_LOCALNRANKS", "-genv MASTER_ADDR <host of rank 0>"),
+        (OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_{}", "-x MASTER_ADDR=<host of rank 0>"),
+        (MPICH, "MPI_LOCAL{}", "-genv MASTER_ADDR <host of rank 0>"),
     ],
 )
-def test_mpi_over_several_hosts_must_be_told_where_rank_0_is(env, local_size, cure):
-    local_rank = local_size.replace("SIZE", "RANK").replace("NRANKS", "RANKID")
-    two_hosts = {**env, local_size: "1", local_rank: "0"}
-    refused(
-        two_hosts,
-        "`MASTER_ADDR` must be set when MPI spans several hosts",
-        "1 of 2 ranks are on this one",
-        cure,
-    )
+def test_mpi_over_several_hosts_must_be_told_where_rank_0_is(env, names, cure):
+    rank, size = ("RANK", "SIZE") if env is OPEN_MPI else ("RANKID", "NRANKS")
+    two_hosts = {**env, names.format(size): "1", names.format(rank): "0"}
+    says = "`MASTER_ADDR` must be set when MPI spans several hosts (1 of 2 ranks are on this one)"
+    refused(two_hosts, says, cure)
     assert detect({**two_hosts, "MASTER_ADDR": "h7"}).master_addr == "h7"
 
 

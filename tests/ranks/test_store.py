@@ -82,9 +82,8 @@ time.sleep(600)
 @contextmanager
 def frozen_store():
     """Yield a store whose process is stopped as soon as it has answered once."""
-    with subprocess.Popen(
-        [sys.executable, "-c", FROZEN], stdout=subprocess.PIPE, text=True
-    ) as server:
+    command = [sys.executable, "-c", FROZEN]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False)
             store.set("there", "yes")
@@ -105,8 +104,5 @@ def test_a_store_that_does_not_answer_is_an_error_and_no_hang(monkeypatch):
         ):
             raised = caught(call)
             assert raised.type == "TimeoutError"
-            assert re.fullmatch(
-                r"the process that serves the group's store .* must answer, but has not for "
-                r"0:00:00\.5.* This rank is at .*test_store\.py:\d+",
-                raised.text,
-            )
+            says = r".*'s store .* must answer, but has not for 0:00:00\.5.*test_store\.py:\d+"
+            assert re.fullmatch(says, raised.text)

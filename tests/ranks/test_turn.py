@@ -179,15 +179,12 @@ def test_where_one_gives_up_all_who_wait_hear_the_same_at_once(line):
         assert "but rank 2 of 3 did not come within 0:00:00.200000" in raised.text
 
 
-def test_a_rank_that_came_too_late_meets_the_others_in_their_next_call(line):
-    assert caught(gave_up, line, 0, 2).type == "TimeoutError"
-    assert together(lambda rank: say(line, rank, 2, "b", value=rank), 2) == [[0, 1]] * 2
-
-
 @pytest.mark.parametrize("late", [0, 1])
-def test_a_rank_that_came_too_late_meets_the_others_where_rank_0_decides(line, late):
+@pytest.mark.parametrize("is_led", [False, True], ids=["all decide", "rank 0 decides"])
+def test_a_rank_that_came_too_late_meets_the_others_in_their_next_call(line, late, is_led):
     assert caught(gave_up, line, 1 - late, 2).type == "TimeoutError"
-    assert together(lambda rank: led(line, rank, 2, value=5), 2) == [5, 5]
+    if is_led:
+        assert together(lambda rank: led(line, rank, 2, value=5), 2) == [5, 5]
     assert together(lambda rank: say(line, rank, 2, "b", value=rank), 2) == [[0, 1]] * 2
 
 

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import re
 import subprocess
 import sys
 import time
@@ -47,10 +46,6 @@ def test_each_rank_has_a_group_and_one_thread_and_its_result_comes_back_in_order
     assert not dist.is_initialized()  # this process joins nothing
 
 
-def test_two_processes_are_the_default():
-    assert run(max, 1, 2) == [2, 2]
-
-
 class Unpicklable(Exception):  # noqa: N818  # named for what it is
     """Needs two arguments, and pickle gives it one."""
 
@@ -86,24 +81,28 @@ def test_an_exception_on_one_rank_comes_back_with_its_traceback_and_rank(kind, s
     assert "in fail" in origin
 
 
-def test_an_exception_that_does_not_pickle_comes_back_as_text():
-    with pytest.raises(RuntimeError) as caught:
-        run(fail, Unpicklable, 1)
-    assert str(caught.value) == "rank 1 failed in `run`: Unpicklable: 1: the reason"
-    assert "in fail" in str(caught.value.__cause__)
-
-
 def die(rank):
     if pardata.world().rank == rank:
         os._exit(9)
     dist.barrier()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_dies_is_named_with_its_exit_code(rank):
-    text = f"rank {rank} failed in `run`: ProcessDied: the process ended with exit code 9"
-    with pytest.raises(RuntimeError, match=re.escape(text)):
-        run(die, rank)
+DIED = "failed in `run`: ProcessDied: the process ended with exit code 9, without a word"
+
+
+@pytest.mark.parametrize(
+    ("job", "says"),
+    [
+        ((fail, Unpicklable, 1), "rank 1 failed in `run`: Unpicklable: 1: the reason"),
+        ((die, 0), f"rank 0 {DIED}"),
+        ((die, 1), f"rank 1 {DIED}"),
+    ],
+)  # fmt: skip
+def test_a_failure_that_does_not_travel_comes_back_as_text_that_names_the_rank(job, says):
+    with pytest.raises(RuntimeError) as caught:
+        run(*job)
+    assert str(caught.value) == says
+    assert "in fail" in str(caught.value.__cause__) or job[0] is die
 
 
 def return_a_lambda():
@@ -179,7 +178,7 @@ def test_the_launcher_of_the_test_runner_is_not_inherited(monkeypatch):
     own = {"LOCAL_RANK", "LOCAL_WORLD_SIZE"}  # what `run` itself says
     names = set(inherited) - kept - own
     assert run(read_environment, *names) == [[None] * len(names)] * 2
-    assert run(described) == [(rank, 2, rank, 2, 0, 1) for rank in range(2)]
+    assert run(described) == [(rank, 2, rank, 2, 0, 1) for rank in range(2)]  # two by default
     assert run(described, env={"PARDATA_LAUNCHER": "none"}) == [(0, 1, 0, 1, 0, 1)] * 2
 
 
@@ -207,32 +206,23 @@ def test_a_run_inside_a_rank_works():
     assert run(run_inside) == [[(0, 1, 0, 1, 0, 1)], None]
 
 
-@pytest.mark.parametrize(
-    ("options", "script", "text"),
-    [
-        (
-            [],
-            "from pardata.testing import run; run(max, 1, 2)",
-            (
-                "RuntimeError: `run` must be called from a file or a notebook, for each process "
-                "imports the script anew, but the script is '<stdin>': save it as a file first"
-            ),
-        ),
-        (  # as in a notebook's cell, or at the prompt
-            ["-c", "from pardata.testing import run\ndef inside(): pass\nrun(inside)"],
-            "",
-            (
-                "TypeError: `fn` must be importable by the processes that run it, but 'inside' is "
-                "defined in a notebook or an interactive session: write it to a file, in a "
-                "notebook with %%writefile, and import it"
-            ),
-        ),
-    ],
-    ids=["standard input", "notebook"],
+STDIN = "from pardata.testing import run; run(max, 1, 2)"
+NO_FILE = (
+    "RuntimeError: `run` must be called from a file or a notebook, for each process imports the "
+    "script anew, but the script is '<stdin>': save it as a file first"
 )
-def test_what_is_of_no_file_is_told_to_become_one(options, script, text):
+CELL = "from pardata.testing import run\ndef inside(): pass\nrun(inside)"  # or at the prompt
+NO_MODULE = (
+    "TypeError: `fn` must be importable by the processes that run it, but 'inside' is defined in a "
+    "notebook or an interactive session: write it to a file, in a notebook with %%writefile, and "
+    "import it"
+)
+
+
+@pytest.mark.parametrize(("options", "text"), [([], NO_FILE), (["-c", CELL], NO_MODULE)])
+def test_what_is_of_no_file_is_told_to_become_one(options, text):
     command = [sys.executable, *options]
     done = subprocess.run(
-        command, input=script, capture_output=True, text=True, timeout=120, check=False
+        command, input=STDIN, capture_output=True, text=True, timeout=120, check=False
     )
     assert text in done.stderr

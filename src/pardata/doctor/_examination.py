@@ -12,11 +12,11 @@ from typing import NoReturn
 
 from pardata.doctor._finding import Account, Finding, found_error
 from pardata.doctor._launchers import examine_launcher
-from pardata.doctor._report import errors_text, report_text
+from pardata.doctor._report import report_text
 from pardata.doctor._surroundings import surroundings
 from pardata.doctor._trial import NETWORK_CURE, trial, trial_of_two
 from pardata.launch._init import init
-from pardata.ranks._launcher import Launch
+from pardata.ranks._launcher import SINGLE, Launch
 from pardata.ranks._turn import all_say
 from pardata.ranks._world import World, channel, single_world
 
@@ -32,41 +32,17 @@ def examine(command: str, *, timeout: float) -> int:
     several processes: rank 0 prints.
     """
     launch, findings = examine_launcher(os.environ)
-    if launch is not None and launch.size > 1:
-        accounts = _examine_together(command, launch, findings, timeout)
+    here = _before_joining(launch or SINGLE)
+    # A check shows only what may explain a failure.
+    findings += [found for found in surroundings(here) if command == "env" or found.cure]
+    if here.size > 1:
+        accounts = _examine_together(command, here, findings, timeout)
     else:
-        here = single_world()
-        findings += _surroundings(command, here)
         if command == "check" and launch is not None:
             findings += trial_of_two(timeout)
         accounts = [Account.of(here, findings)]
         print(report_text(command, accounts), flush=True)
     return int(any(account.errors for account in accounts))
-
-
-def _examine_together(
-    command: str, launch: Launch, findings: list[Finding], timeout: float
-) -> list[Account]:
-    """Return what each process of a launcher found. Collective: rank 0 prints it."""
-    began = time.monotonic()
-
-    def left() -> timedelta:
-        return timedelta(seconds=max(_LEAST, began + timeout - time.monotonic()))
-
-    here, doing = _before_joining(launch), "joining"
-    around = _surroundings(command, here)
-    try:
-        with init(timeout=left(), tune_cpu=False) as here:
-            where = f"{launch.master_addr}:{launch.master_port} in {time.monotonic() - began:.1f} s"
-            text = f"{here.size} ranks met at {where}, backend {here.backend}"
-            findings += [*([Finding("joining", text)] if here.is_main else []), *around]
-            if command == "check":
-                findings += trial(here, left().total_seconds())
-            doing, around = "reports", []
-            return _reported(command, here, findings, left())
-    except Exception as error:  # noqa: BLE001  # whatever goes wrong is what is looked for
-        failure = found_error(doing, error, NETWORK_CURE)
-        _end_alone(command, Account.of(here, [*findings, failure, *around]))
 
 
 def _before_joining(launch: Launch) -> World:
@@ -77,9 +53,27 @@ def _before_joining(launch: Launch) -> World:
     return replace(single_world(), **told, num_nodes=num_nodes)
 
 
-def _surroundings(command: str, here: World) -> list[Finding]:
-    """Look around; a check shows only what may explain a failure."""
-    return [found for found in surroundings(here) if command == "env" or found.cure]
+def _examine_together(
+    command: str, here: World, findings: list[Finding], timeout: float
+) -> list[Account]:
+    """Return what each process of a launcher found. Collective: rank 0 prints it."""
+    began, doing = time.monotonic(), "joining"
+
+    def left() -> timedelta:
+        return timedelta(seconds=max(_LEAST, began + timeout - time.monotonic()))
+
+    try:
+        with init(timeout=left(), tune_cpu=False) as joined:
+            if joined.is_main:
+                text = f"{joined.size} ranks met in {time.monotonic() - began:.1f} s"
+                findings.append(Finding(doing, f"{text}, backend {joined.backend}"))
+            if command == "check":
+                findings += trial(joined, left().total_seconds())
+            doing = "reports"
+            return _reported(command, joined, findings, left())
+    except Exception as error:  # noqa: BLE001  # whatever goes wrong is what is looked for
+        findings.append(found_error(doing, error, NETWORK_CURE))
+        _end_alone(command, Account.of(here, findings))
 
 
 def _reported(
@@ -101,6 +95,8 @@ def _end_alone(command: str, account: Account) -> NoReturn:
     if account.rank == 0:
         print(report_text(command, [account]), flush=True)
     else:
-        print(errors_text(command, account), file=sys.stderr, flush=True)
+        who = f"pardata {command}, rank {account.rank} on {account.host}"
+        lines = [f"{who}: {found.name}: {found.text}: {found.cure}" for found in account.errors]
+        print(*lines, sep="\n", file=sys.stderr, flush=True)
         time.sleep(_HEAD_START)
     os._exit(1)  # leaving a group that is broken would wait for the others

@@ -13,18 +13,16 @@ _CURE = "correct it, or set PARDATA_LAUNCHER=none to run as a single process"
 def examine_launcher(env: Mapping[str, str]) -> tuple[Launch | None, list[Finding]]:
     """Return what a launcher told this process, `None` where that is wrong, and the findings."""
     there = {family: [name for name in names if name in env] for family, names in _OWN.items()}
-    there = {family: names for family, names in there.items() if names}
+    seen = {family: f"{', '.join(names)} ({family})" for family, names in there.items() if names}
     try:
         launch = detect(env)
     except ValueError as error:
         # All that is there, for somebody who must find out what is wrong with it.
-        seen = "; ".join(f"{', '.join(names)} ({family})" for family, names in there.items())
-        variables = [Finding("variables", seen)] if seen else []
+        variables = [Finding("variables", "; ".join(seen.values()))] if seen else []
         return None, [found_error("launcher", error, _CURE), *variables]
     mpi = "Open MPI" if OPEN_MPI[0] in env else "MPICH"
     chosen = {"single": "", "slurm": "SLURM", "mpi": mpi}.get(launch.launcher, launch.launcher)
-    there.pop(chosen, None)
-    ignored = [_ignored(family, names, chosen, env) for family, names in there.items()]
+    ignored = [_ignored(text, chosen, env) for family, text in seen.items() if family != chosen]
     return launch, [Finding("launcher", _chosen_text(launch, chosen, env)), *ignored]
 
 
@@ -39,18 +37,12 @@ def _chosen_text(launch: Launch, chosen: str, env: Mapping[str, str]) -> str:
     return f"{chosen}{how}: {processes}, to meet at {address}; from {', '.join(names)}"
 
 
-def _ignored(family: str, names: list[str], chosen: str, env: Mapping[str, str]) -> Finding:
-    shown = f"{', '.join(names[:3])}{f' and {len(names) - 3} more' * (len(names) > 3)} ({family})"
-    choice, tasks = env.get("PARDATA_LAUNCHER", "auto"), env.get("SLURM_NTASKS", "1")
-    cure = ""
-    if choice != "auto":
-        why = f"PARDATA_LAUNCHER={choice} decides"
-    elif chosen:
-        why = f"{chosen} goes first"
-    elif "SLURM_STEP_ID" in env:
-        why = "of a step of one task"
-    else:
-        why = "of the shell of a job, not of a step"
-        if tasks != "1":
-            cure = f"start the script with srun, to be the {tasks} tasks that the job asked for"
-    return Finding("ignored", f"{shown}: {why}", cure)
+def _ignored(text: str, chosen: str, env: Mapping[str, str]) -> Finding:
+    if chosen or env.get("PARDATA_LAUNCHER", "auto") != "auto":
+        return Finding("ignored", text)  # the line above says who was chosen, and by whom
+    if "SLURM_STEP_ID" in env:
+        return Finding("ignored", f"{text}: of a step of one task")
+    tasks = env.get("SLURM_NTASKS", "1")
+    cure = f"start the script with srun, to be the {tasks} tasks that the job asked for"
+    text = f"{text}: of the shell of a job, not of a step"
+    return Finding("ignored", text, cure if tasks != "1" else "")

@@ -24,12 +24,6 @@ def report_text(command: str, accounts: Sequence[Account]) -> str:
     return "\n".join([title, "", *table, *lines, "", " and ".join(parts) or "all is well"])
 
 
-def errors_text(command: str, account: Account) -> str:
-    """Return what went wrong on one rank, each error in one line that names the rank."""
-    who = f"pardata {command}, rank {account.rank} on {account.host}"
-    return "\n".join(f"{who}: {f.name}: {f.text}: {f.cure}" for f in account.errors)
-
-
 def _scope(accounts: Sequence[Account]) -> str:
     first = accounts[0]
     if first.size == 1:

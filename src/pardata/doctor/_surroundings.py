@@ -1,6 +1,5 @@
 """What this process finds: devices, cores, memory and limits of its machine, what is installed."""
 
-import math
 import os
 import platform
 import shutil
@@ -87,18 +86,18 @@ def _open_files() -> Iterator[Finding]:
         import resource  # noqa: PLC0415  # not on Windows
     except ImportError:
         return
-    soft, hard = (math.inf if n < 0 else n for n in resource.getrlimit(resource.RLIMIT_NOFILE))
-    text = "no limit" if soft == math.inf else f"at most {soft}"
-    more = min(hard, 4 * _FEWEST_FILES)
-    cure = f"ulimit -n {more}: each tensor that a worker hands over takes one"
-    yield Finding("open files", text, cure if soft < _FEWEST_FILES else "")
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    cure = "ulimit -n $(ulimit -Hn): each tensor that a worker hands over takes one"
+    text = "no limit" if most == resource.RLIM_INFINITY else f"at most {most}"
+    yield Finding("open files", text, cure if 0 <= most < _FEWEST_FILES else "")
 
 
 def _network(here: World) -> Finding:
     """Look at what gloo goes by: the interface that it was told, else this host's own name."""
     wish = os.environ.get("GLOO_SOCKET_IFNAME")
     if wish is None:
-        return own_address(socket.gethostname(), alone=here.num_nodes == 1)
+        alone = Finding("network", "one host, where the loopback interface will do")
+        return alone if here.num_nodes == 1 else own_address(socket.gethostname())
     there = [name for _, name in socket.if_nameindex()]
     if set(wish.split(",")) <= set(there):
         return Finding("network", f"GLOO_SOCKET_IFNAME={wish}")
@@ -107,7 +106,7 @@ def _network(here: World) -> Finding:
     return Finding("network", text, cure, is_error=True)
 
 
-def own_address(host: str, *, alone: bool) -> Finding:
+def own_address(host: str) -> Finding:
     """Return whether other hosts can reach the address to which this host's name resolves."""
     try:
         address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
@@ -117,8 +116,6 @@ def own_address(host: str, *, alone: bool) -> Finding:
         if not (address.startswith("127.") or address == "::1"):
             return Finding("network", "the host name resolves")
         problem = f"the host name {host} resolves to {address}"
-    if alone:
-        return Finding("network", f"{problem} (fine on one host)")
     cure = "set GLOO_SOCKET_IFNAME to the interface that leads to the other hosts, as eth0"
     return Finding("network", f"{problem}, where other hosts cannot reach it", cure)
 

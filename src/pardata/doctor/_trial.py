@@ -1,10 +1,8 @@
 """A trial run: reduce, measure, and hand over a tensor through shared memory."""
 
-import os
 import statistics
 import time
 import timeit
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -15,8 +13,6 @@ from pardata.collective._reduction import all_reduce_sum
 from pardata.data._workers import choose_workers
 from pardata.doctor._finding import Finding, found_error
 from pardata.launch._init import init
-from pardata.ranks._backend import backends
-from pardata.ranks._launcher import TORCHRUN
 from pardata.ranks._world import World
 from pardata.testing._run import run
 
@@ -47,16 +43,14 @@ def trial(here: World, timeout: float) -> list[Finding]:
 
 
 def trial_of_two(timeout: float) -> list[Finding]:
-    """Start two processes here, as a launcher would, and return what came of their trial."""
-    # As torchrun's agent does: the port is whatever the system gives.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    """Start two processes here, and return what came of their trial."""
     began = time.monotonic()
     try:
-        first, second = run(_as_rank, store.port, timeout, world_size=2, timeout=timeout)
+        first, second = run(_as_rank, timeout, world_size=2, timeout=timeout)
     except Exception as error:  # noqa: BLE001  # whatever goes wrong is what is looked for
         return [found_error("two processes", error, NETWORK_CURE)]
     seconds = time.monotonic() - began
-    text = f"started, joined over TCP and left, in {seconds:.1f} s, on the CPU"
+    text = f"started, joined and left, in {seconds:.1f} s, on the CPU"
     # Two processes cannot share a GPU under NCCL, and to which it belongs is a launcher's task.
     gpus = torch.cuda.device_count()
     if gpus > 1:
@@ -64,15 +58,8 @@ def trial_of_two(timeout: float) -> list[Finding]:
     return list(dict.fromkeys([Finding("two processes", text), *first, *second]))
 
 
-def _as_rank(port: int, timeout: float) -> list[Finding]:
-    """Join as one of two ranks that torchrun started, in place of the group of `run`."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    _held = backends()
-    dist.destroy_process_group()
-    values = (rank, size, rank, size, "127.0.0.1", port)
-    os.environ.update(zip(TORCHRUN, map(str, values), strict=True))
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(True)
-    return trial(init(device="cpu", timeout=timedelta(seconds=timeout), tune_cpu=False), timeout)
+def _as_rank(timeout: float) -> list[Finding]:
+    return trial(init(device="cpu", tune_cpu=False), timeout)
 
 
 def _all_reduce(here: World) -> Finding:

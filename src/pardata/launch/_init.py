@@ -85,6 +85,8 @@ def init(
         found = _adopt(chosen, patience)
     else:
         found = _join(backend, patience, chosen)
+    with suppress(ValueError):  # whoever made the group need not have used a launcher's variables
+        os.environ["PARDATA_JOINED"] = f"{os.getpid()} {detect(os.environ).identity}"
     if found.world.size > 1:
         found.on_leaving = report_uncaught(found.group)
         if not takes_cpu_tensors(found.world.backend):
@@ -107,13 +109,10 @@ def _join(backend: str | None, timeout: timedelta | None, device: torch.device |
     launch = detect(os.environ)
     _refuse_inherited(launch)
     found, hosts_store = join(launch, backend=backend, timeout=timeout, device=device)
-    os.environ["PARDATA_JOINED"] = f"{os.getpid()} {launch.identity}"
     return Joined(found, new_channel(timeout), hosts_store)
 
 
 def _adopt(device: torch.device | None, timeout: timedelta | None) -> Joined:
-    with suppress(ValueError):  # whoever made the group need not have used a launcher's variables
-        os.environ["PARDATA_JOINED"] = f"{os.getpid()} {detect(os.environ).identity}"
     line = new_channel(timeout)
     hosts = all_say(line, "init", socket.gethostname, list)
     found = existing_world(device, hosts)

@@ -121,8 +121,14 @@ def _message(partings: dict[int, _Parting], size: int, reference: int) -> str:
 
 def _record(train: Any, args: Any, directory: str) -> list[str]:
     """Write what this rank yields after each step, and return the files."""
+    steps = train(*args)
+    if not isinstance(steps, Iterable) or isinstance(steps, nn.Module | Mapping | Tensor):
+        raise TypeError(
+            f"`train` must be a generator function, but returned a {type(steps).__name__}: write "
+            f"`yield model` after each step"
+        )
     files: list[str] = []
-    for trained in _yielded(train, args):
+    for trained in steps:
         files.append(f"{directory}/{torch.distributed.get_rank()}-{len(files)}.pt")
         torch.save(_tensors(trained), files[-1])
     return files
@@ -137,16 +143,6 @@ def _parting(ours: list[str], theirs: list[str], near: _Near) -> _Parting | None
     done, steps = len(ours), len(theirs)
     text = f"it took {done} steps in all, not {steps}"
     return None if done == steps else (min(done, steps), text)
-
-
-def _yielded(train: Any, args: Any) -> Iterable[Any]:
-    steps = train(*args)
-    if not isinstance(steps, Iterable) or isinstance(steps, nn.Module | Mapping | Tensor):
-        raise TypeError(
-            f"`train` must be a generator function, but returned a {type(steps).__name__}: write "
-            f"`yield model` after each step"
-        )
-    return steps
 
 
 def _difference(ours: dict[str, Tensor], theirs: dict[str, Tensor], near: _Near) -> str | None:

@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pardata.gradient import _fixed_point
 from pardata.gradient._exact_sums import Bucket
@@ -75,6 +77,27 @@ def test_numbers_beyond_one_block_are_added_alike(extra):
     words = two_words(count)
     add(many, 0.7, *words)
     torch.testing.assert_close(value(*words), many.double() * 0.7, rtol=1e-15, atol=2.0**-62)
+
+
+class MostInBetween(TorchDispatchMode):
+    """Notes how many numbers in float64 an operation makes at most."""
+
+    most = 0
+
+    def __torch_dispatch__(self, operation, _types, args=(), kwargs=None):
+        made = operation(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.dtype == torch.float64:
+            self.most = max(self.most, made.numel())
+        return made
+
+
+@pytest.mark.parametrize(("device", "most"), [("cpu", 2**15), ("cuda", 2**24)])
+def test_what_is_computed_in_between_takes_bounded_memory_on_a_gpu_too(device, most):
+    # Of tensors without memory, which say that they are on a GPU: there is none.
+    with FakeTensorMode(), MostInBetween() as seen:
+        low, high = torch.zeros(2, 2**25 + 1, dtype=torch.int64, device=device)
+        add(torch.ones(2**25 + 1, device=device), 0.5, low, high)
+    assert seen.most == most
 
 
 # How near the sum is

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pardata.gradient import _fixed_point
+from pardata.ranks._world import way_of_counts, world
 
 _BUCKET = 2**20  # numbers that are sent together: 8 MiB
 
@@ -105,10 +106,12 @@ class Sums:
 
         For gloo ends a process that is sent more or less than it expects.
         """
-        self._keys = torch.tensor([key, -key], device=self._now.device)
+        group, device = way_of_counts(world())  # on the CPU, if it can be: nobody waits for a GPU
+        self._keys = torch.tensor([key, -key], device=device)
         self._asked: Any = None
         if self._size > 1:
-            self._asked = dist.all_reduce(self._keys, dist.ReduceOp.MAX, async_op=True)
+            most = dist.ReduceOp.MAX
+            self._asked = dist.all_reduce(self._keys, most, group=group, async_op=True)
 
     @cached_property
     def agreed(self) -> bool:

@@ -6,6 +6,7 @@ The gradients are those of the CPU. Run with ``pytest -m gpu``; with ``--device=
 import contextlib
 import math
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -335,6 +336,31 @@ def test_no_step_of_the_readmes_loop_waits_for_the_gpu(kind, everywhere, request
     if "gloo" in request.node.name and torch.cuda.is_available():
         pytest.skip("DDP over gloo waits for the GPU itself")
     assert all(0 < loss < 2 for loss in everywhere(steps_without_waits, kind))
+
+
+def waits_of_exact(device):
+    """Return how often the host waits for the GPU in each step under "exact", but for the first."""
+    with init(device=device) as here:
+        seed_everything(0, deterministic=True)
+        model = wrap_model(Convolutional(), "exact")
+        waits = []
+        for batch in make_loader(data(1, 8, 8), 7, microbatch_size=2, seed=0):
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                if here.device.type == "cuda":
+                    torch.cuda.set_sync_debug_mode("warn")
+                backward(model, mean_loss, batch)
+                if here.device.type == "cuda":
+                    torch.cuda.set_sync_debug_mode("default")
+            waits.append(sum("called a synchronizing" in str(warning.message) for warning in said))
+        return waits[1:]
+
+
+def test_a_step_of_exact_waits_once_for_the_gpu(device, everywhere, request):
+    if "gloo" in request.node.name and device != "cpu":
+        pytest.skip("gloo waits for the GPU itself")
+    found = everywhere(waits_of_exact, **ENV)
+    assert all(waits == [int(device != "cpu")] for waits in found)
 
 
 def test_the_guard_sees_a_wait(gpu):

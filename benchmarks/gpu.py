@@ -252,6 +252,8 @@ def draw(folder: Path, tables: dict[str, list[Row]], device: str) -> None:
     title = next((t for t in tables if t[1] == "a"), "").removeprefix("(a) ").removesuffix(", s")
     times, over = ("times", title, "seconds", seconds), ("ratios", "Ratios", "ratio", ratios)
     for name, above, label, found in (times, over):
+        if not found:  # these parts were not asked for
+            continue
         figure, axes = plt.subplots(figsize=(9, 1 + 0.5 * len(found)), layout="constrained")
         drawn = axes.barh(list(found), [median(values) for values in found.values()])
         axes.bar_label(drawn, fmt="%.3g", padding=3)

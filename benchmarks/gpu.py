@@ -193,6 +193,12 @@ def in_microbatches(sizes: Sizes) -> list[Any]:
     return ready((3, 32, 32), batch, sizes.steps, batch // 4)
 
 
+def choose_kernels(*, deterministic: bool) -> None:
+    """Let PyTorch and cuDNN choose deterministic kernels only, or any, as "ddp" does."""
+    torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.deterministic = deterministic
+
+
 def exact(args: argparse.Namespace, sizes: Sizes, _: Path) -> dict[str, list[Row]]:
     """Measure part (d)."""
     batches, net = in_microbatches(sizes), partial(resnet18, num_classes=10)
@@ -200,13 +206,13 @@ def exact(args: argparse.Namespace, sizes: Sizes, _: Path) -> dict[str, list[Row
     blocks = {name: readme(net(), strategy=name) for name in ("ddp", "exact")}
 
     def step(name: str) -> float:
-        torch.use_deterministic_algorithms(name == "exact")
+        choose_kernels(deterministic=name == "exact")
         return 1e3 * timed(partial(blocks[name], batches)) / sizes.steps
 
     work = {name: partial(step, name) for name in blocks}
     alternate(work, 1)
     times = alternate(work, args.rounds)
-    torch.use_deterministic_algorithms(False)
+    choose_kernels(deterministic=False)
     rows = [Row("ddp", times["ddp"]), Row.compare(times, "exact", "ddp", EXACT)]
     return {"(d) ResNet-18 in microbatches, a step, ms": rows}
 
@@ -229,7 +235,7 @@ def counts(args: argparse.Namespace, sizes: Sizes, _: Path) -> dict[str, list[Ro
 PARTS = {"a": ten_epochs, "b": large_net, "c": loops, "d": exact, "e": counts}
 
 
-def draw(folder: Path, tables: dict[str, list[Row]]) -> None:
+def draw(folder: Path, tables: dict[str, list[Row]], device: str) -> None:
     """Draw the seconds of part (a), and all ratios for which there is a number to reach."""
     import matplotlib as mpl  # noqa: PLC0415  # only to draw
 
@@ -243,12 +249,18 @@ def draw(folder: Path, tables: dict[str, list[Row]]) -> None:
         for row in rows
         if row.ratios and row.reach
     }
-    for name, label, found in (("times", "seconds", seconds), ("ratios", "ratio", ratios)):
+    title = next((t for t in tables if t[1] == "a"), "").removeprefix("(a) ").removesuffix(", s")
+    times, over = ("times", title, "seconds", seconds), ("ratios", "Ratios", "ratio", ratios)
+    for name, above, label, found in (times, over):
+        if not found:  # these parts were not asked for
+            continue
         figure, axes = plt.subplots(figsize=(9, 1 + 0.5 * len(found)), layout="constrained")
         drawn = axes.barh(list(found), [median(values) for values in found.values()])
         axes.bar_label(drawn, fmt="%.3g", padding=3)
         axes.invert_yaxis()
+        axes.margins(x=0.12)  # room for the numbers
         axes.set(xlabel=label)
+        figure.suptitle(f"{above} ({device})", fontsize="medium")
         figure.savefig(folder / f"gpu-{name}.png", dpi=120)
         plt.close(figure)
 
@@ -274,7 +286,7 @@ def main() -> None:
     if args.save:
         save(args.save, __file__, about, tables)
         try:
-            draw(args.save, tables)
+            draw(args.save, tables, about["device"])
         except ImportError:
             print("not drawn: matplotlib is not installed")
 

@@ -1,6 +1,7 @@
 """What the tests on GPUs share: the device, and groups of ranks that compute there.
 
 With ``--device=cpu`` those that take `device` or `everywhere` run on a CPU, to show that they run.
+What takes `gpu` or `needs_two` shows nothing there.
 """
 
 from functools import partial
@@ -35,6 +36,12 @@ def gpu(device):
     return device
 
 
+@pytest.fixture
+def needs_two(gpu):
+    if GPUS < 2:
+        pytest.skip(f"needs two GPUs, and there are {GPUS}")
+
+
 def _results(found):
     for result in found:
         if isinstance(result, Raised):
@@ -42,21 +49,24 @@ def _results(found):
     return found
 
 
-def _launched(fn, device, *args, size):
-    return _results(launched(fn, device, *args, size=size))
+def _launched(fn, device, *args, size, **variables):
+    return _results(launched(fn, device, *args, size=size, **variables))
 
 
 @pytest.fixture(params=["NCCL, one rank", "gloo, two ranks on one GPU", "NCCL, two ranks"])
 def everywhere(request, device):
-    """Run ``fn(device, *args)`` on each rank of a kind of group: `fn` calls ``init(device=…)``."""
+    """Run ``fn(device, *args)`` on each rank of a kind of group: `fn` calls ``init(device=…)``.
+
+    Keyword arguments are environment variables: with them the ranks have processes of their own.
+    """
     if request.param.startswith("gloo"):
         return partial(_run_on_one, device)
     size = 1 if request.param.endswith("one rank") else 2
-    if size > max(GPUS, 1):
-        pytest.skip(f"needs {size} GPUs, and there are {GPUS}")
     own = "cuda" if device.startswith("cuda") else device  # each rank has one of its own
-    return lambda fn, *args: _launched(fn, own, *args, size=size)
+    if own == "cuda" and size > GPUS:
+        pytest.skip(f"needs {size} GPUs, and there are {GPUS}")
+    return lambda fn, *args, **env: _launched(fn, own, *args, size=size, **env)
 
 
-def _run_on_one(device, fn, *args):
-    return run(fn, device, *args, world_size=2)
+def _run_on_one(device, fn, *args, **env):
+    return run(fn, device, *args, world_size=2, env=env)

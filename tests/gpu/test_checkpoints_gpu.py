@@ -39,7 +39,7 @@ def train(run, steps):
 
 
 def saved_and_restored(device, strategy, directory, asynchronous):
-    """Save in the middle of an epoch, train on, and go back: on the device, and on the CPU."""
+    """Save in the middle of an epoch, train on, and go back: there, on the CPU, and from there."""
     with init(device=device) as here:
         run = a_run(here.device, strategy)
         checkpointer = Checkpointer(directory, asynchronous=asynchronous)
@@ -59,6 +59,11 @@ def saved_and_restored(device, strategy, directory, asynchronous):
             state = other["optimizer"].state_dict()["state"].values()
             assert all(part["exp_avg"].device == place for part in state)
             found.append(fingerprint(other["model"]))
+        back = f"{directory}/from the CPU"
+        Checkpointer(back).save(3, **other)
+        other = a_run(here.device, strategy)
+        Checkpointer(back).restore(**other)
+        found.append(fingerprint(other["model"]))
         return before, after, found
 
 
@@ -72,4 +77,4 @@ def test_a_checkpoint_is_of_its_step_and_goes_anywhere(
     found = everywhere(saved_and_restored, strategy, str(tmp_path), asynchronous)
     for before, after, restored in found:
         assert before != after
-        assert restored == [before, before]
+        assert restored == [before] * 3

@@ -1,6 +1,6 @@
 """The model on GPUs: scattering, nccl, one GPU for two ranks, modules on several devices.
 
-Nothing here can be shown on a CPU. Run with ``pytest -m gpu`` on a machine with a GPU.
+Run with ``pytest -m gpu``; with ``--device=cpu`` on a CPU.
 """
 
 import copy
@@ -15,9 +15,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from pardata import check_in_sync, fingerprint, init, load_weights, unwrap, wrap_model
 
-GPUS = torch.cuda.device_count()
-pytestmark = pytest.mark.skipif(GPUS == 0, reason="there is no CUDA device")
-needs_two = pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, and there are {GPUS}")
+needs_two = pytest.mark.usefixtures("needs_two")
 
 
 class Net(nn.Module):
@@ -95,37 +93,43 @@ def test_dp_puts_the_output_where_it_is_asked_to():
     assert loss.device == scores.device == torch.device("cuda", 1)
 
 
-def test_dp_on_one_gpu_keeps_a_scalar():
-    wrapped = wrap_model(seeded(Smooth), "dp", device_ids=[0])
-    inputs, targets = (tensor.cuda() for tensor in batch())
+def test_dp_on_one_gpu_keeps_a_scalar(device):
+    wrapped = wrap_model(seeded(Smooth), "dp", device=device, device_ids=[0])
+    inputs, targets = (tensor.to(device) for tensor in batch())
     loss, scores = wrapped(inputs, targets, kind="tuple")
     assert loss.shape == ()
-    assert scores.device == torch.device("cuda", 0)
+    assert scores.device == torch.device(device)
     assert list(wrapped.state_dict()) == list(Smooth().state_dict())
 
 
 # One process
 
 
-def test_a_single_process_moves_the_model_to_its_gpu():
+def test_a_single_process_moves_the_model_to_its_gpu(gpu):
     net = seeded()
     assert wrap_model(net) is net
-    assert next(net.parameters()).device == torch.device("cuda", 0)
+    assert next(net.parameters()).device == torch.device(gpu)
 
 
-def test_fingerprints_do_not_depend_on_the_device():
+def test_fingerprints_do_not_depend_on_the_device(device):
     expected = fingerprint(seeded())
-    assert fingerprint(seeded().cuda()) == expected
-    assert fingerprint(wrap_model(seeded(), "dp", device_ids=[0])) == expected
+    assert fingerprint(seeded().to(device)) == expected
+    assert fingerprint(wrap_model(seeded(), "dp", device=device, device_ids=[0])) == expected
 
 
 # ddp with gloo: any number of ranks on one GPU
 
 
-def steps(strategy, sync_batchnorm, device=None):
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank % GPUS) if device is None else device
-    torch.cuda.set_device(device)
+def current(device):
+    """Return a device that the others take for granted once it is the current one."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def steps(strategy, sync_batchnorm, device):
+    rank, device = dist.get_rank(), current(device)
     wrapped = wrap_model(seeded(seed=rank), strategy, device=device, sync_batchnorm=sync_batchnorm)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     for step in range(3):
@@ -136,7 +140,7 @@ def steps(strategy, sync_batchnorm, device=None):
         check_in_sync(wrapped)
     assert next(wrapped.parameters()).device == device
     if isinstance(wrapped, DistributedDataParallel):
-        assert wrapped.device_ids == [device.index]
+        assert wrapped.device_ids == ([device.index] if device.type == "cuda" else None)
         # Batches from the CPU are moved.
         assert wrapped(batch()[0]).device == device
     load_weights(wrapped, seeded(seed=5).state_dict())
@@ -144,30 +148,29 @@ def steps(strategy, sync_batchnorm, device=None):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_two_ranks_share_one_gpu_through_gloo(size):
-    device = torch.device("cuda", 0)
+def test_two_ranks_share_one_gpu_through_gloo(size, device):
     assert run(steps, "ddp", False, device, world_size=size) == [True] * size
 
 
 def gradients_on(device):
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size, device = dist.get_rank(), dist.get_world_size(), current(device)
     wrapped = wrap_model(seeded(Smooth), "ddp", device=device)
     inputs, targets = (tensor.chunk(size)[rank].to(device) for tensor in batch(8))
     F.cross_entropy(wrapped(inputs), targets).backward()
     return [parameter.grad.cpu() for parameter in wrapped.parameters()]
 
 
-def test_the_gradient_on_a_gpu_is_that_of_the_global_batch():
+def test_the_gradient_on_a_gpu_is_that_of_the_global_batch(device):
     net = seeded(Smooth)
     inputs, targets = batch(8)
     F.cross_entropy(net(inputs), targets).backward()
-    for told in run(gradients_on, torch.device("cuda", 0), world_size=2):
+    for told in run(gradients_on, device, world_size=2):
         for ours, parameter in zip(told, net.parameters(), strict=True):
             torch.testing.assert_close(ours, parameter.grad, rtol=1e-4, atol=1e-5)
 
 
 def lonely_on(device):
-    rank = dist.get_rank()
+    rank, device = dist.get_rank(), current(device)
     wrapped = wrap_model(seeded(), "ddp", device=device)
     for step in range(2):
         wrapped(batch(seed=step)[0].to(device)).sum().backward()
@@ -180,44 +183,48 @@ def lonely_on(device):
     check_in_sync(wrapped)
 
 
-def test_an_evaluation_on_one_rank_alone_waits_for_nobody():
-    run(lonely_on, torch.device("cuda", 0), world_size=2, timeout=60)
+def test_an_evaluation_on_one_rank_alone_waits_for_nobody(device):
+    run(lonely_on, device, world_size=2, timeout=60)
 
 
 # ddp and fsdp with nccl: a GPU for each rank
 
 
-def with_nccl(strategy, sync_batchnorm):
-    """Leave the gloo group that `run` made, and let `init` make one for GPUs."""
+def with_nccl(kind, strategy, sync_batchnorm):
+    """Leave the gloo group that `run` made, make one for GPUs, and let `init` adopt it."""
     rank, size = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
     dist.barrier()
     dist.destroy_process_group()
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     dist.init_process_group(
-        "cuda:nccl,cpu:gloo",
+        "cuda:nccl,cpu:gloo" if kind == "cuda" else "gloo",
         store=dist.PrefixStore("gpu", store),
         rank=rank,
         world_size=size,
-        device_id=device,
+        device_id=device if kind == "cuda" else None,
     )
     here = init()
-    assert here.device == device
-    assert sorted(here.backend.split(",")) == ["cpu:gloo", "cuda:nccl"]
+    assert here.device == device  # which nobody has made current
+    assert kind == "cpu" or torch.cuda.current_device() == rank
+    assert sorted(here.backend.split(",")) == (
+        ["cpu:gloo", "cuda:nccl"] if kind == "cuda" else ["gloo"]
+    )
     return steps(strategy, sync_batchnorm, device)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_one_rank_trains_with_nccl(strategy):
-    assert run(with_nccl, strategy, False, world_size=1) == [True]
+def test_one_rank_trains_with_nccl(strategy, device):
+    kind = torch.device(device).type
+    assert run(with_nccl, kind, strategy, False, world_size=1, fresh=True) == [True]
 
 
 @needs_two
 @pytest.mark.parametrize("sync_batchnorm", [False, True])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_ranks_train_with_nccl(strategy, sync_batchnorm):
-    assert run(with_nccl, strategy, sync_batchnorm, world_size=2) == [True, True]
+    found = run(with_nccl, "cuda", strategy, sync_batchnorm, world_size=2, fresh=True)
+    assert found == [True, True]
 
 
 # SyncBatchNorm
@@ -237,7 +244,7 @@ def normalised(device):
 
 
 def with_nccl_normalised():
-    with_nccl("ddp", False)
+    with_nccl("cuda", "ddp", False)
     return normalised(torch.device("cuda", dist.get_rank()))
 
 
@@ -245,7 +252,7 @@ def with_nccl_normalised():
 def test_sync_batchnorm_sees_the_global_batch():
     net = seeded()
     net(batch(8)[0])
-    for mean, variance in run(with_nccl_normalised, world_size=2):
+    for mean, variance in run(with_nccl_normalised, world_size=2, fresh=True):
         torch.testing.assert_close(mean, net.norm.running_mean, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(variance, net.norm.running_var, rtol=1e-4, atol=1e-5)
 

@@ -1,31 +1,31 @@
 """Batches that are copied and transformed ahead on a GPU: nothing is read early or written over.
 
-Nothing here can be shown on a CPU. Run with ``pytest -m gpu`` on a machine with a GPU. Streams are
-kept busy by a kernel that spins, so that what happens in the wrong order is seen every time; and
-the tests say of themselves that they see it, by taking the waiting out.
+Run with ``pytest -m gpu`` on a machine with a GPU. Streams are kept busy by a kernel that spins, so
+that what happens in the wrong order is seen every time; and the tests say of themselves that they
+see it, by taking the waiting out. With ``--device=cpu`` nothing spins and nothing runs ahead: that
+shows that the tests run.
 """
 
 import os
 import random
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
+from gpu_zoo import nothing_waits
 from torch.utils.data import Dataset, TensorDataset
 
 from pardata import make_loader
 from pardata.data import _placement
 
 IN_ORDER = ["CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING"]
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
-    pytest.mark.skipif(
-        any(os.environ.get(name, "0") != "0" for name in IN_ORDER),
-        reason=f"{' or '.join(IN_ORDER)} is set, under which nothing happens in the wrong order",
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    any(os.environ.get(name, "0") != "0" for name in IN_ORDER),
+    reason=f"{' or '.join(IN_ORDER)} is set, under which nothing happens in the wrong order",
+)
 
-DEVICE = torch.device("cuda", 0)
+HERE = SimpleNamespace(device=torch.device("cpu"))  # or the GPU, once the module's fixture has run
 SPIN = 100_000_000  # cycles: some 50 ms, against some 0.1 ms for all else that a step does
 STEPS, ROWS, WIDTH = 8, 4, 72_000  # 1.15 MB a batch, of which the allocator puts 17 in a block
 
@@ -37,27 +37,43 @@ def numbered(start):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _warm():
+def _warm(device):
     """Take all the memory and load all the kernels that are needed.
 
     Either may wait for the whole device, and so put in order by chance what a test wants to see
     out of order.
     """
-    torch.cuda.set_device(DEVICE)
+    HERE.device = torch.device(device)
+    if HERE.device.type == "cpu":
+        return
+    torch.cuda.set_device(HERE.device)
     pinned = [torch.empty(ROWS, WIDTH, pin_memory=True) for _ in range(2 * STEPS)]
     del pinned
-    for stream in [torch.cuda.Stream(DEVICE) for _ in range(32)]:  # as many as there are
+    for stream in [torch.cuda.Stream(HERE.device) for _ in range(32)]:  # as many as there are
         with torch.cuda.stream(stream):
-            batches = [torch.empty(ROWS, WIDTH, device=DEVICE) for _ in range(2 * STEPS)]
+            batches = [torch.empty(ROWS, WIDTH, device=HERE.device) for _ in range(2 * STEPS)]
             del batches
-    extremes(loader_of(0, 0, batch_transform=slowly), spin=True)
-    torch.full((), 0.0, device=DEVICE).fill_(1.0) + torch.ones(ROWS, WIDTH, device=DEVICE)
+    for options in ({"batch_transform": slowly}, *NESTED.values()):
+        extremes(loader_of(0, 0, **options), busy=True)
+    torch.full((), 0.0, device=HERE.device).fill_(1.0) + torch.ones(ROWS, WIDTH, device=HERE.device)
     torch.cuda.synchronize()
+
+
+def spin():
+    """Keep the stream of now busy for a while."""
+    if HERE.device.type == "cuda":
+        torch.cuda._sleep(SPIN)
 
 
 def loader_of(start, prefetch, **options):
     return make_loader(
-        numbered(start), ROWS, device=DEVICE, prefetch=prefetch, num_workers=0, seed=1, **options
+        numbered(start),
+        ROWS,
+        device=HERE.device,
+        prefetch=prefetch,
+        num_workers=0,
+        seed=1,
+        **options,
     )
 
 
@@ -82,17 +98,17 @@ def tensor_in(batch):
     return batch.values() if batch.is_nested else batch
 
 
-def extremes(loader, spin):
+def extremes(loader, *, busy):
     """Return, for each batch, the least and the greatest number that the loop found in it.
 
     The loop's stream does nothing for a while before it reads, and meanwhile the batch is let go.
     """
     found = []
     for batch in loader:
-        if spin:
-            torch.cuda._sleep(SPIN)
+        if busy:
+            spin()
         tensor = tensor_in(batch)
-        assert tensor.device == DEVICE
+        assert tensor.device == HERE.device
         found.append(torch.stack([tensor.min(), tensor.max()]))
         del batch, tensor
     return [tuple(pair.tolist()) for pair in found]
@@ -106,7 +122,7 @@ def slowly(batch):
     """Return a copy of the batch that is finished late, and NaN until then."""
     inputs = tensor_in(batch)
     result = torch.full_like(inputs, float("nan"))
-    torch.cuda._sleep(SPIN)
+    spin()
     return result.copy_(inputs)
 
 
@@ -115,7 +131,7 @@ def slowly(batch):
 
 def holding_up(batch):
     """Return the batch as it is, and let the copy of the next one wait for a while."""
-    torch.cuda._sleep(SPIN)
+    spin()
     return batch
 
 
@@ -126,21 +142,21 @@ SLOW = {"transform": slowly, "copy": holding_up}
 @pytest.mark.parametrize("slow", SLOW)
 def test_the_loop_reads_a_batch_only_once_it_is_there(slow, prefetch):
     loader = loader_of(100, prefetch, batch_transform=SLOW[slow])
-    assert extremes(loader, spin=False) == expected(100)
+    assert extremes(loader, busy=False) == expected(100)
 
 
-def test_so_does_a_loop_on_a_stream_of_its_own():
+def test_so_does_a_loop_on_a_stream_of_its_own(gpu):
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        found = extremes(loader_of(200, 1, batch_transform=slowly), spin=False)
+        found = extremes(loader_of(200, 1, batch_transform=slowly), busy=False)
     assert found == expected(200)
 
 
 @pytest.mark.parametrize("slow", SLOW)
-def test_without_waiting_it_would_read_too_early(slow, monkeypatch):
+def test_without_waiting_it_would_read_too_early(slow, gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda.Stream, "wait_event", lambda *_: None)
     loader = loader_of(300, 1, batch_transform=SLOW[slow])
-    assert extremes(loader, spin=False) != expected(300)
+    assert extremes(loader, busy=False) != expected(300)
 
 
 # --- what a transform uses is finished before it does ---
@@ -148,23 +164,23 @@ def test_without_waiting_it_would_read_too_early(slow, monkeypatch):
 
 def after_a_while(value):
     """Return a number that is written late on the stream of now, and NaN until then."""
-    late = torch.full((), float("nan"), device=DEVICE)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(SPIN)
+    late = torch.full((), float("nan"), device=HERE.device)
+    late.isnan().item()  # so it is there
+    spin()
     return late.fill_(value)
 
 
 def shifted_from_the_start(start):
     loader, late = loader_of(start, 1, batch_transform=lambda batch: batch[0] + late), None
     late = after_a_while(5.0)
-    return extremes(loader, spin=False)
+    return extremes(loader, busy=False)
 
 
 def test_a_transform_uses_what_was_in_the_making_when_the_epoch_began():
     assert shifted_from_the_start(400) == expected(405)
 
 
-def test_without_waiting_it_would_use_it_too_early(monkeypatch):
+def test_without_waiting_it_would_use_it_too_early(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda *_: None)
     assert shifted_from_the_start(500) != expected(505)
 
@@ -175,12 +191,12 @@ def test_without_waiting_it_would_use_it_too_early(monkeypatch):
 def sparse(batch):
     """Return the batch as a sparse tensor, and let nobody wait for the GPU."""
     values = batch[0].reshape(-1)
-    places = torch.arange(len(values), device=DEVICE)[None]
+    places = torch.arange(len(values), device=HERE.device)[None]
     return torch.sparse_coo_tensor(places, values, (len(values),), is_coalesced=True)
 
 
 def nested(batch):
-    offsets = torch.arange(0, ROWS + 1, device=DEVICE)
+    offsets = torch.arange(0, ROWS + 1, device=HERE.device)
     return torch.nested.nested_tensor_from_jagged(batch[0].clone(), offsets)
 
 
@@ -200,14 +216,14 @@ NESTED = {
 @pytest.mark.parametrize("kind", NESTED)
 def test_the_memory_of_a_batch_is_not_used_again_before_the_loop_has_read_it(kind, prefetch):
     loader = loader_of(600, prefetch, **NESTED[kind])
-    assert extremes(loader, spin=True) == expected(600)
+    assert extremes(loader, busy=True) == expected(600)
 
 
 @pytest.mark.parametrize("kind", NESTED)
-def test_without_keeping_it_it_would_be(kind, monkeypatch):
+def test_without_keeping_it_it_would_be(kind, gpu, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda *_: None)  # sparse and nested
-    assert extremes(loader_of(700, 1, **NESTED[kind]), spin=True) != expected(700)
+    assert extremes(loader_of(700, 1, **NESTED[kind]), busy=True) != expected(700)
 
 
 def reserved_after(epochs):
@@ -219,12 +235,12 @@ def reserved_after(epochs):
     return torch.cuda.memory_reserved()
 
 
-def test_memory_is_the_same_after_two_epochs_and_after_forty():
+def test_memory_is_the_same_after_two_epochs_and_after_forty(gpu):
     torch.cuda.empty_cache()
     assert reserved_after(2) == reserved_after(38)
 
 
-def test_with_a_stream_for_each_epoch_it_would_grow(monkeypatch):
+def test_with_a_stream_for_each_epoch_it_would_grow(gpu, monkeypatch):
     monkeypatch.setattr(_placement, "_side_stream", torch.cuda.Stream)
     torch.cuda.empty_cache()
     assert reserved_after(2) < reserved_after(38)
@@ -234,11 +250,11 @@ def test_epoch_after_epoch_and_after_a_break():
     loader = loader_of(800, 2)
     for _ in range(2):
         for batch in loader:
-            torch.cuda._sleep(SPIN)
+            spin()
             first = batch[0].max()
             del batch
             break
-        assert extremes(loader, spin=True) == expected(800)
+        assert extremes(loader, busy=True) == expected(800)
         assert first.item() == 800.0
 
 
@@ -273,10 +289,10 @@ def test_it_changes_nothing_in_what_the_loop_gets(workers):
             prefetch=prefetch,
             num_workers=workers,
             seed=2,
-            device=DEVICE,
+            device=HERE.device,
         )
         parts = [part for _ in range(2) for batch in loader for part in batch]
-        assert {part["x"].device for part in parts} == {DEVICE}
+        assert {part["x"].device for part in parts} == {HERE.device}
         assert {part["on cpu"].device.type for part in parts} == {"cpu"}
         found.append([(p["x"].tolist(), p["on cpu"].tolist(), p["y"].tolist()) for p in parts])
         assert len(found[-1]) == 2 * 14
@@ -284,18 +300,18 @@ def test_it_changes_nothing_in_what_the_loop_gets(workers):
 
 
 def test_the_generator_of_the_gpu_is_left_to_the_model():
-    torch.cuda.manual_seed(7)
-    alone = [torch.rand(2, device=DEVICE).tolist() for _ in range(5)]
-    torch.cuda.manual_seed(7)
+    torch.manual_seed(7)  # of all devices
+    alone = [torch.rand(2, device=HERE.device).tolist() for _ in range(5)]
+    torch.manual_seed(7)  # of all devices
     loader = make_loader(
-        Drawing(), 5, microbatch_size=2, batch_transform=noisy, num_workers=0, device=DEVICE
+        Drawing(), 5, microbatch_size=2, batch_transform=noisy, num_workers=0, device=HERE.device
     )
-    assert [torch.rand(2, device=DEVICE).tolist() for _ in loader] == alone
+    assert [torch.rand(2, device=HERE.device).tolist() for _ in loader] == alone
 
 
 def test_a_transform_that_draws_on_the_gpu_for_a_share_raises():
     def draws(batch):
-        return batch[0] + torch.rand(1, device=DEVICE)
+        return batch[0] + torch.rand(1, device=HERE.device)
 
     with pytest.raises(RuntimeError, match="`batch_transform` must draw no random numbers from a"):
         next(iter(loader_of(0, 1, batch_transform=draws)))
@@ -309,10 +325,10 @@ def test_what_was_copied_ahead_is_not_delivered():
     assert loader.stats()["samples"] == ROWS
     later = loader_of(0, 3)
     later.load_state_dict(loader.state_dict())
-    assert extremes(later, spin=False) == expected(0)[1:]
+    assert extremes(later, busy=False) == expected(0)[1:]
 
 
-def test_batches_are_pinned_for_the_copy_unless_told_not_to():
+def test_batches_are_pinned_for_the_copy_unless_told_not_to(gpu):
     seen = []
 
     class Batch:
@@ -332,7 +348,7 @@ def test_batches_are_pinned_for_the_copy_unless_told_not_to():
 
     for pin_memory in (None, False):
         loader = make_loader(
-            range(4), 2, collate_fn=Batch, pin_memory=pin_memory, num_workers=0, device=DEVICE
+            range(4), 2, collate_fn=Batch, pin_memory=pin_memory, num_workers=0, device=HERE.device
         )
         assert [batch.tensor.tolist() for batch in loader] == [[0, 1], [2, 3]]
     assert seen == [True, True, False, False]
@@ -342,26 +358,24 @@ def test_batches_are_pinned_for_the_copy_unless_told_not_to():
 
 
 def test_rows_of_tensors_on_the_gpu_are_read_there():
-    data = TensorDataset(torch.arange(10, device=DEVICE), torch.arange(10))
+    data = TensorDataset(torch.arange(10, device=HERE.device), torch.arange(10))
     # Without a number it is the current one.
-    for on_gpu, on_cpu in make_loader(data, 4, shuffle=True, seed=1, device="cuda"):
-        assert on_gpu.device == on_cpu.device == DEVICE
+    for on_gpu, on_cpu in make_loader(data, 4, shuffle=True, seed=1, device=HERE.device.type):
+        assert on_gpu.device == on_cpu.device == HERE.device
         assert torch.equal(on_gpu.cpu(), on_cpu.cpu())
 
 
 def test_nothing_waits_for_them():
-    loader = make_loader(TensorDataset(torch.arange(10, device=DEVICE)), 4, shuffle=True, seed=1)
+    loader = make_loader(
+        TensorDataset(torch.arange(10, device=HERE.device)), 4, shuffle=True, seed=1
+    )
     assert len(list(loader)) == 2
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        batches = list(loader)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert len(batches) == 2
+    with nothing_waits(HERE.device):
+        assert len(list(loader)) == 2
 
 
-def test_an_index_out_of_range_leaves_the_gpu_usable():
-    data = TensorDataset(torch.arange(10, device=DEVICE))
+def test_an_index_out_of_range_leaves_the_gpu_usable(gpu):
+    data = TensorDataset(torch.arange(10, device=HERE.device))
     with pytest.raises(RuntimeError, match="index 99 is out of range for 10 samples"):
         list(make_loader(data, 2, sampler=[0, 99]))
-    assert torch.ones(1, device=DEVICE).item() == 1
+    assert torch.ones(1, device=HERE.device).item() == 1

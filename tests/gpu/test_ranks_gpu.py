@@ -3,6 +3,7 @@
 Run with ``pytest -m gpu``; with ``--device=cpu`` on a CPU.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -13,6 +14,8 @@ from itertools import chain
 import pytest
 import torch
 import torch.distributed as dist
+from gpu_zoo import nothing_waits
+from launched import launched
 from on_ranks import caught, run
 from places import ROOT
 from torch.utils.data import IterableDataset
@@ -71,6 +74,11 @@ def facts_of(device):
         return here.size, here.local_rank, kind, here.device.index == current, bound
 
 
+def test_a_rank_can_use_a_gpu_although_it_was_forked():
+    # From a server that must not have looked at GPUs: CUDA is then of no use to its children.
+    assert run(torch.cuda._is_in_bad_fork, world_size=2, fresh=True) == [False, False]
+
+
 def test_the_device_of_each_rank_is_current(everywhere):
     found = everywhere(facts_of)
     for rank, (size, local_rank, kind, is_current, bound) in enumerate(found):
@@ -85,8 +93,6 @@ def shared_gpu(device):
 
 
 def test_two_ranks_of_nccl_on_one_gpu_are_refused(gpu):
-    from launched import launched  # for this one
-
     assert launched(shared_gpu, gpu, size=2) == [("RuntimeError", True)] * 2
 
 
@@ -155,12 +161,9 @@ def unwaited(device):
         calls += [lambda f=f: f((loss, count, 3)) for f in (all_reduce_sum, all_reduce_max)]
         for call in calls:
             call()  # connects
-        gpu = here.device.type == "cuda" and here.backend != "gloo"  # which takes from the CPU
-        if gpu:
-            torch.cuda.set_sync_debug_mode("error")
-        mean, total, most = (call() for call in calls)
-        if gpu:
-            torch.cuda.set_sync_debug_mode("default")
+        # gloo takes from the CPU.
+        with contextlib.nullcontext() if here.backend == "gloo" else nothing_waits(here.device):
+            mean, total, most = (call() for call in calls)
         assert {x.device for x in (mean["loss"], mean["many"], *total[:2], *most[:2])} == {
             here.device
         }

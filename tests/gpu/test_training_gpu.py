@@ -4,11 +4,14 @@ The gradients are those of the CPU. Run with ``pytest -m gpu``; with ``--device=
 """
 
 import contextlib
+import math
 import shutil
+import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  # the usual name
+from gpu_zoo import nothing_waits
 from on_ranks import run
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -25,6 +28,8 @@ from pardata import (
     unwrap,
     wrap_model,
 )
+from pardata.gradient import _fixed_point
+from pardata.gradient._tally import Tally
 
 ROWS, CLASSES = 14, 3  # shares of two ranks, and microbatches of 3, are uneven
 
@@ -138,23 +143,41 @@ def exact_training(device, microbatch_size):
         return fingerprint(model), losses
 
 
+ENV = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # cuBLAS reads it when it starts
+
+
 @pytest.mark.parametrize("microbatch_size", [2, 3])
 def test_exact_is_the_same_to_the_last_bit_on_one_two_and_three_ranks(microbatch_size, device):
-    # cuBLAS reads it when it starts.
-    env = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     first, *others = [
         result
         for size in (1, 2, 3)
-        for result in run(exact_training, device, microbatch_size, world_size=size, env=env)
+        for result in run(exact_training, device, microbatch_size, world_size=size, env=ENV)
     ]
     assert all(other == first for other in others)
     assert len(others) == 5
 
 
-def test_the_gradient_of_exact_is_that_of_the_cpu(device):
-    env = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    found = run(gradient, device, "exact", 3, world_size=2, env=env)
-    assert_gradient(found, "exact")
+def test_exact_is_the_same_over_every_backend(device, everywhere):
+    found = everywhere(exact_training, 3, **ENV)
+    assert found == run(exact_training, device, 3, world_size=1, env=ENV) * len(found)
+
+
+def test_the_gradient_of_exact_is_that_of_the_cpu(everywhere):
+    assert_gradient(everywhere(gradient, "exact", 3, **ENV), "exact")
+
+
+def test_what_exact_computes_in_between_takes_bounded_memory(device):
+    is_gpu = device != "cpu"
+    count = 2**26 if is_gpu else 2**17
+    low, high = torch.zeros(2, count, dtype=torch.int64, device=device)
+    numbers = torch.full((count,), 0.75, device=device)
+    if is_gpu:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    _fixed_point.add(numbers, 0.5, low, high)
+    # All numbers in float64 are 2**29 bytes, and there are several of them.
+    assert not is_gpu or torch.cuda.max_memory_allocated() - before < 2**30
+    assert (_fixed_point.value(low, high) == 0.375).all()
 
 
 # --- precisions, clipping, compiled models
@@ -172,12 +195,12 @@ def trained(device, how):
 
         def loss_fn(model, batch):
             with torch.autocast(here.device.type, dtype=half, enabled=how in ("bf16", "scaled")):
-                return scaler.scale(mean_loss(model, batch))
+                return mean_loss(model, batch)
 
         losses = []
         for batch in _epochs(15):
             optimizer.zero_grad()
-            losses.append(backward(model, loss_fn, batch).item() / scaler.get_scale())
+            losses.append(backward(model, loss_fn, batch, scaler=scaler).item())
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             scaler.step(optimizer)
@@ -206,27 +229,86 @@ def test_training_goes_on_in_every_precision_and_compiled(how, everywhere):
     assert sum(first[-4:]) < 0.9 * sum(first[:4])
 
 
+def scaled_exactly(device):
+    """Return the losses and scales of some steps in half precision, of which the first overflow."""
+    with init(device=device) as here:
+        seed_everything(0, deterministic=True)
+        model = wrap_model(seeded(Smooth), "exact")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler(here.device.type, init_scale=2.0**52)
+
+        def loss_fn(model, batch):
+            with torch.autocast(here.device.type, dtype=torch.bfloat16):
+                return mean_loss(model, batch)
+
+        told = []
+        for _ in range(12):
+            for batch in make_loader(data(4), ROWS, microbatch_size=5, seed=0):
+                optimizer.zero_grad()
+                told.append((backward(model, loss_fn, batch, scaler=scaler).item(),))
+                scaler.step(optimizer)
+                scaler.update()
+                told[-1] += (scaler.get_scale(),)
+        return told
+
+
+def test_a_scaler_finds_its_scale_under_exact(everywhere):
+    first, *others = everywhere(scaled_exactly, **ENV)
+    assert all(other == first for other in others)
+    losses, scales = zip(*first, strict=True)
+    assert scales[0] == 2.0**51  # an overflow
+    assert scales[-2] == scales[-1] < 2.0**50
+    assert losses[-1] < losses[0]
+
+
+# --- noise
+
+
+def noisy(device):
+    """Return the losses of steps that draw on the device, of a model that is on the CPU.
+
+    So they do where parameters are offloaded. Each step is one microbatch: the other ranks run a
+    placeholder, and draw likewise.
+    """
+    with init(device=device) as here:
+        seed_everything(0)
+        model = wrap_model(seeded(Smooth), "ddp", device="cpu")
+
+        def loss_fn(model, batch):
+            drawn = torch.rand(1, device=here.device).cpu()
+            return mean_loss(model, batch) * drawn
+
+        state = torch.cuda.get_rng_state if here.device.type == "cuda" else torch.get_rng_state
+        losses = []
+        for batch in make_loader(data(4), 2, microbatch_size=2, seed=0, device="cpu"):
+            before = state()
+            losses.append(backward(model, loss_fn, batch).item())
+            assert torch.equal(state(), before)
+        return losses
+
+
+def test_noise_of_the_device_is_seeded_and_put_back_where_the_model_is_offloaded(
+    device, everywhere
+):
+    (alone,) = run(noisy, device, world_size=1)
+    assert len(set(alone)) == len(alone) == 7
+    for losses in everywhere(noisy):
+        assert losses == pytest.approx(alone, rel=1e-5)
+
+
 # --- no step waits for the GPU
 
 
-@contextlib.contextmanager
-def nothing_waits(device):
-    """Raise where the host waits for the GPU."""
-    if device.type == "cpu":
-        yield
-        return
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+def mean_loss_and_metrics(model, batch):
+    loss = mean_loss(model, batch)
+    return loss, {"loss": loss, "rows": [loss.detach().expand(3)]}
 
 
 def steps_without_waits(device, kind):
-    """Run the README's loop, the second epoch under guard; return the loss."""
+    """Run the README's loop, but for the first epoch under guard; return the loss."""
     with init(device=device) as here:
-        model = wrap_model(seeded(Smooth), "ddp")
+        model = wrap_model(seeded(Smooth), "auto" if kind == "bare" else "ddp")
+        loss_fn = mean_loss_and_metrics if kind == "returned metrics" else mean_loss
         optimizer = torch.optim.Adam(model.parameters())
         loader = make_loader(
             data(4), 7, seed=0, microbatch_size=3 if kind == "microbatches" else None
@@ -238,23 +320,111 @@ def steps_without_waits(device, kind):
                 with guard:
                     for batch in loader:
                         optimizer.zero_grad()
-                        loss = backward(model, mean_loss, batch)
+                        loss = backward(model, loss_fn, batch)
                         optimizer.step()
+                        if kind == "returned metrics":
+                            loss, told = loss
                         if kind == "metrics":
                             told = {"loss": loss, "seen": 7.0, "rows": loss.expand(3)}
                             told = all_reduce_mean(told, weight=7)
                         assert not stop.agreed()
-        return float(told["loss"] if kind == "metrics" else loss)
+        return float(told["loss"] if "metrics" in kind else loss)
 
 
-@pytest.mark.parametrize("kind", ["plain", "microbatches", "metrics"])
+@pytest.mark.parametrize("kind", ["bare", "plain", "microbatches", "metrics", "returned metrics"])
 def test_no_step_of_the_readmes_loop_waits_for_the_gpu(kind, everywhere, request):
     if "gloo" in request.node.name and torch.cuda.is_available():
         pytest.skip("DDP over gloo waits for the GPU itself")
     assert all(0 < loss < 2 for loss in everywhere(steps_without_waits, kind))
 
 
+def waits_of_exact(device):
+    """Return how often the host waits for the GPU in each step under "exact", but for the first."""
+    with init(device=device) as here:
+        seed_everything(0, deterministic=True)
+        model = wrap_model(Convolutional(), "exact")
+        waits = []
+        for batch in make_loader(data(1, 8, 8), 7, microbatch_size=2, seed=0):
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                if here.device.type == "cuda":
+                    torch.cuda.set_sync_debug_mode("warn")
+                backward(model, mean_loss, batch)
+                if here.device.type == "cuda":
+                    torch.cuda.set_sync_debug_mode("default")
+            waits.append(sum("called a synchronizing" in str(warning.message) for warning in said))
+        return waits[1:]
+
+
+def test_a_step_of_exact_waits_once_for_the_gpu(device, everywhere, request):
+    if "gloo" in request.node.name and device != "cpu":
+        pytest.skip("gloo waits for the GPU itself")
+    found = everywhere(waits_of_exact, **ENV)
+    assert all(waits == [int(device != "cpu")] for waits in found)
+
+
 def test_the_guard_sees_a_wait(gpu):
     number = torch.ones(1, device=gpu)
     with pytest.raises(RuntimeError, match="synchronizing"), nothing_waits(number.device):
         number.item()
+
+
+def told_and_heard(device, *metrics):
+    """Return the mean loss and metrics of two ranks, one of 3 samples and one of 1, on one device.
+
+    What a backend would add up is added up here: so much of a step with NCCL one GPU can show.
+    """
+    losses = torch.tensor([1.0, 5.0], device=device).unbind()
+    with nothing_waits(device):
+        tallies = [Tally(), Tally()]
+        for tally, loss, count, more in zip(tallies, losses, (3, 1), metrics, strict=True):
+            tally.add((loss, {name: loss.expand(4) for name in more}), count)
+        total = sum(tally.told(2) for tally in tallies)
+        for tally in tallies:
+            tally.hear(total.clone(), 2, None)
+        found = [tally.result() for tally in tallies]
+    return [(loss.item(), {name: x.tolist() for name, x in more.items()}) for loss, more in found]
+
+
+def test_what_ranks_tell_each_other_in_a_step_stops_no_gpu(device):
+    assert told_and_heard(device, "a", "a") == [(2.0, {"a": [2.0] * 4})] * 2
+
+
+def test_on_a_gpu_means_of_unlike_metrics_are_nan(gpu):
+    for loss, metrics in told_and_heard(gpu, "a", "b"):
+        assert math.isnan(loss)
+        assert all(map(math.isnan, *metrics.values()))
+
+
+# --- memory
+
+
+def trained_and_evaluated(model, optimizer, loaders, epochs):
+    """Train for so many epochs, and return what memory is then in use, and what is reserved."""
+    training, validation = loaders
+    for _ in range(epochs):
+        for batch in training:
+            optimizer.zero_grad()
+            loss, metrics = backward(model, mean_loss_and_metrics, batch)
+            optimizer.step()
+        with torch.no_grad():
+            for batch in validation:
+                loss = mean_loss(model, batch)
+        del batch, loss, metrics
+    if not torch.cuda.is_initialized():
+        return 0, 0
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 3])
+def test_the_memory_of_training_is_flat_over_forty_epochs(microbatch_size, device):
+    model = wrap_model(seeded(Smooth), device=device)
+    optimizer = torch.optim.Adam(model.parameters())
+    rows = data(4)
+    loaders = [
+        make_loader(rows, 7, shuffle=True, microbatch_size=microbatch_size, seed=0, device=device),
+        make_loader(rows, 5, device=device),
+    ]
+    known = trained_and_evaluated(model, optimizer, loaders, 2)
+    assert trained_and_evaluated(model, optimizer, loaders, 38) == known

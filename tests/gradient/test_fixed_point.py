@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pardata.gradient import _fixed_point
 from pardata.gradient._exact_sums import Bucket
@@ -75,6 +76,32 @@ def test_numbers_beyond_one_block_are_added_alike(extra):
     words = two_words(count)
     add(many, 0.7, *words)
     torch.testing.assert_close(value(*words), many.double() * 0.7, rtol=1e-15, atol=2.0**-62)
+
+
+class MostInBetween(TorchDispatchMode):
+    """Notes how many numbers in float64 an operation makes at most."""
+
+    most = 0
+
+    def __torch_dispatch__(self, operation, _types, args=(), kwargs=None):
+        made = operation(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.dtype == torch.float64:
+            self.most = max(self.most, made.numel())
+        return made
+
+
+class OnGpu(torch.Tensor):
+    """Says that it is on a GPU, where there is none."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize(("kind", "most"), [(torch.Tensor, 2**15), (OnGpu, 2**24)])
+def test_what_is_computed_in_between_takes_bounded_memory_on_a_gpu_too(kind, most):
+    low, high = torch.zeros(2, 2**25 + 1, dtype=torch.int64, device="meta")  # takes none itself
+    with MostInBetween() as seen:
+        add(torch.ones(2**25 + 1, device="meta").as_subclass(kind), 0.5, low, high)
+    assert seen.most == most
 
 
 # How near the sum is

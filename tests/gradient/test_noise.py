@@ -1,6 +1,8 @@
 """The noise of a model: one `seed_everything` is enough, under every strategy, at every size."""
 
 import random
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -117,6 +119,36 @@ def test_with_other_batches_noise_differs_between_steps_and_ranks(strategy, how)
 def test_seeded_again_the_noise_of_other_batches_begins_again():
     assert drawn("none", "seeded") == drawn("dp", "seeded")
     assert drawn("none", "by torch alone") != drawn("none", "by torch alone")
+
+
+def with_an_accelerators_noise(strategy):
+    """Train on the CPU with the noise of an accelerator, as where parameters are offloaded.
+
+    Each step is one microbatch, so that one rank runs it and the other a placeholder.
+    """
+    own = torch.Generator().manual_seed(3)
+    real, there = torch.get_device_module, SimpleNamespace(default_generators=(own,))
+    seed_everything(3)
+    model = wrap_model(network(), strategy)
+
+    def noisy(model, batch):
+        return squared(model, batch) * torch.rand(1, generator=own, dtype=torch.float64)
+
+    before, losses = own.get_state(), []
+    loader = make_loader(data(), 2, microbatch_size=2, seed=1, num_workers=0)
+    with patch.object(torch, "get_device_module", lambda *kind: real(*kind) if kind else there):
+        for batch in loader:
+            losses.append(backward(model, noisy, batch).item())
+            assert torch.equal(own.get_state(), before)
+    return losses
+
+
+@pytest.mark.parametrize("strategy", ["ddp", *FSDP, "exact"])
+def test_noise_of_an_accelerator_is_seeded_and_put_back_wherever_the_parameters_are(strategy):
+    (alone,) = run(with_an_accelerators_noise, strategy, world_size=1)
+    assert len(set(alone)) == 6
+    for losses in run(with_an_accelerators_noise, strategy, world_size=2):
+        assert losses == pytest.approx(alone, rel=1e-12)
 
 
 def seeded_unlike():

@@ -203,6 +203,8 @@ CASES = {
              "`microbatch_size` differ", "rank 1:", sizes=MANY),
         case("make_loader(TEN, 4, reproducible=rank == 0)", "RuntimeError",
              "`reproducible` differ", "reproducible=False", sizes=MANY),
+        case("make_loader(TEN, 4, prefetch=rank)", "RuntimeError", "`prefetch` differ",
+             "rank 0: prefetch=0", sizes=MANY),
         case("make_loader(TEN, 4, drop_last=rank == 0)", "RuntimeError", "`drop_last` differ",
              "drop_last=False", sizes=MANY),
         case("make_loader(TEN, 4, seed=rank or None)", "RuntimeError", "`seed` differ",

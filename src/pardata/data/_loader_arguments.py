@@ -16,7 +16,7 @@ _log = get_logger(__name__)
 
 _COMPARED = (
     *("batch_size", "microbatch_size", "shuffle", "drop_last", "sharded"),
-    *("reproducible", "seed"),
+    *("reproducible", "seed", "prefetch"),
 )
 _OF_WORKERS = (
     *("num_workers", "timeout", "prefetch_factor", "persistent_workers"),

@@ -23,7 +23,7 @@ from pardata.model._unwrap import is_parallel
 from pardata.ranks._logger import get_logger
 from pardata.ranks._process import process
 from pardata.ranks._world import World, is_alone, require_world
-from pardata.seeds._generators import ForkedNoise, kept_generators
+from pardata.seeds._generators import forked_noise, kept_generators
 
 _log = get_logger(__name__)
 
@@ -111,7 +111,7 @@ def backward(
     step.pieces = Pieces.of(batch, count, step)
     with explained("backward", batch), step.whole():
         for piece in step.pieces.own:
-            with step.around(piece), ForkedNoise(noise_seed(batch, piece.number)):
+            with step.around(piece), forked_noise(noise_seed(batch, piece.number)):
                 (_run if piece.count else _stand_in)(step, model, loss_fn, piece)
     if type(step) is Step and step.size == 1:
         process.trained_alone.add(model)
@@ -155,7 +155,7 @@ def _alone(
 ) -> _Returned:
     """Run the only microbatch of a step whose model nobody else trains: it is the global batch."""
     first, microbatch = (batch.first, batch[0]) if isinstance(batch, Microbatches) else (0, batch)
-    with ForkedNoise(noise_seed(batch, first)):
+    with forked_noise(noise_seed(batch, first)):
         returned = loss_fn(model, microbatch)
         if not isinstance(returned, Tensor):
             tally = Tally()

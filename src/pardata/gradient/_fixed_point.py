@@ -24,6 +24,7 @@ MOST = 2**15
 
 _LOW, _HIGH = 2.0**62, 2.0**16
 _BLOCK = 2**15  # numbers at a time: their float64 stay in a core's cache
+_BLOCK_ON_GPU = 2**24  # likewise: enough to keep it busy, and 128 MiB for each result in between
 
 
 def add(
@@ -95,7 +96,7 @@ def _real(numbers: Tensor) -> Tensor:
 
 
 def _blocks(flat: Tensor) -> Iterator[slice]:
-    """Yield parts of `flat`; on a GPU it is one."""
-    size = max(len(flat), 1) if flat.is_cuda else _BLOCK
+    """Yield parts of `flat`, for what is computed in between must not take its size in memory."""
+    size = _BLOCK_ON_GPU if flat.is_cuda else _BLOCK
     for start in range(0, len(flat), size):
         yield slice(start, start + size)

@@ -149,25 +149,12 @@ def forked_seed(number: int, device: torch.device | None = None) -> Kept:
     return Kept((*default_generators(), *_of(device)), number)
 
 
-class ForkedNoise:
-    """Seeds what a model draws from for a block, and puts it back: PyTorch's default generators.
+def forked_noise(number: int) -> Kept:
+    """Seed what a model draws from for a block, and put it back: PyTorch's default generators.
 
     That of the CPU, and those of accelerators in use, which are numbers on the host: no GPU waits.
-    Beside `Kept`, which takes twice as long: `backward` needs one for each microbatch.
     """
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    def __enter__(self) -> None:
-        used = getattr(torch.get_device_module(), "default_generators", ())
-        self._states = [(own, own.get_state()) for own in (torch.default_generator, *used)]
-        for own, _ in self._states:
-            own.manual_seed(self._seed)
-
-    def __exit__(self, *_: object) -> None:
-        for own, state in self._states:
-            own.set_state(state)
+    return Kept((default_generators()[-1], *_of_kind(torch.get_device_module())), number)
 
 
 def generator_states(device: torch.device) -> bytes:
@@ -245,11 +232,19 @@ def _of(device: torch.device | None) -> tuple[Default, ...]:
     if device is None or device.type in ("cpu", "meta"):
         return ()
     of_kind = torch.get_device_module(device)
-    if not hasattr(of_kind, "default_generators"):  # mps, which is one device
-        return (Default(of_kind.manual_seed, of_kind.get_rng_state, of_kind.set_rng_state),)
+    if not hasattr(of_kind, "default_generators"):
+        return _of_kind(of_kind)
     of_kind.init()
     index = of_kind.current_device() if device.index is None else device.index
     return (_of_torch(of_kind.default_generators[index]),)
+
+
+def _of_kind(of_kind: Any) -> tuple[Default, ...]:
+    """Return the default generators of all devices of a kind that are in use."""
+    if hasattr(of_kind, "get_rng_state") and not hasattr(of_kind, "default_generators"):
+        # mps, which is one device
+        return (Default(of_kind.manual_seed, of_kind.get_rng_state, of_kind.set_rng_state),)
+    return tuple(map(_of_torch, getattr(of_kind, "default_generators", ())))
 
 
 def _of_torch(generator: torch.Generator) -> Default:

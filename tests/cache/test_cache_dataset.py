@@ -108,7 +108,7 @@ def test_reading_the_cache_does_not_read_the_source(tmp_path):
     assert len(source.reads) == LOOKS + 10
 
 
-# --- samples that cannot be stored, data sets that cannot be cached ---
+# --- samples that cannot be stored, datasets that cannot be cached ---
 
 
 BAD = {  # the whole texts are in test_stored_samples.py
@@ -268,8 +268,8 @@ def test_an_error_on_rank_zero_is_raised_on_every_rank(tmp_path, size):
 
 
 ANOTHER = (
-    "must be of this data set, but is of another or gone: give each data set a directory of its "
-    "own, and pass the same data set on every rank"
+    "must be of this dataset, but is of another or gone: give each dataset a directory of its "
+    "own, and pass the same dataset on every rank"
 )
 
 

@@ -37,7 +37,7 @@ class Streamed(Source):
         fetched = self._begun(start.epoch, lambda: iter(stream))
         if not stream.is_sharded:
             fetched = _alike(fetched, first)
-        # One that goes on from its own state does not begin anew.
+        # One that resumes from its own state does not begin anew.
         compare = partial(self._compare, before=None if state is not None else start.digest)
         if self._ranks.size > 1:
             fetched = _together(fetched, self._ranks, stream, compare)
@@ -56,7 +56,7 @@ class Streamed(Source):
 
         def decide(told: list[dict[str, Any]]) -> list[Any]:
             cure = (
-                "Let the stream yield the same samples everywhere, drawing from the default "
+                "Let the dataset yield the same samples everywhere, drawing from the default "
                 "generators alone, or pass sharded=True if each rank and worker has its own."
             )
             if not is_sharded:
@@ -68,10 +68,10 @@ class Streamed(Source):
         self.digest = hash_of(digests)
         if before not in (None, self.digest):
             raise ValueError(
-                f"`dataset` must yield the same samples when an epoch is read again to go on where "
-                f"it was, but {type(self.reader.dataset).__name__} begins with others: let it draw "
-                f"from the default generators alone, or, without `sharded`, give it state_dict() "
-                f"and load_state_dict()"
+                f"`dataset` must yield the same samples when an epoch is read again to resume, but "
+                f"{type(self.reader.dataset).__name__} begins with others: let it draw from the "
+                f"default generators alone, or, without `sharded`, give it state_dict() and "
+                f"load_state_dict()"
             )
 
 
@@ -95,8 +95,8 @@ def _alike(fetched: Iterator[Fetched], first: int) -> Iterator[Fetched]:
         follows = digest is None or (current.digest == digest and current.step.samples <= most)
         if current.step.number != number or not follows:
             raise RuntimeError(
-                "every worker must read the same stream, but they differ: let it not look at "
-                "get_worker_info(), and draw from the default generators alone, or pass "
+                "every worker must read the same samples, but they differ: let the dataset not "
+                "look at get_worker_info(), and draw from the default generators alone, or pass "
                 "sharded=True if each rank and worker has its own"
             )
         digest, most = current.digest, current.step.samples
@@ -178,9 +178,9 @@ class _Coming:
 def _ended_on(counts: list[int]) -> str:
     shorter = [rank for rank, count in enumerate(counts) if count < max(counts)]
     return (
-        f"every rank must read the same stream, but it ended on {ranks_text(shorter)} of "
-        f"{len(counts)} before the others: let it yield the same samples everywhere, drawing from "
-        f"the default generators alone, or pass sharded=True if each rank has its own"
+        f"every rank must read the same samples, but they ended on {ranks_text(shorter)} of "
+        f"{len(counts)} before the others: let the dataset yield the same samples everywhere, "
+        f"drawing from the default generators alone, or pass sharded=True if each rank has its own"
     )
 
 

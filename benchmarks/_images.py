@@ -30,7 +30,7 @@ class Images:
     Attributes:
         title: what they are.
         directory: where they are.
-        read: makes the data set, with a transform of single images or none.
+        read: makes the dataset, with a transform of single images or none.
         augment: such transforms, before ToTensor.
         mean: of each channel.
         std: of each channel.
@@ -46,11 +46,11 @@ class Images:
     augment_batch: Callable[[Tensor], Tensor] | None
 
     def one_by_one(self) -> Dataset[Any]:
-        """Return the data set that decodes, augments and normalises one image at a time."""
+        """Return the dataset that decodes, augments and normalises one image at a time."""
         return self._with(self.augment)
 
     def without_augmenting(self) -> Dataset[Any]:
-        """Return the data set that decodes and normalises one image at a time."""
+        """Return the dataset that decodes and normalises one image at a time."""
         return self._with([])
 
     def transform(self, batch: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -125,12 +125,12 @@ def add_cifar_dir(parser: argparse.ArgumentParser) -> None:
 
 
 def add_samples(parser: argparse.ArgumentParser, default: int | None = None) -> None:
-    """Let the command line say how many samples a data set has."""
+    """Let the command line say how many samples a dataset has."""
     parser.add_argument(
         "--samples",
         type=positive,
         default=default,
-        help=f"of a data set at most (default: {default or 'all'})",
+        help=f"of a dataset at most (default: {default or 'all'})",
     )
 
 

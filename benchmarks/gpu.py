@@ -60,7 +60,7 @@ TEN_EPOCHS, WAITING, OF_READY = Reach(3.0), Reach(0.03), Reach(0.97, at_least=Tr
 
 
 class Sizes(NamedTuple):
-    """How much is done: of a batch, of the data sets, and of a block of steps."""
+    """How much is done: of a batch, of the datasets, and of a block of steps."""
 
     batch: int
     samples: int | None

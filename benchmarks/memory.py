@@ -1,4 +1,4 @@
-"""What a data set costs in memory where several ranks read it, each with workers.
+"""What a dataset costs in memory where several ranks read it, each with workers.
 
     python benchmarks/memory.py
     python benchmarks/memory.py --megabytes 4000 --ranks 8

@@ -5,7 +5,7 @@
     python benchmarks/shuffle.py --save
 
 make_loader, whose order is computed as it goes, against a DataLoader with PyTorch's
-DistributedSampler, which draws the whole order as a list: of a data set without contents, of 10^3
+DistributedSampler, which draws the whole order as a list: of a dataset without contents, of 10^3
 to 10^9 samples (the sampler: to 10^8, where it takes gigabytes), in batches of 256. Each
 measurement has a fresh process that has torch and pardata; its memory is the most that it had
 resident since, over what it had before. Then, without a break, the next samples, on into further
@@ -53,7 +53,7 @@ QUANTITIES = {
 
 
 class Numbers(Dataset[int]):
-    """The numbers from 0 up: a data set of any length that takes no memory."""
+    """The numbers from 0 up: a dataset of any length that takes no memory."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -163,7 +163,7 @@ def draw(path: Path, found: dict[tuple[str, int], list[dict[str, float]]]) -> No
         bound = reach.limit * scale
         axes.axhline(bound, color="grey", ls="--", lw=1, label=f"to stay below: {bound:g} {unit}")
         axes.set(xscale="log", yscale="log", title=title, ylabel=label)
-        axes.set_xlabel("samples in the data set")
+        axes.set_xlabel("samples in the dataset")
         axes.margins(y=0.13)
         axes.grid(alpha=0.3)
         axes.legend()

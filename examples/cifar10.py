@@ -4,9 +4,8 @@
     torchrun --standalone --nproc-per-node=2 examples/cifar10.py --data digits --epochs 4
     srun --ntasks=8 python examples/cifar10.py --run-dir runs/cifar10    # see slurm/
 
-A run that is stopped (SIGTERM, or SIGUSR2 as SLURM's --signal sends it) saves and ends. Started
-again with the same --run-dir it resumes at the next step, on any number of processes. CIFAR-10 is
-downloaded to ./data; the digits are scikit-learn's and need no network.
+SIGTERM, or SIGUSR2 of SLURM's --signal, saves and ends the run. Started again with the same
+--run-dir it resumes, on any number of processes. CIFAR-10 is downloaded, the digits are not.
 """
 
 import logging
@@ -39,9 +38,10 @@ def load(name):
         return train_set, CIFAR10("data", train=False, transform=Compose(plain))
 
 
-def mean_loss(model, batch):
+def loss_and_accuracy(model, batch):
     images, labels = batch
-    return F.cross_entropy(model(images), labels)
+    scores = model(images)
+    return F.cross_entropy(scores, labels), (scores.argmax(1) == labels).float().mean()
 
 
 @torch.no_grad()
@@ -68,12 +68,12 @@ def train(args):
         for epoch in loader.epochs(args.epochs):
             for batch in loader:
                 optimizer.zero_grad()
-                loss = pardata.backward(model, mean_loss, batch)
+                loss, right = pardata.backward(model, loss_and_accuracy, batch)  # of all 64
                 optimizer.step()
                 step += 1
                 if step % 10 == 0:
-                    log.info("step %d: loss %.6f", step, loss)
-                    metrics.write(step, {"train/loss": loss})
+                    log.info("step %d: loss %.6f, accuracy %.2f %%", step, loss, 100 * right)
+                    metrics.write(step, {"train/loss": loss, "train/accuracy": right})
                 if stop.agreed():  # on all ranks at the same step
                     checkpointer.save(step, **run)
                     return args.requeue

@@ -79,7 +79,8 @@ def train(args):
 
 def run(size, run_dir, args, die_at=0):
     """Train in so many processes, to the end or until they die; return the last word printed."""
-    print(f"{size} process(es)" + (f", killed in step {die_at + 1}" if die_at else ""), flush=True)
+    end = f", killed in their step {die_at + 1}" if die_at else ""
+    print(f"{size} process(es){end}", flush=True)
     launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={size}", __file__]
     options = {"--epochs": args.epochs, "--seed": args.seed, "--save-every": args.save_every}
     words = [str(word) for pair in options.items() for word in pair]
@@ -87,7 +88,8 @@ def run(size, run_dir, args, die_at=0):
     hidden = subprocess.DEVNULL if die_at else None  # torchrun's account of the death
     job = subprocess.run(command, stdout=subprocess.PIPE, stderr=hidden, text=True, check=False)  # noqa: S603  # this very script
     lines = job.stdout.splitlines()
-    print("\n".join(f"    {line}" for line in lines if "resume" in line or line == lines[-1]))
+    told = [line for line in lines if "resume" in line or "fingerprint" in line]
+    print("".join(f"    {line}\n" for line in told), end="", flush=True)
     if bool(job.returncode) != bool(die_at):
         sys.exit(f"the run ended with {job.returncode}")
     return lines[-1].split()[-1]
@@ -99,7 +101,8 @@ def tell(args):
         expected = run(1, f"{directory}/undisturbed", args)
         *killed, last = args.sizes
         for size in killed:
-            moment = random.Random().randint(2, 20)  # noqa: S311  # another each time
+            # Another each time, and after a new checkpoint.
+            moment = args.save_every + random.Random().randint(1, 15)  # noqa: S311  # for no secret
             run(size, f"{directory}/moved", args, die_at=moment)
         found = run(last, f"{directory}/moved", args)
     if found != expected:

@@ -21,7 +21,6 @@ import pardata
 
 
 def load(name):
-    """Return the training and the test set."""
     if name == "digits":
         images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
         data = TensorDataset(images.view(-1, 1, 8, 8).float() / 16, labels)
@@ -30,9 +29,10 @@ def load(name):
         return [MNIST("data", train, ToTensor(), download=True) for train in (True, False)]
 
 
-def mean_loss(model, batch):
+def loss_and_accuracy(model, batch):
     images, labels = batch
-    return F.cross_entropy(model(images), labels)
+    scores = model(images)
+    return F.cross_entropy(scores, labels), (scores.argmax(1) == labels).float().mean()
 
 
 @torch.no_grad()
@@ -66,11 +66,11 @@ def main():
         for epoch in loader.epochs(args.epochs):
             for batch in pardata.progress(loader, f"epoch {epoch + 1}"):
                 optimizer.zero_grad()
-                loss = pardata.backward(model, mean_loss, batch)  # the mean over all 64
+                loss, right = pardata.backward(model, loss_and_accuracy, batch)  # of all 64
                 optimizer.step()
             tested = accuracy(model, test_loader)
             if world.is_main:
-                print(f"epoch {epoch + 1}: loss {loss:.6f}, test accuracy {tested:.2%}")
+                print(f"epoch {epoch + 1}: loss {loss:.6f}, train {right:.2%}, test {tested:.2%}")
         weights = pardata.fingerprint(model)[:16]
         if world.is_main:
             print(f"weights {weights}, trained with {world.size} process(es)")

@@ -254,6 +254,7 @@ class _Home:
         process.joined = None
         process.said.clear()
         process.seed, process.calls = None, 0
+        process.uneven_batch = 0
         os.environ.clear()
         os.environ.update(self.env)
         os.chdir(self.folder)

@@ -1,4 +1,4 @@
-"""What the tests of caching share: data sets that count their readings, and how to compare."""
+"""What the tests of caching share: datasets that count their readings, and how to compare."""
 
 import random
 from collections import namedtuple

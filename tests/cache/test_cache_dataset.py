@@ -94,7 +94,7 @@ def test_writing_to_a_sample_or_a_batch_does_not_change_the_cache(tmp_path):
     assert equal([cached[i] for i in range(10)], [source[i] for i in range(10)])
 
 
-# --- samples that cannot be stored, data sets that cannot be cached ---
+# --- samples that cannot be stored, datasets that cannot be cached ---
 
 
 BAD = {  # the whole texts are in test_stored_samples.py
@@ -235,8 +235,8 @@ def test_one_rank_of_each_node_builds_where_its_node_keeps_caches(tmp_path):
 
 
 ANOTHER = (
-    "must be of this data set, but is of another or gone: give each data set a directory of its "
-    "own, and pass the same data set on every rank"
+    "must be of this dataset, but is of another or gone: give each dataset a directory of its "
+    "own, and pass the same dataset on every rank"
 )
 
 

@@ -155,7 +155,7 @@ def test_another_part_is_refused_by_its_path_with_the_cure(name, tmp_path):
         "sample 0 cannot be stored: `sample['rest'][1]` must be a dense tensor, an array, an image "
         f"of 8 bits a band or a number, but is {what}"
     )
-    assert text.endswith(": convert it in the data set, or leave it out")
+    assert text.endswith(": convert it in the dataset, or leave it out")
 
 
 @pytest.mark.parametrize("sample", [{}, (), {"a": []}])
@@ -197,7 +197,7 @@ UNLIKE = [
         {"x": torch.zeros(3, 2), "y": 1},
         (
             "`sample['x']` must be float32 of shape (2, 3), as in the first sample, but is float32 "
-            "of shape (3, 2): resize, crop or convert it in the data set's transform"
+            "of shape (3, 2): resize, crop or convert it in the dataset's transform"
         ),
     ),
     ({"x": torch.zeros(2, 3).double(), "y": 1}, "but is float64 of shape (2, 3): resize"),

@@ -153,7 +153,7 @@ def restore_generators_and_log(directory):
 
 def test_at_another_size_the_generators_are_left_alone_and_it_is_said_once(tmp_path):
     run(save_values, tmp_path, 1, {}, world_size=2)
-    told = "[0/3] the default generators are left as they are: they were those of 2 ranks"
+    told = "[0/3] default generators are not restored: 2 process(es) saved theirs, not 3"
     assert run(restore_generators_and_log, tmp_path, world_size=3) == [
         (True, [told] if rank == 0 else []) for rank in range(3)
     ]

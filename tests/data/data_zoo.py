@@ -1,4 +1,4 @@
-"""What the tests of loading share: data sets, samplers, and what they ask of loaders."""
+"""What the tests of loading share: datasets, samplers, and what they ask of loaders."""
 
 import logging
 import random
@@ -112,7 +112,7 @@ class TwoArguments(Exception):  # noqa: N818  # a user's own
         super().__init__(f"{code}: {text}")
 
 
-# What a data set raises, and how an error tells of it.
+# What a dataset raises, and how an error tells of it.
 ERRORS = {
     "ValueError: torn file": ValueError("torn file"),
     "KeyError: 'label'": KeyError("label"),

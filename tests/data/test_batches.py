@@ -192,7 +192,7 @@ def test_an_index_out_of_range_is_told_before_it_reaches_another_device(index):
     assert (rows.device, rows.shape) == (OTHER, (2, 2))
 
 
-# --- data sets that read a whole batch ---
+# --- datasets that read a whole batch ---
 
 
 class Whole(Numbers):

@@ -206,7 +206,7 @@ def test_what_stands_in_is_collated_and_transformed_as_any_other():
     assert second == ([(1, [40, 50, 60, 70]), (0, [80])], [[4, 5, 6, 7], [8]])
 
 
-# --- errors in the data set ---
+# --- errors in the dataset ---
 
 
 class Failing(Numbers):

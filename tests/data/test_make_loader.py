@@ -15,7 +15,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from pardata import Loader, make_loader
+from pardata import Loader, backward, make_loader, wrap_model
 
 
 class WhoAmI(Numbers):
@@ -29,7 +29,7 @@ def batches(*args, **options):
     return [batch.tolist() for batch in make_loader(*args, **options)]
 
 
-# --- data sets ---
+# --- datasets ---
 
 
 @pytest.mark.parametrize(
@@ -126,6 +126,54 @@ def test_any_integer_is_a_seed(seed):
 # --- shares that differ ---
 
 
+UNEVEN = {
+    "shuffled": (8, {"shuffle": True}),
+    "in the order of a sampler": (8, {"sampler": SequentialSampler(range(24))}),
+}
+EVEN = {
+    "an evaluation": (8, {}),
+    "a multiple of the ranks": (9, {"shuffle": True}),
+    "microbatches": (8, {"shuffle": True, "microbatch_size": 2}),
+}
+
+
+def _warnings_of_training(strategy, arguments):
+    """What is logged in steps of `backward`, in evaluations, and then in steps without it."""
+    model, rows = wrap_model(torch.nn.Linear(1, 1), strategy), torch.ones(3, 1)
+    with log_of("pardata.model._uneven_shares") as log:
+        for batch_size, options in arguments:
+            loader = make_loader(torch.ones(24, 1), batch_size, num_workers=0, **options)
+            for batch in loader:
+                backward(model, lambda model, rows: model(rows).sum(), batch)
+            with torch.no_grad():
+                model(rows)
+        model.eval()(rows)
+        before = [*log.lines]
+        for _ in range(2):
+            model.train()(rows).sum().backward()
+    return before, log.lines
+
+
+needs_fsdp = pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"), reason="fully_shard of torch 2.6 needs a GPU"
+)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=needs_fsdp)])
+def test_uneven_shares_are_warned_about_once_where_backward_does_not_weight_them(strategy):
+    text = (
+        "[0/3] `batch_size` 8 leaves 3 ranks shares that differ by one sample, and a "
+        "loss.backward() takes the plain mean of their gradients: call `pardata.backward`, which "
+        "weights them, choose a multiple of 3, or weight the loss yourself"
+    )
+    for arguments in UNEVEN.values():
+        found = run(_warnings_of_training, strategy, [arguments], world_size=3)
+        assert found == [([], [text]), ([], []), ([], [])]
+        assert run(_warnings_of_training, strategy, [arguments], world_size=2) == [([], [])] * 2
+    found = run(_warnings_of_training, strategy, [*EVEN.values()], world_size=3)
+    assert found == [([], [])] * 3
+
+
 def _warnings_of(arguments):
     with log_of("pardata.data._loader_arguments") as log:
         for batch_size, options in arguments:
@@ -134,28 +182,16 @@ def _warnings_of(arguments):
     return log.lines
 
 
-def test_shares_that_differ_and_ranks_that_will_idle_are_warned_about_once_on_rank_0():
-    arguments = [
-        (8, {"shuffle": True}),
-        (8, {"sampler": SequentialSampler(range(24))}),
-        (8, {}),
-        (9, {"shuffle": True}),
-        (8, {"shuffle": True, "microbatch_size": 2}),
-        *((8, {"microbatch_size": size}) for size in (3, 4, 7)),
-        *((9, {"microbatch_size": size}) for size in (None, 3)),
-    ]
-    differ = (
-        "[0/3] `batch_size` 8 leaves 3 ranks shares that differ by one sample, which "
-        "`pardata.backward` weights, while a loss.backward() of one's own takes the plain mean of "
-        "their gradients: use `pardata.backward`, or choose a multiple of 3"
-    )
-    idle = (
+def test_ranks_that_will_idle_are_named_once_on_rank_0():
+    arguments = [(8, {"microbatch_size": 4}), (8, {"microbatch_size": 7}), (9, {})]
+    text = (
         "[0/3] a `batch_size` of 8 in microbatches of {} is 2, fewer than the 3 ranks: ranks 2 to "
         "2 idle; make `microbatch_size` smaller"
     )
-    texts = [differ, idle.format(4), idle.format(7)]
-    assert run(_warnings_of, arguments, world_size=3) == [texts, [], []]
-    assert run(_warnings_of, arguments, world_size=1) == [[]]
+    found = run(_warnings_of, arguments, world_size=3)
+    assert found == [[text.format(4), text.format(7)], [], []]
+    enough = [(8, {"microbatch_size": 3}), (9, {"microbatch_size": 3})]
+    assert run(_warnings_of, enough, world_size=3) == [[], [], []]
 
 
 # --- what is DataLoader's own ---

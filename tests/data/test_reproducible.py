@@ -258,7 +258,7 @@ def test_collate_fn_and_batch_transform_do_not_draw_the_same_numbers():
     assert not torch.equal(batch[0][:, 0], batch[0][:, 1])
 
 
-# --- a data set with a generator of its own ---
+# --- a dataset with a generator of its own ---
 
 
 def _warned(folder, kind, workers, options):

@@ -44,7 +44,7 @@ def graph(nodes, edges):
 
 
 def detection(*numbers):
-    """Return samples as a data set of images and targets has them."""
+    """Return samples as a dataset of images and targets has them."""
     return [(image(8 + number), boxes(number)) for number in numbers]
 
 

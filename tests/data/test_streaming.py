@@ -171,7 +171,7 @@ def test_where_a_stream_ends_is_not_for_its_length_to_say():
 
 # Of how long a stream, after how many samples, and whether it is sharded.
 PLACES = {
-    (10, 7, False): "7 samples, and it goes on there, in the middle of a batch of 5",
+    (10, 7, False): "7 samples, and it continues there, in the middle of a batch of 5",
     (10, 12, False): "12 samples, and it ended after 10",
     (0, 5, False): "5 samples, and it ended after 0",
     (2, 100, True): "100 samples, and on some rank it ended after",
@@ -193,7 +193,7 @@ def test_to_go_on_where_the_stream_has_no_such_place_is_an_error_on_every_rank(s
     for outcomes in run(_no_such_place, workers, world_size=size):
         for raised, text in zip(outcomes, PLACES.values(), strict=True):
             assert raised.type == "ValueError"
-            start = "`state` must have been taken of this stream, but its `delivered` is"
+            start = "`state` must be of this iterable dataset, but its `delivered` is"
             assert f"{start} {text}" in raised.text
 
 
@@ -212,7 +212,7 @@ def test_that_a_stream_must_be_read_again_is_said_and_what_is_read_is_not_kept()
         loader = at(loader_of(Heavy(), collate_fn=len), 0)
         assert log.lines == []
         at(loader, 0, 100)
-    assert log.lines == ["reads 100 samples again, to go on after them"]
+    assert log.lines == ["reading 100 samples again, to resume after them"]
     assert list(loader) == [3]
     assert max(most) <= 5
 
@@ -233,9 +233,9 @@ def test_a_stream_that_splits_itself_by_worker_is_found_out(name, size):
         assert isinstance(raised, Raised)
         assert raised.type == "RuntimeError"
         assert (
-            "every worker must read the same stream, but they differ: let it not look at "
-            "get_worker_info(), and draw from the default generators alone, or pass sharded=True "
-            "if each rank and worker has its own"
+            "every worker must read the same samples, but they differ: let the dataset not look "
+            "at get_worker_info(), and draw from the default generators alone, or pass "
+            "sharded=True if each rank and worker has its own"
         ) in raised.text
 
 
@@ -251,7 +251,7 @@ def test_a_stream_that_splits_itself_by_rank_is_found_out():
             assert "to `make_loader(IterableDataset)`, but `first samples` differ" in start
             assert first.startswith("  rank 0: first samples='")
             assert second.startswith("  rank 1: first samples='")
-            assert cure.startswith("Let the stream yield the same samples everywhere, drawing from")
+            assert cure.startswith("Let the dataset yield the same samples everywhere, drawing ")
 
 
 class Kinds(IterableDataset):
@@ -310,9 +310,9 @@ def test_streams_that_end_differently_raise_on_every_rank(size):
             # Of 12, 11 and 10 samples the third batch is short on two; else the second on the last.
             first = "ranks 1, 2" if (size, number) == (3, 1) else f"rank {size - 1}"
             assert raised.text == (
-                f"every rank must read the same stream, but it ended on {first} of {size} "
-                f"before the others: let it yield the same samples everywhere, drawing from the "
-                f"default generators alone, or pass sharded=True if each rank has its own"
+                f"every rank must read the same samples, but they ended on {first} of {size} "
+                f"before the others: let the dataset yield the same samples everywhere, drawing "
+                f"from the default generators alone, or pass sharded=True if each rank has its own"
             )
 
 
@@ -530,9 +530,9 @@ def test_a_stream_that_is_not_the_same_when_it_is_read_again_is_an_error(sharded
     for raised, left in run(_own_randomness, sharded, world_size=size):
         assert raised.type == "ValueError"
         assert raised.text == (
-            "`dataset` must yield the same samples when an epoch is read again to go on where it "
-            "was, but Shuffled begins with others: let it draw from the default generators alone, "
-            "or, without `sharded`, give it state_dict() and load_state_dict()"
+            "`dataset` must yield the same samples when an epoch is read again to resume, but "
+            "Shuffled begins with others: let it draw from the default generators alone, or, "
+            "without `sharded`, give it state_dict() and load_state_dict()"
         )
         assert left == (3 if not sharded else 4 * size - 1)
 
@@ -555,12 +555,12 @@ def test_an_error_names_the_sample_the_rank_and_what_it_was(workers):
         assert seen == [[0, 1, 2, 3], [4, 5, 6, 7]]
         assert raised.type == "RuntimeError"
         where = "on rank 0, worker 0" if workers else "on rank 0"
-        assert f"sample 9 of the stream could not be read {where}: {text}" in raised.text
+        assert f"sample 9 of the iterable dataset could not be read {where}: {text}" in raised.text
 
 
 def test_an_error_at_the_start_says_that_there_is_no_stream():
     _, raised = until_it_raises(Failing(20, OSError("no such file"), None))
-    assert raised.text == "the stream could not be read on rank 0: OSError: no such file"
+    assert raised.text == "the iterable dataset could not be read on rank 0: OSError: no such file"
 
 
 def _failing_on_rank_1():
@@ -570,7 +570,8 @@ def _failing_on_rank_1():
 def test_an_error_on_one_rank_is_raised_on_every_rank_after_the_same_step():
     ranks = run(_failing_on_rank_1, world_size=3)
     for number, where in enumerate([None, 0, 9]):
-        what = "the stream" if where is None else f"sample {where} of the stream"
+        what = "the iterable dataset"
+        what = what if where is None else f"sample {where} of {what}"
         own = f"{what} could not be read on rank 1: ValueError: torn"
         seen, raised = zip(*(rank[number] for rank in ranks), strict=True)
         assert joined(seen) == [[0, 1, 2, 3], [4, 5, 6, 7]][: 2 * bool(where)]

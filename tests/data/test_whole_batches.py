@@ -17,7 +17,7 @@ Pair = namedtuple("Pair", ["x", "y"])  # noqa: PYI024  # the untyped kind must w
 
 
 def tensors(length, start=0):
-    """Return a data set of several kinds of fields, whose samples can be told apart."""
+    """Return a dataset of several kinds of fields, whose samples can be told apart."""
     numbers = torch.arange(start, start + length)
     halves = (numbers[:, None] * torch.ones(2, 3)[:, None].flatten()).half()
     return TensorDataset(numbers, halves, numbers % 2 == 0)
@@ -131,7 +131,7 @@ def test_a_batch_is_a_copy():
     assert data.tensors[0].tolist() == [0, 0, 0]
 
 
-# --- which data sets ---
+# --- which datasets ---
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def fingerprint(printed):
 
 def story(sizes):
     """Tell the example's story: an undisturbed run, and one that is killed on its way."""
-    # A checkpoint at every step: the first may be killed in step 3, and the next must go on.
+    # A checkpoint at every step: the first may be killed in its step 3, and the next must resume.
     return python(ELASTIC, "--sizes", *sizes, "--epochs", 2, "--save-every", 1)
 
 
@@ -74,7 +74,7 @@ def test_mnist_compares_a_run_in_one_process_with_one_in_several():
 @pytest.mark.parametrize("sizes", [(2, 1), pytest.param((2, 1, 3), marks=pytest.mark.soak)])
 def test_a_run_that_is_killed_and_changes_its_size_ends_as_if_nothing_had_been(sizes, told):
     printed = told if sizes == (2, 1) else story(sizes)
-    assert printed.count("killed in step") == len(sizes) - 1
+    assert printed.count("killed in their step") == len(sizes) - 1
     assert re.search(rf"{sizes[-1]} process\(es\) resume after step \d+", printed)
     assert f"the same to the last bit on 1 and on {', '.join(map(str, sizes))}" in printed
 

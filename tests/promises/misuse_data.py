@@ -281,14 +281,14 @@ CASES = {
         case("load(delivered=5)", "ValueError", "`state` must be at the end of a batch of 4, but "
              "is at sample 5 of epoch 0"),
         case("load(delivered=12)", "ValueError", "is at sample 12 of epoch 0"),
-        case("go_on(delivered=7)", "ValueError", "`state` must have been taken of this stream, but "
-             "its `delivered` is 7 samples, and it goes on there, in the middle of a batch of 5",
-             label="a stream that goes on where the state says that it ended"),
+        case("go_on(delivered=7)", "ValueError", "`state` must be of this iterable dataset, but "
+             "its `delivered` is 7 samples, and it continues there, in the middle of a batch of 5",
+             label="an iterable dataset longer than the state says"),
         case("go_on(delivered=100)", "ValueError", "`delivered` is 100 samples, and it ended after "
-             "10", label="a stream that is shorter than what the state says was delivered"),
+             "10", label="an iterable dataset shorter than the state says"),
         case("go_on(delivered=5, digest='other')", "ValueError", "`dataset` must yield the same "
              "samples when an epoch is read again", "Stream begins with others: let it draw",
-             label="a stream that draws from randomness of its own, resumed"),
+             label="an iterable dataset with randomness of its own, resumed"),
         case("load(epoch=-1)", "ValueError", "is at sample 0 of epoch -1"),
         case("load(epoch=2**63)", "ValueError", "of epoch 9223372036854775808"),
     ],
@@ -308,6 +308,6 @@ CASES = {
              ours=False, label="`cache_dataset(data, a_file)`"),
         case("cache_dataset(TEN, 5)", "TypeError", "os.PathLike object", ours=False),
         case("cache(OfItself(10 - rank))", "RuntimeError", "the same to `cache_dataset`",
-             "`the length` differ", sizes=MANY, label="a data set that is shorter on one rank"),
+             "`the length` differ", sizes=MANY, label="a dataset that is shorter on one rank"),
     ],
 }  # fmt: skip

@@ -38,7 +38,7 @@ line on real processes:
 `PYTHONPATH=tests python tests/promises/test_bad_inputs.py --write docs/errors.md`.
 
 In the first column, `rank` is the number of the rank: `4 if rank == 0 else 0` is a mistake on some
-ranks only. `TEN` is a data set of ten samples, `net()` a small model, `wrapped()` what `wrap_model`
+ranks only. `TEN` is a dataset of ten samples, `net()` a small model, `wrapped()` what `wrap_model`
 makes of it, `epoch_of(…)` a loader that is read through; `load(…)` loads a loader's state of which
 some keys were changed, `cache(…)` is `cache_dataset` with a directory of its own. `save(…)`,
 `restore(…)` and `export(…)` are those of a `Checkpointer`, which has saved a `model` and the value

@@ -440,7 +440,7 @@ def with_threads(threads, wrapping=lambda model: model):
     return wrapping(wrap_model(seeded(), "exact", threads=threads))
 
 
-CHANGED = "but the number of threads was 1 and is 2: go on where it began .*, or load into unwrap"
+CHANGED = "but the number of threads was 1 and is 2: resume where it began .*, or load into unwrap"
 
 
 def test_a_resume_with_other_threads_is_an_error_with_the_cure(tmp_path):
@@ -482,11 +482,12 @@ def test_the_arithmetic_is_tried_once_for_a_state_however_many_modules_it_is_of(
 def test_records_of_other_processors_and_of_another_arithmetic_are_told_apart():
     model = wrap_model(seeded(), "exact")
     state = model.state_dict()
-    probe = r"but a probe of its arithmetic was '\w+' and is '\w+': go on where it began"
+    probe = r"but a probe of its arithmetic was '\w+' and is '\w+': resume where it began"
     with DIFFERING["arithmetic"](), pytest.raises(ValueError, match=probe):
         model.load_state_dict(state)
     state._metadata[""]["exact"]["the processor"] = "NVIDIA H200"
-    with pytest.raises(ValueError, match=r"but the processor was 'NVIDIA H200' and is '\w+': go"):
+    processor = r"but the processor was 'NVIDIA H200' and is '\w+': resume"
+    with pytest.raises(ValueError, match=processor):
         model.load_state_dict(state)
 
 

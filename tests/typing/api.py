@@ -59,7 +59,7 @@ class Net(nn.Module):
 
 
 class Words(Dataset[str]):
-    """A data set of no tensors."""
+    """A dataset of no tensors."""
 
 
 class Lines(IterableDataset[str]):

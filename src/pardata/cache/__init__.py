@@ -1,4 +1,4 @@
-"""A data set decoded once, read by whole batches."""
+"""A dataset decoded once, read by whole batches."""
 
 from pardata.cache._cache_dataset import CachedDataset as CachedDataset
 from pardata.cache._cache_dataset import cache_dataset as cache_dataset

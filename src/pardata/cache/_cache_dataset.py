@@ -1,4 +1,4 @@
-"""cache_dataset: decode a data set once, then read whole batches of it from mapped memory."""
+"""cache_dataset: decode a dataset once, then read whole batches of it from mapped memory."""
 
 import os
 from functools import partial
@@ -25,14 +25,14 @@ def cache_dataset(
     *,
     num_workers: int | Literal["auto"] = "auto",
 ) -> "CachedDataset":
-    """Decode `dataset` once into memory-mapped files, and return a data set that reads those.
+    """Decode `dataset` once into memory-mapped files, and return a dataset that reads those.
 
     `make_loader` reads it by whole batches, some hundred times as fast. All ranks and workers of a
     node share one copy of the pages, and the next run finds the files. They are built with a
     progress bar by several processes, appear all at once when complete, and are built again where
     the source has changed: its length, class or transform, or what 8 of its samples contain.
 
-    Samples are what the data set returns, in dicts, lists and tuples: tensors, arrays and numbers,
+    Samples are what the dataset returns, in dicts, lists and tuples: tensors, arrays and numbers,
     of the same shape and dtype in every sample, and images, which become uint8 tensors of shape
     (bands, height, width). Random transforms would be frozen, and are warned about: leave them to
     the `batch_transform` of `make_loader`.
@@ -41,15 +41,15 @@ def cache_dataset(
 
     Args:
         dataset: map-style, with ``__getitem__`` and ``__len__``.
-        directory: where the files go, one directory for each data set; other files in it are left
+        directory: where the files go, one directory for each dataset; other files in it are left
             alone. By default a folder below ``$PARDATA_CACHE``, or else in the user's cache
-            directory, named after all that tells one data set from another: a changed one gets
+            directory, named after all that tells one dataset from another: a changed one gets
             another folder, and the old one stays until you remove it.
         num_workers: processes that decode; ``"auto"`` takes the cores of the node.
 
     Raises:
-        TypeError: for a data set without indices, or a part that cannot be stored; names it.
-        ValueError: for an empty data set, and for a sample of other parts, shapes or dtypes than
+        TypeError: for a dataset without indices, or a part that cannot be stored; names it.
+        ValueError: for an empty dataset, and for a sample of other parts, shapes or dtypes than
             the first; names it.
         RuntimeError: for a sample that cannot be read, naming it, and where ranks disagree.
         OSError: where the disk is full or not writable; a cache that was there before stands.
@@ -76,10 +76,10 @@ def cache_dataset(
 
 
 class CachedDataset(ReadsBatches):
-    """The samples of a data set, read from files; made by `cache_dataset`.
+    """The samples of a dataset, read from files; made by `cache_dataset`.
 
     Attributes:
-        source: the data set that was cached, for its ``classes`` and the like; ``None`` in a
+        source: the dataset that was cached, for its ``classes`` and the like; ``None`` in a
             process to which this was sent, a worker that is started by ``"spawn"`` for one.
         directory: where the files are.
     """
@@ -94,8 +94,8 @@ class CachedDataset(ReadsBatches):
         manifest = read_manifest(directory) or {"source": None, "fields": ()}
         if manifest["source"] != source or set(manifest["fields"]) != set(fields):
             raise RuntimeError(
-                f"the cache in {directory} must be of this data set, but is of another or gone: "
-                f"give each data set a directory of its own, and pass the same data set on every "
+                f"the cache in {directory} must be of this dataset, but is of another or gone: "
+                f"give each dataset a directory of its own, and pass the same dataset on every "
                 f"rank"
             )
         self._files: tuple[Path, list[Field], int]
@@ -140,7 +140,7 @@ class CachedDataset(ReadsBatches):
 
 
 def _plans(told: list[dict[str, Any]]) -> list[Any]:
-    """Require the same data set on all ranks; return the plan of each node."""
+    """Require the same dataset on all ranks; return the plan of each node."""
     plans = [facts.pop("plan") for facts in told]
-    require_same("cache_dataset", told, "Pass the same data set on every rank.")
+    require_same("cache_dataset", told, "Pass the same dataset on every rank.")
     return [plan for plan in plans if plan is not None]

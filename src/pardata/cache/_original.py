@@ -1,4 +1,4 @@
-"""The data set that is cached: its samples, whether it has changed, and where its cache goes."""
+"""The dataset that is cached: its samples, whether it has changed, and where its cache goes."""
 
 import ctypes
 import hashlib
@@ -66,7 +66,7 @@ def _check_source(dataset: Any) -> None:
     ):
         raise TypeError(
             f"`dataset` must have __getitem__ and __len__ to be cached, but {name} has not: write "
-            f"a map-style data set"
+            f"a map-style dataset"
         )
     if len(dataset) == 0:
         raise ValueError(
@@ -76,7 +76,7 @@ def _check_source(dataset: Any) -> None:
 
 
 def read_sample(dataset: Any, index: int, seed: int = 0) -> tuple[Any, dict[str, Tensor]]:
-    """Return a sample as the data set returns it, and its parts as tensors.
+    """Return a sample as the dataset returns it, and its parts as tensors.
 
     It is read under a seed of its own: what is cached does not depend on who reads it.
 
@@ -128,7 +128,7 @@ def _identity(dataset: Any) -> dict[str, Any]:
 
 
 def _class_name(dataset: Any) -> str:
-    """Return the class of a data set, and of those inside it."""
+    """Return the class of a dataset, and of those inside it."""
     kinds = [type(layer) for layer in _layers(dataset)]
     return " of ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
 
@@ -150,7 +150,7 @@ def _unreadable(index: int, error: Exception) -> RuntimeError:
 
 
 def _layers(dataset: Any) -> Iterator[Any]:
-    """Yield a data set and those that it is a part, or made, of."""
+    """Yield a dataset and those that it is a part, or made, of."""
     yield dataset
     if isinstance(dataset, Subset):
         yield from _layers(dataset.dataset)

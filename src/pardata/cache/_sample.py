@@ -62,7 +62,7 @@ def store(parts: Mapping[str, Tensor], into: Mapping[str, Tensor], row: int) -> 
             raise ValueError(
                 f"sample {row} cannot be stored: `{path}` must be {name_of(rows.dtype)} of shape "
                 f"{shape}, as in the first sample, but is {name_of(tensor.dtype)} of shape "
-                f"{tuple(tensor.shape)}: resize, crop or convert it in the data set's transform"
+                f"{tuple(tensor.shape)}: resize, crop or convert it in the dataset's transform"
             )
         rows[row] = tensor
 
@@ -109,7 +109,7 @@ def _as_tensor(leaf: Any, path: str) -> Tensor:
         what += f" ({error})"
     raise TypeError(
         f"`{path}` must be a dense tensor, an array, an image of 8 bits a band or a number, but is "
-        f"{what}: convert it in the data set, or leave it out"
+        f"{what}: convert it in the dataset, or leave it out"
     )
 
 

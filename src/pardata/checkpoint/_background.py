@@ -1,4 +1,4 @@
-"""Work that goes on in a thread, and whose error is never lost."""
+"""Work in a thread, whose error is never lost."""
 
 import atexit
 import os

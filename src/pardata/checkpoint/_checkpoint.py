@@ -88,8 +88,8 @@ class Checkpoint(NamedTuple):
             if len(saved) == here.size:
                 restore_generators(b64decode(saved[here.rank]), here.device)
             else:
-                text = "the default generators are left as they are: they were those of %d ranks"
-                _log.info(text, len(saved))
+                text = "default generators are not restored: %d process(es) saved theirs, not %d"
+                _log.info(text, len(saved), here.size)
 
         agree(here, "Checkpointer.restore (loading)", load)
         step, saved = self.manifest["step"], self.manifest["identity"]

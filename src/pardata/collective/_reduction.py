@@ -32,7 +32,7 @@ def all_reduce_mean(value: Any, weight: float | Tensor = 1) -> Any:
 
     `value` is a number, a tensor, or nested dicts, lists and tuples of them; the result has the
     same structure. It takes one collective, or two for more than 57 numbers in all; tensors on GPUs
-    travel in one of their own, and no GPU is waited for, save for a `weight` on one. Sums are in
+    travel in one of their own, and no GPU is waited for, except for a `weight` on one. Sums are in
     float64. Floating-point tensors keep their dtype and device, integer and bool tensors become
     the default floating dtype, numbers become ``float``. The input is not changed and the result
     carries no gradient. In a single process the value itself is the mean.
@@ -40,7 +40,7 @@ def all_reduce_mean(value: Any, weight: float | Tensor = 1) -> Any:
     Args:
         value: what to average. A number on one rank may be a tensor without dimensions on another.
         weight: how much this rank's value counts, for example its number of samples. With 0 it
-            does not count at all, be it NaN.
+            does not count at all, not even NaN.
 
     Raises:
         TypeError: for a leaf or a weight that is no number; names its path.

@@ -52,7 +52,7 @@ class Loader:
         self._next = self._unused  # where the next iter() begins
         self._now = self._unused  # what has been delivered
         self._state = self._unused
-        self._is_held = False  # in the body of `epochs`, which alone goes on to the next epoch
+        self._is_held = False  # in the body of `epochs`, which alone moves to the next epoch
         self._run: weakref.ref[Generator[Any, None, None]] | None = None
         self._clock = Clock()
         self._has_spoken = False
@@ -86,7 +86,7 @@ class Loader:
         a batch, does not.
 
         In the body each ``iter()`` runs `epoch`, however many there are: only the end of the body
-        goes on to the next one, whether or not all batches were taken. `epoch` is also
+        moves to the next one, whether or not all batches were taken. `epoch` is also
         ``loader.epoch`` there. Collective only with a sampler, where a state was loaded.
 
         >>> from pardata import make_loader
@@ -142,7 +142,7 @@ class Loader:
         return self._recipe.state(self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next ``iter()`` go on where `state` was taken, at any world size and at once.
+        """Let the next ``iter()`` resume where `state` was taken, at any world size and at once.
 
         It yields the rest of that epoch: the samples not yet delivered, in the same global
         batches. ``len()`` stays that of a whole epoch. Not collective. An ``IterableDataset`` is
@@ -155,7 +155,7 @@ class Loader:
         self._now = self._state = self._recipe.position(state)
         self._next = self._unused = self._now
         if self._recipe.is_stream and self._next.delivered and self._next.state is None:
-            _log.info("reads %d samples again, to go on after them", self._next.delivered)
+            _log.info("reading %d samples again, to resume after them", self._next.delivered)
 
     def stats(self, *, reduce: bool = False) -> dict[str, float]:
         """Return how this rank's time was spent since the epoch in progress, or the last, began.

@@ -10,6 +10,7 @@ from pardata.collective._agreement import agree, require_same
 from pardata.data._workers import choose_workers
 from pardata.ranks._arguments import check_flag, check_integer, check_no_class, checked_device
 from pardata.ranks._logger import get_logger
+from pardata.ranks._process import process
 from pardata.ranks._world import World, require_world, single_world, world
 
 _log = get_logger(__name__)
@@ -66,7 +67,7 @@ def agreed(distributed: object, **given: Any) -> Arguments:
     seed = agree(args.ranks, "make_loader", facts, decide)
     if args.seed is None:
         args.seed = seed
-    _warn_of_uneven_shares(args)
+    _look_at_shares(args)
     return args
 
 
@@ -226,7 +227,7 @@ def _check_sizes(args: Arguments) -> None:
             )
         if args.sharded:
             raise ValueError(
-                f"`microbatch_size` must be left out with `sharded`, as the steps of such streams "
+                f"`microbatch_size` must be left out with `sharded`, as the steps of such data "
                 f"depend on the number of ranks, but is {microbatch_size}: choose one"
             )
     if length is not None and args.drop_last and batch_size > length:
@@ -243,7 +244,8 @@ def _check_sizes(args: Arguments) -> None:
         )
 
 
-def _warn_of_uneven_shares(args: Arguments) -> None:
+def _look_at_shares(args: Arguments) -> None:
+    """Say which ranks idle, and leave word for a training step to which uneven shares matter."""
     batch_size, ranks = args.batch_size, args.ranks.size
     if batch_size is None:
         return  # only the batch_sampler knows
@@ -255,13 +257,6 @@ def _warn_of_uneven_shares(args: Arguments) -> None:
             f"{pieces}, fewer than the {ranks} ranks: ranks {pieces} to {ranks - 1} idle; make "
             f"`microbatch_size` smaller"
         )
+        _log.warning(text, ranks=[0], once=True)
     elif args.microbatch_size is None and args.trains and batch_size % ranks:
-        text = (
-            f"`batch_size` {batch_size} leaves {ranks} ranks shares that differ by one sample, "
-            f"which `pardata.backward` weights, while a loss.backward() of one's own takes the "
-            f"plain mean of their gradients: use `pardata.backward`, or choose a multiple of "
-            f"{ranks}"
-        )
-    else:
-        return
-    _log.warning(text, ranks=[0], once=True)
+        process.uneven_batch = batch_size

@@ -56,16 +56,17 @@ def make_loader(
     such are read by whole batches, and so is what has ``__getitems__``: the list of samples that
     it returns is collated, a batch in the form of a tensor, tuple or dict is taken as it is.
 
-    Collective in a world larger than one (unless ``distributed=False``), as is nothing the loader
-    does later, save that a `sampler` is compared at the start of an epoch, and the start and the
-    ends of an ``IterableDataset`` are. In a single process it is a ``DataLoader`` with epochs.
+    Collective: every rank must call it (unless ``distributed=False``). Iterating is not collective,
+    with two exceptions: ranks compare the order of a `sampler` at the start of each epoch, and
+    agree on the start and the end of an ``IterableDataset``. In a single process it is a
+    ``DataLoader`` with epochs.
 
     Args:
         dataset: map-style, with ``__getitem__`` and ``__len__``, or an ``IterableDataset``, which
             every rank and worker reads whole to keep its own part (but see `sharded`). Its
             ``set_epoch``, if it has one, is called where it is read, in workers too.
-        batch_size: samples of one optimizer step, over all ranks. To be given, unless a
-            `batch_sampler` is.
+        batch_size: samples of one optimizer step, over all ranks. Required, unless there is a
+            `batch_sampler`.
         distributed: ``"auto"`` shares out in a world larger than one; ``True`` insists on a
             launcher; ``False`` gives this process everything.
         shuffle: a new order each epoch, from `seed` and the epoch alone, in constant memory.

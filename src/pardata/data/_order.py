@@ -163,7 +163,7 @@ class Requests(Sampler[Request]):
             if self._looks_twice and repr(self._drawn_once(epoch)) != repr(drawn):
                 raise ValueError(
                     f"`{self.name}` must yield the same order whenever it is asked for that of an "
-                    f"epoch, or no run could go on where it was, but {type(self.sampler).__name__} "
+                    f"epoch, or no run could resume, but {type(self.sampler).__name__} "
                     f"yielded another for epoch {epoch} when asked again: let it draw from "
                     f"the default generators, which are seeded for it, and not from one of "
                     f"its own (generator=None), and count no epochs but by set_epoch"

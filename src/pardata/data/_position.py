@@ -1,4 +1,4 @@
-"""Where a loader is, as a few numbers, and whether another loader can go on from there."""
+"""Where a loader is, as a few numbers, and whether another loader can resume there."""
 
 import reprlib
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ class Position(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """What decides which samples are in which step: it must be the same to go on."""
+    """What decides which samples are in which step: it must be the same to resume."""
 
     facts: dict[str, Any]  # JSON-like, by the names of arguments
     is_stream: bool

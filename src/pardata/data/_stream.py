@@ -62,7 +62,7 @@ class Stream(StandsForDataset, IterableDataset[Fetched]):
         samples, digest = self._after(epoch, delivered)
         if delivered % batch_size:  # an incomplete batch is the last one
             if _next(samples, 1):
-                why = f"it goes on there, in the middle of a batch of {batch_size}"
+                why = f"it continues there, in the middle of a batch of {batch_size}"
                 raise not_of_this_stream(delivered, why)
             return
         first = delivered // batch_size
@@ -105,7 +105,7 @@ class Stream(StandsForDataset, IterableDataset[Fetched]):
                 yield read
 
     def _fetched(self, step: Step, runs: list[range], read: list[Any], digest: str) -> Fetched:
-        # A copy, as the dataset may go on with its own; in a tuple, see `Position`.
+        # A copy, as the dataset may change its own; in a tuple, see `Position`.
         state = (deepcopy(self.dataset.state_dict()),) if self.keeps_place else None
         with self.collation.seeds.around_reading():
             batches = [
@@ -121,7 +121,7 @@ class Stream(StandsForDataset, IterableDataset[Fetched]):
         """
         seed = self.collation.seeds.seed
         key = mix(mix(seed, *own) if own else seed, epoch)
-        what = "the stream"
+        what = "the iterable dataset"
         try:
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(epoch)
@@ -130,7 +130,7 @@ class Stream(StandsForDataset, IterableDataset[Fetched]):
             seed_generators(key)
             samples = iter(self.dataset)
             for number in count(first):
-                what = f"sample {number} of the stream"
+                what = f"sample {number} of the iterable dataset"
                 seed_generators(mix(key, number))
                 sample = next(samples, _END)
                 if sample is _END:
@@ -147,10 +147,10 @@ def _next(samples: Iterator[Any], most: int) -> list[Any]:
 
 
 def not_of_this_stream(delivered: int, why: str) -> ValueError:
-    """Return the error of a loader that is to go on where this stream has no such place."""
+    """Return the error of a loader that is to resume where this stream has no such place."""
     return ValueError(
-        f"`state` must have been taken of this stream, but its `delivered` is {delivered} samples, "
-        f"and {why}: pass the stream that it was taken of, and look at what was saved"
+        f"`state` must be of this iterable dataset, but its `delivered` is {delivered} samples, "
+        f"and {why}: pass the dataset that the state was taken of, or look at what was saved"
     )
 
 

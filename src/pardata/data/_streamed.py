@@ -32,7 +32,7 @@ class Streamed(Source):
         fetched = self._begun(start.epoch, lambda: iter(stream))
         if not stream.is_sharded:
             fetched = _alike(fetched, first)
-        # One that goes on from its own state does not begin anew.
+        # One that resumes from its own state does not begin anew.
         before = None if state is not None else start.digest
         shared = self._together if self._ranks.size > 1 else self._alone
         fetched = shared(fetched, before)
@@ -85,7 +85,7 @@ class Streamed(Source):
             if self.reader.is_sharded:
                 return told
             cure = (
-                "Let the stream yield the same samples everywhere, drawing from the default "
+                "Let the dataset yield the same samples everywhere, drawing from the default "
                 "generators alone, or pass sharded=True if each rank and worker has its own."
             )
             require_same("make_loader(IterableDataset)", told, cure)
@@ -96,10 +96,10 @@ class Streamed(Source):
         self.digest = hash_of(digests)
         if before not in (None, self.digest):
             raise ValueError(
-                f"`dataset` must yield the same samples when an epoch is read again to go on where "
-                f"it was, but {type(self.reader.dataset).__name__} begins with others: let it draw "
-                f"from the default generators alone, or, without `sharded`, give it state_dict() "
-                f"and load_state_dict()"
+                f"`dataset` must yield the same samples when an epoch is read again to resume, but "
+                f"{type(self.reader.dataset).__name__} begins with others: let it draw from the "
+                f"default generators alone, or, without `sharded`, give it state_dict() and "
+                f"load_state_dict()"
             )
 
 
@@ -115,8 +115,8 @@ def _alike(fetched: Iterator[Fetched], first: int) -> Iterator[Fetched]:
         follows = digest is None or (current.digest == digest and current.step.samples <= most)
         if current.step.number != number or not follows:
             raise RuntimeError(
-                "every worker must read the same stream, but they differ: let it not look at "
-                "get_worker_info(), and draw from the default generators alone, or pass "
+                "every worker must read the same samples, but they differ: let the dataset not "
+                "look at get_worker_info(), and draw from the default generators alone, or pass "
                 "sharded=True if each rank and worker has its own"
             )
         digest, most = current.digest, current.step.samples
@@ -167,9 +167,9 @@ class _Coming:
 def _ended_on(counts: list[int]) -> str:
     shorter = [rank for rank, count in enumerate(counts) if count < max(counts)]
     return (
-        f"every rank must read the same stream, but it ended on {ranks_text(shorter)} of "
-        f"{len(counts)} before the others: let it yield the same samples everywhere, drawing from "
-        f"the default generators alone, or pass sharded=True if each rank has its own"
+        f"every rank must read the same samples, but they ended on {ranks_text(shorter)} of "
+        f"{len(counts)} before the others: let the dataset yield the same samples everywhere, "
+        f"drawing from the default generators alone, or pass sharded=True if each rank has its own"
     )
 
 

@@ -96,7 +96,7 @@ def _worker(here: World, timeout: float) -> Finding:
     try:
         choose_workers(1, None, here)  # raises where a worker could not send it
         samples = [torch.ones(_SAMPLE)]
-        (sample,) = DataLoader(samples, batch_size=None, num_workers=1, timeout=timeout)  # type: ignore[arg-type]  # a list is a data set
+        (sample,) = DataLoader(samples, batch_size=None, num_workers=1, timeout=timeout)  # type: ignore[arg-type]  # a list is a dataset
     except (RuntimeError, ValueError) as error:
         cure = "make /dev/shm larger (docker run --shm-size=8g) and writable, or pass num_workers=0"
         return found_error("shared memory", error, cure)

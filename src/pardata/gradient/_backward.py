@@ -45,12 +45,12 @@ def backward(
     """Add to ``.grad`` the gradient of the mean loss over the global batch, and return that loss.
 
     Runs ``loss_fn(model, microbatch)``, a mean over the samples of the microbatch, and its backward
-    for each microbatch, and synchronises once. Each sample of the global batch counts alike,
+    for each microbatch, and synchronises once. Each sample of the global batch has the same weight,
     however unevenly ranks and microbatches share them, under every strategy of `wrap_model`: the
     same call accumulates over eight microbatches in one process, and runs one in each of eight. As
     ``Tensor.backward`` it adds: what was in ``.grad`` before is counted once and not reduced again,
     and a parameter that no microbatch uses keeps its ``.grad``. Gradients of a ``loss.backward()``
-    under ``no_sync()`` must not be in ``.grad``: nobody would reduce them.
+    under ``no_sync()`` must not be in ``.grad``: no later step would reduce them.
 
     What `loss_fn` and the backward draw from PyTorch's default generators (dropout) is drawn under
     a seed of its own, and the generators are put back: from that of `seed_everything` and, of
@@ -58,25 +58,25 @@ def backward(
     of any other batch, the rank and how many there were since `seed_everything`. Where that was not
     called, the loader's seed, or ``torch.initial_seed()``, takes its place.
 
-    Collective, but for ``"none"`` and ``"dp"``. In a single process it is gradient accumulation.
+    Collective, except for ``"none"`` and ``"dp"``. In a single process it is gradient accumulation.
 
     Loss, counts and metrics travel while the backward runs, under ``"ddp"`` at the end of the
     gradients: they cost no collective of their own, and no GPU is waited for.
 
     Args:
         model: as `wrap_model` returned it. Other trainable models that `loss_fn` runs must be
-            frozen: nobody synchronises their gradients.
+            frozen: their gradients are not synchronised.
         loss_fn: runs ``model`` and returns a mean over the samples, a tensor of one element; or
             ``(loss, metrics)``, with nested dicts, lists and tuples of numbers and tensors that are
             means likewise: an accuracy, parts of the loss.
-        batch: the `Microbatches` of a loader; or, but for ``"exact"``, one microbatch of any kind.
-            What a loader yields has as many samples as were read for it, unless its ``collate_fn``
-            kept fewer. Of what else there is the rows of its first tensor count, or the items of
-            lists with one for each sample, as of images and targets; where that may be read in
-            several ways, a `count` tells.
-        count: returns what a microbatch counts for instead of its samples, its tokens say: an
-            integer from 0 up. The loss of one that counts 0 is not looked at, be it NaN. Costs a
-            small collective, which runs beside the forward.
+        batch: the `Microbatches` of a loader; or, except under ``"exact"``, one microbatch of any
+            kind. What a loader yields has as many samples as were read for it, unless its
+            ``collate_fn`` kept fewer. In any other batch the rows of the first tensor are the
+            samples, or the items of lists with one for each sample, as of images and targets. If
+            that can be read in several ways, pass `count`.
+        count: returns what a microbatch counts for instead of its samples, for example its tokens:
+            an integer from 0 up. The loss of one that counts 0 is ignored, even if it is NaN. Costs
+            a small collective, which runs during the forward.
         scaler: scales what is run backward; what is returned is not scaled. Its ``unscale_``,
             ``step`` and ``update`` stay yours. Under ``"exact"`` an overflow ends in infinite
             gradients, by which it finds its scale.
@@ -85,10 +85,10 @@ def backward(
         The mean loss over the global batch, without dimensions and detached, at least float32, the
         same on every rank; where `loss_fn` returned metrics too, the loss and their means, weighted
         as the loss is. Tensors stay tensors, of their floating dtype or the default one; numbers
-        become floats, for which a GPU is waited for.
+        become floats, and reading them waits for the GPU.
 
     Raises:
-        TypeError, ValueError: for what is no model; for a `batch` of which nobody can tell how many
+        TypeError, ValueError: for what is no model; for a `batch` that does not tell how many
             samples it has; for a `count` that is no integer from 0 up, and counts that are all 0;
             for a loss that is no tensor of one element, and metrics that are no numbers; under
             ``no_sync()``.
@@ -179,7 +179,7 @@ def _step_of(model: nn.Module, batch: Any, scaler: GradScaler | None) -> Step:
 
 
 def _check_equally_many(module: nn.Module, batch: Any, size: int) -> None:
-    """Refuse a step in which a stand-in would enter the statistics that all ranks share."""
+    """Refuse a step in which a placeholder would enter the statistics that all ranks share."""
     if not isinstance(batch, Microbatches) or len(batch.counts) % size == 0:
         return
     if any(is_synchronised(part) and part.training for part in module.modules()):

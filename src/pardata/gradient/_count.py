@@ -41,7 +41,7 @@ class Sharing:
 
 @dataclass(eq=False)
 class Piece:
-    """One microbatch that this rank runs; a stand-in counts 0 and has no number in the step."""
+    """One microbatch that this rank runs; a placeholder counts 0 and has no number in the step."""
 
     microbatch: Any
     count: int

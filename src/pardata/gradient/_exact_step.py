@@ -63,7 +63,7 @@ class ExactStep(Step):
     last microbatch's backward still runs.
     """
 
-    least = 1  # if a stand-in: by what it returns a rank that has none knows the metrics
+    least = 1  # if a placeholder: by what it returns a rank that has none knows the metrics
 
     def __init__(self, replica: Replica, scaler: GradScaler | None, batch: Any) -> None:
         super().__init__(replica, scaler, batch)

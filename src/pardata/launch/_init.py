@@ -36,7 +36,7 @@ def init(
     Launchers are looked for in this order: a process group that already exists (Ray Train, your
     own), torchrun, Open MPI, a SLURM step, MPICH, none. ``PARDATA_LAUNCHER`` (``auto``,
     ``torchrun``, ``slurm``, ``mpi``, ``none``) overrides. A single process never needs `init`;
-    called there it makes a group of one, for strategies that want a group at any size.
+    called there it makes a group of one, for strategies that need a group.
 
     A group that exists is adopted with the GPU to which it is bound, else the current one, else
     that of the local rank, which is made current; it is never left.
@@ -45,9 +45,9 @@ def init(
     the group at the end; without that it is left when the process exits normally. DataLoader
     workers and forked children get the single-process world and never touch the group.
 
-    Among several processes it also makes an exception that nobody catches one line of the log on
-    each rank, which says who failed first, and lets those who wait for this rank know; then
-    ``sys.excepthook`` goes on as before. That ends with the group.
+    With several processes, an uncaught exception is logged in one line on every rank, which says
+    which rank failed first, and ranks that wait for this one learn of it. Then the previous
+    ``sys.excepthook`` runs, which is restored when the group ends.
 
     Args:
         backend: of ``torch.distributed``; ``cuda:nccl,cpu:gloo`` on a GPU and ``gloo`` on a CPU

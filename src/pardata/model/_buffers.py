@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pardata.model._uneven_shares import warn_of_uneven_shares
+
 
 class EqualBuffers:
     """A forward hook: after a training forward all ranks have rank 0's buffers, as under "ddp"."""
@@ -17,6 +19,7 @@ class EqualBuffers:
     def __call__(self, module: nn.Module, _args: object, _output: object) -> None:
         """Broadcast the buffers."""
         if module.training and torch.is_grad_enabled() and not self.waits:
+            warn_of_uneven_shares()
             broadcast(module.buffers())
 
 

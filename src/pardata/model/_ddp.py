@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pardata.model._buffers import broadcast
 from pardata.model._read_through import ReadThrough
+from pardata.model._uneven_shares import warn_of_uneven_shares
 
 _SMALL = 2**17  # numbers: gradients that are copied in less time than a collective takes
 
@@ -47,6 +48,8 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
             self.__dict__["_forward_runs"] = False
         trains = torch.is_grad_enabled() and self.require_backward_grad_sync
         if trains and not self._in_step and not self._join_config.enable:
+            if self._inside.training:
+                warn_of_uneven_shares()
             self._equalise_buffers()
         return output
 

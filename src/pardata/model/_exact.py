@@ -77,8 +77,8 @@ class ExactModel(ReadThrough, Wrapper):
         )
         if differing:
             raise ValueError(
-                f"an exact run must go on with the kernels that it began with, but {differing}: go "
-                f"on where it began (threads: wrap_model(..., threads=…)) and with its precisions, "
+                f"an exact run must keep the kernels that it began with, but {differing}: resume "
+                f"where it began (threads: wrap_model(..., threads=…)) and with its precisions, "
                 f"or load into unwrap(model), for a run that is no longer the same to the last bit"
             )
 

@@ -37,7 +37,7 @@ def wrap_model(
     ``"dp"``    `torch.nn.DataParallel`: one process, several GPUs
     ``"ddp"``   `torch.nn.parallel.DistributedDataParallel`: one process per device
     ``"fsdp"``  ``torch.distributed.fsdp.fully_shard``: parameters sharded, in place
-    ``"exact"`` gradients that only `backward` makes: the same to the last bit at every size
+    ``"exact"`` gradients by `backward` alone: the same to the last bit at every world size
     =========== ========================================================================
 
     Under ``"ddp"`` and ``"dp"`` the result is a subclass of PyTorch's class. Attributes are read
@@ -48,8 +48,8 @@ def wrap_model(
     many blocks is sharded block by block if you call ``fully_shard`` on those first (from equal
     weights). ``"exact"`` sums the gradients of microbatches in fixed point, each computed from the
     step's buffers under a seed of its own, with a fixed number of threads: it sets that of the
-    process. Collective under ``"ddp"`` and ``"fsdp"``, which at one process need `init`, as
-    everywhere, and under ``"exact"``.
+    process. Collective under ``"ddp"``, ``"fsdp"`` and ``"exact"``. The first two need `init`, also
+    with one process.
 
     Args:
         model: any module, not yet wrapped. One that is spread over several devices stays where
@@ -60,11 +60,11 @@ def wrap_model(
             GPUs, by our own on CPUs, where that does not run. Every forward of a batch norm in
             training mode is then collective. Nothing to do in a single process.
         options: for the wrapped class. ``"ddp"``: ``find_unused_parameters``, ``bucket_cap_mb``,
-            ``static_graph`` and so on (``gradient_as_bucket_view`` is True unless told
-            otherwise). ``"dp"``: ``device_ids``, ``output_device``, ``dim``. ``"fsdp"``:
+            ``static_graph`` and so on (``gradient_as_bucket_view`` is True unless you
+            pass another). ``"dp"``: ``device_ids``, ``output_device``, ``dim``. ``"fsdp"``:
             ``mesh``, ``mp_policy`` and so on. ``"exact"``: ``threads`` (1), the same at every
-            size, and ``on_overflow`` (``"raise"``, or ``"skip"`` such steps with a warning).
-            Ignored by ``"none"``, so that one call serves every size.
+            world size, and ``on_overflow`` (``"raise"``, or ``"skip"`` such steps with a warning).
+            Ignored by ``"none"``, so that one call serves every world size.
 
     Raises:
         TypeError: for what is not a module, or an unknown option.

@@ -25,13 +25,13 @@ class MetricWriter:
 
     Every rank may call everything; the others write nothing. Not collective: write what
     `all_reduce_mean` returned, or it is rank 0's share alone. Lines are appended, each one flushed,
-    so a run that goes on in the same directory goes on in the same file. Usable as a context
+    so a run that resumes in the same directory appends to the same file. Usable as a context
     manager.
 
     Args:
         directory: made if it is not there.
-        after: the step after which the run goes on, as restored: lines of later steps, which were
-            written after the last save and come again, are removed. All stay if not given.
+        after: the step after which the run resumes, as restored: lines of later steps, which were
+            written after the last save and are written again, are removed. All stay if not given.
 
     Raises:
         OSError: on rank 0, where the directory cannot be written.

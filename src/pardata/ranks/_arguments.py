@@ -1,4 +1,4 @@
-"""Checks of what many functions take: a module, a data set, a flag, a device."""
+"""Checks of what many functions take: a module, a dataset, a flag, a device."""
 
 from datetime import timedelta
 from typing import Any

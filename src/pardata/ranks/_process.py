@@ -17,6 +17,8 @@ class Process:
             alone: it looks at each once.
         seed: that `seed_everything` was given; None where it was not called.
         calls: how often, since then, `backward` was given a batch of which no loader says more.
+        uneven_batch: the batch size of a training loader that gives ranks uneven shares, until a
+            training step without `backward` was warned of it; 0 where there is none.
     """
 
     def __init__(self) -> None:
@@ -26,6 +28,7 @@ class Process:
         self.trained_alone = WeakSet[object]()
         self.seed: int | None = None
         self.calls = 0
+        self.uneven_batch = 0
 
 
 process = Process()

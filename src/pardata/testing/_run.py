@@ -25,7 +25,7 @@ from pardata.ranks._launcher import TORCHRUN
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
 
-# How long the others may go on after one rank has failed, to fail in their turn.
+# How long the others may run after one rank has failed, to fail in their turn.
 _GRACE = 5.0
 # A test that inherits the launcher of its runner would join as somebody else's rank.
 _LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_", "GROUP_")

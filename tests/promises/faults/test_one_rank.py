@@ -82,7 +82,7 @@ FAULTS = [
     Fault("dead worker", "loses a DataLoader worker by SIGKILL", IN_TIME,
           r"rank <C> of 3 failed first: (RuntimeError: DataLoader worker .* is killed by signal"
           r"|ConnectionResetError|EOFError)"),  # the last two while it hands over a batch
-    Fault("shorter data", "has a shorter data set", SOON,
+    Fault("shorter data", "has a shorter dataset", SOON,
           DIFFER.format("make_loader", "`the length`", "the length=95")),
     Fault("seed", "passes another seed", SOON, DIFFER.format("make_loader", "`seed`", "seed=5")),
     Fault("model", "has another model", SOON, r"pass the same model to `wrap_model`, but they "

@@ -167,6 +167,24 @@ def check_matrix(ranks):
             assert loss == ranks[0][name][2], name  # the same on every rank, to the bit
 
 
+def errors_after_forwards_alone():
+    """Evaluate without ``no_grad()`` before each step, and step by hand between two."""
+    model, found = wrap_model(network(), "ddp"), []
+    case = Case((3,) * (world().size + 1))  # one microbatch a rank, and two on the first
+    for _ in range(3):
+        squared_error(model, rows_of(3))
+        model.zero_grad()
+        backward(model, squared_error, batch_of(case))
+        found.append(off(gradients(model), truth(case)[1]))
+        squared_error(model, rows_of(3)).backward()
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_forward_that_no_backward_follows_does_not_change_the_next_step(size):
+    assert max(map(max, run(errors_after_forwards_alone, world_size=size))) < CLOSE
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_the_gradient_is_that_of_the_mean_over_the_global_batch(size):
     check_matrix(run(errors_of_backward, *STRATEGIES, world_size=size))

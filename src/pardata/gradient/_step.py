@@ -119,7 +119,7 @@ class ReplicatedStep(_SharedStep):
                 f"wrap_model"
             )
         with gradients_aside(self.layer._module_parameters):  # noqa: SLF001  # a list, for a walk takes longer
-            with one_step(self.layer):
+            with one_step(self.layer, self.pieces.most):
                 yield
             self._settle()
 

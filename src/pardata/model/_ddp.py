@@ -27,7 +27,7 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
         # Not as attributes are set, which are the module's from here on.
-        self.__dict__.update(_in_step=False, _forward_runs=False)
+        self.__dict__.update(_in_step=False, _forward_runs=False, _expects_backward=False)
         self._assign_modules_buffers()  # PyTorch does not where it delays all its reductions
         if options.get("init_sync", True):
             self._broadcast_buffers()  # older PyTorch does not do it when its flag is off
@@ -48,6 +48,7 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
             self.__dict__["_forward_runs"] = False
         trains = torch.is_grad_enabled() and self.require_backward_grad_sync
         if trains and not self._in_step and not self._join_config.enable:
+            self.__dict__["_expects_backward"] = True
             if self._inside.training:
                 warn_of_uneven_shares()
             self._equalise_buffers()
@@ -206,11 +207,15 @@ def parcel_of(model: DistributedDataParallel) -> Parcel | None:
 
 
 @contextmanager
-def one_step(model: DistributedDataParallel) -> Iterator[None]:
-    """Take what runs in the block, one forward or several, for one step. Collective.
+def one_step(model: DistributedDataParallel, forwards: int) -> Iterator[None]:
+    """Take what runs in the block, so many forwards at most on a rank, for one step. Collective.
 
     At its end all gradients must have been reduced; then the buffers are equalised.
     """
+    if model.__dict__.pop("_expects_backward", False) and forwards > 1:
+        # After a forward that no backward has followed, as of an evaluation without no_grad(),
+        # PyTorch would reduce in the next backward, no_sync() or not, and not on every rank.
+        model.reducer._reset_state()  # noqa: SLF001  # torch has no public name
     model.__dict__["_in_step"] = True  # nn.Module's way to set an attribute takes longer
     try:
         yield

@@ -389,7 +389,7 @@ def layouts():
 def test_ranks_agree_on_the_cpu_wherever_the_parameters_are():
     # What is on "meta" cannot be read at all: it stands for a GPU, for which a reader would wait.
     meta = torch.device("meta")
-    sums = _exact_sums.Sums({"w": nn.Parameter(torch.empty(2, device=meta))}, 1, meta, [])
+    sums = _exact_sums.Sums({"w": nn.Parameter(torch.empty(2, device=meta))}, meta, [])
     sums.agree_on(7)
     assert sums.agreed
 

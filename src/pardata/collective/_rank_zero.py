@@ -78,7 +78,7 @@ def rank_zero_first(*, local: bool = False, timeout: timedelta | float = _HOURS)
         call = "rank_zero_first(local=True)"
         agree(here, call, lambda: None, timeout=patience)
         # Each node has turns of its own, in which its ranks have other numbers.
-        store = dist.PrefixStore(f"node{here.node_rank}", line.store)
+        store = dist.PrefixStore(f"node{here.node_rank}/{here.local_size}", line.store)
         line = Channel(store, line.timeout, here.local_rank, here.local_size)
     turn = Turn(line, call)
     if line.rank == 0:

@@ -18,7 +18,7 @@ def noise_seed(batch: Any, number: int = 0) -> int:
     """
     if isinstance(batch, Microbatches):
         seed = batch.seed if process.seed is None else process.seed
-        return mix(_mixed(seed, batch.epoch, batch.step) + number)
+        return mix(_mixed(seed, batch.epoch) + batch.step, number)
     process.calls += 1
     seed = torch.default_generator.initial_seed() if process.seed is None else process.seed
     rank = 0 if is_alone() else world().rank

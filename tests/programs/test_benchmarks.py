@@ -285,7 +285,7 @@ def test_memory_counts_what_ranks_and_workers_have_and_all_read_the_same(tmp_pat
 
 def test_exact_compares_time_and_memory_with_ddp_and_is_the_same_in_all_rounds(tmp_path):
     text = output_of(tmp_path, "exact.py", "--rounds", 2, "--steps", 1, "--nets", "convnet")
-    assert verdicts(text) == {("s a step, exact", "ddp", "<= 1.3")}
+    assert verdicts(text) == {("s a step, exact", "ddp", "<= 1.05")}
     assert contenders(text) == [
         f"{quantity}, {strategy}"
         for quantity in ("s a step", "MB at most")

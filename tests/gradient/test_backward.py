@@ -502,6 +502,16 @@ def test_in_a_group_of_one_a_step_costs_what_it_costs_without_a_group():
     assert run(calls_of_a_step, world_size=1) == [calls_of_a_step()]
 
 
+def by_torchs_own():
+    model = DistributedDataParallel(network())
+    backward(model, squared_error, cut(pieces((3, 3, 3))))
+    return off(gradients(model), truth(Case((3, 3, 3)))[1])
+
+
+def test_a_model_in_torchs_own_ddp_is_trained_too():
+    assert max(run(by_torchs_own, world_size=2)) < CLOSE
+
+
 # --- what is returned ---
 
 

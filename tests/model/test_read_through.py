@@ -5,6 +5,7 @@ import io
 import logging
 import pickle
 import re
+import warnings
 from collections import OrderedDict, namedtuple
 from dataclasses import make_dataclass
 
@@ -490,6 +491,30 @@ def test_buffers_that_autograd_saved_and_buffers_that_were_replaced_are_fine():
     run(masks, world_size=2)
 
 
+def lonely():
+    model = wrapped()
+    for step in range(2):  # the second forward rebuilds DDP's buckets, once
+        model(batch(seed=step)).sum().backward()
+    for context in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        for mode in (True, False):
+            for alone in (0, 1):
+                # With gradients only in evaluation, as a careless one has.
+                if rank() == alone and not (mode and context is torch.enable_grad):
+                    model.train(mode)
+                    with context():
+                        model(batch())
+                    model.state_dict()
+                    model.train()
+                dist.barrier()
+    model(batch(seed=rank())).sum().backward()
+    same(model.last.weight.grad)
+    check_in_sync(model)
+
+
+def test_no_collective_hides_in_an_evaluation_or_a_forward_without_gradients():
+    run(lonely, world_size=2, timeout=60)
+
+
 # Uneven inputs
 
 
@@ -569,7 +594,45 @@ def test_unused_parameters_are_named_on_every_rank_and_fine_where_ddp_is_told_to
         )
 
 
-# With checkpointing
+# With torch.compile and checkpointing
+
+
+def compiles(how):
+    net = seeded()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if how == "inside":
+            model = wrap_model(torch.compile(net, backend="eager"), "ddp")
+        elif how == "outside":
+            model = torch.compile(wrap_model(net, "ddp"), backend="eager")
+        else:
+            model = wrap_model(net, "ddp")
+            if how == "in place":
+                model.compile(backend="eager")
+        assert unwrap(model) is net
+        for step in range(3):
+            model.zero_grad()
+            model(batch(seed=3 * step + rank())).square().mean().backward()
+            check_in_sync(model)
+        model.eval()
+        assert not net.training
+        with torch.no_grad():
+            if rank() == 0:
+                model(batch())
+    if how != "outside":
+        assert list(model.state_dict()) == list(net.state_dict())
+    model.flag = 3
+    assert net.flag == 3
+    same(net.last.weight.grad)
+    return fingerprint(model), net.last.weight.grad
+
+
+def test_compile_inside_outside_and_in_place_train_as_without():
+    expected, grad = run(compiles, "not at all", world_size=2)[0]
+    for how in ("inside", "outside", "in place"):
+        for told, ours in run(compiles, how, world_size=2):
+            assert told == expected
+            torch.testing.assert_close(ours, grad)
 
 
 class Checkpointed(nn.Module):

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from model_zoo import TOGETHER, whole
+from model_zoo import TOGETHER, needs_fsdp, whole
 from on_ranks import caught, run, run_caught
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -551,3 +551,28 @@ def test_unequally_many_microbatches_are_refused_on_every_rank_before_anything_r
 def test_one_process_takes_any_number_of_microbatches_with_pytorchs_too():
     net = nn.Sequential(nn.SyncBatchNorm(4), nn.Linear(4, 1)).double()
     assert backward(net, mean_loss, microbatches(1, 0, [4, 4, 4])) > 0
+
+
+# Under "fsdp"
+
+
+def sharded(share):
+    rank, size = world().rank, world().size
+    net = made("2d")
+    ends = torch.tensor([0, *SHARES[share](size)]).cumsum(0).tolist()
+    wrapped = wrap_model(net, "fsdp", sync_batchnorm=True)
+    output = wrapped(numbers("2d", 0)[ends[rank] : ends[rank + 1]])
+    (loss_of(output) * size).backward()
+    return [whole(p.grad) for p in net.parameters()], [whole(b) for b in net.buffers()]
+
+
+@needs_fsdp
+@pytest.mark.parametrize("share", ["uneven", "none on the first"])
+def test_a_sharded_model_is_normalised_over_all_ranks_too(share):
+    net = made("2d")
+    loss_of(net(numbers("2d", 0))).backward()
+    for gradients, buffers in run(sharded, share, world_size=2):
+        for ours, parameter in zip(gradients, net.parameters(), strict=True):
+            same(ours, parameter.grad, "gradient")
+        for ours, buffer in zip(buffers, net.buffers(), strict=True):
+            same(ours, buffer, "statistics")

@@ -1,6 +1,6 @@
 """One rank fails, hangs or strays: every other one ends by itself, and says which rank and where.
 
-Real processes with torchrun's variables. ``python tests/faults/test_one_rank.py`` prints what each
+Real processes with torchrun's variables. ``python tests/promises/faults/test_one_rank.py`` prints what each
 rank said, after how many seconds, and its exit code, as a table.
 """
 

@@ -10,7 +10,7 @@ from on_ranks import run, run_caught
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from pardata import backward, make_loader, seed_everything, unwrap, world, wrap_model
+from pardata import Microbatches, backward, make_loader, seed_everything, unwrap, world, wrap_model
 from pardata.ranks._process import process
 
 FSDP = ["fsdp"] if hasattr(torch.cpu.Stream, "record_event") else []  # torch 2.6 needs a GPU
@@ -163,3 +163,22 @@ def test_under_exact_ranks_must_be_seeded_alike():
         assert raised.type == "RuntimeError", raised
         assert f"and has seed {rank}: call backward equally often" in raised.text
         assert "call seed_everything with the same seed, on every rank" in raised.text
+
+
+def test_no_two_steps_epochs_or_microbatches_have_the_same_noise():
+    drawn = []
+
+    def loss_fn(model, rows):
+        drawn.append(torch.rand(4))
+        return model(rows).sum()
+
+    model, rows = torch.nn.Linear(1, 1), torch.ones(2, 1)
+    for epoch, step in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1)):
+        backward(
+            model,
+            loss_fn,
+            Microbatches([rows, rows], epoch=epoch, step=step, first=0, counts=(2, 2)),
+        )
+    for _ in range(2):
+        backward(model, loss_fn, rows)
+    assert len({tuple(numbers.tolist()) for numbers in drawn}) == len(drawn) == 12

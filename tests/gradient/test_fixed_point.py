@@ -96,7 +96,7 @@ class OnGpu(torch.Tensor):
     is_cuda = True
 
 
-@pytest.mark.parametrize(("kind", "most"), [(torch.Tensor, 2**15), (OnGpu, 2**24)])
+@pytest.mark.parametrize(("kind", "most"), [(torch.Tensor, 2**16), (OnGpu, 2**24)])
 def test_what_is_computed_in_between_takes_bounded_memory_on_a_gpu_too(kind, most):
     low, high = torch.zeros(2, 2**25 + 1, dtype=torch.int64, device="meta")  # takes none itself
     with MostInBetween() as seen:

@@ -83,7 +83,12 @@ def mapped(
     parts = _parts(tree, is_leaf)
     if parts is None:
         return change(path, tree)
-    items = {key: mapped(part, change, is_leaf=is_leaf, path=(*path, key)) for key, part in parts}
+    items = {
+        key: change((*path, key), part)
+        if type(part) in _LEAVES  # as in `leaves`
+        else mapped(part, change, is_leaf=is_leaf, path=(*path, key))
+        for key, part in parts
+    }
     return _like(tree, items)
 
 

@@ -27,7 +27,7 @@ class Means:
         self._module = module
         self._device = device
         self._start = {name: buffer.clone() for name, buffer in real_buffers(module).items()}
-        self.shapes = _shapes(module)
+        self.shapes = _shapes(self._start)
         self.names = [name for name, b in self._start.items() if b.is_floating_point()]
         self._counting = [name for name in self._start if name not in self.names]
         self._before = self._flat(self._start, self.names, torch.float64)
@@ -55,7 +55,8 @@ class Means:
         if self.first == _NONE:
             self.first = number
             self._counts = self._flat(now, self._counting, torch.int64)
-        self.restore()
+        for name, start in self._start.items():
+            now[name].copy_(start)
 
     def peaks(self) -> list[Tensor]:
         """Return, of each floating-point buffer, the largest change, as a vector of one."""
@@ -91,15 +92,16 @@ class Means:
 
     def _now(self) -> dict[str, Tensor]:
         """Return the buffers as they are: those that there were, in their shapes."""
-        now = _shapes(self._module)
+        now = real_buffers(self._module)  # once: a walk through a deep module takes long
+        shapes = _shapes(now)
         for name, shape in self.shapes.items():
-            if now.get(name) != shape:
+            if shapes.get(name) != shape:
                 raise RuntimeError(
                     f"a buffer must keep its shape within a step under strategy 'exact', but "
-                    f"`{name}` was {shape} and is {now.get(name)}: keep what grows in a plain "
+                    f"`{name}` was {shape} and is {shapes.get(name)}: keep what grows in a plain "
                     f"attribute, or give the buffer its full size from the beginning"
                 )
-        return real_buffers(self._module)
+        return now
 
     def _flat(self, buffers: dict[str, Tensor], names: list[str], dtype: torch.dtype) -> Tensor:
         parts = [buffers[name].reshape(-1).to(self._device, dtype) for name in names]
@@ -122,5 +124,5 @@ def _words_of(rows: list[tuple[Tensor, int]], total: int) -> Tensor:
     return words
 
 
-def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(buffer.shape) for name, buffer in module.named_buffers()}
+def _shapes(buffers: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(buffer.shape) for name, buffer in buffers.items()}

@@ -20,9 +20,11 @@ class Bucket:
 
     Args:
         places: where the sums of each parameter are, by its name.
-        low: of shape (n,): the memory of the low words.
+        low: of shape (n,): the memory of the low words, whatever it holds.
 
     Attributes:
+        low: the low words; of what is not in `begun` they are only set as it is sent.
+        begun: the parameters to which something was added.
         missing: the parameters whose last gradient has not come.
         is_sent: whether the low words are on their way, to which nothing more can be added.
         late: the low words of what came after that.
@@ -31,7 +33,8 @@ class Bucket:
 
     def __init__(self, places: dict[str, slice], low: Tensor) -> None:
         self.places = places
-        self.low = low.zero_()
+        self.low = low
+        self.begun = set[str]()
         self.missing = set(places)
         self.is_sent = False
         self.late: Tensor | None = None
@@ -60,7 +63,17 @@ class Bucket:
         low = self.low if self.late is None else self.late
         # A GPU is not waited for: it may write high words, of zero, that nobody asks for.
         high = self.high[place] if is_large.is_cuda or is_large else None
-        _fixed_point.add(numbers, weight, low[place], high, is_large)
+        is_first = self.late is None and name not in self.begun
+        _fixed_point.add(numbers, weight, low[place], high, is_large, is_first=is_first)
+        self.begun.add(name)
+
+    def send(self) -> None:
+        """Send the low words to all ranks, which add them up. Collective."""
+        for name in self.places.keys() - self.begun:
+            self.low[self.places[name]].zero_()
+        self.is_sent = True
+        if world().size > 1:
+            self.work = dist.all_reduce(self.low, async_op=True)
 
 
 class Sums:
@@ -157,9 +170,7 @@ class Sums:
                 continue
             if (bucket.missing and not rest) or not self.agreed:
                 return
-            bucket.is_sent = True
-            if self._size > 1:
-                bucket.work = dist.all_reduce(bucket.low, async_op=True)
+            bucket.send()
 
     def receive(self, late: list[bool], large: set[str]) -> None:
         """Wait until the sums are those of all ranks.

@@ -23,7 +23,7 @@ MOST = 2**15
 """Numbers in a sum: of each that is large, up to 2**45 is left to the low word."""
 
 _LOW, _HIGH = 2.0**62, 2.0**16
-_BLOCK = 2**15  # numbers at a time: their float64 stay in a core's cache
+_BLOCK = 2**16  # numbers at a time: their float64 stay in a core's cache
 _BLOCK_ON_GPU = 2**24  # likewise: enough to keep it busy, and 128 MiB for each result in between
 
 
@@ -33,6 +33,8 @@ def add(
     low: Tensor,
     high: Tensor | None = None,
     is_large: Tensor | None = None,
+    *,
+    is_first: bool = False,
 ) -> None:
     """Add ``weight * numbers``, rounded once in float64 and once to the fixed point, to words.
 
@@ -44,20 +46,30 @@ def add(
         high: likewise; may be missing where none of the numbers is beyond `SMALL`.
         is_large: without dimensions; where it is false, `high` is left alone. So that the same
             words are made where a look at the numbers would wait for a GPU.
+        is_first: whether `low` holds nothing yet: it is set, whatever is there.
     """
     flat = _real(numbers.detach()).reshape(-1)
+    size = min(_block_size(flat), len(flat))
+    # The same memory for each block: what was just written there is still in the cache.
+    scaled = torch.empty(size, dtype=torch.float64, device=flat.device)
+    words = torch.empty(size, dtype=torch.int64, device=flat.device)
     for block in _blocks(flat):
+        part = flat[block]
         # A copy, also of float64: what is added is left as it is. To scale by a power of two is
         # exact, so the only rounding is that of the weighted number.
-        rest = flat[block].to(torch.float64, copy=True).mul_(weight * _LOW)
+        rest = scaled[: len(part)].copy_(part).mul_(weight * _LOW)
         if high is not None:
             multiple = (rest * (_HIGH / _LOW)).round_()
             if is_large is not None:
                 multiple.mul_(is_large)
-            high[block] += multiple.long()
+            high[block].add_(multiple.long())
             # Exact: both have few bits, the difference fewer.
             rest.sub_(multiple, alpha=_LOW / _HIGH)
-        low[block] += rest.round_().long()
+        rest.round_()
+        if is_first:
+            low[block].copy_(rest)
+        else:
+            low[block].add_(words[: len(part)].copy_(rest))
 
 
 def largest(numbers: Tensor) -> Tensor:
@@ -95,8 +107,12 @@ def _real(numbers: Tensor) -> Tensor:
     return torch.view_as_real(numbers) if numbers.is_complex() else numbers
 
 
+def _block_size(flat: Tensor) -> int:
+    return _BLOCK_ON_GPU if flat.is_cuda else _BLOCK
+
+
 def _blocks(flat: Tensor) -> Iterator[slice]:
     """Yield parts of `flat`, for what is computed in between must not take its size in memory."""
-    size = _BLOCK_ON_GPU if flat.is_cuda else _BLOCK
+    size = _block_size(flat)
     for start in range(0, len(flat), size):
         yield slice(start, start + size)

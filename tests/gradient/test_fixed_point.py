@@ -184,13 +184,15 @@ def test_where_nobody_looks_the_words_are_the_same(many, is_large):
 
 def test_high_words_are_made_for_the_first_number_that_may_be_large():
     peak = torch.zeros((), dtype=torch.float64)
-    words = Bucket({"a": slice(1, 3)}, torch.ones(4, dtype=torch.int64))
+    places = {"b": slice(0, 1), "a": slice(1, 3), "c": slice(3, 4)}
+    words = Bucket(places, torch.ones(4, dtype=torch.int64))
     words.add("a", torch.tensor([0.5, -0.25]), 0.5, peak)
     assert peak == 0.5
     assert "high" not in vars(words)
     words.add("a", torch.tensor([0.5, -0.75]), 0.5, peak)  # together it may be beyond one
     assert peak == 1.25
     assert "high" in vars(words)
+    words.send()  # alone, so to nobody: what has had no gradient is 0 from here on
     assert value(words.low, words.high).tolist() == [0.0, 0.5, -0.5, 0.0]
 
 

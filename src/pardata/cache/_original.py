@@ -1,7 +1,5 @@
 """The dataset that is cached: its samples, whether it has changed, and where its cache goes."""
 
-import ctypes
-import hashlib
 import os
 import re
 from collections.abc import Iterator
@@ -15,7 +13,7 @@ from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
 from pardata.cache._sample import parts_of
 from pardata.collective._agreement import Facts
-from pardata.data._sameness import same
+from pardata.collective._digest import digest_of
 from pardata.data._workers import choose_workers
 from pardata.ranks._arguments import check_no_class
 from pardata.ranks._cores import usable_cores
@@ -102,19 +100,15 @@ def read_sample(dataset: Any, index: int, seed: int = 0) -> tuple[Any, dict[str,
 def _identity(dataset: Any) -> dict[str, Any]:
     """Return what shows that a cache is of this source; warn, on rank 0, where it is random."""
     length = len(dataset)
-    contents = hashlib.sha256()
     is_random = is_lawless = False
+    subsets = [layer for layer in _layers(dataset) if isinstance(layer, Subset)]
+    digests = [digest_of(torch.as_tensor(subset.indices)) for subset in subsets]
     for index in sorted({i * (length - 1) // (_LOOKED_AT - 1) for i in range(_LOOKED_AT)}):
-        (_, parts), (_, under_another) = (read_sample(dataset, index, seed) for seed in (0, 1))
-        if not same(parts, under_another):
+        own, under_another = (digest_of(read_sample(dataset, index, seed)[1]) for seed in (0, 1))
+        if own != under_another:
             is_random = True
-            is_lawless = is_lawless or not same(parts, read_sample(dataset, index)[1])
-        for path, tensor in sorted(parts.items()):
-            contents.update(f"{path} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            _add(contents, tensor)
-    for layer in _layers(dataset):
-        if isinstance(layer, Subset):
-            _add(contents, torch.as_tensor(layer.indices))
+            is_lawless = is_lawless or own != digest_of(read_sample(dataset, index)[1])
+        digests.append(own)
     if is_random:
         _log.warning(_RANDOM, type(dataset).__name__, ranks=[0])
     return {
@@ -123,7 +117,7 @@ def _identity(dataset: Any) -> dict[str, Any]:
         "class": _class_name(dataset),
         "transform": _transform_text(dataset),
         # What a seed does not bring back tells nothing, and would change with every run.
-        "contents": "random" if is_lawless else contents.hexdigest(),
+        "contents": "random" if is_lawless else digest_of(digests),
     }
 
 
@@ -137,12 +131,7 @@ def _default_directory(dataset: Any, source: dict[str, Any]) -> Path:
     """Return where the cache of this source goes if nobody says otherwise."""
     root = os.environ.get("PARDATA_CACHE")
     below = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "pardata")
-    return below.expanduser() / f"{type(dataset).__name__}-{digest(source)}"
-
-
-def digest(value: object) -> str:
-    """Return a short name for what `value` prints as."""
-    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+    return below.expanduser() / f"{type(dataset).__name__}-{digest_of(source)}"
 
 
 def _unreadable(index: int, error: Exception) -> RuntimeError:
@@ -163,10 +152,3 @@ def _transform_text(dataset: Any) -> str:
     names = ("transform", "target_transform")
     found = [getattr(layer, name, None) for layer in _layers(dataset) for name in names]
     return re.sub(r" at 0x[0-9a-fA-F]+", "", " ".join(map(repr, found)))
-
-
-def _add(contents: Any, tensor: Tensor) -> None:
-    """Add the bytes of `tensor` to a hash; NumPy, which could give them, may be missing."""
-    plain = tensor.resolve_conj().resolve_neg().contiguous()
-    if plain.numel():
-        contents.update((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()))

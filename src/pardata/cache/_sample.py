@@ -1,8 +1,7 @@
 """A sample as fields of fixed shape: taken apart to be stored, and put together again."""
 
-import math
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,17 +11,8 @@ from pardata.seeds._generators import numpy_or_none
 
 _BANDS = ("L", "RGB", "RGBA", "CMYK", "YCbCr", "LA")  # image modes of 8 bits a band
 
-
-class Field(NamedTuple):
-    """One part of every sample: where it stands in the sample, and its dtype and shape."""
-
-    path: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    def size_in_bytes(self, length: int) -> int:
-        """Return how long the file of `length` samples is."""
-        return length * math.prod(self.shape) * self.dtype.itemsize
+Fields: TypeAlias = dict[str, Tensor]
+"""The parts of every sample, by their paths: of these shapes and dtypes, and without numbers."""
 
 
 def parts_of(sample: Any) -> dict[str, Tensor]:
@@ -38,9 +28,12 @@ def parts_of(sample: Any) -> dict[str, Tensor]:
     return {name: _as_tensor(leaf, name) for name, leaf in named.items()}
 
 
-def fields_of(parts: Mapping[str, Tensor]) -> list[Field]:
+def fields_of(parts: Mapping[str, Tensor]) -> Fields:
     """Return what a sample of these parts is made of."""
-    return [Field(path, tensor.dtype, tuple(tensor.shape)) for path, tensor in parts.items()]
+    return {
+        path: torch.empty(part.shape, dtype=part.dtype, device="meta")
+        for path, part in parts.items()
+    }
 
 
 def store(parts: Mapping[str, Tensor], into: Mapping[str, Tensor], row: int) -> None:
@@ -60,8 +53,8 @@ def store(parts: Mapping[str, Tensor], into: Mapping[str, Tensor], row: int) -> 
         tensor, shape = parts[path], tuple(rows.shape[1:])
         if tuple(tensor.shape) != shape or tensor.dtype != rows.dtype:
             raise ValueError(
-                f"sample {row} cannot be stored: `{path}` must be {name_of(rows.dtype)} of shape "
-                f"{shape}, as in the first sample, but is {name_of(tensor.dtype)} of shape "
+                f"sample {row} cannot be stored: `{path}` must be {_name_of(rows.dtype)} of shape "
+                f"{shape}, as in the first sample, but is {_name_of(tensor.dtype)} of shape "
                 f"{tuple(tensor.shape)}: resize, crop or convert it in the dataset's transform"
             )
         rows[row] = tensor
@@ -119,5 +112,5 @@ def _of_image(image: Any) -> Tensor:
     return flat.view(height, width, -1).permute(2, 0, 1)
 
 
-def name_of(dtype: torch.dtype) -> str:
+def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

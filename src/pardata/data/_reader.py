@@ -1,17 +1,17 @@
 """Reading a rank's part of a step, in a worker or here: seeded, collated, and errors say where."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
+from pardata.collective._digest import digest_of
 from pardata.data._batch import is_read_whole, whole_batch_reader
 from pardata.data._order import Request, as_list
 from pardata.data._plan import Step
-from pardata.data._sameness import same
 from pardata.ranks._logger import get_logger
 from pardata.seeds import _generators as generators
 from pardata.seeds._mix import mix
@@ -178,13 +178,13 @@ class Reader(StandsForDataset, Dataset[Any]):
         if first is None or (worker and worker.id):
             return
         self._looks_twice.fill_(False)
-        with generators.kept_generators():
-            one, other = (self._samples(request.step.epoch, first) for _ in range(2))
-        if not same(one, other):
-            _log.warning(
-                "sample %s of %s differs when read twice with the same seed, so that runs at "
-                "other sizes will not be the same: draw from the default generators of Python, "
-                "NumPy or PyTorch, or pass reproducible=False",
-                first[0],
-                type(self.dataset).__name__,
-            )
+        text = (
+            "sample %s of %s differs when read twice with the same seed, so that runs at other "
+            "sizes will not be the same: draw from the default generators of Python, NumPy or "
+            "PyTorch, or pass reproducible=False"
+        )
+        # A user's objects may raise anything: this is advice, and must not end a run.
+        with generators.kept_generators(), suppress(Exception):
+            one, other = (digest_of(self._samples(request.step.epoch, first)) for _ in range(2))
+            if one != other:
+                _log.warning(text, first[0], type(self.dataset).__name__)

@@ -1,16 +1,14 @@
 """Iterable datasets: each sample on one rank and one worker, in the same steps at every size."""
 
-import hashlib
 from collections.abc import Iterator
 from copy import deepcopy
 from itertools import count, islice
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from pardata.collective._tree import leaves
+from pardata.collective._digest import digest_of
 from pardata.data._plan import Plan, Step, share
 from pardata.data._reader import Collation, Fetched, StandsForDataset
 from pardata.seeds._generators import kept_generators, seed_generators
@@ -67,7 +65,7 @@ class Stream(StandsForDataset, IterableDataset[Fetched]):
             return
         first = delivered // batch_size
         for number, read in enumerate(self._shares(samples, batch_size), first):
-            digest = digest or hash_of([read[0], read[-1]])
+            digest = digest or digest_of([read[0], read[-1]])
             if (number - first) % workers == worker:
                 step, runs = self.plan.share_of(len(read), epoch, number)
                 yield self._fetched(step, runs, read, digest)
@@ -78,7 +76,7 @@ class Stream(StandsForDataset, IterableDataset[Fetched]):
             return self._seeded(epoch, first=delivered), ""
         samples = self._seeded(epoch)
         begin = _next(samples, min(delivered, self.plan.batch_size))
-        read, digest = len(begin), hash_of([begin[0], begin[-1]]) if begin else ""
+        read, digest = len(begin), digest_of([begin[0], begin[-1]]) if begin else ""
         del begin  # what is read again is not kept
         with kept_generators():
             read += sum(1 for _ in islice(samples, delivered - read))
@@ -93,7 +91,7 @@ class Stream(StandsForDataset, IterableDataset[Fetched]):
         samples = self._seeded(epoch, plan.rank, worker)
         steps, digest = count(worker, workers), ""
         for number, read in zip(steps, self._shares(samples, rows), strict=False):
-            digest = digest or hash_of([read[0], read[-1]])
+            digest = digest or digest_of([read[0], read[-1]])
             # It knows only how many samples the whole step should have.
             step = Step(epoch, number, 0, (len(read),), len(read), plan.batch_size)
             yield self._fetched(step, [range(len(read))], read, digest)
@@ -152,18 +150,3 @@ def not_of_this_stream(delivered: int, why: str) -> ValueError:
         f"`state` must be of this iterable dataset, but its `delivered` is {delivered} samples, "
         f"and {why}: pass the dataset that the state was taken of, or look at what was saved"
     )
-
-
-def hash_of(samples: list[Any]) -> str:
-    """Return a hash of the numbers and the text in `samples`: nothing is known of the rest."""
-    digest = hashlib.sha256()
-    for _, leaf in leaves(samples):
-        if isinstance(leaf, Tensor):
-            if leaf.layout == torch.strided:  # of a large one, some two thousand numbers will do
-                thinned = leaf.reshape(-1)[:: 1 + leaf.numel() // 2000]
-                digest.update(repr(thinned.tolist()).encode())
-        elif hasattr(leaf, "tobytes"):  # an array, a NumPy number, an image
-            digest.update(leaf.tobytes())
-        elif isinstance(leaf, str | bytes | int | float | complex):
-            digest.update(repr(leaf).encode())
-    return digest.hexdigest()[:16]

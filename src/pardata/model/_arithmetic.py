@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812  # the usual name
 from torch import Tensor
 from torch.nn.grad import conv2d_input, conv2d_weight
 
-from pardata.model._digest import digest_of
+from pardata.collective._digest import sha256_of
 
 
 def probe(device: torch.device) -> str:
@@ -20,7 +20,7 @@ def probe(device: torch.device) -> str:
     if device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False):
         dtypes.append(torch.bfloat16)
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        return digest_of(("", result) for dtype in dtypes for result in _results(dtype, device))
+        return sha256_of(("", result) for dtype in dtypes for result in _results(dtype, device))
 
 
 def _results(dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:

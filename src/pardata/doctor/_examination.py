@@ -4,6 +4,7 @@ Whatever goes wrong becomes a finding, on every rank.
 """
 
 import os
+import socket
 import sys
 import time
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typing import NoReturn
 from pardata.doctor._finding import Account, Finding, found_error
 from pardata.doctor._launchers import examine_launcher
 from pardata.doctor._report import report_text
-from pardata.doctor._surroundings import surroundings
+from pardata.doctor._surroundings import place, surroundings
 from pardata.doctor._trial import NETWORK_CURE, trial, trial_of_two
 from pardata.launch._init import init
 from pardata.ranks._launcher import SINGLE, Launch
@@ -40,7 +41,7 @@ def examine(command: str, *, timeout: float) -> int:
     else:
         if command == "check" and launch is not None:
             findings += trial_of_two(timeout)
-        accounts = [Account.of(here, findings)]
+        accounts = [_account(here, findings)]
         print(report_text(command, accounts), flush=True)
     return int(any(account.errors for account in accounts))
 
@@ -67,27 +68,35 @@ def _examine_together(
             if joined.is_main:
                 text = f"{joined.size} ranks met in {time.monotonic() - began:.1f} s"
                 findings.append(Finding(doing, f"{text}, backend {joined.backend}"))
+            findings.append(place(joined))
             if command == "check":
                 findings += trial(joined, left().total_seconds())
             doing = "reports"
             return _reported(command, joined, findings, left())
     except Exception as error:  # noqa: BLE001  # whatever goes wrong is what is looked for
         findings.append(found_error(doing, error, NETWORK_CURE))
-        _end_alone(command, Account.of(here, findings))
+        _end_alone(command, _account(here, findings))
 
 
 def _reported(
     command: str, here: World, findings: list[Finding], patience: timedelta
 ) -> list[Account]:
     """Let rank 0 print what all ranks found, and return it when it has. Collective."""
-    own = Account.of(here, findings)
+    own = _account(here, findings)
     told = all_say(channel(), f"pardata {command}", lambda: own, list, timeout=patience)
     # JSON has made lists of them.
-    accounts = [Account([Finding(*each) for each in found], *who) for found, *who in told]
+    accounts = [
+        Account(rank, size, host, [Finding(*each) for each in found])
+        for rank, size, host, found in told
+    ]
     if here.is_main:
         print(report_text(command, accounts), flush=True)
     all_say(channel(), "the report is printed", lambda: None, len, timeout=patience)
     return accounts
+
+
+def _account(here: World, findings: list[Finding]) -> Account:
+    return Account(here.rank, here.size, socket.gethostname(), findings)
 
 
 def _end_alone(command: str, account: Account) -> NoReturn:

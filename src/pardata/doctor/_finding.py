@@ -1,13 +1,7 @@
 """What a rank found: each thing with how bad it is and what to do about it, and who the rank is."""
 
 import re
-import socket
 from typing import NamedTuple
-
-import torch
-
-from pardata.ranks._cores import usable_cores
-from pardata.ranks._world import World
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 
@@ -27,24 +21,12 @@ class Finding(NamedTuple):
 
 
 class Account(NamedTuple):
-    """What a rank found, and who it is: from `rank` on, a row of the table of all ranks."""
+    """What a rank found, and who it is."""
 
-    findings: list[Finding]
-    size: int
     rank: int
+    size: int
     host: str
-    node: int
-    local_rank: int
-    device: str
-    cores: int
-
-    @classmethod
-    def of(cls, here: World, findings: list[Finding]) -> "Account":
-        """Describe the process that calls this."""
-        on_gpu = here.device.type == "cuda"
-        name = f" {torch.cuda.get_device_name(here.device)}" if on_gpu else ""
-        place = (here.rank, socket.gethostname(), here.node_rank, here.local_rank)
-        return cls(findings, here.size, *place, f"{here.device}{name}", usable_cores(here))
+    findings: list[Finding]
 
     @property
     def errors(self) -> list[Finding]:

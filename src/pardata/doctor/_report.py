@@ -1,4 +1,4 @@
-"""How the doctor's findings are printed: a table of the ranks, then each finding once."""
+"""How the doctor's findings are printed: each once, and whose it is."""
 
 import shutil
 import textwrap
@@ -14,34 +14,17 @@ _WIDTH = 100  # where there is no terminal to ask
 
 def report_text(command: str, accounts: Sequence[Account]) -> str:
     """Return the report of `command` on these ranks."""
-    table = [*_table(accounts), ""] if len(accounts) > 1 else []
     findings = list(_findings(accounts))
     lines = [line for finding, whose in findings for line in _lines(finding, whose)]
     statuses = Counter(finding.status for finding, _ in findings)
     bad = [(statuses[status], status) for status in (ERROR, WARNING) if statuses[status]]
     parts = [f"{number} {status}{'s' * (number > 1)}" for number, status in bad]
-    title = f"pardata {command}: {_scope(accounts)}"
-    return "\n".join([title, "", *table, *lines, "", " and ".join(parts) or "all is well"])
-
-
-def _scope(accounts: Sequence[Account]) -> str:
-    first = accounts[0]
-    if first.size == 1:
-        return f"one process on {first.host}"
-    if len(accounts) < first.size:
-        return f"rank {first.rank} of {first.size} on {first.host}"
-    hosts = {account.host for account in accounts}
-    return f"{first.size} ranks on {first.host if len(hosts) == 1 else f'{len(hosts)} hosts'}"
-
-
-def _table(accounts: Sequence[Account]) -> list[str]:
-    names = [name.replace("_", " ") for name in Account._fields]
-    rows = [list(map(str, row[2:])) for row in (names, *accounts)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    first, hosts = accounts[0], list(dict.fromkeys(account.host for account in accounts))
+    who = f"{first.size} ranks" if len(accounts) > 1 else f"rank {first.rank} of {first.size}"
+    who = "one process" if first.size == 1 else who
+    where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
+    title = f"pardata {command}: {who} on {where}"
+    return "\n".join([title, "", *lines, "", " and ".join(parts) or "all is well"])
 
 
 def _findings(accounts: Sequence[Account]) -> Iterator[tuple[Finding, str]]:
@@ -63,19 +46,16 @@ def _findings(accounts: Sequence[Account]) -> Iterator[tuple[Finding, str]]:
 
 
 def _lines(finding: Finding, whose: str) -> list[str]:
-    front = finding.status.ljust(_STATUS) + finding.name.ljust(_NAME)
-    lines = _wrapped(whose + finding.text, _STATUS + _NAME)
-    lines[0] = front + lines[0].lstrip()
+    indent = " " * (_STATUS + _NAME)
+    paragraphs = [(indent, text) for text in (whose + finding.text).splitlines()]
     if finding.cure:
-        lines += _wrapped(f"cure: {finding.cure}", _STATUS + _NAME + 2)
-    return lines
-
-
-def _wrapped(text: str, indent: int) -> list[str]:
-    room = max(40, shutil.get_terminal_size((_WIDTH, 24)).columns - indent)
+        paragraphs.append((f"{indent}  ", f"cure: {finding.cure}"))
+    width = max(64, shutil.get_terminal_size((_WIDTH, 24)).columns)
     # Names of variables, hosts and files stay whole, to be copied.
-    return [
-        " " * indent + part
-        for line in text.splitlines()
-        for part in textwrap.wrap(line, room, break_long_words=False, break_on_hyphens=False)
-    ]
+    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    lines = []
+    for begin, text in paragraphs:
+        wrapper.initial_indent = wrapper.subsequent_indent = begin
+        lines.append(wrapper.fill(text))
+    lines[0] = finding.status.ljust(_STATUS) + finding.name.ljust(_NAME) + lines[0].lstrip()
+    return lines

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from pardata.doctor._finding import Finding
 from pardata.ranks._cores import cpu_quota, usable_cores
@@ -35,7 +34,14 @@ def surroundings(here: World) -> Iterator[Finding]:
     yield from _open_files()
     yield from (_network(here), _versions())
     yield from shared_package(Path(__file__).parents[1])
-    yield _backends()
+
+
+def place(here: World) -> Finding:
+    """Return where a rank is."""
+    on_gpu = here.device.type == "cuda"
+    gpu = f" {torch.cuda.get_device_name(here.device)}" if on_gpu else ""
+    node = f"{socket.gethostname()}, node {here.node_rank}, local rank {here.local_rank}"
+    return Finding("place", f"{node}, {here.device}{gpu}, cores: {usable_cores(here)}")
 
 
 def _gpus() -> Finding:
@@ -143,12 +149,3 @@ def shared_package(package: Path) -> Iterator[Finding]:
             "`python -m pip install torch-pardata`"
         )
         yield Finding("installation", text, cure, is_error=True)
-
-
-def _backends() -> Finding:
-    gloo, nccl = dist.is_gloo_available(), dist.is_nccl_available()
-    text = f"{'gloo' if gloo else 'no gloo'}, {'NCCL' if nccl else 'no NCCL'}"
-    if gloo and (nccl or not torch.cuda.is_available()):
-        return Finding("backends", text)
-    cure = "install a torch that has both, as pytorch.org's wheels"
-    return Finding("backends", text, cure, is_error=True)

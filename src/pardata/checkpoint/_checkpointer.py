@@ -1,7 +1,6 @@
 """The state of a run: saved so that it survives, restored into any strategy and world size."""
 
 import os
-from base64 import b64encode
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -114,19 +113,18 @@ class Checkpointer:
             snapshot = Snapshot(here, objects, copy=self._asynchronous and here.rank == 0)
             if here.rank > 0:  # not in the turn, which would take them from all to all
                 line, key = channel(), f"generators/{here.rank}"
-                answered(line.timeout, partial(line.store.set, key, _generators(here)))
+                states: Any = generator_states(here.device)
+                answered(line.timeout, partial(line.store.set, key, states))
             options = {"step": step, "objects": list(objects), **self._options}
             return {"options": options, "details": snapshot.texts}
 
         same(here, "Checkpointer.save", tell, _raise_of_what_differs)
         contents = {"objects": snapshot.trees, "sharded": list(snapshot.parts)}
         if here.is_main:
-            generators = [_generators(here)]
+            contents["generators"] = generators = [generator_states(here.device)]
             if here.size > 1:
                 line, keys = channel(), [f"generators/{rank}" for rank in range(1, here.size)]
-                others = answered(line.timeout, partial(line.store.multi_get, keys))
-                generators += [text.decode() for text in others]
-            contents["generators"] = generators
+                generators += answered(line.timeout, partial(line.store.multi_get, keys))
         self._start(here, step, snapshot, contents)
 
     def restore(self, *unnamed: Never, at: int | None = None, **objects: Any) -> Restored:
@@ -248,8 +246,3 @@ def _raise_of_what_differs(told: list[dict[str, Any]]) -> None:
     """Raise where ranks differ in options, or in details, of which each may have its own."""
     for kind in ("options", "details"):
         require_same("Checkpointer.save", [facts[kind] for facts in told], CURE)
-
-
-def _generators(here: World) -> str:
-    """Return where the default generators of this rank are."""
-    return b64encode(generator_states(here.device)).decode()

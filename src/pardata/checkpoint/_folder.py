@@ -65,9 +65,9 @@ class Attempt:
             number += 1  # another one was quicker: so this one will be the newer
         self.number = number
         self.check()
-        for older, path in _claims(directory).items():
+        for older in _claims(directory):
             if older < number:
-                path.unlink(missing_ok=True)
+                self._path(older).unlink(missing_ok=True)
 
     def check(self) -> None:
         """Raise if somebody has claimed since this one did, or the directory is gone."""
@@ -76,21 +76,14 @@ class Attempt:
         if not _claims(self._directory) and self._directory.is_dir():
             # Somebody has emptied it, and not written yet.
             self._write_claim(self.number)
-        newest, path = max(_claims(self._directory).items(), default=(0, self._directory))
-        # No claim, or none any more: somebody is removing it all.
-        if newest == 0 or (newest == self.number and not path.exists()):
+        claims = _claims(self._directory)
+        if not claims:
             raise FileNotFoundError(
                 f"the directory of the checkpoints must stay, but {self._directory} is gone: was "
                 f"it removed, or its disk unmounted?"
             )
-        try:
-            text = path.read_text()
-        except FileNotFoundError:  # in this very moment
-            self.check()
-            return
-        except (OSError, ValueError):  # not ours
-            text = ""
-        if newest != self.number or text != self._text:
+        newest, text = max(claims.items())
+        if text != self._text:
             who = text.partition("\n")[0] or "by another process"  # which has not written yet
             raise RuntimeError(
                 f"one run at a time must write to {self._directory}, but this is attempt "
@@ -98,9 +91,12 @@ class Attempt:
                 f"older one and must end; give it a directory of its own if both are wanted"
             )
 
+    def _path(self, number: int) -> Path:
+        return self._directory / f"attempt-{number:04d}.txt"
+
     def _write_claim(self, number: int) -> bool:
         """Claim a number, and return whether nobody else has."""
-        path = self._directory / f"attempt-{number:04d}.txt"
+        path = self._path(number)
         try:
             with path.open("x") as file:
                 file.write(self._text)
@@ -112,9 +108,14 @@ class Attempt:
         return True
 
 
-def _claims(directory: Path) -> dict[int, Path]:
-    found = [(re.fullmatch(r"attempt-(\d{4,})\.txt", p.name), p) for p in entries(directory)]
-    return {int(match[1]): path for match, path in found if match}
+def _claims(directory: Path) -> dict[int, str]:
+    """Return what stands in each claim, by its number."""
+    found = {}
+    for path in entries(directory):
+        if match := re.fullmatch(r"attempt-(\d{4,})\.txt", path.name):
+            with suppress(FileNotFoundError):  # removed in this very moment
+                found[int(match[1])] = path.read_text(errors="ignore")
+    return found
 
 
 class Folder:

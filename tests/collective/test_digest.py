@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from pardata.collective._digest import digest_of
+from pardata.collective._tree import digest_of
 
 Pair = namedtuple("Pair", ["x", "y"])  # noqa: PYI024  # the untyped kind must work too
 NAN = float("nan")

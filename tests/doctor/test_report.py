@@ -2,8 +2,7 @@
 
 import pytest
 
-from pardata.doctor._finding import Account, Finding
-from pardata.doctor._report import report_text
+from pardata.doctor._report import Account, Finding, report_text
 
 SHM = Finding("/dev/shm", "24.0 GiB")
 SMALL = Finding("/dev/shm", "64 MiB", "enlarge it")

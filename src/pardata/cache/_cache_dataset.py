@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from pardata.cache._cache_files import Files, ensure, files_of
-from pardata.cache._original import facts_of, read_sample
-from pardata.cache._sample import fields_of, filled
+from pardata.cache._original import facts_of, fields_of, filled, read_sample
 from pardata.collective._agreement import agree, require_same
 from pardata.collective._rank_zero import rank_zero_first
 from pardata.data._batch import ReadsBatches, rows_of
@@ -86,12 +85,6 @@ class CachedDataset(ReadsBatches):
     def __init__(self, dataset: Any, files: Files, first: Any) -> None:
         self.source, self.directory = dataset, files.folder.parent
         self._files = files
-        if not files.are_there():
-            raise RuntimeError(
-                f"the cache in {self.directory} must be of this dataset, but is of another or "
-                f"gone: give each dataset a directory of its own, and pass the same dataset on "
-                f"every rank"
-            )
         self._map()
         self._sample: Any = first
         self._sample = self[0]  # whose parts do not hang on to the source's memory
@@ -114,8 +107,9 @@ class CachedDataset(ReadsBatches):
             fields = self._files.mapped()
         except (OSError, ValueError, RuntimeError) as error:  # gone, empty, shorter
             raise RuntimeError(
-                f"the cache in {self.directory} must stay as it was when it was opened, but has "
-                f"been removed or built again: call cache_dataset again"
+                f"the cache in {self.directory} must be of this dataset, but is of another or "
+                f"gone: give each dataset a directory of its own, pass the same dataset on every "
+                f"rank, and call cache_dataset again where files were removed or built anew"
             ) from error
         self._fields = [fields[path] for path in self._files.fields]
 

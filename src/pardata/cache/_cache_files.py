@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from pardata.cache._original import CHUNK, read_sample
-from pardata.cache._sample import Fields, store
-from pardata.collective._digest import digest_of
+from pardata.cache._original import CHUNK, Fields, read_sample, store
+from pardata.collective._tree import digest_of
 from pardata.output._progress import progress
 from pardata.ranks._logger import get_logger
 

@@ -9,7 +9,6 @@ writers the older stops, and what it had still to add is neither newer than what
 nor in its place.
 """
 
-import errno
 import os
 import re
 import shutil
@@ -21,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pardata.checkpoint._files import STATE, Manifest, Written, save, sync, write_manifest
-from pardata.checkpoint._names import Name, entries, names
-from pardata.checkpoint._retention import Retention
+from pardata.checkpoint._names import Name, Retention, entries, names
 from pardata.ranks._logger import get_logger
 
 _log = get_logger(__name__)
@@ -53,11 +51,8 @@ class Attempt:
             RuntimeError: where somebody else came after this one's last claim.
         """
         self.check()  # before anything is made
-        directory = self._directory
-        if directory.exists() and not directory.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
-        directory.mkdir(parents=True, exist_ok=True)
-        taken = [*_claims(directory), *(name.attempt for name in names(directory))]
+        self._directory.mkdir(parents=True, exist_ok=True)
+        taken = [*_claims(self._directory), *(name.attempt for name in names(self._directory))]
         number = (self.number or max(taken, default=0)) + 1
         # After a claim of its own the very next number, or none: a run that has been told that it
         # is the older one must not become the newest by trying again.
@@ -65,7 +60,7 @@ class Attempt:
             number += 1  # another one was quicker: so this one will be the newer
         self.number = number
         self.check()
-        for older in _claims(directory):
+        for older in _claims(self._directory):
             if older < number:
                 self._path(older).unlink(missing_ok=True)
 
@@ -167,9 +162,8 @@ class Folder:
             path.rename(self._directory / str(self._name))
             sync(self._directory)
             self._prune()
-        seconds = time.perf_counter() - self._began
-        text = "saved step %d to %s, %.1f MB in %.2f s"
-        self._log(text, step, self._directory, size / 1e6, seconds)
+        told = step, self._directory, size / 1e6, time.perf_counter() - self._began
+        self._log("saved step %d to %s, %.1f MB in %.2f s", *told)
         self._log = _log.debug
 
     def _remove_unfinished(self) -> None:

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from pardata.collective._digest import digest_of
+from pardata.collective._tree import digest_of
 from pardata.data._plan import Plan, Step, share
-from pardata.data._reader import Collation, Fetched, StandsForDataset
+from pardata.data._reader import Collation, Fetched
 from pardata.seeds._generators import kept_generators, seed_generators
 from pardata.seeds._mix import mix
 
 _END = object()
 
 
-class Stream(StandsForDataset, IterableDataset[Fetched]):
+class Stream(IterableDataset[Fetched]):
     """An iterable dataset as the loader's workers see it: it yields whole steps.
 
     Unless the dataset is `sharded`, every rank and every worker goes through all of it and keeps
@@ -27,7 +27,7 @@ class Stream(StandsForDataset, IterableDataset[Fetched]):
     """
 
     def __init__(self, dataset: Any, collation: Collation, plan: Plan, *, sharded: bool) -> None:
-        self.plan = plan
+        self.dataset, self.plan = dataset, plan
         self.is_sharded = sharded
         has_state = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
         self.keeps_place = has_state and not sharded  # else the state would be another on each rank
@@ -35,7 +35,6 @@ class Stream(StandsForDataset, IterableDataset[Fetched]):
         # After which sample to begin, also for workers that live on: they have copies of all else.
         self._start = torch.zeros(2, dtype=torch.int64).share_memory_()
         self._state: Any = None
-        self.dataset = dataset
 
     def start_at(self, epoch: int, delivered: int, state: Any) -> None:
         """Let the next ``iter()`` begin after so many samples of this epoch.

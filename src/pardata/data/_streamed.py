@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pardata.collective._agreement import agree, require_same
-from pardata.collective._digest import digest_of
+from pardata.collective._tree import digest_of
 from pardata.collective._vote import Vote
 from pardata.data._position import Position
 from pardata.data._reader import Fetched

@@ -1,15 +1,62 @@
-"""How the doctor's findings are printed: each once, and whose it is."""
+"""What the ranks found: how bad each thing is, what to do about it, and how it is printed."""
 
+import re
 import shutil
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from pardata.doctor._finding import ERROR, WARNING, Account, Finding
 from pardata.ranks._table import ranks_text
 
+OK, WARNING, ERROR = "ok", "warning", "error"
 _STATUS, _NAME = 9, 15  # characters of the first two columns
 _WIDTH = 100  # where there is no terminal to ask
+
+
+class Finding(NamedTuple):
+    """What was looked at, what was seen, and the cure where it is not as it should be."""
+
+    name: str
+    text: str
+    cure: str = ""
+    is_error: bool = False
+
+    @property
+    def status(self) -> str:
+        """How bad it is."""
+        return ERROR if self.is_error else WARNING if self.cure else OK
+
+
+class Account(NamedTuple):
+    """What a rank found, and who it is."""
+
+    rank: int
+    size: int
+    host: str
+    findings: list[Finding]
+
+    @property
+    def errors(self) -> list[Finding]:
+        """What will not work."""
+        return [finding for finding in self.findings if finding.is_error]
+
+
+def found_error(name: str, error: BaseException, cure: str) -> Finding:
+    """Return the finding that `error` is; `cure` is for one whose message has none.
+
+    pardata's own messages have one form, "… must be …, but is …: do …", with the cure. Of all
+    others the first line is what matters.
+    """
+    message = str(error).strip().split("\n\n")[0] or type(error).__name__  # then come stacks
+    lines = [line for line in message.splitlines() if not line.startswith("(seen on rank")]
+    must, _, told = lines[0].partition(", but ")
+    if " must " in must and told:
+        has_cure = ": " in told or len(lines) > 1
+        return Finding(name, "\n".join(lines), "" if has_cure else cure, is_error=True)
+    # torch's: where in its sources, and the frames below, help nobody here.
+    text = re.sub(r"^\[[^]]*\] ", "", lines[0].partition(". This is typically")[0])
+    return Finding(name, text, cure, is_error=True)
 
 
 def report_text(command: str, accounts: Sequence[Account]) -> str:
@@ -53,7 +100,7 @@ def _lines(finding: Finding, whose: str) -> list[str]:
     width = max(64, shutil.get_terminal_size((_WIDTH, 24)).columns)
     # Names of variables, hosts and files stay whole, to be copied.
     wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
-    lines = []
+    lines: list[str] = []
     for begin, text in paragraphs:
         wrapper.initial_indent = wrapper.subsequent_indent = begin
         lines.append(wrapper.fill(text))

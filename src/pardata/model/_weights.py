@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pardata.collective._agreement import require_same, same
-from pardata.collective._digest import sha256_of
+from pardata.collective._tree import sha256_of
 from pardata.model._state_dict import LoadedKeys
 from pardata.model._strategy import strategy_of
 from pardata.model._unwrap import unwrap

@@ -63,8 +63,6 @@ def assert_same_at_every_world_size(
 
     >>> assert_same_at_every_world_size(iter, [{"weight": torch.ones(2)}], sizes=(1, 2))
     """
-    if not isinstance(sizes, Iterable):
-        raise TypeError(f"`sizes` must be two or more numbers, but is {sizes!r}: pass (1, {sizes})")
     for name, tolerance in {"rtol": rtol, "atol": atol}.items():
         if not isinstance(tolerance, int | float) or not 0 <= tolerance < math.inf:
             raise ValueError(

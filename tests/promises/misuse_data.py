@@ -266,12 +266,12 @@ CASES = {
         case("make_loader(Stream(), 4).fingerprint()", "TypeError", "the samples must have indices",
              "hash what you get"),
         case("make_loader(TEN, 4).load_state_dict(None)", "ValueError",
-             "`state` must be what the state_dict() of a loader returned, of version 1, but is None"),
+             "the state_dict() of a loader returned, of version 1, but is None"),
         case("make_loader(TEN, 4).load_state_dict({'model': 1})", "ValueError",
              "`state` must be what the state_dict() of a loader returned"),
         case("load(seed='none')", "ValueError", "`state` must be what the state_dict() of a "
              "loader returned", label="a state from which a key is gone"),
-        case("load(version=2)", "ValueError", "returned, of version 1, but is", "of version 2: look",
+        case("load(version=2)", "ValueError", "returned, of version 1, but is", "version 2: look",
              "the release of pardata that saved it"),
         case("load(seed=2)", "ValueError", "the same dataset and arguments, but seed was 2 and "
              "is 1", "make the loader as it was"),

@@ -42,8 +42,8 @@ class Recipe(NamedTuple):
         found = state if isinstance(state, Mapping) else {}
         if found.keys() != own.keys() or found["version"] != _VERSION:
             raise ValueError(
-                f"`state` must be what the state_dict() of a loader returned, of version {_VERSION}, "
-                f"but is {reprlib.repr(state)}, of version {reprlib.repr(found.get('version'))}: "
+                f"`state` must be what the state_dict() of a loader returned, of version "
+                f"{_VERSION}, but is {reprlib.repr(state)}, version {found.get('version')!r:.30}: "
                 f"look at what was saved, or load it with the release of pardata that saved it"
             )
         fixed = list(self.facts)

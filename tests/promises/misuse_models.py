@@ -197,7 +197,7 @@ CASES = {
         case("wrap_model(net().to('meta'), 'ddp')", "NotImplementedError",
              "Cannot copy out of meta tensor", "to_empty()"),
         case("wrap_model(net().to('meta' if rank == 1 else 'cpu'), 'ddp')", "NotImplementedError",
-             "Cannot copy out of meta tensor", sizes=MANY, ranks=(1,)),
+             "Cannot copy out of meta tensor", sizes=MANY, ranks=(1,), others="rank 1"),
         case("setattr(wrapped(), 'head', nn.Linear(1, 1))", "TypeError",
              "`head` must be set before the model is wrapped", "then call wrap_model",
              label="`wrapped.head = nn.Linear(1, 1)`"),

@@ -5,7 +5,7 @@
   check  a trial run: join, all-reduce, measure latency and bandwidth, take a batch from a worker
 
 Alone, `env` looks at this process and `check` starts two. Under a launcher (torchrun, srun,
-mpirun) every process runs the command; they join, and rank 0 prints one table of all ranks.
+mpirun) every process runs the command; they join, and rank 0 prints one report of all ranks.
 
 Examples:
   python -m pardata env

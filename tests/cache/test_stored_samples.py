@@ -197,20 +197,21 @@ UNLIKE = [
         {"x": torch.zeros(3, 2), "y": 1},
         (
             "`sample['x']` must be float32 of shape (2, 3), as in the first sample, but is float32 "
-            "of shape (3, 2): resize, crop or convert it in the dataset's transform"
+            "of shape (3, 2): return the same parts for every sample, and resize, crop or convert "
+            "them in the dataset's transform"
         ),
     ),
-    ({"x": torch.zeros(2, 3).double(), "y": 1}, "but is float64 of shape (2, 3): resize"),
+    ({"x": torch.zeros(2, 3).double(), "y": 1}, "but is float64 of shape (2, 3): return"),
     ({"x": torch.zeros(2, 3), "y": True}, "but is bool of shape ()"),
     (
         {"x": torch.zeros(2, 3)},
-        (
-            "it must have the same parts as the first sample, but lacks `sample['y']`: return the "
-            "same parts for every sample"
-        ),
+        "`sample['y']` must be int64 of shape (), as in the first sample, but is missing: return",
     ),
-    ({"x": torch.zeros(2, 3), "z": 1, "y": 1}, "but has `sample['z']` besides: return"),
-    ({"x": [torch.zeros(2, 3)], "y": 1}, "lacks `sample['x']`, has `sample['x'][0]` besides"),
+    (
+        {"x": torch.zeros(2, 3), "z": 1, "y": 1},
+        "`sample['z']` must be missing, as in the first sample, but is int64 of shape (): return",
+    ),
+    ({"x": [torch.zeros(2, 3)], "y": 1}, "`sample['x']` must be float32 of shape (2, 3), as in"),
 ]
 
 

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from pardata import Checkpointer
 from pardata.checkpoint._folder import Attempt, Folder
-from pardata.checkpoint._names import Name, names
-from pardata.checkpoint._retention import Retention
+from pardata.checkpoint._names import Name, Retention, names
 
 
 class Writer(Folder):

@@ -247,7 +247,7 @@ def test_an_error_in_a_whole_batch_names_its_samples_and_in_a_subset_of_others_t
 
 def _seen_by_a_worker(worker):
     through = get_worker_info().dataset
-    through.offset = 10 * through.scale + len(through.dataset)
+    through.offset = 10 * through.scale + len(through)
     assert not hasattr(through, "colour")
 
 

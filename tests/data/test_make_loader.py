@@ -140,7 +140,7 @@ EVEN = {
 def _warnings_of_training(strategy, arguments):
     """What is logged in steps of `backward`, in evaluations, and then in steps without it."""
     model, rows = wrap_model(torch.nn.Linear(1, 1), strategy), torch.ones(3, 1)
-    with log_of("pardata.model._uneven_shares") as log:
+    with log_of("pardata.model._buffers") as log:
         for batch_size, options in arguments:
             loader = make_loader(torch.ones(24, 1), batch_size, num_workers=0, **options)
             for batch in loader:
@@ -198,7 +198,7 @@ def test_ranks_that_will_idle_are_named_once_on_rank_0():
 
 
 def _note_worker(worker):
-    get_worker_info().dataset.dataset[0] = 100 + worker
+    get_worker_info().dataset[0] = 100 + worker
 
 
 def _note_worker_in_a_tensor(worker):
@@ -236,6 +236,8 @@ def test_arguments_are_handed_on():
         "pin_memory": False,
     }
     loader = inside(make_loader(range(4), 2, **handed))
+    begin = loader.worker_init_fn
+    assert begin.args == (handed.pop("worker_init_fn"),)
     assert {name: getattr(loader, name) for name in handed} == handed
     assert inside(make_loader(range(4), 2, num_workers=1)).persistent_workers is True
 

@@ -15,9 +15,14 @@ from on_ranks import run_caught
 
 import pardata
 from pardata import world
-from pardata.doctor._finding import ERROR, OK, WARNING, Finding, found_error
-from pardata.doctor._launchers import examine_launcher
-from pardata.doctor._surroundings import own_address, shared_memory, shared_package, surroundings
+from pardata.doctor._report import ERROR, OK, WARNING, Finding, found_error
+from pardata.doctor._surroundings import (
+    examine_launcher,
+    own_address,
+    shared_memory,
+    shared_package,
+    surroundings,
+)
 
 MIB, GIB = 2**20, 2**30
 
@@ -97,7 +102,8 @@ def test_the_shell_of_a_job_of_several_tasks_is_told_to_use_srun():
 def test_wrong_variables_are_an_error_with_its_cure_and_all_that_is_there(env, says, seen):
     launch, (wrong, variables) = examine_launcher(env)
     assert launch is None
-    check(wrong, ERROR, *says.split(": "))
+    assert wrong.status == ERROR
+    assert ": ".join(filter(None, wrong[1:3])).startswith(says)
     check(variables, OK, "")
     assert seen in variables.text
 
@@ -111,7 +117,6 @@ def test_each_thing_is_named_once_and_every_complaint_has_a_cure():
     assert all(finding.cure for finding in findings if finding.is_error)
     version = f"pardata {pardata.__version__}, torch {torch.__version__}"
     check(found("versions"), OK, version)
-    check(found("backends"), OK, "gloo, ")
 
 
 def test_shared_memory_below_a_gibibyte_is_little():
@@ -231,14 +236,14 @@ LATE = "all must come within 1 s, but 1 did not"
 @pytest.mark.parametrize(
     ("message", "text", "cure"),
     [
-        ("`a` must be 1, but is 2: set a to 1", "`a` must be 1, but is 2", "set a to 1"),
-        ("`a` must be 1, but is 2", "`a` must be 1, but is 2", ""),
-        (f"{TABLE}:\n  rank 0: 1\nPass 2\n(seen on rank 0)", f"{TABLE}\n  rank 0: 1", "Pass 2"),
-        (LOST, "Connection closed by peer: x", ""),
-        (f"{LATE}\n\nrank 1 was here:\nFile x", LATE, ""),
-        ("", "ValueError", ""),
+        ("`a` must be 1, but is 2: set a to 1", "`a` must be 1, but is 2: set a to 1", ""),
+        ("`a` must be 1, but is 2", "`a` must be 1, but is 2", "the default"),
+        (f"{TABLE}:\n  rank 0: 1\nPass 2\n(seen on rank 0)", f"{TABLE}:\n  rank 0: 1\nPass 2", ""),
+        (LOST, "Connection closed by peer: x", "the default"),
+        (f"{LATE}\n\nrank 1 was here:\nFile x", LATE, "the default"),
+        ("", "ValueError", "the default"),
     ],
 )
-def test_an_error_is_parted_into_what_is_wrong_and_what_to_do(message, text, cure):
+def test_an_error_of_pardatas_has_its_cure_and_any_other_is_its_first_line(message, text, cure):
     found = found_error("n", ValueError(message), "the default")
-    assert found == Finding("n", text, cure or "the default", is_error=True)
+    assert found == Finding("n", text, cure, is_error=True)

@@ -96,9 +96,11 @@ def test_a_count_may_be_any_kind_of_integer(number):
     "number", [2.0, "2", None, True, np.float64(2), torch.tensor([1, 2]), 2 + 0j], ids=repr
 )
 def test_a_count_that_is_no_integer_is_refused(number):
-    with pytest.raises(TypeError, match="`count` must return an integer, but returned ") as raised:
+    text = (
+        r"`count\(microbatch\)` must be an integer of at least 0, but is |only integer tensors of a"
+    )
+    with pytest.raises(TypeError, match=text):
         loss_with(lambda _: number)
-    assert f"returned {number!r} ({type(number).__name__})" in str(raised.value)
 
 
 @pytest.mark.parametrize("rule", ["one", "most"])

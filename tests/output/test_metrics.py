@@ -48,7 +48,7 @@ def test_numbers_of_every_kind_are_written(tmp_path):
 
 @pytest.mark.parametrize(
     "value",
-    ["0.5", None, 1j, [1.0], torch.ones(2), torch.tensor(1j), np.ones(1)],
+    ["0.5", None, 1j, [1.0], torch.ones(2), torch.tensor(1j), np.ones(2)],
     ids=str,
 )
 @pytest.mark.usefixtures("_no_tensorboard")

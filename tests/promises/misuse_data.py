@@ -116,14 +116,14 @@ CASES = {
              "the last batch must have a sample for each of the", "drop_last=True", sizes=MANY),
         case("make_loader(TEN, 10**30, drop_last=True)", "ValueError", "at most the 10 samples"),
         case("make_loader(object(), 4)", "TypeError", "__getitem__ and __len__, or be an "
-             "IterableDataset, but object is neither"),
-        case("make_loader(None, 4)", "TypeError", "__getitem__ and __len__", "NoneType is neither"),
+             "IterableDataset, but object has not"),
+        case("make_loader(None, 4)", "TypeError", "__getitem__ and __len__", "NoneType has not"),
         case("make_loader(iter([1, 2]), 4)", "TypeError", "or be an IterableDataset",
-             "list_iterator is neither"),
-        case("make_loader({1, 2}, 4)", "TypeError", "set is neither", "map-style"),
+             "list_iterator has not"),
+        case("make_loader({1, 2}, 4)", "TypeError", "set has not", "map-style"),
         case("make_loader(TensorDataset, 4)", "TypeError", "`dataset` must be a dataset, but is "
              "the class TensorDataset: pass an object"),
-        case("make_loader(NoLength(), 4)", "TypeError", "`dataset`", "NoLength is neither",
+        case("make_loader(NoLength(), 4)", "TypeError", "`dataset`", "NoLength has not",
              label="a map-style dataset without `__len__`"),
         case("make_loader(OfItself(2.5), 4)", "TypeError", "`dataset` must know its length, but "
              "len() of OfItself failed", "let its __len__ return a whole number", ours=False,
@@ -266,12 +266,12 @@ CASES = {
         case("make_loader(Stream(), 4).fingerprint()", "TypeError", "the samples must have indices",
              "hash what you get"),
         case("make_loader(TEN, 4).load_state_dict(None)", "ValueError",
-             "`state` must be what the state_dict() of a loader returned, but is None"),
+             "the state_dict() of a loader returned, of version 1, but is None"),
         case("make_loader(TEN, 4).load_state_dict({'model': 1})", "ValueError",
              "`state` must be what the state_dict() of a loader returned"),
         case("load(seed='none')", "ValueError", "`state` must be what the state_dict() of a "
              "loader returned", label="a state from which a key is gone"),
-        case("load(version=2)", "ValueError", "`state` must be of version 1, but is of version 2",
+        case("load(version=2)", "ValueError", "returned, of version 1, but is", "version 2: look",
              "the release of pardata that saved it"),
         case("load(seed=2)", "ValueError", "the same dataset and arguments, but seed was 2 and "
              "is 1", "make the loader as it was"),

@@ -171,7 +171,7 @@ CASES = {
         case("save(1, best=Code() if rank == 0 else 1)", "TypeError", "but `best` is",
              sizes=MANY, ours=False),
         case("save(1, thing=Fickle())", "OSError", "the file is truncated"),
-        case("Checkpointer(__file__).save(1)", "NotADirectoryError", "Not a directory",
+        case("Checkpointer(__file__).save(1)", "FileExistsError", "File exists",
              "while saving step 1", ours=False, label="`Checkpointer(a_file).save(1)`"),
         case("save_twice(3)", "RuntimeError", "one run at a time must write to", "attempt 2 has "
              "begun", "give it a directory of its own", ours=False,

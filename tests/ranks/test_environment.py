@@ -232,5 +232,5 @@ def test_ranks_per_node_may_be_uneven():
 def test_a_list_of_tasks_per_node_must_be_one_and_have_this_node(text):
     name = "SLURM_STEP_TASKS_PER_NODE"
     refused(SRUN | {name: text}, f"`{name}` must look like '2(x3),1', but is {text!r}")
-    says = f"`SLURM_NODEID` must be less than the 2 nodes of `{name}` ('2(x2)'), but is 2"
+    says = "the rank of the node must be less than the number of nodes (2), but SLURM set it to 2"
     refused(SRUN | {"SLURM_NODEID": "2"}, says)

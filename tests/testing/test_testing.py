@@ -207,22 +207,18 @@ def test_a_run_inside_a_rank_works():
 
 
 STDIN = "from pardata.testing import run; run(max, 1, 2)"
-NO_FILE = (
-    "RuntimeError: `run` must be called from a file or a notebook, for each process imports the "
-    "script anew, but the script is '<stdin>': save it as a file first"
-)
 CELL = "from pardata.testing import run\ndef inside(): pass\nrun(inside)"  # or at the prompt
-NO_MODULE = (
-    "TypeError: `fn` must be importable by the processes that run it, but 'inside' is defined in a "
-    "notebook or an interactive session: write it to a file, in a notebook with %%writefile, and "
-    "import it"
+NO_FILE = (
+    "TypeError: `fn` must be importable by the processes that run it, each of which imports the "
+    "script anew, but {} is run from a notebook, an interactive session or standard input: write "
+    "it to a file, in a notebook with %%writefile, and import it"
 )
 
 
-@pytest.mark.parametrize(("options", "text"), [([], NO_FILE), (["-c", CELL], NO_MODULE)])
-def test_what_is_of_no_file_is_told_to_become_one(options, text):
+@pytest.mark.parametrize(("options", "name"), [([], "'max'"), (["-c", CELL], "'inside'")])
+def test_what_is_of_no_file_is_told_to_become_one(options, name):
     command = [sys.executable, *options]
     done = subprocess.run(
         command, input=STDIN, capture_output=True, text=True, timeout=120, check=False
     )
-    assert text in done.stderr
+    assert NO_FILE.format(name) in done.stderr

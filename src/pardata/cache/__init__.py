@@ -1,6 +1,5 @@
 """A dataset decoded once, read by whole batches."""
 
-from pardata.cache._cache_dataset import CachedDataset as CachedDataset
-from pardata.cache._cache_dataset import cache_dataset as cache_dataset
+from pardata.cache._cache_dataset import CachedDataset, cache_dataset
 
 __all__ = ["CachedDataset", "cache_dataset"]

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from pardata.cache._cache_files import ensure, map_fields, read_manifest
-from pardata.cache._original import facts_of, read_sample
-from pardata.cache._sample import Field, fields_of, filled
+from pardata.cache._cache_files import Files, ensure, files_of
+from pardata.cache._original import facts_of, fields_of, filled, read_sample
 from pardata.collective._agreement import agree, require_same
 from pardata.collective._rank_zero import rank_zero_first
 from pardata.data._batch import ReadsBatches, rows_of
@@ -66,13 +65,12 @@ def cache_dataset(
         facts = partial(facts_of, dataset, directory, num_workers, here)
         plans: list[Any] = agree(here, "cache_dataset", facts, _plans)
         plan = next(plan for plan in plans if plan["node"] == here.node_rank)
-        place, source = Path(plan["place"]), plan["source"]
         with rank_zero_first(local=True):
             first, parts = read_sample(dataset, 0)
-            fields = fields_of(parts)
+            files = files_of(Path(plan["place"]), plan["source"], fields_of(parts))
             if here.is_local_main:
-                ensure(dataset, place, source, fields, plan["workers"])
-            return CachedDataset(dataset, place, source, first, fields)
+                ensure(dataset, files, plan["source"], plan["workers"])
+            return CachedDataset(dataset, files, first)
 
 
 class CachedDataset(ReadsBatches):
@@ -84,32 +82,18 @@ class CachedDataset(ReadsBatches):
         directory: where the files are.
     """
 
-    def __init__(
-        self, dataset: Any, directory: Path, source: dict[str, Any], first: Any, fields: list[Field]
-    ) -> None:
-        self.source = dataset
-        self.directory = directory
-        # The keys of a dict may have come in another order when the files were built.
-        self._paths = [field.path for field in fields]
-        manifest = read_manifest(directory) or {"source": None, "fields": ()}
-        if manifest["source"] != source or set(manifest["fields"]) != set(fields):
-            raise RuntimeError(
-                f"the cache in {directory} must be of this dataset, but is of another or gone: "
-                f"give each dataset a directory of its own, and pass the same dataset on every "
-                f"rank"
-            )
-        self._files: tuple[Path, list[Field], int]
-        self._files = manifest["files"], manifest["fields"], source["length"]
+    def __init__(self, dataset: Any, files: Files, first: Any) -> None:
+        self.source, self.directory = dataset, files.folder.parent
+        self._files = files
         self._map()
         self._sample: Any = first
         self._sample = self[0]  # whose parts do not hang on to the source's memory
         # Of no values, as there are numbers that DataLoader refuses.
-        self._batch: Any = default_collate(
-            [filled(self._sample, [torch.zeros(())] * len(self._paths))]
-        )
+        nothing = [torch.zeros(())] * len(files.fields)
+        self._batch: Any = default_collate([filled(self._sample, nothing)])
 
     def __len__(self) -> int:
-        return self._files[-1]
+        return self._files.length
 
     def __getitem__(self, index: int) -> Any:
         return filled(self._sample, (field[index].clone() for field in self._fields))
@@ -120,13 +104,14 @@ class CachedDataset(ReadsBatches):
 
     def _map(self) -> None:
         try:
-            fields = map_fields(*self._files)
+            fields = self._files.mapped()
         except (OSError, ValueError, RuntimeError) as error:  # gone, empty, shorter
             raise RuntimeError(
-                f"the cache in {self.directory} must stay as it was when it was opened, but has "
-                f"been removed or built again: call cache_dataset again"
+                f"the cache in {self.directory} must be of this dataset, but is of another or "
+                f"gone: give each dataset a directory of its own, pass the same dataset on every "
+                f"rank, and call cache_dataset again where files were removed or built anew"
             ) from error
-        self._fields = [fields[path] for path in self._paths]
+        self._fields = [fields[path] for path in self._files.fields]
 
     def __getstate__(self) -> dict[str, Any]:
         # The files are mapped again where it arrives: a copy of them, or of a source that has its

@@ -1,27 +1,24 @@
 """The dataset that is cached: its samples, whether it has changed, and where its cache goes."""
 
-import ctypes
-import hashlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, IterableDataset, Subset
+from torch.utils.data import ConcatDataset, Subset
 
-from pardata.cache._sample import parts_of
 from pardata.collective._agreement import Facts
-from pardata.data._sameness import same
+from pardata.collective._tree import digest_of, in_brackets, leaves, mapped
 from pardata.data._workers import choose_workers
-from pardata.ranks._arguments import check_no_class
+from pardata.ranks._arguments import check_map_style
 from pardata.ranks._cores import usable_cores
 from pardata.ranks._logger import get_logger
 from pardata.ranks._world import World
-from pardata.seeds._generators import seed_generators
+from pardata.seeds._generators import numpy_or_none, seed_generators
 from pardata.seeds._mix import mix
 
 _log = get_logger(__name__)
@@ -34,6 +31,10 @@ _RANDOM = (
     "ever: take the random transform out, and give it to the `batch_transform` of make_loader"
 )
 _LOOKED_AT = 8  # samples, from the first to the last, that tell whether the source has changed
+_BANDS = ("L", "RGB", "RGBA", "CMYK", "YCbCr", "LA")  # image modes of 8 bits a band
+
+Fields: TypeAlias = dict[str, Tensor]
+"""The parts of every sample, by their paths: of these shapes and dtypes, and without numbers."""
 
 
 def facts_of(dataset: Any, directory: Any, num_workers: Any, here: World) -> Facts:
@@ -59,19 +60,11 @@ def _workers(num_workers: Any, dataset: Any, here: World) -> int:
 
 def _check_source(dataset: Any) -> None:
     """Raise where `dataset` cannot be cached whatever its samples are."""
-    check_no_class(dataset)
-    name = type(dataset).__name__
-    if isinstance(dataset, IterableDataset) or not (
-        hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    ):
-        raise TypeError(
-            f"`dataset` must have __getitem__ and __len__ to be cached, but {name} has not: write "
-            f"a map-style dataset"
-        )
+    check_map_style(dataset, " to be cached")
     if len(dataset) == 0:
         raise ValueError(
-            f"`dataset` must have at least one sample to be cached, but {name} has none: look at "
-            f"where it reads from"
+            f"`dataset` must have at least one sample to be cached, but {type(dataset).__name__} "
+            f"has none: look at where it reads from"
         )
 
 
@@ -102,19 +95,15 @@ def read_sample(dataset: Any, index: int, seed: int = 0) -> tuple[Any, dict[str,
 def _identity(dataset: Any) -> dict[str, Any]:
     """Return what shows that a cache is of this source; warn, on rank 0, where it is random."""
     length = len(dataset)
-    contents = hashlib.sha256()
     is_random = is_lawless = False
+    subsets = [layer for layer in _layers(dataset) if isinstance(layer, Subset)]
+    digests = [digest_of(torch.as_tensor(subset.indices)) for subset in subsets]
     for index in sorted({i * (length - 1) // (_LOOKED_AT - 1) for i in range(_LOOKED_AT)}):
-        (_, parts), (_, under_another) = (read_sample(dataset, index, seed) for seed in (0, 1))
-        if not same(parts, under_another):
+        own, under_another = (digest_of(read_sample(dataset, index, seed)[1]) for seed in (0, 1))
+        if own != under_another:
             is_random = True
-            is_lawless = is_lawless or not same(parts, read_sample(dataset, index)[1])
-        for path, tensor in sorted(parts.items()):
-            contents.update(f"{path} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            _add(contents, tensor)
-    for layer in _layers(dataset):
-        if isinstance(layer, Subset):
-            _add(contents, torch.as_tensor(layer.indices))
+            is_lawless = is_lawless or own != digest_of(read_sample(dataset, index)[1])
+        digests.append(own)
     if is_random:
         _log.warning(_RANDOM, type(dataset).__name__, ranks=[0])
     return {
@@ -123,7 +112,7 @@ def _identity(dataset: Any) -> dict[str, Any]:
         "class": _class_name(dataset),
         "transform": _transform_text(dataset),
         # What a seed does not bring back tells nothing, and would change with every run.
-        "contents": "random" if is_lawless else contents.hexdigest(),
+        "contents": "random" if is_lawless else digest_of(digests),
     }
 
 
@@ -137,12 +126,7 @@ def _default_directory(dataset: Any, source: dict[str, Any]) -> Path:
     """Return where the cache of this source goes if nobody says otherwise."""
     root = os.environ.get("PARDATA_CACHE")
     below = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "pardata")
-    return below.expanduser() / f"{type(dataset).__name__}-{digest(source)}"
-
-
-def digest(value: object) -> str:
-    """Return a short name for what `value` prints as."""
-    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+    return below.expanduser() / f"{type(dataset).__name__}-{digest_of(source)}"
 
 
 def _unreadable(index: int, error: Exception) -> RuntimeError:
@@ -165,8 +149,97 @@ def _transform_text(dataset: Any) -> str:
     return re.sub(r" at 0x[0-9a-fA-F]+", "", " ".join(map(repr, found)))
 
 
-def _add(contents: Any, tensor: Tensor) -> None:
-    """Add the bytes of `tensor` to a hash; NumPy, which could give them, may be missing."""
-    plain = tensor.resolve_conj().resolve_neg().contiguous()
-    if plain.numel():
-        contents.update((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()))
+def parts_of(sample: Any) -> dict[str, Tensor]:
+    """Return each part of `sample` as a tensor, by its path, as ``sample[0]['box']``.
+
+    Raises:
+        TypeError: for a part that is no tensor, array, image or number, naming its path, and for
+            a sample without parts.
+    """
+    named = {in_brackets("sample", path): leaf for path, leaf in leaves(sample)}
+    if not named:
+        raise TypeError(f"`sample` must have at least one part, but is {sample!r}")
+    return {name: _as_tensor(leaf, name) for name, leaf in named.items()}
+
+
+def fields_of(parts: Mapping[str, Tensor]) -> Fields:
+    """Return what a sample of these parts is made of."""
+    return {
+        path: torch.empty(part.shape, dtype=part.dtype, device="meta")
+        for path, part in parts.items()
+    }
+
+
+def store(parts: Mapping[str, Tensor], into: Mapping[str, Tensor], row: int) -> None:
+    """Write the parts of a sample to row `row` of the tensor at each path.
+
+    Raises:
+        ValueError: where it is made of other parts than the first, or of other shapes or dtypes.
+    """
+    kinds = {path: _kind_of(rows[row]) for path, rows in into.items()}
+    for path in {**kinds, **parts}:
+        own = _kind_of(parts[path]) if path in parts else "missing"
+        if own != (first := kinds.get(path, "missing")):
+            raise ValueError(
+                f"sample {row} cannot be stored: `{path}` must be {first}, as in the first sample, "
+                f"but is {own}: return the same parts for every sample, and resize, crop or "
+                f"convert them in the dataset's transform"
+            )
+    for path, rows in into.items():
+        rows[row] = parts[path]
+
+
+def filled(template: Any, parts: Iterable[Tensor]) -> Any:
+    """Return a sample, or a batch, of these parts, each of the kind that it has in `template`.
+
+    Tensors, arrays and numbers come back as such; an image stays a tensor.
+    """
+    following = iter(parts)
+    return mapped(template, lambda _, leaf: _of_kind(leaf, next(following)))
+
+
+def _of_kind(leaf: Any, tensor: Tensor) -> Any:
+    if hasattr(leaf, "dtype") and not isinstance(leaf, Tensor):
+        array = tensor.numpy()
+        return array[()] if isinstance(leaf, numpy_or_none().generic) else array
+    return tensor.item() if isinstance(leaf, int | float) else tensor
+
+
+def _as_tensor(leaf: Any, path: str) -> Tensor:
+    """Return a part of a sample as a tensor: an image as uint8 of shape (bands, height, width).
+
+    Raises:
+        TypeError: for what is no dense tensor, array, image or number.
+    """
+    what = f"a {type(leaf).__name__}"
+    try:
+        if type(leaf).__module__.startswith("PIL.") and hasattr(leaf, "mode"):
+            what += f" of mode {leaf.mode}"
+            if leaf.mode in _BANDS:
+                return _of_image(leaf)
+        elif isinstance(leaf, Tensor):
+            what += " that is sparse, quantized or nested"
+            if leaf.layout == torch.strided and not (leaf.is_quantized or leaf.is_nested):
+                return leaf.detach().cpu()
+        elif hasattr(leaf, "__array__") and hasattr(leaf, "dtype"):
+            # A copy, in the usual order: PyTorch takes no other, and warns of read-only ones.
+            plain = leaf.__array__()
+            return torch.from_numpy(plain.astype(plain.dtype.newbyteorder("="), order="C"))
+        elif isinstance(leaf, int | float):
+            return torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else None)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        what += f" ({error})"
+    raise TypeError(
+        f"`{path}` must be a dense tensor, an array, an image of 8 bits a band or a number, but is "
+        f"{what}: convert it in the dataset, or leave it out"
+    )
+
+
+def _of_image(image: Any) -> Tensor:
+    width, height = image.size
+    flat = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+    return flat.view(height, width, -1).permute(2, 0, 1)
+
+
+def _kind_of(tensor: Tensor) -> str:
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)}".removeprefix("torch.")

@@ -1,7 +1,6 @@
 """A checkpoint that was read: the newest that is whole, and how things get their state from it."""
 
 import warnings
-from base64 import b64decode
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -86,7 +85,7 @@ class Checkpoint(NamedTuple):
                 _load(name, thing, trees[name])
             saved = self.contents["generators"]
             if len(saved) == here.size:
-                restore_generators(b64decode(saved[here.rank]), here.device)
+                restore_generators(saved[here.rank], here.device)
             else:
                 text = "default generators are not restored: %d process(es) saved theirs, not %d"
                 _log.info(text, len(saved), here.size)

@@ -1,22 +1,24 @@
 """The state of a run: saved so that it survives, restored into any strategy and world size."""
 
+import atexit
 import os
-from base64 import b64encode
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch.distributed as dist
 from typing_extensions import Never, Self
 
 from pardata.checkpoint import _shards as shards
-from pardata.checkpoint._background import Background
 from pardata.checkpoint._checkpoint import CURE, Restored, newest
 from pardata.checkpoint._files import Written, write_weights
 from pardata.checkpoint._folder import Folder
-from pardata.checkpoint._names import names
-from pardata.checkpoint._retention import Retention
+from pardata.checkpoint._names import Retention, names
 from pardata.checkpoint._snapshot import Snapshot
 from pardata.collective._agreement import agree, require_same, same
 from pardata.collective._rank_zero import rank_zero_call
@@ -114,19 +116,18 @@ class Checkpointer:
             snapshot = Snapshot(here, objects, copy=self._asynchronous and here.rank == 0)
             if here.rank > 0:  # not in the turn, which would take them from all to all
                 line, key = channel(), f"generators/{here.rank}"
-                answered(line.timeout, partial(line.store.set, key, _generators(here)))
+                states: Any = generator_states(here.device)
+                answered(line.timeout, partial(line.store.set, key, states))
             options = {"step": step, "objects": list(objects), **self._options}
             return {"options": options, "details": snapshot.texts}
 
         same(here, "Checkpointer.save", tell, _raise_of_what_differs)
         contents = {"objects": snapshot.trees, "sharded": list(snapshot.parts)}
         if here.is_main:
-            generators = [_generators(here)]
+            contents["generators"] = generators = [generator_states(here.device)]
             if here.size > 1:
                 line, keys = channel(), [f"generators/{rank}" for rank in range(1, here.size)]
-                others = answered(line.timeout, partial(line.store.multi_get, keys))
-                generators += [text.decode() for text in others]
-            contents["generators"] = generators
+                generators += answered(line.timeout, partial(line.store.multi_get, keys))
         self._start(here, step, snapshot, contents)
 
     def restore(self, *unnamed: Never, at: int | None = None, **objects: Any) -> Restored:
@@ -237,6 +238,43 @@ class Checkpointer:
         rank_zero_call(self._folder.finish, *draft)
 
 
+class Background:
+    """Runs `work` at once in a thread, for which the interpreter waits at its end.
+
+    An error is raised by `join`; a process that ends before it has asked ends with status 1.
+
+    Args:
+        work: what to run.
+        what: to say in the log, as "the checkpoint of step 3".
+    """
+
+    def __init__(self, work: Callable[[], object], what: str) -> None:
+        self._what = what
+        executor = ThreadPoolExecutor(1, thread_name_prefix=f"pardata: {what}")
+        begin = Event()
+        # A new thread holds the interpreter for 5 ms, if it has work, and its maker waits for it.
+        executor.submit(begin.wait)
+        self._future = executor.submit(work)
+        executor.shutdown(wait=False)  # it takes no other work
+        atexit.register(self._check_at_exit)
+        begin.set()
+
+    def join(self) -> None:
+        """Wait for the end, and raise what the work has raised."""
+        atexit.unregister(self._check_at_exit)
+        self._future.result()
+
+    def _check_at_exit(self) -> None:
+        # Threads have ended by now.
+        error = self._future.exception()
+        if error is None:
+            return
+        _log.error("%s failed: %s", self._what, error, ranks="all")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # nothing else can change the exit status here
+
+
 def _refuse(call: str, unnamed: tuple[object, ...]) -> None:
     """Raise where something has no name, under which it could be saved."""
     if unnamed:
@@ -248,8 +286,3 @@ def _raise_of_what_differs(told: list[dict[str, Any]]) -> None:
     """Raise where ranks differ in options, or in details, of which each may have its own."""
     for kind in ("options", "details"):
         require_same("Checkpointer.save", [facts[kind] for facts in told], CURE)
-
-
-def _generators(here: World) -> str:
-    """Return where the default generators of this rank are."""
-    return b64encode(generator_states(here.device)).decode()

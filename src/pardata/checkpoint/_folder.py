@@ -9,7 +9,6 @@ writers the older stops, and what it had still to add is neither newer than what
 nor in its place.
 """
 
-import errno
 import os
 import re
 import shutil
@@ -21,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pardata.checkpoint._files import STATE, Manifest, Written, save, sync, write_manifest
-from pardata.checkpoint._names import Name, entries, names
-from pardata.checkpoint._retention import Retention
+from pardata.checkpoint._names import Name, Retention, entries, names
 from pardata.ranks._logger import get_logger
 
 _log = get_logger(__name__)
@@ -53,11 +51,8 @@ class Attempt:
             RuntimeError: where somebody else came after this one's last claim.
         """
         self.check()  # before anything is made
-        directory = self._directory
-        if directory.exists() and not directory.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
-        directory.mkdir(parents=True, exist_ok=True)
-        taken = [*_claims(directory), *(name.attempt for name in names(directory))]
+        self._directory.mkdir(parents=True, exist_ok=True)
+        taken = [*_claims(self._directory), *(name.attempt for name in names(self._directory))]
         number = (self.number or max(taken, default=0)) + 1
         # After a claim of its own the very next number, or none: a run that has been told that it
         # is the older one must not become the newest by trying again.
@@ -65,9 +60,9 @@ class Attempt:
             number += 1  # another one was quicker: so this one will be the newer
         self.number = number
         self.check()
-        for older, path in _claims(directory).items():
+        for older in _claims(self._directory):
             if older < number:
-                path.unlink(missing_ok=True)
+                self._path(older).unlink(missing_ok=True)
 
     def check(self) -> None:
         """Raise if somebody has claimed since this one did, or the directory is gone."""
@@ -76,21 +71,14 @@ class Attempt:
         if not _claims(self._directory) and self._directory.is_dir():
             # Somebody has emptied it, and not written yet.
             self._write_claim(self.number)
-        newest, path = max(_claims(self._directory).items(), default=(0, self._directory))
-        # No claim, or none any more: somebody is removing it all.
-        if newest == 0 or (newest == self.number and not path.exists()):
+        claims = _claims(self._directory)
+        if not claims:
             raise FileNotFoundError(
                 f"the directory of the checkpoints must stay, but {self._directory} is gone: was "
                 f"it removed, or its disk unmounted?"
             )
-        try:
-            text = path.read_text()
-        except FileNotFoundError:  # in this very moment
-            self.check()
-            return
-        except (OSError, ValueError):  # not ours
-            text = ""
-        if newest != self.number or text != self._text:
+        newest, text = max(claims.items())
+        if text != self._text:
             who = text.partition("\n")[0] or "by another process"  # which has not written yet
             raise RuntimeError(
                 f"one run at a time must write to {self._directory}, but this is attempt "
@@ -98,9 +86,12 @@ class Attempt:
                 f"older one and must end; give it a directory of its own if both are wanted"
             )
 
+    def _path(self, number: int) -> Path:
+        return self._directory / f"attempt-{number:04d}.txt"
+
     def _write_claim(self, number: int) -> bool:
         """Claim a number, and return whether nobody else has."""
-        path = self._directory / f"attempt-{number:04d}.txt"
+        path = self._path(number)
         try:
             with path.open("x") as file:
                 file.write(self._text)
@@ -112,9 +103,14 @@ class Attempt:
         return True
 
 
-def _claims(directory: Path) -> dict[int, Path]:
-    found = [(re.fullmatch(r"attempt-(\d{4,})\.txt", p.name), p) for p in entries(directory)]
-    return {int(match[1]): path for match, path in found if match}
+def _claims(directory: Path) -> dict[int, str]:
+    """Return what stands in each claim, by its number."""
+    found = {}
+    for path in entries(directory):
+        if match := re.fullmatch(r"attempt-(\d{4,})\.txt", path.name):
+            with suppress(FileNotFoundError):  # removed in this very moment
+                found[int(match[1])] = path.read_text(errors="ignore")
+    return found
 
 
 class Folder:
@@ -166,9 +162,8 @@ class Folder:
             path.rename(self._directory / str(self._name))
             sync(self._directory)
             self._prune()
-        seconds = time.perf_counter() - self._began
-        text = "saved step %d to %s, %.1f MB in %.2f s"
-        self._log(text, step, self._directory, size / 1e6, seconds)
+        told = step, self._directory, size / 1e6, time.perf_counter() - self._began
+        self._log("saved step %d to %s, %.1f MB in %.2f s", *told)
         self._log = _log.debug
 
     def _remove_unfinished(self) -> None:

@@ -2,8 +2,7 @@
 
 import io
 import textwrap
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -15,9 +14,6 @@ from pardata.collective._tree import Path, in_brackets, is_special, mapped
 from pardata.model._strategy import strategy_of
 from pardata.ranks._version import __version__
 from pardata.ranks._world import World
-
-_LONG = 2**63
-_CONSTANTS = {Tensor, float, str, bool, type(None)}  # and tensors, which are copied before
 
 
 class Snapshot:
@@ -51,12 +47,10 @@ class Snapshot:
         copies = Copies()
         with torch.no_grad():  # a copy has no history
             self.trees = self._taken(states, copies.of if copy else _plain_tensor)
-        unusual = dict(_unusual(self.trees))
-        for path, part in unusual.items():
-            _require_safe(path, part)
+        for name, tree in self.trees.items():
+            _require_safe((name,), tree)
         if copy:
-            own = {at: deepcopy(part) for at, part in unusual.items() if not isinstance(part, dict)}
-            self.trees = mapped(self.trees, own.get, is_leaf=is_special)
+            self.trees = mapped(self.trees, _own, is_leaf=is_special)
         copies.wait()
         self.facts = {
             "values": values,
@@ -152,23 +146,8 @@ def _plain_tensor(tensor: Tensor) -> Tensor:
     return plain.clone() if is_part else plain
 
 
-def _unusual(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield the parts that not every PyTorch may load: what is in a container, then it alone."""
-    if _is_usual(tree):
-        return
-    kind = type(tree)
-    is_list, is_dict = kind in (list, tuple), isinstance(tree, dict)
-    for key, part in tree.items() if is_dict else enumerate(tree) if is_list else ():
-        yield from _unusual(part, (*path, key))
-    if is_list or (kind in (dict, OrderedDict) and all(map(_is_usual, tree))):
-        beside = getattr(tree, "__dict__", None)  # `_metadata`, where it is of a state_dict()
-        if not any(_unusual(beside)):
-            return
-    yield path, tree
-
-
-def _is_usual(leaf: object) -> bool:
-    return bool(-_LONG <= leaf < _LONG) if type(leaf) is int else type(leaf) in _CONSTANTS
+def _own(_: Path, leaf: Any) -> Any:
+    return leaf if isinstance(leaf, Tensor) else deepcopy(leaf)
 
 
 def _require_safe(path: Path, part: Any) -> None:
@@ -186,6 +165,9 @@ def _require_safe(path: Path, part: Any) -> None:
         file.seek(0)
         torch.load(file, weights_only=True)
     except Exception as error:  # whatever the user's own pickling raises
+        inner = without.items() if isinstance(without, dict) else ()
+        for key, each in enumerate(without) if type(without) in (list, tuple) else inner:
+            _require_safe((*path, key), each)  # which raises, if the fault is in it alone
         text = textwrap.shorten(repr(part), 100)
         kind = f"{type(part).__module__}.{type(part).__qualname__}"
         raise TypeError(

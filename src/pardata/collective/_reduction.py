@@ -52,7 +52,7 @@ def all_reduce_mean(value: Any, weight: float | Tensor = 1) -> Any:
     {'loss': 0.5, 'correct': tensor([3., 1.])}
     """
     here = require_world("all_reduce_mean")
-    matching = Matching(here, "all_reduce_mean", lambda: numbers_of(value), _text)
+    matching = Matching(here, "all_reduce_mean", lambda: numbers_of(value), shape_text)
     number = matching.guarded(lambda: _checked_weight(weight), 0.0)
     if here.size == 1:
         number = float(number > 0)  # alone, the mean is the value, to the last bit
@@ -63,7 +63,7 @@ def all_reduce_mean(value: Any, weight: float | Tensor = 1) -> Any:
             "`weight` must be positive on at least one rank, but is 0 on all: nothing was counted"
         )
     means = [part / total for part in sums]
-    return matching.rebuilt(value, map(_like, matching.leaves, means))
+    return matching.rebuilt(value, map(like, matching.leaves, means))
 
 
 def all_reduce_sum(value: _T) -> _T:
@@ -118,7 +118,7 @@ def all_reduce_min(value: _T) -> _T:
 def _exactly(place: str, value: _T, op: Any) -> _T:
     """Reduce `value` so that whole numbers stay whole."""
     here = require_world(place)
-    matching = Matching(here, place, lambda: numbers_of(value), _text, exact=True)
+    matching = Matching(here, place, lambda: numbers_of(value), shape_text, exact=True)
     with explained(place):
         _, found = _reduced(matching, 1, op)
     return matching.rebuilt(value, map(_exactly_like, matching.leaves, found))
@@ -145,10 +145,16 @@ def _reduced(matching: Matching, weight: float, op: Any = _SUM) -> tuple[float, 
             pieces[way] = iter(near)
             continue
         sums = matching.vector(near) if rides(way) else _sent(matching, values, op)
-        shapes = [getattr(part, "shape", torch.Size()) for part in matching.by(way)]
-        split = sums.split([shape.numel() for shape in shapes])
-        pieces[way] = (piece.view(shape) for piece, shape in zip(split, shapes, strict=True))
+        pieces[way] = iter(split_like(sums, matching.by(way)))
     return total, [next(pieces[way]) for way in matching.ways]
+
+
+def split_like(flat: Tensor, leaves: list[Leaf]) -> list[Tensor]:
+    """Return the front of a vector in the shapes of leaves."""
+    shapes = [getattr(leaf, "shape", torch.Size()) for leaf in leaves]
+    sizes = [shape.numel() for shape in shapes]
+    parts = flat[: sum(sizes)].split(sizes)
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _packed(matching: Matching, way: Any, weight: float) -> Values:
@@ -191,7 +197,7 @@ def _sent(matching: Matching, values: Values, op: Any) -> Tensor:
     return both[: len(flat)].masked_fill_(both[len(flat) :] != 0, math.nan)
 
 
-def _like(leaf: Leaf, value: Tensor | float, dtype: torch.dtype | None = None) -> Leaf:
+def like(leaf: Leaf, value: Tensor | float, dtype: torch.dtype | None = None) -> Leaf:
     """Return `value` as a float, or as a new tensor where `leaf` is, of its dtype if of floats."""
     if not isinstance(leaf, Tensor):
         return float(value)
@@ -206,8 +212,8 @@ def _exactly_like(leaf: Leaf, total: Tensor | float) -> Leaf:
     # A fraction where a float was on another rank; else int64 as torch.sum, for a sum of uint8 is
     # soon beyond 255.
     if not _is_whole(leaf) or not _is_integral(total):
-        return _like(leaf, total, torch.float64)
-    return _like(leaf, total, torch.int64) if isinstance(leaf, Tensor) else int(total)
+        return like(leaf, total, torch.float64)
+    return like(leaf, total, torch.int64) if isinstance(leaf, Tensor) else int(total)
 
 
 def _is_whole(leaf: Leaf) -> bool:
@@ -247,7 +253,8 @@ def _checked_weight(weight: object) -> float:
     return number
 
 
-def _text(leaf: Leaf) -> str:
+def shape_text(leaf: Leaf) -> str:
+    """Return what must be the same on every rank."""
     # A number and a tensor without dimensions are the same, and so are all dtypes.
     if isinstance(leaf, Tensor) and leaf.ndim:
         return "x".join(map(str, leaf.shape))

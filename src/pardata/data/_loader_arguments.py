@@ -8,7 +8,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from pardata.collective._agreement import agree, require_same
 from pardata.data._workers import choose_workers
-from pardata.ranks._arguments import check_flag, check_integer, check_no_class, checked_device
+from pardata.ranks._arguments import check_flag, check_integer, check_map_style, checked_device
 from pardata.ranks._logger import get_logger
 from pardata.ranks._process import process
 from pardata.ranks._world import World, require_world, single_world, world
@@ -161,13 +161,7 @@ def _check_data(args: Arguments) -> None:
             f"`sharded` must be False for a dataset that has indices, which are shared out here, "
             f"but is True for {kind}: leave it out"
         )
-    check_no_class(dataset)
-    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-        raise TypeError(
-            f"`dataset` must have __getitem__ and __len__, or be an IterableDataset, but {kind} is "
-            f"neither: write a map-style dataset, whose samples have numbers that can be shared "
-            f"out"
-        )
+    check_map_style(dataset, ", or be an IterableDataset")
     if args.sampler is not None:
         _check_sampler(args)
 

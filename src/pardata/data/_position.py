@@ -40,15 +40,11 @@ class Recipe(NamedTuple):
         """
         own = self.state(Position(0))
         found = state if isinstance(state, Mapping) else {}
-        if (version := found.get("version", _VERSION)) != _VERSION:
+        if found.keys() != own.keys() or found["version"] != _VERSION:
             raise ValueError(
-                f"`state` must be of version {_VERSION}, but is of version "
-                f"{reprlib.repr(version)}: load it with the release of pardata that saved it"
-            )
-        if found.keys() != own.keys():
-            raise ValueError(
-                f"`state` must be what the state_dict() of a loader returned, but is "
-                f"{reprlib.repr(state)}: look at what was saved"
+                f"`state` must be what the state_dict() of a loader returned, of version "
+                f"{_VERSION}, but is {reprlib.repr(state)}, version {found.get('version')!r:.30}: "
+                f"look at what was saved, or load it with the release of pardata that saved it"
             )
         fixed = list(self.facts)
         if not (self.is_stream or self.facts["sampler"] or self.facts["batch_sampler"]):

@@ -1,17 +1,17 @@
 """Reading a rank's part of a step, in a worker or here: seeded, collated, and errors say where."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
+from pardata.collective._tree import digest_of
 from pardata.data._batch import is_read_whole, whole_batch_reader
 from pardata.data._order import Request, as_list
 from pardata.data._plan import Step
-from pardata.data._sameness import same
 from pardata.ranks._logger import get_logger
 from pardata.seeds import _generators as generators
 from pardata.seeds._mix import mix
@@ -81,29 +81,11 @@ class Collation(NamedTuple):
         return RuntimeError(f"{what} could not be read {where}: {type(error).__name__}: {error}")
 
 
-class StandsForDataset:
-    """Stands for its `dataset` where a ``worker_init_fn`` finds it: at ``get_worker_info()``.
-
-    Set `dataset` last: from then on other attributes are read from it, and new ones set there.
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "dataset" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if "dataset" in self.__dict__ and name not in self.__dict__:
-            setattr(self.dataset, name, value)
-        else:
-            super().__setattr__(name, value)
-
-
-class Reader(StandsForDataset, Dataset[Any]):
+class Reader(Dataset[Any]):
     """A dataset as the loader's workers see it: asked for a `Request`, it returns batches."""
 
     def __init__(self, dataset: Any, collation: Collation) -> None:
-        self.collation = collation
+        self.dataset, self.collation = dataset, collation
         self._seeds = seeds = collation.seeds
         plainly = collation.collate_fn is None
         self._read_whole = whole_batch_reader(dataset) if plainly else None
@@ -115,7 +97,6 @@ class Reader(StandsForDataset, Dataset[Any]):
         self._looks_twice.share_memory_()
         # The generators that the dataset has been seen using.
         self._drawn_from: list[generators.Default] = []
-        self.dataset = dataset
 
     def __getitem__(self, request: Request) -> Fetched:
         """Return what is asked for."""
@@ -178,13 +159,13 @@ class Reader(StandsForDataset, Dataset[Any]):
         if first is None or (worker and worker.id):
             return
         self._looks_twice.fill_(False)
-        with generators.kept_generators():
-            one, other = (self._samples(request.step.epoch, first) for _ in range(2))
-        if not same(one, other):
-            _log.warning(
-                "sample %s of %s differs when read twice with the same seed, so that runs at "
-                "other sizes will not be the same: draw from the default generators of Python, "
-                "NumPy or PyTorch, or pass reproducible=False",
-                first[0],
-                type(self.dataset).__name__,
-            )
+        text = (
+            "sample %s of %s differs when read twice with the same seed, so that runs at other "
+            "sizes will not be the same: draw from the default generators of Python, NumPy or "
+            "PyTorch, or pass reproducible=False"
+        )
+        # A user's objects may raise anything: this is advice, and must not end a run.
+        with generators.kept_generators(), suppress(Exception):
+            one, other = (digest_of(self._samples(request.step.epoch, first)) for _ in range(2))
+            if one != other:
+                _log.warning(text, first[0], type(self.dataset).__name__)

@@ -1,25 +1,23 @@
 """Iterable datasets: each sample on one rank and one worker, in the same steps at every size."""
 
-import hashlib
 from collections.abc import Iterator
 from copy import deepcopy
 from itertools import count, islice
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from pardata.collective._tree import leaves
+from pardata.collective._tree import digest_of
 from pardata.data._plan import Plan, Step, share
-from pardata.data._reader import Collation, Fetched, StandsForDataset
+from pardata.data._reader import Collation, Fetched
 from pardata.seeds._generators import kept_generators, seed_generators
 from pardata.seeds._mix import mix
 
 _END = object()
 
 
-class Stream(StandsForDataset, IterableDataset[Fetched]):
+class Stream(IterableDataset[Fetched]):
     """An iterable dataset as the loader's workers see it: it yields whole steps.
 
     Unless the dataset is `sharded`, every rank and every worker goes through all of it and keeps
@@ -29,7 +27,7 @@ class Stream(StandsForDataset, IterableDataset[Fetched]):
     """
 
     def __init__(self, dataset: Any, collation: Collation, plan: Plan, *, sharded: bool) -> None:
-        self.plan = plan
+        self.dataset, self.plan = dataset, plan
         self.is_sharded = sharded
         has_state = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
         self.keeps_place = has_state and not sharded  # else the state would be another on each rank
@@ -37,7 +35,6 @@ class Stream(StandsForDataset, IterableDataset[Fetched]):
         # After which sample to begin, also for workers that live on: they have copies of all else.
         self._start = torch.zeros(2, dtype=torch.int64).share_memory_()
         self._state: Any = None
-        self.dataset = dataset
 
     def start_at(self, epoch: int, delivered: int, state: Any) -> None:
         """Let the next ``iter()`` begin after so many samples of this epoch.
@@ -67,7 +64,7 @@ class Stream(StandsForDataset, IterableDataset[Fetched]):
             return
         first = delivered // batch_size
         for number, read in enumerate(self._shares(samples, batch_size), first):
-            digest = digest or hash_of([read[0], read[-1]])
+            digest = digest or digest_of([read[0], read[-1]])
             if (number - first) % workers == worker:
                 step, runs = self.plan.share_of(len(read), epoch, number)
                 yield self._fetched(step, runs, read, digest)
@@ -78,7 +75,7 @@ class Stream(StandsForDataset, IterableDataset[Fetched]):
             return self._seeded(epoch, first=delivered), ""
         samples = self._seeded(epoch)
         begin = _next(samples, min(delivered, self.plan.batch_size))
-        read, digest = len(begin), hash_of([begin[0], begin[-1]]) if begin else ""
+        read, digest = len(begin), digest_of([begin[0], begin[-1]]) if begin else ""
         del begin  # what is read again is not kept
         with kept_generators():
             read += sum(1 for _ in islice(samples, delivered - read))
@@ -93,7 +90,7 @@ class Stream(StandsForDataset, IterableDataset[Fetched]):
         samples = self._seeded(epoch, plan.rank, worker)
         steps, digest = count(worker, workers), ""
         for number, read in zip(steps, self._shares(samples, rows), strict=False):
-            digest = digest or hash_of([read[0], read[-1]])
+            digest = digest or digest_of([read[0], read[-1]])
             # It knows only how many samples the whole step should have.
             step = Step(epoch, number, 0, (len(read),), len(read), plan.batch_size)
             yield self._fetched(step, [range(len(read))], read, digest)
@@ -152,18 +149,3 @@ def not_of_this_stream(delivered: int, why: str) -> ValueError:
         f"`state` must be of this iterable dataset, but its `delivered` is {delivered} samples, "
         f"and {why}: pass the dataset that the state was taken of, or look at what was saved"
     )
-
-
-def hash_of(samples: list[Any]) -> str:
-    """Return a hash of the numbers and the text in `samples`: nothing is known of the rest."""
-    digest = hashlib.sha256()
-    for _, leaf in leaves(samples):
-        if isinstance(leaf, Tensor):
-            if leaf.layout == torch.strided:  # of a large one, some two thousand numbers will do
-                thinned = leaf.reshape(-1)[:: 1 + leaf.numel() // 2000]
-                digest.update(repr(thinned.tolist()).encode())
-        elif hasattr(leaf, "tobytes"):  # an array, a NumPy number, an image
-            digest.update(leaf.tobytes())
-        elif isinstance(leaf, str | bytes | int | float | complex):
-            digest.update(repr(leaf).encode())
-    return digest.hexdigest()[:16]

@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pardata.collective._agreement import agree, require_same
+from pardata.collective._tree import digest_of
 from pardata.collective._vote import Vote
 from pardata.data._position import Position
 from pardata.data._reader import Fetched
-from pardata.data._stream import Stream, hash_of, not_of_this_stream
+from pardata.data._stream import Stream, not_of_this_stream
 from pardata.data._workers import Source
 from pardata.ranks._table import ranks_text
 from pardata.ranks._world import World
@@ -93,7 +94,7 @@ class Streamed(Source):
 
         place = "iter(loader) of an IterableDataset"
         digests = agree(self._ranks, place, lambda: {"first samples": first.digest}, decide)
-        self.digest = hash_of(digests)
+        self.digest = digest_of(digests)
         if before not in (None, self.digest):
             raise ValueError(
                 f"`dataset` must yield the same samples when an epoch is read again to resume, but "

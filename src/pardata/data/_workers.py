@@ -2,11 +2,12 @@
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.util import get_temp_dir
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 from pardata.data._batch import is_read_whole
 from pardata.data._position import Position
@@ -62,6 +63,7 @@ class Source:
     def __init__(self, reader: Any, requests: Any, ranks: World, **options: Any) -> None:
         self.reader, self.requests = reader, requests
         self._ranks, self._options = ranks, options
+        self._options["worker_init_fn"] = partial(_begin, options["worker_init_fn"])
         self.digest: str | None = None
         self.workers: DataLoader[Any] | None = None
         self.renew_workers()
@@ -97,6 +99,14 @@ class Source:
         seed = self.reader.collation.seeds.seed
         self.workers.generator.manual_seed(mix(seed, epoch, self._ranks.rank))
         return iter(self.workers)
+
+
+def _begin(worker_init_fn: Callable[[int], None] | None, worker: int) -> None:
+    """Begin a worker: there ``get_worker_info().dataset`` is the user's, and not our reader."""
+    info: Any = get_worker_info()
+    object.__setattr__(info, "dataset", info.dataset.dataset)  # it lets nobody else set anything
+    if worker_init_fn is not None:
+        worker_init_fn(worker)
 
 
 def _as_it_is(fetched: Any) -> Any:

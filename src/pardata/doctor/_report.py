@@ -1,47 +1,77 @@
-"""How the doctor's findings are printed: a table of the ranks, then each finding once."""
+"""What the ranks found: how bad each thing is, what to do about it, and how it is printed."""
 
+import re
 import shutil
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from pardata.doctor._finding import ERROR, WARNING, Account, Finding
 from pardata.ranks._table import ranks_text
 
+OK, WARNING, ERROR = "ok", "warning", "error"
 _STATUS, _NAME = 9, 15  # characters of the first two columns
 _WIDTH = 100  # where there is no terminal to ask
 
 
+class Finding(NamedTuple):
+    """What was looked at, what was seen, and the cure where it is not as it should be."""
+
+    name: str
+    text: str
+    cure: str = ""
+    is_error: bool = False
+
+    @property
+    def status(self) -> str:
+        """How bad it is."""
+        return ERROR if self.is_error else WARNING if self.cure else OK
+
+
+class Account(NamedTuple):
+    """What a rank found, and who it is."""
+
+    rank: int
+    size: int
+    host: str
+    findings: list[Finding]
+
+    @property
+    def errors(self) -> list[Finding]:
+        """What will not work."""
+        return [finding for finding in self.findings if finding.is_error]
+
+
+def found_error(name: str, error: BaseException, cure: str) -> Finding:
+    """Return the finding that `error` is; `cure` is for one whose message has none.
+
+    pardata's own messages have one form, "… must be …, but is …: do …", with the cure. Of all
+    others the first line is what matters.
+    """
+    message = str(error).strip().split("\n\n")[0] or type(error).__name__  # then come stacks
+    lines = [line for line in message.splitlines() if not line.startswith("(seen on rank")]
+    must, _, told = lines[0].partition(", but ")
+    if " must " in must and told:
+        has_cure = ": " in told or len(lines) > 1
+        return Finding(name, "\n".join(lines), "" if has_cure else cure, is_error=True)
+    # torch's: where in its sources, and the frames below, help nobody here.
+    text = re.sub(r"^\[[^]]*\] ", "", lines[0].partition(". This is typically")[0])
+    return Finding(name, text, cure, is_error=True)
+
+
 def report_text(command: str, accounts: Sequence[Account]) -> str:
     """Return the report of `command` on these ranks."""
-    table = [*_table(accounts), ""] if len(accounts) > 1 else []
     findings = list(_findings(accounts))
     lines = [line for finding, whose in findings for line in _lines(finding, whose)]
     statuses = Counter(finding.status for finding, _ in findings)
     bad = [(statuses[status], status) for status in (ERROR, WARNING) if statuses[status]]
     parts = [f"{number} {status}{'s' * (number > 1)}" for number, status in bad]
-    title = f"pardata {command}: {_scope(accounts)}"
-    return "\n".join([title, "", *table, *lines, "", " and ".join(parts) or "all is well"])
-
-
-def _scope(accounts: Sequence[Account]) -> str:
-    first = accounts[0]
-    if first.size == 1:
-        return f"one process on {first.host}"
-    if len(accounts) < first.size:
-        return f"rank {first.rank} of {first.size} on {first.host}"
-    hosts = {account.host for account in accounts}
-    return f"{first.size} ranks on {first.host if len(hosts) == 1 else f'{len(hosts)} hosts'}"
-
-
-def _table(accounts: Sequence[Account]) -> list[str]:
-    names = [name.replace("_", " ") for name in Account._fields]
-    rows = [list(map(str, row[2:])) for row in (names, *accounts)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    first, hosts = accounts[0], list(dict.fromkeys(account.host for account in accounts))
+    who = f"{first.size} ranks" if len(accounts) > 1 else f"rank {first.rank} of {first.size}"
+    who = "one process" if first.size == 1 else who
+    where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
+    title = f"pardata {command}: {who} on {where}"
+    return "\n".join([title, "", *lines, "", " and ".join(parts) or "all is well"])
 
 
 def _findings(accounts: Sequence[Account]) -> Iterator[tuple[Finding, str]]:
@@ -63,19 +93,16 @@ def _findings(accounts: Sequence[Account]) -> Iterator[tuple[Finding, str]]:
 
 
 def _lines(finding: Finding, whose: str) -> list[str]:
-    front = finding.status.ljust(_STATUS) + finding.name.ljust(_NAME)
-    lines = _wrapped(whose + finding.text, _STATUS + _NAME)
-    lines[0] = front + lines[0].lstrip()
+    indent = " " * (_STATUS + _NAME)
+    paragraphs = [(indent, text) for text in (whose + finding.text).splitlines()]
     if finding.cure:
-        lines += _wrapped(f"cure: {finding.cure}", _STATUS + _NAME + 2)
-    return lines
-
-
-def _wrapped(text: str, indent: int) -> list[str]:
-    room = max(40, shutil.get_terminal_size((_WIDTH, 24)).columns - indent)
+        paragraphs.append((f"{indent}  ", f"cure: {finding.cure}"))
+    width = max(64, shutil.get_terminal_size((_WIDTH, 24)).columns)
     # Names of variables, hosts and files stay whole, to be copied.
-    return [
-        " " * indent + part
-        for line in text.splitlines()
-        for part in textwrap.wrap(line, room, break_long_words=False, break_on_hyphens=False)
-    ]
+    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    lines: list[str] = []
+    for begin, text in paragraphs:
+        wrapper.initial_indent = wrapper.subsequent_indent = begin
+        lines.append(wrapper.fill(text))
+    lines[0] = finding.status.ljust(_STATUS) + finding.name.ljust(_NAME) + lines[0].lstrip()
+    return lines

@@ -1,20 +1,20 @@
-"""What this process finds: devices, cores, memory and limits of its machine, what is installed."""
+"""What this process finds: its launcher, the machine's devices and limits, what is installed."""
 
 import os
 import platform
 import shutil
 import socket
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from pardata.doctor._finding import Finding
+from pardata.doctor._report import Finding, found_error
 from pardata.ranks._cores import cpu_quota, usable_cores
 from pardata.ranks._gpus import hidden_gpus, visible_gpus
+from pardata.ranks._launcher import MPICH, OPEN_MPI, SLURM, TORCHRUN, Launch, detect
 from pardata.ranks._version import __version__
 from pardata.ranks._world import World
 
@@ -24,6 +24,47 @@ _LEAST_SHARED_MEMORY = _GIB  # a container's default of 64 MB is used up by a fe
 _FEWEST_FILES = 1024  # what most systems give; each tensor in flight from a worker takes one
 # In both releases of the unrelated distribution `pardata`, 0.3.0 and 0.4.0, and never in ours.
 _THEIRS = "_high_level.py"
+# Those that say something of a process: users export the rendezvous address by hand, too.
+_OWN = {"torchrun": TORCHRUN[:4], "Open MPI": OPEN_MPI, "SLURM": SLURM, "MPICH": MPICH}
+_CURE = "correct it, or set PARDATA_LAUNCHER=none to run as a single process"
+
+
+def examine_launcher(env: Mapping[str, str]) -> tuple[Launch | None, list[Finding]]:
+    """Return what a launcher told this process, `None` where that is wrong, and the findings."""
+    there = {family: [name for name in names if name in env] for family, names in _OWN.items()}
+    seen = {family: f"{', '.join(names)} ({family})" for family, names in there.items() if names}
+    try:
+        launch = detect(env)
+    except ValueError as error:
+        # All that is there, for somebody who must find out what is wrong with it.
+        variables = [Finding("variables", "; ".join(seen.values()))] if seen else []
+        return None, [found_error("launcher", error, _CURE), *variables]
+    mpi = "Open MPI" if OPEN_MPI[0] in env else "MPICH"
+    chosen = {"single": "", "slurm": "SLURM", "mpi": mpi}.get(launch.launcher, launch.launcher)
+    ignored = [_ignored(text, chosen, env) for family, text in seen.items() if family != chosen]
+    return launch, [Finding("launcher", _chosen_text(launch, chosen, env)), *ignored]
+
+
+def _chosen_text(launch: Launch, chosen: str, env: Mapping[str, str]) -> str:
+    choice = env.get("PARDATA_LAUNCHER", "auto")
+    how = "" if choice == "auto" else f", as PARDATA_LAUNCHER={choice} says"
+    if not chosen:
+        return f"none{how}: a single process"
+    processes = f"{launch.size} process{'es' if launch.size > 1 else ''}"
+    names = TORCHRUN if chosen == "torchrun" else _OWN[chosen]
+    address = f"{launch.master_addr}:{launch.master_port}"
+    return f"{chosen}{how}: {processes}, to meet at {address}; from {', '.join(names)}"
+
+
+def _ignored(text: str, chosen: str, env: Mapping[str, str]) -> Finding:
+    if chosen or env.get("PARDATA_LAUNCHER", "auto") != "auto":
+        return Finding("ignored", text)  # the line above says who was chosen, and by whom
+    if "SLURM_STEP_ID" in env:
+        return Finding("ignored", f"{text}: of a step of one task")
+    tasks = env.get("SLURM_NTASKS", "1")
+    cure = f"start the script with srun, to be the {tasks} tasks that the job asked for"
+    text = f"{text}: of the shell of a job, not of a step"
+    return Finding("ignored", text, cure if tasks != "1" else "")
 
 
 def surroundings(here: World) -> Iterator[Finding]:
@@ -35,7 +76,14 @@ def surroundings(here: World) -> Iterator[Finding]:
     yield from _open_files()
     yield from (_network(here), _versions())
     yield from shared_package(Path(__file__).parents[1])
-    yield _backends()
+
+
+def place(here: World) -> Finding:
+    """Return where a rank is."""
+    on_gpu = here.device.type == "cuda"
+    gpu = f" {torch.cuda.get_device_name(here.device)}" if on_gpu else ""
+    node = f"{socket.gethostname()}, node {here.node_rank}, local rank {here.local_rank}"
+    return Finding("place", f"{node}, {here.device}{gpu}, cores: {usable_cores(here)}")
 
 
 def _gpus() -> Finding:
@@ -143,12 +191,3 @@ def shared_package(package: Path) -> Iterator[Finding]:
             "`python -m pip install torch-pardata`"
         )
         yield Finding("installation", text, cure, is_error=True)
-
-
-def _backends() -> Finding:
-    gloo, nccl = dist.is_gloo_available(), dist.is_nccl_available()
-    text = f"{'gloo' if gloo else 'no gloo'}, {'NCCL' if nccl else 'no NCCL'}"
-    if gloo and (nccl or not torch.cuda.is_available()):
-        return Finding("backends", text)
-    cure = "install a torch that has both, as pytorch.org's wheels"
-    return Finding("backends", text, cure, is_error=True)

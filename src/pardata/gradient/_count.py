@@ -13,6 +13,7 @@ from torch import Tensor
 from pardata.collective._header import Matching
 from pardata.data._microbatches import Microbatches
 from pardata.data._sample_count import samples_of, samples_read
+from pardata.ranks._arguments import check_integer
 from pardata.ranks._world import world
 
 Count = Callable[[Any], int]
@@ -177,17 +178,11 @@ def started(told: Tensor, group: Any) -> Callable[[], Tensor]:
 
 
 def _checked(number: Any) -> int:
-    try:
-        if isinstance(number, bool):
-            raise TypeError
-        whole = index(number)  # of NumPy, or a tensor, too
-    except TypeError:
-        raise TypeError(
-            f"`count` must return an integer, but returned {number!r} ({type(number).__name__})"
-        ) from None
-    if whole < 0:
-        raise ValueError(f"`count` must return an integer from 0 up, but returned {whole}")
-    return whole
+    """Return what `count` has returned, which may be of NumPy, or a tensor, too."""
+    is_whole = hasattr(number, "__index__") and not isinstance(number, bool)
+    number = index(number) if is_whole else number
+    check_integer("count(microbatch)", number, least=0)
+    return int(number)
 
 
 def positive(total: int) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pardata.collective._agreement import agree, require_same
 from pardata.collective._header import Leaf, hashes, numbers_of
+from pardata.collective._reduction import like, shape_text, split_like
 from pardata.collective._tree import Path, in_brackets, mapped
 from pardata.gradient._count import positive
 from pardata.ranks._world import world
@@ -32,7 +33,7 @@ class Tally:
     _metrics: Any = None
     _paths: tuple[Path, ...] = ()
     _error: Exception | None = None
-    _means: tuple[Tensor, ...] | None = None  # of the loss, and of the leaves of metrics
+    _means: list[Tensor] | None = None  # of the loss, and of the leaves of metrics
 
     def __init__(self) -> None:
         self._seen: list[tuple[list[Leaf], int]] = []
@@ -58,7 +59,7 @@ class Tally:
             found = numbers_of(metrics, "metrics")
         except TypeError as error:
             return self._refuse(error)
-        described = (f"{in_brackets('metrics', path)}: {_shape(found[path])}" for path in found)
+        described = (f"{in_brackets('metrics', path)}: {shape_text(found[path])}" for path in found)
         text = "; ".join(["metrics", *described])
         if self._text not in (None, text):
             return self._refuse(ValueError(_UNLIKE))
@@ -106,8 +107,7 @@ class Tally:
 
     def settle(self, means: Tensor) -> None:
         """Take the means of loss and metrics over the microbatches of all ranks."""
-        sizes = [leaf.numel() if isinstance(leaf, Tensor) else 1 for leaf in self._first()]
-        self._means = means[: sum(sizes)].split(sizes)
+        self._means = split_like(means, self._first())
 
     def result(self) -> Any:
         """Return the mean loss, and the means of the metrics, if there are any."""
@@ -118,10 +118,10 @@ class Tally:
                 self.settle(self.sums() / self.count)
         own, *leaves = self._first()
         loss, *metrics = self._means or self._first()
-        loss = wide(own) if loss is own else loss.to(wide(own)).reshape(())
+        loss = wide(own) if loss is own else loss.to(wide(own))
         if not self._text:
             return loss
-        found = dict(zip(self._paths, map(_like, leaves, metrics), strict=True))
+        found = dict(zip(self._paths, map(like, leaves, metrics), strict=True))
         return loss, mapped(self._metrics, lambda path, _: found[path])
 
     def _first(self) -> list[Any]:
@@ -185,17 +185,3 @@ def checked(loss: Any) -> Tensor:
     raise TypeError(
         f"{must}, but returned a {type(loss).__name__}: {cure}, or it and metrics: (loss, metrics)"
     )
-
-
-def _shape(leaf: Leaf) -> str:
-    # A number and a tensor without dimensions are the same, and so are all dtypes.
-    return "x".join(map(str, leaf.shape)) if isinstance(leaf, Tensor) and leaf.ndim else "number"
-
-
-def _like(leaf: Leaf, mean: Any) -> Leaf:
-    """Return `mean` as the kind of number that `leaf` is."""
-    if not isinstance(leaf, Tensor):
-        return float(mean)
-    dtype = leaf.dtype if leaf.is_floating_point() else torch.get_default_dtype()
-    found: Tensor = mean.detach().to(leaf.device, dtype, copy=True).view(leaf.shape)
-    return found

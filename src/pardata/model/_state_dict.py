@@ -76,17 +76,16 @@ def _read_state(state: object) -> Mapping[str, Any]:
         raise TypeError(
             f"`state_or_path` must be a state dict or a path, but is a {type(state).__name__}"
         )
+    must = "`state_or_path` must map names to tensors, but"
     for key, value in state.items():
         if not isinstance(key, str):
-            raise TypeError(
-                f"`state_or_path` must map names to tensors, but has the key {key!r} "
-                f"({type(key).__name__}): pass what a model's state_dict() returned"
-            )
+            cure = "pass what a model's state_dict() returned"
+            raise TypeError(f"{must} has the key {key!r} ({type(key).__name__}): {cure}")
         # What a module's get_extra_state() returns may well be a dict.
         if isinstance(value, Mapping) and not key.endswith("_extra_state"):
             raise TypeError(
-                f"`state_or_path` must map names to tensors, but {key!r} holds a dict: if this is "
-                f"a checkpoint of several things, pass the model's part, as checkpoint[{key!r}]"
+                f"{must} {key!r} holds a dict: if this is a checkpoint of several things, pass the "
+                f"model's part, as checkpoint[{key!r}]"
             )
     return state
 

@@ -73,9 +73,8 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 def _inside(model: nn.Module) -> nn.Module | None:
-    name = "module" if _is_wrapper(model) else None
     # torch.compile's OptimizedModule; importing its class would import all of dynamo.
-    if type(model).__name__ == "OptimizedModule":
-        name = "_orig_mod"
+    name = "_orig_mod" if type(model).__name__ == "OptimizedModule" else "module"
     # As it lies there: what reads through would look further.
-    return None if name is None else model._modules.get(name)  # noqa: SLF001  # no public name
+    is_outer = name == "_orig_mod" or _is_wrapper(model)
+    return model._modules.get(name) if is_outer else None  # noqa: SLF001  # no public name

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pardata.collective._agreement import require_same, same
-from pardata.model._digest import digest_of
+from pardata.collective._tree import sha256_of
 from pardata.model._state_dict import LoadedKeys
 from pardata.model._strategy import strategy_of
 from pardata.model._unwrap import unwrap
@@ -59,7 +59,7 @@ def fingerprint(model: nn.Module) -> str:
     >>> fingerprint(nn.Identity())[:8]
     'e3b0c442'
     """
-    return digest_of((f"{name} {tensor.dtype}", tensor) for name, tensor in named_tensors(model))
+    return sha256_of((f"{name} {tensor.dtype}", tensor) for name, tensor in named_tensors(model))
 
 
 def check_in_sync(model: nn.Module) -> None:
@@ -80,7 +80,7 @@ def check_in_sync(model: nn.Module) -> None:
     def digests() -> Mapping[str, str]:
         state = unwrap(model).state_dict()
         return {
-            name: f"{part}SHA-256 {digest_of([(f'{own.dtype} {tuple(own.shape)}', own)])[:16]}…"
+            name: f"{part}SHA-256 {sha256_of([(f'{own.dtype} {tuple(own.shape)}', own)])[:16]}…"
             for name, value in (state.items() if here.size > 1 else ())
             for part, own in _copies(value)
         }

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from pardata.collective._agreement import same
 from pardata.model._batch_norm import with_synchronised_batch_norms
@@ -68,8 +67,8 @@ def wrap_model(
 
     Raises:
         TypeError: for what is not a module, or an unknown option.
-        ValueError: for an unknown strategy, and a model that is already wrapped, has nothing to
-            train or is not initialised.
+        ValueError: for an unknown strategy, and a model that is already wrapped or has nothing to
+            train. PyTorch itself refuses one that is not initialised, or on the meta device.
         RuntimeError: where the ranks hold different models (names the first parameter that
             differs), or there is no process group.
 
@@ -118,8 +117,11 @@ def _check(model: nn.Module, chosen: Strategy, settings: Settings) -> None:
             f"{', '.join(sorted(known))}"
         )
     check_flag("sync_batchnorm", settings.sync_batchnorm)
-    if not chosen.takes_all:
-        _check_trainable(model, chosen.name)
+    if not (chosen.takes_all or any(p.requires_grad for p in model.parameters())):
+        raise ValueError(
+            f"`model` must have a parameter to train under strategy {chosen.name!r}, but "
+            f"{type(model).__name__} has none that requires a gradient: use strategy='none'"
+        )
     if chosen.is_collective:
         _check_devices(model, chosen)
     if chosen.needs_group and settings.here.backend is None:
@@ -144,25 +146,6 @@ def _check_devices(model: nn.Module, chosen: Strategy) -> None:
 
 def _devices(model: nn.Module) -> list[str]:
     return sorted({str(parameter.device) for parameter in model.parameters()})
-
-
-def _check_trainable(model: nn.Module, strategy: str) -> None:
-    """Refuse a model that is not ready, or has nothing to train."""
-    tensors = [*model.parameters(), *model.buffers()]
-    if any(is_lazy(tensor) for tensor in tensors):
-        raise ValueError(
-            "`model` must be initialised, but has lazy parameters: run one forward pass first"
-        )
-    if any(tensor.is_meta for tensor in tensors):
-        raise ValueError(
-            "`model` must have its weights on every rank, but has parameters or buffers on the "
-            "meta device: build it on a real one, or call to_empty() and initialise them first"
-        )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError(
-            f"`model` must have a parameter to train under strategy {strategy!r}, but "
-            f"{type(model).__name__} has none that requires a gradient: use strategy='none'"
-        )
 
 
 def _facts_of(model: nn.Module, strategy: str, settings: Settings) -> dict[str, object]:

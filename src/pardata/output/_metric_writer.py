@@ -17,8 +17,6 @@ from pardata.ranks._world import require_world
 
 _log = get_logger(__name__)
 
-_BITS = 1023  # of a whole number that a float can hold
-
 
 class MetricWriter:
     """Writes scalars on rank 0 to ``metrics.jsonl``, and for TensorBoard where it is installed.
@@ -102,13 +100,8 @@ class MetricWriter:
 
 
 def _number(name: str, value: object) -> float:
-    number = value
-    if isinstance(value, Tensor):
-        number = value.item() if value.numel() == 1 else None
-    elif getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
-        number = value.item()  # a NumPy scalar
-    if isinstance(number, int) and number.bit_length() > _BITS:
-        number = None  # what reads it back would make infinity of it
+    count = value.numel() if isinstance(value, Tensor) else getattr(value, "size", 1)
+    number = value.item() if hasattr(value, "item") and count == 1 else value  # NumPy's too
     if not isinstance(number, int | float):
         raise TypeError(
             f"`values[{name!r}]` must be one number, but is {value!r} ({type(value).__name__})"

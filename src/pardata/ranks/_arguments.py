@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
 
 def check_module(model: object) -> None:
@@ -15,12 +16,22 @@ def check_module(model: object) -> None:
         raise TypeError(f"`model` must be a torch.nn.Module, but is {got}")
 
 
-def check_no_class(dataset: object) -> None:
-    """Refuse a class where an object of it is meant."""
+def check_map_style(dataset: object, otherwise: str) -> None:
+    """Refuse what has no samples with numbers, and a class where an object of it is meant.
+
+    `otherwise` follows what it must have in the message.
+    """
     if isinstance(dataset, type):
         raise TypeError(
             f"`dataset` must be a dataset, but is the class {dataset.__name__}: pass an object "
             f"of it"
+        )
+    has_both = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if isinstance(dataset, IterableDataset) or not has_both:  # which inherits the first
+        raise TypeError(
+            f"`dataset` must have __getitem__ and __len__{otherwise}, but "
+            f"{type(dataset).__name__} has not: write a map-style dataset, whose samples have "
+            f"numbers that can be shared out"
         )
 
 

@@ -5,9 +5,7 @@ its rank and traceback, and nobody hangs. ``assert_same_at_every_world_size(trai
 step and in which tensor training first differs between world sizes, and by how much.
 """
 
-from pardata.testing._every_world_size import (
-    assert_same_at_every_world_size as assert_same_at_every_world_size,
-)
-from pardata.testing._run import run as run
+from pardata.testing._every_world_size import assert_same_at_every_world_size
+from pardata.testing._run import run
 
 __all__ = ["assert_same_at_every_world_size", "run"]

@@ -58,8 +58,7 @@ def run(
         ValueError: for a `world_size` below 1, and a `timeout` that is not above 0.
         TypeError: for a `world_size` that is no integer, a `timeout` that is no time, an `env` that
             holds anything but text, and a function that cannot be pickled, or is of a notebook's
-            cell.
-        RuntimeError: in a script that was read from standard input.
+            cell, or of a script that was read from standard input.
         TimeoutError: names the ranks that did not finish, and where each of them was.
         BaseException: what the first rank to fail raised, with that rank's traceback as its
             cause; a `RuntimeError` naming the rank where it cannot be pickled, or where a process
@@ -107,17 +106,13 @@ def _environment(added: dict[Any, Any]) -> dict[str, str]:
 
 def _require_a_script_that_children_find(fn: Callable[..., object]) -> None:
     script = getattr(sys.modules["__main__"], "__file__", None)  # a notebook has none
-    if script is None and getattr(fn, "__module__", None) == "__main__":
+    is_in_none = script is None and getattr(fn, "__module__", None) == "__main__"
+    if is_in_none or (script is not None and not Path(script).exists()):
         name = getattr(fn, "__qualname__", type(fn).__qualname__)
         raise TypeError(
-            f"`fn` must be importable by the processes that run it, but {name!r} is defined in a "
-            f"notebook or an interactive session: write it to a file, in a notebook with "
-            f"%%writefile, and import it"
-        )
-    if script is not None and not Path(script).exists():
-        raise RuntimeError(
-            f"`run` must be called from a file or a notebook, for each process imports the script "
-            f"anew, but the script is {script!r}: save it as a file first"
+            f"`fn` must be importable by the processes that run it, each of which imports the "
+            f"script anew, but {name!r} is run from a notebook, an interactive session or standard "
+            f"input: write it to a file, in a notebook with %%writefile, and import it"
         )
 
 

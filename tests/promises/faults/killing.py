@@ -84,7 +84,7 @@ def killed(run_dir, kills, sizes, seed, *options):
 
 
 def has_cache(run_dir):
-    return (run_dir / "cache" / "pardata-cache.json").exists()
+    return any((run_dir / "cache").glob("pardata-files-*"))
 
 
 def wait_for(moment, run_dir, agent, chance):

@@ -10,6 +10,7 @@ from pathlib import Path
 import on_ranks
 import pytest
 import torch
+from forked import forking
 from hypothesis import HealthCheck, settings
 
 from pardata import __version__
@@ -92,6 +93,13 @@ def short_tmp():
     """
     with tempfile.TemporaryDirectory() as directory:
         yield directory
+
+
+@pytest.fixture(scope="module")
+def programs():
+    """What starts programs, which is there as long as a file's tests."""
+    with forking() as programs:
+        yield programs
 
 
 @pytest.fixture(autouse=True)

@@ -4,11 +4,13 @@ import os
 import random
 import signal
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import on_ranks
 import pytest
 import torch
+from forked import forking
 from hypothesis import HealthCheck, settings
 
 from pardata import __version__
@@ -19,6 +21,18 @@ from pardata.ranks._launcher import MPICH, OPEN_MPI, SLURM, TORCHRUN
 MARKS = {"programs": "programs", "launchers": "launchers", "gpu": "gpu"}
 MARKS |= dict.fromkeys(
     ("cache", "checkpoint", "collective", "data", "gradient", "launch", "model", "seeds"), "oldest"
+)
+# Files of few tests that take long, the longest first.
+LONGEST = (
+    "test_kills.py",
+    "test_one_rank.py",
+    "test_every_world_size.py",
+    "test_command.py",
+    "test_link.py",
+    "test_started.py",
+    "test_exact_matrix.py",
+    "test_public_api.py",
+    *("test_elastic.py", "test_examples.py", "test_benchmarks.py", "test_more_clients.py"),
 )
 HERE = Path(__file__).parent
 assert {path.name for path in HERE.iterdir()}.issuperset(MARKS)
@@ -39,12 +53,25 @@ def pytest_addoption(parser):
     parser.addoption("--device", choices=kinds, default=kinds[0], help=text)
 
 
+def pytest_configure(config):
+    # pytest-xdist would hand out the files of fewest tests last, however long these take.
+    config.option.loadscopereorder = False
+
+
 def pytest_ignore_collect(collection_path, config):
-    """With `-m gpu` leave all other folders alone: what they import an image need not have."""
-    is_folder = collection_path.parent == HERE and collection_path.is_dir()
-    if config.option.markexpr == "gpu" and is_folder and collection_path.name != "gpu":
-        return True
-    return None
+    """Leave alone the folders of which `-m` takes nothing: what they import may not be there."""
+    if collection_path.parent != HERE or not collection_path.is_dir():
+        return None
+    mark, chosen = MARKS.get(collection_path.name), config.option.markexpr
+    is_of_another = chosen in MARKS.values() and chosen != mark
+    return True if is_of_another or f"not {mark}" in chosen.split(" and ") else None
+
+
+def pytest_collection_modifyitems(items):
+    """Put first what takes longest: else a worker of pytest-xdist is alone with it at the end."""
+    tests = Counter(item.path for item in items)
+    place = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (place.get(item.path.name, len(place)), -tests[item.path]))
 
 
 def pytest_report_header():
@@ -67,6 +94,13 @@ def short_tmp():
     """
     with tempfile.TemporaryDirectory() as directory:
         yield directory
+
+
+@pytest.fixture(scope="module")
+def programs():
+    """What starts programs, which is there as long as a file's tests."""
+    with forking() as programs:
+        yield programs
 
 
 @pytest.fixture(autouse=True)

@@ -1,72 +1,12 @@
 """Processes that save: killed at any moment, ending as they like."""
 
-import json
-import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from checkpoint_zoo import leftovers, whole_steps
 
 from pardata import Checkpointer
-
-# --- processes that end as any program does, without the two seconds that importing torch takes
-
-SERVER = """if True:
-    import os, sys, json, resource
-    import torch, pardata
-    for line in sys.stdin:
-        code, output, *argv = json.loads(line)
-        if code is None:
-            print(os.waitstatus_to_exitcode(os.waitpid(output, 0)[1]), flush=True)
-            continue
-        pid = os.fork()
-        if pid == 0:
-            break
-        print(pid, flush=True)
-    else:
-        sys.exit()
-    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for number in (1, 2):
-        os.dup2(file, number)
-    sys.argv[1:] = argv
-    exec(code)
-"""
-
-
-@pytest.fixture(scope="module")
-def programs(tmp_path_factory):
-    """Return what starts a program, or waits for its end; what it prints goes to a file."""
-    folder = tmp_path_factory.mktemp("programs")
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen([sys.executable, "-c", SERVER], env=env, **pipes) as server:
-
-        def ask(*job):
-            print(json.dumps(job), file=server.stdin, flush=True)
-            return int(server.stdout.readline())
-
-        yield Programs(folder, ask)
-
-
-class Programs(NamedTuple):
-    folder: Path
-    ask: Callable[..., int]
-
-    def start(self, code, *argv):
-        """Return a program's process id and the file of what it prints."""
-        output = self.folder / f"output-{len(list(self.folder.iterdir()))}"
-        output.touch()
-        return self.ask(code, str(output), *map(str, argv)), output
-
-    def status(self, pid):
-        """Return the exit status of a program, once it has ended."""
-        return self.ask(None, pid)
 
 
 def line_of(output, count, seconds=100):
@@ -82,6 +22,7 @@ def line_of(output, count, seconds=100):
 
 
 ENDING = """if True:
+    import resource, sys, torch
     from pardata import Checkpointer
     checkpointer = Checkpointer(sys.argv[1], asynchronous=True)
     if sys.argv[2] == "full":
@@ -104,20 +45,22 @@ ENDING = """if True:
 def test_a_process_finishes_the_last_one_and_ends_with_status_1_where_that_fails_and_nobody_asked(
     disk, how, status, programs, tmp_path
 ):
-    pid, output = programs.start(ENDING, tmp_path, disk, how)
-    assert programs.status(pid) == status
+    output, directory = tmp_path / "output", tmp_path / "run"
+    ended = programs.start(ENDING, directory, disk, how, output=output)
+    assert ended.wait() == status
     told = output.read_text()
     assert ("ZeroDivisionError" in told) == (how == "raise")
     failed = "the checkpoint of step 4 failed: [Errno 27] File too large, while saving step 4"
     assert (failed in told) == (disk == "full" and how != "asked")
     assert told.startswith("caught [Errno 27] File too large, while") == (how == "asked")
-    assert (whole_steps(tmp_path), leftovers(tmp_path)) == ([4] if disk == "empty" else [], [])
+    assert (whole_steps(directory), leftovers(directory)) == ([4] if disk == "empty" else [], [])
 
 
 # --- killed at any moment
 
 
 SAVE = """if True:
+    import sys, torch
     from pardata import Checkpointer
     value = torch.zeros(200_000)
     checkpointer = Checkpointer(sys.argv[1], keep=2, asynchronous=sys.argv[2] == "asynchronous")
@@ -131,21 +74,24 @@ SAVE = """if True:
 """
 
 
-def kill_while_it_saves(programs, directory, how, seconds):
+def kill_while_it_saves(programs, directory, how, seconds, output):
     """Return the last step that was reported as saved."""
-    pid, output = programs.start(SAVE, directory, how)
+    saving = programs.start(SAVE, directory, how, output=output)
     line_of(output, 2)
     time.sleep(seconds)
-    os.kill(pid, signal.SIGKILL)
-    assert programs.status(pid) == -signal.SIGKILL
+    saving.kill()
+    assert saving.wait() == -signal.SIGKILL
     return int(output.read_text().split("\n")[-2].split()[1])
 
 
-def test_a_kill_at_any_moment_leaves_the_last_one_that_was_reported(programs, tmp_path):
+def test_a_kill_at_any_moment_leaves_the_last_one_that_was_reported(
+    programs, tmp_path, tmp_path_factory
+):
     reported = 0
     for number, seconds in enumerate([0.0, 0.011, 0.02]):
         how = ("plain", "asynchronous")[number % 2]
-        reported = max(reported, kill_while_it_saves(programs, tmp_path, how, seconds))
+        job = tmp_path, how, seconds, tmp_path_factory.mktemp("output") / "output"
+        reported = max(reported, kill_while_it_saves(programs, *job))
         steps = whole_steps(tmp_path)
         assert reported <= max(steps) <= reported + 1
         assert 1 <= len(steps) <= 3

@@ -192,6 +192,21 @@ def test_drawing_for_a_share_raises_and_names_both_cures(what, kind, since):
     assert f"`{what}` must draw no random numbers from a batch whose size" in raised.text
 
 
+def _draws_in_a_worker():
+    return {
+        what: caught(steps, loader_that_draws(what, Draws("torch"), num_workers=1)).text
+        for what in ("collate_fn", "__getitems__")
+    }
+
+
+def test_drawing_in_a_worker_raises_and_names_microbatches():
+    # In a process of its own: the workers of a loader that failed hang on its traceback.
+    (found,) = run(_draws_in_a_worker, world_size=1, fresh=True)
+    for what, text in found.items():
+        assert f"`{what}` must draw no random numbers from a batch whose size" in text
+        assert "pass `microbatch_size`" in text
+
+
 @pytest.mark.parametrize("what", WHAT)
 def test_without_reproducible_it_may_draw(what):
     for kind in KINDS:

@@ -7,7 +7,13 @@ from data_zoo import Buffer, ByLength, Count, Permuted, Rotated, Sized, joined, 
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from on_ranks import caught, run
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from pardata import Microbatches
 
@@ -141,12 +147,14 @@ def test_every_step_is_the_same_samples_at_every_size_wherever_it_stopped(option
 
 # --- by workers ---
 
+WEIGHTS = [0.0, *range(1, 23)]
 KINDS = {
     "ordered": {},
     "dropped": {"drop_last": True},
     "shuffled": {"shuffle": True},
     "microbatches": {"shuffle": True, "drop_last": False, "microbatch_size": 2},
     "sampled": {"sampler": RandomSampler(range(23))},
+    "weighted": {"sampler": WeightedRandomSampler(WEIGHTS, 23)},
     "tensors": {"shuffle": True, "data": TensorDataset(torch.arange(23))},
     "batches by length": {"data": 28, "batch_size": None, "batch_sampler": ByLength(28, 20)},
     "batches of a sampler": {
@@ -191,3 +199,6 @@ def test_real_ranks_and_workers_go_on_where_others_stopped():
         epochs = [[step for epoch, step in seen[kind] if epoch == number] for number in range(2)]
         is_fixed = kind in ("ordered", "dropped", "a list of batches") or "stream" in kind
         assert (epochs[0] == epochs[1]) is is_fixed, kind
+    weighted = [number for _, step in seen["weighted"] for number in step]
+    assert 0 not in weighted
+    assert sum(weighted) / len(weighted) > 12  # that of equal weights is 11

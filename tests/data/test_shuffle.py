@@ -115,17 +115,22 @@ def test_where_two_positions_go_says_nothing_of_each_other(monkeypatch, seeds, l
 
 # --- without a pattern ---
 
-PATTERNS = pytest.mark.parametrize(
-    ("length", "drawn", "orders"),
-    [(1000, DRAWN, 300), (1000, 0, 300), (60_000, DRAWN, 5), (60_000, 0, 5), (10**9, DRAWN, 1)],
-)
-
 
 def correlation(one, other):
     return torch.corrcoef(torch.stack([one, other]).double())[0, 1].item()
 
 
-@PATTERNS
+@pytest.mark.parametrize(
+    ("length", "drawn", "orders"),
+    [
+        *[(1000, DRAWN, 60), (1000, 0, 60), (60_000, DRAWN, 1), (60_000, 0, 1), (10**9, DRAWN, 1)],
+        *[
+            pytest.param(length, drawn, orders, marks=pytest.mark.soak)
+            for length, orders in ((1000, 300), (60_000, 5))
+            for drawn in (DRAWN, 0)
+        ],
+    ],
+)
 def test_nothing_correlates(monkeypatch, length, drawn, orders):
     monkeypatch.setattr("pardata.data._shuffle._DRAWN", drawn)
     if length <= 10**6:

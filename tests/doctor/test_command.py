@@ -16,23 +16,15 @@ from launched import agent, launched, reserved_port, slurm_variables, torchrun_v
 from pardata.__main__ import main
 from pardata.doctor._examination import examine, trial_of_two
 
-COMMAND = [sys.executable, "-W", "error", "-m", "pardata"]
+COMMAND = "import runpy; runpy.run_module('pardata', run_name='__main__', alter_sys=True)"
 
 
-def started(*arguments, **env):
-    """Start the command as a process and return it."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([*COMMAND, *arguments], env={**os.environ, **env}, **pipes)
-
-
-def ended(process):
-    """Return exit status, output and errors; the process does not outlive this."""
-    try:
-        out, errors = process.communicate(timeout=90)
-    finally:
-        process.kill()
-        process.wait()
-    return process.returncode, out, errors
+def started(programs, folder, *arguments, **env):
+    """Start the command, and return what waits for its end: status, output and errors."""
+    folder.mkdir()
+    out, errors = folder / "out", folder / "errors"
+    job = programs.start(COMMAND, *arguments, output=out, errors=errors, **env)
+    return lambda: (job.wait(), out.read_text(), errors.read_text())
 
 
 def statuses(text):
@@ -50,8 +42,12 @@ def names(text):
 
 
 def test_alone_env_finds_a_machine_on_which_pardata_works():
-    code, out, errors = ended(started("env"))
-    assert (code, errors) == (0, "")
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "pardata", "env"],
+        capture_output=True, text=True, timeout=90, check=False,
+    )  # fmt: skip
+    out = done.stdout
+    assert (done.returncode, done.stderr) == (0, "")
     assert out.startswith("pardata env: one process on ")
     assert "\nok       launcher       none: a single process\n" in out
     assert {"GPUs", "cores", "threads", "open files", "versions"} <= set(statuses(out))
@@ -193,11 +189,12 @@ def test_variables_that_are_partial_are_explained_to_whoever_looks(monkeypatch, 
     assert out.endswith("1 error\n") or "1 error and" in out
 
 
-def test_a_rank_that_does_not_come_is_named_by_the_others_within_the_timeout():
+def test_a_rank_that_does_not_come_is_named_by_the_others_within_the_timeout(programs, tmp_path):
     with reserved_port() as port:
-        ranks = [started("env", "--timeout", "12", **torchrun_variables(
-            rank, 3, port, TORCHELASTIC_USE_AGENT_STORE=None)) for rank in (0, 1)]  # fmt: skip
-        (code, out, errors), (other_code, other_out, other_errors) = map(ended, ranks)
+        own = {"TORCHELASTIC_USE_AGENT_STORE": None}
+        both = [(tmp_path / str(n), torchrun_variables(n, 3, port, **own)) for n in range(2)]
+        ends = [started(programs, folder, "env", "--timeout", "12", **env) for folder, env in both]
+        (code, out, errors), (other_code, other_out, other_errors) = (end() for end in ends)
     assert (code, errors, other_code, other_out) == (1, "", 1, "")
     assert out.startswith("pardata env: rank 0 of 3 on ")
     printed = " ".join(out.split())
@@ -217,19 +214,16 @@ os._exit(1)
 
 
 @pytest.mark.parametrize("seconds", [0, 90])
-def test_a_rank_that_dies_or_hangs_after_joining_is_an_error_and_no_hang(seconds):
+def test_a_rank_that_dies_or_hangs_after_joining_is_an_error_and_no_hang(
+    seconds, programs, tmp_path
+):
     with agent() as port:
-        other = subprocess.Popen(
-            [sys.executable, "-c", STOPS, str(seconds)],
-            env={**os.environ, **torchrun_variables(1, 2, port)},
-            stdout=subprocess.DEVNULL,
-        )
-        try:
-            env = torchrun_variables(0, 2, port)
-            code, out, errors = ended(started("check", "--timeout", "12", **env))
-        finally:
-            other.kill()
-            other.wait()
+        env = torchrun_variables(1, 2, port)
+        other = programs.start(STOPS, seconds, output=tmp_path / "other", **env)
+        env = torchrun_variables(0, 2, port)
+        end = started(programs, tmp_path / "own", "check", "--timeout", "12", **env)
+        code, out, errors = end()
+        other.kill()
     assert code == 1
     found = statuses(out)
     assert (found["joining"], found["trial"], found["reports"]) == ("ok", "error", "error")

@@ -129,6 +129,14 @@ def low_precision():
     return one_step(seeded(dtype=torch.bfloat16), loader=steps(dtype=torch.bfloat16))
 
 
+def autocast():
+    """Around the whole step, the backward and the sums of it too."""
+    with torch.autocast("cpu", torch.bfloat16):
+        told = one_step(seeded())
+    assert told["loss bits"] != plain()["loss bits"]
+    return told
+
+
 def checkpointed():
     kept = functools.partial(checkpoint, use_reentrant=False)
     reentrant, other = one_step(seeded(Net, REENTRANT)), one_step(seeded(Net, kept))
@@ -597,7 +605,7 @@ def at_other_steps():
 
 
 SCENARIOS = [
-    *(plain, low_precision, checkpointed, ranks_without, counted),
+    *(plain, low_precision, autocast, checkpointed, ranks_without, counted),
     *(added_to, unused, generators, buffers, in_evaluation, small_buckets, sent_early, float64),
     *(compiled, layouts, overflowing, nan_beside_infinity, overflowing_together, skipping, sparse),
     *(buffers_of_other_shapes, failing_on_one_rank, at_other_steps),

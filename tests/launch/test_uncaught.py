@@ -3,7 +3,6 @@
 import contextlib
 import json
 import re
-import subprocess
 import sys
 import threading
 from datetime import timedelta
@@ -74,62 +73,29 @@ RUNS = {
     "exit": ("stop,,barrier", 1, torchrun_variables, "exit"),
 }
 
-# One interpreter that has imported torch forks all ranks of all runs, which then end as any script
-# does. Who waits for the file "go" goes on when the rank that failed has ended.
-FORKING = """
-import gc, json, os, sys
-from pathlib import Path
-import torch, pardata
-gc.freeze()
-
-pids, codes = {}, []
-for run, bad, rank, variables, arguments in json.loads(sys.argv[1]):
-    pid = os.fork()
-    if pid == 0:
-        os.chdir(run)
-        os.environ.update(variables)
-        os.dup2(os.open(str(rank), os.O_CREAT | os.O_WRONLY), 2)
-        sys.argv = ["train.py", *arguments]
-        exec(compile(Path("../train.py").read_text(), "train.py", "exec"))
-        break
-    pids[pid] = run, rank, rank == bad
-else:
-    while pids:
-        pid, status = os.wait()
-        run, rank, failed = pids.pop(pid)
-        codes.append([run, rank, os.waitstatus_to_exitcode(status)])
-        if failed:
-            Path(run, "go").touch()
-    print(json.dumps(codes), flush=True)
-"""
-
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory):
+def ended(programs, tmp_path_factory):
     """Return what ranks that nobody else would end have said: for each run, line and text."""
-    folder = tmp_path_factory.mktemp("uncaught")
-    (folder / "train.py").write_text(SCRIPT)
-    ranks = []
+    folder, ranks = tmp_path_factory.mktemp("uncaught"), []
     with contextlib.ExitStack() as stack:
         for run, (calls, bad, variables, *more) in RUNS.items():
             (folder / run).mkdir()
             meeting = agent() if variables is torchrun_variables else reserved_port()
             port = stack.enter_context(meeting)
             arguments = [calls, str(bad), *more]
-            own = [variables(n, 3, port, TORCHELASTIC_ERROR_FILE=f"{n}.json") for n in range(3)]
-            ranks += [(run, bad, n, own[n], arguments) for n in range(3)]
+            for rank in range(3):
+                env = variables(rank, 3, port, TORCHELASTIC_ERROR_FILE=f"{rank}.json")
+                where = {"folder": folder / run, "output": folder / run / str(rank)}
+                one = programs.start(SCRIPT, *arguments, **where, **env)
+                ranks.append((run, bad, rank, one, arguments))
         # Far below the groups' timeout, far above what a slow machine takes.
-        done = subprocess.run(
-            [sys.executable, "-c", FORKING, json.dumps(ranks)],
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            text=True,
-            timeout=90,
-            check=True,
-        )
-    codes = {(run, rank): code for run, rank, code in json.loads(done.stdout)}
+        for run, bad, rank, one, _ in sorted(ranks, key=lambda each: each[2] != each[1]):
+            one.wait(90)
+            if rank == bad:
+                (folder / run / "go").touch()  # who waits for it goes on when that one has ended
     found = {}
-    for run, bad, rank, _, arguments in ranks:
+    for run, bad, rank, one, arguments in ranks:
         text = (folder / run / str(rank)).read_text()
         (line,) = [line for line in text.splitlines() if "/3] " in line]
         exits = "exit" in arguments
@@ -142,7 +108,7 @@ def ended(tmp_path_factory):
             own = "SystemExit: 3\n" if exits else "ValueError: boom\nand more\n"
             assert told["message"] == told["extraInfo"]["py_callstack"]
             assert told["message"].endswith(own) if rank == bad else told["message"] == first
-        assert codes[run, rank] == (3 if exits and rank == bad else 1), text
+        assert one.wait() == (3 if exits and rank == bad else 1), text
         found.setdefault(run, []).append((line, text))
     return found
 

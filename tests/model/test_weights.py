@@ -95,9 +95,12 @@ def spoiled_loads(strategies):
     state = seeded(1).state_dict()
     less = {name: value for name, value in state.items() if name != "last.bias"}
     more = {**state, "module.stranger": torch.ones(1)}
+    wide = {**state, "last.weight": torch.ones(3, 9)}
     found = {}
     for strategy in strategies:
-        strict = [caught(load_weights, wrapped_as(strategy, seeded(0)), s) for s in (less, more)]
+        strict = [
+            caught(load_weights, wrapped_as(strategy, seeded(0)), s) for s in (less, more, wide)
+        ]
         model = wrapped_as(strategy, seeded(0))
         parameters = list(unwrap(model).parameters())
         loose = [load_weights(model, spoiled, strict=False) for spoiled in (less, more)]
@@ -114,11 +117,12 @@ def spoiled_loads(strategies):
     return found
 
 
-def test_strict_loading_names_the_entry_and_any_other_returns_the_names():
+def test_strict_loading_and_a_wrong_shape_name_the_entry_and_any_other_returns_the_names():
     for found in run(spoiled_loads, TOGETHER, world_size=2):
-        for (less, more), loose, refused in found.values():
+        for (less, more, wide), loose, refused in found.values():
             assert re.search(r"(?s)(Missing key.*|missing are .*)last\.bias", less)
             assert re.search(r"(?s)(Unexpected key.*|unexpected .*)module\.stranger", more)
+            assert re.search(r"last\.weight.*9.*8", wide)
             assert loose == [(["last.bias"], []), ([], ["module.stranger"])]
             assert {(raised.type, raised.text) for raised in refused} == {("ValueError", NO_ASSIGN)}
         assert "fsdp" not in found or found["fsdp"][0][0] == (

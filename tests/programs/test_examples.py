@@ -3,6 +3,8 @@
 import ast
 import re
 import sys
+import textwrap
+from pathlib import Path
 
 import pytest
 from places import EXAMPLES
@@ -39,16 +41,20 @@ def test_mnist_prints_the_same_losses_on_any_number_of_processes(sizes):
     assert re.fullmatch(r"weights [0-9a-f]{16}", weights)
 
 
-@pytest.mark.parametrize(("epochs", "accuracy"), [(1, 20), pytest.param(4, 90, marks=soak)])
-def test_cifar10_resumes_on_another_number_of_processes_and_learns(epochs, accuracy, tmp_path):
+# After one epoch, that of the last training step: batch norm's statistics for a test take longer.
+@pytest.mark.parametrize(
+    ("epochs", "line", "accuracy"), [(1, -3, 60), pytest.param(4, -2, 90, marks=soak)]
+)
+def test_cifar10_resumes_on_another_number_of_processes_and_learns(
+    epochs, line, accuracy, tmp_path
+):
     data = ["--data", "digits", "--run-dir"]
     whole = printed_by("cifar10.py", *data, tmp_path / "whole", "--epochs", epochs, size=2)
     if epochs > 1:
         begun = printed_by("cifar10.py", *data, tmp_path / "moved", "--epochs", 1, size=2)
         ended = printed_by("cifar10.py", *data, tmp_path / "moved", "--epochs", epochs, size=3)
         assert begun[:-1] + ended == whole
-    *_, tested, _ = whole
-    assert float(re.search(r"accuracy ([\d.]+)", tested)[1]) > accuracy
+    assert float(re.search(r"accuracy ([\d.]+)", whole[line])[1]) > accuracy
     assert (tmp_path / "whole" / "metrics.jsonl").read_text().count("test/accuracy") == epochs
 
 
@@ -57,8 +63,14 @@ def test_cifar10_resumes_on_another_number_of_processes_and_learns(epochs, accur
     [(("ddp", 2), ("auto", 1)), pytest.param(("fsdp", 2), ("ddp", 3), marks=soak)],
 )
 def test_text_resumes_in_the_middle_of_an_epoch_under_another_strategy(before, after, tmp_path):
+    # Short paragraphs, which take a fifth of the time: 15 steps an epoch.
+    words = Path(textwrap.__file__).read_text().split()
+    parts = [" ".join(words[start : start + 3]) for start in range(0, 3 * 480, 3)]
+    (tmp_path / "text.txt").write_text("\n\n".join(parts))
+
     def steps_of(strategy, size, steps):
         own = ["--run-dir", tmp_path, "--steps", steps, "--strategy", strategy]
+        own += ["--text", tmp_path / "text.txt"]
         return printed_by("text.py", *own, size=size)
 
     first, second = steps_of(*before, 10), steps_of(*after, 20)

@@ -2,13 +2,10 @@
 
 import contextlib
 import dataclasses
-import json
 import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 from datetime import timedelta
 from unittest.mock import patch
 
@@ -433,27 +430,11 @@ def test_a_data_loader_worker_that_was_spawned_is_alone_too(launched_without_ini
 
 # --- leaving at exit
 
-# One interpreter that has imported torch forks each rank; a rank falls through to the end of the
-# script, so that it ends as any script does.
+# A rank falls through to the end of the script, so that it ends as any script does.
 EXITING = """
-import atexit, gc, json, os, sys, time
-import torch
+import atexit, os, sys, time
 import torch.distributed as dist
 import pardata
-gc.freeze()  # or each rank walks all of torch as it ends, which takes a second
-
-pids = []
-for number, variables in enumerate(json.loads(sys.argv[1])):
-    pid = os.fork()
-    if pid == 0:
-        os.environ.update(variables)
-        os.dup2(os.open(f"{sys.argv[2]}/{number}", os.O_CREAT | os.O_WRONLY), 2)
-        break
-    pids.append(pid)
-else:
-    statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    print(json.dumps(statuses), flush=True)
-    os._exit(0)
 
 ending = os.environ["ENDING"]
 if ending == "after one that was adopted":
@@ -481,8 +462,8 @@ elif ending == "killed":
 
 
 @pytest.fixture(scope="module")
-def exits(tmp_path_factory):
-    """Return, for each way to end, exit code and standard error of each rank."""
+def exits(programs, tmp_path_factory):
+    """Return, for each way to end, exit code and output of each rank."""
     directory = tmp_path_factory.mktemp("exits")
     endings = {
         **{f"alike {run}": 4 for run in range(3)},
@@ -490,22 +471,19 @@ def exits(tmp_path_factory):
     }
     with contextlib.ExitStack() as stack:
         ranks = [
-            slurm_variables(rank, size, port) | {"ENDING": ending}
+            (ending, directory / f"{ending}-{rank}", slurm_variables(rank, size, port))
             for ending, size in endings.items()
             for port in [stack.enter_context(reserved_port())]
             for rank in range(size)
         ]
-        done = subprocess.run(
-            [sys.executable, "-W", "error", "-c", EXITING, json.dumps(ranks), str(directory)],
-            stdout=subprocess.PIPE,
-            text=True,
-            timeout=90,
-            check=True,
-        )
+        started = [
+            programs.start(EXITING, output=file, ENDING=ending, **variables)
+            for ending, file, variables in ranks
+        ]
+        codes = [rank.wait() for rank in started]
     found = {ending: [] for ending in endings}
-    for number, code in enumerate(json.loads(done.stdout)):
-        said = (directory / str(number)).read_text()
-        found[ranks[number]["ENDING"]].append((code, said))
+    for (ending, file, _), code in zip(ranks, codes, strict=True):
+        found[ending].append((code, file.read_text()))
     return found
 
 

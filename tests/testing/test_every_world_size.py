@@ -4,6 +4,7 @@ import math
 import re
 from pathlib import Path
 
+import on_ranks
 import pytest
 import torch
 from hypothesis import given
@@ -84,6 +85,15 @@ def spoilt_shard():
 # What is compared
 
 
+@pytest.fixture
+def _ranks_that_live_on(monkeypatch):
+    """Compare what the ranks of all tests do: new ones for each would take most of the time."""
+    monkeypatch.setattr("pardata.testing._every_world_size.run", on_ranks.run)
+
+
+living = pytest.mark.usefixtures("_ranks_that_live_on")
+
+
 def scripted(steps):
     """Yield what `steps` says for this size and rank: a list of dicts for each."""
     here = world()
@@ -144,11 +154,13 @@ DIFFERING = {
 }  # fmt: skip
 
 
+@living
 @pytest.mark.parametrize(("steps", "text"), DIFFERING.values(), ids=DIFFERING)
 def test_the_first_difference_is_named(steps, text):
     assert text in message(scripted, {1: ONE, **steps}, sizes=(1, 2))
 
 
+@living
 @pytest.mark.parametrize(
     ("steps", "sizes", "says"),
     [
@@ -160,6 +172,7 @@ def test_all_ranks_of_all_sizes_are_compared(steps, sizes, says):
     assert says in message(scripted, {1: ONE, **steps}, sizes=sizes)
 
 
+@living
 def test_equal_steps_pass_with_nan_equal_to_nan_numbers_and_layouts_of_any_kind():
     tensors = [
         *map(torch.tensor, ([math.nan, math.inf, -0.0], [1 + 1j, complex(math.nan, 0)], [True], 3)),
@@ -169,6 +182,7 @@ def test_equal_steps_pass_with_nan_equal_to_nan_numbers_and_layouts_of_any_kind(
     assert_same_at_every_world_size(scripted, steps, sizes=iter((1, 2)))
 
 
+@living
 def test_numbers_are_compared_in_full():
     steps = {
         1: [{"loss": 0.1, "seed": 2**53}],
@@ -222,6 +236,7 @@ REFUSED = {
 }  # fmt: skip
 
 
+@living
 @pytest.mark.parametrize(("job", "kind", "text"), REFUSED.values(), ids=REFUSED)
 def test_what_is_no_training_is_refused(job, kind, text):
     with pytest.raises(kind, match=re.escape(text)):

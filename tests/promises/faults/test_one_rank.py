@@ -6,13 +6,11 @@ what each rank said, after how many seconds, and its exit code, as a table.
 
 import os
 import re
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +18,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # also where this file is a script
 
+from forked import forking
 from launched import agent, reserved_port, torchrun_variables
 
 SCRIPT = Path(__file__).parent / "one_rank.py"
@@ -123,18 +122,19 @@ QUICK = [("raises", 0), ("killed", 2), ("other structure", 0), ("one more barrie
 ROWS = [(fault, culprit) for fault in FAULTS for culprit in fault.culprits]
 
 
-def run(fault, culprit, size=SIZE):
+def run(programs, fault, culprit, size=SIZE):
     """Let one rank of `size` do it; return how each ended."""
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         port = stack.enter_context(reserved_port() if fault.serves else agent())
         own = {"TORCHELASTIC_USE_AGENT_STORE": None if fault.serves else "True"}
-        command = [sys.executable, SCRIPT, fault.name, str(culprit), directory, str(TIMEOUT)]
         ranks = []
         for rank in range(size):
             variables = torchrun_variables(rank, size, port, **own)
-            one = started(command, variables, directory / f"output-{rank}")
-            ranks.append(stack.enter_context(one))
+            file = directory / f"output-{rank}"
+            job = SCRIPT, fault.name, culprit, directory, TIMEOUT
+            ranks.append(programs.start(*job, output=file, **variables))
+            stack.callback(ranks[-1].kill)
         waiting = {rank for rank in range(size) if rank != culprit or fault.ends}
         ended = {}
         deadline = time.monotonic() + 120
@@ -147,30 +147,11 @@ def run(fault, culprit, size=SIZE):
         said = []
         for rank in sorted(ended):
             output = (directory / f"output-{rank}").read_text()
-            code, seconds = ranks[rank].returncode, ended[rank] - began
+            code, seconds = ranks[rank].poll(), ended[rank] - began
             said.append(Said(rank, code, seconds, line_of(output), output))
             assert_nothing_is_left_of(ranks[rank].pid)
         assert ended.keys() == waiting, f"{waiting - ended.keys()} did not end: {said}"
         return said
-
-
-@contextmanager
-def started(command, variables, output_file):
-    """Start a rank, in a process group of its own; nothing of it is left at the end."""
-    with output_file.open("w") as output:
-        process = subprocess.Popen(
-            command,
-            env=os.environ | variables,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        yield process
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def assert_nothing_is_left_of(pid):
@@ -207,11 +188,11 @@ def untagged(output):
     return re.sub(r"^\[rank\d\]: ?", "", output, flags=re.MULTILINE)
 
 
-def test_a_fault_of_one_rank_ends_the_others_and_names_it():
+def test_a_fault_of_one_rank_ends_the_others_and_names_it(programs):
     rows = [row for row in ROWS if (row[0].name, row[1]) in QUICK and not row[0].serves]
     assert len(rows) == len(QUICK)
     with ThreadPoolExecutor(2) as pool:
-        for row, said in zip(rows, pool.map(lambda row: run(*row), rows), strict=True):
+        for row, said in zip(rows, pool.map(lambda row: run(programs, *row), rows), strict=True):
             check(*row, said)
 
 
@@ -227,8 +208,8 @@ GLOO_ENDS_ONE = pytest.mark.xfail(strict=True, reason="gloo ends a process that 
         for row in ROWS
     ],
 )
-def test_every_fault_of_one_rank_ends_the_others_and_names_it(fault, culprit):
-    check(fault, culprit, run(fault, culprit))
+def test_every_fault_of_one_rank_ends_the_others_and_names_it(fault, culprit, programs):
+    check(fault, culprit, run(programs, fault, culprit))
 
 
 # --- the table
@@ -238,8 +219,8 @@ def table():
     """Yield the lines of a table of all faults."""
     yield f"| one rank of {SIZE} | rank | s | exit codes | said by the others |"
     yield "| --- | --- | --- | --- | --- |"
-    with ThreadPoolExecutor(2) as pool:
-        outcomes = pool.map(lambda row: run(*row), ROWS)
+    with forking() as programs, ThreadPoolExecutor(2) as pool:
+        outcomes = pool.map(lambda row: run(programs, *row), ROWS)
         yield from map(table_row, ROWS, outcomes)
 
 

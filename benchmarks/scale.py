@@ -306,7 +306,7 @@ def draw(directory: Path) -> None:
         for version, file in files.items()
         if (directory / file).exists()
     }
-    figure, axes = plt.subplots(2, 4, figsize=(15, 7), sharex=True, layout="constrained")
+    figure, axes = plt.subplots(2, 4, figsize=(10, 5.5), sharex=True, layout="constrained")
     for axis, name in zip(axes.flat, OPERATIONS, strict=False):
         for version, operations in curves.items():
             sizes = [int(size) for size in operations[name]]
@@ -316,7 +316,7 @@ def draw(directory: Path) -> None:
     handles, labels = axes.flat[0].get_legend_handles_labels()
     axes.flat[-1].legend(handles, labels, loc="center", frameon=False)
     axes.flat[-1].axis("off")
-    figure.savefig(directory / "scale.png", dpi=110)
+    figure.savefig(directory / "scale.png", dpi=150)
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ group, which is PyTorch's, is not made. Measured from the first rank's call to t
 return; with as many ranks as here to a core, that is more than ranks with cores of their own take.
 Requests and bytes are those of the rank that has most of them. The exponent is that of the number
 of ranks by which the seconds grow, fitted from 64 ranks up: 1 is linear. With --save also draws
-scale.png, if matplotlib is there, beside the numbers of results/scale-before.json.
+scale.png, if matplotlib is there, next to the numbers of results/scale-before.json.
 """
 
 import functools

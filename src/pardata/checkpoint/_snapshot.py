@@ -161,8 +161,8 @@ def _unusual(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     for key, part in tree.items() if is_dict else enumerate(tree) if is_list else ():
         yield from _unusual(part, (*path, key))
     if is_list or (kind in (dict, OrderedDict) and all(map(_is_usual, tree))):
-        beside = getattr(tree, "__dict__", None)  # `_metadata`, where it is of a state_dict()
-        if not any(_unusual(beside)):
+        attributes = getattr(tree, "__dict__", None)  # `_metadata`, where it is of a state_dict()
+        if not any(_unusual(attributes)):
             return
     yield path, tree
 
@@ -177,7 +177,7 @@ def _require_safe(path: Path, part: Any) -> None:
     Raises:
         TypeError: names it.
     """
-    # Asking PyTorch itself, which knows what the user has allowed beside its own.
+    # Asking PyTorch itself, which knows what the user has allowed in addition to its own.
     # Of tensors only those of classes that need not be known to it.
     without = mapped(part, lambda _, x: None if type(x) is Tensor else x, is_leaf=is_special)
     file = io.BytesIO()

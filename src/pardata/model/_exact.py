@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from pardata.model._arithmetic import probe
+from pardata.model._empty_share import name_empty_share
 from pardata.model._read_through import ReadThrough
 from pardata.model._unwrap import Wrapper, unwrap
 
@@ -43,7 +44,11 @@ class ExactModel(ReadThrough, Wrapper):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""
-        return self.module(*inputs, **kwargs)
+        try:
+            return self.module(*inputs, **kwargs)
+        except Exception as error:
+            name_empty_share(error, self._inside, (inputs, kwargs))
+            raise
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state of the module inside, and in its metadata what decides the last bit."""
@@ -147,7 +152,7 @@ def _is_received(parameter: nn.Parameter) -> bool:
 
 
 def kernels(model: nn.Module) -> dict[str, object]:
-    """Return what decides the last bit of a kernel's result, beside its input."""
+    """Return what decides the last bit of a kernel's result, except its input."""
     device, cpu = next(model.parameters()).device, torch.backends.cpu.get_cpu_capability()
     return {
         "the number of threads": torch.get_num_threads(),

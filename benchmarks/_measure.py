@@ -132,7 +132,7 @@ def usable_cores() -> int:
 
 
 def print_environment() -> dict[str, str]:
-    """Print, and return, what the numbers depend on beside the code."""
+    """Print, and return, what the numbers depend on except the code."""
     about = {
         "cores": str(usable_cores()),
         "CPU": _cpu_model(),

@@ -274,7 +274,7 @@ class Tried:
 
 
 def try_workers(args: argparse.Namespace, cache: str) -> list[Tried]:
-    """Train with each number of workers, and ours beside."""
+    """Train with each number of workers, and ours next to it."""
     images = mnist_affine(args.data_dir, args.samples)
     how = Training(
         TUTORIAL,

@@ -10,7 +10,7 @@ group, which is PyTorch's, is not made. Measured from the first rank's call to t
 return; with as many ranks as here to a core, that is more than ranks with cores of their own take.
 Requests and bytes are those of the rank that has most of them. The exponent is that of the number
 of ranks by which the seconds grow, fitted from 64 ranks up: 1 is linear. With --save also draws
-scale.png, if matplotlib is there, beside the numbers of results/scale-before.json.
+scale.png, if matplotlib is there, next to the numbers of results/scale-before.json.
 """
 
 import functools
@@ -306,7 +306,7 @@ def draw(directory: Path) -> None:
         for version, file in files.items()
         if (directory / file).exists()
     }
-    figure, axes = plt.subplots(2, 4, figsize=(15, 7), sharex=True, layout="constrained")
+    figure, axes = plt.subplots(2, 4, figsize=(10, 5.5), sharex=True, layout="constrained")
     for axis, name in zip(axes.flat, OPERATIONS, strict=False):
         for version, operations in curves.items():
             sizes = [int(size) for size in operations[name]]
@@ -316,7 +316,7 @@ def draw(directory: Path) -> None:
     handles, labels = axes.flat[0].get_legend_handles_labels()
     axes.flat[-1].legend(handles, labels, loc="center", frameon=False)
     axes.flat[-1].axis("off")
-    figure.savefig(directory / "scale.png", dpi=110)
+    figure.savefig(directory / "scale.png", dpi=150)
 
 
 def main() -> None:

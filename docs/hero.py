@@ -103,8 +103,9 @@ def draw(found: dict[str, dict[int, tuple[list[float], str]]], out: Path) -> Non
     kinds = ("axes.edgecolor", "axes.labelcolor", "text.color", "xtick.color", "ytick.color")
     mpl.rcParams.update(dict.fromkeys(kinds, INK) | {"font.size": 13, "svg.fonttype": "none"})
     mpl.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
+    mpl.rcParams.update({"axes.titlesize": 13, "legend.fontsize": 12, "legend.title_fontsize": 12})
     mpl.rcParams["svg.hashsalt"] = "hero"  # the same file from the same numbers
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(8, 4), sharey=True, layout="constrained")
     for panel, (how, runs) in zip(axes, found.items(), strict=True):
         one = len({weights for _, weights in runs.values()}) == 1
         title = f"{how}: {'one run' if one else 'different runs'}"

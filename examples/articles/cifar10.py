@@ -8,7 +8,7 @@
 
 The run directory receives metrics.jsonl, TensorBoard events, curves.png, checkpoints, and at last
 weights.pt, for others. A run that is stopped (SIGTERM, or SIGUSR2 as SLURM's --signal sends it)
-saves and ends; started again with the same --run-dir it goes on, on any number of processes, as it
+saves and ends; started again with the same --run-dir it resumes, on any number of processes, as it
 does after it was killed.
 """
 
@@ -123,7 +123,7 @@ def make_network(name: str) -> nn.Module:
 def start_from(weights: str, model: nn.Module, restored: pardata.Restored) -> str | None:
     """Give `model` the weights of a file, unless its run was restored; return what is wrong.
 
-    So a job that is started again by the same command goes on, and does not begin anew.
+    So a job that is started again by the same command resumes, and does not begin anew.
     """
     if restored:
         log.info("--checkpoint %s is not read: the run has its own", weights)
@@ -239,10 +239,13 @@ def parse() -> argparse.Namespace:
     add(
         "--checkpoint",
         metavar="FILE",
-        help="start from the weights in this file, as weights.pt; a run that goes on (--run-dir) "
+        help="start from the weights in this file, as weights.pt; a run that resumes (--run-dir) "
         "has its own",
     )
-    add("--run-dir", help="where results go, and whence to go on (default: runs/cifar10-<time>)")
+    add(
+        "--run-dir",
+        help="where results go, and from where to resume (default: runs/cifar10-<time>)",
+    )
     add("--save-every", type=int, metavar="STEPS", help="also save within epochs, every so often")
     add("--requeue", type=int, default=0, metavar="CODE", help="exit status when stopped (0)")
     parser.set_defaults(**(OF_DIGITS if parser.parse_args().data == "digits" else OF_IMAGES))
@@ -283,7 +286,7 @@ def main() -> int | str | None:
                 for step in train_epoch(model, train_loader, optimizer, writer, steps, exact=exact):
                     if stop.agreed():
                         checkpointer.save(step, **run)
-                        log.info("stopped; --run-dir %s goes on after step %d", run_dir, step)
+                        log.info("stopped; --run-dir %s resumes after step %d", run_dir, step)
                         return args.requeue
                     if args.save_every and step % args.save_every == 0:
                         checkpointer.save(step, **run)

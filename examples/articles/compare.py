@@ -10,13 +10,13 @@
 Every combination is a cell: one run of mnist.py or cifar10.py in fresh processes, strategies none
 and dp with python, in one process, the others with torchrun. What stands after -- is handed to the
 example. Finished cells are kept in the --out folder and not run again, so that the same command,
-started again, goes on; a cell measured under other options or on another machine is another cell.
+started again, resumes; a cell measured under other options or on another machine is another cell.
 One that fails is reported with the last line of its error, is run again the next time, and makes
 the exit status 1.
 
 Standard output, and tables.md in the folder, receive Markdown tables; methods.png, workers.png and
-processes.png are drawn beside. Times are of training: without the start, the cache's making and the
-tests. The processes of a cell share the cores fairly, unless OMP_NUM_THREADS says otherwise.
+processes.png are drawn next to it. Times are of training: without the start, the cache's making and
+the tests. The processes of a cell share the cores fairly, unless OMP_NUM_THREADS says otherwise.
 """
 
 import argparse
@@ -223,4 +223,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        sys.exit("interrupted: the same command goes on after the cells that have finished")
+        sys.exit("interrupted: the same command resumes after the cells that have finished")

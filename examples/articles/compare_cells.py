@@ -152,7 +152,7 @@ def run(
         raise CellError(_last_error(folder, status))
     measured = measured_in(folder, cell.epochs)
     result = Result(**measured, wall=wall, load=before, date=time.strftime("%Y-%m-%d"))
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # large, and nobody goes on here
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # large, and nobody resumes here
     (folder / "weights.pt").unlink(missing_ok=True)
     unfinished = folder / "result.json.new"
     unfinished.write_text(json.dumps(asdict(result), indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""The machine that a comparison runs on: what times depend on, beside the code."""
+"""The machine that a comparison runs on: what times depend on, except the code."""
 
 import os
 import platform
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def machine() -> str:
-    """Return what times depend on, beside the code."""
+    """Return what times depend on, except the code."""
     versions = f"torch {version('torch')}, Python {platform.python_version()}"
     return f"{usable_cores()} cores ({_processor()}), {_gpus()}, {versions}, {platform.system()}"
 

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes  # likewise
 
 
 def draw(run_dir: str | Path) -> Path:
-    """Draw ``metrics.jsonl`` of `run_dir` into ``curves.png`` beside it and return its path."""
+    """Draw ``metrics.jsonl`` of `run_dir` into ``curves.png`` next to it and return its path."""
     rows = _rows(Path(run_dir) / "metrics.jsonl")
     figure, (loss, accuracy) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     _line(loss, rows, "train/loss", "training, global batch", color="tab:blue", alpha=0.6)
@@ -32,7 +32,7 @@ def draw(run_dir: str | Path) -> Path:
 def _rows(path: Path) -> list[dict[str, float]]:
     """Read the lines of a run, of steps that were done again the last ones.
 
-    A run that was killed goes on from its last checkpoint, and one from the beginning replaces all.
+    A run that was killed resumes from its last checkpoint, and one from the beginning replaces all.
     """
     rows: list[dict[str, float]] = []
     for line in path.read_text().splitlines():

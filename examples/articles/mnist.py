@@ -9,7 +9,7 @@
 
 The run directory receives metrics.jsonl, TensorBoard events, curves.png and checkpoints. A run that
 is stopped (SIGTERM, or SIGUSR2 as SLURM's --signal sends it) saves and ends; started again with the
-same --run-dir it goes on, on any number of processes, as it does after it was killed. The last line
+same --run-dir it resumes, on any number of processes, as it does after it was killed. The last line
 is a fingerprint of the trained weights: with --strategy exact it is the same on any number.
 
 Dropout draws other numbers in each process, so losses on 1 and on 2 processes differ; --strategy
@@ -243,7 +243,7 @@ def parse() -> argparse.Namespace:
     add("--local-rank", help=argparse.SUPPRESS)  # the old torch.distributed.launch gives it
     add("--seed", type=int, default=0, help="of the weights, the order and the noise")
     add("--log-interval", type=int, default=10, help="steps between two losses in the log")
-    add("--run-dir", help="where results go, and whence to go on (default: runs/mnist-<time>)")
+    add("--run-dir", help="where results go, and from where to resume (default: runs/mnist-<time>)")
     add("--save-every", type=int, metavar="STEPS", help="also save within epochs, every so often")
     add("--requeue", type=int, default=0, metavar="CODE", help="exit status when stopped (0)")
     add("--show-shapes", action="store_true", help="print what the model sees of the first batch")
@@ -283,7 +283,7 @@ def main() -> int | str | None:
                 for step in train_epoch(model, train_loader, optimizer, writer, steps, args=args):
                     if stop.agreed():
                         checkpointer.save(step, **run)
-                        log.info("stopped; --run-dir %s goes on after step %d", run_dir, step)
+                        log.info("stopped; --run-dir %s resumes after step %d", run_dir, step)
                         return args.requeue
                     if args.save_every and step % args.save_every == 0:
                         checkpointer.save(step, **run)
@@ -336,7 +336,7 @@ def exact_check(size: int) -> str | None:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--exact-check")
     _, others = parser.parse_known_args()
-    with tempfile.TemporaryDirectory() as directory:  # each its own: neither goes on from a run
+    with tempfile.TemporaryDirectory() as directory:  # each its own: neither resumes a run
         found = [trained(n, [*others, "--run-dir", f"{directory}/{n}"]) for n in (1, size)]
     if None in found:
         return "a run failed"

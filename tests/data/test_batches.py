@@ -141,9 +141,13 @@ def test_what_has_no_rows_is_refused_on_every_rank_with_a_cure():
             assert raised.text.startswith(
                 "a batch must be made of tensors, dicts, lists and tuples"
             )
-            assert (
-                f"but this one holds a {kind}: evaluate over Microbatches, of which" in raised.text
-            )
+            assert f"` is a {kind}: evaluate over Microbatches, of which" in raised.text
+
+
+def test_what_has_no_rows_is_named_by_its_place():
+    batch = {"x": torch.ones(1, 3), "sizes": [1.5, torch.ones(1)]}
+    for (found,) in run(_emptied, [batch], world_size=2):
+        assert "but `batch['sizes'][0]` is a float: evaluate" in found.text
 
 
 # --- what is in it, as `backward` and the streams of a GPU ask ---
@@ -176,7 +180,7 @@ def test_tensors_are_found_in_order_and_once_each_however_they_are_nested():
     where = {"epoch": 0, "step": 0, "first": 1, "counts": (2, 2, 2)}
     assert found_in(Microbatches([one, two], **where)) == [1, 2]
     # On a GPU its memory must not be taken by the stream that runs ahead.
-    assert found_in(Microbatches([], **where, stand_in=[three])) == [3]
+    assert found_in(Microbatches([], **where, placeholder=[three])) == [3]
 
 
 # --- rows of data that are on another device ---

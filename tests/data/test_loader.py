@@ -189,7 +189,7 @@ def test_a_batch_of_any_kind_will_do_as_long_as_everybody_has_a_sample():
 # --- microbatches, and what stands in for them ---
 
 
-def _transformed_stand_in():
+def _transformed_placeholder():
     seen = []
 
     def transform(part):
@@ -197,11 +197,11 @@ def _transformed_stand_in():
         return part * 10
 
     loader = loader_of(9, 8, microbatch_size=4, batch_transform=transform)
-    return [(len(step), step.stand_in.tolist()) for step in loader], seen
+    return [(len(step), step.placeholder.tolist()) for step in loader], seen
 
 
 def test_what_stands_in_is_collated_and_transformed_as_any_other():
-    first, second = run(_transformed_stand_in, world_size=2)
+    first, second = run(_transformed_placeholder, world_size=2)
     assert first == ([(1, [0, 10, 20, 30]), (1, [80])], [[0, 1, 2, 3], [8]])
     assert second == ([(1, [40, 50, 60, 70]), (0, [80])], [[4, 5, 6, 7], [8]])
 

@@ -30,12 +30,12 @@ def test_it_is_a_sequence_of_batches_that_knows_where_it_is():
 
 def test_it_may_be_empty_and_keeps_what_it_was_given_and_what_stands_in():
     batches, counts = ["a"], [4, 4]
-    found, empty = microbatches(batches, 0, counts), microbatches(iter([]), 6, stand_in="z")
+    found, empty = microbatches(batches, 0, counts), microbatches(iter([]), 6, placeholder="z")
     batches.append("b")
     counts.append(4)
-    assert (list(found), found.counts, found.stand_in) == (["a"], (4, 4), "a")
-    assert (list(empty), bool(empty), empty.stand_in) == ([], False, "z")
-    assert microbatches(stand_in="z").stand_in == "a"
+    assert (list(found), found.counts, found.placeholder) == (["a"], (4, 4), "a")
+    assert (list(empty), bool(empty), empty.placeholder) == ([], False, "z")
+    assert microbatches(placeholder="z").placeholder == "a"
 
 
 @pytest.mark.parametrize(
@@ -46,11 +46,11 @@ def test_it_may_be_empty_and_keeps_what_it_was_given_and_what_stands_in():
     ],
 )
 def test_it_says_in_short_what_it_is_and_pickles(batches, first, text):
-    found = microbatches(batches, first, stand_in="z", size=3, seed=5)
+    found = microbatches(batches, first, placeholder="z", size=3, seed=5)
     there = pickle.loads(pickle.dumps(found))
     assert repr(found) == repr(there) == text
     assert (list(there), there.size, there.seed) == (list(batches), 3, 5)
-    assert (there.stand_in, there.counts) == (found.stand_in, found.counts)
+    assert (there.placeholder, there.counts) == (found.placeholder, found.counts)
 
 
 # --- of batches that no loader made ---

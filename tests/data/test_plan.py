@@ -52,8 +52,8 @@ def test_the_ranks_shares_are_the_step_in_pieces_that_do_not_depend_on_their_num
         assert [shared.first for shared in team] == [
             sum(map(len, own[:rank])) for rank in range(size)
         ]
-    stand_in = range(samples)[: microbatch_size or 1]
-    assert all(own == [stand_in] for own, step in zip(runs, team, strict=True) if not step.rows)
+    placeholder = range(samples)[: microbatch_size or 1]
+    assert all(own == [placeholder] for own, step in zip(runs, team, strict=True) if not step.rows)
 
 
 def test_golden_values_of_the_hash():

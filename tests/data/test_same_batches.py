@@ -66,7 +66,7 @@ def shown(batch):
     if not isinstance(batch, Microbatches):
         return rows(batch)
     where = batch.epoch, batch.step, batch.first, batch.counts, batch.seed, batch.size
-    return where, rows(batch), batch.stand_in.tolist()
+    return where, rows(batch), batch.placeholder.tolist()
 
 
 def go_on(options, state, count):

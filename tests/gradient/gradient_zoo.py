@@ -46,7 +46,7 @@ def cut(parts):
     here = world()
     own = share(len(parts), here.rank, here.size)
     facts = {"epoch": 0, "step": 0, "first": own.start, "counts": [len(x) for x, *_ in parts]}
-    return Microbatches([parts[n] for n in own], size=here.size, stand_in=parts[0], **facts)
+    return Microbatches([parts[n] for n in own], size=here.size, placeholder=parts[0], **facts)
 
 
 def squared_error(model, batch):

@@ -659,7 +659,7 @@ def drawn(strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_stand_in_moves_no_generator_even_in_its_backward(strategy):
+def test_a_placeholder_moves_no_generator_even_in_its_backward(strategy):
     first, second = run(drawn, strategy, world_size=2)
     assert first == (False, True)  # PyTorch's is put back for whatever was run
     assert second == (True, True)
@@ -854,7 +854,7 @@ def static(sizes_of_steps):
     return errors
 
 
-def test_a_static_graph_may_have_stand_ins():
+def test_a_static_graph_may_have_placeholders():
     for errors in run(static, [(3,), (3, 2), (1,), (5, 4)], world_size=2):
         assert max(errors) < CLOSE
 

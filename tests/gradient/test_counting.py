@@ -33,11 +33,11 @@ def sharing(rule, size):
     return made
 
 
-def part(rank, size, counts, *, stand_in="first"):
+def part(rank, size, counts, *, placeholder="first"):
     """Return one rank's microbatches, of which each row is its number in the step."""
     own = share(len(counts), rank, size)
     batches = [torch.full((count,), number) for number, count in enumerate(counts)]
-    first = batches[0] if stand_in == "first" else None
+    first = batches[0] if placeholder == "first" else None
     return Microbatches(
         batches[own.start : own.stop],
         epoch=0,
@@ -45,7 +45,7 @@ def part(rank, size, counts, *, stand_in="first"):
         first=own.start,
         counts=counts,
         size=size,
-        stand_in=first,
+        placeholder=first,
     )
 
 
@@ -66,11 +66,11 @@ def test_over_all_ranks_each_microbatch_is_run_for_what_it_counts_and_once(count
         own = len(share(len(counts), rank, size))
         wanted = {"own": own, "one": max(own, 1), "most": most}[rule]
         # What stands in comes first: the first of its own, or else of the step.
-        is_stand_in = [piece.number < 0 for piece in pieces.own]
-        assert is_stand_in == [True] * (wanted - own) + [False] * own
+        is_placeholder = [piece.number < 0 for piece in pieces.own]
+        assert is_placeholder == [True] * (wanted - own) + [False] * own
         first = next((piece.number for piece in pieces.own if piece.number >= 0), 0)
-        stand_ins = {(number_of(p), p.count) for p in pieces.own if p.number < 0}
-        assert stand_ins <= {(first, 0)}
+        placeholders = {(number_of(p), p.count) for p in pieces.own if p.number < 0}
+        assert placeholders <= {(first, 0)}
         assert pieces.most == most
         assert size == 1 or pieces.expected() == sum(counts)
     run_here = [piece for pieces in team for piece in pieces.own]
@@ -105,9 +105,11 @@ def test_a_count_that_is_no_integer_is_refused(number):
 
 @pytest.mark.parametrize("rule", ["one", "most"])
 def test_a_rank_that_must_run_one_and_has_none_at_all_is_told_what_to_give(rule):
-    batch = part(2, 3, [4, 4], stand_in=None)
+    batch = part(2, 3, [4, 4], placeholder=None)
     assert len(batch) == 0
     text = "must have a microbatch to run where the others run one, but .*none of 2.* has none"
-    with pytest.raises(ValueError, match=text + ": give it a stand_in, any microbatch of the step"):
+    with pytest.raises(
+        ValueError, match=text + ": give it a placeholder, any microbatch of the step"
+    ):
         Pieces.of(batch, None, sharing(rule, 3))
     assert Pieces.of(batch, None, sharing("own", 3)).own == []

@@ -73,7 +73,7 @@ def metrics_of(strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_metrics_are_means_over_the_global_batch_without_the_stand_ins(strategy):
+def test_metrics_are_means_over_the_global_batch_without_the_placeholders(strategy):
     at_sizes = {size: run(metrics_of, strategy, world_size=size) for size in (1, 2, 3)}
     for ranks in at_sizes.values():
         assert ranks == [ranks[0]] * len(ranks)

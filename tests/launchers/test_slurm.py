@@ -118,7 +118,7 @@ def test_a_preempted_job_goes_on_by_itself_and_no_step_is_lost(slurm, submit, fe
     wait_for(lambda: slurm.state(job) == "COMPLETED", 600, out.read_text)
     printed = out.read_text()
     assert "got SIGUSR2: the run stops at this step" in printed
-    after = re.search(r"stopped; --run-dir \S+ goes on after step (\d+)", printed)[1]
+    after = re.search(r"stopped; --run-dir \S+ resumes after step (\d+)", printed)[1]
     assert f"restored step {after} of " in printed
     assert printed.count("2 processes on 2 nodes, launched by slurm") == 2
     assert "Restarts=1" in slurm.run("scontrol", "show", "job", job)

@@ -408,7 +408,7 @@ def test_which_modules_are_replaced_and_which_refused():
             assert raised.type == "ValueError"
             assert (
                 "`sync_batchnorm` must find batch norms with PyTorch's own forward, to replace it, "
-                f"but `1` ({kind}) has another: put what it adds into a module beside"
+                f"but `1` ({kind}) has another: put what it adds into a module next to"
             ) in raised.text
         # DDP's own.
         assert "SyncBatchNorm layers only work with GPU modules" in told[2].text
@@ -493,7 +493,7 @@ def microbatches(size, rank, counts):
     first = rank * each + min(rank, more)
     own = pieces[first : first + each + (rank < more)]
     facts = {"epoch": 0, "step": 0, "first": first, "counts": counts, "size": size}
-    return Microbatches(own, stand_in=pieces[0], **facts)
+    return Microbatches(own, placeholder=pieces[0], **facts)
 
 
 def mean_loss(model, batch):

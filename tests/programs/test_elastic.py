@@ -125,7 +125,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_where_it_is_started_again
         until("step 5 ", log)
         os.kill(random.choice(children(job.pid)), signal.SIGUSR2)
         assert job.wait(timeout=120) == 0
-    assert re.search(r"stopped; --run-dir .* goes on after step \d+", log.read_text())
+    assert re.search(r"stopped; --run-dir .* resumes after step \d+", log.read_text())
     log = tmp_path / "again.txt"
     with started(log, *options, run_dir, "--requeue", 75) as alone:
         until(f"epoch {epochs}/{epochs}", log)  # it can be asked from here on

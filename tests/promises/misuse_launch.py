@@ -76,11 +76,11 @@ def one_gpu():
 CASES = {
     "init": [
         launch("`LOCAL_RANK` is not set", {**LAUNCHED, "LOCAL_RANK": None}, "ValueError",
-               "`LOCAL_RANK` must still be set beside `RANK`, `WORLD_SIZE`",
+               "`LOCAL_RANK` must still be set in addition to `RANK`, `WORLD_SIZE`",
                "start the script with the launcher itself, or set PARDATA_LAUNCHER=none"),
         launch("`export RANK=0 WORLD_SIZE=2` and `python train.py`",
                {"RANK": "{rank}", "WORLD_SIZE": "2"}, "ValueError",
-               "`MASTER_ADDR`", "must still be set beside `RANK`, `WORLD_SIZE`"),
+               "`MASTER_ADDR`", "must still be set in addition to `RANK`, `WORLD_SIZE`"),
         launch("`WORLD_SIZE=two`", {**LAUNCHED, "WORLD_SIZE": "two"}, "ValueError",
                "`WORLD_SIZE` must be a whole number, but is 'two'"),
         launch("`RANK=7` of 2", {**LAUNCHED, "RANK": "7", "WORLD_SIZE": "2"}, "ValueError",

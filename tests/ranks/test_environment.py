@@ -99,7 +99,7 @@ def test_all_ranks_of_a_launch_agree_where_to_meet_and_differ_in_identity(variab
 
 @pytest.mark.parametrize("choice", ["torchrun", "slurm", "mpi"])
 def test_a_launcher_that_was_chosen_and_is_not_there_is_refused(choice):
-    refused({CHOICE: choice}, "must be set together", "beside none of them")
+    refused({CHOICE: choice}, "must be set together", "must still be set: start")
     if choice == "slurm":
         refused(SBATCH | {CHOICE: choice}, "`SLURM_STEP_ID`", "a SLURM step")
         refused({"SLURM_STEP_ID": "0"}, "`SLURM_STEP_NUM_TASKS` must be a whole number, but is ''")

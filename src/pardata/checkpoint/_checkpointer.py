@@ -94,7 +94,7 @@ class Checkpointer:
                 strategy, an optimizer, a scheduler, a loader) its state; else the value: tensors,
                 numbers, strings, None, and dicts, lists and tuples of them. All that is no tensor
                 must be the same on every rank; tensors are rank 0's. Where the default generators
-                of every rank are is saved beside them.
+                of every rank are is saved with them.
 
         Raises:
             TypeError: for what could be loaded only by running code; names it. For a thing without
@@ -149,7 +149,7 @@ class Checkpointer:
         Raises:
             ValueError: for a name that was not saved, and a step of which there is none. Where the
                 directory is one checkpoint itself, or is not there and nearly has the name of one
-                beside it that has checkpoints.
+                next to it that has checkpoints.
             TypeError: for a value: those are returned. For a thing without a name.
             RuntimeError: where there are checkpoints and none is whole, where a state does not fit
                 its object, and where ranks differ.

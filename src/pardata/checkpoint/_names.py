@@ -61,7 +61,7 @@ def candidates(directory: Path, at: int | None) -> list[Name]:
 def _check_directory(directory: Path) -> None:
     """Raise where a directory without checkpoints must be a mistake, and name what is meant.
 
-    A run that is really new must not be stopped. So beside others a directory is one only if it is
+    A run that is really new must not be stopped. So next to others a directory is one only if it is
     not there at all, and its name is nearly another's, as "frist"; not if they tell runs from each
     other by numbers or single letters, as "seed-1" and "seed-2", "run-a" and "run-b".
     """
@@ -73,8 +73,8 @@ def _check_directory(directory: Path) -> None:
         )
     if path.exists():
         return
-    beside = [other.name for other in entries(path.parent) if _words(other) != _words(path)]
-    for name in get_close_matches(path.name, beside, cutoff=_ALIKE):
+    neighbours = [other.name for other in entries(path.parent) if _words(other) != _words(path)]
+    for name in get_close_matches(path.name, neighbours, cutoff=_ALIKE):
         if names(meant := directory.with_name(name)):
             raise ValueError(
                 f"`directory` must be where the checkpoints are, but {directory} is not there, and "

@@ -1,6 +1,6 @@
 """The sharded tensors of a checkpoint, through PyTorch's own ``torch.distributed.checkpoint``.
 
-They are written beside the tree of the others, under names that say where they are in it.
+They are written next to the tree of the others, under names that say where they are in it.
 
 PyTorch's imports cost half a second, so they are made where they are needed: whoever has a sharded
 model has paid for most of them.

@@ -156,7 +156,7 @@ def _require_safe(path: Path, part: Any) -> None:
     Raises:
         TypeError: names it.
     """
-    # Asking PyTorch itself, which knows what the user has allowed beside its own.
+    # Asking PyTorch itself, which knows what the user has allowed in addition to its own.
     # Of tensors only those of classes that need not be known to it.
     without = mapped(part, lambda _, x: None if type(x) is Tensor else x, is_leaf=is_special)
     file = io.BytesIO()

@@ -33,7 +33,7 @@ _GRACE_LOST, _GRACE_TIMED_OUT = 1.0, 2.0
 _SETTLE = 0.3
 # The store may hang as well, with the process or the network that serves it.
 _MARGIN = 1.0
-_MOST = 64  # that are left, beside causes: the first one is among the first
+_MOST = 64  # that are left, in addition to causes: the first one is among the first
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """A sum over ranks that first makes sure that every rank brings the like.
 
 gloo left to itself returns wrong sums, or ends the process, where sizes differ between ranks
-(https://github.com/NVIDIA/nccl/issues/1394 shows it beside NCCL, which hangs or goes on). So the
+(https://github.com/NVIDIA/nccl/issues/1394 shows it next to NCCL, which hangs or continues). So the
 first collective always has one fixed size, and carries a hash of the structure: only when all
 ranks agree is anything sent whose size depends on the value.
 """

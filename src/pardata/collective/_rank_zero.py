@@ -30,7 +30,7 @@ def barrier(name: str = "", timeout: timedelta | float | None = None) -> None:
     missing, and the group is usable afterwards. It does not wait for work queued on a GPU.
 
     Args:
-        name: shown in errors; ranks that wait at barriers of different names are told.
+        name: shown in errors; ranks that wait at barriers of different names get an error.
         timeout: seconds or a `timedelta`; the group's own if not given.
 
     Raises:

@@ -189,7 +189,7 @@ def _sent(matching: Matching, values: Values, op: Any) -> Tensor:
     if op == _SUM or not flat.is_floating_point():
         dist.all_reduce(flat, op, group=matching.group(flat))
         return flat
-    # What a backend makes of NaN depends on the order of ranks, so it travels beside the numbers.
+    # What a backend makes of NaN depends on the order of ranks, so it travels next to the numbers.
     sign = 1 if op == dist.ReduceOp.MAX else -1
     is_nan = flat.isnan()
     both = torch.cat([flat.masked_fill(is_nan, -sign * math.inf), sign * is_nan])

@@ -23,7 +23,7 @@ class Vote:
 
     Args:
         here: this rank.
-        place: the name of the call; ranks in other calls are told.
+        place: the name of the call; ranks in other calls get an error.
         numbers: at most 31.
     """
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from pardata.collective._tree import Path, leaves, mapped
+from pardata.collective._tree import Path, in_brackets, leaves, mapped
 
 # --- read: the batch that `default_collate` would make of the samples
 
@@ -161,7 +161,7 @@ def emptied(batch: Any, *, lists_are_columns: bool) -> Any:
     def may_be_samples(part: Any) -> bool:
         return is_list(part) and len(part) == 1 and not lists_are_columns
 
-    def empty(_: Path, leaf: Any) -> Any:
+    def empty(path: Path, leaf: Any) -> Any:
         is_tensor = isinstance(leaf, Tensor)
         if is_text(leaf) or (is_tensor and leaf.ndim):
             return leaf[:0]
@@ -170,9 +170,9 @@ def emptied(batch: Any, *, lists_are_columns: bool) -> Any:
             what += " of one item, which may be a sample"
         raise TypeError(
             f"a batch must be made of tensors, dicts, lists and tuples for a rank to get none of "
-            f"its rows, but this one holds a {what}: evaluate over Microbatches, of which a rank "
-            f"may have none (pass `microbatch_size`), or use drop_last=True, or a batch size that "
-            f"leaves every rank a sample"
+            f"its rows, but `{in_brackets('batch', path)}` is a {what}: evaluate over "
+            f"Microbatches, of which a rank may have none (pass `microbatch_size`), or use "
+            f"drop_last=True, or a batch size that leaves every rank a sample"
         )
 
     return mapped(batch, empty, is_leaf=lambda part: _is_whole(part) or may_be_samples(part))
@@ -214,7 +214,7 @@ def _inside(part: Any) -> list[Any]:
     found = list(getattr(part, "__dict__", {}).values())
     slots = (name for kind in type(part).__mro__ for name in getattr(kind, "__slots__", ()))
     found += [getattr(part, name) for name in slots if hasattr(part, name)]
-    # Microbatches, say, hold a stand-in beside what they are made of.
+    # Microbatches, say, hold a placeholder next to what they are made of.
     is_own = isinstance(part, Sequence) and hasattr(part, "__dict__")
     if is_own or isinstance(part, set | frozenset):
         found += part

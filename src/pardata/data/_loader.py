@@ -255,7 +255,7 @@ class Loader:
             where = {"epoch": step.epoch, "step": step.number, "first": step.first}
             whose = {"seed": self._recipe.facts["seed"], "size": self._plan.size}
             own = batches if step.rows else ()
-            found = Microbatches(own, **where, counts=step.counts, **whose, stand_in=batches[0])
+            found = Microbatches(own, **where, counts=step.counts, **whose, placeholder=batches[0])
             return step.samples, fetched.state, found
         (batch,) = batches
         if step.rows == 0 or step.samples < self._plan.size:

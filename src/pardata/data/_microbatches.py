@@ -27,8 +27,8 @@ class Microbatches(Sequence[_T]):
         counts: how many samples each microbatch of the whole step has, over all ranks.
         seed: of the loader.
         size: how many ranks share the step.
-        stand_in: a microbatch of the step: one of these, or, on a rank that has none, one that is
-            not its own, to run where all ranks must run one and not to be counted.
+        placeholder: a microbatch of the step: one of these, or, on a rank that has none, one of
+            another's, to run where all ranks must run one and not to be counted.
     """
 
     batches: InitVar[Iterable[_T]]
@@ -39,12 +39,12 @@ class Microbatches(Sequence[_T]):
     counts: tuple[int, ...]
     seed: int = 0
     size: int = 1
-    stand_in: _T | None = None
+    placeholder: _T | None = None
 
     def __post_init__(self, batches: Iterable[_T]) -> None:
         self._batches, self.counts = tuple(batches), tuple(self.counts)
         if self._batches:
-            self.stand_in = self._batches[0]
+            self.placeholder = self._batches[0]
 
     @classmethod
     def of(cls, batches: Iterable[_T], *, step: int, epoch: int = 0) -> "Microbatches[_T]":

@@ -37,7 +37,7 @@ def samples_of(batch: Any, read: int | None = None) -> int:
 
     Args:
         batch: of any kind.
-        read: how many samples were read for it, where that is known beside the batch.
+        read: how many samples were read for it, where that is known without the batch.
 
     Raises:
         TypeError: where it has no tensor with rows, or can be read in several ways.

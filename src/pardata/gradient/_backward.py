@@ -112,7 +112,7 @@ def backward(
     with explained("backward", batch), step.whole():
         for piece in step.pieces.own:
             with step.around(piece), forked_noise(noise_seed(batch, piece.number)):
-                (_run if piece.count else _stand_in)(step, model, loss_fn, piece)
+                (_run if piece.count else _run_placeholder)(step, model, loss_fn, piece)
     if type(step) is Step and step.size == 1:
         process.trained_alone.add(model)
     means: _Returned = step.tally.result()
@@ -201,7 +201,7 @@ def _run(step: Step, model: nn.Module, loss_fn: LossFn[Any], piece: Piece) -> No
     step.run(loss, part)
 
 
-def _stand_in(step: Step, model: nn.Module, loss_fn: LossFn[Any], piece: Piece) -> None:
+def _run_placeholder(step: Step, model: nn.Module, loss_fn: LossFn[Any], piece: Piece) -> None:
     """Run forward and backward for the other ranks' sake, and leave nothing but zeros."""
     module = step.module
     # Statistics over all ranks are made of what counts nothing too, and have a gradient by it.

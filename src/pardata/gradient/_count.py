@@ -87,15 +87,15 @@ class Pieces(NamedTuple):
         own = [Piece(*facts, first + n) for n, facts in enumerate(zip(held, counts, strict=True))]
         most = -(-len(batch.counts) // sharing.size)
         wanted = max(sharing.least, most if sharing.equally_many else 0)
-        if len(own) < wanted and batch.stand_in is None:
+        if len(own) < wanted and batch.placeholder is None:
             raise ValueError(
                 f"a rank must have a microbatch to run where the others run one, but {batch!r} "
-                f"has none: give it a stand_in, any microbatch of the step"
+                f"has none: give it a placeholder, any microbatch of the step"
             )
         # First, so that what synchronises is a microbatch of this rank's own, if it has one.
-        stand_ins = [Piece(batch.stand_in, 0) for _ in range(wanted - len(own))]
+        placeholders = [Piece(batch.placeholder, 0) for _ in range(wanted - len(own))]
         left_out = count is None and counts != planned
-        return cls(stand_ins + own, most, expected, left_out)
+        return cls(placeholders + own, most, expected, left_out)
 
 
 def _of_one(batch: Any, count: Count | None, sharing: Sharing) -> tuple[int, Total]:

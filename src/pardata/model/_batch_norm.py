@@ -29,7 +29,7 @@ def with_synchronised_batch_norms(model: nn.Module) -> nn.Module:
             raise ValueError(
                 f"`sync_batchnorm` must find batch norms with PyTorch's own forward, to replace "
                 f"it, but `{names[module] or 'model'}` ({type(module).__name__}) has another: put "
-                f"what it adds into a module beside an nn.BatchNorm1d, 2d or 3d"
+                f"what it adds into a module next to an nn.BatchNorm1d, 2d or 3d"
             )
     if all(parameter.device.type != "cpu" for parameter in model.parameters()):
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)

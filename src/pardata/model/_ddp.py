@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from pardata.model._buffers import broadcast, warn_of_uneven_shares
+from pardata.model._empty_share import name_empty_share
 from pardata.model._read_through import ReadThrough
 
 _SMALL = 2**17  # numbers: gradients that are copied in less time than a collective takes
@@ -40,8 +41,9 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
         self.__dict__["_forward_runs"] = True
         try:
             output = super().forward(*inputs, **kwargs)
-        except RuntimeError as error:
+        except Exception as error:
             self._name_unused(error)
+            name_empty_share(error, self._inside, (inputs, kwargs))
             raise
         finally:
             self.__dict__["_forward_runs"] = False
@@ -111,7 +113,7 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
         buffers = (b for name, b in self.module.named_buffers() if name not in ignored)
         broadcast(buffers, self.process_group)
 
-    def _name_unused(self, error: RuntimeError) -> None:
+    def _name_unused(self, error: Exception) -> None:
         """Raise in place of an error of DDP about unused parameters, which gives numbers only."""
         if "did not receive grad" not in str(error):
             return

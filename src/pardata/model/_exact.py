@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.grad import conv2d_input, conv2d_weight
 
 from pardata.collective._tree import sha256_of
+from pardata.model._empty_share import name_empty_share
 from pardata.model._read_through import ReadThrough
 from pardata.model._unwrap import Wrapper, unwrap
 
@@ -45,7 +46,11 @@ class ExactModel(ReadThrough, Wrapper):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""
-        return self.module(*inputs, **kwargs)
+        try:
+            return self.module(*inputs, **kwargs)
+        except Exception as error:
+            name_empty_share(error, self._inside, (inputs, kwargs))
+            raise
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state of the module inside, and in its metadata what decides the last bit."""
@@ -149,7 +154,7 @@ def _is_received(parameter: nn.Parameter) -> bool:
 
 
 def kernels(model: nn.Module) -> dict[str, object]:
-    """Return what decides the last bit of a kernel's result, beside its input."""
+    """Return what decides the last bit of a kernel's result, except its input."""
     device, cpu = next(model.parameters()).device, torch.backends.cpu.get_cpu_capability()
     return {
         "the number of threads": torch.get_num_threads(),

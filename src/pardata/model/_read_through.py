@@ -100,7 +100,7 @@ class ReadThrough(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        # Reached where the wrapper is a child of the module that loads. PyTorch goes on to look
+        # Reached where the wrapper is a child of the module that loads. PyTorch continues to look
         # for the weights under the names of the modules, so they get those for the moment.
         if args[0].get("assign_to_params_buffers"):
             raise ValueError(NO_ASSIGN)

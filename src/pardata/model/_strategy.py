@@ -30,7 +30,7 @@ _log = get_logger(__name__)
 
 
 class Settings(NamedTuple):
-    """What `wrap_model` is told beside the model, and in which world."""
+    """What `wrap_model` gets in addition to the model, and in which world."""
 
     here: World
     device: torch.device | str | None
@@ -62,7 +62,7 @@ class Strategy(ABC):
         """Refuse a model or settings that this strategy cannot take, but others can."""
 
     def facts(self, model: nn.Module, settings: Settings) -> Facts:  # noqa: ARG002  # for some only
-        """Return what must be the same on all ranks, beside a model that is where it is to be."""
+        """Return what must be the same on all ranks, in addition to a model at its place."""
         return {}
 
     def device(self, settings: Settings) -> torch.device | str:

@@ -151,8 +151,8 @@ def _devices(model: nn.Module) -> list[str]:
 def _facts_of(model: nn.Module, strategy: str, settings: Settings) -> dict[str, object]:
     """Describe what must be the same on all ranks."""
     # Options too: ranks that differ in find_unused_parameters would wait for each other for ever.
-    told = {**settings.options, "sync_batchnorm": settings.sync_batchnorm}
-    plain = {key: value for key, value in told.items() if isinstance(value, _PLAIN)}
+    options = {**settings.options, "sync_batchnorm": settings.sync_batchnorm}
+    plain = {key: value for key, value in options.items() if isinstance(value, _PLAIN)}
     plain.pop("output_device", None)  # each rank's own
     facts: dict[str, object] = {"the strategy": strategy, "the options": plain}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

@@ -162,10 +162,10 @@ def _numbers(env: Mapping[str, str], names: tuple[str, ...], launcher: str) -> l
     there = [f"`{name}`" for name in names if env.get(name)]
     missing = [f"`{name}`" for name in names if not env.get(name)]
     if missing:
+        also = f" in addition to {', '.join(there)}" if there else ""
         raise ValueError(
             f"the variables of {launcher} must be set together, but {', '.join(missing)} must "
-            f"still be set beside {', '.join(there) or 'none of them'}: start the script with the "
-            f"launcher itself, or {_OPT_OUT}"
+            f"still be set{also}: start the script with the launcher itself, or {_OPT_OUT}"
         )
     return [whole_number(env, name) for name in names[:4]]
 

@@ -130,7 +130,7 @@ class _Meeting(NamedTuple):
 
 
 class _Rank:
-    """One process, seen from the test."""
+    """One process, as the test sees it."""
 
     def __init__(self, rank: int, meeting: _Meeting, job: bytes) -> None:
         self.rank = rank

@@ -52,19 +52,18 @@ def join(
         own = arrive()
         device, backend = torch.device(own["device"]), own["backend"]
 
-        def make() -> Any:
-            dist.init_process_group(
-                backend,
-                store=dist.PrefixStore("group", store),
-                rank=launch.rank,
-                world_size=launch.size,
-                timeout=timeout,
-                # Lets NCCL connect at once; a group of one has nobody to connect to.
-                device_id=device if binds and launch.size > 1 else None,
-            )
-            return None if apart else group_of_counts(patience)
-
-        counts = once_made(line, make)
+        make = partial(
+            dist.init_process_group,
+            backend,
+            store=dist.PrefixStore("group", store),
+            rank=launch.rank,
+            world_size=launch.size,
+            timeout=timeout,
+            # Lets NCCL connect at once; a group of one has nobody to connect to.
+            device_id=device if binds and launch.size > 1 else None,
+        )
+        once_made(line, make)
+        counts = None if apart else once_made(line, partial(group_of_counts, patience))
     except Exception:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -78,7 +77,7 @@ def join(
 
 
 def once_made(line: Channel, make: Callable[[], _T]) -> _T:
-    """Return what `make` returns, once all ranks have made their groups. Collective.
+    """Return the group that `make` makes, once every rank has made it. Collective.
 
     torch does not wait: a rank that leaves at once closes connections that another is still making
     ("connectFullMesh failed … Connection closed by peer"). And the others connect to one that has

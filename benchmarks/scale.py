@@ -143,7 +143,7 @@ class Simulated:
     def _join(self) -> None:
         launch = self._launch
         with patch.dict(_process.process.stores, {launch.identity: (self.store, launch.rank == 0)}):
-            found, hosts_store = _rendezvous.join(
+            found, _, hosts_store = _rendezvous.join(
                 launch, backend="gloo", timeout=PATIENCE, device=torch.device("cpu")
             )
         store = dist.PrefixStore("pardata", self.store)
@@ -197,6 +197,7 @@ def simulation() -> Iterator[None]:
     with ExitStack() as stack:
         for where, name, what in (
             (dist, "init_process_group", lambda *_, **__: None),
+            (dist, "new_group", lambda *_, **__: None),
             (_world, "world", lambda: _world.process.joined.world),
             (_wrap_model, "_facts_of", lambda *_: told),
             (_wrap_model, "_check", lambda *_: None),

@@ -30,8 +30,10 @@ import torch
 import torch.distributed as dist
 
 from pardata import barrier, rank_zero_first, testing, world
+from pardata.ranks._backend import backends
 from pardata.ranks._failure import Failure
 from pardata.ranks._process import process
+from pardata.ranks._world import joined
 
 _LIFE = 10**6  # seconds that ranks may live
 _PATIENCE = 120  # seconds for a test, if it does not say
@@ -251,6 +253,7 @@ class _Home:
         """Put everything back, and return whether the ranks are in step and can go on."""
         if dist.group.WORLD is not self.group:
             return False
+        _leave_group_of_counts()
         process.joined = None
         process.said.clear()
         process.seed, process.calls = None, 0
@@ -290,6 +293,14 @@ class _Home:
             child.join(_LINGER)
             child.kill()
         return set(threading.enumerate()) <= self.threads
+
+
+def _leave_group_of_counts() -> None:
+    """Leave what `init` has made beside the group of `run`, or each test would add connections."""
+    found = joined()
+    if found is not None and found.group_of_counts is not None:
+        _held = backends()
+        dist.destroy_process_group(found.group_of_counts)
 
 
 def _in_step() -> bool:

@@ -197,6 +197,35 @@ def test_ranks_in_different_calls_are_told_who_is_where():
         assert "\n  rank 1: all_reduce_mean at " in text
 
 
+def reduce_once_more(culprit):
+    here = pardata.init(timeout=timedelta(seconds=3))
+    model = wrap_model(nn.Linear(2, 1), "ddp")
+
+    def step():
+        backward(model, lambda model, x: model(x).mean(), torch.ones(here.rank + 1, 2))
+
+    for _ in range(3):  # in the second one DDP agrees on its buckets
+        step()
+    raised = caught((lambda: all_reduce_sum(1)) if here.rank == culprit else step)
+    channel().store.add("raised", 1)
+    pardata.barrier("all have raised", timeout=LONG)
+    dist.destroy_process_group()
+    return raised
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_that_reduces_while_the_others_are_in_backward_is_told_so_on_all(size):
+    # On one connection gloo would end a process, which is sent more than it expects.
+    culprit = size - 1
+    for rank, raised in enumerate(launched(reduce_once_more, culprit, size=size)):
+        call = "all_reduce_sum" if rank == culprit else "backward"
+        assert raised.type in ("TimeoutError", "RuntimeError"), raised
+        assert f"`{call}` must be reached by every rank, but the ranks are in diff" in raised.text
+        where = r"at \S*test_trouble\.py:\d+, (timed out|lost a connection) after \d+\.\d s"
+        assert re.search(rf"\n  rank {culprit}: all_reduce_sum {where}\n", raised.text)
+        assert re.search(rf"\n  ranks? 0[\d, ]*: backward {where}\n", raised.text)
+
+
 def test_where_all_came_the_network_is_suspected_and_the_innermost_explains():
     for rank, (text, follows, found) in enumerate(launched(lose_in, ["inner"] * 2, size=2)):
         assert text.startswith("`inner` must")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from launch_zoo import mpich_variables, open_mpi_variables
 from launched import agent, launched, reserved_port, slurm_variables, torchrun_variables
 from logged import kept
-from on_ranks import caught
+from on_ranks import caught, run
 
 from pardata import all_reduce_sum, barrier, init, world
 from pardata.launch import _init
@@ -305,29 +305,39 @@ def test_after_leaving_the_address_is_free_for_a_group_of_the_users_own():
 # --- nobody is on the way alone
 
 
-def join_slowly(slow, folder):
-    """Join; the slow rank's connections take a moment more."""
-    rank, make = int(os.environ["RANK"]), dist.init_process_group
+BOTH = ["init_process_group", "new_group"]  # that of small numbers
+
+
+def join_slowly(slow, maker, folder):
+    """Join, or adopt; the slow rank's connections take a moment more."""
+    is_slow = slow == (dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"]))
+    make = getattr(dist, maker)
 
     def make_slowly(*args, **kwargs):
-        make(*args, **kwargs)
+        made = make(*args, **kwargs)
         time.sleep(0.5)
         (folder / "made").touch()
+        return made
 
-    made_here = make_slowly if rank == slow else make
-    with patch.object(dist, "init_process_group", made_here), init(timeout=timedelta(seconds=20)):
+    made_here = make_slowly if is_slow else make
+    with patch.object(dist, maker, made_here), init(timeout=timedelta(seconds=20)):
         return (folder / "made").exists()
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-def test_init_returns_when_every_rank_has_made_the_group(slow, tmp_path):
+@pytest.mark.parametrize("maker", BOTH)
+def test_init_returns_when_every_rank_has_made_its_groups(slow, maker, tmp_path):
     # Else a rank that leaves at once closes connections that another is still making.
-    assert launched(join_slowly, slow, tmp_path, size=2) == [True, True]
+    assert launched(join_slowly, slow, maker, tmp_path, size=2) == [True, True]
 
 
-def join_without_a_link(bad, others_see_it):
+def test_who_adopts_a_group_waits_too_until_every_rank_has_made_the_one_beside_it(tmp_path):
+    assert run(join_slowly, 1, "new_group", tmp_path, world_size=2) == [True, True]
+
+
+def join_without_a_link(bad, others_see_it, maker):
     """Join where a rank cannot connect; the others see that later, or not at all."""
-    rank, make = int(os.environ["RANK"]), dist.init_process_group
+    rank, make = int(os.environ["RANK"]), getattr(dist, maker)
 
     def fail_after_all(*args, **kwargs):
         make(*args, **kwargs)
@@ -345,15 +355,16 @@ def join_without_a_link(bad, others_see_it):
             raise
 
     fails = rank == bad or others_see_it
-    with patch.object(dist, "init_process_group", fail_after_all if fails else make):
+    with patch.object(dist, maker, fail_after_all if fails else make):
         raised = caught(join)
     return raised, causes, dist.is_initialized()
 
 
 @pytest.mark.parametrize("bad", [0, 2])
 @pytest.mark.parametrize("others_see_it", [False, True])
-def test_a_rank_that_cannot_make_the_group_is_an_error_on_every_rank(bad, others_see_it):
-    outcomes = launched(join_without_a_link, bad, others_see_it, size=3)
+@pytest.mark.parametrize("maker", BOTH)
+def test_a_rank_that_cannot_make_a_group_is_an_error_on_every_rank(bad, others_see_it, maker):
+    outcomes = launched(join_without_a_link, bad, others_see_it, maker, size=3)
     for rank, (raised, causes, initialized) in enumerate(outcomes):
         assert raised.type == "RuntimeError"
         own_is_kept = others_see_it and rank != bad

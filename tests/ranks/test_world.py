@@ -15,11 +15,13 @@ import torch.distributed as dist
 from launched import launched, reserved_port, slurm_variables, torchrun_variables
 from on_ranks import caught, run_caught
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.utils.data import TensorDataset
 
 import pardata
 from pardata import World, all_reduce_sum, barrier, init, rank_zero_first, world
-from pardata.ranks._world import joined
+from pardata.ranks._backend import timeout_of
+from pardata.ranks._world import joined, way_of_counts
 
 SIZES = [1, 2, 3, 4]
 LAUNCHERS = [torchrun_variables, slurm_variables]
@@ -294,6 +296,62 @@ def vote_beside_nccl():
 
 def test_small_numbers_travel_over_gloo_also_beside_a_group_of_nccl_alone():
     assert run_caught(vote_beside_nccl, world_size=2) == [([False, True], [("cpu", "gloo")])] * 2
+
+
+def groups():
+    return dict(distributed_c10d._world.pg_map)
+
+
+def adopt_and_look_at_the_groups(devices, backend, timeout):
+    """Return the groups that `init` has made: their backends, sizes and timeouts."""
+    before, rank = groups(), dist.get_rank()
+    with gpus_of_a_group(backend=backend) if backend else contextlib.nullcontext():
+        here = init(device=devices[rank % len(devices)], timeout=timeout)
+        group, device = way_of_counts(here)
+        assert init() == here  # and makes no other one
+        assert (all_reduce_sum(1), device.type) == (here.size, "cpu")
+    made = [one for one in groups() if one not in before]
+    assert made == [one for one in [group] if one is not None]
+    own = timeout_of(dist.group.WORLD)
+    found = [(dist.get_backend(one), one.size(), timeout_of(one)) for one in made]
+    return [(kind, size, "its own" if limit == own else limit) for kind, size, limit in found]
+
+
+BOTH = "cuda:nccl,cpu:gloo"
+
+
+@pytest.mark.parametrize(
+    ("size", "devices", "backend", "timeout", "made"),
+    [
+        (1, [None], None, None, []),
+        (2, [None], None, None, [("gloo", 2, "its own")]),
+        (3, [None], None, 7, [("gloo", 3, timedelta(seconds=7))]),
+        (1, [None], BOTH, None, []),
+        (2, [None], BOTH, None, []),
+        # A model on the CPU of any rank: all must make it.
+        (2, ["cpu"], BOTH, None, [("gloo", 2, "its own")]),
+        (2, ["cuda", "cpu"], BOTH, None, [("gloo", 2, "its own")]),
+    ],
+)
+def test_small_numbers_get_a_group_where_they_would_meet_gradients_and_nowhere_else(
+    size, devices, backend, timeout, made
+):
+    asked = devices, backend, timeout
+    assert run_caught(adopt_and_look_at_the_groups, *asked, world_size=size) == [made] * size
+
+
+def join_and_look_at_the_groups(timeout):
+    with init(timeout=timeout) as here:
+        group, _ = way_of_counts(here)
+        found = [timeout_of(one) for one in groups()], group in groups(), group is None
+    return *found, len(groups())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_who_joins_leaves_the_group_of_small_numbers_too(size):
+    limit = timedelta(seconds=21)
+    expected = ([limit] * size, size > 1, size == 1, 0)
+    assert launched(join_and_look_at_the_groups, limit, size=size) == [expected] * size
 
 
 def test_a_process_that_is_alone_computes_on_the_gpu_that_is_current(monkeypatch):

@@ -15,7 +15,8 @@ import pytest
 import torch.distributed as dist
 from on_ranks import run, run_caught
 
-from pardata import all_reduce_sum, barrier, world
+from pardata import all_reduce_sum, barrier, init, world
+from pardata.ranks._backend import backends
 
 SIZE = 2
 
@@ -50,13 +51,14 @@ def change_everything():
     sys.path.append("nowhere")
     logging.basicConfig(level=logging.DEBUG, stream=sys.stdout)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    init()
 
 
 def state():
     with warnings.catch_warnings(record=True) as shown:
         warnings.warn("each time", stacklevel=1)
     found = os.environ.get("LEFT"), Path.cwd(), random.random(), "nowhere" in sys.path
-    found += len(logging.root.handlers), logging.root.level
+    found += len(logging.root.handlers), logging.root.level, len(backends())
     return [*found, len(shown), signal.getsignal(signal.SIGTERM), all_reduce_sum(1)]
 
 

@@ -5,16 +5,17 @@ import socket
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from pardata.launch._allocator import keep_freed_memory
 from pardata.launch._leaving import remember
-from pardata.launch._rendezvous import join
+from pardata.launch._rendezvous import group_of_counts, join, once_made
 from pardata.launch._uncaught import report_uncaught
 from pardata.ranks._arguments import checked_timeout
-from pardata.ranks._backend import takes_cpu_tensors
+from pardata.ranks._backend import sends_numbers_apart, timeout_of
 from pardata.ranks._gpus import hidden_gpus
 from pardata.ranks._launcher import Launch, detect
 from pardata.ranks._logger import get_logger
@@ -89,8 +90,6 @@ def init(
         os.environ["PARDATA_JOINED"] = f"{os.getpid()} {detect(os.environ).identity}"
     if found.world.size > 1:
         found.on_leaving = report_uncaught(found.group)
-        if not takes_cpu_tensors(found.world.backend):
-            found.group_of_counts = dist.new_group(backend="gloo")
     remember(found)
     _log.info("%s", _found_text(found.world))
     if found.world.device.type == "cpu":
@@ -108,17 +107,25 @@ def init(
 def _join(backend: str | None, timeout: timedelta | None, device: torch.device | None) -> Joined:
     launch = detect(os.environ)
     _refuse_inherited(launch)
-    found, hosts_store = join(launch, backend=backend, timeout=timeout, device=device)
-    return Joined(found, new_channel(timeout), hosts_store)
+    found, counts, hosts_store = join(launch, backend=backend, timeout=timeout, device=device)
+    return Joined(found, new_channel(timeout), hosts_store, counts)
 
 
 def _adopt(device: torch.device | None, timeout: timedelta | None) -> Joined:
-    line = new_channel(timeout)
-    hosts = all_say(line, "init", socket.gethostname, list)
+    line, counts = new_channel(timeout), None
+
+    def arrive() -> tuple[str, bool]:
+        here = existing_world(device)
+        return socket.gethostname(), sends_numbers_apart(here.backend, here.device)
+
+    hosts, apart = zip(*all_say(line, "init", arrive, list), strict=True)
     found = existing_world(device, hosts)
     if found.device.type == "cuda":
         torch.cuda.set_device(found.device)
-    return Joined(found, line)
+    if found.size > 1 and not all(apart):
+        patience = timeout or timeout_of(dist.group.WORLD) or line.timeout
+        counts = once_made(line, partial(group_of_counts, patience))
+    return Joined(found, line, group_of_counts=counts)
 
 
 def _refuse_inherited(launch: Launch) -> None:

@@ -5,10 +5,11 @@ import os
 import socket
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,13 +18,15 @@ from torch.distributed import distributed_c10d
 from pardata.collective._agreement import require_same
 from pardata.launch._address import not_met, store_of
 from pardata.launch._leaving import check_out, leave_at_the_end
-from pardata.ranks._backend import runs_on_gpus
+from pardata.ranks._backend import runs_on_gpus, sends_numbers_apart
 from pardata.ranks._gpus import visible_gpus
 from pardata.ranks._launcher import Launch
 from pardata.ranks._store import Channel, append
 from pardata.ranks._table import ranks_text
 from pardata.ranks._turn import all_say
 from pardata.ranks._world import World
+
+_T = TypeVar("_T")
 
 _MARGIN = timedelta(seconds=10)
 # By which a launcher, or a user, restricts what a process sees: CUDA's, and those of ROCm.
@@ -32,11 +35,12 @@ _MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 def join(
     launch: Launch, *, backend: str | None, timeout: timedelta | None, device: torch.device | None
-) -> tuple[World, bool]:
-    """Make the process group that `launch` describes; return it, and whether the store lives here.
+) -> tuple[World, Any, bool]:
+    """Make the process group that `launch` describes, and one for small numbers if it needs it.
 
-    Collective. A rank that cannot take part says so over the store before any group exists, so
-    that the error is raised on every rank instead of leaving the others to wait.
+    Returns both, and whether the store lives here. Collective. A rank that cannot take part says so
+    over the store before any group exists, so that the error is raised on every rank instead of
+    leaving the others to wait.
     """
     patience = distributed_c10d.default_pg_timeout if timeout is None else timeout
     store, hosts_store = store_of(launch, patience)
@@ -44,9 +48,10 @@ def join(
     line = Channel(dist.PrefixStore("pardata/join", store), patience, launch.rank, launch.size)
     arrive = cache(partial(_arrival, launch, backend, device))
     try:
-        hosts, binds = all_say(line, "init", arrive, _agreed)
+        hosts, binds, apart = all_say(line, "init", arrive, _agreed)
         own = arrive()
         device, backend = torch.device(own["device"]), own["backend"]
+
         make = partial(
             dist.init_process_group,
             backend,
@@ -57,11 +62,8 @@ def join(
             # Lets NCCL connect at once; a group of one has nobody to connect to.
             device_id=device if binds and launch.size > 1 else None,
         )
-        # torch does not wait: a rank that leaves at once closes connections that another is still
-        # making ("connectFullMesh failed … Connection closed by peer"). And the others connect to
-        # one that has failed for as long as the timeout.
-        later = replace(line, timeout=patience + _MARGIN)
-        all_say(later, "init", make, lambda _: None)
+        once_made(line, make)
+        counts = None if apart else once_made(line, partial(group_of_counts, patience))
     except Exception:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -71,7 +73,29 @@ def join(
     node = hosts.index(own["host"]) if launch.node_rank is None else launch.node_rank
     nodes = len(hosts) if launch.num_nodes is None else launch.num_nodes
     numbers, launcher = (*launch[1:5], node, nodes), launch.launcher
-    return World(*numbers, device, backend, launcher, leave_at_the_end), hosts_store
+    return World(*numbers, device, backend, launcher, leave_at_the_end), counts, hosts_store
+
+
+def once_made(line: Channel, make: Callable[[], _T]) -> _T:
+    """Return the group that `make` makes, once every rank has made it. Collective.
+
+    torch does not wait: a rank that leaves at once closes connections that another is still making
+    ("connectFullMesh failed … Connection closed by peer"). And the others connect to one that has
+    failed for as long as the timeout.
+    """
+    made: list[_T] = []
+    later = replace(line, timeout=line.timeout + _MARGIN)
+    all_say(later, "init", lambda: made.append(make()), lambda _: None)
+    return made[0]
+
+
+def group_of_counts(timeout: timedelta) -> Any:
+    """Make a gloo group beside the default one, for small numbers. Collective.
+
+    They must not meet gradients on one connection: gloo ends a process that is sent more than it
+    expects, which is so where a rank reduces a number and the others are in `backward`.
+    """
+    return dist.new_group(backend="gloo", timeout=timeout)
 
 
 def _arrival(launch: Launch, backend: str | None, wanted: torch.device | None) -> dict[str, Any]:
@@ -163,8 +187,11 @@ def _hand_out_part(store: dist.Store, launch: Launch, timeout: timedelta) -> dis
     return part
 
 
-def _agreed(arrivals: list[dict[str, Any]]) -> tuple[list[str], bool]:
-    """Require that all ranks can make one group; return the hosts, and whether it binds GPUs."""
+def _agreed(arrivals: list[dict[str, Any]]) -> tuple[list[str], bool, bool]:
+    """Require that all ranks can make one group; return the hosts, and how to make it.
+
+    Whether it binds GPUs, and whether small numbers travel apart in it by themselves.
+    """
     backends: list[dict[str, object]] = [{"backend": told["backend"]} for told in arrivals]
     require_same("init", backends, "Is a GPU driver missing on a node? Else pass `backend`.")
     users: dict[tuple[str, str], list[int]] = {}
@@ -181,4 +208,6 @@ def _agreed(arrivals: list[dict[str, Any]]) -> tuple[list[str], bool]:
     # All ranks or none, for those that are bound connect at once; and none where a process has
     # several, over which a model may be spread: a group that is bound takes no other GPU.
     binds = all(told["one"] for told in arrivals)
-    return list(dict.fromkeys(told["host"] for told in arrivals)), binds
+    ways = [(told["backend"], torch.device(told["device"])) for told in arrivals]
+    apart = len(ways) == 1 or all(sends_numbers_apart(*way) for way in ways)
+    return list(dict.fromkeys(told["host"] for told in arrivals)), binds, apart

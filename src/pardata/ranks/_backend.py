@@ -1,7 +1,9 @@
 """The backends of process groups: what each takes, by name, and how a group ends without them."""
 
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 
@@ -13,6 +15,23 @@ def runs_on_gpus(backend: str | None) -> bool:
 def takes_cpu_tensors(backend: str | None) -> bool:
     """Return whether a group with this backend reduces tensors on the CPU."""
     return backend != "nccl"
+
+
+def sends_numbers_apart(backend: str | None, device: torch.device) -> bool:
+    """Return whether a group with this backend sends numbers on the CPU beside its gradients.
+
+    The gradients are of a model on `device`: NCCL sends them then, and gloo the numbers.
+    """
+    return device.type == "cuda" and runs_on_gpus(backend) and takes_cpu_tensors(backend)
+
+
+def timeout_of(group: Any) -> timedelta | None:
+    """Return how long a collective on the CPU may take in `group`, if its backend says that."""
+    own = [kind for kind in group._device_types if kind.type == "cpu"]  # noqa: SLF001  # torch has no public way
+    # What torch puts around a backend to debug it says nothing.
+    options = getattr(group._get_backend(own[0]), "options", None) if own else None  # noqa: SLF001  # as above
+    found: timedelta | None = getattr(options, "_timeout", None)
+    return found
 
 
 def backends() -> list[Any]:

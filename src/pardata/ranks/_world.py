@@ -78,7 +78,8 @@ class Joined:
     """What `init` found, for which group and process, and what it left to be done.
 
     Attributes:
-        group_of_counts: made beside one that takes no tensors on the CPU.
+        group_of_counts: by which small numbers travel, where they would meet gradients in `group`,
+            or it takes no tensors on the CPU.
         on_leaving: called before the group is left.
     """
 

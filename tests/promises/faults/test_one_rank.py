@@ -98,8 +98,8 @@ FAULTS = [
           ELSEWHERE.format(r"barrier\('data is ready'\)")),
     Fault("one more save", "saves a checkpoint", IN_TIME,
           ELSEWHERE.format(r"Checkpointer\.save")),
-    Fault("one more reduce", "reduces once more", SOON,
-          DIFFER.format("all_reduce or all_gather", "`call`, `structure`", "all_reduce_sum")),
+    Fault("one more reduce", "reduces once more", IN_TIME,
+          ELSEWHERE.format("all_reduce_sum")),
     Fault("one more backward", "calls `backward` once more", IN_TIME,
           r"`check_in_sync` must be reached by every rank, but rank <C> of 3 did not come|"
           r"rank <C> of 3 failed first: backward at \S*one_rank\.py:\d+"),
@@ -196,18 +196,8 @@ def test_a_fault_of_one_rank_ends_the_others_and_names_it(programs):
             check(*row, said)
 
 
-# The others are in `backward`, which sends nothing before the gradients that could be compared.
-GLOO_ENDS_ONE = pytest.mark.xfail(strict=True, reason="gloo ends a process that is sent too much")
-
-
 @pytest.mark.soak
-@pytest.mark.parametrize(
-    ("fault", "culprit"),
-    [
-        pytest.param(*row, marks=[GLOO_ENDS_ONE] if row[0].name == "one more reduce" else [])
-        for row in ROWS
-    ],
-)
+@pytest.mark.parametrize(("fault", "culprit"), ROWS)
 def test_every_fault_of_one_rank_ends_the_others_and_names_it(fault, culprit, programs):
     check(fault, culprit, run(programs, fault, culprit))
 

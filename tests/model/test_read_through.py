@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from pardata import check_in_sync, fingerprint, load_weights, unwrap, wrap_model
-from pardata.model._read_through import ReadThroughDP, _rows
+from pardata.model._dp import ReadThroughDP, _rows
 
 Answer = make_dataclass("Answer", ["loss", "scores"])
 Pair = namedtuple("Pair", "loss scores")  # noqa: PYI024  # the plain kind is what is tested

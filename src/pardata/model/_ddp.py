@@ -14,9 +14,10 @@ from torch.distributed.algorithms.join import _JoinConfig
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from pardata.model._buffers import broadcast, warn_of_uneven_shares
+from pardata.model._buffers import broadcast
 from pardata.model._empty_share import name_empty_share
 from pardata.model._read_through import ReadThrough
+from pardata.model._uneven_shares import warn_of_uneven_shares
 
 _SMALL = 2**17  # numbers: gradients that are copied in less time than a collective takes
 

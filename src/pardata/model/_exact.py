@@ -9,11 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812  # the usual name
 from torch import Tensor, nn
-from torch.nn.grad import conv2d_input, conv2d_weight
 
-from pardata.collective._tree import sha256_of
+from pardata.model._arithmetic import probe
 from pardata.model._empty_share import name_empty_share
 from pardata.model._read_through import ReadThrough
 from pardata.model._unwrap import Wrapper, unwrap
@@ -217,36 +215,3 @@ def _wrong_compilations(model: nn.Module) -> Iterator[str]:
             f"{type(unwrap(part)).__name__} was compiled {how}: pass torch.compile(model, "
             f"dynamic=False), without mode='max-autotune'"
         )
-
-
-def probe(device: torch.device) -> str:
-    """Return a digest of what a device computes in each precision: whether it rounds as others do.
-
-    Processors, libraries, precisions (TF32) and environment variables choose kernels in ways that
-    no list of versions and flags tells: they are seen by trying them, in some milliseconds.
-    """
-    dtypes = [torch.float32, torch.float64, torch.float16]
-    if device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False):
-        dtypes.append(torch.bfloat16)
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        return sha256_of(("", result) for dtype in dtypes for result in _results(dtype, device))
-
-
-def _results(dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
-    """Yield what kernels of many kinds compute, of sizes that fit their vectors and that do not."""
-
-    def numbers(*shape: int) -> Tensor:
-        # A product and a quotient of whole numbers: the same on every device.
-        whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float64, device=device)
-        return (whole * 7919 % 1009 / 1009 - 0.5).to(dtype).view(shape)
-
-    rows = numbers(33, 259)
-    yield numbers(64, 256) @ numbers(256, 64)
-    yield (product := rows @ numbers(259, 67))
-    images, filters, after = numbers(2, 5, 17, 19), numbers(9, 5, 3, 3), numbers(2, 9, 17, 19)
-    yield F.conv2d(images, filters, padding=1)
-    yield conv2d_input(images.shape, filters, after, padding=1)
-    yield conv2d_weight(images, filters.shape, after, padding=1)
-    yield product.softmax(1)
-    yield F.layer_norm(rows, rows.shape[1:])
-    yield from (rows.exp(), rows.sin(), rows.tanh(), numbers(10007).sum())

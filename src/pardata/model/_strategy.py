@@ -18,8 +18,8 @@ from pardata.collective._agreement import Facts
 from pardata.model._batch_norm import is_synchronised
 from pardata.model._buffers import EqualBuffers, broadcast
 from pardata.model._ddp import ReadThroughDDP
+from pardata.model._dp import ReadThroughDP
 from pardata.model._exact import ExactModel, kernels, refused_kernels
-from pardata.model._read_through import ReadThroughDP
 from pardata.model._state_dict import load_sharded, load_whole
 from pardata.model._unwrap import ShardedModule, layers, unwrap
 from pardata.ranks._arguments import check_integer, check_module

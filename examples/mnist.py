@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node=2 examples/mnist.py --data digits    # the same losses
 
 With strategy "exact" losses and weights are the same to the last bit on any number of processes.
-MNIST is downloaded to ./data; the digits are scikit-learn's and need no network.
+MNIST is downloaded to ./data; --data digits needs no download: they are scikit-learn's.
 """
 
 from argparse import ArgumentParser, RawTextHelpFormatter

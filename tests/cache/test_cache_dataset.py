@@ -259,7 +259,7 @@ def test_ranks_with_other_data_sets_are_told_and_none_hangs(tmp_path, monkeypatc
     others = "ranks 0, 2" if size == 3 else "rank 0"
     for rank, found in enumerate(results):
         assert f"  {others}: the length=10\n  rank 1: the length=11\n" in found["length"].text
-        assert "but `the class` differ:\n" in found["class"].text
+        assert "but `the class` differs:\n" in found["class"].text
         assert "Subset of cache_zoo.Samples" in found["class"].text
         if rank == 1:
             assert found["empty"].type == "ValueError"

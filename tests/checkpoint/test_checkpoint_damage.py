@@ -128,8 +128,8 @@ def test_where_none_is_whole_all_are_listed_on_every_rank(saved, tmp_path):
         assert outcome.type == "RuntimeError"
         lines = [f"\n  attempt-0001-step-00000000{k}: manifest.json is damaged" for k in (3, 2, 1)]
         assert outcome.text == (
-            f"one of the checkpoints in {directory} must be whole, but none is:{''.join(lines)}\n"
-            f"Put a copy back, or remove them to begin anew"
+            f"one of the checkpoints in {directory} must be complete, but none is:"
+            f"{''.join(lines)}\nPut a copy back, or remove them to begin anew"
         )
 
 
@@ -154,6 +154,20 @@ def test_a_directory_without_checkpoints_gives_nothing(tmp_path, caplog):
         assert Checkpointer(directory).steps() == []
 
 
+def test_the_parent_of_a_runs_directory_begins_anew_and_the_log_names_that_directory(
+    saved, tmp_path, caplog
+):
+    shutil.copytree(saved, tmp_path / "first")
+    (tmp_path / "attempts" / "attempt-1").mkdir(parents=True)  # no checkpoint
+    with caplog.at_level("INFO", logger="pardata"):
+        assert not Checkpointer(tmp_path).restore()
+    meant = f"{tmp_path / 'first'} has some: pass that to resume its run"
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("WARNING", f"no checkpoint in {tmp_path}, but {meant}"),
+        ("INFO", f"no checkpoint in {tmp_path}: the run begins anew"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("before", "new"),
     [("seed-1", "seed-2"), ("run-a", "run-b"), ("20260101-1200", "20260102-1300"),
@@ -173,7 +187,7 @@ def test_a_chosen_step_is_restored_or_it_is_said_which_ones_there_are(size, save
     for first, second, ninth in run_caught(restore_steps, directory, 1, 2, 9, world_size=size):
         assert (first.step, first.values["value"].tolist()) == (1, [1] * 50)
         assert second.type == "RuntimeError"
-        assert f"one of the checkpoints of step 2 in {directory} must be whole" in second.text
+        assert f"one of the checkpoints of step 2 in {directory} must be complete" in second.text
         assert ninth.type == "ValueError"
         assert ninth.text.endswith(f"a checkpoint, but is 9: {directory} has 1, 2, 3")
 

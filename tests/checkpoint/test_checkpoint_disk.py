@@ -136,6 +136,8 @@ def test_the_log_says_of_the_first_save_where_it_went_and_of_the_others_if_asked
         text = f"saved step {5 + number} to {tmp_path}, 0.0 MB in 0."
         assert record.getMessage().startswith(text)
         assert record.levelname == ("DEBUG" if number else "INFO")
+        later = "" if number else "; later saves are logged at DEBUG"
+        assert record.getMessage().endswith(f" s{later}")
     assert number == 2
 
 

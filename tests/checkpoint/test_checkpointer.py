@@ -367,7 +367,7 @@ ALIKE = {
     "nan": lambda rank: float("nan"),
 }
 DIFFERING = [
-    (lambda rank: {"a": [1, rank]}, "`x.a.1` differ:\n  rank 0: x.a.1='0'\n  rank 1: x.a.1='1'"),
+    (lambda rank: {"a": [1, rank]}, "`x.a.1` differs:\n  rank 0: x.a.1='0'\n  rank 1: x.a.1='1'"),
     (lambda rank: torch.ones(1) if rank else 1, "x='a Tensor'"),
     (lambda rank: {f"k{rank}": 1}, "rank 0: x.k0='1', x.k1='(nothing)'"),
     (lambda rank: 1 if rank else 1.0, "rank 0: x='1.0'\n  rank 1: x='1'"),

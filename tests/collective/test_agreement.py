@@ -39,7 +39,7 @@ def test_of_facts_that_differ_one_rank_reads_all_and_all_raise_the_same(size):
     for raised, _, _ in outcomes:
         assert raised.type == "RuntimeError"
         assert raised.text == (
-            f"every rank must pass the same to `f`, but `rank` differ:\n  {others}: rank=False\n"
+            f"every rank must pass the same to `f`, but `rank` differs:\n  {others}: rank=False\n"
             f"  rank 1: rank=True\ncure"
         )
     told = [rows for _, _, seen in outcomes for rows in seen]

@@ -227,7 +227,7 @@ def test_structures_that_differ_are_a_table_on_every_rank_and_the_group_stays_us
             assert raised.type == "RuntimeError"
             assert raised.text.startswith(
                 f"every rank must pass the same to `all_reduce or all_gather`, but `structure` "
-                f"differ:\n  {most}: structure="
+                f"differs:\n  {most}: structure="
             )
             assert "\n  rank 1: structure=" in raised.text
             assert shown in raised.text

@@ -226,6 +226,14 @@ def test_a_rank_that_reduces_while_the_others_are_in_backward_is_told_so_on_all(
         assert re.search(rf"\n  ranks? 0[\d, ]*: backward {where}\n", raised.text)
 
 
+def test_where_one_saves_alone_all_are_told_to_save_on_every_rank():
+    for text, *_ in launched(lose_in, ["Checkpointer.save", "backward"], size=2):
+        assert (
+            "but the ranks are in different calls: call `save` on every rank at the same step, not "
+            "under `if world.is_main`; this rank waits at "
+        ) in text
+
+
 def test_where_all_came_the_network_is_suspected_and_the_innermost_explains():
     for rank, (text, follows, found) in enumerate(launched(lose_in, ["inner"] * 2, size=2)):
         assert text.startswith("`inner` must")

@@ -248,7 +248,7 @@ def test_a_stream_that_splits_itself_by_rank_is_found_out():
         for raised in found:
             assert raised.type == "RuntimeError"
             start, first, second, cure = raised.text.split("\n")
-            assert "to `make_loader(IterableDataset)`, but `first samples` differ" in start
+            assert "to `make_loader(IterableDataset)`, but `first samples` differs" in start
             assert first.startswith("  rank 0: first samples='")
             assert second.startswith("  rank 1: first samples='")
             assert cure.startswith("Let the dataset yield the same samples everywhere, drawing ")
@@ -285,7 +285,7 @@ def _one_of_each():
 
 def test_samples_of_any_kind_are_told_apart_and_what_cannot_be_is_no_difference():
     for rank, (*differ, alike) in enumerate(run(_one_of_each, world_size=2)):
-        assert all("`first samples` differ" in raised.text for raised in differ)
+        assert all("`first samples` differs" in raised.text for raised in differ)
         assert alike == [[1.0][rank:]]
 
 

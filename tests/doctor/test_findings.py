@@ -229,7 +229,7 @@ def test_the_unrelated_pardata_in_the_same_directory_is_an_error(tmp_path):
 
 
 LOST = "[/pair.cc:1] Connection closed by peer: x. This is typically\nframe 0"
-TABLE = "every rank must pass the same, but `a` differ"
+TABLE = "every rank must pass the same, but `a` differs"
 LATE = "all must come within 1 s, but 1 did not"
 
 

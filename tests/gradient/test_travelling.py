@@ -148,7 +148,7 @@ def test_metrics_that_differ_between_ranks_raise_on_every_rank(strategy):
     first, last = run(all_unlike, strategy, world_size=2)
     for raised in (first["none"], last["none"]):  # others: tests/promises/misuse_models.py
         assert raised.type == "RuntimeError"
-        assert "every rank must pass the same to `backward`, but `metrics` differ" in raised.text
+        assert "every rank must pass the same to `backward`, but `metrics` differs" in raised.text
         assert "Let `loss_fn` return the same structure on every rank" in raised.text
     assert last["no number"].type == "TypeError"
     assert "`metrics['text']` must be a number or a tensor, but is 'yes'" in last["no number"].text

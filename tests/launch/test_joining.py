@@ -91,7 +91,7 @@ ON_ONE = (
     f"every rank must have a GPU of its own, but ranks 0, 1, 2 on {socket.gethostname()} share "
     f'one: start one process per GPU, or pass `init(backend="gloo")`, which can share (slowly)'
 )
-KINDS = "every rank must pass the same to `init`, but `backend` differ:"
+KINDS = "every rank must pass the same to `init`, but `backend` differs:"
 TABLE = "rank 0: backend='cuda:nccl,cpu:gloo'\n  rank 1: backend='gloo'"
 
 

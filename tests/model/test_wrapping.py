@@ -200,6 +200,36 @@ def test_parts_may_be_sharded_before_the_whole():
     assert run(block_by_block, world_size=2) == [True] * 2
 
 
+def trained_by_an_optimizer(made_before):
+    net, early = seeded(Smooth), None
+    leftover = list(net.parameters())  # by itself no mistake
+    if made_before:
+        optimizer = torch.optim.SGD(leftover, lr=0.1)
+        optimizer.itself = optimizer  # as with a scheduler: nobody has it, and it is not gone yet
+    model = wrap_model(net, "fsdp")
+    if made_before:
+        early = caught(model, batch())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = fingerprint(model)
+    model(batch()).sum().backward()
+    optimizer.step()
+    return early, fingerprint(model) != before, len(unwrap(model)._forward_pre_hooks)
+
+
+@needs_fsdp
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_optimizer_of_the_parameters_before_sharding_is_refused_in_the_first_forward(size):
+    hooks = 1  # fully_shard's own: ours has gone
+    for early, *after in run(trained_by_an_optimizer, True, world_size=size):
+        assert (early.type, *after) == ("RuntimeError", True, hooks)
+        assert early.text == (
+            "the optimizer must have the parameters of the wrapped model, but 4 of the 4 in SGD "
+            "are those that wrap_model(…, 'fsdp') has replaced, so that its steps would train "
+            "nothing: make the optimizer after wrap_model"
+        )
+    assert run(trained_by_an_optimizer, False, world_size=size) == [(None, True, hooks)] * size
+
+
 # Options
 
 

@@ -231,7 +231,7 @@ CASES = {
         case("backward(wrapped(), lambda model, x: (loss(model, x), {'text': 'b'}), X)",
              "TypeError", "`metrics['text']` must be a number or a tensor, but is 'b'"),
         case("backward(wrapped(), lambda model, x: (loss(model, x), [0] * rank), X)",
-             "RuntimeError", "every rank must pass the same to `backward`, but `metrics` differ",
+             "RuntimeError", "every rank must pass the same to `backward`, but `metrics` differs",
              "Let `loss_fn` return the same structure", sizes=MANY),
         case("backward(wrapped(), lambda model, _: loss(model, X), 'a batch')", "TypeError",
              "`batch` must hold a tensor whose rows are its samples, but a str has none",

@@ -148,6 +148,8 @@ def test_a_chain_of_errors_that_bites_its_tail_ends():
     [
         (ValueError("boom"), "ValueError: boom"),
         (ValueError("a table:\n  row"), "ValueError: a table:"),
+        (ValueError("a table:\n  row\n  row\nA cure."), "ValueError: a table: A cure."),
+        (ValueError("boom\nand more"), "ValueError: boom"),
         (RuntimeError("Lost. This is typically so"), "RuntimeError: Lost"),
         (KeyboardInterrupt(), "KeyboardInterrupt"),
         (Speechless(), "Speechless: <exception str() failed>"),

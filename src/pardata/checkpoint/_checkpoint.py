@@ -160,7 +160,7 @@ def newest(
             those = "checkpoints" if at is None else f"checkpoints of step {at}"
             listed = "".join(f"\n  {name}: {why}" for name, why in passed_over.items())
             raise RuntimeError(
-                f"one of the {those} in {directory} must be whole, but none is:{listed}\n"
+                f"one of the {those} in {directory} must be complete, but none is:{listed}\n"
                 f"Put a copy back, or remove them to begin anew"
             )
         passed_over = {}

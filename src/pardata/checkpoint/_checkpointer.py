@@ -32,7 +32,7 @@ _log = get_logger(__name__)
 
 
 class Checkpointer:
-    """Saves the state of a run to a directory, and restores the newest checkpoint that is whole.
+    """Saves the state of a run to a directory, and restores the newest complete checkpoint.
 
     Every rank makes one and calls everything; rank 0 writes, and of sharded parameters (``"fsdp"``)
     each rank its part. Nodes share the disk. A process killed at any moment leaves what was
@@ -131,7 +131,7 @@ class Checkpointer:
         self._start(here, step, snapshot, contents)
 
     def restore(self, *unnamed: Never, at: int | None = None, **objects: Any) -> Restored:
-        """Give `objects` the state of the newest checkpoint that is whole. Collective.
+        """Give `objects` the state of the newest complete checkpoint. Collective.
 
         Those that are not are passed over, and logged with the reason. Strategy and number of
         processes may be others than when it was saved. The default generators of each rank are put
@@ -151,8 +151,8 @@ class Checkpointer:
                 directory is one checkpoint itself, or is not there and nearly has the name of one
                 next to it that has checkpoints.
             TypeError: for a value: those are returned. For a thing without a name.
-            RuntimeError: where there are checkpoints and none is whole, where a state does not fit
-                its object, and where ranks differ.
+            RuntimeError: where there are checkpoints and none is complete, where a state does not
+                fit its object, and where ranks differ.
         """
         _refuse("restore(", unnamed)
         here = require_world("Checkpointer.restore")
@@ -172,7 +172,7 @@ class Checkpointer:
     def export(
         self, path: str | os.PathLike[str], *, name: str = "model", at: int | None = None
     ) -> None:
-        """Write the bare weights of the newest whole checkpoint to a file, for others. Collective.
+        """Write the bare weights of the newest complete checkpoint to a file. Collective.
 
         With the names that the module itself gives its parameters, for `load_weights` and
         ``module.load_state_dict`` alike; as safetensors where the file is named so, else as

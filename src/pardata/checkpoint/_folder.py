@@ -124,7 +124,8 @@ class Folder:
     def __init__(self, directory: Path, retention: Retention) -> None:
         self._directory = directory
         self._retention = retention
-        self._log = _log.info  # the first save, which shows where they go; the others are for DEBUG
+        # The first save, which shows where they go; the others are for DEBUG.
+        self._log, self._later = _log.info, "; later saves are logged at DEBUG"
         self._attempt = Attempt(directory)
         self._name = Name(0, 0)  # until the first
         self._began = 0.0
@@ -163,8 +164,8 @@ class Folder:
             sync(self._directory)
             self._prune()
         told = step, self._directory, size / 1e6, time.perf_counter() - self._began
-        self._log("saved step %d to %s, %.1f MB in %.2f s", *told)
-        self._log = _log.debug
+        self._log(f"saved step %d to %s, %.1f MB in %.2f s{self._later}", *told)
+        self._log, self._later = _log.debug, ""
 
     def _remove_unfinished(self) -> None:
         """Remove what this attempt and earlier ones have begun."""

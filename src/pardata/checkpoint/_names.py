@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 
 from pardata.checkpoint._files import UnusableError, read_manifest
 from pardata.ranks._arguments import check_integer
+from pardata.ranks._logger import get_logger
+
+_log = get_logger(__name__)
 
 _ALIKE = 0.8  # of 1, as difflib counts: one of five letters is another one
 
@@ -61,6 +64,9 @@ def candidates(directory: Path, at: int | None) -> list[Name]:
 def _check_directory(directory: Path) -> None:
     """Raise where a directory without checkpoints must be a mistake, and name what is meant.
 
+    Warn where it may be one: a folder in it has checkpoints. They may be those of an earlier phase,
+    or a run's best, which was saved before the first of its other checkpoints.
+
     A run that is really new must not be stopped. So next to others a directory is one only if it is
     not there at all, and its name is nearly another's, as "frist"; not if they tell runs from each
     other by numbers or single letters, as "seed-1" and "seed-2", "run-a" and "run-b".
@@ -71,6 +77,10 @@ def _check_directory(directory: Path) -> None:
             f"`directory` must be that of all checkpoints of a run, but {directory} is one of "
             f"them: pass {directory.parent}"
         )
+    below = (found for found in path.glob("*/attempt-*") if Name.parse(found.name))
+    if (one := next(below, None)) is not None:
+        text = "no checkpoint in %s, but %s has some: pass that to resume its run"
+        _log.warning(text, directory, directory / one.parent.name)
     if path.exists():
         return
     neighbours = [other.name for other in entries(path.parent) if _words(other) != _words(path)]

@@ -63,7 +63,7 @@ def require_same(place: str, told: list[dict[str, object]], cure: str) -> None:
     names = [name for name in known if len({repr(facts[name]) for facts in told}) > 1]
     if names:
         table = table_of([", ".join(f"{name}={facts[name]!r}" for name in names) for facts in told])
+        what = f"{', '.join(f'`{name}`' for name in names)} differ{'s' if len(names) == 1 else ''}"
         raise RuntimeError(
-            f"every rank must pass the same to `{place}`, but "
-            f"{', '.join(f'`{name}`' for name in names)} differ:\n{table}\n{cure}"
+            f"every rank must pass the same to `{place}`, but {what}:\n{table}\n{cure}"
         )

@@ -211,7 +211,7 @@ def _check_sizes(args: Arguments) -> None:
     if args.batch_sampler is not None:
         return
     least = ranks if microbatch_size is None else 1
-    why = ", one a rank, as it counts the samples of all ranks together" if least > 1 else ""
+    why = ", one for each rank, as it counts the samples of all ranks together" if least > 1 else ""
     check_integer("batch_size", batch_size, least=least, why=why)
     if microbatch_size is not None:
         if microbatch_size > batch_size:

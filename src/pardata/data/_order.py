@@ -203,8 +203,9 @@ class Requests(Sampler[Request]):
         least = 1 if self.plan.microbatch_size else self.plan.size
         if len(batch) < least:
             raise ValueError(
-                f"`batch_sampler` must yield at least {least} indices for each global batch, one a "
-                f"rank, but yielded {batch!r}: let it join small batches, or pass `microbatch_size`"
+                f"`batch_sampler` must yield at least {least} indices for each global batch, one "
+                f"for each rank, but yielded {batch!r}: let it join small batches, or pass "
+                f"`microbatch_size`"
             )
         return list(batch)
 

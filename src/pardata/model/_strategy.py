@@ -20,6 +20,7 @@ from pardata.model._buffers import EqualBuffers, broadcast
 from pardata.model._ddp import ReadThroughDDP
 from pardata.model._dp import ReadThroughDP
 from pardata.model._exact import ExactModel, kernels, refused_kernels
+from pardata.model._old_optimizers import refuse_old_optimizers, remembered
 from pardata.model._state_dict import load_sharded, load_whole
 from pardata.model._unwrap import ShardedModule, layers, unwrap
 from pardata.ranks._arguments import check_integer, check_module
@@ -166,7 +167,9 @@ class Sharded(Strategy):
         # Inside torch.compile, as PyTorch advises: names and hooks are then those of the module.
         size, module = settings.here.size, unwrap(model)
         mesh = init_device_mesh(kind, (size,))
+        before = remembered(module)
         self.options_of()(module, **{"mesh": mesh, **settings.options})
+        refuse_old_optimizers(module, before)
         if size > 1:
             module.register_forward_hook(EqualBuffers())
         return model

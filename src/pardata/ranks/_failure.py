@@ -138,8 +138,14 @@ def text_of(error: BaseException) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the first line of what `text_of` returns, without torch's advice to look elsewhere."""
-    return text_of(error).split("\n", 1)[0].split(". This is typically")[0]
+    """Return the first line of what `text_of` returns, without torch's advice to look elsewhere.
+
+    Of an error that has a table below its first line, what it says below the table, too: the cure.
+    """
+    first, *below = text_of(error).split("\n")
+    if first.endswith(":") and below and not below[-1].startswith(" "):
+        first = f"{first} {below[-1]}"
+    return first.split(". This is typically")[0]
 
 
 def _pickled(error: BaseException) -> str | None:

@@ -69,7 +69,7 @@ DID_NOT_COME = (
     r"`backward` must be reached by every rank, but ranks? (<O>, )?<C>(, <O>)? of 3 did not come"
 )
 ELSEWHERE = r"the ranks are in different calls.*\n(.*\n)*.*rank <C>: {} at \S*one_rank\.py:\d+"
-DIFFER = r"every rank must pass the same to `{}`, but {} differ:.*\n(.*\n)*.*rank <C>: .*{}"
+DIFFER = r"every rank must pass the same to `{}`, but {} differs?:.*\n(.*\n)*.*rank <C>: .*{}"
 STORE_IS_GONE = r"the (process that serves the )?group's store"
 
 FAULTS = [
@@ -97,7 +97,7 @@ FAULTS = [
     Fault("one more barrier", "waits at a barrier", IN_TIME,
           ELSEWHERE.format(r"barrier\('data is ready'\)")),
     Fault("one more save", "saves a checkpoint", IN_TIME,
-          ELSEWHERE.format(r"Checkpointer\.save")),
+          "call `save` on every rank at the same step, not under `if world.is_main`"),
     Fault("one more reduce", "reduces once more", IN_TIME,
           ELSEWHERE.format("all_reduce_sum")),
     Fault("one more backward", "calls `backward` once more", IN_TIME,

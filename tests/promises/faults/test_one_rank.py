@@ -87,7 +87,7 @@ FAULTS = [
     Fault("model", "has another model", SOON, r"pass the same model to `wrap_model`, but they "
           r"differ, first here:.*\n(.*\n)*.*rank <C>: `weight` \(3, 2\) float32"),
     Fault("shorter stream", "has a shorter iterable dataset", SOON,
-          "it ended on rank <C> of 3 before the others"),
+          "they ended on rank <C> of 3 before the others"),
     Fault("other weights", "changes a weight", IN_TIME,
           r"`weight` differs between ranks \(1 of .*\n(.*\n)*  rank <C>: SHA-256 "),
     Fault("other structure", "reduces another structure", SOON,

@@ -114,9 +114,13 @@ REFUSED = [
     ({}, {"seed": 2, "drop_last": True}, "drop_last was True and is False, seed was 2 and is 1: m"),
     ({}, SAMPLED, "sampler was 'SequentialSampler' and is None: make the loader as it was"),
     ({}, {"version": 2, "more": 1}, ", version 2: look at what was saved, or load it with"),
-    (None, [1, 2], "but is [1, 2]: look"),
-    (None, {"version": 1, "epoch": 0}, "but is {'epoch': 0, 'version': 1}: look"),
-    (None, {str(i): i for i in range(9)}, "but is {'0': 0, '1': 1, '2': 2, '3': 3, ...}: look"),
+    (None, [1, 2], "but is [1, 2], version None: look"),
+    (None, {"version": 1, "epoch": 0}, "but is {'epoch': 0, 'version': 1}, version 1: look"),
+    (
+        None,
+        {str(i): i for i in range(9)},
+        "but is {'0': 0, '1': 1, '2': 2, '3': 3, ...}, version None: look",
+    ),
 ]
 
 

@@ -178,9 +178,10 @@ def what_is_wrong(known: Explanation) -> str:
         # Who only waits for this rank learns of it when this one ends, or came later than it.
         waits = ", or wait for one that did not" if len(missing) > 1 else ""
         return who_did_not_come(missing, size, waits)
-    if len(places := {one.place for one in there}) > 1:
+    if len({one.place for one in there}) > 1:
         cure = "make the same calls in the same order on each"
-        if "Checkpointer.save" in places:
+        # Its text, as one that has failed by itself is in no place.
+        if any(one.text.startswith("Checkpointer.save at ") for one in there):
             cure = "call `save` on every rank at the same step, not under `if world.is_main`"
         return f"the ranks are in different calls: {cure}"
     return _who_was_late(there, size) or "a connection between them was lost: is the network down?"

@@ -54,12 +54,13 @@ def reserved_port():
         yield holder.getsockname()[1]
 
 
-def launched(fn, *args, size, variables=torchrun_variables, **changes):
+def launched(fn, *args, size, variables=torchrun_variables, patience=120, **changes):
     """Run ``fn(*args)`` on ranks that have a launcher's variables; return results or `Raised`."""
     meeting = agent() if variables is torchrun_variables else reserved_port()
     with meeting as port, tempfile.TemporaryDirectory() as directory:
         environments = [variables(rank, size, port, **changes) for rank in range(size)]
-        return run(as_rank, environments, directory, fn, args, world_size=size, fresh=True)
+        given = environments, directory, fn, args
+        return run(as_rank, *given, world_size=size, timeout=patience, fresh=True)
 
 
 def as_rank(environments, directory, fn, args):

@@ -119,7 +119,7 @@ REFUSED = {
     "a set": (lambda: {1}, "a set"),
     "a decimal": (lambda: Decimal(1), "a Decimal"),
     "complex": (lambda: 1j, "a complex"),
-    "a large int": (lambda: 2**63, "a int (Overflow"),
+    "a large int": (lambda: 2**63, "an int (Overflow"),
     "a sparse tensor": (
         lambda: torch.eye(2).to_sparse(),
         "a Tensor that is sparse, quantized or nested",
@@ -137,7 +137,7 @@ REFUSED = {
     **{
         f"an image of mode {mode}": (
             lambda mode=mode: Image.new(mode, (2, 2)),
-            f"a Image of mode {mode}",
+            f"an Image of mode {mode}",
         )
         for mode in ("1", "P", "I", "F", "HSV")
     },

@@ -433,3 +433,14 @@ def test_the_state_of_another_kind_of_thing_is_refused_by_name(tmp_path):
     text = r"the state of `model` is not that of a SGD \(KeyError: 'param_groups'\)"
     with pytest.raises(RuntimeError, match=text):
         checkpointer.restore(model=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_the_file_in_a_checkpoint_is_none_of_weights_and_the_error_names_what_writes_one(tmp_path):
+    checkpointer, model = Checkpointer(tmp_path / "run"), nn.Linear(2, 2)
+    checkpointer.save(1, model=model)
+    (inside,) = tmp_path.glob("run/*/state.pt")
+    text = r"but 'objects' holds a dict: if this is a checkpoint of a Checkpointer, pass the file "
+    with pytest.raises(TypeError, match=text + r"of weights that its export\(\) writes"):
+        load_weights(model, inside)
+    checkpointer.export(tmp_path / "weights.pt")
+    load_weights(model, tmp_path / "weights.pt")

@@ -1,6 +1,8 @@
 """make_loader: its arguments, and what a bad one gets, on every rank."""
 
+import gc
 import multiprocessing
+import sys
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from data_zoo import ByLength, Count, Numbers, Rotated, Sized, flat, log_of
 from on_ranks import caught, run
 from torch.utils.data import (
     ConcatDataset,
+    RandomSampler,
     SequentialSampler,
     Subset,
     TensorDataset,
@@ -279,6 +282,45 @@ def test_a_sampler_is_told_the_epoch():
     sampler = Rotated(4)
     assert _with_sampler(sampler, 3) == [[[0, 1, 2, 3]], [[1, 2, 3, 0]], [[2, 3, 0, 1]]]
     assert sampler.told == [0, 0, 1, 2]  # of the first epoch it is asked twice
+
+
+def test_a_sampler_that_is_refused_leaves_no_workers_half_made(monkeypatch):
+    ignored = []  # "Exception ignored in …", by PyTorch's iterator of workers
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+    own = RandomSampler(range(9), generator=torch.Generator().manual_seed(0))
+    loader = make_loader(range(9), 3, sampler=own, num_workers=1)
+    with pytest.raises(ValueError, match="must yield the same order whenever it is asked"):
+        iter(loader)
+    del loader
+    gc.collect()
+    assert ignored == []
+
+
+class Told(Numbers):
+    """Reads by its epoch, which it is told."""
+
+    epoch = None
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __getitem__(self, index):
+        return 10 * self.epoch + index
+
+
+class ToldItems(Told):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", [Told, ToldItems])
+def test_a_dataset_is_told_the_epoch_wherever_it_is_read(kind, workers):
+    loader = make_loader(kind(4), 3, num_workers=workers, seed=1)
+    found = [flat(batch.tolist() for batch in loader) for _ in range(2)]
+    loader.set_epoch(5)
+    found.append(flat(batch.tolist() for batch in loader))
+    assert found == [[0, 1, 2, 3], [10, 11, 12, 13], [50, 51, 52, 53]]
 
 
 # --- batch samplers: the global batches ---

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from pardata import make_loader, world
 from pardata.data._workers import choose_workers
-from pardata.ranks._cores import usable_cores
+from pardata.ranks._machine import usable_cores
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,24 @@ def test_a_count_that_is_no_integer_is_refused(number):
         loss_with(lambda _: number)
 
 
+def test_in_one_process_what_each_step_counts_is_looked_at_and_the_loss_is_its_mean():
+    net, seen = nn.Linear(2, 1), []
+    batch = torch.ones(3, 2)
+
+    def step(number):
+        def count(microbatch):
+            seen.append(len(microbatch))
+            return number
+
+        return backward(net, lambda model, x: model(x).mean(), batch, count=count)
+
+    assert step(7).item() == step(2).item() == net(batch).mean().item()
+    for number, text in ((0, "a step must count something"), (-1, "of at least 0, but is -1")):
+        with pytest.raises(ValueError, match=text):
+            step(number)
+    assert seen == [3] * 4
+
+
 @pytest.mark.parametrize("rule", ["one", "most"])
 def test_a_rank_that_must_run_one_and_has_none_at_all_is_told_what_to_give(rule):
     batch = part(2, 3, [4, 4], placeholder=None)

@@ -24,8 +24,8 @@ from pardata import all_reduce_sum, barrier, init, world
 from pardata.launch import _init
 from pardata.launch._address import not_met, run_of
 from pardata.launch._rendezvous import own_device
-from pardata.ranks._gpus import hidden_gpus
 from pardata.ranks._launcher import Launch
+from pardata.ranks._machine import hidden_gpus
 from pardata.ranks._process import process
 
 SOON = timedelta(seconds=4)  # a busy machine takes more than one to connect

@@ -52,6 +52,7 @@ def test_two_workers_train_as_one_process_does(ray_python, alone_on_a_host, alon
         # No reports, no token in the home directory, and each line as it is printed.
         RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_MODE="disabled", RAY_DEDUP_LOGS="0",
         RAY_TMPDIR=str(folder), PYTHONPATH=os.pathsep.join(seen),
+        RAY_worker_niceness="0",  # with its own, 15, workers hardly run beside other tests
         timeout=600,  # it starts some ten processes
     )  # fmt: skip
     assert joined(printed) == "2 processes on 1 node, group already there"

@@ -190,7 +190,7 @@ def test_weights_that_do_not_fit_into_shards_on_one_rank_are_told_to_all():
     first, second = run_caught(_spoiled_on_one_rank, world_size=2)
     assert (first.type, second.type) == ("TypeError", "RuntimeError")
     for raised in (first, second):
-        assert "`state_or_path` must be a state dict or a path, but is a int" in raised.text
+        assert "`state_or_path` must be a state dict or a path, but is an int" in raised.text
         assert raised.seconds < 10
 
 

@@ -230,6 +230,26 @@ def test_an_optimizer_of_the_parameters_before_sharding_is_refused_in_the_first_
     assert run(trained_by_an_optimizer, False, world_size=size) == [(None, True, hooks)] * size
 
 
+def trained_by_an_optimizer_made_after_an_evaluation(compiled):
+    model = wrap_model(seeded(Smooth), "fsdp", reshard_after_forward=False)
+    runs = torch.compile(model, backend="eager") if compiled else model
+    with torch.no_grad():
+        runs(batch())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = fingerprint(model)
+    runs(batch()).sum().backward()
+    optimizer.step()
+    return fingerprint(model) != before
+
+
+@needs_fsdp
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+def test_an_optimizer_made_after_an_evaluation_trains_what_is_sharded(size, compiled):
+    trained = run(trained_by_an_optimizer_made_after_an_evaluation, compiled, world_size=size)
+    assert trained == [True] * size
+
+
 # Options
 
 

@@ -157,7 +157,8 @@ def section(module):
     """Return a part of the page: a table for each public name."""
     lines = []
     for name, cases in module.CASES.items():
-        lines += ["", f"## {name}", "", "| done | said | on ranks |", "| --- | --- | --- |"]
+        header = "| what is done | the error | on which ranks |"
+        lines += ["", f"## {name}", "", header, "| --- | --- | --- |"]
         lines += [row(module, each) for each in cases]
     return lines
 
@@ -178,7 +179,7 @@ def ranks(case):
     sizes = ", ".join(map(str, case.sizes))
     if case.ranks is None:
         return "the only one" if case.sizes == (1,) else f"all of {sizes}"
-    told = "" if case.others is None else ", and the others are told"
+    told = "" if case.others is None else ", and the others get an error that names it"
     return f"rank {', '.join(map(str, case.ranks))} of {sizes}{told}"
 
 

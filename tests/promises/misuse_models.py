@@ -207,7 +207,7 @@ CASES = {
     ],
     "backward": [
         case("backward(5, loss, X)", "TypeError",
-             "`model` must be a torch.nn.Module, but is a int"),
+             "`model` must be a torch.nn.Module, but is an int"),
         case("backward(loss(wrapped(), X))", "TypeError",
              "`model` must be a module, but is a Tensor: in place of loss.backward(), call "
              "backward(model, loss_fn, batch) with a function that returns the loss"),
@@ -267,12 +267,12 @@ CASES = {
              "must be those that share `batch`, but it is shared by 7", sizes=MANY),
     ],
     "unwrap": [
-        case("unwrap(5)", "TypeError", "`model` must be a torch.nn.Module, but is a int"),
+        case("unwrap(5)", "TypeError", "`model` must be a torch.nn.Module, but is an int"),
         case("unwrap(nn.Linear)", "TypeError", "a torch.nn.Module, but is the class Linear"),
     ],
     "fingerprint": [
         case("fingerprint(net().state_dict())", "TypeError",
-             "`model` must be a torch.nn.Module, but is a OrderedDict"),
+             "`model` must be a torch.nn.Module, but is an OrderedDict"),
     ],
     "Microbatches": [
         case("Microbatches.of([], step=0)", "ValueError", "`batches` must be equally many on every "
@@ -283,7 +283,7 @@ CASES = {
              "rows are its samples"),
     ],
     "check_in_sync": [
-        case("check_in_sync(5)", "TypeError", "`model` must be a torch.nn.Module, but is a int"),
+        case("check_in_sync(5)", "TypeError", "`model` must be a torch.nn.Module, but is an int"),
         case("check_in_sync(net() if rank else None)", "TypeError",
              "`model` must be a torch.nn.Module, but is a NoneType", sizes=MANY),
         case("check_in_sync(filled(rank))", "RuntimeError",
@@ -292,11 +292,11 @@ CASES = {
     ],
 }  # fmt: skip
 CASES["load_weights"] = [
-    case("load_weights(5, {})", "TypeError", "`model` must be a torch.nn.Module, but is a int"),
+    case("load_weights(5, {})", "TypeError", "`model` must be a torch.nn.Module, but is an int"),
     case("load_weights(net(), {**net().state_dict(), 3: X})", "TypeError",
          "`state_or_path` must map names to tensors, but has the key 3 (int)"),
     case("load_weights(net(), 5)", "TypeError",
-         "`state_or_path` must be a state dict or a path, but is a int"),
+         "`state_or_path` must be a state dict or a path, but is an int"),
     case("load_weights(net(), {'model': net().state_dict()})", "TypeError",
          "`state_or_path` must map names to tensors, but 'model' holds a dict",
          "checkpoint['model']"),

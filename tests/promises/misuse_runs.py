@@ -177,8 +177,8 @@ CASES = {
              "begun", "give it a directory of its own", ours=False,
              label="saving where another run has begun to save"),
         case("restore(model=5)", "TypeError", "`restore` must be given what has state_dict and "
-             "load_state_dict, but `model` is a int", "values are in what it returns"),
-        case("restore(step=1)", "TypeError", "but `step` is a int", "and `at` is the step"),
+             "load_state_dict, but `model` is an int", "values are in what it returns"),
+        case("restore(step=1)", "TypeError", "but `step` is an int", "and `at` is the step"),
         case("restore(net())", "TypeError", "`objects` must be named, but a Linear is not: "
              "call restore(model=model)"),
         case("restore_in('first', at=7)", "ValueError", "`at` must be a step of which there is a "

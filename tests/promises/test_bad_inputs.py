@@ -45,8 +45,8 @@ some keys were changed, `cache(…)` is `cache_dataset` with a directory of its 
 `best` before it restores; `save_at(…)` saves in another directory.
 
 The last column says which ranks got the error, at which numbers of processes; a rank that did
-nothing wrong is told which one did. "…" stands for what depends on the machine or on the release of
-torch.
+nothing wrong gets an error that names the one that did. "…" stands for what depends on the machine
+or on the release of torch.
 """
 
 # What only the library makes.

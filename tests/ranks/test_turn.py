@@ -267,5 +267,5 @@ def test_who_leads_is_told_of_a_rank_that_called_off_when_its_work_is_done(line)
     turn = Turn(seat(line, 0, 2), "rank_zero_first")
     turn.come()
     call_off(seat(line, 1, 2), "rank 1 failed")
-    raised = caught(turn.tell)
+    raised = caught(lambda: turn.tell(decision=None))
     assert "rank 0 must finish its `rank_zero_first`, but rank 1 failed; this" in raised.text

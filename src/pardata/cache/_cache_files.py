@@ -91,9 +91,8 @@ def ensure(dataset: Any, files: Files, source: dict[str, Any], workers: int) -> 
         shutil.rmtree(unfinished.folder, ignore_errors=True)  # what a killed process left
         try:
             _create(unfinished)
-            chunks = DataLoader(
-                _Writer(dataset, unfinished), CHUNK, num_workers=workers, collate_fn=len
-            )
+            writer = _Writer(dataset, unfinished)
+            chunks = DataLoader(writer, CHUNK, num_workers=workers, collate_fn=len)
             description = f"caching {type(dataset).__name__}"
             for _ in progress(_written(chunks), description, total=files.length, batch_size=1):
                 pass

@@ -14,9 +14,9 @@ from torch.utils.data import ConcatDataset, Subset
 from pardata.collective._agreement import Facts
 from pardata.collective._tree import digest_of, in_brackets, leaves, mapped
 from pardata.data._workers import choose_workers
-from pardata.ranks._arguments import check_map_style
-from pardata.ranks._cores import usable_cores
+from pardata.ranks._arguments import check_map_style, kind_of
 from pardata.ranks._logger import get_logger
+from pardata.ranks._machine import usable_cores
 from pardata.ranks._world import World
 from pardata.seeds._generators import numpy_or_none, seed_generators
 from pardata.seeds._mix import mix
@@ -33,13 +33,18 @@ _RANDOM = (
 _LOOKED_AT = 8  # samples, from the first to the last, that tell whether the source has changed
 _BANDS = ("L", "RGB", "RGBA", "CMYK", "YCbCr", "LA")  # image modes of 8 bits a band
 
+# The parts of every sample, by their paths: of these shapes and dtypes, and without numbers.
 Fields: TypeAlias = dict[str, Tensor]
-"""The parts of every sample, by their paths: of these shapes and dtypes, and without numbers."""
 
 
 def facts_of(dataset: Any, directory: Any, num_workers: Any, here: World) -> Facts:
     """Return what the ranks tell each other; the first of a node makes the plan for all of it."""
-    _check_source(dataset)
+    check_map_style(dataset, " to be cached")
+    if len(dataset) == 0:
+        raise ValueError(
+            f"`dataset` must have at least one sample to be cached, but {type(dataset).__name__} "
+            f"has none: look at where it reads from"
+        )
     workers = _workers(num_workers, dataset, here)
     plan: dict[str, Any] | None = None
     if here.is_local_main:
@@ -56,16 +61,6 @@ def _workers(num_workers: Any, dataset: Any, here: World) -> int:
         return choose_workers(num_workers, dataset, node)
     cores = usable_cores(node)
     return cores if cores > 1 and len(dataset) >= _WORTH_WORKERS else 0
-
-
-def _check_source(dataset: Any) -> None:
-    """Raise where `dataset` cannot be cached whatever its samples are."""
-    check_map_style(dataset, " to be cached")
-    if len(dataset) == 0:
-        raise ValueError(
-            f"`dataset` must have at least one sample to be cached, but {type(dataset).__name__} "
-            f"has none: look at where it reads from"
-        )
 
 
 def read_sample(dataset: Any, index: int, seed: int = 0) -> tuple[Any, dict[str, Tensor]]:
@@ -164,10 +159,7 @@ def parts_of(sample: Any) -> dict[str, Tensor]:
 
 def fields_of(parts: Mapping[str, Tensor]) -> Fields:
     """Return what a sample of these parts is made of."""
-    return {
-        path: torch.empty(part.shape, dtype=part.dtype, device="meta")
-        for path, part in parts.items()
-    }
+    return {path: torch.empty_like(part, device="meta") for path, part in parts.items()}
 
 
 def store(parts: Mapping[str, Tensor], into: Mapping[str, Tensor], row: int) -> None:
@@ -211,7 +203,7 @@ def _as_tensor(leaf: Any, path: str) -> Tensor:
     Raises:
         TypeError: for what is no dense tensor, array, image or number.
     """
-    what = f"a {type(leaf).__name__}"
+    what = kind_of(leaf)
     try:
         if type(leaf).__module__.startswith("PIL.") and hasattr(leaf, "mode"):
             what += f" of mode {leaf.mode}"

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +16,13 @@ from pardata.checkpoint._names import Name, candidates
 from pardata.checkpoint._snapshot import Copies, check_stateful
 from pardata.collective._agreement import Facts, agree, require_same
 from pardata.collective._rank_zero import rank_zero_call
-from pardata.collective._tree import Path as TreePath
-from pardata.collective._tree import is_special, mapped
+from pardata.collective._tree import TreePath, is_special, mapped
 from pardata.model._unwrap import unwrap
 from pardata.model._weights import load_weights
 from pardata.ranks._arguments import check_integer
 from pardata.ranks._logger import get_logger
 from pardata.ranks._table import ranks_text
-from pardata.ranks._world import World
+from pardata.ranks._world import World, require_world
 from pardata.seeds._generators import restore_generators
 
 _log = get_logger(__name__)
@@ -34,6 +33,9 @@ CURE = (
 )
 
 _PATIENCE = timedelta(hours=2)  # with the slowest disk
+
+# What shows how parts of states are to be sharded, by where they are.
+Likes: TypeAlias = Mapping[TreePath, Tensor]
 
 
 @dataclass(frozen=True)
@@ -98,9 +100,7 @@ class Checkpoint(NamedTuple):
         _log.info(text, step, self.path.parent, *told)
         return Restored(step, {name: trees[name] for name in values}, _is_there=True)
 
-    def states_of(
-        self, names: Iterable[str], likes: Mapping[TreePath, Tensor], *, alone: bool = False
-    ) -> Any:
+    def states_of(self, names: Iterable[str], likes: Likes, *, alone: bool = False) -> Any:
         """Return what was saved as the states under these names. Collective, or on one rank alone.
 
         Args:
@@ -127,17 +127,14 @@ class Checkpoint(NamedTuple):
         return mapped(trees, tensors.get, is_leaf=is_special)
 
 
-def newest(
-    here: World, place: str, at: int | None, things: Mapping[str, Any], options: Facts
-) -> Checkpoint | None:
+def newest(place: str, at: int | None, given: Mapping[str, Any], facts: Facts) -> Checkpoint | None:
     """Read the newest checkpoint that is whole, of step `at` if given, or None. Collective.
 
     Args:
-        here: this process.
         place: the call, for errors.
         at: of which step.
-        things: to be restored.
-        options: of the call, with the `directory`, in which rank 0 looks.
+        given: what is to be restored.
+        facts: of the call, with the `directory`, in which rank 0 looks.
 
     Raises:
         TypeError: for a thing without a state, and an `at` that is no integer.
@@ -145,13 +142,13 @@ def newest(
         RuntimeError: where ranks pass what differs, where there are checkpoints and none is whole,
             and where not all ranks see what rank 0 sees.
     """
-    directory = Path(str(options["directory"]))
+    here, directory = require_world(place), Path(str(facts["directory"]))
 
     def tell() -> Facts:
         if at is not None:
             check_integer("at", at, least=0)
-        check_stateful(things)
-        return {**options, "at": at, "objects": list(things)}
+        check_stateful(given)
+        return {**facts, "at": at, "objects": list(given)}
 
     agree(here, place, tell, lambda told: require_same(place, told, CURE))
     passed_over: dict[Name, str] = {}
@@ -221,7 +218,7 @@ def _read(path: Path, manifest: dict[str, Any]) -> Checkpoint:
     return Checkpoint(path, manifest, contents)
 
 
-def _owned(trees: Any, things: Mapping[str, Any], likes: Mapping[TreePath, Tensor]) -> Any:
+def _owned(trees: Any, things: Mapping[str, Any], likes: Likes) -> Any:
     """Return trees in memory of their own: an optimizer's parts placed as their parameters are.
 
     But for weights, which a module copies; tensors that are one stay one.

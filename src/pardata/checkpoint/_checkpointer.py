@@ -5,14 +5,14 @@ import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
 
 import torch.distributed as dist
-from typing_extensions import Never, Self
+from typing_extensions import Never
 
 from pardata.checkpoint import _shards as shards
 from pardata.checkpoint._checkpoint import CURE, Restored, newest
@@ -22,7 +22,7 @@ from pardata.checkpoint._names import Retention, names
 from pardata.checkpoint._snapshot import Snapshot
 from pardata.collective._agreement import agree, require_same, same
 from pardata.collective._rank_zero import rank_zero_call
-from pardata.ranks._arguments import check_flag, check_integer
+from pardata.ranks._arguments import check_flag, check_integer, kind_of
 from pardata.ranks._logger import get_logger
 from pardata.ranks._store import answered
 from pardata.ranks._world import World, channel, require_world
@@ -31,7 +31,7 @@ from pardata.seeds._generators import generator_states
 _log = get_logger(__name__)
 
 
-class Checkpointer:
+class Checkpointer(AbstractContextManager["Checkpointer"]):
     """Saves the state of a run to a directory, and restores the newest complete checkpoint.
 
     Every rank makes one and calls everything; rank 0 writes, and of sharded parameters (``"fsdp"``)
@@ -157,7 +157,7 @@ class Checkpointer:
         _refuse("restore(", unnamed)
         here = require_world("Checkpointer.restore")
         self.wait()
-        found = newest(here, "Checkpointer.restore", at, objects, self._options)
+        found = newest("Checkpointer.restore", at, objects, self._options)
         if found is not None:
             return found.give(here, objects)
         _log.info("no checkpoint in %s: the run begins anew", self._directory)
@@ -189,9 +189,8 @@ class Checkpointer:
             TypeError: where that is no model.
             ImportError: for safetensors, where they are not installed.
         """
-        here = require_world("Checkpointer.export")
         self.wait()
-        found = newest(here, "Checkpointer.export", at, {}, {"name": name, **self._options})
+        found = newest("Checkpointer.export", at, {}, {"name": name, **self._options})
         if found is None:
             raise FileNotFoundError(
                 f"there must be a checkpoint in {self._directory} to export, but there is none"
@@ -209,9 +208,6 @@ class Checkpointer:
         background, self._background = self._background, None
         rank_zero_call(background.join)  # its error first, for another one says no more
         agree(require_world("Checkpointer.wait"), "Checkpointer.wait", background.join)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # After an error the other ranks may be anywhere; the interpreter waits for the thread.
@@ -278,8 +274,8 @@ class Background:
 def _refuse(call: str, unnamed: tuple[object, ...]) -> None:
     """Raise where something has no name, under which it could be saved."""
     if unnamed:
-        kind = type(unnamed[0]).__name__
-        raise TypeError(f"`objects` must be named, but a {kind} is not: call {call}model=model)")
+        kind = kind_of(unnamed[0])
+        raise TypeError(f"`objects` must be named, but {kind} is not: call {call}model=model)")
 
 
 def _raise_of_what_differs(told: list[dict[str, Any]]) -> None:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 from math import isnan
 from pathlib import Path
@@ -137,15 +138,11 @@ class Retention:
         if self._keep_every is not None:
             kept.update(name for name in there if name.step % self._keep_every == 0)
         if self._by is not None:
-            found = {name: self._value(directory / str(name)) for name in there}
-            known = {name: self._sign * value for name, value in found.items() if value is not None}
+            known: dict[Name, float] = {}
+            for name in there:
+                with suppress(UnusableError, OSError):  # of no use, or removed meanwhile
+                    value = read_manifest(directory / str(name))["numbers"].get(self._by)
+                    if value is not None and not isnan(value):
+                        known[name] = self._sign * value
             kept.update([max(known, key=lambda name: known[name])] if known else [])
         return [name for name in there if name not in kept]
-
-    def _value(self, checkpoint: Path) -> float | None:
-        """Return the value by which a checkpoint may be the best, or None if it is not known."""
-        try:
-            value: float | None = read_manifest(checkpoint)["numbers"].get(self._by)
-        except (UnusableError, OSError):  # of no use, or removed meanwhile
-            return None
-        return None if value is None or isnan(value) else value

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pardata.checkpoint._files import Digests, UnusableError, Written, size_and_digest
-from pardata.collective._tree import Path as TreePath
+from pardata.collective._tree import TreePath
 
 _FOLDER = "sharded"
 _METADATA = ".metadata"
@@ -40,9 +40,7 @@ def placed(whole: Tensor, like: Any) -> Tensor | None:
     return distribute_tensor(own, like.device_mesh, like.placements)
 
 
-def writing(
-    checkpoint: Path, parts: Mapping[TreePath, Tensor], group: dist.ProcessGroup | None
-) -> Written:
+def writing(checkpoint: Path, parts: Mapping[TreePath, Tensor], group: Any) -> Written:
     """Return what writes this rank's parts, and raises where any rank failed; all call it.
 
     On rank 0 that returns what a manifest records of the files of all ranks.
@@ -85,9 +83,7 @@ def writing(
     return write
 
 
-def read(
-    checkpoint: Path, targets: Mapping[TreePath, object], *, alone: bool = False
-) -> dict[TreePath, Tensor]:
+def read(path: Path, targets: Mapping[TreePath, Any], *, alone: bool) -> dict[TreePath, Tensor]:
     """Return tensors by path, each sharded like its target, or whole where that is not sharded.
 
     Of a checkpoint that was checked. Collective, unless one rank alone reads.
@@ -101,12 +97,12 @@ def read(
         def read_metadata(self, *_: Any, **__: Any) -> Any:  # newer torch passes more
             return metadata
 
-    metadata = read_metadata(checkpoint)
+    metadata = read_metadata(path)
     stored = metadata.state_dict_metadata
     tensors = {str(at): _empty(stored[str(at)], target) for at, target in targets.items()}
     with _failures_as_errors():
         alone = alone or not dist.is_initialized()
-        _load_state_dict(tensors, Reader(checkpoint / _FOLDER), no_dist=alone)
+        _load_state_dict(tensors, Reader(path / _FOLDER), no_dist=alone)
     return {at: tensors[str(at)] for at in targets}
 
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from pardata.checkpoint._shards import is_sharded
-from pardata.collective._tree import Path, in_brackets, is_special, mapped
+from pardata.collective._tree import TreePath, in_brackets, is_special, mapped
 from pardata.model._strategy import strategy_of
+from pardata.ranks._arguments import kind_of
 from pardata.ranks._version import __version__
 from pardata.ranks._world import World
 
@@ -35,7 +36,7 @@ class Snapshot:
     """
 
     def __init__(self, here: World, objects: Mapping[str, Any], *, copy: bool) -> None:
-        self.parts: dict[Path, Tensor] = {}
+        self.parts: dict[TreePath, Tensor] = {}
         self.texts: dict[str, str] = {}
         self._is_told = here.size > 1
         strategies = {n: strategy_of(o) for n, o in objects.items() if isinstance(o, nn.Module)}
@@ -63,7 +64,7 @@ class Snapshot:
             },
         }
 
-    def _taken(self, tree: Any, make: Callable[[Tensor], Tensor], path: Path = ()) -> Any:
+    def _taken(self, tree: Any, make: Callable[[Tensor], Tensor], path: TreePath = ()) -> Any:
         """Return a tree as it will be written: a mapping of its own kind as a plain dict.
 
         Args:
@@ -72,7 +73,7 @@ class Snapshot:
             path: stands before all paths.
         """
 
-        def take(at: Path, leaf: Any) -> Any:
+        def take(at: TreePath, leaf: Any) -> Any:
             if isinstance(leaf, Mapping):
                 return self._taken(dict(leaf), make, at)
             if self._is_told:
@@ -100,7 +101,7 @@ def check_stateful(objects: Mapping[str, object]) -> None:
         if not _is_stateful(thing):
             raise TypeError(
                 f"`restore` must be given what has state_dict and load_state_dict, but `{name}` "
-                f"is a {type(thing).__name__}: values are in what it returns, and `at` is the step"
+                f"is {kind_of(thing)}: values are in what it returns, and `at` is the step"
             )
 
 
@@ -146,11 +147,11 @@ def _plain_tensor(tensor: Tensor) -> Tensor:
     return plain.clone() if is_part else plain
 
 
-def _own(_: Path, leaf: Any) -> Any:
+def _own(_: TreePath, leaf: Any) -> Any:
     return leaf if isinstance(leaf, Tensor) else deepcopy(leaf)
 
 
-def _require_safe(path: Path, part: Any) -> None:
+def _require_safe(path: TreePath, part: Any) -> None:
     """Raise for what could be written and not be read again without running code.
 
     Raises:

@@ -3,22 +3,18 @@
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from typing import Any
 
 from pardata.ranks._table import table_of
-from pardata.ranks._turn import all_say
+from pardata.ranks._turn import Patience, Say, all_say
+from pardata.ranks._verdict import Decide
 from pardata.ranks._world import World, channel
 
 Facts = Mapping[str, object]
 
 
 def agree(
-    here: World,
-    place: str,
-    state: Callable[[], object],
-    decide: Callable[[list[Any]], object] = lambda _: None,
-    timeout: timedelta | None = None,
+    here: World, place: str, state: Say, decide: Decide = lambda _: None, timeout: Patience = None
 ) -> Any:
     """Return what `decide` makes of what `state()` gives on every rank, in rank order. Collective.
 
@@ -32,12 +28,7 @@ def agree(
     return decide([json.loads(json.dumps(state()))])
 
 
-def same(
-    here: World,
-    place: str,
-    state: Callable[[], Facts],
-    differ: Callable[[list[dict[str, Any]]], object],
-) -> None:
+def same(here: World, place: str, state: Callable[[], Facts], differ: Decide) -> None:
     """Require that `state()` gives the same on every rank, however long it is. Collective.
 
     A digest travels; only where digests differ, what they are of: to one rank, which raises on all

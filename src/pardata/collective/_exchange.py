@@ -13,7 +13,7 @@ from torch.serialization import default_restore_location
 
 from pardata.collective._explanation import explained
 from pardata.collective._header import Matching, number_of, plain
-from pardata.collective._tree import Path, leaves
+from pardata.collective._tree import TreePath, leaves
 from pardata.ranks._world import require_world
 
 _T = TypeVar("_T")
@@ -38,13 +38,12 @@ def all_gather(value: _T) -> list[_T]:
     >>> all_gather({"rows": torch.arange(3), "names": ["a", "b"]})
     [{'rows': tensor([0, 1, 2]), 'names': ['a', 'b']}]
     """
-    here = require_world("all_gather")
 
-    def find() -> dict[Path, Any]:
+    def find() -> dict[TreePath, Any]:
         found = leaves(value, by_text=True, is_leaf=_is_other)
         return {path: x if _is_other(x) else number_of(x, path) for path, x in found}
 
-    matching = Matching(here, "all_gather", find, _text)
+    matching = Matching("all_gather", find, _text)
     parts = matching.guarded(lambda: [_as_tensor(leaf) for leaf in matching.leaves], [])
     with explained("all_gather"):
         matching.all_reduce(list)
@@ -69,7 +68,7 @@ def broadcast(value: _T) -> _T:
     here = require_world("broadcast")
     if here.size == 1:
         return value
-    matching = Matching(here, "broadcast", dict, _text)
+    matching = Matching("broadcast", dict, _text)
     data = matching.guarded(lambda: pickled(value), bytearray()) if here.is_main else bytearray()
     with explained("broadcast"):
         (length,) = matching.all_reduce(lambda: [len(data)])
@@ -103,7 +102,9 @@ def _gathered(value: _T, matching: Matching, parts: list[Tensor]) -> list[_T]:
     row_bytes = [math.prod(part.shape[1:]) * part.element_size() for part in parts]
     sizes = [[n * b for n, b in zip(r, row_bytes, strict=True)] for r in all_rows]
     device = matching.here.device if any(matching.ways) else matching.device
-    own = torch.cat([_to_bytes(part, device) for part in parts])
+    # Clones: one element of a column counts as contiguous, yet its stride forbids the view.
+    flat = [p.reshape(-1).clone(memory_format=torch.contiguous_format) for p in parts]
+    own = torch.cat([part.view(torch.uint8).to(device) for part in flat])
     padded = pad(own, (0, max(map(sum, sizes)) - len(own)))
     found = []
     for counts, size, row in zip(all_rows, sizes, _gather(matching, padded), strict=True):
@@ -133,12 +134,6 @@ def _as_tensor(leaf: Any) -> Tensor:
     if isinstance(leaf, Integral):
         return torch.tensor(leaf if isinstance(leaf, bool) else int(leaf))
     return torch.tensor(float(leaf), dtype=torch.float64)
-
-
-def _to_bytes(part: Tensor, device: torch.device) -> Tensor:
-    # A clone: one element of a column counts as contiguous, yet its stride forbids the view.
-    flat = part.reshape(-1).clone(memory_format=torch.contiguous_format)
-    return flat.view(torch.uint8).to(device)
 
 
 def _from_bytes(own: Any, part: Tensor, rows: int, piece: Tensor) -> Any:

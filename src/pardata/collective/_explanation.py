@@ -13,14 +13,7 @@ from dataclasses import asdict, dataclass, field
 import torch.distributed as dist
 
 from pardata.ranks._call_site import call_site
-from pardata.ranks._failure import (
-    Failure,
-    as_consequence,
-    is_consequence,
-    is_lost,
-    is_timeout,
-    one_line,
-)
+from pardata.ranks._failure import Failure, as_consequence, is_lost, is_timeout, one_line
 from pardata.ranks._store import Channel, append, bounded
 from pardata.ranks._table import ranks_text, table_of
 from pardata.ranks._verdict import entries_of, key_of, who_did_not_come
@@ -131,35 +124,33 @@ class explained:  # noqa: N801  # reads as a word: with explained("all_gather")
         self._began = time.monotonic()
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if error is None or is_consequence(error) or not is_lost(error):
+        if error is None or not is_lost(error):
             return
         better = None
         with suppress(Exception):  # whatever goes wrong here, the first error is not lost
-            better = _explained(error, self._place, self._batch, time.monotonic() - self._began)
+            better = self._explained(error)
         if better is not None:
             raise better from error
 
-
-def _explained(
-    error: BaseException, place: str, batch: object, seconds: float
-) -> RuntimeError | TimeoutError:
-    line, where = channel(), call_site()
-    timed_out = is_timeout(error)
-    epoch, step = getattr(batch, "epoch", None), getattr(batch, "step", None)
-    if isinstance(epoch, int) and isinstance(step, int):
-        place = f"{place} (epoch {epoch}, step {step})"
-    ended = "timed out" if timed_out else "lost a connection"
-    short = f"{place} at {where}, {ended} after {seconds:.1f} s"
-    own = Failure(line.rank, place, short, is_cause=False, seconds=seconds, timed_out=timed_out)
-    grace = _GRACE_TIMED_OUT if timed_out else _GRACE_LOST
-    known = asked(line, own, patience=grace, settle=_SETTLE)
-    texts = {one.rank: one.text for one in reversed(known.there)}
-    table = table_of([texts.get(rank, "no word from it") for rank in range(line.size)])
-    text = (
-        f"`{place}` must be reached by every rank, but {what_is_wrong(known)}; this rank "
-        f"waits at {where}\n{table}\n({one_line(error)[:300]})"
-    )
-    return as_consequence((TimeoutError if timed_out else RuntimeError)(text), own.text, known)
+    def _explained(self, error: BaseException) -> RuntimeError | TimeoutError:
+        seconds, place, batch = time.monotonic() - self._began, self._place, self._batch
+        line, where = channel(), call_site()
+        timed_out = is_timeout(error)
+        epoch, step = getattr(batch, "epoch", None), getattr(batch, "step", None)
+        if isinstance(epoch, int) and isinstance(step, int):
+            place = f"{place} (epoch {epoch}, step {step})"
+        ended = "timed out" if timed_out else "lost a connection"
+        short = f"{place} at {where}, {ended} after {seconds:.1f} s"
+        own = Failure(line.rank, place, short, is_cause=False, seconds=seconds, timed_out=timed_out)
+        grace = _GRACE_TIMED_OUT if timed_out else _GRACE_LOST
+        known = asked(line, own, patience=grace, settle=_SETTLE)
+        texts = {one.rank: one.text for one in reversed(known.there)}
+        table = table_of([texts.get(rank, "no word from it") for rank in range(line.size)])
+        text = (
+            f"`{place}` must be reached by every rank, but {what_is_wrong(known)}; this rank "
+            f"waits at {where}\n{table}\n({one_line(error)[:300]})"
+        )
+        return as_consequence((TimeoutError if timed_out else RuntimeError)(text), own.text, known)
 
 
 def what_is_wrong(known: Explanation) -> str:

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pardata.collective._agreement import agree, require_same
-from pardata.collective._tree import Path, in_brackets, leaves, mapped
+from pardata.collective._tree import TreePath, in_brackets, leaves, mapped
 from pardata.ranks._backend import runs_on_gpus
-from pardata.ranks._world import World, way_of_counts
+from pardata.ranks._world import World, require_world, way_of_counts
 
 _T = TypeVar("_T")
 
@@ -31,14 +31,14 @@ _HASHES = 3
 _FIRST = 2 * _HASHES
 ROOM = HEADER - _FIRST
 
+# A dense tensor or a real number (a bool and a NumPy scalar are numbers).
 Leaf: TypeAlias = Tensor | float
-"""A dense tensor or a real number (a bool and a NumPy scalar are numbers)."""
 
-Find: TypeAlias = Callable[[], dict[Path, Any]]
+Find: TypeAlias = Callable[[], dict[TreePath, Any]]
 Describe: TypeAlias = Callable[[Any], str]
 
+# What is summed: single numbers in a list, which takes less time, anything else in a vector.
 Values: TypeAlias = list[float] | Tensor
-"""What is summed: single numbers in a list, which takes less time, anything else in a vector."""
 
 
 class Matching:
@@ -54,17 +54,15 @@ class Matching:
             travels as the header does.
     """
 
-    def __init__(
-        self, here: World, place: str, find: Find, describe: Describe, *, exact: bool = False
-    ) -> None:
-        self.here, self._place, self.exact = here, place, exact
+    def __init__(self, place: str, find: Find, describe: Describe, *, exact: bool = False) -> None:
+        self.here, self._place, self.exact = require_world(place), place, exact
         # Chosen from the world and never from the values: ranks could be of two minds.
-        self._group, self.device = way_of_counts(here)
+        self._group, self.device = way_of_counts(self.here)
         self._error: Exception | None = None
         found = self.guarded(find, {})
         self._paths, self.leaves = list(found), list(found.values())
         self._kinds = self.guarded(lambda: [describe(leaf) for leaf in self.leaves], [])
-        apart = here.size == 1 or runs_on_gpus(here.backend)
+        apart = self.here.size == 1 or runs_on_gpus(self.here.backend)
         self.ways = [self._way(leaf) if apart else None for leaf in self.leaves]
 
     def guarded(self, work: Callable[[], Any], otherwise: Any) -> Any:
@@ -90,12 +88,10 @@ class Matching:
                 raise self._error
             return numbers
         ways = self.ways
-        sums = self.start_all_reduce(numbers, later=False)()  # takes 10 microseconds less
+        sums = self.start(numbers, later=False)()  # takes 10 microseconds less
         return sums if ways is self.ways else self.all_reduce(pack)
 
-    def start_all_reduce(
-        self, numbers: list[float], *, later: bool = True
-    ) -> Callable[[], list[float]]:
+    def start(self, numbers: list[float], *, later: bool = True) -> Callable[[], list[float]]:
         """Begin to sum a few numbers over all ranks, and return what waits for the sums.
 
         That raises as `all_reduce` does. It must be called once, on every rank.
@@ -158,7 +154,7 @@ def refuse(here: World, facts: Callable[[], object]) -> None:
     agree(here, place, facts, lambda told: require_same(place, told, cure))
 
 
-def numbers_of(value: object, name: str = "value") -> dict[Path, Any]:
+def numbers_of(value: object, name: str = "value") -> dict[TreePath, Any]:
     """Return the leaves of `value` by their paths, in the same order on every rank.
 
     Raises:
@@ -173,7 +169,7 @@ def plain(leaf: Any) -> Any:
     return leaf.item() if is_scalar else leaf
 
 
-def number_of(leaf: Any, path: Path, name: str = "value") -> Leaf:
+def number_of(leaf: Any, path: TreePath, name: str = "value") -> Leaf:
     """Return a leaf that is a number; see `numbers_of`."""
     # By exact type first: metrics are reduced often, and an abstract class takes a microsecond.
     if type(leaf) is float or type(leaf) is int:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from pardata.collective._explanation import explained
 from pardata.collective._header import ROOM, Leaf, Matching, Values, numbers_of
-from pardata.ranks._world import require_world
 
 _T = TypeVar("_T")
 
@@ -51,10 +50,9 @@ def all_reduce_mean(value: Any, weight: float | Tensor = 1) -> Any:
     >>> all_reduce_mean({"loss": 0.5, "correct": torch.tensor([3.0, 1.0])}, weight=8)
     {'loss': 0.5, 'correct': tensor([3., 1.])}
     """
-    here = require_world("all_reduce_mean")
-    matching = Matching(here, "all_reduce_mean", lambda: numbers_of(value), shape_text)
+    matching = Matching("all_reduce_mean", lambda: numbers_of(value), shape_text)
     number = matching.guarded(lambda: _checked_weight(weight), 0.0)
-    if here.size == 1:
+    if matching.here.size == 1:
         number = float(number > 0)  # alone, the mean is the value, to the last bit
     with explained("all_reduce_mean"):
         total, sums = _reduced(matching, number)
@@ -117,8 +115,7 @@ def all_reduce_min(value: _T) -> _T:
 
 def _exactly(place: str, value: _T, op: Any) -> _T:
     """Reduce `value` so that whole numbers stay whole."""
-    here = require_world(place)
-    matching = Matching(here, place, lambda: numbers_of(value), shape_text, exact=True)
+    matching = Matching(place, lambda: numbers_of(value), shape_text, exact=True)
     with explained(place):
         _, found = _reduced(matching, 1, op)
     return matching.rebuilt(value, map(_exactly_like, matching.leaves, found))

@@ -88,12 +88,11 @@ class StopSignal:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
-            _log.warning(
+            text = (
                 "signals cannot be heard outside the main thread: this process stops only when "
-                "another rank is asked to",
-                ranks="all",
-                once=True,
+                "another rank is asked to"
             )
+            _log.warning(text, ranks="all", once=True)
             return self
         for number in self._signals:
             self._before[number] = signal.signal(number, self._note)

@@ -12,10 +12,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-Path: TypeAlias = tuple[Any, ...]
-"""The keys and indices that lead to a leaf."""
+# The keys and indices that lead to a leaf.
+TreePath: TypeAlias = tuple[Any, ...]
 
-_Test: TypeAlias = Callable[[Any], bool]
+_Test: TypeAlias = Callable[[Any], bool] | None
 
 _MAPPINGS = (dict, Mapping)  # the first is found at once
 _SEQUENCES = (list, tuple)
@@ -29,9 +29,7 @@ def is_special(part: object) -> bool:
     return isinstance(part, Mapping) and not isinstance(part, dict)
 
 
-def _parts(
-    tree: Any, is_leaf: _Test | None, *, by_text: bool = False
-) -> Iterable[tuple[Any, Any]] | None:
+def _parts(tree: Any, is_leaf: _Test, *, by_text: bool) -> Iterable[tuple[Any, Any]] | None:
     """Return what a container holds, with key or index, and `None` for a leaf."""
     if type(tree) in _LEAVES or (is_leaf is not None and is_leaf(tree)):
         return None
@@ -41,8 +39,8 @@ def _parts(
 
 
 def leaves(
-    tree: Any, *, is_leaf: _Test | None = None, by_text: bool = False, path: Path = ()
-) -> list[tuple[Path, Any]]:
+    tree: Any, *, is_leaf: _Test = None, by_text: bool = False, path: TreePath = ()
+) -> list[tuple[TreePath, Any]]:
     """Return each leaf of `tree` with its path.
 
     Args:
@@ -58,7 +56,7 @@ def leaves(
     parts = _parts(tree, is_leaf, by_text=by_text)
     if parts is None:
         return [(path, tree)]
-    found: list[tuple[Path, Any]] = []
+    found: list[tuple[TreePath, Any]] = []
     for key, part in parts:
         if type(part) in _LEAVES:  # most are: to go into each takes as long again
             found.append(((*path, key), part))
@@ -68,11 +66,7 @@ def leaves(
 
 
 def mapped(
-    tree: Any,
-    change: Callable[[Path, Any], Any],
-    *,
-    is_leaf: _Test | None = None,
-    path: Path = (),
+    tree: Any, change: Callable[[TreePath, Any], Any], *, is_leaf: _Test = None, path: TreePath = ()
 ) -> Any:
     """Return a tree like `tree`, of leaves that `change` makes of the path and leaf it is given.
 
@@ -83,7 +77,7 @@ def mapped(
     >>> mapped({"a": (1, 2)}, lambda path, leaf: (*path, 10 * leaf))
     {'a': (('a', 0, 10), ('a', 1, 20))}
     """
-    parts = _parts(tree, is_leaf)
+    parts = _parts(tree, is_leaf, by_text=False)
     if parts is None:
         return change(path, tree)
     items = {
@@ -95,7 +89,7 @@ def mapped(
     return _like(tree, items)
 
 
-def in_brackets(name: str, path: Path) -> str:
+def in_brackets(name: str, path: TreePath) -> str:
     """Write a path as code would: ``value['loss'][2]``.
 
     >>> in_brackets("value", ("loss", 2))

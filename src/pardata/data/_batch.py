@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from pardata.collective._tree import Path, in_brackets, leaves, mapped
+from pardata.collective._tree import TreePath, in_brackets, leaves, mapped
 
 # --- read: the batch that `default_collate` would make of the samples
 
 
+# From the indices of samples to their batch.
 Read: TypeAlias = Callable[[Tensor], Any]
-"""From the indices of samples to their batch."""
 
 
 class ReadsBatches(Dataset[Any]):
@@ -76,11 +76,9 @@ def rows_of(tensor: Tensor, indices: Tensor) -> Tensor:
 
 
 def _reads_as(dataset: object, kind: type) -> bool:
-    own = type(dataset)
-    return isinstance(dataset, kind) and all(
-        getattr(own, name, None) is getattr(kind, name, None)
-        for name in ("__getitem__", "__getitems__")
-    )
+    own, ways = type(dataset), ("__getitem__", "__getitems__")
+    is_kinds = (getattr(own, way, None) is getattr(kind, way, None) for way in ways)
+    return isinstance(dataset, kind) and all(is_kinds)
 
 
 def _columns(dataset: TensorDataset, indices: Tensor) -> Any:
@@ -124,7 +122,7 @@ def moved(batch: Any, device: torch.device) -> Any:
     An object of another kind is moved by its own ``to``, if it has one.
     """
 
-    def move(_: Path, leaf: Any) -> Any:
+    def move(_: TreePath, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             # On mps, say, a copy that nobody waits for reads what is no longer there.
             return leaf.to(device, non_blocking=device.type == "cuda")
@@ -139,7 +137,7 @@ def pinned(batch: Any) -> Any:
     An object of another kind is pinned by its own ``pin_memory``, if it has one.
     """
 
-    def pin(_: Path, leaf: Any) -> Any:
+    def pin(_: TreePath, leaf: Any) -> Any:
         stays = isinstance(leaf, Tensor) and leaf.device.type != "cpu"
         return leaf if stays or not hasattr(leaf, "pin_memory") else leaf.pin_memory()
 
@@ -161,7 +159,7 @@ def emptied(batch: Any, *, lists_are_columns: bool) -> Any:
     def may_be_samples(part: Any) -> bool:
         return is_list(part) and len(part) == 1 and not lists_are_columns
 
-    def empty(path: Path, leaf: Any) -> Any:
+    def empty(path: TreePath, leaf: Any) -> Any:
         is_tensor = isinstance(leaf, Tensor)
         if is_text(leaf) or (is_tensor and leaf.ndim):
             return leaf[:0]

@@ -48,10 +48,9 @@ class Loader:
         self._placement = placement
         # Those that `default_collate` makes.
         self._lists_are_columns = source.reader.collation.collate_fn is None
-        self._unused = Position(0)  # where `epochs` begins: a look, left early, moves it not
-        self._next = self._unused  # where the next iter() begins
-        self._now = self._unused  # what has been delivered
-        self._state = self._unused
+        # Where `epochs` begins, which a look does not move; where the next iter() begins; what has
+        # been delivered; and what `state_dict` tells of that.
+        self._unused = self._next = self._now = self._state = Position(0)
         self._is_held = False  # in the body of `epochs`, which alone moves to the next epoch
         self._run: weakref.ref[Generator[Any, None, None]] | None = None
         self._clock = Clock()
@@ -167,9 +166,8 @@ class Loader:
             reduce: return the stats of the rank that waited longest; collective then.
         """
         own = self._clock.stats()
-        if not reduce:
-            return own
-        return max(all_gather(own), key=lambda stats: stats["wait_seconds"])
+        told = all_gather(own) if reduce else [own]
+        return max(told, key=lambda stats: stats["wait_seconds"])
 
     def fingerprint(self) -> str:
         """Return a hash of the samples delivered in the epoch in progress, or the last.

@@ -89,7 +89,8 @@ def make_loader(
             ``torch.initial_seed()``.
         reproducible: seed the default generators of Python, NumPy and PyTorch before each sample
             is read, from `seed`, the epoch and the sample, and put them back after each batch: an
-            augmentation depends neither on the workers nor on the world size. `collate_fn`,
+            augmentation depends neither on the workers nor on the world size. For an
+            ``IterableDataset`` they are seeded before each batch, in any case. `collate_fn`,
             `batch_transform` and ``__getitems__`` are seeded for each microbatch; without
             microbatches they may not draw.
         device: where the batches go; ``"auto"`` is the world's, ``None`` leaves them on the CPU.

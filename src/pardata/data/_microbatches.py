@@ -80,8 +80,7 @@ class Microbatches(Sequence[_T]):
             return [count for each in told for count in each["counts"]], told[0]["seed"]
 
         counts, seed = agree(here, "Microbatches.of", state, decide)
-        first = here.rank * len(own)
-        where: dict[str, Any] = {"epoch": epoch, "step": step, "first": first}
+        where: dict[str, Any] = {"epoch": epoch, "step": step, "first": here.rank * len(own)}
         return cls(own, **where, counts=tuple(counts), seed=seed, size=here.size)
 
     def __len__(self) -> int:

@@ -20,8 +20,8 @@ from pardata.ranks._world import World
 from pardata.seeds._generators import forked_seed
 from pardata.seeds._mix import mix
 
+# The numbers of samples; a sampler may yield those of any kind.
 Indices: TypeAlias = "Tensor | Sequence[Any]"
-"""The numbers of samples; a sampler may yield those of any kind."""
 
 _AHEAD = 2**14  # positions that are looked up together: what costs is the call
 

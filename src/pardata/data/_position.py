@@ -49,15 +49,11 @@ class Recipe(NamedTuple):
         fixed = list(self.facts)
         if not (self.is_stream or self.facts["sampler"] or self.facts["batch_sampler"]):
             fixed += ["digest", "state"]  # None: the order is that of the seed
-        differ = [
-            f"{name} was {reprlib.repr(state[name])} and is {own[name]!r}"
-            for name in fixed
-            if state[name] != own[name]
-        ]
-        if differ:
+        if differ := [name for name in fixed if state[name] != own[name]]:
+            told = [f"{key} was {reprlib.repr(state[key])} and is {own[key]!r}" for key in differ]
             raise ValueError(
                 f"`state` must come from a loader with the same dataset and arguments, but "
-                f"{', '.join(differ)}: make the loader as it was when the state was saved"
+                f"{', '.join(told)}: make the loader as it was when the state was saved"
             )
         epoch, delivered = state["epoch"], state["delivered"]
         if not (_is_count(epoch) and _is_count(delivered) and self._ends_a_batch(delivered)):

@@ -37,11 +37,6 @@ class Seeds(NamedTuple):
     reproducible: bool
     microbatches: bool
 
-    def of_sample(self, epoch: int, index: Any) -> int:
-        """Return the seed of a sample, whatever it is indexed by."""
-        own = [index] if isinstance(index, int) else repr(index).encode()
-        return mix(mix(self.seed, epoch), *own)
-
     def around_reading(self) -> AbstractContextManager[None]:
         """Return the context in which the samples of a step are read and collated."""
         return generators.kept_generators() if self.reproducible else nullcontext()
@@ -97,20 +92,27 @@ class Reader(Dataset[Any]):
         self._looks_twice.share_memory_()
         # The generators that the dataset has been seen using.
         self._drawn_from: list[generators.Default] = []
+        self._epoch = -1  # that the dataset was told
 
     def __getitem__(self, request: Request) -> Fetched:
         """Return what is asked for."""
         step, asked = request
+        if step.epoch != self._epoch:
+            self._tell(step.epoch)
         if (read := self._read_whole) is not None:
             return Fetched(step, [self._got(read, torch.as_tensor(each)) for each in asked])
         if self._looks_twice:
             self._warn_of_a_generator_of_its_own(request)
         with self._seeds.around_reading():
-            batches = [
-                self._batch(step, microbatch, as_list(indices))
-                for microbatch, indices in enumerate(asked, step.first)
-            ]
+            numbered = enumerate(asked, step.first)
+            batches = [self._batch(step, number, as_list(own)) for number, own in numbered]
         return Fetched(step, batches)
+
+    def _tell(self, epoch: int) -> None:
+        """Tell the dataset the epoch, if it asks for that: a worker has a copy of its own."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        self._epoch = epoch
 
     def _batch(self, step: Step, microbatch: int, indices: Sequence[Any]) -> Any:
         """Return what ``collate_fn`` makes of the samples at `indices`."""
@@ -140,7 +142,9 @@ class Reader(Dataset[Any]):
 
     def _sample(self, epoch: int, index: Any) -> Any:
         if self._drawn_from:
-            generators.seed_generators(self._seeds.of_sample(epoch, index), among=self._drawn_from)
+            own = [index] if isinstance(index, int) else repr(index).encode()
+            seed = mix(mix(self._seeds.seed, epoch), *own)
+            generators.seed_generators(seed, among=self._drawn_from)
         return self._got(self.dataset.__getitem__, index)
 
     def _got(self, get: Callable[[Any], Any], index: Any) -> Any:

@@ -133,9 +133,8 @@ def _is_whole(part: Any) -> bool:
 
 
 def _length(column: Any) -> int | None:
-    if isinstance(column, Tensor):
-        return len(column) if column.ndim else None
-    return len(column) if is_text(column) else None
+    has_rows = column.ndim > 0 if isinstance(column, Tensor) else is_text(column)
+    return len(column) if has_rows else None
 
 
 def _are_alike(items: Iterable[Any]) -> bool:

@@ -71,10 +71,11 @@ class Stream(IterableDataset[Fetched]):
 
     def _after(self, epoch: int, delivered: int) -> tuple[Iterator[Any], str]:
         """Return the samples after those delivered, and the hash of those that were read again."""
+        batch_size = self.plan.batch_size
         if delivered and self._state is not None:
-            return self._seeded(epoch, first=delivered), ""
-        samples = self._seeded(epoch)
-        begin = _next(samples, min(delivered, self.plan.batch_size))
+            return self._seeded(epoch, batch_size, first=delivered), ""
+        samples = self._seeded(epoch, batch_size)
+        begin = _next(samples, min(delivered, batch_size))
         read, digest = len(begin), digest_of([begin[0], begin[-1]]) if begin else ""
         del begin  # what is read again is not kept
         with kept_generators():
@@ -87,7 +88,7 @@ class Stream(IterableDataset[Fetched]):
         plan = self.plan
         rows = len(share(plan.batch_size, plan.rank, plan.size))
         # A worker of its own seed, as the dataset is to yield other samples in each.
-        samples = self._seeded(epoch, plan.rank, worker)
+        samples = self._seeded(epoch, rows, plan.rank, worker)
         steps, digest = count(worker, workers), ""
         for number, read in zip(steps, self._shares(samples, rows), strict=False):
             digest = digest or digest_of([read[0], read[-1]])
@@ -105,16 +106,15 @@ class Stream(IterableDataset[Fetched]):
         # A copy, as the dataset may change its own; in a tuple, see `Position`.
         state = (deepcopy(self.dataset.state_dict()),) if self.keeps_place else None
         with self.collation.seeds.around_reading():
-            batches = [
-                self.collation.batch_of([read[i] for i in run], step, microbatch)
-                for microbatch, run in enumerate(runs, step.first)
-            ]
+            made, numbered = self.collation.batch_of, enumerate(runs, step.first)
+            batches = [made([read[i] for i in run], step, number) for number, run in numbered]
         return Fetched(step, batches, digest, state)
 
-    def _seeded(self, epoch: int, *own: int, first: int = 0) -> Iterator[Any]:
-        """Yield the samples, each under a seed of its own, wherever and by whom it is read.
+    def _seeded(self, epoch: int, together: int, *own: int, first: int = 0) -> Iterator[Any]:
+        """Yield the samples, so many `together` under one seed, wherever and by whom they are read.
 
-        The default generators are left seeded: keep them around each reading.
+        To seed for each sample takes as long as to decode a small one. The default generators are
+        left seeded: keep them around the reading of those that are read together.
         """
         seed = self.collation.seeds.seed
         key = mix(mix(seed, *own) if own else seed, epoch)
@@ -128,7 +128,8 @@ class Stream(IterableDataset[Fetched]):
             samples = iter(self.dataset)
             for number in count(first):
                 what = f"sample {number} of the iterable dataset"
-                seed_generators(mix(key, number))
+                if number % together == 0:
+                    seed_generators(mix(key, number))
                 sample = next(samples, _END)
                 if sample is _END:
                     return

@@ -1,6 +1,6 @@
 """The steps of a stream: alike in every worker, and ending at the same one on every rank."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from pardata.collective._agreement import agree, require_same
@@ -60,13 +60,13 @@ class Streamed(Source):
         last: Any = None  # no step yet
         coming = _Coming(own, here)
         while True:
-            fewest, most = coming.told()
-            if not most or (not fewest and stream.is_sharded and stream.plan.drop_last):
+            (fewest, most), (_, any_failed) = coming.vote.result()
+            is_over = not most or (not fewest and stream.is_sharded and stream.plan.drop_last)
+            if is_over and not any_failed:
                 return
-            if not stream.is_sharded and fewest != most:
-                coming.refuse(_ended_on)
-            if last is None and not fewest:
-                coming.refuse(_none_on)
+            is_wrong = last is None and not fewest if stream.is_sharded else fewest != most
+            if any_failed or is_wrong:
+                agree(here, _NEXT, coming.samples, _none_on if stream.is_sharded else _ended_on)
             if last is None and coming.fetched:
                 self._compare(coming.fetched, before)
             # Of the shape of this rank's last step, without rows: at the first step all have one.
@@ -131,52 +131,35 @@ class _Coming:
     """
 
     def __init__(self, own: Iterator[Fetched], here: World) -> None:
-        self._here = here
         self.fetched: Fetched | None = None
         self._error: Exception | None = None
         try:
             self.fetched = next(own, None)
         except Exception as error:  # noqa: BLE001  # raised again, on every rank
             self._error = error
-        self._samples = 0 if self.fetched is None else self.fetched.step.samples
-        self._vote = Vote(here, _NEXT, [self._samples, self._error is not None])
+        self._count = 0 if self.fetched is None else self.fetched.step.samples
+        self.vote = Vote(here, _NEXT, [self._count, self._error is not None])
 
-    def told(self) -> tuple[int, int]:
-        """Return the fewest and the most samples. Collective.
-
-        An error of any rank is raised on all.
-        """
-        samples, (_, failed) = self._vote.result()
-        if failed:
-            agree(self._here, _NEXT, self._raised)
-        return samples
-
-    def _raised(self) -> None:
+    def samples(self) -> int:
+        """Return of how many samples it is, or raise the error."""
         error, self._error = self._error, None  # it holds frames that hold this
         if error is not None:
             raise error
-
-    def refuse(self, text: Callable[[list[int]], str]) -> None:
-        """Raise an error with what `text` says of the samples that each rank has. Collective."""
-
-        def decide(counts: list[int]) -> None:
-            raise RuntimeError(text(counts))
-
-        agree(self._here, "the end of an IterableDataset", lambda: self._samples, decide)
+        return self._count
 
 
-def _ended_on(counts: list[int]) -> str:
+def _ended_on(counts: list[int]) -> None:
     shorter = [rank for rank, count in enumerate(counts) if count < max(counts)]
-    return (
+    raise RuntimeError(
         f"every rank must read the same samples, but they ended on {ranks_text(shorter)} of "
         f"{len(counts)} before the others: let the dataset yield the same samples everywhere, "
         f"drawing from the default generators alone, or pass sharded=True if each rank has its own"
     )
 
 
-def _none_on(counts: list[int]) -> str:
+def _none_on(counts: list[int]) -> None:
     empty = ranks_text([rank for rank, count in enumerate(counts) if not count])
-    return (
+    raise RuntimeError(
         f"every rank must have a sample, but there is none at all on {empty} of {len(counts)}: let "
         f"the dataset yield some on each, or pass sharded=False"
     )

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from pardata.data._batch import is_read_whole
 from pardata.data._position import Position
 from pardata.ranks._arguments import check_integer
-from pardata.ranks._cores import usable_cores
+from pardata.ranks._machine import usable_cores
 from pardata.ranks._world import World
 from pardata.seeds._mix import mix
 

@@ -9,9 +9,7 @@ import statistics
 import sys
 import time
 import timeit
-from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import NoReturn
 
 import torch
@@ -26,7 +24,7 @@ from pardata.doctor._surroundings import examine_launcher, place, surroundings
 from pardata.launch._init import init
 from pardata.ranks._launcher import SINGLE, Launch
 from pardata.ranks._turn import all_say
-from pardata.ranks._world import World, channel, single_world
+from pardata.ranks._world import World, channel
 from pardata.testing._run import run
 
 _LEAST = 2.0  # seconds that any step gets, however late it is
@@ -52,29 +50,26 @@ def examine(command: str, *, timeout: float) -> int:
     here = _before_joining(launch or SINGLE)
     # A check shows only what may explain a failure.
     findings += [found for found in surroundings(here) if command == "env" or found.cure]
+    own = Account(here.rank, here.size, socket.gethostname(), findings)
     if here.size > 1:
-        accounts = _examine_together(command, here, findings, timeout)
+        accounts = _examine_together(command, own, timeout)
     else:
         if command == "check" and launch is not None:
             findings += trial_of_two(timeout)
-        accounts = [_account(here, findings)]
+        accounts = [own]
         print(report_text(command, accounts), flush=True)
     return int(any(account.errors for account in accounts))
 
 
 def _before_joining(launch: Launch) -> World:
     """Describe this process as its launcher did: whether it will be so is not known yet."""
-    names = ("rank", "size", "local_rank", "local_size", "launcher")
-    told = {name: getattr(launch, name) for name in names}
     num_nodes = launch.num_nodes or -(-launch.size // launch.local_size)
-    return replace(single_world(), **told, num_nodes=num_nodes)
+    return World(*launch[1:5], 0, num_nodes, torch.device("cpu"), None, launch.launcher)
 
 
-def _examine_together(
-    command: str, here: World, findings: list[Finding], timeout: float
-) -> list[Account]:
+def _examine_together(command: str, own: Account, timeout: float) -> list[Account]:
     """Return what each process of a launcher found. Collective: rank 0 prints it."""
-    began, doing = time.monotonic(), "joining"
+    began, doing, findings = time.monotonic(), "joining", own.findings
 
     def left() -> timedelta:
         return timedelta(seconds=max(_LEAST, began + timeout - time.monotonic()))
@@ -88,40 +83,30 @@ def _examine_together(
             if command == "check":
                 findings += _trial(joined, left().total_seconds())
             doing = "reports"
-            return _reported(command, joined, findings, left())
+            return _reported(command, own, left())
     except Exception as error:  # noqa: BLE001  # whatever goes wrong is what is looked for
         findings.append(found_error(doing, error, _NETWORK_CURE))
-        _end_alone(command, _account(here, findings))
+        _end_alone(command, own)
 
 
-def _reported(
-    command: str, here: World, findings: list[Finding], patience: timedelta
-) -> list[Account]:
+def _reported(command: str, own: Account, patience: timedelta) -> list[Account]:
     """Let rank 0 print what all ranks found, and return it when it has. Collective."""
-    own = partial(_account, here, findings)
-    told = all_say(channel(), f"pardata {command}", own, list, timeout=patience)
+    told = all_say(channel(), f"pardata {command}", lambda: own, list, timeout=patience)
     # JSON has made lists of them.
-    accounts = [
-        Account(rank, size, host, [Finding(*each) for each in found])
-        for rank, size, host, found in told
-    ]
-    if here.is_main:
+    accounts = [Account._make([*who, [Finding(*one) for one in found]]) for *who, found in told]
+    if own.rank == 0:
         print(report_text(command, accounts), flush=True)
     all_say(channel(), "the report is printed", lambda: None, len, timeout=patience)
     return accounts
 
 
-def _account(here: World, findings: list[Finding]) -> Account:
-    return Account(here.rank, here.size, socket.gethostname(), findings)
-
-
-def _end_alone(command: str, account: Account) -> NoReturn:
+def _end_alone(command: str, own: Account) -> NoReturn:
     """Say what this process knows, where the ranks cannot tell each other, and end it."""
-    if account.rank == 0:
-        print(report_text(command, [account]), flush=True)
+    if own.rank == 0:
+        print(report_text(command, [own]), flush=True)
     else:
-        who = f"pardata {command}, rank {account.rank} on {account.host}"
-        lines = [": ".join(filter(None, [who, *found[:3]])) for found in account.errors]
+        who = f"pardata {command}, rank {own.rank} on {own.host}"
+        lines = [": ".join(filter(None, [who, *found[:3]])) for found in own.errors]
         print(*lines, sep="\n", file=sys.stderr, flush=True)
         time.sleep(_HEAD_START)
     os._exit(1)  # leaving a group that is broken would wait for the others

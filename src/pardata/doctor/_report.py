@@ -5,6 +5,7 @@ import shutil
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from pardata.ranks._table import ranks_text
@@ -99,10 +100,7 @@ def _lines(finding: Finding, whose: str) -> list[str]:
         paragraphs.append((f"{indent}  ", f"cure: {finding.cure}"))
     width = max(64, shutil.get_terminal_size((_WIDTH, 24)).columns)
     # Names of variables, hosts and files stay whole, to be copied.
-    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
-    lines: list[str] = []
-    for begin, text in paragraphs:
-        wrapper.initial_indent = wrapper.subsequent_indent = begin
-        lines.append(wrapper.fill(text))
+    fill = partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
+    lines = [fill(text, initial_indent=at, subsequent_indent=at) for at, text in paragraphs]
     lines[0] = finding.status.ljust(_STATUS) + finding.name.ljust(_NAME) + lines[0].lstrip()
     return lines

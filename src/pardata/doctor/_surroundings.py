@@ -12,9 +12,8 @@ from pathlib import Path
 import torch
 
 from pardata.doctor._report import Finding, found_error
-from pardata.ranks._cores import cpu_quota, usable_cores
-from pardata.ranks._gpus import hidden_gpus, visible_gpus
 from pardata.ranks._launcher import MPICH, OPEN_MPI, SLURM, TORCHRUN, Launch, detect
+from pardata.ranks._machine import cpu_quota, hidden_gpus, usable_cores, visible_gpus
 from pardata.ranks._version import __version__
 from pardata.ranks._world import World
 

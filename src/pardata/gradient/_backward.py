@@ -10,7 +10,7 @@ from torch.nn.modules.loss import _Loss
 from pardata.collective._explanation import explained
 from pardata.data._batch import tensors_of
 from pardata.data._microbatches import Microbatches
-from pardata.gradient._count import Count, Piece, Pieces
+from pardata.gradient._count import Count, Piece, Pieces, checked_count, positive
 from pardata.gradient._exact_step import ExactStep
 from pardata.gradient._forward import add_zeros, forward_of
 from pardata.gradient._noise import noise_seed
@@ -20,6 +20,7 @@ from pardata.model._batch_norm import is_synchronised
 from pardata.model._buffers import kept_buffers
 from pardata.model._strategy import DDP, DP, EXACT, FSDP, NONE, Strategy, replica_of
 from pardata.model._unwrap import is_parallel
+from pardata.ranks._arguments import kind_of
 from pardata.ranks._logger import get_logger
 from pardata.ranks._process import process
 from pardata.ranks._world import World, is_alone, require_world
@@ -104,8 +105,8 @@ def backward(
     """
     # What is checked of a model that nobody else trains is checked in its first step.
     is_known = is_alone() and callable(loss_fn) and model in process.trained_alone
-    if is_known and count is None and (not isinstance(batch, Microbatches) or len(batch) == 1):
-        return _alone(model, loss_fn, batch, scaler)
+    if is_known and (not isinstance(batch, Microbatches) or len(batch) == 1):
+        return _alone(model, loss_fn, batch, count, scaler)
     _check_arguments(model, loss_fn)
     step = _step_of(model, batch, scaler)
     step.pieces = Pieces.of(batch, count, step)
@@ -120,19 +121,15 @@ def backward(
 
 
 # What a step does under each strategy. Here, and no part of the strategies themselves: those stand
-# in the room of models, which comes before this one and knows neither steps nor batches.
-_STEPS: dict[Strategy, type[Step]] = {
-    NONE: Step,
-    DP: Step,
-    DDP: ReplicatedStep,
-    FSDP: ShardedStep,
-    EXACT: ExactStep,
-}
+# in the room of models, which comes before this one and knows neither steps nor batches. All are
+# named: one that is left out must be an error, and not train each rank alone.
+_STEPS: dict[Strategy, type[Step]] = dict.fromkeys((NONE, DP), Step)
+_STEPS |= {DDP: ReplicatedStep, FSDP: ShardedStep, EXACT: ExactStep}
 
 
 def _check_arguments(model: object, loss_fn: object) -> None:
     """Refuse what is meant for another function, and arguments in another order."""
-    what = getattr(loss_fn, "__name__", f"a {type(loss_fn).__name__}")
+    what = getattr(loss_fn, "__name__", kind_of(loss_fn))
     if isinstance(model, Tensor):
         raise TypeError(
             "`model` must be a module, but is a Tensor: in place of loss.backward(), call "
@@ -151,10 +148,16 @@ def _check_arguments(model: object, loss_fn: object) -> None:
 
 
 def _alone(
-    model: nn.Module, loss_fn: LossFn[_Returned], batch: Any, scaler: GradScaler | None
+    model: nn.Module,
+    loss_fn: LossFn[_Returned],
+    batch: Any,
+    count: Count | None,
+    scaler: GradScaler | None,
 ) -> _Returned:
     """Run the only microbatch of a step whose model nobody else trains: it is the global batch."""
     first, microbatch = (batch.first, batch[0]) if isinstance(batch, Microbatches) else (0, batch)
+    if count is not None:
+        positive(checked_count(count(microbatch)))  # of how many, its mean does not tell
     with forked_noise(noise_seed(batch, first)):
         returned = loss_fn(model, microbatch)
         if not isinstance(returned, Tensor):

@@ -14,7 +14,6 @@ from pardata.collective._header import Matching
 from pardata.data._microbatches import Microbatches
 from pardata.data._sample_count import samples_of, samples_read
 from pardata.ranks._arguments import check_integer
-from pardata.ranks._world import world
 
 Count = Callable[[Any], int]
 Total = Callable[[], int]
@@ -126,14 +125,12 @@ def _known(total: int) -> Total:
     return lambda: total
 
 
-def _counted(
-    microbatches: Sequence[Any], count: Count, sharing: Sharing
-) -> tuple[Sequence[int], Total]:
+def _counted(held: Sequence[Any], count: Count, sharing: Sharing) -> tuple[Sequence[int], Total]:
     """Count the microbatches here, and begin to add up those of all ranks."""
     error: Exception | None = None
-    counts = [0] * len(microbatches)
+    counts = [0] * len(held)
     try:
-        counts = [_checked(count(microbatch)) for microbatch in microbatches]
+        counts = [checked_count(count(microbatch)) for microbatch in held]
     except Exception as raised:  # noqa: BLE001  # raised again once all ranks know
         error = raised
     sums = _start_sum([sum(counts), error is not None], sharing)
@@ -157,10 +154,9 @@ def _start_sum(own: list[float], sharing: Sharing) -> Callable[[], Sequence[floa
     """Begin to add up a few numbers over the ranks, and return what waits for the sums."""
     if sharing.size == 1:
         return lambda: own
-    here = world()
-    if sharing.size == here.size:
+    if sharing.size == dist.get_world_size():
         # In the form of all other collectives of ours: a rank that is in another one is told.
-        return Matching(here, "backward", lambda: {(): 0}, lambda _: "counts").start_all_reduce(own)
+        return Matching("backward", lambda: {(): 0}, lambda _: "counts").start(own)
     told = torch.tensor(own, device=next(sharing.layer.parameters()).device)
     sums = started(told, sharing.group)
     return lambda: sums().tolist()
@@ -177,7 +173,7 @@ def started(told: Tensor, group: Any) -> Callable[[], Tensor]:
     return sums
 
 
-def _checked(number: Any) -> int:
+def checked_count(number: Any) -> int:
     """Return what `count` has returned, which may be of NumPy, or a tensor, too."""
     is_whole = hasattr(number, "__index__") and not isinstance(number, bool)
     number = index(number) if is_whole else number

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,8 @@ from pardata.gradient import _fixed_point
 from pardata.ranks._world import world
 
 _BUCKET = 2**20  # numbers that are sent together: 8 MiB
+
+_Named: TypeAlias = dict[str, nn.Parameter]
 
 
 class Bucket:
@@ -90,21 +92,17 @@ class Sums:
         counts: how many gradients each parameter has had, if any; those of weight 0 add none.
     """
 
-    def __init__(
-        self, parameters: dict[str, nn.Parameter], device: torch.device, scratch: list[Tensor]
-    ) -> None:
+    def __init__(self, parameters: _Named, device: torch.device, scratch: list[Tensor]) -> None:
         self.counts = Counter[str]()
         self.parameters = parameters
         self._size = world().size
-        self.buckets = _empty_buckets(parameters, device, scratch)
+        self.buckets = _buckets_of(parameters, device, scratch)
         self.peaks = torch.zeros(len(parameters), dtype=torch.float64, device=device)
         self._now = torch.zeros_like(self.peaks)  # those of this microbatch
         # By the parameter itself: it may have got another name since it was hooked.
         bucket_of = {name: bucket for bucket in self.buckets for name in bucket.places}
-        self._places = {
-            parameter: (name, bucket_of[name], peak)
-            for (name, parameter), peak in zip(parameters.items(), self._now, strict=True)
-        }
+        rows = zip(parameters, parameters.values(), self._now, strict=True)
+        self._places = {parameter: (name, bucket_of[name], peak) for name, parameter, peak in rows}
         self._weight = 0.0  # what has a gradient beside `add_gradients` is used and adds nothing
         self._is_last = False
 
@@ -214,9 +212,7 @@ def summed(words: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
     return words
 
 
-def _empty_buckets(
-    parameters: dict[str, nn.Parameter], device: torch.device, scratch: list[Tensor]
-) -> list[Bucket]:
+def _buckets_of(parameters: _Named, device: torch.device, scratch: list[Tensor]) -> list[Bucket]:
     """Return buckets, from the last parameter to the first, as gradients come.
 
     In the memory of `scratch`, if that fits.

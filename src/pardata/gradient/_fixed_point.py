@@ -13,14 +13,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+# Of weighted numbers whose weights sum to one, none beyond this needs the high word.
 SMALL = 1.0
-"""Of weighted numbers whose weights sum to one, none beyond this needs the high word."""
-
+# Likewise, none may be beyond this: then no sum can wrap.
 LARGEST = 2.0**46
-"""Likewise, none may be beyond this: then no sum can wrap."""
-
+# Numbers in a sum: of each that is large, up to 2**45 is left to the low word.
 MOST = 2**15
-"""Numbers in a sum: of each that is large, up to 2**45 is left to the low word."""
 
 _LOW, _HIGH = 2.0**62, 2.0**16
 _BLOCK = 2**16  # numbers at a time: their float64 stay in a core's cache

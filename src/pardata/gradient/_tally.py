@@ -10,8 +10,9 @@ from torch import Tensor
 from pardata.collective._agreement import agree, require_same
 from pardata.collective._header import Leaf, hashes, numbers_of
 from pardata.collective._reduction import like, shape_text, split_like
-from pardata.collective._tree import Path, in_brackets, mapped
+from pardata.collective._tree import TreePath, in_brackets, mapped
 from pardata.gradient._count import positive
+from pardata.ranks._arguments import kind_of
 from pardata.ranks._world import world
 
 # The places of what is told: what was counted, hashes and their squares, then the first values.
@@ -31,7 +32,7 @@ class Tally:
     total: float | Tensor
     _text: str | None = None  # the structure of what `loss_fn` returns
     _metrics: Any = None
-    _paths: tuple[Path, ...] = ()
+    _paths: tuple[TreePath, ...] = ()
     _error: Exception | None = None
     _means: list[Tensor] | None = None  # of the loss, and of the leaves of metrics
 
@@ -183,5 +184,5 @@ def checked(loss: Any) -> Tensor:
     has_loss = hasattr(loss, "loss") or (isinstance(loss, Mapping) and "loss" in loss)
     cure = "return its `.loss`" if has_loss else f"{cure}, and return it"
     raise TypeError(
-        f"{must}, but returned a {type(loss).__name__}: {cure}, or it and metrics: (loss, metrics)"
+        f"{must}, but returned {kind_of(loss)}: {cure}, or it and metrics: (loss, metrics)"
     )

@@ -16,9 +16,9 @@ from pardata.launch._rendezvous import group_of_counts, join, once_made
 from pardata.launch._uncaught import report_uncaught
 from pardata.ranks._arguments import checked_timeout
 from pardata.ranks._backend import sends_numbers_apart, timeout_of
-from pardata.ranks._gpus import hidden_gpus
 from pardata.ranks._launcher import Launch, detect
 from pardata.ranks._logger import get_logger
+from pardata.ranks._machine import hidden_gpus
 from pardata.ranks._turn import all_say
 from pardata.ranks._world import Joined, World, existing_world, is_child, joined, new_channel, world
 
@@ -85,7 +85,10 @@ def init(
     if dist.group.WORLD is not None:
         found = _adopt(chosen, patience)
     else:
-        found = _join(backend, patience, chosen)
+        launch = detect(os.environ)
+        _refuse_inherited(launch)
+        here, counts, serves = join(launch, backend=backend, timeout=patience, device=chosen)
+        found = Joined(here, new_channel(patience), serves, counts)
     with suppress(ValueError):  # whoever made the group need not have used a launcher's variables
         os.environ["PARDATA_JOINED"] = f"{os.getpid()} {detect(os.environ).identity}"
     if found.world.size > 1:
@@ -102,13 +105,6 @@ def init(
             )
             _log.debug(text, once=True)
     return found.world
-
-
-def _join(backend: str | None, timeout: timedelta | None, device: torch.device | None) -> Joined:
-    launch = detect(os.environ)
-    _refuse_inherited(launch)
-    found, counts, hosts_store = join(launch, backend=backend, timeout=timeout, device=device)
-    return Joined(found, new_channel(timeout), hosts_store, counts)
 
 
 def _adopt(device: torch.device | None, timeout: timedelta | None) -> Joined:

@@ -19,8 +19,8 @@ from pardata.collective._agreement import require_same
 from pardata.launch._address import not_met, store_of
 from pardata.launch._leaving import check_out, leave_at_the_end
 from pardata.ranks._backend import runs_on_gpus, sends_numbers_apart
-from pardata.ranks._gpus import visible_gpus
 from pardata.ranks._launcher import Launch
+from pardata.ranks._machine import visible_gpus
 from pardata.ranks._store import Channel, append
 from pardata.ranks._table import ranks_text
 from pardata.ranks._turn import all_say

@@ -15,7 +15,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from pardata.model._buffers import broadcast
-from pardata.model._empty_share import name_empty_share
 from pardata.model._read_through import ReadThrough
 from pardata.model._uneven_shares import warn_of_uneven_shares
 
@@ -44,7 +43,7 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
             output = super().forward(*inputs, **kwargs)
         except Exception as error:
             self._name_unused(error)
-            name_empty_share(error, self._inside, (inputs, kwargs))
+            self._name_empty_share(error, (inputs, kwargs))
             raise
         finally:
             self.__dict__["_forward_runs"] = False
@@ -175,9 +174,7 @@ class Parcel:
         self.sums: Any = None
 
 
-def _mean_with_parcel(
-    parcel: Parcel, bucket: dist.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
+def _mean_with_parcel(parcel: Parcel, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Reduce a bucket as DDP does, to the mean over the ranks; and the numbers of `parcel`."""
     gradients, size = bucket.buffer(), parcel.group.size()
     count, numbers = len(gradients), parcel.numbers

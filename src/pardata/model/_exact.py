@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from pardata.model._arithmetic import probe
-from pardata.model._empty_share import name_empty_share
 from pardata.model._read_through import ReadThrough
 from pardata.model._unwrap import Wrapper, unwrap
 
@@ -47,7 +46,7 @@ class ExactModel(ReadThrough, Wrapper):
         try:
             return self.module(*inputs, **kwargs)
         except Exception as error:
-            name_empty_share(error, self._inside, (inputs, kwargs))
+            self._name_empty_share(error, (inputs, kwargs))
             raise
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -65,24 +64,19 @@ class ExactModel(ReadThrough, Wrapper):
         for facts in getattr(state, "_metadata", {}).values():
             self._check_record(facts)
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kw: Any) -> None:
         self._check_record(args[0])
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kw)
 
     def _check_record(self, facts: Mapping[str, Any]) -> None:
         then = facts.get(_RECORD)
         if then is None:
             return
-        differing = ", ".join(
-            f"{name} was {then.get(name)!r} and is {now!r}"
-            for name, now in kernels(self).items()
-            if then.get(name) != now
-        )
-        if differing:
+        now = kernels(self)
+        if differ := [name for name in now if then.get(name) != now[name]]:
+            told = ", ".join(f"{key} was {then.get(key)!r} and is {now[key]!r}" for key in differ)
             raise ValueError(
-                f"an exact run must keep the kernels that it began with, but {differing}: resume "
+                f"an exact run must keep the kernels that it began with, but {told}: resume "
                 f"where it began (threads: wrap_model(..., threads=…)) and with its precisions, "
                 f"or load into unwrap(model), for a run that is no longer the same to the last bit"
             )

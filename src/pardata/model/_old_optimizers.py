@@ -2,20 +2,20 @@
 
 import gc
 import weakref
-from collections.abc import Mapping
+from typing import TypeAlias
 
 import torch
 from torch import nn
 
+_Remembered: TypeAlias = dict[int, weakref.ref[nn.Parameter]]
 
-def remembered(module: nn.Module) -> dict[int, weakref.ref[nn.Parameter]]:
+
+def remembered(module: nn.Module) -> _Remembered:
     """Return the parameters by their identity, without keeping them."""
     return {id(parameter): weakref.ref(parameter) for parameter in module.parameters()}
 
 
-def refuse_old_optimizers(
-    module: nn.Module, before: Mapping[int, weakref.ref[nn.Parameter]]
-) -> None:
+def refuse_old_optimizers(module: nn.Module, before: _Remembered) -> None:
     """Let the first forward raise if an optimizer has parameters that `module` has no more.
 
     Later ones pay nothing. A compiled forward does not look.

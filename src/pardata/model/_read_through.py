@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pardata.collective._tree import leaves
 from pardata.model._state_dict import NO_ASSIGN, LoadedKeys, load_whole
 from pardata.model._unwrap import unwrap
 from pardata.ranks._logger import get_logger
@@ -93,9 +94,7 @@ class ReadThrough(nn.Module):
         """Load as `load_weights` does."""
         return load_whole(self, state_dict, strict=strict, assign=assign)
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kw: Any) -> None:
         # Reached where the wrapper is a child of the module that loads. PyTorch continues to look
         # for the weights under the names of the modules, so they get those for the moment.
         if args[0].get("assign_to_params_buffers"):
@@ -106,7 +105,22 @@ class ReadThrough(nn.Module):
         wanted = {name: inside + name[len(prefix) :] for name in names if name in state_dict}
         if not any(name in state_dict for name in wanted.values() if name not in names):
             state_dict.update({long: state_dict.pop(name) for name, long in wanted.items()})
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kw)
+
+    def _name_empty_share(self, error: Exception, inputs: Any) -> None:
+        """Raise in place of the model's own error if it was run on a share that has no samples.
+
+        For there are models that take no batch without rows, as those of transformers.
+        """
+        tensors = [leaf for _, leaf in leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
+        if not tensors or any(len(tensor) for tensor in tensors):
+            return
+        raise RuntimeError(
+            f"the model must take a batch without rows, but {type(self._inside).__name__} raised "
+            f"{type(error).__name__}: this rank has no sample of a step that has fewer samples "
+            f"than there are ranks; pass `microbatch_size` to make_loader and loop over the "
+            f"Microbatches, of which this rank then has none"
+        ) from error
 
     def _log_hidden_names(self) -> None:
         """Warn of names that mean something else at the wrapper than they do inside."""

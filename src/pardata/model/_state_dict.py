@@ -11,6 +11,7 @@ from torch import nn
 
 from pardata.collective._agreement import agree
 from pardata.model._unwrap import Wrapper, layers
+from pardata.ranks._arguments import kind_of
 from pardata.ranks._world import require_world
 
 # What wrappers put into the names of parameters.
@@ -26,29 +27,22 @@ class LoadedKeys(NamedTuple):
     unexpected_keys: list[str]
 
 
-def load_whole(
-    model: nn.Module, state_or_path: object, *, strict: bool, assign: bool
-) -> LoadedKeys:
+def load_whole(model: nn.Module, given: object, *, strict: bool, assign: bool) -> LoadedKeys:
     """Load into the module inside `model`, of which every rank has all."""
     *wrapped, plain = layers(model)
     if assign and wrapped:
         raise ValueError(NO_ASSIGN)
-    state = _read_state(state_or_path)
+    state = _read_state(given)
     for layer in wrapped:
         if isinstance(layer, Wrapper):
             layer.check_state(state)
     return LoadedKeys(*plain.load_state_dict(_renamed(state, plain), strict=strict, assign=assign))
 
 
-def load_sharded(
-    model: nn.Module, state_or_path: object, *, strict: bool, assign: bool
-) -> LoadedKeys:
+def load_sharded(model: nn.Module, given: object, *, strict: bool, assign: bool) -> LoadedKeys:
     """Load into the module inside `model`, of which each rank has a part. Collective."""
     # Costs half a second, which whoever has a sharded model has paid already.
-    from torch.distributed.checkpoint.state_dict import (  # noqa: PLC0415
-        StateDictOptions,
-        set_model_state_dict,
-    )
+    from torch.distributed.checkpoint import state_dict as dcp  # noqa: PLC0415
 
     *_, plain = layers(model)
     found: list[tuple[dict[str, Any], LoadedKeys]] = []
@@ -56,7 +50,7 @@ def load_sharded(
     def check() -> dict[str, object]:
         if assign:
             raise ValueError(NO_ASSIGN)
-        state = _renamed(_read_state(state_or_path), plain)
+        state = _renamed(_read_state(given), plain)
         found.append((state, _keys_of(plain, state, strict=strict)))
         return {}
 
@@ -64,8 +58,8 @@ def load_sharded(
     agree(require_world("load_weights"), "load_weights", check)
     ((state, keys),) = found
     whole = not any(hasattr(value, "full_tensor") for value in state.values())
-    options = StateDictOptions(full_state_dict=whole, strict=False)
-    set_model_state_dict(plain, state, options=options)
+    options = dcp.StateDictOptions(full_state_dict=whole, strict=False)
+    dcp.set_model_state_dict(plain, state, options=options)
     return keys
 
 
@@ -73,9 +67,7 @@ def _read_state(state: object) -> Mapping[str, Any]:
     if isinstance(state, str | os.PathLike):
         state = read_weights(state)
     if not isinstance(state, Mapping):
-        raise TypeError(
-            f"`state_or_path` must be a state dict or a path, but is a {type(state).__name__}"
-        )
+        raise TypeError(f"`state_or_path` must be a state dict or a path, but is {kind_of(state)}")
     must = "`state_or_path` must map names to tensors, but"
     for key, value in state.items():
         if not isinstance(key, str):
@@ -83,10 +75,10 @@ def _read_state(state: object) -> Mapping[str, Any]:
             raise TypeError(f"{must} has the key {key!r} ({type(key).__name__}): {cure}")
         # What a module's get_extra_state() returns may well be a dict.
         if isinstance(value, Mapping) and not key.endswith("_extra_state"):
-            raise TypeError(
-                f"{must} {key!r} holds a dict: if this is a checkpoint of several things, pass the "
-                f"model's part, as checkpoint[{key!r}]"
-            )
+            cure = f"of several things, pass the model's part, as checkpoint[{key!r}]"
+            if {"objects", "generators"} <= state.keys():
+                cure = "of a Checkpointer, pass the file of weights that its export() writes"
+            raise TypeError(f"{must} {key!r} holds a dict: if this is a checkpoint {cure}")
     return state
 
 
@@ -132,16 +124,15 @@ def _core(name: str) -> str:
 def _keys_of(plain: nn.Module, state: dict[str, Any], *, strict: bool) -> LoadedKeys:
     # PyTorch passes over names that are missing, strict or not: look here.
     names = plain.state_dict().keys()
-    keys = LoadedKeys(
-        [name for name in names if name not in state], [name for name in state if name not in names]
-    )
-    if strict and (keys.missing_keys or keys.unexpected_keys):
+    missing = [name for name in names if name not in state]
+    unexpected = [name for name in state if name not in names]
+    if strict and (missing or unexpected):
         raise RuntimeError(
             f"the weights must have the names of {type(plain).__name__}, but missing are "
-            f"{keys.missing_keys} and unexpected {keys.unexpected_keys}: pass the weights of this "
-            f"model, or strict=False"
+            f"{missing} and unexpected {unexpected}: pass the weights of this model, or "
+            f"strict=False"
         )
-    return keys
+    return LoadedKeys(missing, unexpected)
 
 
 def read_weights(path: str | os.PathLike[str]) -> Any:

@@ -170,6 +170,7 @@ class Sharded(Strategy):
         before = remembered(module)
         self.options_of()(module, **{"mesh": mesh, **settings.options})
         refuse_old_optimizers(module, before)
+        module.register_forward_hook(_shard_again)
         if size > 1:
             module.register_forward_hook(EqualBuffers())
         return model
@@ -211,6 +212,19 @@ class Exact(Strategy):
         # With the wrapper's record in it of the kernels by which it was trained.
         state: Mapping[str, Any] = replica_of(model).wrapper.state_dict()
         return state
+
+
+def _shard_again(module: nn.Module, *_: object) -> None:
+    """Shard what a forward without gradients has gathered: a forward hook.
+
+    PyTorch leaves that to the backward, which does not come. An optimizer made in between would
+    have the whole parameters, and train nothing.
+    """
+    if not torch.is_grad_enabled():
+        parts: list[Any] = [part for part in module.modules() if isinstance(part, ShardedModule)]
+        for part in parts:
+            if hasattr(part, "reshard"):  # which FSDP's older wrapper has not
+                part.reshard()
 
 
 def _broadcast_weights(model: nn.Module) -> None:

@@ -4,12 +4,11 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 from torch import Tensor
-from typing_extensions import Self
 
 from pardata.ranks._arguments import check_integer
 from pardata.ranks._logger import get_logger
@@ -18,7 +17,7 @@ from pardata.ranks._world import require_world
 _log = get_logger(__name__)
 
 
-class MetricWriter:
+class MetricWriter(AbstractContextManager["MetricWriter"]):
     """Writes scalars on rank 0 to ``metrics.jsonl``, and for TensorBoard where it is installed.
 
     Every rank may call everything; the others write nothing. Not collective: write what
@@ -75,11 +74,8 @@ class MetricWriter:
         if self._file is None:
             return
         numbers = {name: _number(name, value) for name, value in values.items()}
-        line = {"step": step} | {
-            name: number if math.isfinite(number) else str(number)
-            for name, number in numbers.items()
-        }
-        self._file.write(json.dumps(line) + "\n")
+        shown = {name: n if math.isfinite(n) else str(n) for name, n in numbers.items()}
+        self._file.write(json.dumps({"step": step, **shown}) + "\n")
         self._file.flush()
         if self._board is not None:
             for name, number in numbers.items():
@@ -91,9 +87,6 @@ class MetricWriter:
             self._file.close()  # and stays: a later write is an error
         if self._board is not None:
             self._board.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from pardata.ranks._arguments import check_integer
+from pardata.ranks._arguments import check_integer, kind_of
 from pardata.ranks._world import require_world
 
 T = TypeVar("T")
@@ -49,11 +49,11 @@ def progress(
     for name, number in {"total": total, "batch_size": batch_size}.items():
         if number is not None:
             check_integer(name, number, least=0)
-    if total is None:
-        total = _length(iterable)
-    if batch_size is None:
-        own = getattr(iterable, "batch_size", None)
-        batch_size = own if isinstance(own, int) else None
+    if total is None and isinstance(iterable, Sized):
+        with suppress(TypeError):  # it has a __len__, as every loader, and yet no length
+            total = len(iterable)
+    if batch_size is None and isinstance(own := getattr(iterable, "batch_size", None), int):
+        batch_size = own
     return Progress(iterable, description, total, batch_size)
 
 
@@ -79,7 +79,7 @@ class Progress(Generic[T]):
         for name, value in values.items():
             count = value.numel() if isinstance(value, Tensor) else getattr(value, "size", 1)
             if hasattr(value, "item") and count != 1:
-                kind = "a tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+                kind = "a tensor" if isinstance(value, Tensor) else kind_of(value)
                 raise TypeError(
                     f"`{name}` must be one number to be shown, but is {kind} of {count}: take its "
                     f"mean, say"
@@ -128,13 +128,6 @@ def _bar(description: str, total: int | None) -> Any:
 
             return tqdm(desc=description or None, total=total)
     return None
-
-
-def _length(iterable: Iterable[Any]) -> int | None:
-    try:
-        return len(iterable) if isinstance(iterable, Sized) else None
-    except TypeError:  # it has a __len__, as every loader, and yet no length
-        return None
 
 
 def _short(value: Any) -> str:

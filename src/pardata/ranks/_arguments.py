@@ -8,11 +8,17 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 
+def kind_of(value: object) -> str:
+    """Return the name of a value's type with its article, for messages: "an int"."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
 def check_module(model: object) -> None:
     """Refuse what is no module."""
     if not isinstance(model, nn.Module):
         what = f"the class {model.__name__}" if isinstance(model, type) else None
-        got = what or f"a {type(model).__name__}"
+        got = what or kind_of(model)
         raise TypeError(f"`model` must be a torch.nn.Module, but is {got}")
 
 

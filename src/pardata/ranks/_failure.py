@@ -113,8 +113,8 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Return whether a collective of the backend raised `error` because a peer was not there."""
-    if not isinstance(error, RuntimeError):
+    """Return whether `error` is the backend's own: that a peer was not in the collective."""
+    if not isinstance(error, RuntimeError) or is_consequence(error):
         return False
     if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
         return True

@@ -21,11 +21,10 @@ from pardata.ranks._store import Channel, answered, came
 from pardata.ranks._verdict import ERRORS, ORDER, Decide, Verdict, entries_of, give, judged, key_of
 
 Say = Callable[[], object]
+Patience = timedelta | None  # None: that of the group
 
 
-def all_say(
-    line: Channel, call: str, say: Say, decide: Decide, *, timeout: timedelta | None = None
-) -> Any:
+def all_say(line: Channel, call: str, say: Say, decide: Decide, *, timeout: Patience = None) -> Any:
     """Return what is decided on what all ranks say. Collective.
 
     Args:
@@ -82,19 +81,20 @@ class Turn:
 
         As often as the group's timeout passes, the store must answer.
         """
-        self.come()
-        left = timeout
+        self._where = call_site()
+        left, is_here = timeout, False
         while left:
             patience = min(left, self.line.timeout)
             left -= patience
             ends = timeout if self.decide and not left else None
-            verdict = answered(patience, partial(self._listened, patience, ends))
+            # Both in one request to the store, as each starts a thread.
+            listen = partial(self._listened, patience, ends, comes=not is_here)
+            verdict, is_here = answered(patience, listen), True
             if verdict is None:
                 continue
             if not self._gave_me_up(verdict):
                 return verdict
-            self.come()  # those who gave this rank up are in a later turn
-            left = timeout
+            left, is_here = timeout, False  # those who gave this rank up are in a later turn
         news = (
             f" within {timeout}, but has not: give `timeout=` a larger value if the work takes "
             f"that long, else look at rank 0's output"
@@ -108,10 +108,9 @@ class Turn:
 
     def tell(self, **verdict: object) -> None:
         """Give the verdict when the work is done; raise another one, if that stands."""
-        own = self._signed(verdict)
-        while self._gave_me_up(stands := answered(self.line.timeout, lambda: self._give(own))):
+        while self._gave_me_up(stands := answered(self.line.timeout, lambda: self._give(verdict))):
             self.come()
-        if stands != own:
+        if not verdict.items() <= stands.items():  # it is another's
             self.decision(stands)
 
     def decision(self, verdict: Verdict) -> Any:
@@ -150,8 +149,12 @@ class Turn:
     def _gave_me_up(self, verdict: Verdict) -> bool:
         return self.line.rank in verdict.get("missing", ())
 
-    def _listened(self, patience: timedelta, ends: timedelta | None) -> Verdict | None:
+    def _listened(
+        self, patience: timedelta, ends: timedelta | None, *, comes: bool
+    ) -> Verdict | None:
         """Return the verdict if it comes in time; give one where all patience ends, if all say."""
+        if comes:
+            self._come()
         key = key_of(self._number)
         if came(self.line.store, key, patience):
             verdict: Verdict = json.loads(self.line.store.get(key))
@@ -179,13 +182,11 @@ class Turn:
         """
         entries = entries_of(self.line.store, self.line.size)
         verdict = judged(entries, self._number, self.decide, timeout)
-        return None if verdict is None else self._give(self._signed(verdict))
-
-    def _signed(self, verdict: Verdict) -> Verdict:
-        return {"rank": self.line.rank, "call": self.call, **verdict}
+        return None if verdict is None else self._give(verdict)
 
     def _give(self, verdict: Verdict) -> Verdict:
-        return give(self.line.store, self._number, verdict)
+        signed = {"rank": self.line.rank, "call": self.call, **verdict}
+        return give(self.line.store, self._number, signed)
 
 
 def call_off(line: Channel, news: str) -> None:

@@ -6,6 +6,7 @@ so a group that somebody else destroys, or a fork, cannot leave a stale answer.
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -14,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils.data import get_worker_info
-from typing_extensions import Self
 
 from pardata.ranks._backend import runs_on_gpus, takes_cpu_tensors
 from pardata.ranks._launcher import detect, launcher_text, numbers_told
@@ -26,7 +26,7 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class World:
+class World(AbstractContextManager["World"]):
     """The processes of this run, seen from one of them. Returned by `init` and `world`.
 
     As a context manager it leaves, at the end of the block, the group that `init` joined.
@@ -64,9 +64,6 @@ class World:
     def is_local_main(self) -> bool:
         """Whether this is the first process of its node."""
         return self.local_rank == 0
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if self._at_the_end is not None:

@@ -10,6 +10,7 @@ from torch.testing import assert_close
 from typing_extensions import TypeVarTuple, Unpack
 
 from pardata.model._weights import named_tensors
+from pardata.ranks._arguments import kind_of
 from pardata.ranks._table import ranks_text
 from pardata.testing._run import run
 
@@ -84,7 +85,13 @@ def assert_same_at_every_world_size(
         compared = [_parting(steps, reference, (rtol, atol)) for steps in found]
         partings = {rank: parting for rank, parting in enumerate(compared) if parting}
         if partings:
-            raise AssertionError(_message(partings, size, sizes[0]))
+            rank, (step, text) = min(partings.items(), key=lambda item: item[1][0])
+            first = f", first on rank {rank}" if len(partings) > 1 else ""
+            raise AssertionError(
+                f"training must be the same at every world size, but with {size} processes it is "
+                f"not as with {sizes[0]}, on {ranks_text([*partings])}{first}, from step {step} "
+                f"on: {text}"
+            )
 
 
 def difference(ours: Tensor, theirs: Tensor, near: _Near) -> str:
@@ -98,21 +105,12 @@ def difference(ours: Tensor, theirs: Tensor, near: _Near) -> str:
     return ""
 
 
-def _message(partings: dict[int, _Parting], size: int, reference: int) -> str:
-    rank, (step, text) = min(partings.items(), key=lambda item: item[1][0])
-    ranks = ranks_text([*partings]) + (f", first on rank {rank}" if len(partings) > 1 else "")
-    return (
-        f"training must be the same at every world size, but with {size} processes it is not as "
-        f"with {reference}, on {ranks}, from step {step} on: {text}"
-    )
-
-
 def _recorded(train: Any, args: Any) -> list[_Step]:
     """Return what this rank yields after each step."""
     steps = train(*args)
     if not isinstance(steps, Iterable) or isinstance(steps, nn.Module | Mapping | Tensor):
         raise TypeError(
-            f"`train` must be a generator function, but returned a {type(steps).__name__}: write "
+            f"`train` must be a generator function, but returned {kind_of(steps)}: write "
             f"`yield model` after each step"
         )
     return [_tensors(trained) for trained in steps]
@@ -153,7 +151,7 @@ def _tensors(trained: Any) -> dict[str, Tensor]:
     if isinstance(trained, nn.Module):
         trained = dict(named_tensors(trained))
     if not isinstance(trained, Mapping):
-        raise TypeError(f"{must}, but yielded a {type(trained).__name__}: write `yield model`")
+        raise TypeError(f"{must}, but yielded {kind_of(trained)}: write `yield model`")
     tensors = {str(name): _tensor(value, name, must) for name, value in trained.items()}
     return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
@@ -162,8 +160,6 @@ def _tensor(value: Any, name: Any, must: str) -> Tensor:
     if isinstance(value, int | float):
         return torch.tensor(value, dtype=None if isinstance(value, int) else torch.float64)
     if not isinstance(value, Tensor):
-        raise TypeError(
-            f"{must}, but {name!r} in its dict is a {type(value).__name__}: leave it out"
-        )
+        raise TypeError(f"{must}, but {name!r} in its dict is {kind_of(value)}: leave it out")
     whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
     return whole.to_dense() if whole.layout != torch.strided else whole

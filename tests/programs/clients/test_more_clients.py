@@ -118,7 +118,9 @@ def results(data, tmp_path_factory):
         if size == "plain":
             texts = launched(all_plain, list(jobs.values()), size=1, variables=no_variables)
         else:
-            texts = launched(all_of, list(jobs.values()), size=size, variables=torchrun_variables)
+            # To compile takes a minute for each script, and longer where others use the cores.
+            options = {"variables": torchrun_variables, "patience": 900 if long else 120}
+            texts = launched(all_of, list(jobs.values()), size=size, **options)
         assert isinstance(texts[0], list), texts[0]
         assert texts[1:] == [[""] * len(jobs)] * (len(texts) - 1), "rank 0 alone speaks"
         return {

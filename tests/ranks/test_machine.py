@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from pardata import world
-from pardata.ranks import _cores
-from pardata.ranks._cores import cpu_quota, usable_cores
+from pardata.ranks import _machine
+from pardata.ranks._machine import cpu_quota, usable_cores
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def machine(monkeypatch):
         monkeypatch.setattr(
             os, "sched_getaffinity", lambda _pid: set(range(allowed)), raising=False
         )
-        monkeypatch.setattr(_cores, "cpu_quota", lambda: quota)
+        monkeypatch.setattr(_machine, "cpu_quota", lambda: quota)
         monkeypatch.delenv("SLURM_CPUS_ON_NODE", raising=False)
 
     return pretend

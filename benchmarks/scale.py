@@ -9,8 +9,10 @@ does at it, but a rank is a thread with a connection, in one of a few processes,
 group, which is PyTorch's, is not made. Measured from the first rank's call to the last one's
 return; with as many ranks as here to a core, that is more than ranks with cores of their own take.
 Requests and bytes are those of the rank that has most of them. The exponent is that of the number
-of ranks by which the seconds grow, fitted from 64 ranks up: 1 is linear. With --save also draws
-scale.png, if matplotlib is there, next to the numbers of results/scale-before.json.
+of ranks by which the seconds grow, fitted from 64 ranks up: 1 is linear. "By hand" is the least
+that ranks can do to meet at a store, without the library: as that grows, the simulation grows. With
+--save also draws scale.png, if matplotlib is there, next to the numbers of
+results/scale-before.json.
 """
 
 import functools
@@ -51,9 +53,10 @@ PROCESSES = 4  # that the ranks are shared out among
 DATA = TensorDataset(torch.arange(100_000))
 FACTS = _wrap_model._facts_of  # noqa: SLF001  # see `simulation`
 
+HAND = "by hand: add, wait"
 JOIN, TURN, WRAP, LOADER = "init, without the backend's group", "barrier", "wrap_model", "loader"
 CALL, SAVE, FAILURE = "rank_zero_call", "Checkpointer.save", "one rank fails, all know"
-OPERATIONS = [JOIN, TURN, WRAP, LOADER, CALL, SAVE, FAILURE]
+OPERATIONS = [HAND, JOIN, TURN, WRAP, LOADER, CALL, SAVE, FAILURE]
 
 
 class Call(NamedTuple):
@@ -131,6 +134,7 @@ class Simulated:
         self.store = Counted(launch.master_port)
         self._launch = launch
         self.operations: dict[str, Callable[[], object]] = {
+            HAND: self._meet_by_hand,
             JOIN: self._join,
             TURN: barrier,
             WRAP: lambda: wrap_model(transformer(), "ddp", device="meta"),
@@ -139,6 +143,11 @@ class Simulated:
             SAVE: lambda: Checkpointer(directory).save(0, weights=torch.zeros(8), epoch=3),
             FAILURE: self._fail,
         }
+
+    def _meet_by_hand(self) -> None:
+        if self.store.add("by hand", 1) == self._launch.size:
+            self.store.set("all are here", "")
+        self.store.wait(["all are here"], PATIENCE)
 
     def _join(self) -> None:
         launch = self._launch
@@ -214,10 +223,12 @@ def simulate(launches: list[Launch], directory: str, meet: Any, answers: Any) ->
     torch.set_num_threads(1)
     calls: dict[str, list[Call]] = {name: [] for name in OPERATIONS}
     together = threading.Barrier(len(launches), action=meet.wait)
+    connecting = threading.Lock()  # not all at once, as the server's queue is short
 
     def live(launch: Launch) -> None:
         try:
-            rank = Simulated(launch, directory)
+            with connecting:
+                rank = Simulated(launch, directory)
             for name in OPERATIONS:
                 together.wait()
                 calls[name].append(rank.measured(name))
@@ -307,14 +318,16 @@ def draw(directory: Path) -> None:
         for version, file in files.items()
         if (directory / file).exists()
     }
-    figure, axes = plt.subplots(2, 4, figsize=(10, 5.5), sharex=True, layout="constrained")
+    figure, axes = plt.subplots(3, 3, figsize=(10, 8), sharex=True, layout="constrained")
     for axis, name in zip(axes.flat, OPERATIONS, strict=False):
         for version, operations in curves.items():
+            if name not in operations:
+                continue
             sizes = [int(size) for size in operations[name]]
             axis.loglog(sizes, [cost[0] for cost in operations[name].values()], "o-", label=version)
         axis.set(title=name, xlabel="ranks", ylabel="seconds")
         axis.grid(alpha=0.3)
-    handles, labels = axes.flat[0].get_legend_handles_labels()
+    handles, labels = axes.flat[1].get_legend_handles_labels()
     axes.flat[-1].legend(handles, labels, loc="center", frameon=False)
     axes.flat[-1].axis("off")
     figure.savefig(directory / "scale.png", dpi=150)

@@ -29,6 +29,7 @@ copybutton_prompt_is_regexp = True
 
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3  # links to headings, as on a forge
+smartquotes = False  # the quotes and the "--" of an error or a command stay what they are
 default_role = "py:obj"  # `init` in a docstring links to its entry, where it has one
 
 autodoc_typehints_format = "short"
@@ -93,8 +94,20 @@ def public_type_variables(_app: Sphinx, page: nodes.document) -> None:
                 text.parent.replace(text, nodes.Text(text.lstrip("_")))
 
 
+def readable_fields(_app: Sphinx, page: nodes.document) -> None:
+    """Write the dash after a parameter, as smart quotes would, and ``T`` for ``pardata.…._T``."""
+    for field in page.findall(nodes.field):
+        for text in list(field.findall(nodes.Text)):
+            shown = re.sub(r"pardata\.[a-z_.]*\._(?=[A-Z])", "", text)
+            if shown == " -- ":
+                shown = " \N{EN DASH} "
+            if shown != text:
+                text.parent.replace(text, nodes.Text(shown))
+
+
 def setup(app: Sphinx) -> None:
     """Connect what is above; Sphinx calls this."""
     app.connect("missing-reference", link_outside)
     app.connect("autodoc-process-signature", valid_signature)
     app.connect("doctree-read", public_type_variables)
+    app.connect("doctree-read", readable_fields)

@@ -7,6 +7,7 @@ import resource
 from pathlib import Path
 
 import torch
+from sharding import whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import TensorDataset
@@ -79,10 +80,6 @@ class Run:
         rest = [states["param_groups"], self.scheduler.state_dict(), self.loader.state_dict()]
         text = json.dumps([fingerprint(self.model), values, rest])
         return hashlib.sha256(text.encode()).hexdigest()
-
-
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def whole_steps(directory):

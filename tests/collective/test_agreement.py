@@ -51,8 +51,7 @@ def fail_on(*ranks):
 
     def state():
         if here.rank in ranks:
-            message = f"batch size of rank {here.rank}"
-            raise ValueError(message)
+            raise ValueError(f"batch size of rank {here.rank}")
         return {}
 
     try:

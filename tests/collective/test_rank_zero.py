@@ -168,8 +168,7 @@ def fail_on_node(failing):
     with rank_zero_first(local=True):
         if here.node_rank == failing:
             assert here.is_local_main, "ran on a rank that should not"
-            message = "no disk"
-            raise ValueError(message)
+            raise ValueError("no disk")
 
 
 def test_the_first_rank_of_each_node_goes_first_where_local_and_fails_for_its_node(tmp_path):

@@ -1,17 +1,10 @@
 """What the tests of this folder share: models, batches, what ranks have of them."""
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from pardata import wrap_model
-
-FSDP_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
-needs_fsdp = pytest.mark.skipif(
-    not FSDP_ON_CPU, reason=f"fully_shard of torch {torch.__version__} needs a GPU"
-)
-TOGETHER = ["ddp", "fsdp"] if FSDP_ON_CPU else ["ddp"]
 
 
 class Net(nn.Module):
@@ -50,10 +43,6 @@ def batch(rows=12, seed=0):
 def own(tensor):
     """Return this rank's share."""
     return tensor.chunk(dist.get_world_size())[dist.get_rank()]
-
-
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def wrapped_as(strategy, model, **options):

@@ -8,8 +8,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from model_zoo import batch, needs_fsdp, seeded
+from model_zoo import batch, seeded
 from on_ranks import run
+from sharding import needs_fsdp
 from torch import nn
 
 from pardata import backward, unwrap, wrap_model

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
-from model_zoo import needs_fsdp
 from on_ranks import run
+from sharding import needs_fsdp
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 

@@ -93,8 +93,7 @@ def test_turns_run_over_every_kind_of_store(stores_of, options, prefixes, tmp_pa
 @pytest.mark.parametrize("error", [RuntimeError, ValueError, TypeError, KeyError])
 def test_what_the_decision_raises_is_raised_on_all_with_the_same_text(line, error):
     def refuse(_values):
-        message = "no"
-        raise error(message)
+        raise error("no")
 
     known = error is not KeyError
     for raised in together(lambda rank: say(line, rank, 3, decide=refuse), 3):

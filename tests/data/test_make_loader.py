@@ -7,8 +7,10 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from data_zoo import ByLength, Count, Numbers, Rotated, Sized, flat, log_of
+from data_zoo import ByLength, Count, Numbers, Rotated, Sized, flat
+from logged import log_of
 from on_ranks import caught, run
+from sharding import TOGETHER
 from torch.utils.data import (
     ConcatDataset,
     RandomSampler,
@@ -157,12 +159,7 @@ def _warnings_of_training(strategy, arguments):
     return before, log.lines
 
 
-needs_fsdp = pytest.mark.skipif(
-    not hasattr(torch.cpu.Stream, "record_event"), reason="fully_shard of torch 2.6 needs a GPU"
-)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=needs_fsdp)])
+@pytest.mark.parametrize("strategy", TOGETHER)
 def test_uneven_shares_are_warned_about_once_where_backward_does_not_weight_them(strategy):
     text = (
         "[0/3] `batch_size` 8 leaves 3 ranks shares that differ by one sample, and a "
@@ -273,14 +270,11 @@ def test_workers_of_each_rank_have_a_seed_of_their_own_and_the_same_in_every_run
 # --- samplers ---
 
 
-def _with_sampler(sampler, epochs=2):
-    loader = make_loader(range(12), 4, sampler=sampler, seed=1, num_workers=0)
-    return [[batch.tolist() for batch in loader] for _ in range(epochs)]
-
-
 def test_a_sampler_is_told_the_epoch():
     sampler = Rotated(4)
-    assert _with_sampler(sampler, 3) == [[[0, 1, 2, 3]], [[1, 2, 3, 0]], [[2, 3, 0, 1]]]
+    loader = make_loader(range(12), 4, sampler=sampler, seed=1, num_workers=0)
+    found = [flat(batch.tolist() for batch in loader) for _ in range(3)]
+    assert found == [[0, 1, 2, 3], [1, 2, 3, 0], [2, 3, 0, 1]]
     assert sampler.told == [0, 0, 1, 2]  # of the first epoch it is asked twice
 
 

@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
-from data_zoo import log_of
+from logged import log_of
 from on_ranks import caught, run
 from torch.utils.data import Dataset
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from on_ranks import Raised, run, run_caught
+from on_ranks import run, run_caught
 from torch.utils.data import TensorDataset
 
 from pardata import make_loader, world
@@ -63,10 +63,8 @@ def _directory_whose_sockets_have(length, below):
 def test_workers_send_over_the_longest_socket_and_a_longer_one_is_refused_at_once(short_tmp):
     longest = _directory_whose_sockets_have(107, short_tmp)
     assert run(_load_below, longest, world_size=2) == [[[0, 1]], [[2, 3]]]
-    for outcome in run_caught(
-        _load_below, _directory_whose_sockets_have(108, short_tmp), world_size=2
-    ):
-        assert isinstance(outcome, Raised)
-        assert outcome.type == "ValueError"
-        assert "the temporary directory must have a name of at most 89 characters" in outcome.text
+    longer = _directory_whose_sockets_have(108, short_tmp)
+    for outcome in run_caught(_load_below, longer, world_size=2):
+        assert str(outcome).startswith("ValueError: the temporary directory must have a name of at")
+        assert "most 89 characters" in outcome.text
         assert "set TMPDIR to one with a shorter name" in outcome.text

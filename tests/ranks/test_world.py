@@ -114,10 +114,9 @@ def join_then_ask_otherwise():
 def test_init_again_with_other_arguments_is_refused():
     for found, total in launched(join_then_ask_otherwise, size=2):
         for raised, (_, asked) in zip(found, OTHER_ARGUMENTS, strict=True):
-            assert raised.type == "RuntimeError"
-            assert raised.text == (
-                f"`init` has already joined with backend='gloo' and device='cpu', but is now asked "
-                f"for {asked}: pass them to the first call"
+            assert str(raised) == (
+                f"RuntimeError: `init` has already joined with backend='gloo' and device='cpu', "
+                f"but is now asked for {asked}: pass them to the first call"
             )
         assert total == 2
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import logging
 import resource
 from pathlib import Path
 
@@ -100,16 +99,6 @@ def save_steps(directory, *steps, **options):
     for step in steps:
         checkpointer.save(step, value=torch.full((50,), step))
     return checkpointer
-
-
-def log_lines():
-    """Return a list that gets all that pardata logs from now on in this process."""
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("pardata").addHandler(handler)
-    logging.getLogger("pardata").setLevel(logging.INFO)
-    return lines
 
 
 def limited(size=20_000_000):

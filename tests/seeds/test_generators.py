@@ -308,21 +308,6 @@ def test_numpys_state_is_put_back_to_the_last_word(seed, before, inside, draw_on
     assert not numpy_generator.moved_since(state)
 
 
-def test_a_second_normal_number_that_no_word_tells_of_is_kept_as_well():
-    numpy_generator = default_generators()[1]
-    for draws in (2, 1):  # after which the words are the same
-        np.random.seed(5)
-        np.random.randn(draws)
-        expected = np.random.get_state()
-        state = numpy_generator.state()
-        assert_same_state(np.random.get_state(), expected)
-        np.random.rand(3)
-        assert numpy_generator.moved_since(state)
-        numpy_generator.restore(state)
-        assert_same_state(np.random.get_state(), expected)
-        assert not numpy_generator.moved_since(state)
-
-
 def test_a_bit_generator_that_the_user_chose_is_kept_as_well():
     numpy_generator, mine = default_generators()[1], np.random.get_bit_generator()
     try:

@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -22,7 +21,6 @@ from pardata import all_gather, all_reduce_mean, all_reduce_sum, backward, make_
 from pardata.collective._explanation import asked, explained
 from pardata.ranks._failure import Failure, consequence, is_consequence
 from pardata.ranks._store import Channel
-from pardata.ranks._turn import all_say, call_off
 from pardata.ranks._world import channel
 
 LONG = timedelta(seconds=30)
@@ -284,19 +282,6 @@ def test_who_knows_the_first_cause_waits_only_a_little_for_the_rest(line):
     known = asked_as(line, 0, 3, patience=60, settle=0.1)
     assert time.monotonic() - start < 30
     assert known.missing == [2]
-
-
-def test_a_rank_that_waits_in_a_turn_is_no_rank_of_which_there_is_no_word(line):
-    waits = threading.Thread(target=caught, args=(all_say, seat(line, 1, 3), "barrier()", int, int))
-    waits.start()
-    while not line.store.check(["at/1"]):
-        time.sleep(0.01)
-    known = asked_as(line, 0, 3, patience=0.1)
-    assert known.missing == [2]
-    assert re.fullmatch(r"barrier\(\) at \S+:\d+, not done yet", known.there[-1].text)
-    call_off(seat(line, 2, 3), "the end of this test")
-    waits.join()
-    assert asked_as(line, 0, 3, patience=0.1).missing == [1, 2]
 
 
 def test_no_more_than_so_many_are_kept_beside_causes(line):

@@ -138,11 +138,7 @@ def test_without_it_a_data_set_draws_from_the_generators_as_they_are():
 
 # --- collate_fn, batch_transform and __getitems__ that draw ---
 
-DRAWS = {
-    "python": random.random,
-    "numpy": np.random.rand,
-    "torch": lambda: torch.rand(()),
-}
+DRAWS = {"python": random.random, "numpy": np.random.rand, "torch": lambda: torch.rand(())}
 
 
 class Draws:

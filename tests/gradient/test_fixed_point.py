@@ -11,14 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pardata.gradient import _fixed_point
 from pardata.gradient._exact_sums import Bucket
-from pardata.gradient._fixed_point import (
-    LARGEST,
-    MOST,
-    SMALL,
-    add,
-    largest,
-    value,
-)
+from pardata.gradient._fixed_point import LARGEST, MOST, SMALL, add, largest, value
 
 FLOATING = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from launch_zoo import mpich_variables, open_mpi_variables
+from launch_zoo import open_mpi_variables
 from launched import agent, launched, reserved_port, slurm_variables, torchrun_variables
 from logged import kept
 from on_ranks import caught, run
@@ -231,11 +231,7 @@ def join_unless(absent):
 
 @pytest.mark.parametrize(
     ("variables", "size", "absent"),
-    [
-        (torchrun_variables, 2, [0]),
-        (torchrun_variables, 3, [1]),
-        (slurm_variables, 4, [1, 3]),
-    ],
+    [(torchrun_variables, 2, [0]), (torchrun_variables, 3, [1]), (slurm_variables, 4, [1, 3])],
 )
 def test_ranks_that_never_come_are_named_on_every_rank_that_did(variables, size, absent):
     outcomes = launched(join_unless, absent, size=size, variables=variables)
@@ -293,10 +289,7 @@ def use_the_address_after_leaving():
 
 def test_after_leaving_the_address_is_free_for_a_group_of_the_users_own():
     outcomes = launched(
-        use_the_address_after_leaving,
-        size=2,
-        variables=slurm_variables,
-        MASTER_ADDR="localhost",
+        use_the_address_after_leaving, size=2, variables=slurm_variables, MASTER_ADDR="localhost"
     )
     assert outcomes == [(2.0, "existing")] * 2
 
@@ -392,12 +385,6 @@ def test_under_mpi_the_nodes_are_counted_by_the_names_of_the_hosts():
     variables = partial(open_mpi_variables, local_size=2)
     outcomes = launched(join_from, hosts, size=4, variables=variables)
     assert outcomes == [(rank // 2, 2, rank % 2, "mpi") for rank in range(4)]
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_ranks_of_mpich_join(size):
-    outcomes = launched(work_as_usual, size=size, variables=mpich_variables)
-    assert outcomes == [(rank, size) for rank in range(size)]
 
 
 # --- whose run it is

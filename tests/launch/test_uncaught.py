@@ -254,8 +254,7 @@ LOCK = r"TypeError: cannot pickle '_thread\.lock' object"
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
-    [(call_boom, "ValueError: boom"), (send_a_lock, LOCK), (gather_a_lock, LOCK)],
+    ("call", "said"), [(call_boom, "ValueError: boom"), (send_a_lock, LOCK), (gather_a_lock, LOCK)]
 )
 def test_what_rank_0_raises_and_all_hear_of_is_said_once(call, said):
     (first,), (other,) = launched(fail_on_rank_0, call, size=2)

@@ -100,12 +100,7 @@ MODELS = {
     "nested": Nested,
     "of a class of the user's": lambda: dense(AnyShape(5)),
 }
-SHAPES = {
-    "1d, sequences": (4, 6),
-    "2d": (4, 5, 6),
-    "channels_last": (4, 5, 6),
-    "3d": (4, 3, 4, 3),
-}
+SHAPES = {"1d, sequences": (4, 6), "2d": (4, 5, 6), "channels_last": (4, 5, 6), "3d": (4, 3, 4, 3)}
 
 
 def made(name):

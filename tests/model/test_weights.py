@@ -317,8 +317,7 @@ def drift(strategy, names, culprit):
 
 
 @pytest.mark.parametrize(
-    ("size", "culprit", "ranks"),
-    [(2, 1, ["rank 0", "rank 1"]), (3, 0, ["rank 0", "ranks 1, 2"])],
+    ("size", "culprit", "ranks"), [(2, 1, ["rank 0", "rank 1"]), (3, 0, ["rank 0", "ranks 1, 2"])]
 )
 def test_what_drifted_is_named_on_every_rank_and_the_ranks_are_told_apart(size, culprit, ranks):
     for told in run(drift, "ddp", list(DRIFTS), culprit, world_size=size):

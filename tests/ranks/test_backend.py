@@ -5,12 +5,7 @@ import torch
 import torch.distributed as dist
 from on_ranks import run
 
-from pardata.ranks._backend import (
-    backends,
-    runs_on_gpus,
-    sends_numbers_apart,
-    takes_cpu_tensors,
-)
+from pardata.ranks._backend import backends, runs_on_gpus, sends_numbers_apart, takes_cpu_tensors
 
 
 @pytest.mark.parametrize(

@@ -20,14 +20,7 @@ from pardata.ranks._failure import (
 )
 
 
-class NeedsTwo(Exception):  # noqa: N818  # named for what it does
-    """Pickles, and cannot be unpickled: as many exceptions of real libraries."""
-
-    def __init__(self, code, text):
-        super().__init__(f"{code}: {text}")
-
-
-class Odd(Exception):  # noqa: N818  # as above
+class Odd(Exception):  # noqa: N818  # named for what it does
     """Its pickle is what it is told to be: comes back as that, or fails."""
 
     def __init__(self, text, pickled):
@@ -53,6 +46,7 @@ def travelled(failure):
     return Failure(**json.loads(json.dumps(asdict(failure))))
 
 
+# Plain ones, interrupts, and one that takes two arguments: tests/collective/test_rank_zero.py.
 def raised(error):
     """Raise `error` and return its `Failure`, after a journey as JSON."""
     try:
@@ -65,11 +59,8 @@ def raised(error):
 @pytest.mark.parametrize(
     "error",
     [
-        ValueError("no such file"),
         KeyError("x"),
         FileNotFoundError(2, "No such file", "a.txt"),
-        SystemExit(3),
-        KeyboardInterrupt(),
         UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
     ],
     ids=lambda error: type(error).__name__,
@@ -95,7 +86,6 @@ Local.__qualname__ = "function.<locals>.Local"
 @pytest.mark.parametrize(
     "error",
     [
-        NeedsTwo(4, "no space left"),
         Odd("comes back without its text", lambda: (Odd, ("", explode))),
         Odd("comes back as another type", lambda: (ValueError, ("comes back as another type",))),
         Odd("fails in pickle", explode),

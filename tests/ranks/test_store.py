@@ -51,10 +51,7 @@ def nothing():
     """Run on rank 0."""
 
 
-CALLS = {
-    "barrier": pardata.barrier,
-    "rank_zero_call": lambda: pardata.rank_zero_call(nothing),
-}
+CALLS = {"barrier": pardata.barrier, "rank_zero_call": lambda: pardata.rank_zero_call(nothing)}
 
 
 @pytest.mark.parametrize("call", CALLS)

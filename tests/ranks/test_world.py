@@ -42,12 +42,6 @@ def test_a_process_that_nobody_launched_is_a_world_of_one_that_cannot_be_changed
             setattr(here, name, 1)
 
 
-@pytest.mark.parametrize(("rank", "local_rank"), [(0, 0), (1, 1), (2, 0)])
-def test_the_main_process_is_rank_0_and_the_local_main_is_local_rank_0(rank, local_rank):
-    here = dataclasses.replace(world(), rank=rank, local_rank=local_rank, size=4)
-    assert (here.is_main, here.is_local_main) == (rank == 0, local_rank == 0)
-
-
 def test_init_in_a_single_process_makes_a_group_of_one_and_leaves_it():
     with init(tune_cpu=False) as here:
         assert (here.rank, here.size, here.launcher) == (0, 1, "single")

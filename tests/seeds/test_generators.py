@@ -77,18 +77,6 @@ def test_the_numbers_are_those_of_the_generators_own_seeding(seed):
     assert draw() == ours
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_some_of_them_may_be_seeded_and_the_others_left_alone(number):
-    seed_generators(8)
-    seeded = draw()[number]
-    seed_generators(1)
-    expected = list(draw())
-    expected[number] = seeded
-    seed_generators(1)
-    seed_generators(8, among=[default_generators()[number]])
-    assert draw() == tuple(expected)
-
-
 # --- kept ---
 
 
@@ -119,19 +107,6 @@ def test_a_normal_number_of_numpys_that_an_inner_block_saw_used_up_is_in_reserve
     assert_same_state(np.random.get_state(), expected)
 
 
-def test_blocks_nest_whether_they_end_in_an_exception_or_not():
-    seed_generators(1)
-    expected = draw(), draw()
-    seed_generators(1)
-    with kept_generators():
-        first = draw()
-        with pytest.raises(ZeroDivisionError), kept_generators():
-            draw()[1 // 0]
-        second = draw()
-    assert (first, second) == expected
-    assert draw() == first
-
-
 # --- no draws ---
 
 MESSAGE = (
@@ -160,16 +135,6 @@ def test_a_thorough_look_notices_every_generator_and_a_quick_one_pytorchs(name, 
     is_pytorchs = not name.startswith(("Python", "NumPy"))
     assert complaint(name, thorough=True, before=before) == MESSAGE
     assert complaint(name, thorough=False, before=before) == (MESSAGE if is_pytorchs else None)
-
-
-@pytest.mark.parametrize("thorough", [True, False])
-def test_who_does_not_draw_may_go_on(thorough):
-    draw()
-    with no_draws("collate_fn", thorough=thorough):
-        torch.ones(3).sum()
-        random.Random(0).random()
-        np.random.default_rng(0).random()
-        torch.rand(1, generator=torch.Generator().manual_seed(0))
 
 
 def test_a_whole_round_of_numpys_words_is_noticed():

@@ -240,16 +240,6 @@ def test_who_waits_too_long_for_rank_0_is_told_what_to_do(wait, call):
 # --- rank_zero_call
 
 
-def call_for_things():
-    return rank_zero_call(lambda: {"path": Path("a/b"), "none": None, "rank": world().rank})
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_the_result_of_rank_0_arrives_whole_on_every_rank(size):
-    expected = {"path": Path("a/b"), "none": None, "rank": 0}
-    assert run_caught(call_for_things, world_size=size) == [expected] * size
-
-
 def return_what_was_on_a_gpu():
     # What a pickle says of a tensor is where it was: there is no GPU to put it on.
     with patch.object(torch.serialization, "location_tag", lambda _: "cuda:0"):

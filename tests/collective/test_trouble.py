@@ -179,13 +179,6 @@ def lose(place):
         raise RuntimeError(LOST)
 
 
-def test_ranks_in_different_calls_are_told_who_is_where():
-    for text, *_ in launched(lose_in, ["all_gather", "all_reduce_mean"], size=2):
-        assert "but the ranks are in different calls: make the same calls in the" in text
-        assert "\n  rank 0: all_gather at " in text
-        assert "\n  rank 1: all_reduce_mean at " in text
-
-
 def reduce_once_more(culprit):
     here = pardata.init(timeout=timedelta(seconds=3))
     model = wrap_model(nn.Linear(2, 1), "ddp")
@@ -209,7 +202,8 @@ def test_a_rank_that_reduces_while_the_others_are_in_backward_is_told_so_on_all(
     for rank, raised in enumerate(launched(reduce_once_more, culprit, size=size)):
         call = "all_reduce_sum" if rank == culprit else "backward"
         assert raised.type in ("TimeoutError", "RuntimeError"), raised
-        assert f"`{call}` must be reached by every rank, but the ranks are in diff" in raised.text
+        assert raised.text.startswith(f"`{call}` must be reached by every rank, but the ranks are ")
+        assert "in different calls: make the same calls in the same order on each" in raised.text
         where = r"at \S*test_trouble\.py:\d+, (timed out|lost a connection) after \d+\.\d s"
         assert re.search(rf"\n  rank {culprit}: all_reduce_sum {where}\n", raised.text)
         assert re.search(rf"\n  ranks? 0[\d, ]*: backward {where}\n", raised.text)

@@ -58,15 +58,6 @@ def test_an_iter_runs_the_next_epoch_or_what_it_is_led_to_and_a_break_keeps_the_
         assert found == (whole[:stop] if stop else whole)
 
 
-def test_a_sample_that_cannot_be_read_ends_the_epoch_and_not_the_loader():
-    data = Failing(ValueError("torn"))
-    loader = loader_of(data, 2)
-    assert caught(steps, loader).type == "RuntimeError"
-    assert loader.epoch == 1
-    data.error = None
-    assert next(iter(loader)).tolist() == [0, 1]
-
-
 def test_a_loop_inside_a_loop_over_the_same_loader_raises_and_leaves_the_newer_one_alone():
     loader = loader_of_six()
     old, new = iter(loader), iter(loader)

@@ -190,8 +190,6 @@ def test_an_epoch_reads_no_single_sample_and_collates_none(monkeypatch, options)
 @pytest.mark.parametrize(
     ("dataset", "indices", "text"),
     [
-        (tensors(3), [0, 3], "index 3 is out of bounds"),
-        (tensors(3), [-4], "index -4 is out of bounds"),
         (Subset(tensors(9), [1, 2]), [2], "index 2 is out of bounds"),
         (Subset(tensors(3), [0, 3]), [0, 1], "index 3 is out of bounds"),
         (ConcatDataset([tensors(3), tensors(2)]), [4, 5], "index 5 is out of range for 5 samples"),

@@ -160,11 +160,6 @@ def test_metrics_that_differ_between_ranks_raise_on_every_rank(strategy):
     assert ranks[1]["no number"].type == "TypeError"
 
 
-def test_in_a_single_process_metrics_that_are_no_numbers_raise_too():
-    with pytest.raises(TypeError, match=r"`metrics\['text'\]` must be a number"):
-        backward(network(), lambda m, b: (squared_error(m, b), {"text": "yes"}), rows_of(3))
-
-
 # --- no collective of their own ---
 
 

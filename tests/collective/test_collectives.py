@@ -124,13 +124,13 @@ def test_alone_each_result_is_the_value_itself(tree):
 # --- weights ---
 
 
-@pytest.mark.parametrize(
-    "weight",
-    [
-        *(torch.tensor(2), torch.tensor([2.0]), np.float32(2), np.int64(2), True, Fraction(2)),
-        *(torch.ones((), requires_grad=True), 1000),
-    ],
-)
+WEIGHTS = [
+    *(torch.tensor(2), torch.tensor([2.0]), np.float32(2), np.int64(2), True, Fraction(2)),
+    *(torch.ones((), requires_grad=True), 1000),
+]
+
+
+@pytest.mark.parametrize("weight", WEIGHTS)
 def test_a_weight_may_be_any_number_or_a_tensor_of_one(weight):
     assert all_reduce_mean(0.1, weight=weight) == 0.1  # alone, to the last bit: 0.1 * 3 / 3 is not
     assert all_reduce_mean(1e308, weight=weight) == 1e308

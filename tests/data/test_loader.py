@@ -229,14 +229,15 @@ def test_an_error_in_the_data_set_names_the_sample_the_rank_the_worker_and_what_
         assert f"RuntimeError: sample 4 could not be read on {where}: {text}" in str(raised)
 
 
+LEFT_ALONE = [
+    (KeyboardInterrupt(), {}, None),
+    (StopIteration("early"), {}, "sample 4 could not be read on rank 0: StopIteration: early"),
+    (None, {"collate_fn": {}.__getitem__}, None),
+]
+
+
 @pytest.mark.parametrize(
-    ("raises", "options", "text"),
-    [
-        (KeyboardInterrupt(), {}, None),
-        (StopIteration("early"), {}, "sample 4 could not be read on rank 0: StopIteration: early"),
-        (None, {"collate_fn": {}.__getitem__}, None),
-    ],
-    ids=["an interrupt", "a stop", "in collate_fn"],
+    ("raises", "options", "text"), LEFT_ALONE, ids=["an interrupt", "a stop", "in collate_fn"]
 )
 def test_what_is_no_error_of_a_sample_is_left_as_it_is(raises, options, text):
     raised = caught(steps, loader_of(Failing(raises), 6, **options))

@@ -37,16 +37,16 @@ def batches(*args, **options):
 # --- datasets ---
 
 
-@pytest.mark.parametrize(
-    "dataset",
-    [
-        range(5),
-        Subset(range(10), [0, 1, 2, 3, 4]),
-        ConcatDataset([[0, 1], [2, 3, 4]]),
-        Count(5),
-        Sized(5),
-    ],
-)
+DATASETS = [
+    range(5),
+    Subset(range(10), [0, 1, 2, 3, 4]),
+    ConcatDataset([[0, 1], [2, 3, 4]]),
+    Count(5),
+    Sized(5),
+]
+
+
+@pytest.mark.parametrize("dataset", DATASETS)
 def test_anything_with_items_and_a_length_is_a_data_set_and_so_is_a_stream(dataset):
     loader = make_loader(dataset, 2, num_workers=0)
     assert isinstance(loader, Loader)

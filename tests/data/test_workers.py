@@ -14,17 +14,16 @@ from pardata import make_loader, world
 from pardata.data._workers import choose_workers
 from pardata.ranks._machine import usable_cores
 
+AUTO = [
+    (4, range(4), 3),
+    (9, range(4), 8),
+    (100, range(4), 8),
+    (1, range(4), 0),
+    (4, TensorDataset(torch.ones(4)), 0),
+]
 
-@pytest.mark.parametrize(
-    ("cores", "dataset", "workers"),
-    [
-        (4, range(4), 3),
-        (9, range(4), 8),
-        (100, range(4), 8),
-        (1, range(4), 0),
-        (4, TensorDataset(torch.ones(4)), 0),
-    ],
-)
+
+@pytest.mark.parametrize(("cores", "dataset", "workers"), AUTO)
 def test_auto_is_the_cores_less_one_and_none_for_whole_batches(
     monkeypatch, cores, dataset, workers
 ):

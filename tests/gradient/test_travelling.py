@@ -211,16 +211,15 @@ def test_under_fsdp_they_are_sent_beside_the_backward():
         assert others == [[32], [32]]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"bucket_cap_mb": 0.0001},
-        {"gradient_as_bucket_view": False},
-        {"find_unused_parameters": True},
-        {"static_graph": True},
-    ],
-    ids=lambda options: next(iter(options)),
-)
+OPTIONS = [
+    {"bucket_cap_mb": 0.0001},
+    {"gradient_as_bucket_view": False},
+    {"find_unused_parameters": True},
+    {"static_graph": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options)))
 def test_they_travel_under_every_option_of_ddp(options):
     for *_, last in run(partial(collectives_of_steps, "ddp", **options), world_size=2):
         assert [number for number in last if number > 32]

@@ -95,14 +95,15 @@ KINDS = "every rank must pass the same to `init`, but `backend` differs:"
 TABLE = "rank 0: backend='cuda:nccl,cpu:gloo'\n  rank 1: backend='gloo'"
 
 
+NO_GROUPS = [
+    ([2, 2, 2], None, f"rank 2 failed in `init`: RuntimeError: {NO_GPU}", NO_GPU),
+    ([3, 3, 3], "GPU-7", ON_ONE, ON_ONE),
+    ([2, 0], None, f"{KINDS}\n  {TABLE}", KINDS),
+]
+
+
 @pytest.mark.parametrize(
-    ("counts", "uuid", "says", "own"),
-    [
-        ([2, 2, 2], None, f"rank 2 failed in `init`: RuntimeError: {NO_GPU}", NO_GPU),
-        ([3, 3, 3], "GPU-7", ON_ONE, ON_ONE),
-        ([2, 0], None, f"{KINDS}\n  {TABLE}", KINDS),
-    ],
-    ids=["too few", "the same", "of other kinds"],
+    ("counts", "uuid", "says", "own"), NO_GROUPS, ids=["too few", "the same", "of other kinds"]
 )
 def test_gpus_that_make_no_group_are_an_error_on_every_rank_at_once(counts, uuid, says, own):
     outcomes = launched(join_with_gpus, counts, uuid, size=len(counts))
@@ -127,18 +128,17 @@ def join_and_note_the_bound(counts):
     return asked
 
 
-@pytest.mark.parametrize(
-    ("counts", "bound"),
-    [
-        ([2, 2], ["cuda:0", "cuda:1"]),
-        ([3, 3], ["cuda:0", "cuda:1"]),
-        # A model may be spread over the GPUs of a process.
-        ([4, 4], ["None", "None"]),
-        # All ranks or none: who is bound waits for the others to connect.
-        ([2, 4], ["None", "None"]),
-    ],
-    ids=str,
-)
+BOUND = [
+    ([2, 2], ["cuda:0", "cuda:1"]),
+    ([3, 3], ["cuda:0", "cuda:1"]),
+    # A model may be spread over the GPUs of a process.
+    ([4, 4], ["None", "None"]),
+    # All ranks or none: who is bound waits for the others to connect.
+    ([2, 4], ["None", "None"]),
+]
+
+
+@pytest.mark.parametrize(("counts", "bound"), BOUND, ids=str)
 def test_a_group_is_bound_to_one_gpu_only_where_a_process_has_one(counts, bound):
     found = launched(join_and_note_the_bound, counts, size=2)
     assert found == [[("cuda:nccl,cpu:gloo", device)] for device in bound]
@@ -390,16 +390,16 @@ def test_under_mpi_the_nodes_are_counted_by_the_names_of_the_hosts():
 # --- whose run it is
 
 
-@pytest.mark.parametrize(
-    ("launcher", "env", "named"),
-    [
-        ("slurm", {"SLURM_JOB_ID": "5", "SLURM_STEP_ID": "1"}, "SLURM job 5, step 1, start 0"),
-        ("torchrun", {"TORCHELASTIC_RUN_ID": "a1"}, "torchrun's run a1"),
-        ("torchrun", {"TORCHELASTIC_RUN_ID": "none"}, f"a run of {Path(sys.argv[0]).name}"),
-        ("mpi", {"PMIX_NAMESPACE": "prterun-7@1"}, "Open MPI's run prterun-7@1"),
-        ("mpi", {}, f"a run of {Path(sys.argv[0]).name}"),
-    ],
-)
+NAMES = [
+    ("slurm", {"SLURM_JOB_ID": "5", "SLURM_STEP_ID": "1"}, "SLURM job 5, step 1, start 0"),
+    ("torchrun", {"TORCHELASTIC_RUN_ID": "a1"}, "torchrun's run a1"),
+    ("torchrun", {"TORCHELASTIC_RUN_ID": "none"}, f"a run of {Path(sys.argv[0]).name}"),
+    ("mpi", {"PMIX_NAMESPACE": "prterun-7@1"}, "Open MPI's run prterun-7@1"),
+    ("mpi", {}, f"a run of {Path(sys.argv[0]).name}"),
+]
+
+
+@pytest.mark.parametrize(("launcher", "env", "named"), NAMES)
 def test_a_run_has_the_name_that_its_launcher_gave_it(launcher, env, named):
     assert run_of(launch(0, 2)._replace(launcher=launcher), env) == named
 

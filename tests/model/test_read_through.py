@@ -270,21 +270,20 @@ def copies_and_pickles_work_and_train_in_step(strategy):
         assert fingerprint(again) != fingerprint(model)  # batch norm went on, in the copy alone
 
 
+OF_BOTH = [
+    attributes_are_read_through,
+    attributes_set_and_deleted_are_those_of_the_model,
+    names_with_an_underscore_and_of_the_wrapper_stay_on_the_wrapper,
+    what_would_train_without_being_synchronised_cannot_be_assigned,
+    a_buffer_registered_through_the_wrapper_is_the_models_and_kept_equal,
+    a_state_dict_has_the_names_of_the_module_and_loads_into_it,
+    a_wrapped_child_saves_and_loads_like_the_bare_one,
+    copies_and_pickles_work_and_train_in_step,
+]
+
+
 @pytest.mark.parametrize("strategy", ["dp", "ddp"])
-@pytest.mark.parametrize(
-    "holds",
-    [
-        attributes_are_read_through,
-        attributes_set_and_deleted_are_those_of_the_model,
-        names_with_an_underscore_and_of_the_wrapper_stay_on_the_wrapper,
-        what_would_train_without_being_synchronised_cannot_be_assigned,
-        a_buffer_registered_through_the_wrapper_is_the_models_and_kept_equal,
-        a_state_dict_has_the_names_of_the_module_and_loads_into_it,
-        a_wrapped_child_saves_and_loads_like_the_bare_one,
-        copies_and_pickles_work_and_train_in_step,
-    ],
-    ids=lambda holds: holds.__name__,
-)
+@pytest.mark.parametrize("holds", OF_BOTH, ids=lambda holds: holds.__name__)
 def test_of_both_wrappers(holds, strategy):
     if strategy == "dp":
         holds("dp")
@@ -324,13 +323,13 @@ def hidden(strategy, *kinds):
     ]
 
 
-@pytest.mark.parametrize(
-    ("kinds", "by", "names"),
-    [
-        ((Line, Alike, Net, Net), "[0/2] ReadThroughDDP", ["`device` of Net", "`module` of Net"]),
-        ((Hiding,) * 2, "ReadThroughDP", ["`device_ids` of Hiding", "`gather` of Hiding"]),
-    ],
-)
+HIDDEN = [
+    ((Line, Alike, Net, Net), "[0/2] ReadThroughDDP", ["`device` of Net", "`module` of Net"]),
+    ((Hiding,) * 2, "ReadThroughDP", ["`device_ids` of Hiding", "`gather` of Hiding"]),
+]
+
+
+@pytest.mark.parametrize(("kinds", "by", "names"), HIDDEN)
 def test_names_that_mean_something_else_at_the_wrapper_are_logged_once_on_rank_0(kinds, by, names):
     strategy, size = ("ddp", 2) if "DDP" in by else ("dp", 1)
     first, *others = run(hidden, strategy, *kinds, world_size=size)
@@ -678,17 +677,17 @@ class Outputs(OrderedDict):
         raise NotImplementedError
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda a: (a, a * 2),
-        lambda a: Pair(a, a * 2),
-        lambda a: Outputs([("x", a), ("y", a * 2)]),
-        lambda a: {"x": [a, (a, Pair(a, a))]},
-        lambda a: [Pair({"z": a}, a)],
-        lambda a: Answer(a, [a]),
-    ],
-)
+STRUCTURES = [
+    lambda a: (a, a * 2),
+    lambda a: Pair(a, a * 2),
+    lambda a: Outputs([("x", a), ("y", a * 2)]),
+    lambda a: {"x": [a, (a, Pair(a, a))]},
+    lambda a: [Pair({"z": a}, a)],
+    lambda a: Answer(a, [a]),
+]
+
+
+@pytest.mark.parametrize("wrap", STRUCTURES)
 def test_structures_of_scalars_keep_their_kind(wrap):
     result = gathered([wrap(torch.tensor(1.0)), wrap(torch.tensor(5.0))], [1, 3])
     expected = wrap(torch.tensor(4.0))
@@ -710,30 +709,30 @@ def test_none_stays_none_and_other_tensors_go_to_pytorch(monkeypatch):
 ONE = torch.tensor(1.0)
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "error"),
-    [
-        ((ONE,), (ONE, ONE), ValueError),
-        ({"a": ONE}, {"b": ONE}, KeyError),
-        ({"a": ONE}, {"a": ONE, "b": ONE}, ValueError),
-        ([ONE, {"a": ONE}], [ONE, ONE], TypeError),
-    ],
-)
+UNLIKE = [
+    ((ONE,), (ONE, ONE), ValueError),
+    ({"a": ONE}, {"b": ONE}, KeyError),
+    ({"a": ONE}, {"a": ONE, "b": ONE}, ValueError),
+    ([ONE, {"a": ONE}], [ONE, ONE], TypeError),
+]
+
+
+@pytest.mark.parametrize(("first", "second", "error"), UNLIKE)
 def test_outputs_of_unlike_structure_are_an_error(first, second, error):
     with pytest.raises(error):
         gathered([first, second], [1, 1])
 
 
-@pytest.mark.parametrize(
-    ("values", "dim", "rows"),
-    [
-        ([torch.ones(3, 2)], 1, 2),
-        ([torch.ones(3)], 1, 1),
-        (["text", 5, torch.ones(4)], 0, 4),
-        ([{}, [], [{"a": (torch.ones(6),)}]], 0, 6),
-        ([torch.ones(0, 2), torch.ones(3)], 0, 0),
-        ([None, 1], 0, 0),
-    ],
-)
+ROWS = [
+    ([torch.ones(3, 2)], 1, 2),
+    ([torch.ones(3)], 1, 1),
+    (["text", 5, torch.ones(4)], 0, 4),
+    ([{}, [], [{"a": (torch.ones(6),)}]], 0, 6),
+    ([torch.ones(0, 2), torch.ones(3)], 0, 0),
+    ([None, 1], 0, 0),
+]
+
+
+@pytest.mark.parametrize(("values", "dim", "rows"), ROWS)
 def test_rows_are_those_of_the_first_tensor(values, dim, rows):
     assert _rows(values, dim) == rows

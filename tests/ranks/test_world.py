@@ -181,21 +181,20 @@ def describe_with(env):
     return dataclasses.astuple(world())[:6]
 
 
-@pytest.mark.parametrize(
-    ("env", "expected"),
-    [
-        ({}, [(rank, 4, rank, 4, 0, 1) for rank in range(4)]),
-        (  # torchrun
-            {"LOCAL_RANK": "0120", "LOCAL_WORLD_SIZE": "3331", "GROUP_RANK": "0001"},
-            [(0, 4, 0, 3, 0, 2), (1, 4, 1, 3, 0, 2), (2, 4, 2, 3, 0, 2), (3, 4, 0, 1, 1, 4)],
-        ),
-        (  # Ray, with its workers in another order
-            {"LOCAL_RANK": "0101", "LOCAL_WORLD_SIZE": "2222", "NODE_RANK": "1100"},
-            [(rank, 4, rank % 2, 2, 1 - rank // 2, 2) for rank in range(4)],
-        ),
-    ],
-    ids=["nothing", "torchrun", "ray"],
-)
+SAID = [
+    ({}, [(rank, 4, rank, 4, 0, 1) for rank in range(4)]),
+    (  # torchrun
+        {"LOCAL_RANK": "0120", "LOCAL_WORLD_SIZE": "3331", "GROUP_RANK": "0001"},
+        [(0, 4, 0, 3, 0, 2), (1, 4, 1, 3, 0, 2), (2, 4, 2, 3, 0, 2), (3, 4, 0, 1, 1, 4)],
+    ),
+    (  # Ray, with its workers in another order
+        {"LOCAL_RANK": "0101", "LOCAL_WORLD_SIZE": "2222", "NODE_RANK": "1100"},
+        [(rank, 4, rank % 2, 2, 1 - rank // 2, 2) for rank in range(4)],
+    ),
+]
+
+
+@pytest.mark.parametrize(("env", "expected"), SAID, ids=["nothing", "torchrun", "ray"])
 def test_what_is_said_beside_a_group_is_believed(env, expected):
     assert run_caught(describe_with, env, world_size=4) == expected
 
@@ -211,14 +210,14 @@ def adopt_on_hosts(hosts):
         return dataclasses.astuple(here)[:6]
 
 
-@pytest.mark.parametrize(
-    ("hosts", "expected"),
-    [
-        ("aabb", [(0, 4, 0, 2, 0, 2), (1, 4, 1, 2, 0, 2), (2, 4, 0, 2, 1, 2), (3, 4, 1, 2, 1, 2)]),
-        ("baba", [(0, 4, 0, 2, 0, 2), (1, 4, 0, 2, 1, 2), (2, 4, 1, 2, 0, 2), (3, 4, 1, 2, 1, 2)]),
-        ("aaab", [(0, 4, 0, 3, 0, 2), (1, 4, 1, 3, 0, 2), (2, 4, 2, 3, 0, 2), (3, 4, 0, 1, 1, 2)]),
-    ],
-)
+HOSTS = [
+    ("aabb", [(0, 4, 0, 2, 0, 2), (1, 4, 1, 2, 0, 2), (2, 4, 0, 2, 1, 2), (3, 4, 1, 2, 1, 2)]),
+    ("baba", [(0, 4, 0, 2, 0, 2), (1, 4, 0, 2, 1, 2), (2, 4, 1, 2, 0, 2), (3, 4, 1, 2, 1, 2)]),
+    ("aaab", [(0, 4, 0, 3, 0, 2), (1, 4, 1, 3, 0, 2), (2, 4, 2, 3, 0, 2), (3, 4, 0, 1, 1, 2)]),
+]
+
+
+@pytest.mark.parametrize(("hosts", "expected"), HOSTS)
 def test_who_adopts_a_group_asks_for_the_hosts_where_nothing_is_said(hosts, expected):
     assert run_caught(adopt_on_hosts, hosts, world_size=4) == expected
 
@@ -251,19 +250,18 @@ def adopt_gpus(chosen, local_rank, options):
         return str(here.device), [str(device) for device in made_current]
 
 
-@pytest.mark.parametrize(
-    ("options", "chosen", "device"),
-    [
-        ({"bound": torch.device("cuda", 3)}, None, "cuda:3"),
-        ({"bound": torch.device("cuda", 3), "current": 2}, None, "cuda:3"),
-        ({"current": 2}, None, "cuda:2"),
-        ({}, None, "cuda:1"),  # nobody has chosen one: the local rank's
-        ({"count": 1}, None, "cuda:0"),  # … which is the only one that it sees
-        ({}, "cuda", "cuda:1"),
-        ({"current": 2}, "cuda:3", "cuda:3"),
-    ],
-    ids=str,
-)
+GPUS = [
+    ({"bound": torch.device("cuda", 3)}, None, "cuda:3"),
+    ({"bound": torch.device("cuda", 3), "current": 2}, None, "cuda:3"),
+    ({"current": 2}, None, "cuda:2"),
+    ({}, None, "cuda:1"),  # nobody has chosen one: the local rank's
+    ({"count": 1}, None, "cuda:0"),  # … which is the only one that it sees
+    ({}, "cuda", "cuda:1"),
+    ({"current": 2}, "cuda:3", "cuda:3"),
+]
+
+
+@pytest.mark.parametrize(("options", "chosen", "device"), GPUS, ids=str)
 def test_the_gpu_of_an_adopted_group_is_made_current(options, chosen, device):
     (found,) = run_caught(adopt_gpus, chosen, 1, options, world_size=1)
     assert found == (device, [device])
@@ -313,19 +311,19 @@ def adopt_and_look_at_the_groups(devices, backend, timeout):
 BOTH = "cuda:nccl,cpu:gloo"
 
 
-@pytest.mark.parametrize(
-    ("size", "devices", "backend", "timeout", "made"),
-    [
-        (1, [None], None, None, []),
-        (2, [None], None, None, [("gloo", 2, "its own")]),
-        (3, [None], None, 7, [("gloo", 3, timedelta(seconds=7))]),
-        (1, [None], BOTH, None, []),
-        (2, [None], BOTH, None, []),
-        # A model on the CPU of any rank: all must make it.
-        (2, ["cpu"], BOTH, None, [("gloo", 2, "its own")]),
-        (2, ["cuda", "cpu"], BOTH, None, [("gloo", 2, "its own")]),
-    ],
-)
+GROUPS = [
+    (1, [None], None, None, []),
+    (2, [None], None, None, [("gloo", 2, "its own")]),
+    (3, [None], None, 7, [("gloo", 3, timedelta(seconds=7))]),
+    (1, [None], BOTH, None, []),
+    (2, [None], BOTH, None, []),
+    # A model on the CPU of any rank: all must make it.
+    (2, ["cpu"], BOTH, None, [("gloo", 2, "its own")]),
+    (2, ["cuda", "cpu"], BOTH, None, [("gloo", 2, "its own")]),
+]
+
+
+@pytest.mark.parametrize(("size", "devices", "backend", "timeout", "made"), GROUPS)
 def test_small_numbers_get_a_group_where_they_would_meet_gradients_and_nowhere_else(
     size, devices, backend, timeout, made
 ):
@@ -538,16 +536,16 @@ def exits(programs, tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize(
-    ("ending", "codes", "says"),
-    [
-        *[(f"alike {run}", [0] * 4, [None] * 4) for run in range(3)],
-        ("one by one", [0, 0], [None, None]),  # rank 0 keeps the store open until the end
-        ("after one that was adopted", [0, 0], ["left True\n"] * 2),
-        ("exception", [1, 5], ["ValueError: the reason", ""]),
-        ("killed", [9, 0], ["", "not all ranks left the process group: another rank failed or w"]),
-    ],
-)
+ENDINGS = [
+    *[(f"alike {run}", [0] * 4, [None] * 4) for run in range(3)],
+    ("one by one", [0, 0], [None, None]),  # rank 0 keeps the store open until the end
+    ("after one that was adopted", [0, 0], ["left True\n"] * 2),
+    ("exception", [1, 5], ["ValueError: the reason", ""]),
+    ("killed", [9, 0], ["", "not all ranks left the process group: another rank failed or w"]),
+]
+
+
+@pytest.mark.parametrize(("ending", "codes", "says"), ENDINGS)
 def test_ranks_leave_at_exit_without_a_word_unless_one_of_them_failed(exits, ending, codes, says):
     found, said = zip(*exits[ending], strict=True)
     assert list(found) == codes

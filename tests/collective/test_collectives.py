@@ -4,13 +4,13 @@ import math
 from collections import OrderedDict, defaultdict
 from fractions import Fraction
 from threading import Lock
+from typing import NamedTuple
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from collective_zoo import Metrics, leaves, rebuild
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_ranks import Raised, caught, run
@@ -25,9 +25,25 @@ from pardata import (
     world,
 )
 from pardata.collective import _header
+from pardata.collective._header import numbers_of
+from pardata.collective._tree import mapped
 
 CALLS = (all_reduce_mean, all_reduce_sum, all_reduce_max, all_reduce_min)
 EXACT = CALLS[1:]
+
+
+class Metrics(NamedTuple):
+    loss: object
+    correct: object
+
+
+def leaves(value):
+    return list(numbers_of(value).values())
+
+
+def rebuild(value, replacements):
+    found = dict(zip(numbers_of(value), replacements, strict=True))
+    return mapped(value, lambda path, _: found[path])
 
 
 def on_every_rank(fn, size, *args):

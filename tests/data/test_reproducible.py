@@ -69,11 +69,6 @@ def epochs_of(data, count=2, **options):
     return [steps(loader) for _ in range(count)]
 
 
-def epochs_joined(ranks):
-    """Return the epochs of steps that the ranks' shares make up."""
-    return [joined(epoch) for epoch in zip(*ranks, strict=True)]
-
-
 # --- samples ---
 
 SAMPLES = {
@@ -242,7 +237,7 @@ def test_a_sample_and_a_microbatch_are_the_same_whoever_reads_them(size):
     ranks = run(_epochs, [0, 2], world_size=size)
     for name in alone:
         for found in zip(*(rank[name] for rank in ranks), strict=True):
-            assert epochs_joined(found) == alone[name][0], name
+            assert [joined(epoch) for epoch in zip(*found, strict=True)] == alone[name][0], name
         first, second = alone[name][0]
         assert sorted(first) != sorted(second), name
     for name in MICROBATCHES:

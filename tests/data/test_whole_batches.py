@@ -62,12 +62,6 @@ class OwnConcat(ConcatDataset):
         return super().__getitem__(len(self) - 1 - index)
 
 
-class Inherits(TensorDataset):
-    """Reads as its base does."""
-
-    name = "a class of the user"
-
-
 def read(dataset, indices):
     """Return the one batch of these samples."""
     (batch,) = loader_of(dataset, len(indices), sampler=indices, device=None)

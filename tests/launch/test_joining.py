@@ -208,10 +208,6 @@ def test_a_device_that_is_not_there_is_an_error_on_every_rank_and_a_second_try_w
 # --- where to meet
 
 
-def join_soon():
-    return caught(lambda: init(timeout=SOON))
-
-
 def test_a_rank_0_that_is_not_there_is_named_with_its_address_in_time(monkeypatch):
     with reserved_port() as port:
         for name, value in slurm_variables(1, 2, port).items():
@@ -226,7 +222,7 @@ def test_a_rank_0_that_is_not_there_is_named_with_its_address_in_time(monkeypatc
 
 def join_unless(absent):
     name = "RANK" if "RANK" in os.environ else "SLURM_PROCID"
-    return None if int(os.environ[name]) in absent else join_soon()
+    return None if int(os.environ[name]) in absent else caught(lambda: init(timeout=SOON))
 
 
 @pytest.mark.parametrize(

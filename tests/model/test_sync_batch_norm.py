@@ -75,12 +75,6 @@ def untracking():
     return net
 
 
-def frozen_affine():
-    net = dense(nn.BatchNorm1d(5))
-    net[1].requires_grad_(False)
-    return net
-
-
 MODELS = {
     "1d": lambda: dense(nn.BatchNorm1d(5)),
     "1d, sequences": lambda: nn.Sequential(nn.Conv1d(4, 5, 2), nn.BatchNorm1d(5), nn.Tanh()),
@@ -92,7 +86,7 @@ MODELS = {
     "momentum=0": lambda: dense(nn.BatchNorm1d(5, momentum=0.0)),
     "untracked": lambda: dense(nn.BatchNorm1d(5, track_running_stats=False)),
     "tracking stopped": untracking,
-    "frozen affine": frozen_affine,
+    "frozen affine": lambda: dense(nn.BatchNorm1d(5).requires_grad_(False)),
     "no bias": lambda: dense(nn.BatchNorm1d(5)),
     "first": lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)),
     "the model itself": lambda: nn.BatchNorm1d(4),

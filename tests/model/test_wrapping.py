@@ -20,8 +20,6 @@ from torch.utils.data import TensorDataset
 from pardata import check_in_sync, fingerprint, make_loader, unwrap, wrap_model
 from pardata.model._strategy import StrategyName, named, strategy_of
 
-TARGETS = torch.arange(12) % 3
-
 
 class Elsewhere(nn.Parameter):
     """Says that it is on a GPU, of which there need be none."""

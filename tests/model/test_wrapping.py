@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from logged import log_of
-from model_zoo import Smooth, batch, own, seeded
+from model_zoo import batch, own, seeded, smooth
 from on_ranks import caught, run, run_caught
 from sharding import FSDP_ON_CPU, TOGETHER, needs_fsdp, whole
 from torch import nn
@@ -113,7 +113,7 @@ def test_dp_on_a_cpu_runs_and_says_once_that_it_did_not_scatter():
 
 
 def data_parallel():
-    net, rows = seeded(Smooth), batch()
+    net, rows = seeded(smooth), batch()
     expected = net(rows)
     with log_of("pardata", logging.INFO) as log:
         first, second = wrap_model(net, "dp"), wrap_model(seeded(), "dp", device_ids=[0, 1])
@@ -191,7 +191,7 @@ def test_parts_may_be_sharded_before_the_whole():
 
 
 def trained_by_an_optimizer(made_before):
-    net, early = seeded(Smooth), None
+    net, early = seeded(smooth), None
     leftover = list(net.parameters())  # by itself no mistake
     if made_before:
         optimizer = torch.optim.SGD(leftover, lr=0.1)
@@ -221,7 +221,7 @@ def test_an_optimizer_of_the_parameters_before_sharding_is_refused_in_the_first_
 
 
 def trained_by_an_optimizer_made_after_an_evaluation(compiled):
-    model = wrap_model(seeded(Smooth), "fsdp", reshard_after_forward=False)
+    model = wrap_model(seeded(smooth), "fsdp", reshard_after_forward=False)
     runs = torch.compile(model, backend="eager") if compiled else model
     with torch.no_grad():
         runs(batch())
@@ -257,7 +257,7 @@ def options_seen():
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        model = wrap_model(seeded(Smooth), "fsdp", mp_policy=policy, reshard_after_forward=False)
+        model = wrap_model(seeded(smooth), "fsdp", mp_policy=policy, reshard_after_forward=False)
         assert model(batch()).dtype == torch.bfloat16
     return found, told.bucket_bytes_cap
 

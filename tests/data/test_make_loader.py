@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from data_zoo import ByLength, Count, Numbers, Rotated, Sized, flat
 from logged import log_of
-from on_ranks import caught, run
+from on_ranks import run
 from sharding import TOGETHER
 from torch.utils.data import (
     ConcatDataset,
@@ -54,32 +54,6 @@ def test_anything_with_items_and_a_length_is_a_data_set_and_so_is_a_stream(datas
     assert loader.dataset is dataset
     assert loader.batch_size == 2
     assert type(dataset) is Count or len(loader) == 3
-
-
-# --- bad arguments, alone and on every rank ---
-
-
-def _lengths_with_tails(tails):
-    def length(data, **options):
-        return len(make_loader(data, 8, **options))
-
-    keeps = {"drop_last": False}
-    kinds = [
-        lambda data: length(data, shuffle=True, **keeps),
-        lambda data: length(data, sampler=SequentialSampler(data), **keeps),
-        length,
-    ]
-    return [[caught(kind, range(16 + tail)) for tail in tails] for kind in kinds]
-
-
-def test_a_shuffled_tail_smaller_than_the_world_is_refused_and_no_other():
-    for shuffled, sampled, ordered in run(_lengths_with_tails, [0, 3, 1, 2], world_size=3):
-        assert ordered == [2, 3, 3, 3]
-        for found in (shuffled, sampled):
-            assert found[:2] == [2, 3]
-            for tail, raised in enumerate(found[2:], 1):
-                text = f"a sample for each of the 3 ranks, but has {tail} of {16 + tail}: a rank"
-                assert text in raised.text
 
 
 # --- distributed ---

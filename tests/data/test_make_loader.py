@@ -3,6 +3,7 @@
 import gc
 import multiprocessing
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -54,6 +55,22 @@ def test_anything_with_items_and_a_length_is_a_data_set_and_so_is_a_stream(datas
     assert loader.dataset is dataset
     assert loader.batch_size == 2
     assert type(dataset) is Count or len(loader) == 3
+
+
+# --- the last batch; what else is refused: tests/promises/misuse_data.py ---
+
+
+def _tail(length, **options):
+    return caught(lambda: len(make_loader(range(length), 8, drop_last=False, **options)))
+
+
+def test_a_tail_of_training_has_a_sample_for_each_rank():
+    text = "ValueError: the last batch must have a sample for each of the 3 ranks, but has 2 of 18"
+    for options in ({"shuffle": True}, {"sampler": SequentialSampler(range(18))}):
+        for raised in run(partial(_tail, 18, **options), world_size=3):
+            assert str(raised).startswith(text)
+    assert run(partial(_tail, 19, shuffle=True), world_size=3) == [3] * 3
+    assert run(_tail, 17, world_size=3) == [3] * 3  # an evaluation
 
 
 # --- distributed ---

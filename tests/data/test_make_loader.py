@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from data_zoo import ByLength, Count, Numbers, Rotated, Sized, flat
 from logged import log_of
-from on_ranks import run
+from on_ranks import caught, run
 from sharding import TOGETHER
 from torch.utils.data import (
     ConcatDataset,

@@ -32,7 +32,7 @@ class WhoAmI(Numbers):
 
 
 def batches(*args, **options):
-    return [batch.tolist() for batch in make_loader(*args, **options)]
+    return [batch.tolist() for batch in make_loader(*args, **{"num_workers": 0, **options})]
 
 
 # --- datasets ---
@@ -77,11 +77,9 @@ def test_a_tail_of_training_has_a_sample_for_each_rank():
 
 
 def _distributed():
-    found = [
-        batches(range(4), 4, distributed=value, num_workers=0) for value in ("auto", True, False)
-    ]
+    found = [batches(range(4), 4, distributed=value) for value in ("auto", True, False)]
     # Without, no rank waits for another: only one of them makes a loader, of other arguments.
-    own = dist.get_rank() and batches(range(3), 2, distributed=False, num_workers=0)
+    own = dist.get_rank() and batches(range(3), 2, distributed=False)
     return [*found, own]
 
 
@@ -90,7 +88,7 @@ def test_distributed_says_whether_the_ranks_share():
     first, second = run(_distributed, world_size=2)
     assert first == [[[0, 1]], [[0, 1]], whole, 0]
     assert second == [[[2, 3]], [[2, 3]], whole, [[0, 1], [2]]]
-    alone = [batches(range(4), 4, distributed=value, num_workers=0) for value in ("auto", False)]
+    alone = [batches(range(4), 4, distributed=value) for value in ("auto", False)]
     assert alone == [whole, whole]
 
 
@@ -100,23 +98,23 @@ def test_distributed_says_whether_the_ranks_share():
 def _seedless():
     torch.manual_seed(5 + dist.get_rank())
     before = torch.get_rng_state()
-    order = batches(range(20), 4, shuffle=True, num_workers=0)
+    order = batches(range(20), 4, shuffle=True)
     assert torch.equal(torch.get_rng_state(), before)
     return order
 
 
 def test_no_seed_is_that_of_rank_zero():
     torch.manual_seed(5)
-    alone = batches(range(20), 4, shuffle=True, num_workers=0)
+    alone = batches(range(20), 4, shuffle=True)
     one, other = run(_seedless, world_size=2)
     assert [a + b for a, b in zip(one, other, strict=True)] == alone
-    assert alone == batches(range(20), 4, shuffle=True, seed=5, num_workers=0)
-    assert alone != batches(range(20), 4, shuffle=True, seed=6, num_workers=0)
+    assert alone == batches(range(20), 4, shuffle=True, seed=5)
+    assert alone != batches(range(20), 4, shuffle=True, seed=6)
 
 
 @pytest.mark.parametrize("seed", [-1, 0, 2**63, 2**64 + 1])
 def test_any_integer_is_a_seed(seed):
-    assert sorted(flat(batches(range(8), 4, shuffle=True, seed=seed, num_workers=0))) == [*range(8)]
+    assert sorted(flat(batches(range(8), 4, shuffle=True, seed=seed))) == [*range(8)]
 
 
 # --- shares that differ ---

@@ -831,14 +831,8 @@ def test_what_the_ranks_cannot_train_together_is_refused_on_each_at_the_very_ste
 
 def print_table():
     """Print by how much gradients are off, as Markdown."""
-    columns = [("none", 1), ("dp", 1)]
-    columns += [(strategy, size) for strategy in TOGETHER for size in SIZES]
-    ours = {
-        (strategy, size): [errors_of_backward(strategy)]
-        if strategy in ("none", "dp")
-        else run(errors_of_backward, strategy, world_size=size)
-        for strategy, size in columns
-    }
+    columns = [("none", 1), ("dp", 1), *itertools.product(TOGETHER, SIZES)]
+    ours = {column: run(errors_of_backward, column[0], world_size=column[1]) for column in columns}
     plain = {("ddp", size): run(errors_of_plain_ddp, world_size=size) for size in SIZES}
     heads = " | ".join(f"{strategy} {size}" for strategy, size in columns)
     print(f"| the gradient's worst relative error | {heads} |")

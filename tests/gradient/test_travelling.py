@@ -360,13 +360,8 @@ def losses_of(collate_fn, corrupt, microbatch_size):
     model = wrap_model(nn.Linear(7, 1, bias=False), "ddp" if world().size > 1 else "none")
     with torch.no_grad():
         unwrap(model).weight.fill_(1.0)
-    (batch,) = make_loader(
-        Numbers(corrupt=corrupt),
-        6,
-        collate_fn=collate_fn,
-        num_workers=0,
-        microbatch_size=microbatch_size,
-    )
+    options = {"collate_fn": collate_fn, "microbatch_size": microbatch_size}
+    (batch,) = make_loader(Numbers(corrupt=corrupt), 6, num_workers=0, **options)
     return [backward(model, loss_fn, batch).item() for _ in range(2)]
 
 

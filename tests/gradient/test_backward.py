@@ -125,33 +125,29 @@ def errors_of_backward(*strategies):
 
 def errors_of_plain_ddp():
     """Return by how much the usual ways are off, which take means of means."""
-    here, net = world(), network()
-    model = DistributedDataParallel(net)
+    here, model = world(), DistributedDataParallel(network())
 
-    def error(case, losses):
+    def error(case, parts, loss_of):
         model.zero_grad()
-        losses = list(losses)
-        for loss in losses[:-1]:
-            with model.no_sync():
-                loss().backward()
-        losses[-1]().backward()
+        *others, last = parts
+        with model.no_sync():
+            for part in others:
+                loss_of(part).backward()
+        loss_of(last).backward()
         return off(gradients(model), truth(case)[1])
 
     uneven = CASES["no microbatches, uneven shares"]
     tokens = Case(tokens=(100, 1, 37, 2)[: max(here.size, 2)])
-    own = list(cut(sequences(tokens.tokens)))
+    own = cut(sequences(tokens.tokens))
     window = Case((3, 3) * here.size)  # two microbatches a rank are left, of windows of four
-    last = list(cut(pieces(window.sizes)))
+    last = cut(pieces(window.sizes))
+    mean = error(uneven, [batch_of(uneven)], partial(squared_error, model))
+    means = error(tokens, own, lambda part: masked_error(model, part) / len(own))
+    windows = error(window, last, lambda part: squared_error(model, part) / 4)
     return {
-        "mean of the ranks' means, uneven shares": error(
-            uneven, [lambda: squared_error(model, batch_of(uneven))]
-        ),
-        "mean of means, token counts that differ": error(
-            tokens, [lambda part=part: masked_error(model, part) / len(own) for part in own]
-        ),
-        "loss / accumulation_steps, last window half full": error(
-            window, [lambda part=part: squared_error(model, part) / 4 for part in last]
-        ),
+        "mean of the ranks' means, uneven shares": mean,
+        "mean of means, token counts that differ": means,
+        "loss / accumulation_steps, last window half full": windows,
     }
 
 

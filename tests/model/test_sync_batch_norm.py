@@ -436,20 +436,6 @@ def test_what_cannot_be_normalised_is_an_error_on_every_rank_that_leaves_the_gro
             assert text in str(raised)
 
 
-def one_row_each():
-    # Of 2 and 4: less and more than their mean by just as much; of one alone in evaluation.
-    norm = bare(nn.BatchNorm1d(1))
-    own = norm(torch.full((1, 1), 2.0 * (world().rank + 1), dtype=torch.float64))
-    dist.all_reduce(own)
-    return own.item(), norm.eval()(torch.ones(1, 1, dtype=torch.float64)).shape
-
-
-def test_one_row_on_each_rank_is_enough():
-    for mean, shape in run(one_row_each, world_size=2):
-        assert mean == pytest.approx(0.0, abs=1e-12)
-        assert shape == (1, 1)
-
-
 # With microbatches
 
 

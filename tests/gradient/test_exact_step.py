@@ -341,6 +341,7 @@ def compiled():
     limit, fails = "recompile_limit", "fail_on_recompile_limit_hit"
     if not hasattr(config, limit):
         limit, fails = "cache_size_limit", "fail_on_cache_limit_hit"  # in torch 2.6
+    torch._dynamo.reset()  # what was compiled before counts too
     with config.patch({limit: 2, fails: False}):
         model = seeded(lambda: torch.compile(smooth(), backend="eager", dynamic=False))
         told = one_step(model)

@@ -1,6 +1,7 @@
 """What was logged: a handler that keeps the records, and a logger of pardata's with one."""
 
 import logging
+from contextlib import contextmanager
 
 from pardata import get_logger
 
@@ -26,3 +27,14 @@ def kept(name, level=logging.DEBUG):
     plain.setLevel(level)
     plain.handlers, plain.propagate = [keeper], False
     return get_logger(name), keeper
+
+
+@contextmanager
+def log_of(name="pardata", level=logging.NOTSET):
+    """Give what keeps the records of a log."""
+    plain, keeper = logging.getLogger(name), Keeper()
+    plain.addHandler(keeper)
+    plain.setLevel(level)
+    yield keeper
+    plain.removeHandler(keeper)
+    plain.setLevel(logging.NOTSET)

@@ -52,6 +52,9 @@ class Raised:
     cause: str
     seconds: float
 
+    def __str__(self) -> str:
+        return f"{self.type}: {self.text}"
+
 
 def caught(fn, *args) -> Any:
     """Return what `fn` returns, or the `Raised` of what it raises: for errors on every rank."""

@@ -1,7 +1,6 @@
 """cache_dataset: the same samples and batches, built once, rebuilt when needed, and never half."""
 
 import errno
-import importlib
 import logging
 import multiprocessing
 import os
@@ -21,26 +20,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from alike import equal
-from cache_zoo import (
-    LOOKS,
-    NOT_LOOKED_AT,
-    Point,
-    Samples,
-    at,
-    contents,
-    drawing,
-    pair,
-    unreadable,
-)
-from logged import Keeper
+from cache_zoo import LOOKS, NOT_LOOKED_AT, Point, Samples, at, contents, drawing, pair, unreadable
+from logged import log_of
 from on_ranks import caught, run, run_caught
 from PIL import Image
-from torch.utils.data import (
-    DataLoader,
-    Subset,
-    TensorDataset,
-    random_split,
-)
+from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
 
 from pardata import cache_dataset, make_loader
 from pardata.cache import _cache_dataset, _original
@@ -62,9 +46,8 @@ def told(caplog):
 # --- samples and batches ---
 
 
-@pytest.mark.parametrize("make", [pair, lambda i: torch.zeros(0, 4)])
-def test_samples_and_batches_are_those_of_the_source(tmp_path, make):
-    source = Samples(make)
+def test_samples_and_batches_are_those_of_the_source(tmp_path):
+    source = Samples(pair)
     cached = cache_dataset(source, tmp_path)
     assert len(cached) == 10
     assert equal([cached[i] for i in range(10)], [source[i] for i in range(10)])
@@ -241,7 +224,6 @@ ANOTHER = (
 
 def _disagreeing(directory):
     pairs = {
-        "length": (Samples(pair), Samples(pair, 11)),
         "class": (Samples(pair), Subset(Samples(pair), range(10))),
         "empty": (Samples(pair), Samples(pair, 0)),
         "shape": (Samples(pair), Samples(lambda i: (torch.zeros(3), i))),
@@ -256,18 +238,15 @@ def _disagreeing(directory):
 def test_ranks_with_other_data_sets_are_told_and_none_hangs(tmp_path, monkeypatch, directory, size):
     monkeypatch.setenv("PARDATA_CACHE", str(tmp_path))
     results = run(_disagreeing, directory and tmp_path / directory, world_size=size)
-    others = "ranks 0, 2" if size == 3 else "rank 0"
     for rank, found in enumerate(results):
-        assert f"  {others}: the length=10\n  rank 1: the length=11\n" in found["length"].text
         assert "but `the class` differs:\n" in found["class"].text
         assert "Subset of cache_zoo.Samples" in found["class"].text
+        told = "RuntimeError: rank 1 failed in `cache_dataset`: " if rank != 1 else ""
+        assert str(found["empty"]).startswith(f"{told}ValueError: `dataset` must have")
         if rank == 1:
-            assert found["empty"].type == "ValueError"
             assert found["shape"].type == "RuntimeError"
             assert ANOTHER in found["shape"].text
         else:
-            text = "rank 1 failed in `cache_dataset`: ValueError: `dataset` must have"
-            assert text in found["empty"].text
             assert found["shape"] == 10
 
 
@@ -285,12 +264,6 @@ CHANGES = {
     "target_transform": ("target", "the transform"),
     "contents": (Samples(lambda i: (torch.full((2, 3), i + 0.5), i)), "the contents"),
     "last": (Samples(at(9, lambda i: (torch.zeros(2, 3), i))), "the contents"),
-    "shape": (Samples(lambda i: (torch.full((3, 2), float(i)), i)), "the contents"),
-    "keys": (Samples(lambda i: {"a": torch.full((2, 3), float(i)), "b": i}), "the contents"),
-    "dtype": (
-        Samples(lambda i: (torch.full((2, 3), float(i)).view(torch.int32), i)),
-        "the contents",
-    ),
 }
 
 
@@ -526,8 +499,7 @@ def test_files_that_do_not_fit_are_an_oserror_and_the_cache_before_stands(tmp_pa
     cache_dataset(Samples(pair), tmp_path)
     before = contents(tmp_path)
     for raised in run_caught(_limited, tmp_path, world_size=2, fresh=True):
-        assert raised.type == "OSError"
-        assert f"[Errno {errno.EFBIG}] " in raised.text
+        assert f"OSError: [Errno {errno.EFBIG}] " in str(raised)
         assert "and the cache takes 32,000 bytes" in raised.text
         assert "pardata-building/0.bin" in raised.text
     assert contents(tmp_path) == before
@@ -579,8 +551,6 @@ def test_a_file_larger_than_the_memory_can_be_mapped(tmp_path):
 def test_it_works_without_locks_as_on_windows(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "fcntl", None)
     monkeypatch.delattr(os, "posix_fallocate", raising=False)
-    with pytest.raises(ImportError):
-        importlib.import_module("fcntl")
     cached = cache_dataset(Samples(pair), tmp_path)
     assert equal([cached[i] for i in range(10)], [pair(i) for i in range(10)])
 
@@ -594,11 +564,9 @@ WARNING = (
 
 
 def _warnings(directory):
-    keeper = Keeper()
-    logging.getLogger("pardata").addHandler(keeper)
-    cached = cache_dataset(Samples(drawing), directory)
-    logging.getLogger("pardata").removeHandler(keeper)
-    return keeper.lines, cached[3].tolist()
+    with log_of() as log:
+        cached = cache_dataset(Samples(drawing), directory)
+    return log.lines, cached[3].tolist()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

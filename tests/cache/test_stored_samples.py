@@ -5,6 +5,7 @@ import tempfile
 from collections import OrderedDict, UserDict, defaultdict
 from decimal import Decimal
 from enum import IntEnum
+from functools import partial
 from types import MappingProxyType
 
 import numpy as np
@@ -113,6 +114,9 @@ def test_an_image_becomes_bytes_of_bands_height_and_width(mode):
     assert np.array_equal(back.permute(1, 2, 0).numpy(), values)
 
 
+MODES = ("1", "P", "I", "F", "HSV")
+NO_DENSE = "a Tensor that is sparse, quantized or nested"
+NO_TENSOR = "a ndarray (can't convert"
 REFUSED = {
     "text": (lambda: "text", "a str"),
     "none": (lambda: None, "a NoneType"),
@@ -120,27 +124,12 @@ REFUSED = {
     "a decimal": (lambda: Decimal(1), "a Decimal"),
     "complex": (lambda: 1j, "a complex"),
     "a large int": (lambda: 2**63, "an int (Overflow"),
-    "a sparse tensor": (
-        lambda: torch.eye(2).to_sparse(),
-        "a Tensor that is sparse, quantized or nested",
-    ),
-    "a nested tensor": (
-        lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
-        "a Tensor that is sparse, quantized or nested",
-    ),
-    "an array of text": (
-        lambda: np.array(["a"]),
-        "a ndarray (can't convert np.ndarray of type numpy.str_",
-    ),
-    "an array of objects": (lambda: np.array([None]), "a ndarray (can't convert"),
+    "a sparse tensor": (lambda: torch.eye(2).to_sparse(), NO_DENSE),
+    "a nested tensor": (lambda: torch.nested.nested_tensor([torch.zeros(2)]), NO_DENSE),
+    "an array of text": (lambda: np.array(["a"]), f"{NO_TENSOR} np.ndarray of type numpy.str_"),
+    "an array of objects": (lambda: np.array([None]), NO_TENSOR),
     "a date": (lambda: np.datetime64("2020-01-01"), "a datetime64 (can't convert"),
-    **{
-        f"an image of mode {mode}": (
-            lambda mode=mode: Image.new(mode, (2, 2)),
-            f"an Image of mode {mode}",
-        )
-        for mode in ("1", "P", "I", "F", "HSV")
-    },
+    **{mode: (partial(Image.new, mode, (2, 2)), f"an Image of mode {mode}") for mode in MODES},
 }
 
 
@@ -192,30 +181,23 @@ def test_any_nesting_comes_back_and_has_the_batch_of_the_data_loader(structure):
     assert equal(batch, default_collate(samples))
 
 
+USUAL = {"x": torch.zeros(2, 3), "y": 1}
+FIRST = "as in the first sample, but is"
+CURE = "return the same parts for every sample, and resize, crop or convert them in the dataset's"
 UNLIKE = [
-    (
-        {"x": torch.zeros(3, 2), "y": 1},
-        (
-            "`sample['x']` must be float32 of shape (2, 3), as in the first sample, but is float32 "
-            "of shape (3, 2): return the same parts for every sample, and resize, crop or convert "
-            "them in the dataset's transform"
-        ),
-    ),
-    ({"x": torch.zeros(2, 3).double(), "y": 1}, "but is float64 of shape (2, 3): return"),
-    ({"x": torch.zeros(2, 3), "y": True}, "but is bool of shape ()"),
-    (
-        {"x": torch.zeros(2, 3)},
-        "`sample['y']` must be int64 of shape (), as in the first sample, but is missing: return",
-    ),
+    ({**USUAL, "x": torch.zeros(3, 2)}, f"{FIRST} float32 of shape (3, 2): {CURE}"),
+    ({**USUAL, "x": torch.zeros(2, 3).double()}, "but is float64 of shape (2, 3): return"),
+    ({**USUAL, "y": True}, "but is bool of shape ()"),
+    ({"x": torch.zeros(2, 3)}, f"`sample['y']` must be int64 of shape (), {FIRST} missing: return"),
     (
         {"x": torch.zeros(2, 3), "z": 1, "y": 1},
-        "`sample['z']` must be missing, as in the first sample, but is int64 of shape (): return",
+        f"`sample['z']` must be missing, {FIRST} int64 of shape (): return",
     ),
-    ({"x": [torch.zeros(2, 3)], "y": 1}, "`sample['x']` must be float32 of shape (2, 3), as in"),
+    ({**USUAL, "x": [torch.zeros(2, 3)]}, "`sample['x']` must be float32 of shape (2, 3), as in"),
 ]
 
 
 @pytest.mark.parametrize(("sample", "text"), UNLIKE)
 def test_a_sample_unlike_the_first_is_refused(sample, text, tmp_path):
     with pytest.raises(ValueError, match=re.escape(text)):
-        cache_dataset([{"x": torch.zeros(2, 3), "y": 1}, sample], tmp_path, num_workers=0)
+        cache_dataset([USUAL, sample], tmp_path, num_workers=0)

@@ -2,11 +2,11 @@
 
 import hashlib
 import json
-import logging
 import resource
 from pathlib import Path
 
 import torch
+from sharding import whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import TensorDataset
@@ -81,10 +81,6 @@ class Run:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 def whole_steps(directory):
     """Return the steps of all checkpoints, from the oldest to the newest, all of them whole."""
     found = names(directory)
@@ -103,16 +99,6 @@ def save_steps(directory, *steps, **options):
     for step in steps:
         checkpointer.save(step, value=torch.full((50,), step))
     return checkpointer
-
-
-def log_lines():
-    """Return a list that gets all that pardata logs from now on in this process."""
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("pardata").addHandler(handler)
-    logging.getLogger("pardata").setLevel(logging.INFO)
-    return lines
 
 
 def limited(size=20_000_000):

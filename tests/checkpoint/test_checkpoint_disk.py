@@ -78,24 +78,6 @@ def test_in_trouble_every_rank_is_told_each_time_and_what_was_there_stands(
         assert ends or after.type == error
 
 
-def lose_it_while_it_is_written(directory):
-    checkpointer = Checkpointer(directory, asynchronous=True)
-    checkpointer.save(1)
-    checkpointer.wait()
-    checkpointer.save(2, value=torch.ones(LARGE))
-    if world().is_main:
-        shutil.rmtree(directory, ignore_errors=True)
-        shutil.rmtree(directory, ignore_errors=True)
-    raised = caught(checkpointer.wait)
-    return raised, all_reduce_sum(1)
-
-
-def test_a_directory_that_disappears_under_way_is_told_on_every_rank(tmp_path):
-    for raised, total in run_caught(lose_it_while_it_is_written, tmp_path / "run", world_size=2):
-        assert raised.type == "FileNotFoundError"
-        assert total == 2
-
-
 @pytest.mark.parametrize("kind", ["pt", "safetensors"])
 def test_an_export_to_a_full_disk_leaves_what_was_there(kind, tmp_path):
     if kind == "safetensors":
@@ -217,6 +199,6 @@ def fail_in_the_background(directory):
 def test_an_error_in_the_background_is_raised_by_the_next_call_on_every_rank(size, tmp_path):
     for raised, after in run_caught(fail_in_the_background, tmp_path, world_size=size):
         for error in raised:
-            assert error.type == "OSError"
-            assert "File too large, while saving step 1" in error.text
+            text = "OSError: [Errno 27] File too large, while saving step 1"
+            assert str(error).startswith(text)
         assert (after.step, after.values) == (2, {})

@@ -1,5 +1,6 @@
 """What is saved under one strategy and size is restored under any other, and training goes on."""
 
+import logging
 import random
 import shutil
 from collections import OrderedDict, UserDict
@@ -11,20 +12,20 @@ import numpy as np
 import pytest
 import torch
 from alike import equal
-from checkpoint_zoo import STRATEGIES, Net, Run, Thing, log_lines, paths
+from checkpoint_zoo import STRATEGIES, Net, Run, Thing, paths
+from logged import log_of
 from on_ranks import caught, run, run_caught
+from sharding import FSDP_ON_CPU
 from torch import nn
 
 from pardata import Checkpointer, fingerprint, load_weights, world
 from pardata.checkpoint._files import verified
 
-NO_FSDP = torch.__version__.startswith("2.6")  # not on CPUs then
-
 
 def strategies():
     """Return those that this torch has in this world."""
     skipped = {"dp"} if world().size > 1 else set()
-    return [s for s in STRATEGIES if s not in skipped | ({"fsdp"} if NO_FSDP else set())]
+    return [s for s in STRATEGIES if s not in skipped and (FSDP_ON_CPU or s != "fsdp")]
 
 
 def exported(directory, strategy):
@@ -130,7 +131,7 @@ def test_an_exact_run_goes_on_to_the_bit_at_any_other_size(tmp_path):
 def test_at_the_same_size_a_run_goes_on_to_the_bit_with_the_generators_of_every_rank(
     strategy, size, tmp_path
 ):
-    if strategy == "fsdp" and NO_FSDP:
+    if strategy == "fsdp" and not FSDP_ON_CPU:
         pytest.skip("torch 2.6 shards on GPUs only")
     run(train_on, strategy, None, 3, tmp_path, world_size=size)
     expected = run(train_on, strategy, None, 6, None, world_size=size)
@@ -143,12 +144,12 @@ def save_values(directory, step, values):
 
 
 def restore_generators_and_log(directory):
-    lines = log_lines()
     torch.manual_seed(50 + world().rank)
     expected = torch.rand(1, generator=torch.Generator().manual_seed(50 + world().rank))
-    Checkpointer(directory).restore()
+    with log_of("pardata", logging.INFO) as log:
+        Checkpointer(directory).restore()
     left = torch.equal(torch.rand(1), expected)
-    return left, [line for line in lines if "generators" in line]
+    return left, [line for line in log.lines if "generators" in line]
 
 
 def test_at_another_size_the_generators_are_left_alone_and_it_is_said_once(tmp_path):
@@ -298,11 +299,6 @@ def test_values_come_back_as_they_were_saved(size, asynchronous, tmp_path):
         assert equal(found["sparse"], torch.eye(3))
 
 
-class Custom:
-    def __repr__(self):
-        return "<custom>"
-
-
 class Unwilling:
     def __reduce_ex__(self, protocol):
         raise OSError
@@ -313,8 +309,6 @@ class Marked(torch.Tensor):
 
 
 REFUSED = {
-    "`x` is <function": lambda: lambda: None,
-    "`x['a'][1]` is <custom> (test_checkpointer.Custom)": lambda: {"a": [1, Custom()]},
     f"`x['lr']` is {np.float64(0.5)!r} (numpy.float64)": lambda: {"lr": np.float64(0.5)},
     "`x[0]` is": lambda: [Unwilling()],
     "`x` is Marked([1.]) (test_checkpointer.Marked)": lambda: torch.ones(1).as_subclass(Marked),
@@ -386,10 +380,8 @@ def test_ranks_that_pass_what_differs_are_told_on_every_rank_with_a_table(tmp_pa
     for raised, after in run_caught(save_what_differs, tmp_path, world_size=2):
         assert (after.step, after.values) == (9, {"x": 1})
         for (_, text), error in zip(DIFFERING, raised, strict=True):
-            assert error.type == "RuntimeError"
             assert error.text.startswith("every rank must pass the same to `Checkpointer.save`")
             assert text in error.text
-            assert "`rank_zero_call` gives all the name of a directory" in error.text
 
 
 def test_making_one_touches_nothing(tmp_path):

@@ -46,8 +46,7 @@ class Writer(Folder):
 
 
 def lose_a_part():
-    message = "not all ranks could write"
-    raise OSError(message)
+    raise OSError("not all ranks could write")
 
 
 # --- names

@@ -1,6 +1,7 @@
 """Sharded tensors: each rank writes its part; any sharding reads them; nothing else is believed."""
 
 import itertools
+import logging
 import pickle
 import shutil
 import sys
@@ -8,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_zoo import Harm, Thing, leftovers, log_lines, paths, sharded, sign
+from checkpoint_zoo import Harm, Thing, leftovers, paths, sharded, sign
+from logged import log_of
 from on_ranks import caught, run, run_caught
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
@@ -151,11 +153,10 @@ FORGED = {
 
 def restore_each(directory):
     found = []
-    lines = log_lines()
     for path in sorted(directory.iterdir()):
-        values = caught(Checkpointer(path).restore)
-        found.append((path.name, values, [line for line in lines if "passed over" in line]))
-        lines.clear()
+        with log_of("pardata", logging.INFO) as log:
+            values = caught(Checkpointer(path).restore)
+        found.append((path.name, values, [line for line in log.lines if "passed over" in line]))
     return found
 
 

@@ -13,6 +13,7 @@ from pardata.collective._tree import digest_of
 
 Pair = namedtuple("Pair", ["x", "y"])  # noqa: PYI024  # the untyped kind must work too
 NAN = float("nan")
+LAST = torch.tensor([99_999])
 
 
 class NoEquality:
@@ -48,6 +49,7 @@ SAME = {
     "an image": lambda: image(range(6)),
     "numbers": lambda: [1, 2.5, NAN, True, 2j],
     "text": lambda: ("a" * 1000, b"b" * 1000),
+    "a set of texts": lambda: frozenset({"order", "differs", "everywhere"}),
     "a dict": lambda: {"x": torch.tensor([NAN]), "y": [np.ones(2), {"z": "text"}]},
     "a namedtuple": lambda: Pair(torch.ones(2), (1, [2])),
     "a sparse tensor": lambda: torch.eye(2).to_sparse(),
@@ -65,6 +67,7 @@ def test_what_is_made_twice_alike_has_the_same(name):
 
 
 DIFFERENT = {
+    "a number of many": (torch.zeros(100_000), torch.zeros(100_000).index_fill(0, LAST, 1)),
     "a bit": (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0 + 2**-22])),
     "the sign of zero": (torch.tensor(0.0), torch.tensor(-0.0)),
     "a NaN": (torch.tensor([1.0, NAN]), torch.tensor([NAN, 1.0])),

@@ -1,12 +1,9 @@
 """What the tests of loading share: datasets, samplers, and what they ask of loaders."""
 
-import logging
 import random
-from contextlib import contextmanager
 
 import numpy as np
 import torch
-from logged import Keeper
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from pardata import Microbatches, make_loader
@@ -118,17 +115,6 @@ ERRORS = {
     "KeyError: 'label'": KeyError("label"),
     "TwoArguments: 7: lost": TwoArguments(7, "lost"),
 }
-
-
-@contextmanager
-def log_of(name, level=logging.NOTSET):
-    """Give what keeps the records of a log."""
-    plain, keeper = logging.getLogger(name), Keeper()
-    plain.addHandler(keeper)
-    plain.setLevel(level)
-    yield keeper
-    plain.removeHandler(keeper)
-    plain.setLevel(logging.NOTSET)
 
 
 def loader_of(data=23, batch_size=5, **options):

@@ -3,12 +3,15 @@
 import gc
 import multiprocessing
 import sys
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from data_zoo import ByLength, Count, Numbers, Rotated, Sized, flat, log_of
+from data_zoo import ByLength, Count, Numbers, Rotated, Sized, flat
+from logged import log_of
 from on_ranks import caught, run
+from sharding import TOGETHER
 from torch.utils.data import (
     ConcatDataset,
     RandomSampler,
@@ -29,22 +32,22 @@ class WhoAmI(Numbers):
 
 
 def batches(*args, **options):
-    return [batch.tolist() for batch in make_loader(*args, **options)]
+    return [batch.tolist() for batch in make_loader(*args, **{"num_workers": 0, **options})]
 
 
 # --- datasets ---
 
 
-@pytest.mark.parametrize(
-    "dataset",
-    [
-        range(5),
-        Subset(range(10), [0, 1, 2, 3, 4]),
-        ConcatDataset([[0, 1], [2, 3, 4]]),
-        Count(5),
-        Sized(5),
-    ],
-)
+DATASETS = [
+    range(5),
+    Subset(range(10), [0, 1, 2, 3, 4]),
+    ConcatDataset([[0, 1], [2, 3, 4]]),
+    Count(5),
+    Sized(5),
+]
+
+
+@pytest.mark.parametrize("dataset", DATASETS)
 def test_anything_with_items_and_a_length_is_a_data_set_and_so_is_a_stream(dataset):
     loader = make_loader(dataset, 2, num_workers=0)
     assert isinstance(loader, Loader)
@@ -54,41 +57,29 @@ def test_anything_with_items_and_a_length_is_a_data_set_and_so_is_a_stream(datas
     assert type(dataset) is Count or len(loader) == 3
 
 
-# --- bad arguments, alone and on every rank ---
+# --- the last batch; what else is refused: tests/promises/misuse_data.py ---
 
 
-def _lengths_with_tails(tails):
-    def length(data, **options):
-        return len(make_loader(data, 8, **options))
-
-    keeps = {"drop_last": False}
-    kinds = [
-        lambda data: length(data, shuffle=True, **keeps),
-        lambda data: length(data, sampler=SequentialSampler(data), **keeps),
-        length,
-    ]
-    return [[caught(kind, range(16 + tail)) for tail in tails] for kind in kinds]
+def _tail(length, **options):
+    return caught(lambda: len(make_loader(range(length), 8, drop_last=False, **options)))
 
 
-def test_a_shuffled_tail_smaller_than_the_world_is_refused_and_no_other():
-    for shuffled, sampled, ordered in run(_lengths_with_tails, [0, 3, 1, 2], world_size=3):
-        assert ordered == [2, 3, 3, 3]
-        for found in (shuffled, sampled):
-            assert found[:2] == [2, 3]
-            for tail, raised in enumerate(found[2:], 1):
-                text = f"a sample for each of the 3 ranks, but has {tail} of {16 + tail}: a rank"
-                assert text in raised.text
+def test_a_tail_of_training_has_a_sample_for_each_rank():
+    text = "ValueError: the last batch must have a sample for each of the 3 ranks, but has 2 of 18"
+    for options in ({"shuffle": True}, {"sampler": SequentialSampler(range(18))}):
+        for raised in run(partial(_tail, 18, **options), world_size=3):
+            assert str(raised).startswith(text)
+    assert run(partial(_tail, 19, shuffle=True), world_size=3) == [3] * 3
+    assert run(_tail, 17, world_size=3) == [3] * 3  # an evaluation
 
 
 # --- distributed ---
 
 
 def _distributed():
-    found = [
-        batches(range(4), 4, distributed=value, num_workers=0) for value in ("auto", True, False)
-    ]
+    found = [batches(range(4), 4, distributed=value) for value in ("auto", True, False)]
     # Without, no rank waits for another: only one of them makes a loader, of other arguments.
-    own = dist.get_rank() and batches(range(3), 2, distributed=False, num_workers=0)
+    own = dist.get_rank() and batches(range(3), 2, distributed=False)
     return [*found, own]
 
 
@@ -97,7 +88,7 @@ def test_distributed_says_whether_the_ranks_share():
     first, second = run(_distributed, world_size=2)
     assert first == [[[0, 1]], [[0, 1]], whole, 0]
     assert second == [[[2, 3]], [[2, 3]], whole, [[0, 1], [2]]]
-    alone = [batches(range(4), 4, distributed=value, num_workers=0) for value in ("auto", False)]
+    alone = [batches(range(4), 4, distributed=value) for value in ("auto", False)]
     assert alone == [whole, whole]
 
 
@@ -107,23 +98,23 @@ def test_distributed_says_whether_the_ranks_share():
 def _seedless():
     torch.manual_seed(5 + dist.get_rank())
     before = torch.get_rng_state()
-    order = batches(range(20), 4, shuffle=True, num_workers=0)
+    order = batches(range(20), 4, shuffle=True)
     assert torch.equal(torch.get_rng_state(), before)
     return order
 
 
 def test_no_seed_is_that_of_rank_zero():
     torch.manual_seed(5)
-    alone = batches(range(20), 4, shuffle=True, num_workers=0)
+    alone = batches(range(20), 4, shuffle=True)
     one, other = run(_seedless, world_size=2)
     assert [a + b for a, b in zip(one, other, strict=True)] == alone
-    assert alone == batches(range(20), 4, shuffle=True, seed=5, num_workers=0)
-    assert alone != batches(range(20), 4, shuffle=True, seed=6, num_workers=0)
+    assert alone == batches(range(20), 4, shuffle=True, seed=5)
+    assert alone != batches(range(20), 4, shuffle=True, seed=6)
 
 
 @pytest.mark.parametrize("seed", [-1, 0, 2**63, 2**64 + 1])
 def test_any_integer_is_a_seed(seed):
-    assert sorted(flat(batches(range(8), 4, shuffle=True, seed=seed, num_workers=0))) == [*range(8)]
+    assert sorted(flat(batches(range(8), 4, shuffle=True, seed=seed))) == [*range(8)]
 
 
 # --- shares that differ ---
@@ -157,12 +148,7 @@ def _warnings_of_training(strategy, arguments):
     return before, log.lines
 
 
-needs_fsdp = pytest.mark.skipif(
-    not hasattr(torch.cpu.Stream, "record_event"), reason="fully_shard of torch 2.6 needs a GPU"
-)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=needs_fsdp)])
+@pytest.mark.parametrize("strategy", TOGETHER)
 def test_uneven_shares_are_warned_about_once_where_backward_does_not_weight_them(strategy):
     text = (
         "[0/3] `batch_size` 8 leaves 3 ranks shares that differ by one sample, and a "
@@ -273,14 +259,11 @@ def test_workers_of_each_rank_have_a_seed_of_their_own_and_the_same_in_every_run
 # --- samplers ---
 
 
-def _with_sampler(sampler, epochs=2):
-    loader = make_loader(range(12), 4, sampler=sampler, seed=1, num_workers=0)
-    return [[batch.tolist() for batch in loader] for _ in range(epochs)]
-
-
 def test_a_sampler_is_told_the_epoch():
     sampler = Rotated(4)
-    assert _with_sampler(sampler, 3) == [[[0, 1, 2, 3]], [[1, 2, 3, 0]], [[2, 3, 0, 1]]]
+    loader = make_loader(range(12), 4, sampler=sampler, seed=1, num_workers=0)
+    found = [flat(batch.tolist() for batch in loader) for _ in range(3)]
+    assert found == [[0, 1, 2, 3], [1, 2, 3, 0], [2, 3, 0, 1]]
     assert sampler.told == [0, 0, 1, 2]  # of the first epoch it is asked twice
 
 

@@ -38,13 +38,13 @@ def test_it_may_be_empty_and_keeps_what_it_was_given_and_what_stands_in():
     assert microbatches(placeholder="z").placeholder == "a"
 
 
-@pytest.mark.parametrize(
-    ("batches", "first", "text"),
-    [
-        ("abc", 2, "Microbatches(epoch=3, step=7, 2 … 4 of 6)"),
-        ("", 6, "Microbatches(epoch=3, step=7, none of 6)"),
-    ],
-)
+SHOWN = [
+    ("abc", 2, "Microbatches(epoch=3, step=7, 2 … 4 of 6)"),
+    ("", 6, "Microbatches(epoch=3, step=7, none of 6)"),
+]
+
+
+@pytest.mark.parametrize(("batches", "first", "text"), SHOWN)
 def test_it_says_in_short_what_it_is_and_pickles(batches, first, text):
     found = microbatches(batches, first, placeholder="z", size=3, seed=5)
     there = pickle.loads(pickle.dumps(found))

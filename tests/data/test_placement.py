@@ -132,9 +132,7 @@ class Gpu:
     """Takes down what is asked of streams and tensors, where there is no GPU to ask."""
 
     def __init__(self):
-        self.log = []
-        self.current = "loop"
-        self.streams = 0
+        self.log, self.current, self.streams = [], "loop", 0
 
     def new_stream(self, _device):
         self.streams += 1
@@ -143,10 +141,8 @@ class Gpu:
     @contextmanager
     def stream(self, stream):
         before, self.current = self.current, stream.name
-        try:
-            yield
-        finally:
-            self.current = before
+        yield
+        self.current = before
 
     def draw(self, count):
         """Yield batches, and note on which stream each was made."""

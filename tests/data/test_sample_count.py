@@ -173,13 +173,6 @@ def test_the_number_goes_where_the_tensor_goes_and_not_to_what_is_made_of_it():
     leave_count(["a text alone"], 1)  # nothing to leave it on
 
 
-@pytest.mark.parametrize("batch", [torch.tensor(1.0), ["text"], 3, [torch.tensor(2), [1]]])
-def test_what_has_no_tensor_with_rows_asks_for_one(batch):
-    text = f"must hold a tensor whose rows are its samples, but a {type(batch).__name__} has none"
-    with pytest.raises(TypeError, match=text + ": pass `count`"):
-        samples_of(batch)
-
-
 class Detection:
     def __len__(self):
         return 5

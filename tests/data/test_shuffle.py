@@ -120,17 +120,12 @@ def correlation(one, other):
     return torch.corrcoef(torch.stack([one, other]).double())[0, 1].item()
 
 
-@pytest.mark.parametrize(
-    ("length", "drawn", "orders"),
-    [
-        *[(1000, DRAWN, 60), (1000, 0, 60), (60_000, DRAWN, 1), (60_000, 0, 1), (10**9, DRAWN, 1)],
-        *[
-            pytest.param(length, drawn, orders, marks=pytest.mark.soak)
-            for length, orders in ((1000, 300), (60_000, 5))
-            for drawn in (DRAWN, 0)
-        ],
-    ],
-)
+FEW = [(1000, DRAWN, 60), (1000, 0, 60), (60_000, DRAWN, 1), (60_000, 0, 1), (10**9, DRAWN, 1)]
+MANY = [(1000, DRAWN, 300), (1000, 0, 300), (60_000, DRAWN, 5), (60_000, 0, 5)]
+SOAK = [pytest.param(*orders, marks=pytest.mark.soak) for orders in MANY]
+
+
+@pytest.mark.parametrize(("length", "drawn", "orders"), FEW + SOAK)
 def test_nothing_correlates(monkeypatch, length, drawn, orders):
     monkeypatch.setattr("pardata.data._shuffle._DRAWN", drawn)
     if length <= 10**6:

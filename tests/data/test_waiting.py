@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
-from data_zoo import log_of
+from logged import log_of
 from on_ranks import caught, run
 from torch.utils.data import Dataset
 
@@ -170,15 +170,15 @@ def test_an_epoch_that_waited_long_says_so_once_on_rank_0_and_what_to_change():
     assert run(_lines, world_size=3) == [[(logging.WARNING, line)], [], []]
 
 
-@pytest.mark.parametrize(
-    ("wait", "work", "lines"),
-    [
-        (3, 7, 1),  # 30 %: long
-        (2.9, 7.1, 0),  # less: not long
-        (0.2, 0, 1),  # a second in all
-        (0.199, 0, 0),  # less: nobody waits, whatever share that is
-    ],
-)
+LONG_OR_NOT = [
+    (3, 7, 1),  # 30 %: long
+    (2.9, 7.1, 0),  # less: not long
+    (0.2, 0, 1),  # a second in all
+    (0.199, 0, 0),  # less: nobody waits, whatever share that is
+]
+
+
+@pytest.mark.parametrize(("wait", "work", "lines"), LONG_OR_NOT)
 def test_it_speaks_from_so_many_percent_and_seconds_on(wait, work, lines, log):
     with fake_time() as clock:
         data = Slow(clock, wait)

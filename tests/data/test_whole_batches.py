@@ -62,12 +62,6 @@ class OwnConcat(ConcatDataset):
         return super().__getitem__(len(self) - 1 - index)
 
 
-class Inherits(TensorDataset):
-    """Reads as its base does."""
-
-    name = "a class of the user"
-
-
 def read(dataset, indices):
     """Return the one batch of these samples."""
     (batch,) = loader_of(dataset, len(indices), sampler=indices, device=None)
@@ -134,32 +128,32 @@ def test_a_batch_is_a_copy():
 # --- which datasets ---
 
 
-@pytest.mark.parametrize(
-    ("dataset", "first"),
-    [
-        (OwnItem(torch.arange(4)), [1, 2]),
-        (OwnItems(torch.arange(4)), [1, 0]),
-        (OwnSubset(TensorDataset(torch.arange(4)), [3, 1]), [-3, -1]),
-        (Subset(OwnItem(torch.arange(4)), [3, 1]), [4, 2]),
-        (OwnConcat([TensorDataset(torch.arange(4))]), [3, 2]),
-        (ConcatDataset([OwnItem(torch.arange(1)), TensorDataset(torch.arange(1))]), [1, 0]),
-    ],
-)
+OF_SUBCLASSES = [
+    (OwnItem(torch.arange(4)), [1, 2]),
+    (OwnItems(torch.arange(4)), [1, 0]),
+    (OwnSubset(TensorDataset(torch.arange(4)), [3, 1]), [-3, -1]),
+    (Subset(OwnItem(torch.arange(4)), [3, 1]), [4, 2]),
+    (OwnConcat([TensorDataset(torch.arange(4))]), [3, 2]),
+    (ConcatDataset([OwnItem(torch.arange(1)), TensorDataset(torch.arange(1))]), [1, 0]),
+]
+
+
+@pytest.mark.parametrize(("dataset", "first"), OF_SUBCLASSES)
 def test_what_a_subclass_does_itself_is_done(dataset, first):
     found = next(iter(loader_of(dataset, 2)))
     assert (found if isinstance(found, torch.Tensor) else found[0]).tolist() == first
 
 
-@pytest.mark.parametrize(
-    ("dataset", "whole"),
-    [
-        (ConcatDataset([tensors(2), Subset(tensors(2), [1])]), True),
-        (Subset(Subset(OwnItems(torch.ones(2)), [0]), [0]), True),
-        (Subset([1, 2], [0]), False),
-        (ConcatDataset([[1], [2]]), False),
-        (OwnItem(torch.ones(2)), False),
-    ],
-)
+WHOLE_OR_NOT = [
+    (ConcatDataset([tensors(2), Subset(tensors(2), [1])]), True),
+    (Subset(Subset(OwnItems(torch.ones(2)), [0]), [0]), True),
+    (Subset([1, 2], [0]), False),
+    (ConcatDataset([[1], [2]]), False),
+    (OwnItem(torch.ones(2)), False),
+]
+
+
+@pytest.mark.parametrize(("dataset", "whole"), WHOLE_OR_NOT)
 def test_what_counts_as_one_operation_needs_no_workers(dataset, whole):
     assert is_read_whole(dataset) is whole
 
@@ -187,17 +181,15 @@ def test_an_epoch_reads_no_single_sample_and_collates_none(monkeypatch, options)
 # --- out of range ---
 
 
-@pytest.mark.parametrize(
-    ("dataset", "indices", "text"),
-    [
-        (tensors(3), [0, 3], "index 3 is out of bounds"),
-        (tensors(3), [-4], "index -4 is out of bounds"),
-        (Subset(tensors(9), [1, 2]), [2], "index 2 is out of bounds"),
-        (Subset(tensors(3), [0, 3]), [0, 1], "index 3 is out of bounds"),
-        (ConcatDataset([tensors(3), tensors(2)]), [4, 5], "index 5 is out of range for 5 samples"),
-        (ConcatDataset([tensors(3), tensors(2)]), [0, -6], "index -6 is out of range for 5 sam"),
-    ],
-)
+OUT_OF_RANGE = [
+    (Subset(tensors(9), [1, 2]), [2], "index 2 is out of bounds"),
+    (Subset(tensors(3), [0, 3]), [0, 1], "index 3 is out of bounds"),
+    (ConcatDataset([tensors(3), tensors(2)]), [4, 5], "index 5 is out of range for 5 samples"),
+    (ConcatDataset([tensors(3), tensors(2)]), [0, -6], "index -6 is out of range for 5 sam"),
+]
+
+
+@pytest.mark.parametrize(("dataset", "indices", "text"), OUT_OF_RANGE)
 def test_an_index_out_of_range_is_an_error_and_no_other_sample(dataset, indices, text):
     with pytest.raises(RuntimeError, match=text):
         read(dataset, indices)

@@ -7,24 +7,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from on_ranks import Raised, run, run_caught
+from on_ranks import run, run_caught
 from torch.utils.data import TensorDataset
 
 from pardata import make_loader, world
 from pardata.data._workers import choose_workers
 from pardata.ranks._machine import usable_cores
 
+AUTO = [
+    (4, range(4), 3),
+    (9, range(4), 8),
+    (100, range(4), 8),
+    (1, range(4), 0),
+    (4, TensorDataset(torch.ones(4)), 0),
+]
 
-@pytest.mark.parametrize(
-    ("cores", "dataset", "workers"),
-    [
-        (4, range(4), 3),
-        (9, range(4), 8),
-        (100, range(4), 8),
-        (1, range(4), 0),
-        (4, TensorDataset(torch.ones(4)), 0),
-    ],
-)
+
+@pytest.mark.parametrize(("cores", "dataset", "workers"), AUTO)
 def test_auto_is_the_cores_less_one_and_none_for_whole_batches(
     monkeypatch, cores, dataset, workers
 ):
@@ -63,10 +62,8 @@ def _directory_whose_sockets_have(length, below):
 def test_workers_send_over_the_longest_socket_and_a_longer_one_is_refused_at_once(short_tmp):
     longest = _directory_whose_sockets_have(107, short_tmp)
     assert run(_load_below, longest, world_size=2) == [[[0, 1]], [[2, 3]]]
-    for outcome in run_caught(
-        _load_below, _directory_whose_sockets_have(108, short_tmp), world_size=2
-    ):
-        assert isinstance(outcome, Raised)
-        assert outcome.type == "ValueError"
-        assert "the temporary directory must have a name of at most 89 characters" in outcome.text
+    longer = _directory_whose_sockets_have(108, short_tmp)
+    for outcome in run_caught(_load_below, longer, world_size=2):
+        assert str(outcome).startswith("ValueError: the temporary directory must have a name of at")
+        assert "most 89 characters" in outcome.text
         assert "set TMPDIR to one with a shorter name" in outcome.text

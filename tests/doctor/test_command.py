@@ -6,12 +6,12 @@ import io
 import multiprocessing
 import os
 import re
-import subprocess
 import sys
 
 import pytest
 import torch
 from launched import agent, launched, reserved_port, slurm_variables, torchrun_variables
+from processes import run
 
 from pardata.__main__ import main
 from pardata.doctor._examination import examine, trial_of_two
@@ -42,12 +42,7 @@ def names(text):
 
 
 def test_alone_env_finds_a_machine_on_which_pardata_works():
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "pardata", "env"],
-        capture_output=True, text=True, timeout=90, check=False,
-    )  # fmt: skip
-    out = done.stdout
-    assert (done.returncode, done.stderr) == (0, "")
+    out = run(sys.executable, "-W", "error", "-m", "pardata", "env")
     assert out.startswith("pardata env: one process on ")
     assert "\nok       launcher       none: a single process\n" in out
     assert {"GPUs", "cores", "threads", "open files", "versions"} <= set(statuses(out))
@@ -128,15 +123,10 @@ def test_rank_0_prints_one_report_of_all_ranks(command, size, variables, name):
 
 
 def test_torchrun_itself_starts_it(short_tmp):
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-         "-m", "pardata", "check"],
-        env={**os.environ, "TMPDIR": short_tmp},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("pardata check: 2 ranks on ")
-    assert done.stdout.count("all-reduce     correct") == 1
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    printed = run(*launcher, "-m", "pardata", "check", TMPDIR=short_tmp)
+    assert printed.count("pardata check: 2 ranks on ") == 1
+    assert printed.count("all-reduce     correct") == 1
 
 
 def _spoilt_on_rank_1(what):

@@ -42,6 +42,12 @@ def needs_two(gpu):
         pytest.skip(f"needs two GPUs, and there are {GPUS}")
 
 
+@pytest.fixture
+def over_gloo(everywhere, request):
+    """Whether the ranks are two on one GPU, for what gloo cannot there."""
+    return "gloo" in request.node.name and GPUS > 0
+
+
 def _results(found):
     for result in found:
         if isinstance(result, Raised):

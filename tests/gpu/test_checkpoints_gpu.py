@@ -22,11 +22,7 @@ def a_run(device, strategy):
     model = wrap_model(net, strategy, device=device)
     data = TensorDataset(torch.randn(32, 8, generator=torch.Generator().manual_seed(1)))
     loader = make_loader(data, 8, shuffle=True, seed=0, device=device)
-    return {
-        "model": model,
-        "optimizer": torch.optim.Adam(model.parameters()),
-        "loader": loader,
-    }
+    return {"model": model, "optimizer": torch.optim.Adam(model.parameters()), "loader": loader}
 
 
 def train(run, steps):
@@ -70,9 +66,9 @@ def saved_and_restored(device, strategy, directory, asynchronous):
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])
 def test_a_checkpoint_is_of_its_step_and_goes_anywhere(
-    strategy, asynchronous, everywhere, tmp_path, request
+    strategy, asynchronous, everywhere, over_gloo, tmp_path
 ):
-    if strategy == "fsdp" and "gloo" in request.node.name and torch.cuda.is_available():
+    if strategy == "fsdp" and over_gloo:
         pytest.skip("gloo gathers no shards on a GPU")
     found = everywhere(saved_and_restored, strategy, str(tmp_path), asynchronous)
     for before, after, restored in found:

@@ -13,7 +13,7 @@ from on_ranks import run
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from pardata import check_in_sync, fingerprint, init, load_weights, unwrap, wrap_model
+from pardata import check_in_sync, fingerprint, init, load_weights, wrap_model
 from pardata.model._batch_norm import is_synchronised
 
 needs_two = pytest.mark.usefixtures("needs_two")
@@ -118,157 +118,55 @@ def test_fingerprints_do_not_depend_on_the_device(device):
     assert fingerprint(wrap_model(seeded(), "dp", device=device, device_ids=[0])) == expected
 
 
-# ddp with gloo: any number of ranks on one GPU
+# ddp and fsdp
 
 
-def current(device):
-    """Return a device that the others take for granted once it is the current one."""
-    device = torch.device(device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return device
+def steps(device, strategy, sync_batchnorm):
+    with init(device=device) as here:
+        wrapped = wrap_model(seeded(seed=here.rank), strategy, sync_batchnorm=sync_batchnorm)
+        assert is_synchronised(wrapped.norm) == sync_batchnorm
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        for step in range(3):
+            inputs, targets = (t.to(here.device) for t in batch(6, seed=10 * step + here.rank))
+            optimizer.zero_grad()
+            F.cross_entropy(wrapped(inputs), targets).backward()
+            optimizer.step()
+            check_in_sync(wrapped)
+        assert next(wrapped.parameters()).device == here.device
+        if isinstance(wrapped, DistributedDataParallel):
+            assert wrapped.device_ids == (None if device == "cpu" else [here.device.index])
+            # Batches from the CPU are moved.
+            assert wrapped(batch()[0]).device == here.device
+        load_weights(wrapped, seeded(seed=5).state_dict())
+        return fingerprint(wrapped) == fingerprint(seeded(seed=5))
 
 
-def steps(strategy, sync_batchnorm, device):
-    rank, device = dist.get_rank(), current(device)
-    wrapped = wrap_model(seeded(seed=rank), strategy, device=device, sync_batchnorm=sync_batchnorm)
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-    for step in range(3):
-        inputs, targets = (t.to(device) for t in batch(6, seed=10 * step + rank))
-        optimizer.zero_grad()
-        F.cross_entropy(wrapped(inputs), targets).backward()
-        optimizer.step()
-        check_in_sync(wrapped)
-    assert next(wrapped.parameters()).device == device
-    if isinstance(wrapped, DistributedDataParallel):
-        assert wrapped.device_ids == ([device.index] if device.type == "cuda" else None)
-        # Batches from the CPU are moved.
-        assert wrapped(batch()[0]).device == device
-    load_weights(wrapped, seeded(seed=5).state_dict())
-    return fingerprint(wrapped) == fingerprint(seeded(seed=5))
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_two_ranks_share_one_gpu_through_gloo(size, device):
-    assert run(steps, "ddp", False, device, world_size=size) == [True] * size
-
-
-def gradients_on(device):
-    rank, size, device = dist.get_rank(), dist.get_world_size(), current(device)
-    wrapped = wrap_model(seeded(Smooth), "ddp", device=device)
-    inputs, targets = (tensor.chunk(size)[rank].to(device) for tensor in batch(8))
-    F.cross_entropy(wrapped(inputs), targets).backward()
-    return [parameter.grad.cpu() for parameter in wrapped.parameters()]
-
-
-def test_the_gradient_on_a_gpu_is_that_of_the_global_batch(device):
-    net = seeded(Smooth)
-    inputs, targets = batch(8)
-    F.cross_entropy(net(inputs), targets).backward()
-    for told in run(gradients_on, device, world_size=2):
-        for ours, parameter in zip(told, net.parameters(), strict=True):
-            torch.testing.assert_close(ours, parameter.grad, rtol=1e-4, atol=1e-5)
-
-
-def lonely_on(device):
-    rank, device = dist.get_rank(), current(device)
-    wrapped = wrap_model(seeded(), "ddp", device=device)
-    for step in range(2):
-        wrapped(batch(seed=step)[0].to(device)).sum().backward()
-    if rank == 1:
-        with torch.no_grad():
-            wrapped.eval()(batch()[0].to(device))
-        wrapped.train()
-    dist.barrier()
-    wrapped(batch(seed=rank)[0].to(device)).sum().backward()
-    check_in_sync(wrapped)
-
-
-def test_an_evaluation_on_one_rank_alone_waits_for_nobody(device):
-    run(lonely_on, device, world_size=2, timeout=60)
-
-
-# ddp and fsdp with nccl: a GPU for each rank
-
-
-def with_nccl(kind, strategy, sync_batchnorm):
-    """Leave the gloo group that `run` made, make one for GPUs, and let `init` adopt it."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    store = dist.distributed_c10d._get_default_store()
-    dist.barrier()
-    dist.destroy_process_group()
-    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
-    dist.init_process_group(
-        "cuda:nccl,cpu:gloo" if kind == "cuda" else "gloo",
-        store=dist.PrefixStore("gpu", store),
-        rank=rank,
-        world_size=size,
-        device_id=device if kind == "cuda" else None,
-    )
-    here = init()
-    assert here.device == device  # which nobody has made current
-    assert kind == "cpu" or torch.cuda.current_device() == rank
-    assert sorted(here.backend.split(",")) == (
-        ["cpu:gloo", "cuda:nccl"] if kind == "cuda" else ["gloo"]
-    )
-    return steps(strategy, sync_batchnorm, device)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_one_rank_trains_with_nccl(strategy, device):
-    kind = torch.device(device).type
-    assert run(with_nccl, kind, strategy, False, world_size=1, fresh=True) == [True]
-
-
-@needs_two
 @pytest.mark.parametrize("sync_batchnorm", [False, True])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_ranks_train_with_nccl(strategy, sync_batchnorm):
-    found = run(with_nccl, "cuda", strategy, sync_batchnorm, world_size=2, fresh=True)
-    assert found == [True, True]
-
-
-# SyncBatchNorm
+def test_ranks_train_in_sync(strategy, sync_batchnorm, everywhere, over_gloo):
+    if over_gloo and (strategy == "fsdp" or sync_batchnorm):
+        pytest.skip("gloo gathers neither shards nor statistics on a GPU")
+    assert all(everywhere(steps, strategy, sync_batchnorm))
 
 
 def normalised(device):
     """Statistics over the global batch: those of one process that has it all."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    torch.cuda.set_device(device)
-    wrapped = wrap_model(seeded(), "ddp", device=device, sync_batchnorm=True)
-    kinds = {type(module) for module in unwrap(wrapped).modules()}
-    assert nn.SyncBatchNorm in kinds
-    assert nn.BatchNorm1d not in kinds
-    wrapped(batch(8)[0].chunk(size)[rank].to(device)).sum().backward()
-    check_in_sync(wrapped)
-    return wrapped.norm.running_mean.cpu(), wrapped.norm.running_var.cpu()
+    with init(device=device) as here:
+        wrapped = wrap_model(seeded(), "ddp", sync_batchnorm=True)
+        rows, _ = batch(8)
+        wrapped(rows.chunk(here.size)[here.rank].to(here.device)).sum().backward()
+        check_in_sync(wrapped)
+        return wrapped.norm.running_mean.cpu(), wrapped.norm.running_var.cpu()
 
 
-def with_nccl_normalised():
-    with_nccl("cuda", "ddp", False)
-    return normalised(torch.device("cuda", dist.get_rank()))
-
-
-@needs_two
-def test_sync_batchnorm_sees_the_global_batch():
+def test_sync_batchnorm_sees_the_global_batch(everywhere, over_gloo):
+    if over_gloo:
+        pytest.skip("gloo gathers no statistics on a GPU")
     net = seeded()
     net(batch(8)[0])
-    for mean, variance in run(with_nccl_normalised, world_size=2, fresh=True):
+    for mean, variance in everywhere(normalised):
         torch.testing.assert_close(mean, net.norm.running_mean, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(variance, net.norm.running_var, rtol=1e-4, atol=1e-5)
-
-
-def sync_on_cpu():
-    norm = wrap_model(seeded(), "ddp", device="cpu", sync_batchnorm=True).norm
-    return is_synchronised(norm) and type(norm) is nn.BatchNorm1d
-
-
-def test_sync_batchnorm_is_our_own_for_a_model_on_the_cpu():
-    assert run(sync_on_cpu, world_size=2) == [True, True]
-
-
-def test_sync_batchnorm_has_nothing_to_do_in_a_single_process():
-    assert type(wrap_model(seeded(), sync_batchnorm=True).norm) is nn.BatchNorm1d
 
 
 # Modules on several devices

@@ -17,7 +17,6 @@ from gpu_zoo import nothing_waits
 from torch.utils.data import Dataset, TensorDataset
 
 from pardata import make_loader
-from pardata.data import _placement
 
 IN_ORDER = ["CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING"]
 pytestmark = pytest.mark.skipif(
@@ -224,26 +223,6 @@ def test_without_keeping_it_it_would_be(kind, gpu, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda *_: None)  # sparse and nested
     assert extremes(loader_of(700, 1, **NESTED[kind]), busy=True) != expected(700)
-
-
-def reserved_after(epochs):
-    loader = loader_of(900, 1)
-    for _ in range(epochs):
-        for batch in loader:
-            del batch
-    torch.cuda.synchronize()
-    return torch.cuda.memory_reserved()
-
-
-def test_memory_is_the_same_after_two_epochs_and_after_forty(gpu):
-    torch.cuda.empty_cache()
-    assert reserved_after(2) == reserved_after(38)
-
-
-def test_with_a_stream_for_each_epoch_it_would_grow(gpu, monkeypatch):
-    monkeypatch.setattr(_placement, "_side_stream", torch.cuda.Stream)
-    torch.cuda.empty_cache()
-    assert reserved_after(2) < reserved_after(38)
 
 
 def test_epoch_after_epoch_and_after_a_break():

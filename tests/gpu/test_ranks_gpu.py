@@ -5,12 +5,11 @@ Run with ``pytest -m gpu``; with ``--device=cpu`` on a CPU.
 
 import contextlib
 import json
-import os
 import signal
-import subprocess
 import sys
 from itertools import chain
 
+import processes
 import pytest
 import torch
 import torch.distributed as dist
@@ -50,20 +49,15 @@ print(json.dumps(facts), flush=True)
 def test_init_under_torchrun(device, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
-    done = subprocess.run(
-        [*command, str(script), "cpu" if device == "cpu" else "cuda"],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    printed = processes.run(
+        *launcher, script, device.partition(":")[0], PYTHONPATH=str(ROOT / "src")
     )
-    assert done.returncode == 0, done.stderr
     backend, current = ("gloo", None) if device == "cpu" else ("cuda:nccl,cpu:gloo", 0)
     # A group of one has nobody to connect to.
     expected = [device, current, backend, "torchrun", [1, 1], "None"]
-    assert json.loads(done.stdout.splitlines()[-1]) == expected
+    (line,) = [line for line in printed.splitlines() if line.startswith('["')]
+    assert json.loads(line) == expected
 
 
 def facts_of(device):
@@ -225,3 +219,26 @@ def adopted(device):
 
 def test_the_device_of_an_adopted_group_is_current(device):
     assert run(adopted, device, world_size=2) == [(device, True)] * 2
+
+
+def bound(kind):
+    """Leave the gloo group of `run`, and adopt one that is bound to a GPU, as others make it."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    dist.destroy_process_group()
+    own, backend = None, "gloo"
+    if kind == "cuda":
+        own, backend = torch.device(kind, rank), "cuda:nccl,cpu:gloo"
+    dist.init_process_group(
+        backend, store=dist.PrefixStore("gpu", store), rank=rank, world_size=size, device_id=own
+    )
+    device, is_current = adopted(None)
+    return device == str(own or "cpu"), is_current, sorted(world().backend.split(","))
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.usefixtures("needs_two"))])
+def test_the_device_that_an_adopted_group_is_bound_to_is_made_current(size, device):
+    kind = torch.device(device).type
+    backend = ["cpu:gloo", "cuda:nccl"] if kind == "cuda" else ["gloo"]
+    assert run(bound, kind, world_size=size, fresh=True) == [(True, True, backend)] * size

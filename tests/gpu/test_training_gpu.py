@@ -111,8 +111,8 @@ def assert_gradient(found, strategy):
 
 @pytest.mark.parametrize("microbatch_size", [None, 3])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_the_gradient_is_that_of_the_cpu(strategy, microbatch_size, everywhere, request):
-    if strategy == "fsdp" and "gloo" in request.node.name and torch.cuda.is_available():
+def test_the_gradient_is_that_of_the_cpu(strategy, microbatch_size, everywhere, over_gloo):
+    if strategy == "fsdp" and over_gloo:
         pytest.skip("gloo gathers no shards on a GPU")
     assert_gradient(everywhere(gradient, strategy, microbatch_size), strategy)
 
@@ -332,8 +332,8 @@ def steps_without_waits(device, kind):
 
 
 @pytest.mark.parametrize("kind", ["bare", "plain", "microbatches", "metrics", "returned metrics"])
-def test_no_step_of_the_readmes_loop_waits_for_the_gpu(kind, everywhere, request):
-    if "gloo" in request.node.name and torch.cuda.is_available():
+def test_no_step_of_the_readmes_loop_waits_for_the_gpu(kind, everywhere, over_gloo):
+    if over_gloo:
         pytest.skip("DDP over gloo waits for the GPU itself")
     assert all(0 < loss < 2 for loss in everywhere(steps_without_waits, kind))
 
@@ -356,8 +356,8 @@ def waits_of_exact(device):
         return waits[1:]
 
 
-def test_a_step_of_exact_waits_once_for_the_gpu(device, everywhere, request):
-    if "gloo" in request.node.name and device != "cpu":
+def test_a_step_of_exact_waits_once_for_the_gpu(device, everywhere, over_gloo):
+    if over_gloo:
         pytest.skip("gloo waits for the GPU itself")
     found = everywhere(waits_of_exact, **ENV)
     assert all(waits == [int(device != "cpu")] for waits in found)

@@ -1,17 +1,13 @@
 """What the tests of this folder share: a model, batches, and by how much a gradient is off."""
 
-import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  # the usual name
+from sharding import whole
 from torch import nn
 
 from pardata import Microbatches, unwrap, world
 from pardata.data._plan import share
 
-FSDP_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
-needs_fsdp = pytest.mark.skipif(
-    not FSDP_ON_CPU, reason=f"fully_shard of torch {torch.__version__} needs a GPU"
-)
 CLOSE = 1e-12
 
 
@@ -52,10 +48,6 @@ def cut(parts):
 def squared_error(model, batch):
     inputs, targets = batch
     return F.mse_loss(model(inputs), targets)
-
-
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def gradients(model):

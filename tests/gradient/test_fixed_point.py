@@ -11,14 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pardata.gradient import _fixed_point
 from pardata.gradient._exact_sums import Bucket
-from pardata.gradient._fixed_point import (
-    LARGEST,
-    MOST,
-    SMALL,
-    add,
-    largest,
-    value,
-)
+from pardata.gradient._fixed_point import LARGEST, MOST, SMALL, add, largest, value
 
 FLOATING = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
@@ -125,12 +118,16 @@ def test_the_value_is_the_sum_as_float64_has_it(pairs):
 # The limits
 
 
-def test_nothing_of_the_largest_magnitude_wraps_if_the_weights_sum_to_one():
-    for count in (1, 2, 3, 7, 1000):
-        for sign in (1.0, -1.0):
-            words = words_of([(sign * LARGEST, 1 / count)] * count)
-            assert value(*words).item() == pytest.approx(sign * LARGEST, rel=1e-12)
-            assert (words[1] * sign > 0).all()
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 1000])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_nothing_wraps_if_the_weights_sum_to_one(count, sign):
+    words = words_of([(sign * LARGEST, 1 / count)] * count)
+    assert value(*words).item() == pytest.approx(sign * LARGEST, rel=1e-12)
+    assert (words[1] * sign > 0).all()
+    low = torch.zeros(1, dtype=torch.int64)  # alone, of small numbers
+    for _ in range(count):
+        add(torch.tensor([sign * SMALL]), 1 / count, low)
+    assert value(low).item() == pytest.approx(sign, rel=1e-12)
 
 
 @given(st.floats(-LARGEST, LARGEST))
@@ -161,15 +158,6 @@ def test_of_small_numbers_the_low_word_alone_says_the_same(many, exponent):
     for place in range(len(many)):
         assert exact(both[:, place : place + 1]) == Fraction(low[place].item(), 2**62)
     assert torch.equal(value(low), value(*both))
-
-
-def test_nothing_small_wraps_the_low_word_if_the_weights_sum_to_one():
-    for count in (1, 2, 3, 7, 1000):
-        for sign in (1.0, -1.0):
-            low = torch.zeros(1, dtype=torch.int64)
-            for _ in range(count):
-                add(torch.tensor([sign * SMALL]), 1 / count, low)
-            assert value(low).item() == pytest.approx(sign, rel=1e-12)
 
 
 @given(small, st.booleans())

@@ -1,20 +1,26 @@
 """The noise of a model: one `seed_everything` is enough, under every strategy, at every size."""
 
 import random
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 from on_ranks import run, run_caught
+from sharding import TOGETHER
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from pardata import Microbatches, backward, make_loader, seed_everything, unwrap, world, wrap_model
 from pardata.ranks._process import process
 
-FSDP = ["fsdp"] if hasattr(torch.cpu.Stream, "record_event") else []  # torch 2.6 needs a GPU
-STRATEGIES = ["none", "dp", "ddp", *FSDP, "exact"]
+STRATEGIES = ["none", "dp", *TOGETHER, "exact"]
+SEEDINGS = {
+    "seeded": partial(seed_everything, 5),
+    "for each rank": partial(seed_everything, 5, per_rank=True),
+    "by torch alone": partial(torch.manual_seed, 5),
+}
 
 
 def data():
@@ -97,20 +103,15 @@ class Mask(nn.Module):
 
 def drawn(strategy, how):
     """Return the noise of three steps with plain batches, all ranks alike but for their number."""
-    if how == "seeded":
-        seed_everything(5)
-    elif how == "for each rank":
-        seed_everything(5, per_rank=True)
-    else:
-        torch.manual_seed(5)
+    SEEDINGS[how]()
     model = wrap_model(Mask(), strategy)
     for _ in range(3):
         backward(model, lambda model, batch: model(batch), torch.ones(2))
     return [tuple(noise) for noise in unwrap(model).seen]
 
 
-@pytest.mark.parametrize("how", ["seeded", "for each rank", "by torch alone"])
-@pytest.mark.parametrize("strategy", ["ddp", *FSDP])
+@pytest.mark.parametrize("how", SEEDINGS)
+@pytest.mark.parametrize("strategy", TOGETHER)
 def test_with_other_batches_noise_differs_between_steps_and_ranks(strategy, how):
     first, second = run(drawn, strategy, how, world_size=2)
     assert len({*first, *second}) == 6
@@ -143,7 +144,7 @@ def with_an_accelerators_noise(strategy):
     return losses
 
 
-@pytest.mark.parametrize("strategy", ["ddp", *FSDP, "exact"])
+@pytest.mark.parametrize("strategy", [*TOGETHER, "exact"])
 def test_noise_of_an_accelerator_is_seeded_and_put_back_wherever_the_parameters_are(strategy):
     (alone,) = run(with_an_accelerators_noise, strategy, world_size=1)
     assert len(set(alone)) == 6

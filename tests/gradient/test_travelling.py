@@ -3,6 +3,8 @@
 import copy
 import math
 import pickle
+from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,10 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # the usual name
 from gradient_zoo import (
     CLOSE,
-    FSDP_ON_CPU,
     cut,
     gradients,
-    needs_fsdp,
     network,
     off,
     pieces,
@@ -22,6 +22,7 @@ from gradient_zoo import (
     truth_of,
 )
 from on_ranks import caught, run
+from sharding import TOGETHER, needs_fsdp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
@@ -30,7 +31,7 @@ from pardata import backward, check_in_sync, make_loader, unwrap, world, wrap_mo
 from pardata.data._plan import share
 from pardata.model import _ddp
 
-STRATEGIES = ["ddp", "exact", *(["fsdp"] if FSDP_ON_CPU else [])]
+STRATEGIES = [*TOGETHER, "exact"]
 
 
 # --- metrics ---
@@ -132,10 +133,18 @@ def unlike(what):
     return loss_fn
 
 
+# What one rank has otherwise, and what all are told; more: tests/promises/misuse_models.py.
+UNLIKE = {
+    "none": "RuntimeError: every rank must pass the same to `backward`, but `metrics` differs",
+    "no number": "`metrics['text']` must be a number or a tensor, but is 'yes'",
+    "in one rank": "of the same structure for each microbatch",
+}
+
+
 def all_unlike(strategy):
     model = wrap_model(network(), strategy)
     raised = {}
-    for what in ("none", "no number", "in one rank"):
+    for what in UNLIKE:
         raised[what] = caught(backward, model, unlike(what), cut(pieces((3, 1, 3, 1))))
         model.zero_grad()
         backward(model, squared_error, cut(pieces((3, 3))))
@@ -145,28 +154,17 @@ def all_unlike(strategy):
 
 @pytest.mark.parametrize("strategy", ["ddp", "exact"])
 def test_metrics_that_differ_between_ranks_raise_on_every_rank(strategy):
-    first, last = run(all_unlike, strategy, world_size=2)
-    for raised in (first["none"], last["none"]):  # others: tests/promises/misuse_models.py
-        assert raised.type == "RuntimeError"
-        assert "every rank must pass the same to `backward`, but `metrics` differs" in raised.text
-        assert "Let `loss_fn` return the same structure on every rank" in raised.text
-    assert last["no number"].type == "TypeError"
-    assert "`metrics['text']` must be a number or a tensor, but is 'yes'" in last["no number"].text
-    for found in (first, last):
-        assert "of the same structure for each microbatch" in found["in one rank"].text
-    assert "`metrics['text']` must be a number" in first["no number"].text
-
-
-def test_in_a_single_process_metrics_that_are_no_numbers_raise_too():
-    with pytest.raises(TypeError, match=r"`metrics\['text'\]` must be a number"):
-        backward(network(), lambda m, b: (squared_error(m, b), {"text": "yes"}), rows_of(3))
+    ranks = run(all_unlike, strategy, world_size=2)
+    for found in ranks:
+        assert all(text in str(found[what]) for what, text in UNLIKE.items()), found
+    assert ranks[1]["no number"].type == "TypeError"
 
 
 # --- no collective of their own ---
 
 
-def collectives_of_steps(strategy, **options):
-    """Return the sizes of what `dist.all_reduce` sends in each of three steps of a plain loader."""
+def collectives_of_steps(strategy, microbatch_size=None, **options):
+    """Return the sizes of what `dist.all_reduce` sends in each of three steps."""
     model = wrap_model(network(), strategy, **options)
     data, sent, told = TensorDataset(*rows_of(15)), [], []
     reduce = dist.all_reduce
@@ -175,38 +173,31 @@ def collectives_of_steps(strategy, **options):
         sent.append(tensor.numel())
         return reduce(tensor, *args, **kwargs)
 
-    dist.all_reduce = noting
-    try:
-        for batch in make_loader(data, 6, num_workers=0):
+    with patch.object(dist, "all_reduce", noting):
+        for batch in make_loader(data, 6, microbatch_size=microbatch_size, num_workers=0):
             model.zero_grad()
             sent.clear()
             loss = backward(model, squared_error, batch)
             told.append((list(sent), loss.item(), gradients(model)))
-    finally:
-        dist.all_reduce = reduce
-    inputs, targets = rows_of(15)
-    for (_, loss, gradient), step in zip(
-        told, (slice(6), slice(6, 12), slice(12, 15)), strict=True
-    ):
-        wanted, true = truth_of(inputs[step], targets[step])
+    for number, (_, loss, gradient) in enumerate(told):
+        wanted, true = truth_of(*data[6 * number : 6 * number + 6])
         assert loss == pytest.approx(wanted, rel=CLOSE)
         assert off(gradient, true) < CLOSE
     return [counts for counts, *_ in told]
 
 
-def test_a_step_of_a_plain_batch_has_one_collective_that_of_the_gradients():
+def test_a_step_has_one_collective_that_of_the_gradients():
     numbers = sum(parameter.numel() for parameter in network().parameters())
     for first, *others in run(collectives_of_steps, "ddp", world_size=2):
         assert len(first) == 2  # what a step counts usually, and the gradients
         assert others == [[numbers + 32], [numbers + 32]]
+    # What microbatches count is known, and one rank has two of them.
+    assert run(collectives_of_steps, "ddp", 2, world_size=2) == [[[numbers + 32]] * 3] * 2
 
 
 def of_a_large_model():
-    before, _ddp._SMALL = _ddp._SMALL, 1
-    try:
+    with patch.object(_ddp, "_SMALL", 1):
         return collectives_of_steps("ddp")
-    finally:
-        _ddp._SMALL = before
 
 
 def test_of_a_large_model_they_are_sent_beside_the_gradients_which_pytorch_reduces_itself():
@@ -220,24 +211,19 @@ def test_under_fsdp_they_are_sent_beside_the_backward():
         assert others == [[32], [32]]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"bucket_cap_mb": 0.0001},
-        {"gradient_as_bucket_view": False},
-        {"find_unused_parameters": True},
-        {"static_graph": True},
-    ],
-    ids=lambda options: next(iter(options)),
-)
+OPTIONS = [
+    {"bucket_cap_mb": 0.0001},
+    {"gradient_as_bucket_view": False},
+    {"find_unused_parameters": True},
+    {"static_graph": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options)))
 def test_they_travel_under_every_option_of_ddp(options):
-    for counts in run(_collectives_with, options, world_size=2):
-        assert [number for number in counts[-1] if number > 32]
-        assert 32 not in counts[-1]
-
-
-def _collectives_with(options):
-    return collectives_of_steps("ddp", **options)
+    for *_, last in run(partial(collectives_of_steps, "ddp", **options), world_size=2):
+        assert [number for number in last if number > 32]
+        assert 32 not in last
 
 
 def mean_hook(told, bucket):
@@ -374,13 +360,8 @@ def losses_of(collate_fn, corrupt, microbatch_size):
     model = wrap_model(nn.Linear(7, 1, bias=False), "ddp" if world().size > 1 else "none")
     with torch.no_grad():
         unwrap(model).weight.fill_(1.0)
-    (batch,) = make_loader(
-        Numbers(corrupt=corrupt),
-        6,
-        collate_fn=collate_fn,
-        num_workers=0,
-        microbatch_size=microbatch_size,
-    )
+    options = {"collate_fn": collate_fn, "microbatch_size": microbatch_size}
+    (batch,) = make_loader(Numbers(corrupt=corrupt), 6, num_workers=0, **options)
     return [backward(model, loss_fn, batch).item() for _ in range(2)]
 
 

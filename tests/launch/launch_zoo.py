@@ -25,10 +25,3 @@ def open_mpi_variables(rank, size, port, local_size=None):
     values = map(str, (rank, size, rank % local_size, local_size))
     env = {f"OMPI_COMM_WORLD_{name}": value for name, value in zip(names, values, strict=True)}
     return env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-
-
-def mpich_variables(rank, size, port):
-    """Return MPICH's variables on one host."""
-    names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-    env = dict(zip(names, map(str, (rank, size) * 2), strict=True))
-    return env | {"MASTER_PORT": str(port)}

@@ -78,16 +78,19 @@ SAID = (
 )
 
 
+TUNED = [
+    ({}, {}, True, [(1, [SAID]), (1, [])]),
+    ({}, {"PARDATA_TUNE_CPU": "1"}, True, [(1, [SAID]), (1, [])]),
+    ({}, {}, False, [(1, []), (1, [])]),
+    ({"tune_cpu": False}, {}, True, [(0, []), (0, [])]),
+    ({}, {"PARDATA_TUNE_CPU": "0"}, True, [(0, []), (0, [])]),
+    ({"device": "meta"}, {}, True, [(0, []), (0, [])]),
+]
+
+
 @pytest.mark.parametrize(
     ("arguments", "env", "works", "expected"),
-    [
-        ({}, {}, True, [(1, [SAID]), (1, [])]),
-        ({}, {"PARDATA_TUNE_CPU": "1"}, True, [(1, [SAID]), (1, [])]),
-        ({}, {}, False, [(1, []), (1, [])]),
-        ({"tune_cpu": False}, {}, True, [(0, []), (0, [])]),
-        ({}, {"PARDATA_TUNE_CPU": "0"}, True, [(0, []), (0, [])]),
-        ({"device": "meta"}, {}, True, [(0, []), (0, [])]),
-    ],
+    TUNED,
     ids=["default", "on", "elsewhere", "argument", "variable", "no-cpu"],
 )
 def test_init_tunes_on_a_cpu_unless_told_otherwise_and_says_so_once(

@@ -117,26 +117,26 @@ REDUCE, BARRIER = "all_reduce_mean at train.py:", "barrier('epoch 3') at train.p
 MUST = "must be reached by every rank, but rank 1 of 3 failed first: "
 
 
-@pytest.mark.parametrize(
-    ("run", "rank", "here", "text"),
-    [
-        ("collective", 0, REDUCE, f"`all_reduce_mean` {MUST}"),
-        ("collective", 2, "all_gather at train.py:", f"`all_gather` {MUST}"),
-        # Rank 0 is still elsewhere: rank 2 does not wait for it.
-        ("barrier", 0, BARRIER, f"RuntimeError: `barrier('epoch 3')` {MUST}"),
-        ("barrier", 2, BARRIER, f"RuntimeError: `barrier('epoch 3')` {MUST}"),
-        ("rank 0", 1, "rank_zero_call", ""),
-        ("rank 0", 2, "RuntimeError: ", "(train.py:12)\n"),  # in the user's own collective
-        # Rank 0 takes the store with it.
-        ("store", 2, "barrier(", ""),
-        # Rank 0 keeps the store until the others know whose fault it was.
-        ("second", 0, "all_reduce_mean at ", ""),
-        ("second", 2, "all_reduce_mean at ", ""),
-        # An exit that is no success is told as an exception is.
-        ("exit", 0, "StopSignal.agreed", f"`StopSignal.agreed` {MUST}"),
-        ("exit", 2, "barrier('epoch 3')", f"`barrier('epoch 3')` {MUST}"),
-    ],
-)
+WAITING = [
+    ("collective", 0, REDUCE, f"`all_reduce_mean` {MUST}"),
+    ("collective", 2, "all_gather at train.py:", f"`all_gather` {MUST}"),
+    # Rank 0 is still elsewhere: rank 2 does not wait for it.
+    ("barrier", 0, BARRIER, f"RuntimeError: `barrier('epoch 3')` {MUST}"),
+    ("barrier", 2, BARRIER, f"RuntimeError: `barrier('epoch 3')` {MUST}"),
+    ("rank 0", 1, "rank_zero_call", ""),
+    ("rank 0", 2, "RuntimeError: ", "(train.py:12)\n"),  # in the user's own collective
+    # Rank 0 takes the store with it.
+    ("store", 2, "barrier(", ""),
+    # Rank 0 keeps the store until the others know whose fault it was.
+    ("second", 0, "all_reduce_mean at ", ""),
+    ("second", 2, "all_reduce_mean at ", ""),
+    # An exit that is no success is told as an exception is.
+    ("exit", 0, "StopSignal.agreed", f"`StopSignal.agreed` {MUST}"),
+    ("exit", 2, "barrier('epoch 3')", f"`barrier('epoch 3')` {MUST}"),
+]
+
+
+@pytest.mark.parametrize(("run", "rank", "here", "text"), WAITING)
 def test_who_waits_for_whatever_says_who_failed_first(ended, run, rank, here, text):
     line, said = ended[run][rank]
     first, bad = EXIT if run == "exit" else BOOM, RUNS[run][1]
@@ -254,8 +254,7 @@ LOCK = r"TypeError: cannot pickle '_thread\.lock' object"
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
-    [(call_boom, "ValueError: boom"), (send_a_lock, LOCK), (gather_a_lock, LOCK)],
+    ("call", "said"), [(call_boom, "ValueError: boom"), (send_a_lock, LOCK), (gather_a_lock, LOCK)]
 )
 def test_what_rank_0_raises_and_all_hear_of_is_said_once(call, said):
     (first,), (other,) = launched(fail_on_rank_0, call, size=2)

@@ -62,21 +62,14 @@ def test_two_tasks_train_as_one_process_does(slurm, alone, folder):
     assert fingerprint(printed) == alone
 
 
-def test_a_batch_script_with_four_tasks_on_two_nodes_trains_as_one_process_does(
-    submit, alone, folder
+@pytest.mark.parametrize("launcher", ["slurm", "torchrun"])
+def test_a_batch_script_with_four_ranks_on_two_nodes_trains_as_one_process_does(
+    launcher, submit, alone, folder
 ):
-    submit("srun.sbatch", *MNIST[1:], "--run-dir", folder / "run", options=["--wait"])
+    script = {"slurm": "srun.sbatch", "torchrun": "torchrun.sbatch"}[launcher]
+    submit(script, *MNIST[1:], "--run-dir", folder / "run", options=["--wait"])
     printed = (folder / "out").read_text()
-    assert joined(printed) == "4 processes on 2 nodes, launched by slurm"
-    assert fingerprint(printed) == alone
-
-
-def test_a_batch_script_with_an_agent_on_each_node_trains_as_one_process_does(
-    submit, alone, folder
-):
-    submit("torchrun.sbatch", *MNIST[1:], "--run-dir", folder / "run", options=["--wait"])
-    printed = (folder / "out").read_text()
-    assert joined(printed) == "4 processes on 2 nodes, launched by torchrun"
+    assert joined(printed) == f"4 processes on 2 nodes, launched by {launcher}"
     assert fingerprint(printed) == alone
 
 

@@ -10,7 +10,7 @@ from namespaces import hosts, require_namespaces
 from processes import ended, run, start, wait_for
 from programs import MNIST, TORCHRUN, fingerprint, joined
 
-SIZES = Path(__file__).parent / "sizes.py"
+TRAINING = Path(__file__).parents[1] / "promises" / "faults" / "training.py"
 # Short times until a node counts as gone, and until a smaller world begins without it.
 ELASTIC = [
     "--nnodes=1:2", "--max-restarts=3",
@@ -116,8 +116,9 @@ def test_a_node_that_dies_costs_the_steps_since_the_last_checkpoint(two, nodes, 
 def test_a_node_may_die_and_another_join_and_the_run_ends_as_if_nothing_had_been(
     two, nodes, folder
 ):
-    expected = fingerprint(run(sys.executable, SIZES, "--run-dir", folder / "undisturbed"))
-    command = [*ELASTIC, SIZES, "--run-dir", folder / "run", "--wait", "4:2", "8:1", "12:2"]
+    own = [TRAINING, "--steps", 18, "--save-every", 1]
+    undisturbed = run(sys.executable, *own, "--run-dir", folder / "undisturbed")
+    command = [*ELASTIC, *own, "--run-dir", folder / "run", "--wait", "4:2", "8:1", "12:2"]
     one, other = nodes(0, *command, **REJOIN), nodes(1, *command, **REJOIN)
 
     def reached(text):
@@ -128,7 +129,8 @@ def test_a_node_may_die_and_another_join_and_the_run_ends_as_if_nothing_had_been
     reached("after step 12 a world of 1 waits for one of 2")
     again = nodes(1, *command, **REJOIN)
     printed = ended_well(one, again)
-    assert fingerprint(printed) == expected
+    ended = r"ended 18 \w{64} \d+ \d+"  # with its weights, and how often samples were seen
+    assert re.findall(ended, printed) == [re.search(ended, undisturbed)[0]]
     steps = dict(re.findall(r"step (\d+) in a world of (\d)", printed))
     assert [steps[str(step)] for step in range(9, 13)] == ["1"] * 4
-    assert [steps[str(step)] for step in (*range(5, 9), *range(13, 17))] == ["2"] * 8
+    assert [steps[str(step)] for step in (*range(5, 9), *range(13, 19))] == ["2"] * 10

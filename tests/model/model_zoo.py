@@ -1,17 +1,10 @@
 """What the tests of this folder share: models, batches, what ranks have of them."""
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from pardata import wrap_model
-
-FSDP_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
-needs_fsdp = pytest.mark.skipif(
-    not FSDP_ON_CPU, reason=f"fully_shard of torch {torch.__version__} needs a GPU"
-)
-TOGETHER = ["ddp", "fsdp"] if FSDP_ON_CPU else ["ddp"]
 
 
 class Net(nn.Module):
@@ -27,15 +20,9 @@ class Net(nn.Module):
         return self.last(torch.relu(self.norm(self.module(rows))))
 
 
-class Smooth(nn.Module):
-    """No batch norm: the gradient of a batch is the mean of its samples' gradients."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
-
-    def forward(self, rows):
-        return self.last(torch.tanh(self.first(rows)))
+def smooth():
+    """Return a model without batch norm: its gradients are the means of its samples' ones."""
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
 def seeded(kind=Net, seed=0):
@@ -50,10 +37,6 @@ def batch(rows=12, seed=0):
 def own(tensor):
     """Return this rank's share."""
     return tensor.chunk(dist.get_world_size())[dist.get_rank()]
-
-
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def wrapped_as(strategy, model, **options):

@@ -8,8 +8,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from model_zoo import batch, needs_fsdp, seeded
+from model_zoo import batch, seeded
 from on_ranks import run
+from sharding import needs_fsdp
 from torch import nn
 
 from pardata import backward, unwrap, wrap_model
@@ -113,33 +114,26 @@ def fails(model, rows):
 
 
 def sharded():
-    """Return the mean of a batch norm on this rank, after each of several forwards."""
+    """Return whether the mean of a batch norm differs after each of several forwards."""
     model = wrap_model(seeded(), "fsdp")
     rows, norm = batch(seed=dist.get_rank()), unwrap(model).norm
 
     def differs():
+        norm.running_mean.fill_(dist.get_rank())
+        model(rows)
         means = [torch.zeros(8) for _ in range(2)]
         dist.all_gather(means, norm.running_mean)
         return not torch.equal(*means)
 
-    def after(how):
-        how()
-        found, start = differs(), torch.zeros(8)
-        norm.running_mean.copy_(start)
-        return found
-
     with torch.no_grad():
-        found = [after(lambda: model(rows))]  # a forward without gradients never communicates
+        found = [differs()]  # a forward without gradients never communicates
     model.eval()
-    norm.running_mean.fill_(dist.get_rank())
-    found.append(after(lambda: model(rows)))
+    found.append(differs())
     model.train()
-    found.append(after(lambda: model(rows)))
+    found.append(differs())
     with pytest.raises(KeyError):
         backward(model, fails, rows)
-    norm.running_mean.zero_()
-    found.append(after(lambda: model(rows)))  # after an error it broadcasts again
-    return found
+    return [*found, differs()]  # after an error it broadcasts again
 
 
 @needs_fsdp

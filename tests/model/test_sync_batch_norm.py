@@ -9,12 +9,12 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from model_zoo import TOGETHER, needs_fsdp, whole
 from on_ranks import caught, run, run_caught
+from sharding import TOGETHER, needs_fsdp, whole
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pardata import Microbatches, backward, check_in_sync, unwrap, world, wrap_model
+from pardata import backward, check_in_sync, make_loader, unwrap, world, wrap_model
 from pardata.model._batch_norm import is_synchronised
 
 SIZES = [1, 2, 3, pytest.param(4, marks=pytest.mark.soak)]
@@ -75,12 +75,6 @@ def untracking():
     return net
 
 
-def frozen_affine():
-    net = dense(nn.BatchNorm1d(5))
-    net[1].requires_grad_(False)
-    return net
-
-
 MODELS = {
     "1d": lambda: dense(nn.BatchNorm1d(5)),
     "1d, sequences": lambda: nn.Sequential(nn.Conv1d(4, 5, 2), nn.BatchNorm1d(5), nn.Tanh()),
@@ -92,7 +86,7 @@ MODELS = {
     "momentum=0": lambda: dense(nn.BatchNorm1d(5, momentum=0.0)),
     "untracked": lambda: dense(nn.BatchNorm1d(5, track_running_stats=False)),
     "tracking stopped": untracking,
-    "frozen affine": frozen_affine,
+    "frozen affine": lambda: dense(nn.BatchNorm1d(5).requires_grad_(False)),
     "no bias": lambda: dense(nn.BatchNorm1d(5)),
     "first": lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)),
     "the model itself": lambda: nn.BatchNorm1d(4),
@@ -100,12 +94,7 @@ MODELS = {
     "nested": Nested,
     "of a class of the user's": lambda: dense(AnyShape(5)),
 }
-SHAPES = {
-    "1d, sequences": (4, 6),
-    "2d": (4, 5, 6),
-    "channels_last": (4, 5, 6),
-    "3d": (4, 3, 4, 3),
-}
+SHAPES = {"1d, sequences": (4, 6), "2d": (4, 5, 6), "channels_last": (4, 5, 6), "3d": (4, 3, 4, 3)}
 
 
 def made(name):
@@ -300,8 +289,8 @@ def counted():
     return forward, behind, without_gradient, frozen, evaluated, untracked
 
 
-def bare(norm, strategy="ddp"):
-    return unwrap(wrap_model(nn.Sequential(norm.double()), strategy, sync_batchnorm=True))[0]
+def bare(norm):
+    return unwrap(wrap_model(nn.Sequential(norm.double()), "ddp", sync_batchnorm=True))[0]
 
 
 def test_each_norm_costs_one_collective_forward_and_one_backward_and_evaluation_none():
@@ -373,49 +362,35 @@ def doubled_here():
     return norm
 
 
-def wrapped_as(what, strategy="ddp"):
-    if what == "twice":
-        net = dense(nn.BatchNorm1d(5))
-        norms = (
-            net[1],
-            *(unwrap(wrap_model(net, strategy, sync_batchnorm=True))[1] for _ in range(2)),
-        )
-        assert norms == (net[1],) * 3
-        return is_synchronised(net[1])
-    kinds = {
-        "a forward of its own": Doubled(5),
-        "a forward of the object's own": doubled_here(),
-        "PyTorch's": nn.SyncBatchNorm(5),
-        "other shapes": AnyShape(5),
-        "instance norm": nn.InstanceNorm1d(5),
-    }
-    net = dense(kinds[what])
+def wrapped_twice():
+    net = dense(nn.BatchNorm1d(5))
+    norms = [unwrap(wrap_model(net, "ddp", sync_batchnorm=True))[1] for _ in range(2)]
+    return norms == [net[1]] * 2 and is_synchronised(net[1])
+
+
+def wrapped_with(norm):
+    net = dense(norm)
     try:
-        wrap_model(net, strategy, sync_batchnorm=True)
-    except ValueError:
-        assert type(net[1]) is type(kinds[what])
-        raise
-    return is_synchronised(net[1])
+        wrap_model(net, "ddp", sync_batchnorm=True)
+    finally:
+        assert net[1] is norm
+    return is_synchronised(norm)
+
+
+def which_are_replaced():
+    kinds = [AnyShape(5), nn.InstanceNorm1d(5), Doubled(5), doubled_here(), nn.SyncBatchNorm(5)]
+    return wrapped_twice(), *(caught(wrapped_with, norm) for norm in kinds)
 
 
 def test_which_modules_are_replaced_and_which_refused():
-    cases = ["twice", "other shapes", "instance norm"]
-    told = run(each_of, wrapped_as, cases, world_size=2)
-    assert told == [[True, True, False]] * 2
-    cases = ["a forward of its own", "a forward of the object's own", "PyTorch's"]
-    for told in run(each_of, wrapped_as, cases, world_size=2):
-        for raised, kind in zip(told, ["Doubled", "BatchNorm1d"], strict=False):
-            assert raised.type == "ValueError"
+    for *told, own_class, own_forward, pytorchs in run(which_are_replaced, world_size=2):
+        assert told == [True, True, False]
+        for raised, kind in ((own_class, "Doubled"), (own_forward, "BatchNorm1d")):
             assert (
-                "`sync_batchnorm` must find batch norms with PyTorch's own forward, to replace it, "
-                f"but `1` ({kind}) has another: put what it adds into a module next to"
-            ) in raised.text
-        # DDP's own.
-        assert "SyncBatchNorm layers only work with GPU modules" in told[2].text
-
-
-def each_of(fn, cases):
-    return [caught(fn, case) for case in cases]
+                "ValueError: `sync_batchnorm` must find batch norms with PyTorch's own forward, to "
+                f"replace it, but `1` ({kind}) has another: put what it adds into a module next to"
+            ) in str(raised)
+        assert "SyncBatchNorm layers only work with GPU modules" in pytorchs.text
 
 
 def twice_differentiated(norm, rows):
@@ -427,103 +402,77 @@ def row_on_the_last(norm, rows):
     return norm(rows[: 1 if world().rank == world().size - 1 else 0])
 
 
-def wrong(what):
-    rows = torch.ones(2, 4, dtype=torch.float64, requires_grad=True)
-    make = {"images": nn.BatchNorm2d, "no dimensions": AnyShape}.get(what, nn.BatchNorm1d)
-    run_it = {
-        "one number": row_on_the_last,
-        "none": lambda norm, rows: norm(rows[:0]),
-        "dimensions": lambda norm, rows: norm(rows[None, None]),
-        "images": lambda norm, rows: norm(rows[:, :, None]),
-        "no dimensions": lambda norm, rows: norm(rows[0]),
-        "channels": lambda norm, rows: norm(rows[:, :1]),
-        "integers": lambda norm, rows: norm(rows.long()),
-        "twice": twice_differentiated,
-    }
-    run_it[what](bare(make(4)), rows)
-
-
-WRONG = {
-    "one number": "ValueError: batch norm must have more than one number per channel in training, "
-    "but all ranks together have 1: use a larger batch",
-    "none": "but all ranks together have 0: use a larger batch",
-    "dimensions": "ValueError: expected 2D or 3D input (got 4D input)",
-    "images": "ValueError: expected 4D input (got 3D input)",
-    "no dimensions": "of 4 channels, its second dimension, but is torch.float64 of shape (4,): fit",
-    "channels": "of 4 channels, its second dimension, but is torch.float64 of shape (2, 1): fit",
-    "integers": "ValueError: `input` must hold floating-point numbers of 4 channels, its second",
-    "twice": "RuntimeError: trying to differentiate twice a function that was marked with",
-}
+# A batch norm, what is done with it, and what is said.
+FLOATS = "ValueError: `input` must hold floating-point numbers"
+MUST = (
+    "ValueError: batch norm must have more than one number per channel in training, but all ranks"
+)
+WRONG = [
+    (nn.BatchNorm1d, row_on_the_last, f"{MUST} together have 1: use a larger batch"),
+    (nn.BatchNorm1d, lambda norm, rows: norm(rows[:0]), f"{MUST} together have 0: use a larger"),
+    (nn.BatchNorm1d, lambda norm, rows: norm(rows[None, None]), "expected 2D or 3D input (got 4D"),
+    (nn.BatchNorm2d, lambda norm, rows: norm(rows[:, :, None]), "expected 4D input (got 3D input)"),
+    (AnyShape, lambda norm, rows: norm(rows[0]), "but is torch.float64 of shape (4,): fit"),
+    (nn.BatchNorm1d, lambda norm, rows: norm(rows[:, :1]), "but is torch.float64 of shape (2, 1)"),
+    (nn.BatchNorm1d, lambda norm, rows: norm(rows.long()), f"{FLOATS} of 4 channels, its second"),
+    (
+        nn.BatchNorm1d,
+        twice_differentiated,
+        "RuntimeError: trying to differentiate twice a function",
+    ),
+]
 
 
 def every_wrong():
-    found = each_of(wrong, WRONG)
+    rows = torch.ones(2, 4, dtype=torch.float64, requires_grad=True)
+    found = [caught(wrong, bare(make(4)), rows) for make, wrong, _ in WRONG]
     return found, bare(nn.BatchNorm1d(4))(numbers("first", 0)).shape  # the group works
 
 
 def test_what_cannot_be_normalised_is_an_error_on_every_rank_that_leaves_the_group_usable():
     for found, shape in run(every_wrong, world_size=3):
         assert shape == (ROWS, 4)
-        for raised, text in zip(found, WRONG.values(), strict=True):
-            assert text in f"{raised.type}: {raised.text}"
-
-
-def one_row_each():
-    # Of 2 and 4: less and more than their mean by just as much; of one alone in evaluation.
-    norm = bare(nn.BatchNorm1d(1))
-    own = norm(torch.full((1, 1), 2.0 * (world().rank + 1), dtype=torch.float64))
-    dist.all_reduce(own)
-    return own.item(), norm.eval()(torch.ones(1, 1, dtype=torch.float64)).shape
-
-
-def test_one_row_on_each_rank_is_enough():
-    for mean, shape in run(one_row_each, world_size=2):
-        assert mean == pytest.approx(0.0, abs=1e-12)
-        assert shape == (1, 1)
+        for raised, (*_, text) in zip(found, WRONG, strict=True):
+            assert text in str(raised)
 
 
 # With microbatches
 
 
-def microbatches(size, rank, counts):
-    ends = torch.tensor([0, *counts]).cumsum(0).tolist()
-    rows = numbers("1d", 0)
-    pieces = [rows[start:end] for start, end in itertools.pairwise(ends)]
-    each, more = divmod(len(counts), size)
-    first = rank * each + min(rank, more)
-    own = pieces[first : first + each + (rank < more)]
-    facts = {"epoch": 0, "step": 0, "first": first, "counts": counts, "size": size}
-    return Microbatches(own, placeholder=pieces[0], **facts)
+def microbatches(size, rows=ROWS):
+    """Return this rank's share of a step of `rows`, in microbatches of `size`."""
+    (step,) = make_loader(numbers("1d", 0)[:rows], rows, microbatch_size=size, num_workers=0)
+    return step
 
 
 def mean_loss(model, batch):
     return loss_of(model(batch), len(batch))
 
 
-def in_microbatches(counts):
-    net = made("1d")
-    batch = microbatches(world().size, world().rank, counts)
-    loss = backward(wrap_model(net, "ddp", sync_batchnorm=True), mean_loss, batch)
-    return loss, [p.grad for p in net.parameters()], list(net.buffers())
+def left_by_training(net):
+    """Return gradients and statistics."""
+    return [whole(p.grad) for p in net.parameters()] + [whole(buffer) for buffer in net.buffers()]
 
 
-@pytest.mark.parametrize("counts", [[3, 3, 3, 3], [5, 4, 2, 1]])
-def test_microbatches_that_the_ranks_run_together_are_normalised_together(counts):
+def in_microbatches(rows):
     net = made("1d")
-    first, second, third, fourth = microbatches(1, 0, counts)
-    loss = sum(loss_of(net(torch.cat(pair))) for pair in ((first, third), (second, fourth)))
+    wrapped = wrap_model(net, "ddp", sync_batchnorm=True)
+    return backward(wrapped, mean_loss, microbatches(3, rows)), *left_by_training(net)
+
+
+@pytest.mark.parametrize("rows", [ROWS, ROWS - 1])
+def test_microbatches_that_the_ranks_run_together_are_normalised_together(rows):
+    net = made("1d")
+    first, second, third, fourth = microbatches(3, rows)
+    loss = sum(loss_of(net(torch.cat(pair)), rows) for pair in ((first, third), (second, fourth)))
     loss.backward()
-    for told, gradients, buffers in run(in_microbatches, counts, world_size=2):
-        same(told, loss.detach(), "loss")
-        for ours, parameter in zip(gradients, net.parameters(), strict=True):
-            same(ours, parameter.grad, "gradient")
-        for ours, buffer in zip(buffers, net.buffers(), strict=True):
-            same(ours, buffer, "statistics")
+    for told in run(in_microbatches, rows, world_size=2):
+        for ours, theirs in zip(told, [loss.detach(), *left_by_training(net)], strict=True):
+            same(ours, theirs, "loss, gradients and statistics")
 
 
-def unequal(strategy, counts):
-    batch = microbatches(world().size, world().rank, counts)
-    net = made("1d")
+def unequal(strategy, microbatch_size):
+    batch, net = microbatches(microbatch_size), made("1d")
     wrapped = wrap_model(net, strategy, sync_batchnorm=True)
     before = [tensor.clone() for tensor in net.state_dict().values()]
     try:
@@ -538,23 +487,23 @@ def unequal(strategy, counts):
         backward(wrap_model(made("1d"), "ddp"), mean_loss, batch)
 
 
-@pytest.mark.parametrize(("size", "counts"), [(2, [4, 4, 4]), (3, [6, 6])])
+@pytest.mark.parametrize(("size", "microbatch_size"), [(2, 4), (3, 6)])
 @pytest.mark.parametrize("strategy", TOGETHER)
 def test_unequally_many_microbatches_are_refused_on_every_rank_before_anything_runs(
-    strategy, size, counts
+    strategy, size, microbatch_size
 ):
-    for raised in run_caught(unequal, strategy, counts, world_size=size):
-        assert raised.type == "ValueError"
-        assert (
-            f"`batch` must be equally many microbatches on each of the {size} ranks for a model "
-            f"with SyncBatchNorm, whose forwards they run together, but is {len(counts)} in all: "
-            "pass make_loader a `batch_size` that is a multiple of `microbatch_size` times the"
-        ) in raised.text
+    for raised in run_caught(unequal, strategy, microbatch_size, world_size=size):
+        assert str(raised).startswith(
+            f"ValueError: `batch` must be equally many microbatches on each of the {size} ranks "
+            f"for a model with SyncBatchNorm, whose forwards they run together, but is "
+            f"{ROWS // microbatch_size} in all: pass make_loader a `batch_size` that is a multiple "
+            "of `microbatch_size` times the"
+        )
 
 
 def test_one_process_takes_any_number_of_microbatches_with_pytorchs_too():
     net = nn.Sequential(nn.SyncBatchNorm(4), nn.Linear(4, 1)).double()
-    assert backward(net, mean_loss, microbatches(1, 0, [4, 4, 4])) > 0
+    assert backward(net, mean_loss, microbatches(4)) > 0
 
 
 # Under "fsdp"
@@ -567,7 +516,7 @@ def sharded(share):
     wrapped = wrap_model(net, "fsdp", sync_batchnorm=True)
     output = wrapped(numbers("2d", 0)[ends[rank] : ends[rank + 1]])
     (loss_of(output) * size).backward()
-    return [whole(p.grad) for p in net.parameters()], [whole(b) for b in net.buffers()]
+    return left_by_training(net)
 
 
 @needs_fsdp
@@ -575,8 +524,6 @@ def sharded(share):
 def test_a_sharded_model_is_normalised_over_all_ranks_too(share):
     net = made("2d")
     loss_of(net(numbers("2d", 0))).backward()
-    for gradients, buffers in run(sharded, share, world_size=2):
-        for ours, parameter in zip(gradients, net.parameters(), strict=True):
-            same(ours, parameter.grad, "gradient")
-        for ours, buffer in zip(buffers, net.buffers(), strict=True):
-            same(ours, buffer, "statistics")
+    for told in run(sharded, share, world_size=2):
+        for ours, theirs in zip(told, left_by_training(net), strict=True):
+            same(ours, theirs, "gradients and statistics")

@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
-from model_zoo import needs_fsdp
 from on_ranks import run
+from sharding import needs_fsdp
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DataParallel
 
 from pardata import unwrap, wrap_model
 
@@ -37,21 +37,6 @@ def test_any_nesting_of_compile_and_data_parallel_is_peeled(layers):
     for layer in layers:
         model = layer(model)
     assert unwrap(model) is net
-
-
-def nested():
-    ways = {"compile": compiled, "ddp": DistributedDataParallel, "ours": wrap_model}
-    for order in (["ddp"], ["ours"], ["compile", "ours"], ["ours", "compile"], ["compile", "ddp"]):
-        net = model = nn.Linear(2, 2)
-        for layer in order:
-            model = ways[layer](model)
-        assert unwrap(model) is net
-        assert isinstance(unwrap(nn.Sequential(model)), nn.Sequential)
-        model(torch.ones(3, 2)).sum().backward()
-
-
-def test_ddp_is_peeled_inside_and_outside_of_compile():
-    run(nested, world_size=2)
 
 
 @needs_fsdp

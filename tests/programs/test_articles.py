@@ -8,7 +8,6 @@ import json
 import os
 import re
 import runpy
-import subprocess
 import sys
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -17,7 +16,6 @@ import on_ranks
 import pytest
 import torch
 import torchvision
-from PIL import Image
 from places import ARTICLES
 from sklearn.datasets import load_digits
 
@@ -103,9 +101,10 @@ def losses(run_dir):
     ],
 )
 def test_mnist_trains_under_every_strategy(strategy, size, tmp_path):
+    shows = strategy == "dp"
     first, *others = run(
         run_example, "mnist.py", "--data", "digits", "--epochs", 1, "--strategy", strategy,
-        "--run-dir", tmp_path, size=size,
+        "--run-dir", tmp_path, *["--show-shapes"] * shows, size=size,
     )  # fmt: skip
     assert f"{size} process" in first
     assert "learning rate 0.002" in first
@@ -115,6 +114,8 @@ def test_mnist_trains_under_every_strategy(strategy, size, tmp_path):
     assert float(accuracy[1]) > 75
     assert len(re.findall(r"\d: [\d.]+ %", first)) == 10
     assert "total training time" in first
+    for place in ("inside", "outside"):
+        assert first.count(f"{place} the model: (64, 1, 28, 28) -> (64, 10)") == shows
     assert "epoch 1: 22/22" in first
     assert all("step" not in text for text in others)
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -128,33 +129,24 @@ DOUBLE = ("--data", "digits", "--epochs", 1, "--no-dropout", "--double", "--log-
 @pytest.mark.parametrize(
     ("sizes", "images"), [((1, 3), FEW), pytest.param((1, 2, 3, 4), ALL, marks=pytest.mark.soak)]
 )
-def test_mnist_without_dropout_has_the_same_losses_at_every_size(sizes, images, tmp_path):
+@pytest.mark.parametrize(
+    "options", [(), pytest.param(("--cache",), marks=pytest.mark.soak), ("--cache", "--augment")]
+)
+def test_mnist_without_dropout_has_the_same_losses_at_every_size(options, sizes, images, tmp_path):
     by_size = {}
     for size in sizes:
         run_dir = tmp_path / str(size)
-        run(run_example, "mnist.py", *DOUBLE, "--run-dir", run_dir, size=size, images=images)
+        first, *_ = run(
+            run_example, "mnist.py", *DOUBLE, *options, "--run-dir", run_dir, size=size,
+            cache=tmp_path / "cache", images=images,
+        )  # fmt: skip
+        # The first run builds the files, and the next ones find them.
+        assert ("caching Digits: " in first) is ("--cache" in options and size == 1)
+        assert "/360 images)" in first
         by_size[size] = losses(run_dir)
     assert len(by_size[1]) == images // 64
     for size in sizes[1:]:
         assert by_size[size] == pytest.approx(by_size[1], rel=1e-6)  # 1e-4 is promised
-
-
-@pytest.mark.parametrize("augment", [pytest.param((), marks=pytest.mark.soak), ("--augment",)])
-@few_or_all
-def test_mnist_from_a_cache_has_the_same_losses_at_every_size_augmented_or_not(
-    images, augment, tmp_path
-):
-    by_size = {}
-    for size in (1, 3):
-        first, *_ = run(
-            run_example, "mnist.py", *DOUBLE, "--cache", *augment,
-            "--run-dir", tmp_path / str(size), size=size, cache=tmp_path / "cache", images=images,
-        )  # fmt: skip
-        assert ("caching Digits: " in first) is (size == 1)  # the next run finds the files
-        assert "/360 images)" in first
-        by_size[size] = losses(tmp_path / str(size))
-    assert len(by_size[1]) == images // 64
-    assert by_size[3] == pytest.approx(by_size[1], rel=1e-6)
 
 
 def test_cifar10_learns_the_digits_as_its_first_commands_start_it(tmp_path):
@@ -172,16 +164,6 @@ def test_cifar10_learns_the_digits_as_its_first_commands_start_it(tmp_path):
     assert after_two["test/loss"] < 1.5  # ten classes drawn by lot: 2.3
     assert after_two["test/accuracy"] > 60
     assert losses(tmp_path)[-1] < 0.7 * losses(tmp_path)[0]
-
-
-@few_or_all
-def test_mnist_shows_the_shapes_inside_and_outside_the_model(images, tmp_path):
-    (printed,) = run(
-        run_example, "mnist.py", "--data", "digits", "--epochs", 1, "--strategy", "dp", "--augment",
-        "--show-shapes", "--run-dir", tmp_path, size=1, images=images,
-    )  # fmt: skip
-    assert printed.count("inside the model: (64, 1, 28, 28) -> (64, 10)") == 1
-    assert printed.count("outside the model: (64, 1, 28, 28) -> (64, 10)") == 1
 
 
 @pytest.mark.parametrize("name", ["mnist.py", "cifar10.py"])
@@ -282,48 +264,3 @@ def test_cifar10_says_that_the_file_of_weights_is_missing(size, tmp_path):
     says = f"--checkpoint {tmp_path / 'none.pt'} is no file on {size} of {size} ranks: give its"
     with pytest.raises(SystemExit, match=re.escape(says)):
         run(run_example, *arguments, size=size)
-
-
-@needs_shards
-@few_or_all
-def test_cifar10_weights_of_sharded_parameters_load_into_the_bare_model(images, tmp_path):
-    common = ("--data", "digits", "--model", "resnet18", "--batch-size", 160, "--run-dir", tmp_path)
-    common += ("--epochs", 1, "--strategy", "fsdp")
-    run(run_example, "cifar10.py", *common, size=2, images=images)
-    weights = torch.load(tmp_path / "weights.pt", weights_only=True)
-    torchvision.models.resnet18(num_classes=10).load_state_dict(weights, strict=True)
-
-
-def test_cifar10_reads_a_folder_of_images(tmp_path):
-    digits = load_digits()
-    for index in range(100):
-        part = "train" if index < 80 else "test"
-        folder = tmp_path / part / str(digits.target[index])
-        folder.mkdir(parents=True, exist_ok=True)
-        pixels = (digits.images[index] * 15.9).astype("uint8")
-        image = Image.fromarray(pixels).resize((32, 32)).convert("RGB")
-        image.save(folder / f"{index}.png")
-    printed = run(
-        run_example, "cifar10.py", "--data", "folder", "--data-dir", tmp_path,
-        "--model", "resnet18", "--batch-size", 32, "--epochs", 1, "--run-dir", tmp_path / "run",
-        size=2,
-    )[0]  # fmt: skip
-    assert "/20 images)" in printed
-
-
-@pytest.mark.soak  # tests/programs/test_examples.py starts the short examples so
-@pytest.mark.parametrize("size", [1, 2])
-def test_torchrun_starts_mnist(size, tmp_path, short_tmp, monkeypatch):
-    monkeypatch.setenv("TMPDIR", short_tmp)
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone",
-            f"--nproc-per-node={size}", ARTICLES / "mnist.py", "--data", "digits", "--epochs", "1",
-            "--run-dir", tmp_path / "run",
-        ],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert f"{'[0/2] ' * (size > 1)}{size} process" in done.stdout
-    assert "launched by torchrun" in done.stdout
-    assert "Traceback" not in done.stderr

@@ -447,12 +447,6 @@ def test_a_block_that_does_otherwise_fails(marks, code, complaint, tmp_path, mon
         run_python(block, tmp_path)
 
 
-def test_a_blocks_lines_are_those_of_the_page(tmp_path):
-    first, second = "one\n```python\na = 1\n```\n", "<!-- continues -->\n```python\nb\n```\n"
-    block = blocks(page_with(tmp_path, first + second))[1]
-    assert block.program.splitlines() == ["", "", "a = 1", "", "", "", "b"]
-
-
 def test_a_block_continues_what_it_says(tmp_path):
     fences = "```python\n{}\n```\n"
     marks = ["", "<!-- continues -->\n", "<!-- continues -->\n", "<!-- continues first -->\n", ""]
@@ -461,6 +455,7 @@ def test_a_block_continues_what_it_says(tmp_path):
     assert [block.program.split() for block in found] == [
         ["n0"], ["n0", "n1"], ["n0", "n1", "n2"], ["n0", "n3"], ["n4"],
     ]  # fmt: skip
+    assert found[1].program.splitlines() == ["", "n0", "", "", "", "n1"]  # lines are the page's
 
 
 def test_a_block_that_another_runs_in_the_same_way_is_run_alone_only_in_the_long_run(tmp_path):

@@ -9,17 +9,14 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
-import threading
 import zipfile
-from contextlib import contextmanager
 from email.parser import HeaderParser
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from places import ROOT
+from processes import run
 
 import pardata
 from pardata.doctor._surroundings import shared_package
@@ -33,28 +30,22 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def command(*arguments, cwd=None, **env):
-    """Run a command that must succeed, with no settings for pip but those given."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
-    kept |= {"PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    done = subprocess.run(
-        [str(argument) for argument in arguments],
-        env={**kept, **env},
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+@pytest.fixture(scope="module", autouse=True)
+def _pip_without_settings():
+    """Let pip go by no settings but those given."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("PIP_")]:
+            patch.delenv(name)
+        patch.setenv("PIP_CONFIG_FILE", os.devnull)
+        patch.setenv("PIP_DISABLE_PIP_VERSION_CHECK", "1")
+        yield
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """A folder with the sdist, and the wheel that was built from it."""
     folder = tmp_path_factory.mktemp("dist")
-    command(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT)
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT)
     return folder
 
 
@@ -132,32 +123,18 @@ def test_the_oldest_of_everything_is_what_the_bounds_allow(metadata):
 # --------------------------------------------------------------------- what installing does
 
 
-@contextmanager
-def an_index(folder):
-    """Serve a folder on loopback; below it, one folder for each project is an index (PEP 503)."""
-    handler = partial(SimpleHTTPRequestHandler, directory=folder)
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}/"
-        finally:
-            server.shutdown()
-            thread.join()
-
-
 class Environment:
     """An empty virtual environment."""
 
     def __init__(self, directory):
-        command(sys.executable, "-m", "venv", "--without-pip", directory)
+        run(sys.executable, "-m", "venv", "--without-pip", directory)
         self.directory = directory
         self.python = directory / ("Scripts" if os.name == "nt" else "bin") / "python"
         bases = {"base": str(directory), "platbase": str(directory)}
         self.site = Path(sysconfig.get_path("purelib", vars=bases))
 
     def pip(self, *arguments):
-        command(sys.executable, "-m", "pip", "--python", self.python, *arguments)
+        run(sys.executable, "-m", "pip", "--python", self.python, *arguments)
 
     def lend_packages(self):
         """Let it import what is installed here, torch above all, but for this distribution."""
@@ -174,15 +151,11 @@ class Environment:
         """Run code in a folder where there is nothing to import; return what it did."""
         nowhere = self.directory / "nowhere"
         nowhere.mkdir(exist_ok=True)
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         return subprocess.run(
             [self.python, "-c", code],
-            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-            cwd=nowhere,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+            env=env, cwd=nowhere, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
 
 
 @pytest.fixture
@@ -200,11 +173,11 @@ if __name__ == "__main__":
 
 
 def test_pip_installs_it_from_an_index_by_its_name_alone(wheel, environment, tmp_path):
-    (tmp_path / "index" / "torch-pardata").mkdir(parents=True)
-    (tmp_path / "index" / "torch-pardata" / wheel.name).symlink_to(wheel)
+    project = tmp_path / "index" / "torch-pardata"  # a folder for each project (PEP 503)
+    project.mkdir(parents=True)
+    (project / "index.html").write_text(f'<a href="{wheel.as_uri()}">{wheel.name}</a>')
     environment.lend_packages()
-    with an_index(tmp_path / "index") as url:
-        environment.pip("install", "--index-url", url, "torch-pardata")
+    environment.pip("install", "--index-url", project.parent.as_uri(), "torch-pardata")
     done = environment.run(RANKS)
     where = environment.site / "pardata" / "__init__.py"
     assert (done.stdout, done.stderr) == (f"{where} [2, 2]\n", "")

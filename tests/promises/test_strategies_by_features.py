@@ -99,6 +99,9 @@ def compiled_in_place(model):
     return model
 
 
+IN_PLACE = "`model.compile()`, in place"
+FIND = "unused parameters, `find_unused_parameters=True`"
+OVER_ALL = "batch norm, `sync_batchnorm=True`"
 FEATURES = {
     "a plain model": Feature(),
     "autocast to bfloat16": Feature(half=torch.bfloat16, close=0.02),
@@ -108,18 +111,16 @@ FEATURES = {
     "gradient clipping": Feature(clips=True),
     "`torch.compile` before `wrap_model`": Feature(before=compiled),
     "`torch.compile` after `wrap_model`": Feature(after=compiled),
-    "`model.compile()`, in place": Feature(before=compiled_in_place),
+    IN_PLACE: Feature(before=compiled_in_place),
     "accumulation over several batches of the loader": Feature(every=2),
     "frozen parameters": Feature(lambda: nn.Linear(8, 8).requires_grad_(False)),
     "shared parameters": Feature(Shared),
     "unused parameters": Feature(Unused),
-    "unused parameters, `find_unused_parameters=True`": Feature(
-        Unused, options={"find_unused_parameters": True}
-    ),
+    FIND: Feature(Unused, options={"find_unused_parameters": True}),
     "a model that returns a dict": Feature(answer=dict),
     "a model that returns a dataclass": Feature(answer=Answer),
     "batch norm": Feature(lambda: nn.BatchNorm1d(8)),
-    "batch norm, `sync_batchnorm=True`": Feature(
+    OVER_ALL: Feature(
         lambda: nn.BatchNorm1d(8), microbatch_size=None, options={"sync_batchnorm": True}
     ),
     "dropout": Feature(nn.Dropout, close=None),
@@ -188,19 +189,11 @@ CELLS = [(name, strategy) for name in FEATURES for strategy in STRATEGIES]
 ALONE = "strategy 'dp' must run in one process, without SyncBatchNorm, but has "
 NO_OPTION = ", but 'find_unused_parameters' is not; there are "
 ERRORS = {
-    (
-        "`model.compile()`, in place",
-        "exact",
-    ): "but a Net was compiled in place, where that cannot be ",
+    (IN_PLACE, "exact"): "but a Net was compiled in place, where that cannot be ",
     ("unused parameters", "ddp"): "every parameter must take part in the loss, but ",
-    ("batch norm, `sync_batchnorm=True`", "dp"): ALONE,
-    (
-        "batch norm, `sync_batchnorm=True`",
-        "exact",
-    ): "`sync_batchnorm` must be False under strategy 'exact'",
-    ("unused parameters, `find_unused_parameters=True`", "dp"): NO_OPTION,
-    ("unused parameters, `find_unused_parameters=True`", "fsdp"): NO_OPTION,
-    ("unused parameters, `find_unused_parameters=True`", "exact"): NO_OPTION,
+    (OVER_ALL, "dp"): ALONE,
+    (OVER_ALL, "exact"): "`sync_batchnorm` must be False under strategy 'exact'",
+    **{(FIND, strategy): NO_OPTION for strategy in ("dp", "fsdp", "exact")},
 }
 
 

@@ -5,37 +5,31 @@ import torch
 import torch.distributed as dist
 from on_ranks import run
 
-from pardata.ranks._backend import (
-    backends,
-    runs_on_gpus,
-    sends_numbers_apart,
-    takes_cpu_tensors,
-)
+from pardata.ranks._backend import backends, runs_on_gpus, sends_numbers_apart, takes_cpu_tensors
+
+BACKENDS = [
+    (None, False, True),  # a single process has nobody to send to
+    ("gloo", False, True),
+    ("nccl", True, False),
+    ("cuda:nccl,cpu:gloo", True, True),
+]
 
 
-@pytest.mark.parametrize(
-    ("backend", "on_gpus", "on_the_cpu"),
-    [
-        (None, False, True),  # a single process has nobody to send to
-        ("gloo", False, True),
-        ("nccl", True, False),
-        ("cuda:nccl,cpu:gloo", True, True),
-    ],
-)
+@pytest.mark.parametrize(("backend", "on_gpus", "on_the_cpu"), BACKENDS)
 def test_only_nccl_runs_on_gpus_and_alone_it_takes_nothing_else(backend, on_gpus, on_the_cpu):
     assert (runs_on_gpus(backend), takes_cpu_tensors(backend)) == (on_gpus, on_the_cpu)
 
 
-@pytest.mark.parametrize(
-    ("backend", "device", "apart"),
-    [
-        ("gloo", "cpu", False),
-        ("gloo", "cuda:0", False),  # of two ranks that share it: gloo reduces its gradients too
-        ("nccl", "cuda:0", False),  # takes no numbers on the CPU at all
-        ("cuda:nccl,cpu:gloo", "cuda:0", True),
-        ("cuda:nccl,cpu:gloo", "cpu", False),  # of a model on the CPU gloo reduces the gradients
-    ],
-)
+APART = [
+    ("gloo", "cpu", False),
+    ("gloo", "cuda:0", False),  # of two ranks that share it: gloo reduces its gradients too
+    ("nccl", "cuda:0", False),  # takes no numbers on the CPU at all
+    ("cuda:nccl,cpu:gloo", "cuda:0", True),
+    ("cuda:nccl,cpu:gloo", "cpu", False),  # of a model on the CPU gloo reduces the gradients
+]
+
+
+@pytest.mark.parametrize(("backend", "device", "apart"), APART)
 def test_numbers_travel_apart_from_gradients_only_where_nccl_sends_these(backend, device, apart):
     assert sends_numbers_apart(backend, torch.device(device)) is apart
 

@@ -37,47 +37,46 @@ PMI2 = {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "5"}  # of srun --mpi=pmi2, 
 CHOICE = "PARDATA_LAUNCHER"
 
 
+RECOGNISED = [
+    ({}, SINGLE),
+    (TORCHRUN, AS_TORCHRUN),
+    (RAY, Launch("torchrun", 1, 2, 1, 2, None, None, "192.0.2.2", 41231)),
+    (SRUN, AS_SLURM),
+    (MPICH, AS_MPICH),
+    (OPEN_MPI, AS_OPEN_MPI),
+    (SBATCH, SINGLE),
+    (SALLOC, SINGLE),
+    (SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, SINGLE),
+    (SBATCH | {"SLURM_STEP_ID": "batch"}, SINGLE),
+    # An interactive step has a number, and one task.
+    (SALLOC | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}, SINGLE),
+    # Exported by hand for the job's own use; it makes nobody a rank.
+    ({"MASTER_ADDR": "h1", "MASTER_PORT": "29500"}, SINGLE),
+    (SRUN | PMI2, AS_SLURM),
+    (SRUN | PMI2 | {"SLURM_STEP_NUM_TASKS": "1"}, SINGLE),
+    # The order of precedence: torchrun, Open MPI, SLURM, MPICH.
+    (MPICH | DAEMON | OPEN_MPI | TORCHRUN, AS_TORCHRUN),
+    (SRUN | TORCHRUN, AS_TORCHRUN),
+    # Open MPI's own variables, not those of its daemon in the allocation.
+    (MPICH | DAEMON | OPEN_MPI, AS_OPEN_MPI),
+    (MPICH | SRUN, AS_SLURM),
+    # What is chosen goes before all.
+    (TORCHRUN | SRUN | {CHOICE: "auto"}, AS_TORCHRUN),
+    (TORCHRUN | SRUN | {CHOICE: "torchrun"}, AS_TORCHRUN),
+    (SRUN | {CHOICE: "slurm", "RANK": "7"}, AS_SLURM),
+    (SRUN | OPEN_MPI | {CHOICE: "mpi", "RANK": "3"}, AS_OPEN_MPI),
+    (SRUN | MPICH | {CHOICE: "mpi", "RANK": "3"}, AS_MPICH),
+    (SRUN | {CHOICE: "none", "RANK": "nonsense"}, SINGLE),
+    # The last local rank there can be.
+    (
+        TORCHRUN | {"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3"},
+        AS_TORCHRUN._replace(local_size=4, local_rank=3),
+    ),
+]
+
+
 # As seen under the real launchers, the variables that say nothing left in on purpose.
-@pytest.mark.parametrize(
-    ("env", "expected"),
-    [
-        ({}, SINGLE),
-        (TORCHRUN, AS_TORCHRUN),
-        (RAY, Launch("torchrun", 1, 2, 1, 2, None, None, "192.0.2.2", 41231)),
-        (SRUN, AS_SLURM),
-        (MPICH, AS_MPICH),
-        (OPEN_MPI, AS_OPEN_MPI),
-        (SBATCH, SINGLE),
-        (SALLOC, SINGLE),
-        (SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, SINGLE),
-        (SBATCH | {"SLURM_STEP_ID": "batch"}, SINGLE),
-        # An interactive step has a number, and one task.
-        (SALLOC | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}, SINGLE),
-        # Exported by hand for the job's own use; it makes nobody a rank.
-        ({"MASTER_ADDR": "h1", "MASTER_PORT": "29500"}, SINGLE),
-        (SRUN | PMI2, AS_SLURM),
-        (SRUN | PMI2 | {"SLURM_STEP_NUM_TASKS": "1"}, SINGLE),
-        # The order of precedence: torchrun, Open MPI, SLURM, MPICH.
-        (MPICH | DAEMON | OPEN_MPI | TORCHRUN, AS_TORCHRUN),
-        (SRUN | TORCHRUN, AS_TORCHRUN),
-        # Open MPI's own variables, not those of its daemon in the allocation.
-        (MPICH | DAEMON | OPEN_MPI, AS_OPEN_MPI),
-        (MPICH | SRUN, AS_SLURM),
-        # What is chosen goes before all.
-        (TORCHRUN | SRUN | {CHOICE: "auto"}, AS_TORCHRUN),
-        (TORCHRUN | SRUN | {CHOICE: "torchrun"}, AS_TORCHRUN),
-        (SRUN | {CHOICE: "slurm", "RANK": "7"}, AS_SLURM),
-        (SRUN | OPEN_MPI | {CHOICE: "mpi", "RANK": "3"}, AS_OPEN_MPI),
-        (SRUN | MPICH | {CHOICE: "mpi", "RANK": "3"}, AS_MPICH),
-        (SRUN | {CHOICE: "none", "RANK": "nonsense"}, SINGLE),
-        # The last local rank there can be.
-        (
-            TORCHRUN | {"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3"},
-            AS_TORCHRUN._replace(local_size=4, local_rank=3),
-        ),
-    ],
-    ids=itertools.count(),
-)
+@pytest.mark.parametrize(("env", "expected"), RECOGNISED, ids=itertools.count())
 def test_the_real_variables_of_each_launcher_are_recognised(env, expected):
     assert detect(env) == expected
 
@@ -151,20 +150,20 @@ def test_what_is_not_a_number_is_shown(env, name, text):
     )
 
 
-@pytest.mark.parametrize(
-    ("env", "changes", "what"),
-    [
-        (TORCHRUN, {"RANK": "4"}, "the rank must be less than the world size (4)"),
-        (TORCHRUN, {"LOCAL_RANK": "2"}, "the local rank must be less than the local world size"),
-        (TORCHRUN, {"LOCAL_WORLD_SIZE": "5"}, "the local world size must be less than"),
-        (TORCHRUN, {"WORLD_SIZE": "0"}, "the rank must be less than the world size (0)"),
-        (OPEN_MPI, {"OMPI_COMM_WORLD_RANK": "2"}, "the rank must be less"),
-        (MPICH, {"MPI_LOCALRANKID": "2"}, "the local rank must be less"),
-        (SRUN, {"SLURM_PROCID": "4"}, "the rank must be less"),
-        (SRUN, {"SLURM_LOCALID": "2"}, "the local rank must be less"),
-        (SRUN, {"SLURM_STEP_TASKS_PER_NODE": "5(x2)"}, "the local world size must be less"),
-    ],
-)
+CONTRADICTIONS = [
+    (TORCHRUN, {"RANK": "4"}, "the rank must be less than the world size (4)"),
+    (TORCHRUN, {"LOCAL_RANK": "2"}, "the local rank must be less than the local world size"),
+    (TORCHRUN, {"LOCAL_WORLD_SIZE": "5"}, "the local world size must be less than"),
+    (TORCHRUN, {"WORLD_SIZE": "0"}, "the rank must be less than the world size (0)"),
+    (OPEN_MPI, {"OMPI_COMM_WORLD_RANK": "2"}, "the rank must be less"),
+    (MPICH, {"MPI_LOCALRANKID": "2"}, "the local rank must be less"),
+    (SRUN, {"SLURM_PROCID": "4"}, "the rank must be less"),
+    (SRUN, {"SLURM_LOCALID": "2"}, "the local rank must be less"),
+    (SRUN, {"SLURM_STEP_TASKS_PER_NODE": "5(x2)"}, "the local world size must be less"),
+]
+
+
+@pytest.mark.parametrize(("env", "changes", "what"), CONTRADICTIONS)
 def test_numbers_that_contradict_each_other_are_refused(env, changes, what):
     launcher = launcher_text(detect(env))
     refused({**env, **changes}, what, f"but {launcher} set it to", "left over", "contradict")
@@ -189,13 +188,13 @@ def test_torch_variables_exported_by_hand_must_say_what_the_launcher_says(found)
         )
 
 
-@pytest.mark.parametrize(
-    ("env", "names", "cure"),
-    [
-        (OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_{}", "-x MASTER_ADDR=<host of rank 0>"),
-        (MPICH, "MPI_LOCAL{}", "-genv MASTER_ADDR <host of rank 0>"),
-    ],
-)
+SEVERAL_HOSTS = [
+    (OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_{}", "-x MASTER_ADDR=<host of rank 0>"),
+    (MPICH, "MPI_LOCAL{}", "-genv MASTER_ADDR <host of rank 0>"),
+]
+
+
+@pytest.mark.parametrize(("env", "names", "cure"), SEVERAL_HOSTS)
 def test_mpi_over_several_hosts_must_be_told_where_rank_0_is(env, names, cure):
     rank, size = ("RANK", "SIZE") if env is OPEN_MPI else ("RANKID", "NRANKS")
     two_hosts = {**env, names.format(size): "1", names.format(rank): "0"}

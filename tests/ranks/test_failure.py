@@ -20,14 +20,7 @@ from pardata.ranks._failure import (
 )
 
 
-class NeedsTwo(Exception):  # noqa: N818  # named for what it does
-    """Pickles, and cannot be unpickled: as many exceptions of real libraries."""
-
-    def __init__(self, code, text):
-        super().__init__(f"{code}: {text}")
-
-
-class Odd(Exception):  # noqa: N818  # as above
+class Odd(Exception):  # noqa: N818  # named for what it does
     """Its pickle is what it is told to be: comes back as that, or fails."""
 
     def __init__(self, text, pickled):
@@ -53,6 +46,7 @@ def travelled(failure):
     return Failure(**json.loads(json.dumps(asdict(failure))))
 
 
+# Plain ones, interrupts, and one that takes two arguments: tests/collective/test_rank_zero.py.
 def raised(error):
     """Raise `error` and return its `Failure`, after a journey as JSON."""
     try:
@@ -62,18 +56,14 @@ def raised(error):
     return travelled(failure)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        ValueError("no such file"),
-        KeyError("x"),
-        FileNotFoundError(2, "No such file", "a.txt"),
-        SystemExit(3),
-        KeyboardInterrupt(),
-        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
-    ],
-    ids=lambda error: type(error).__name__,
-)
+SURVIVING = [
+    KeyError("x"),
+    FileNotFoundError(2, "No such file", "a.txt"),
+    UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+]
+
+
+@pytest.mark.parametrize("error", SURVIVING, ids=lambda error: type(error).__name__)
 def test_an_exception_that_survives_pickle_comes_back_as_itself(error):
     failure = raised(error)
     with pytest.raises(type(error)) as caught:
@@ -92,19 +82,17 @@ class Local(Exception):  # noqa: N818  # as above
 Local.__qualname__ = "function.<locals>.Local"
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        NeedsTwo(4, "no space left"),
-        Odd("comes back without its text", lambda: (Odd, ("", explode))),
-        Odd("comes back as another type", lambda: (ValueError, ("comes back as another type",))),
-        Odd("fails in pickle", explode),
-        ValueError(lambda: "cannot be pickled"),
-        Local("x"),
-        Speechless(),
-    ],
-    ids=lambda error: text_of(error)[:20],
-)
+NOT_SURVIVING = [
+    Odd("comes back without its text", lambda: (Odd, ("", explode))),
+    Odd("comes back as another type", lambda: (ValueError, ("comes back as another type",))),
+    Odd("fails in pickle", explode),
+    ValueError(lambda: "cannot be pickled"),
+    Local("x"),
+    Speechless(),
+]
+
+
+@pytest.mark.parametrize("error", NOT_SURVIVING, ids=lambda error: text_of(error)[:20])
 def test_an_exception_that_does_not_survive_comes_back_as_its_type_and_text(error):
     failure = raised(error)
     assert failure.pickled is None
@@ -143,18 +131,18 @@ def test_a_chain_of_errors_that_bites_its_tail_ends():
     assert list(chain(first)) == [first, second]
 
 
-@pytest.mark.parametrize(
-    ("error", "text"),
-    [
-        (ValueError("boom"), "ValueError: boom"),
-        (ValueError("a table:\n  row"), "ValueError: a table:"),
-        (ValueError("a table:\n  row\n  row\nA cure."), "ValueError: a table: A cure."),
-        (ValueError("boom\nand more"), "ValueError: boom"),
-        (RuntimeError("Lost. This is typically so"), "RuntimeError: Lost"),
-        (KeyboardInterrupt(), "KeyboardInterrupt"),
-        (Speechless(), "Speechless: <exception str() failed>"),
-    ],
-)
+LINES = [
+    (ValueError("boom"), "ValueError: boom"),
+    (ValueError("a table:\n  row"), "ValueError: a table:"),
+    (ValueError("a table:\n  row\n  row\nA cure."), "ValueError: a table: A cure."),
+    (ValueError("boom\nand more"), "ValueError: boom"),
+    (RuntimeError("Lost. This is typically so"), "RuntimeError: Lost"),
+    (KeyboardInterrupt(), "KeyboardInterrupt"),
+    (Speechless(), "Speechless: <exception str() failed>"),
+]
+
+
+@pytest.mark.parametrize(("error", "text"), LINES)
 def test_any_error_fits_on_one_line(error, text):
     assert one_line(error) == text
 
@@ -169,24 +157,24 @@ def test_any_text_survives_the_journey(text, rank, place):
 # --- whose fault it is
 
 
-@pytest.mark.parametrize(
-    ("error", "lost"),
-    [
-        (RuntimeError("[x/gloo/transport/tcp/pair.cc:5] Connection closed by peer"), True),
-        (RuntimeError("Connection reset by peer"), True),
-        (RuntimeError("Application timeout caused pair closure"), True),
-        (RuntimeError("[a/gloo/transport/tcp/pair.cc:9] writev: Broken pipe"), True),
-        (RuntimeError("Timed out waiting 5ms for recv operation to complete"), True),
-        (dist.DistNetworkError("anything"), True),
-        (dist.DistStoreError("wait timeout after 5ms, keys: /0"), True),
-        (dist.DistBackendError("NCCL error: remote process exited\nncclRemoteError"), True),
-        (dist.DistBackendError("Watchdog caught collective operation timeout: x"), True),
-        (dist.DistBackendError("NCCL error: unhandled cuda error"), False),
-        (RuntimeError("shape '[2]' is invalid for input of size 3"), False),
-        (ConnectionResetError("Connection reset by peer"), False),
-        (TimeoutError("Timed out waiting"), False),
-    ],
-)
+LOST_OR_NOT = [
+    (RuntimeError("[x/gloo/transport/tcp/pair.cc:5] Connection closed by peer"), True),
+    (RuntimeError("Connection reset by peer"), True),
+    (RuntimeError("Application timeout caused pair closure"), True),
+    (RuntimeError("[a/gloo/transport/tcp/pair.cc:9] writev: Broken pipe"), True),
+    (RuntimeError("Timed out waiting 5ms for recv operation to complete"), True),
+    (dist.DistNetworkError("anything"), True),
+    (dist.DistStoreError("wait timeout after 5ms, keys: /0"), True),
+    (dist.DistBackendError("NCCL error: remote process exited\nncclRemoteError"), True),
+    (dist.DistBackendError("Watchdog caught collective operation timeout: x"), True),
+    (dist.DistBackendError("NCCL error: unhandled cuda error"), False),
+    (RuntimeError("shape '[2]' is invalid for input of size 3"), False),
+    (ConnectionResetError("Connection reset by peer"), False),
+    (TimeoutError("Timed out waiting"), False),
+]
+
+
+@pytest.mark.parametrize(("error", "lost"), LOST_OR_NOT)
 def test_only_what_a_backend_says_of_its_peers_is_a_lost_collective(error, lost):
     assert is_lost(error) == lost
     assert Failure.of(error, rank=0, place="").is_cause != lost

@@ -29,41 +29,41 @@ def rank(local_size=1, launcher="torchrun"):
     return replace(world(), local_size=local_size, launcher=launcher)
 
 
-@pytest.mark.parametrize(
-    ("machine_has", "local_size", "launcher", "cores"),
-    [
-        ((16, 16, None), 1, "single", 16),
-        ((16, 16, None), 4, "torchrun", 4),
-        ((16, 16, None), 3, "torchrun", 5),
-        ((16, 16, None), 32, "existing", 1),
-        # The launcher bound this task: what is allowed is its own.
-        ((16, 4, None), 4, "slurm", 4),
-        ((16, 4, None), 4, "mpi", 4),
-        # It did not bind: the tasks share all.
-        ((16, 16, None), 4, "slurm", 4),
-        ((16, 4, None), 2, "torchrun", 2),
-        # A quota is the container's, for all its ranks.
-        ((16, 16, 8.0), 1, "single", 8),
-        ((16, 16, 8.0), 4, "torchrun", 2),
-        ((16, 16, 0.5), 1, "single", 1),
-        ((16, 4, 64.0), 2, "torchrun", 2),
-        ((16, 4, 8.0), 4, "slurm", 2),
-    ],
-)
+CORES = [
+    ((16, 16, None), 1, "single", 16),
+    ((16, 16, None), 4, "torchrun", 4),
+    ((16, 16, None), 3, "torchrun", 5),
+    ((16, 16, None), 32, "existing", 1),
+    # The launcher bound this task: what is allowed is its own.
+    ((16, 4, None), 4, "slurm", 4),
+    ((16, 4, None), 4, "mpi", 4),
+    # It did not bind: the tasks share all.
+    ((16, 16, None), 4, "slurm", 4),
+    ((16, 4, None), 2, "torchrun", 2),
+    # A quota is the container's, for all its ranks.
+    ((16, 16, 8.0), 1, "single", 8),
+    ((16, 16, 8.0), 4, "torchrun", 2),
+    ((16, 16, 0.5), 1, "single", 1),
+    ((16, 4, 64.0), 2, "torchrun", 2),
+    ((16, 4, 8.0), 4, "slurm", 2),
+]
+
+
+@pytest.mark.parametrize(("machine_has", "local_size", "launcher", "cores"), CORES)
 def test_the_cores_of_a_rank(machine, machine_has, local_size, launcher, cores):
     machine(*machine_has)
     assert usable_cores(rank(local_size, launcher)) == cores
 
 
-@pytest.mark.parametrize(
-    ("allowed", "of_the_job", "cores"),
-    [
-        (16, 16, 2),  # of 64, and the tasks are not bound: they share the job's
-        (64, 16, 2),  # … and nothing confines them to those
-        (2, 16, 2),  # … bound
-        (64, 64, 8),  # the whole machine
-    ],
-)
+JOBS = [
+    (16, 16, 2),  # of 64, and the tasks are not bound: they share the job's
+    (64, 16, 2),  # … and nothing confines them to those
+    (2, 16, 2),  # … bound
+    (64, 64, 8),  # the whole machine
+]
+
+
+@pytest.mark.parametrize(("allowed", "of_the_job", "cores"), JOBS)
 def test_tasks_of_slurm_share_the_cores_of_their_job(
     allowed, of_the_job, cores, machine, monkeypatch
 ):
@@ -82,17 +82,17 @@ def test_without_affinity_all_cores_count(machine, monkeypatch):
     assert usable_cores(rank(1)) == 1
 
 
-@pytest.mark.parametrize(
-    ("version", "limit", "period", "cores"),
-    [
-        (2, "max", "100000", None),
-        (2, "200000", "100000", 2.0),
-        (2, "50000", "100000\n", 0.5),
-        (1, "-1", "100000", None),
-        (1, "150000\n", "100000\n", 1.5),
-        (0, "", "", None),  # nothing says so
-    ],
-)
+QUOTAS = [
+    (2, "max", "100000", None),
+    (2, "200000", "100000", 2.0),
+    (2, "50000", "100000\n", 0.5),
+    (1, "-1", "100000", None),
+    (1, "150000\n", "100000\n", 1.5),
+    (0, "", "", None),  # nothing says so
+]
+
+
+@pytest.mark.parametrize(("version", "limit", "period", "cores"), QUOTAS)
 def test_the_quota_of_each_version_of_cgroup(tmp_path, version, limit, period, cores):
     (tmp_path / "cpu").mkdir()
     if version == 2:

@@ -45,22 +45,6 @@ def led(line, rank, size, call="rank_zero_first", *, value=None):
 # --- what is said
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_all_hear_what_the_last_to_come_decides_on_what_all_said_in_rank_order(line, size):
-    said = []
-
-    def decide(values):
-        said.append(values)
-        return len(values), max(values)
-
-    def three_times(rank):
-        return [say(line, rank, size, value=[turn, rank], decide=decide) for turn in range(3)]
-
-    expected = [[size, [turn, size - 1]] for turn in range(3)]
-    assert together(three_times, size) == [expected] * size
-    assert said == [[[turn, rank] for rank in range(size)] for turn in range(3)]
-
-
 def over_files(path, _options):
     return [dist.FileStore(str(path / "store")) for _ in range(3)]
 
@@ -88,19 +72,6 @@ def test_turns_run_over_every_kind_of_store(stores_of, options, prefixes, tmp_pa
     began = time.monotonic()
     assert together(values_of, 3) == [(told, 5, [None] * 3)] * 3
     assert time.monotonic() - began < LONG.total_seconds() / 2  # a verdict wakes who waits for it
-
-
-@pytest.mark.parametrize("error", [RuntimeError, ValueError, TypeError, KeyError])
-def test_what_the_decision_raises_is_raised_on_all_with_the_same_text(line, error):
-    def refuse(_values):
-        message = "no"
-        raise error(message)
-
-    known = error is not KeyError
-    for raised in together(lambda rank: say(line, rank, 3, decide=refuse), 3):
-        assert raised.type == (error.__name__ if known else "RuntimeError")
-        assert raised.text == ("no" if known else "KeyError: 'no'")
-    assert together(lambda rank: say(line, rank, 3), 3) == [[None] * 3] * 3
 
 
 # --- what it costs
@@ -221,27 +192,6 @@ def test_where_the_last_to_come_dies_before_its_verdict_another_gives_it(line):
 
 
 # --- who failed
-
-
-@pytest.mark.parametrize("others", [[0], [0, 2]])
-def test_who_waits_for_a_rank_that_called_off_reads_why_at_once(line, others):
-    # The rank that is late keeps nobody waiting either.
-    def meet(rank):
-        say(line, rank, 4, "first")
-        if rank == 1:
-            call_off(seat(line, 1, 4), "rank 1 of 4 failed first: ValueError: boom")
-        if rank in others:
-            say(line, rank, 4, "second")
-
-    outcomes = together(meet, 4)
-    late = [caught(say, line, rank, 4, "second") for rank in (2, 3) if rank not in others]
-    for raised in [*(outcomes[rank] for rank in others), *late]:
-        assert raised.type == "RuntimeError"
-        assert raised.seconds < 5
-        assert raised.text.startswith(
-            "`second` must be reached by every rank, but rank 1 of 4 failed first: ValueError: "
-            "boom; this rank waits at "
-        )
 
 
 def test_of_two_that_call_off_the_first_is_read(line):

@@ -77,18 +77,6 @@ def test_the_numbers_are_those_of_the_generators_own_seeding(seed):
     assert draw() == ours
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_some_of_them_may_be_seeded_and_the_others_left_alone(number):
-    seed_generators(8)
-    seeded = draw()[number]
-    seed_generators(1)
-    expected = list(draw())
-    expected[number] = seeded
-    seed_generators(1)
-    seed_generators(8, among=[default_generators()[number]])
-    assert draw() == tuple(expected)
-
-
 # --- kept ---
 
 
@@ -119,19 +107,6 @@ def test_a_normal_number_of_numpys_that_an_inner_block_saw_used_up_is_in_reserve
     assert_same_state(np.random.get_state(), expected)
 
 
-def test_blocks_nest_whether_they_end_in_an_exception_or_not():
-    seed_generators(1)
-    expected = draw(), draw()
-    seed_generators(1)
-    with kept_generators():
-        first = draw()
-        with pytest.raises(ZeroDivisionError), kept_generators():
-            draw()[1 // 0]
-        second = draw()
-    assert (first, second) == expected
-    assert draw() == first
-
-
 # --- no draws ---
 
 MESSAGE = (
@@ -160,16 +135,6 @@ def test_a_thorough_look_notices_every_generator_and_a_quick_one_pytorchs(name, 
     is_pytorchs = not name.startswith(("Python", "NumPy"))
     assert complaint(name, thorough=True, before=before) == MESSAGE
     assert complaint(name, thorough=False, before=before) == (MESSAGE if is_pytorchs else None)
-
-
-@pytest.mark.parametrize("thorough", [True, False])
-def test_who_does_not_draw_may_go_on(thorough):
-    draw()
-    with no_draws("collate_fn", thorough=thorough):
-        torch.ones(3).sum()
-        random.Random(0).random()
-        np.random.default_rng(0).random()
-        torch.rand(1, generator=torch.Generator().manual_seed(0))
 
 
 def test_a_whole_round_of_numpys_words_is_noticed():
@@ -308,21 +273,6 @@ def test_numpys_state_is_put_back_to_the_last_word(seed, before, inside, draw_on
     assert not numpy_generator.moved_since(state)
 
 
-def test_a_second_normal_number_that_no_word_tells_of_is_kept_as_well():
-    numpy_generator = default_generators()[1]
-    for draws in (2, 1):  # after which the words are the same
-        np.random.seed(5)
-        np.random.randn(draws)
-        expected = np.random.get_state()
-        state = numpy_generator.state()
-        assert_same_state(np.random.get_state(), expected)
-        np.random.rand(3)
-        assert numpy_generator.moved_since(state)
-        numpy_generator.restore(state)
-        assert_same_state(np.random.get_state(), expected)
-        assert not numpy_generator.moved_since(state)
-
-
 def test_a_bit_generator_that_the_user_chose_is_kept_as_well():
     numpy_generator, mine = default_generators()[1], np.random.get_bit_generator()
     try:
@@ -408,6 +358,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_was_never_written_is_refused(name):
-    with pytest.raises(RuntimeError, match="must be put back to where they once were, but what"):
+    text = "must be put back to where they once were, but what was saved of them is nothing of"
+    with pytest.raises(RuntimeError, match=text):
         restore_generators(WRONG[name], CPU)
     assert 0 <= np.random.rand() < 1

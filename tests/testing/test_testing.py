@@ -217,8 +217,8 @@ NO_FILE = (
 
 @pytest.mark.parametrize(("options", "name"), [([], "'max'"), (["-c", CELL], "'inside'")])
 def test_what_is_of_no_file_is_told_to_become_one(options, name):
-    command = [sys.executable, *options]
     done = subprocess.run(
-        command, input=STDIN, capture_output=True, text=True, timeout=120, check=False
-    )
+        [sys.executable, *options],
+        input=STDIN, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
     assert NO_FILE.format(name) in done.stderr

@@ -15,37 +15,6 @@ from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampl
 from typing_extensions import assert_type
 
 import pardata
-from pardata import (
-    Checkpointer,
-    Loader,
-    MetricWriter,
-    Microbatches,
-    Restored,
-    StopSignal,
-    World,
-    all_gather,
-    all_reduce_max,
-    all_reduce_mean,
-    all_reduce_min,
-    all_reduce_sum,
-    backward,
-    barrier,
-    broadcast,
-    cache_dataset,
-    check_in_sync,
-    fingerprint,
-    get_logger,
-    init,
-    load_weights,
-    make_loader,
-    progress,
-    rank_zero_call,
-    rank_zero_first,
-    seed_everything,
-    unwrap,
-    world,
-    wrap_model,
-)
 from pardata.testing import assert_same_at_every_world_size, run
 
 
@@ -77,63 +46,53 @@ def normalised(batch: Tensor) -> Tensor:
 
 def the_world() -> None:
     assert_type(pardata.__version__, str)
-    assert_type(init(), World)
-    assert_type(
-        init(backend="gloo", timeout=timedelta(minutes=1), device="cpu", tune_cpu=False), World
-    )
-    with init(device=torch.device("cpu")) as entered:
-        assert_type(entered, World)
-    here = world()
-    assert_type(here, World)
-    assert_type(here.rank, int)
-    assert_type(here.size, int)
-    assert_type(here.local_rank, int)
-    assert_type(here.local_size, int)
-    assert_type(here.node_rank, int)
-    assert_type(here.num_nodes, int)
+    assert_type(pardata.init(), pardata.World)
+    pardata.init(backend="gloo", timeout=timedelta(minutes=1), device="cpu", tune_cpu=False)
+    with pardata.init(device=torch.device("cpu")) as entered:
+        assert_type(entered, pardata.World)
+    here = pardata.world()
+    assert_type(here, pardata.World)
+    assert_type((here.rank, here.size), tuple[int, int])
+    assert_type((here.local_rank, here.local_size), tuple[int, int])
+    assert_type((here.node_rank, here.num_nodes), tuple[int, int])
     assert_type(here.device, torch.device)
     assert_type(here.backend, str | None)
     assert_type(here.launcher, str)
-    assert_type(here.is_main, bool)
-    assert_type(here.is_local_main, bool)
+    assert_type((here.is_main, here.is_local_main), tuple[bool, bool])
     here.rank = 1  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]  # frozen
-    init("gloo")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]  # by name only
+    pardata.init("gloo")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]  # by name only
 
-    barrier()
-    barrier("saved", timeout=timedelta(seconds=1))
+    pardata.barrier()
+    pardata.barrier("saved", timeout=timedelta(seconds=1))
 
-    with rank_zero_first(local=True, timeout=timedelta(hours=1)) as nothing:
+    with pardata.rank_zero_first(local=True, timeout=timedelta(hours=1)) as nothing:
         assert_type(nothing, None)
 
-    assert_type(rank_zero_call(download, "https://example.org", 3), Path)
-    assert_type(rank_zero_call(download, "https://example.org", tries=3), Path)
-    rank_zero_call(download, "https://example.org")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]  # one is missing
+    assert_type(pardata.rank_zero_call(download, "https://example.org", 3), Path)
+    assert_type(pardata.rank_zero_call(download, "https://example.org", tries=3), Path)
+    pardata.rank_zero_call(download, "https://example.org")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]  # one is missing
 
 
 def the_model() -> None:
     net = Net()
-    assert_type(wrap_model(net), nn.Module)
-    assert_type(
-        wrap_model(net, "ddp", device="cpu", sync_batchnorm=True, find_unused_parameters=True),
-        nn.Module,
-    )
-    wrap_model(net, strategy="dp", device_ids=[0, 1], device=torch.device("cuda"))
-    wrap_model(net, "dpp")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # no such
-    assert_type(unwrap(wrap_model(net)), nn.Module)
+    assert_type(pardata.wrap_model(net), nn.Module)
+    pardata.wrap_model(net, "ddp", device="cpu", sync_batchnorm=True, find_unused_parameters=True)
+    pardata.wrap_model(net, strategy="dp", device_ids=[0, 1], device=torch.device("cuda"))
+    pardata.wrap_model(net, "dpp")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # no such
+    assert_type(pardata.unwrap(pardata.wrap_model(net)), nn.Module)
 
-    loaded = load_weights(net, {"weight": torch.ones(1)}, strict=False, assign=True)
-    assert_type(loaded.missing_keys, list[str])
-    assert_type(loaded.unexpected_keys, list[str])
-    load_weights(net, "weights.pt")
-    load_weights(net, Path("weights.pt"))
-    assert_type(fingerprint(net), str)
-    check_in_sync(net)
+    loaded = pardata.load_weights(net, {"weight": torch.ones(1)}, strict=False, assign=True)
+    assert_type((loaded.missing_keys, loaded.unexpected_keys), tuple[list[str], list[str]])
+    pardata.load_weights(net, "weights.pt")
+    pardata.load_weights(net, Path("weights.pt"))
+    assert_type(pardata.fingerprint(net), str)
+    pardata.check_in_sync(net)
 
 
 def the_data() -> None:
-    loader = make_loader(Words(), 32)
-    assert_type(loader, Loader)
-    make_loader(
+    loader = pardata.make_loader(Words(), 32)
+    assert_type(loader, pardata.Loader)
+    pardata.make_loader(
         TensorDataset(torch.arange(4)),
         batch_size=2,
         distributed="auto",
@@ -155,17 +114,19 @@ def the_data() -> None:
         prefetch_factor=2,
         persistent_workers=False,
     )
-    make_loader(Words(), 2, distributed=False, sampler=RandomSampler([1, 2]), device=None)
-    make_loader(Words(), batch_sampler=BatchSampler(RandomSampler([1, 2]), 2, drop_last=False))
-    make_loader(Words(), batch_sampler=[[0, 1], (2,)])
-    make_loader(Words(), batch_sampler=[0, 1])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]  # no lists
-    make_loader(Lines(), 2, microbatch_size=None, sharded=True, batch_transform=None)
-    make_loader(Words(), 2, prefetch=None)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # 0 is none
-    make_loader(Words(), 2, microbatch_size="auto")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # no such
-    make_loader(Words(), 2, distributed="always")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # no such
-    make_loader(cache_dataset(Words()), 2)
-    make_loader(cache_dataset(Words(), Path("cache"), num_workers="auto"), 2)
-    make_loader(cache_dataset(Words(), directory="cache", num_workers=2), 2)
+    pardata.make_loader(Words(), 2, distributed=False, sampler=RandomSampler([1, 2]), device=None)
+    pardata.make_loader(
+        Words(), batch_sampler=BatchSampler(RandomSampler([1, 2]), 2, drop_last=False)
+    )
+    pardata.make_loader(Words(), batch_sampler=[[0, 1], (2,)])
+    pardata.make_loader(Words(), batch_sampler=[0, 1])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]  # no lists
+    pardata.make_loader(Lines(), 2, microbatch_size=None, sharded=True, batch_transform=None)
+    pardata.make_loader(Words(), 2, prefetch=None)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # 0 is none
+    pardata.make_loader(Words(), 2, microbatch_size="auto")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # no such
+    pardata.make_loader(Words(), 2, distributed="always")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # no such
+    pardata.make_loader(pardata.cache_dataset(Words()), 2)
+    pardata.make_loader(pardata.cache_dataset(Words(), Path("cache"), num_workers="auto"), 2)
+    pardata.make_loader(pardata.cache_dataset(Words(), directory="cache", num_workers=2), 2)
     assert_type(len(loader), int)
     assert_type(loader.batch_size, int | None)
     assert_type(loader.epoch, int)
@@ -184,10 +145,10 @@ def the_data() -> None:
     loader.epochs("3")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # a number
     loader.set_epoch(3)
 
-    assert_type(seed_everything(0, per_rank=True, deterministic=True), int)
+    assert_type(pardata.seed_everything(0, per_rank=True, deterministic=True), int)
 
 
-def a_step(step: Microbatches[Tensor]) -> None:
+def a_step(step: pardata.Microbatches[Tensor]) -> None:
     for batch in step:
         assert_type(batch, Tensor)
     assert_type(step[0], Tensor)
@@ -210,69 +171,69 @@ def loss_and_accuracy(model: nn.Module, batch: Tensor) -> tuple[Tensor, dict[str
     raise NotImplementedError
 
 
-def the_gradient(step: Microbatches[Tensor]) -> None:
-    assert_type(backward(Net(), mean_loss, step), Tensor)
-    assert_type(backward(Net(), mean_loss, torch.ones(1), count=len), Tensor)
-    assert_type(backward(Net(), loss_and_accuracy, step), tuple[Tensor, dict[str, float]])
-    backward(Net(), mean_loss, step, len)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]  # by name only
+def the_gradient(step: pardata.Microbatches[Tensor]) -> None:
+    assert_type(pardata.backward(Net(), mean_loss, step), Tensor)
+    assert_type(pardata.backward(Net(), mean_loss, torch.ones(1), count=len), Tensor)
+    assert_type(pardata.backward(Net(), loss_and_accuracy, step), tuple[Tensor, dict[str, float]])
+    pardata.backward(Net(), mean_loss, step, len)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]  # by name only
 
 
 def across_ranks() -> None:
     loss = torch.tensor(0.5)
     metrics: dict[str, Tensor] = {"loss": loss}
-    assert_type(all_reduce_mean(loss), Tensor)
-    assert_type(all_reduce_mean(0.5, weight=8), float)
-    assert_type(all_reduce_mean(3), float)
-    assert_type(all_reduce_mean(metrics, weight=torch.tensor(8)), dict[str, Tensor])
-    assert_type(all_reduce_mean((loss, 0.5), 0.0), tuple[Tensor, float])
-    assert_type(all_reduce_sum(3), int)
-    assert_type(all_reduce_sum(metrics), dict[str, Tensor])
-    assert_type(all_reduce_sum([loss, loss]), list[Tensor])
-    assert_type(all_reduce_max(0.5), float)
-    assert_type(all_reduce_max(metrics), dict[str, Tensor])
-    assert_type(all_reduce_min((0.5, loss)), tuple[float, Tensor])
-    assert_type(broadcast("text"), str)
-    assert_type(broadcast({"order": loss}), dict[str, Tensor])
-    assert_type(all_gather(["a"]), list[list[str]])
-    assert_type(all_gather(loss), list[Tensor])
-    assert_type(all_gather((loss, 0.5)), list[tuple[Tensor, float]])
+    assert_type(pardata.all_reduce_mean(loss), Tensor)
+    assert_type(pardata.all_reduce_mean(0.5, weight=8), float)
+    assert_type(pardata.all_reduce_mean(3), float)
+    assert_type(pardata.all_reduce_mean(metrics, weight=torch.tensor(8)), dict[str, Tensor])
+    assert_type(pardata.all_reduce_mean((loss, 0.5), 0.0), tuple[Tensor, float])
+    assert_type(pardata.all_reduce_sum(3), int)
+    assert_type(pardata.all_reduce_sum(metrics), dict[str, Tensor])
+    assert_type(pardata.all_reduce_sum([loss, loss]), list[Tensor])
+    assert_type(pardata.all_reduce_max(0.5), float)
+    assert_type(pardata.all_reduce_max(metrics), dict[str, Tensor])
+    assert_type(pardata.all_reduce_min((0.5, loss)), tuple[float, Tensor])
+    assert_type(pardata.broadcast("text"), str)
+    assert_type(pardata.broadcast({"order": loss}), dict[str, Tensor])
+    assert_type(pardata.all_gather(["a"]), list[list[str]])
+    assert_type(pardata.all_gather(loss), list[Tensor])
+    assert_type(pardata.all_gather((loss, 0.5)), list[tuple[Tensor, float]])
 
 
-def what_a_run_leaves_behind(loader: Loader, loss: Tensor) -> None:
-    log = get_logger("train")
+def what_a_run_leaves_behind(loader: pardata.Loader, loss: Tensor) -> None:
+    log = pardata.get_logger("train")
     log.info("epoch %d", 1, ranks="all", once=True)
     log.warning("epoch %d", 1, ranks=[0, 2], stacklevel=2)
 
-    bar = progress(["a", "b"], "reading", total=2, batch_size=1)
+    bar = pardata.progress(["a", "b"], "reading", total=2, batch_size=1)
     bar.show(loss=loss, name="a")
     for item in bar:
         assert_type(item, str)
-    for batch in progress(loader):
+    for batch in pardata.progress(loader):
         assert_type(batch, Any)
-    assert_type(list(progress(range(3))), list[int])
+    assert_type(list(pardata.progress(range(3))), list[int])
 
-    with MetricWriter("runs") as writer:
-        assert_type(writer, MetricWriter)
+    with pardata.MetricWriter("runs") as writer:
+        assert_type(writer, pardata.MetricWriter)
         writer.write(1, {"loss": loss})
         writer.write(1, {"loss": 0.5})
         writer.write(1, {"loss": loss, "accuracy": 0.5})
         writer.close()
-    MetricWriter(Path("runs"), after=3)
+    pardata.MetricWriter(Path("runs"), after=3)
 
-    with Checkpointer(Path("runs"), keep=2, keep_best="-loss", asynchronous=True) as checkpointer:
-        assert_type(checkpointer, Checkpointer)
-        checkpointer.save(1, model=nn.Linear(2, 2), loader=loader, best=0.5, history=[1.0])
-        restored = checkpointer.restore(model=nn.Linear(2, 2), at=checkpointer.steps()[-1])
-        assert_type(restored, Restored)
+    with pardata.Checkpointer(Path("runs"), keep=2, keep_best="-loss", asynchronous=True) as saver:
+        assert_type(saver, pardata.Checkpointer)
+        saver.save(1, model=nn.Linear(2, 2), loader=loader, best=0.5, history=[1.0])
+        restored = saver.restore(model=nn.Linear(2, 2), at=saver.steps()[-1])
+        assert_type(restored, pardata.Restored)
         assert_type(restored.step, int)
         assert_type(restored.values, dict[str, Any])
-        checkpointer.export("weights.safetensors", name="model")
-        checkpointer.wait()
-    with StopSignal() as stop:
-        assert_type(stop, StopSignal)
+        saver.export("weights.safetensors", name="model")
+        saver.wait()
+    with pardata.StopSignal() as stop:
+        assert_type(stop, pardata.StopSignal)
         assert_type(stop.agreed(), bool)
         assert_type(stop.requested, bool)
-    StopSignal(signal.SIGTERM, 12)
+    pardata.StopSignal(signal.SIGTERM, 12)
 
 
 def train(steps: int) -> Iterator[nn.Module]:
@@ -287,11 +248,8 @@ def losses() -> Iterator[dict[str, float | Tensor]]:
 
 def for_tests() -> None:
     assert_type(run(download, "https://example.org", 3), list[Path])
-    assert_type(
-        run(download, "https://example.org", 3, world_size=3, timeout=10.0, env={"A": "1"}),
-        list[Path],
-    )
-    assert_type(run(world), list[World])
+    run(download, "https://example.org", 3, world_size=3, timeout=10.0, env={"A": "1"})
+    assert_type(run(pardata.world), list[pardata.World])
     run(download, "https://example.org", "3")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # an int
     assert_same_at_every_world_size(train, 3)
     assert_same_at_every_world_size(train, 3, sizes=[1, 4], rtol=1e-5, atol=0, timeout=10)

@@ -4,14 +4,13 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from processes import children, ended, start
+from processes import children, ended, run, start
 
 TRAINING = Path(__file__).parent / "training.py"
 
@@ -51,9 +50,7 @@ class Story:
 
 def undisturbed(run_dir, steps):
     """Return how the same run ends in one process that nobody touches."""
-    command = [sys.executable, TRAINING, "--run-dir", run_dir, "--steps", str(steps)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    return Ended.of(done.stdout + done.stderr)
+    return Ended.of(run(sys.executable, TRAINING, "--run-dir", run_dir, "--steps", steps))
 
 
 def killed(run_dir, kills, sizes, seed, *options):

@@ -73,10 +73,7 @@ def loader_of(fault, *, stream):
         note_the_time()
     data = Stream() if stream and fault != "shorter stream" else data_of(fault)
     return pardata.make_loader(
-        data,
-        BATCH,
-        num_workers=0 if stream else 1,
-        seed=5 if fault == "seed" else 0,
+        data, BATCH, num_workers=0 if stream else 1, seed=5 if fault == "seed" else 0
     )
 
 

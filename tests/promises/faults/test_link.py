@@ -6,7 +6,7 @@ import time
 import pytest
 from killing import TRAINING, Ended, undisturbed
 from namespaces import hosts, require_namespaces
-from processes import start
+from processes import start, wait_for
 
 TIMEOUT = 10  # of the group, in seconds; a busy machine starts two ranks seconds apart
 
@@ -27,20 +27,15 @@ def started(both, run_dir, *options):
     return jobs
 
 
-def wait_for_checkpoint(run_dir, jobs):
-    deadline = time.monotonic() + 60
-    while not list(run_dir.glob("checkpoints/attempt-*-step-*")):
-        assert time.monotonic() < deadline
-        assert all(job.poll() is None for job in jobs), (run_dir / "log-0.txt").read_text()
-        time.sleep(0.01)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="has no network namespaces")
 def test_a_link_that_is_cut_is_an_error_within_the_timeout_and_the_run_goes_on(tmp_path):
     require_namespaces()
     with hosts("one", "other") as both:
         jobs = started(both, tmp_path, "--steps", "100000")
-        wait_for_checkpoint(tmp_path, jobs)
+        wait_for(
+            lambda: any(tmp_path.glob("checkpoints/attempt-*-step-*")),
+            60, (tmp_path / "log-0.txt").read_text, often=0.01,
+        )  # fmt: skip
         both[1].link("down")
         cut = time.monotonic()
         codes = [job.wait(timeout=60) for job in jobs]

@@ -1,12 +1,11 @@
 """One rank fails, hangs or strays: every other one ends by itself, and says which rank and where.
 
-Real processes with torchrun's variables. ``python tests/promises/faults/test_one_rank.py`` prints
-what each rank said, after how many seconds, and its exit code, as a table.
+Real processes with torchrun's variables. With ``-m soak`` it prints the rows of the table in
+``docs/reliability.md``.
 """
 
 import os
 import re
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,10 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2]))  # also where this file is a script
-
-from forked import forking
 from launched import agent, reserved_port, torchrun_variables
 
 SCRIPT = Path(__file__).parent / "one_rank.py"
@@ -198,24 +193,15 @@ def test_a_fault_of_one_rank_ends_the_others_and_names_it(programs):
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("fault", "culprit"), ROWS)
-def test_every_fault_of_one_rank_ends_the_others_and_names_it(fault, culprit, programs):
-    check(fault, culprit, run(programs, fault, culprit))
+def test_every_fault_of_one_rank_ends_the_others_and_names_it(fault, culprit, programs, capsys):
+    said = run(programs, fault, culprit)
+    with capsys.disabled():
+        print(f"\n{table_row(fault, culprit, said)}")
+    check(fault, culprit, said)
 
 
-# --- the table
-
-
-def table():
-    """Yield the lines of a table of all faults."""
-    yield f"| one rank of {SIZE} | rank | s | exit codes | said by the others |"
-    yield "| --- | --- | --- | --- | --- |"
-    with forking() as programs, ThreadPoolExecutor(2) as pool:
-        outcomes = pool.map(lambda row: run(programs, *row), ROWS)
-        yield from map(table_row, ROWS, outcomes)
-
-
-def table_row(row, said):
-    fault, culprit = row
+def table_row(fault, culprit, said):
+    """Return a row of the table: what was done, by whom, how long it took, and how all ended."""
     others = [each for each in said if each.rank != culprit]
     codes = {each.rank: str(each.code) for each in said}
     lines = "<br>".join(dict.fromkeys(shown(each.line) for each in others))
@@ -228,12 +214,3 @@ def table_row(row, said):
 def shown(line):
     line = re.sub(r"^\[\d/\d\] ", "", line)
     return re.sub(r"[\w./-]*one_rank\.py", "train.py", line).replace("|", "\\|")
-
-
-def main():
-    for line in table():
-        print(line, flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -2,6 +2,8 @@
 
 Ends after --steps, or with the epoch in which a file "enough" appears in the run directory.
 The last line says at which step, with which weights, and how often each sample was seen.
+With ``--wait 4:2 8:1`` it trains to step 4 in a world of any size, on to step 8 in one of 2, and so
+on: it waits there until torchrun makes such a world, of nodes that die and join.
 """
 
 import argparse
@@ -18,6 +20,7 @@ from torch.nn.functional import cross_entropy
 import pardata
 
 SAMPLES = 96
+LOG = pardata.get_logger("faults")
 
 
 class Squares(torch.utils.data.Dataset):
@@ -66,6 +69,16 @@ def counted(batch):
     return pardata.all_reduce_sum(counts)
 
 
+def wait_for_size(step, wanted):
+    """Stay in touch, and so notice when a node dies, until torchrun makes another world."""
+    size = pardata.world().size
+    if (other := wanted.get(step, size)) != size:
+        LOG.info("after step %d a world of %d waits for one of %d", step, size, other)
+    while other != size:
+        pardata.all_reduce_sum(1)
+        time.sleep(0.05)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run-dir", type=Path)
@@ -73,7 +86,9 @@ def main():
     parser.add_argument("--save-every", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=60)
     parser.add_argument("--asynchronous", action="store_true")
+    parser.add_argument("--wait", nargs="*", default=[], metavar="STEP:SIZE")
     args = parser.parse_args()
+    wanted = {int(step): int(size) for step, size in (pair.split(":") for pair in args.wait)}
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     with pardata.init(timeout=timedelta(seconds=args.timeout)):
         data = pardata.cache_dataset(Squares(), args.run_dir / "cache", num_workers=0)
@@ -87,6 +102,7 @@ def main():
         saver = pardata.Checkpointer(args.run_dir / "checkpoints", asynchronous=args.asynchronous)
         if restored := saver.restore(**run):
             seen, step = restored.values["seen"], restored.step
+            wait_for_size(step, wanted)
         with saver:
             while step % len(loader) or not step or not is_enough(args, step):
                 for batch in loader:
@@ -96,11 +112,12 @@ def main():
                     step += 1
                     if step % args.save_every == 0:
                         saver.save(step, seen=seen, **run)
+                        LOG.info("step %d in a world of %d", step, pardata.world().size)
+                    wait_for_size(step, wanted)
             # Also where it was killed right after its last save: what that left is for a save.
             saver.save(step, seen=seen, **run)
-        pardata.get_logger("faults").info(
-            "ended %d %s %d %d", step, pardata.fingerprint(model), seen.min(), seen.max()
-        )
+        weights = pardata.fingerprint(model)
+        LOG.info("ended %d %s %d %d", step, weights, seen.min(), seen.max())
 
 
 def is_enough(args, step):

@@ -32,7 +32,7 @@ LONGEST = (
     "test_started.py",
     "test_exact_matrix.py",
     "test_public_api.py",
-    *("test_elastic.py", "test_examples.py", "test_benchmarks.py", "test_clients.py"),
+    *("test_elastic.py", "test_examples.py", "test_benchmarks.py", "test_more_clients.py"),
 )
 HERE = Path(__file__).parent
 assert {path.name for path in HERE.iterdir()}.issuperset(MARKS)

@@ -1,20 +1,16 @@
 """Other people's scripts: each as plain PyTorch, and with pardata by changing a few lines.
 
-What is changed is in a `.diff` of the same name, as ``diff -U1`` writes it. All scripts of a size
-run one after the other in the same processes, which `init` joins once.
+What is changed is in a `.diff` of the same name, as ``diff -U1`` writes it.
 """
 
 import contextlib
-import importlib.util
+import importlib
 import io
-import logging
 import os
 import re
 import runpy
 import sys
-import tarfile
 import warnings
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -22,54 +18,29 @@ import pytest
 import torch
 from launched import launched, torchrun_variables
 from PIL import Image
-from sklearn.datasets import load_digits
 
 from pardata import make_loader
 
 HERE = Path(__file__).parent
+
+NAMES = ["folder", "chars", "gan"]
 MOST_CHANGED_LINES = 15
 
 CLASSES = ("cat", "cow", "dog", "fox", "hen", "owl")
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven"]
-SHARDS = 6
 
-# What a script is given, beside where its data is: of plain PyTorch, and more with pardata.
-PLAIN = {
-    "detect": ["--epochs", 2, "--images", 40],
-    "lm": ["--epochs", 2, "--batch-size", 12, "--dropout", 0],
-    "tars": ["--epochs", 2],
-    "imagenet": [
-        *("--arch", "shufflenet_v2_x0_5", "--size", 64, "--epochs", 2),
-        *("--batch-size", 14, "--workers", 0, "--lr", 0.02),
-    ],
-}
-FOLDERS = {"detect": [], "lm": ["words.txt"], "tars": ["shards"], "imagenet": ["photos"]}
+# The weights files that a script leaves behind, and in which of their values.
+RESULTS = {"folder": "checkpoints/last.pt", "chars": "chars.pt", "gan": "gan.pt"}
+EXACT = {"folder": ["--exact", 4], "chars": ["--strategy", "exact"], "gan": ["--strategy", "exact"]}
 # In float64 and without dropout, whose noise is each rank's own, only rounding is left.
-ROUNDED = {name: [] for name in PLAIN} | {"lm fsdp": ["--strategy", "fsdp"]}
-EXACT = {
-    "detect exact": ["--exact", 4],
-    "lm exact": ["--strategy", "exact", "--dropout", 0.1],
-    "imagenet exact": ["--exact", 4],
-}
-LONG_ROUNDED = {
-    "lm compiled": ["--compile"],
-    "lm fsdp compiled": ["--strategy", "fsdp", "--compile"],
-}
-LONG_EXACT = {"lm exact compiled": [*EXACT["lm exact"], "--compile"]}
-HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
+ROUNDED = {"folder": [], "chars": ["--dropout", 0], "gan": ["--dropout", 0]}
 
 
-def rows(short, long):
-    """Return the cells of two tables, with the marks that each needs."""
-    needs = pytest.mark.skipif(not HAS_TRANSFORMERS, reason="needs transformers")
-    return [
-        pytest.param(cell, marks=[needs] * cell.startswith("lm") + [pytest.mark.soak] * is_long)
-        for table, is_long in ((short, False), (long, True))
-        for cell in table
-    ]
-
-
-# ----------------------------------------------------------------------------- the data
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    write_photos_and_words(folder)
+    return folder
 
 
 def write_photos_and_words(folder):
@@ -86,25 +57,15 @@ def write_photos_and_words(folder):
     (folder / "words.txt").write_text("\n".join(WORDS + [a + b for a in "abc" for b in WORDS]))
 
 
-def write_shards(folder):
-    """Write the first of scikit-learn's digits to tar files, as many to each."""
-    folder.mkdir()
-    images, labels = load_digits(return_X_y=True)
-    for shard in range(SHARDS):
-        with tarfile.open(folder / f"{shard}.tar", "w") as tar:
-            for number in range(shard, 200 - 200 % SHARDS, SHARDS):
-                png = io.BytesIO()
-                Image.fromarray((15 * images[number].reshape(8, 8)).astype("uint8")).save(
-                    png, "png"
-                )
-                parts = {"png": png.getvalue(), "cls": str(labels[number]).encode()}
-                for suffix, content in parts.items():
-                    member = tarfile.TarInfo(f"{number:06d}.{suffix}")
-                    member.size = len(content)
-                    tar.addfile(member, io.BytesIO(content))
-
-
-# ------------------------------------------------------------------ running a script, for real
+def arguments(name, data):
+    return {
+        "folder": [
+            *(data / "photos", "--arch", "shufflenet_v2_x0_5", "--size", 64, "--epochs", 2),
+            *("--batch-size", 16, "--workers", 0, "--lr", 0.02, "--print-freq", 1),
+        ],
+        "chars": [data / "words.txt", "--epochs", 3, "--batch-size", 16],
+        "gan": ["--epochs", 2],
+    }[name]
 
 
 def patched(plain, changes):
@@ -134,6 +95,9 @@ def written(script, directory):
     return str(file)
 
 
+# ------------------------------------------------------------------ running a script, for real
+
+
 def as_script(file, args, directory, dtype):
     """Run a script as ``python`` would, with warnings as errors, and return what it printed."""
     os.chdir(directory)
@@ -146,66 +110,31 @@ def as_script(file, args, directory, dtype):
     return printed.getvalue()
 
 
-def all_of(jobs):
-    """Run scripts in this process, and return what each printed."""
-    torch.set_num_threads(1)
-    # The compiler says there, on machines with CUDA's files and no GPU, that there is none.
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    return [as_script(*job) for job in jobs]
-
-
-def all_plain(jobs):
-    """The same for scripts of plain PyTorch, on the batches of `make_loader`."""
-    torch.utils.data.DataLoader = make_loader
-    return all_of(jobs)
-
-
 def no_variables(*_facts):
     """What a process has that nobody launched."""
     return {}
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """Return a function that runs cells on so many processes, once: what they printed and saved."""
-    data = tmp_path_factory.mktemp("data")
-    write_photos_and_words(data)
-    write_shards(data / "shards")
-
-    @cache
-    def run_cells(long, size):
-        cells = {**LONG_ROUNDED, **LONG_EXACT} if long else {**ROUNDED, **EXACT}
-        if size == "plain":
-            cells = dict.fromkeys(PLAIN, ())
-        jobs = {}
-        for cell, more in cells.items():
-            name = cell.split()[0]
-            if name == "lm" and not HAS_TRANSFORMERS:
-                continue
-            directory = tmp_path_factory.mktemp("run")
-            file = written(name if size == "plain" else f"{name}_pardata", directory)
-            args = [*(data / folder for folder in FOLDERS[name]), *PLAIN[name], *more]
-            dtype = torch.float32 if "exact" in cell else torch.float64
-            jobs[cell] = file, args, directory, dtype
-        if size == "plain":
-            texts = launched(all_plain, list(jobs.values()), size=1, variables=no_variables)
-        else:
-            # To compile takes a minute for each script, and longer where others use the cores.
-            options = {"variables": torchrun_variables, "patience": 900 if long else 120}
-            texts = launched(all_of, list(jobs.values()), size=size, **options)
-        assert isinstance(texts[0], list), texts[0]
-        assert texts[1:] == [[""] * len(jobs)] * (len(texts) - 1), "rank 0 alone speaks"
-        return {
-            cell: (text, tensors(job[2] / f"{cell.split()[0]}.pt"))
-            for (cell, job), text in zip(jobs.items(), texts[0], strict=True)
-        }
-
-    return run_cells
+def printed(script, args, directory, *, size=None, dtype=torch.float32):
+    """Run a script in `directory`, alone or on `size` ranks, and return what it printed."""
+    directory.mkdir(parents=True, exist_ok=True)
+    file, variables = written(script, directory), torchrun_variables if size else no_variables
+    first, *others = launched(
+        as_script, file, args, directory, dtype, size=size or 1, variables=variables
+    )
+    assert isinstance(first, str), first
+    assert others == [""] * len(others), "rank 0 alone speaks"
+    return first
 
 
-def tensors(file):
-    """Return the weights that a script left behind, by their names."""
-    return {name: value for name, value in flat(torch.load(file)).items() if torch.is_tensor(value)}
+def trained(script, args, directory, **options):
+    """Run a script, and return what it printed and saved."""
+    return printed(script, args, directory, **options), saved(script, directory)
+
+
+def saved(script, directory):
+    state = torch.load(directory / RESULTS[script.removesuffix("_pardata")])
+    return {name: value for name, value in flat(state).items() if torch.is_tensor(value)}
 
 
 def flat(state, path=""):
@@ -215,7 +144,8 @@ def flat(state, path=""):
 
 
 def numbers(text):
-    return [float(number) for number in re.findall(r"\b\d+\.\d+\b", text)]
+    """Return the numbers that a script printed, without the ranks before each line of its log."""
+    return [float(number) for number in re.findall(r"(?<![\[/])\b\d+\.\d+\b", text)]
 
 
 def assert_close(one, other):
@@ -229,27 +159,102 @@ def assert_close(one, other):
         assert apart <= 1e-5 * other_tensor.norm() + 1e-8, f"{key} differs by {apart:.2g}"
 
 
-# ------------------------------------------------------------------------------- the tests
+# ----------------------------------------------------------------------------- what is changed
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", sorted(file.stem for file in HERE.glob("*.diff")))
 def test_a_script_is_ported_by_changing_at_most_15_lines(name):
     assert "pardata" not in (HERE / f"{name}.py").read_text()
     changes = [line[:1] for line in (HERE / f"{name}.diff").read_text().splitlines()]
     assert 0 < max(changes.count("+"), changes.count("-")) <= MOST_CHANGED_LINES
 
 
-@pytest.mark.parametrize("cell", rows(ROUNDED, LONG_ROUNDED))
-def test_every_number_of_processes_learns_what_the_plain_script_does(cell, results):
-    plain = results(False, "plain")[cell.split()[0]]
-    for size in (1, 2, 3):
-        assert_close(plain, results(cell in LONG_ROUNDED, size)[cell])
+# ---------------------------------------------------------------- the same in one and in several
+
+SIZES = [2, pytest.param(3, marks=pytest.mark.soak)]
 
 
-@pytest.mark.parametrize("cell", rows(EXACT, LONG_EXACT))
-def test_exact_weights_are_the_same_to_the_last_bit(cell, results):
-    _, weights = results(cell in LONG_EXACT, 1)[cell]
-    for size in (2, 3):
-        _, others = results(cell in LONG_EXACT, size)[cell]
-        assert weights.keys() == others.keys()
-        assert all(torch.equal(weights[name], others[name]) for name in weights)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", NAMES)
+def test_several_processes_learn_what_one_learns(name, size, data, tmp_path):
+    args = [*arguments(name, data), *ROUNDED[name]]
+    script = f"{name}_pardata"
+    alone = trained(script, args, tmp_path / "alone", dtype=torch.float64)
+    together = trained(script, args, tmp_path / "together", size=size, dtype=torch.float64)
+    assert_close(alone, together)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", NAMES)
+def test_exact_weights_are_those_of_one_process_to_the_last_bit(name, size, data, tmp_path):
+    args = [*arguments(name, data), *EXACT[name]]
+    script = f"{name}_pardata"
+    text, weights = trained(script, args, tmp_path / "alone")
+    text_of_others, weights_of_others = trained(script, args, tmp_path / "together", size=size)
+    assert weights.keys() == weights_of_others.keys()
+    for key, value in weights_of_others.items():
+        assert torch.equal(weights[key], value), key
+    if name != "folder":  # an evaluation runs on shares, whose sizes are not the same
+        assert re.sub(r"\[0/3\] .*: ranks 2 to 2 idle; .*\n", "", text_of_others) == text
+
+
+# --------------------------------------------------------------------- the same as the plain
+
+
+def test_the_character_model_is_the_plain_ones_where_the_order_does_not_matter(data, tmp_path):
+    whole = ["--batch-size", 4 * len(WORDS)]
+    args = [*arguments("chars", data), *whole, *ROUNDED["chars"]]
+    plain = trained("chars", args, tmp_path / "plain", dtype=torch.float64)
+    for size in (None, 2):
+        ported = trained(
+            "chars_pardata", args, tmp_path / str(size), size=size, dtype=torch.float64
+        )
+        assert_close(plain, ported)
+
+
+def with_our_batches(args, directory):
+    """Run the plain folder trainer on the batches of `make_loader`."""
+    sys.path.insert(0, str(HERE))
+    folder = importlib.import_module("folder")
+    folder.DataLoader = make_loader
+    os.chdir(directory)
+    torch.set_default_dtype(torch.float64)
+    sys.argv = ["folder.py", *map(str, args)]
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told):
+        folder.main()
+    return told.getvalue()
+
+
+def test_the_folder_trainer_is_the_plain_one_on_the_same_batches(data, tmp_path):
+    args = [*arguments("folder", data), "--epochs", 1]
+    (tmp_path / "plain").mkdir()
+    (text,) = launched(with_our_batches, args, tmp_path / "plain", size=1, variables=no_variables)
+    assert isinstance(text, str), text
+    plain = text, saved("folder", tmp_path / "plain")
+    for size in (None, 2):
+        ported = trained(
+            "folder_pardata", args, tmp_path / str(size), size=size, dtype=torch.float64
+        )
+        assert_close(plain, ported)
+
+
+def test_a_checkpoint_of_the_plain_folder_trainer_is_evaluated_alike_by_both(data, tmp_path):
+    args = arguments("folder", data)
+    text = printed("folder", args, tmp_path)
+    accuracies = [numbers(line)[1] for line in text.splitlines() if line.startswith("validation")]
+    args = [*args, "--evaluate", tmp_path / "checkpoints/best.pt"]
+    plain = numbers(printed("folder", args, tmp_path))
+    assert plain[1] == max(accuracies)
+    for size in (None, 2):
+        ported = numbers(printed("folder_pardata", args, tmp_path, size=size))
+        assert ported == pytest.approx(plain, rel=1e-5)
+
+
+def test_the_gan_begins_as_the_plain_one_does(tmp_path):
+    # The plain one draws its noise in the loop: what it learns from then on must differ.
+    args = ["--epochs", 0]
+    _, plain = trained("gan", args, tmp_path / "plain")
+    for size in (None, 2):
+        _, ported = trained("gan_pardata", args, tmp_path / str(size), size=size)
+        torch.testing.assert_close(plain, ported, rtol=0, atol=0)

@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 from statistics import median
 
-import test_clients as clients
+import test_more_clients as clients
 import torch
-from test_clients import as_script, written
+from test_clients import as_script, write_photos_and_words, written
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 WARM_UP = 10  # steps that are not counted
@@ -78,9 +78,9 @@ def main():
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as directory:
         data = Path(directory)
-        clients.write_photos_and_words(data)
+        write_photos_and_words(data)
         clients.write_shards(data / "shards")
-        for name in LONGER:
+        for name in clients.PLAIN:
             plain, ported = medians(name, data)
             print(f"{name:9} {plain:7.2f} ms {ported:7.2f} ms  {ported / plain:.2f}", flush=True)
 

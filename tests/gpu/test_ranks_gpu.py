@@ -237,8 +237,10 @@ def bound(kind):
     return device == str(own or "cpu"), is_current, sorted(world().backend.split(","))
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.usefixtures("needs_two"))])
-def test_the_device_that_an_adopted_group_is_bound_to_is_made_current(size, device):
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_device_that_an_adopted_group_is_bound_to_is_made_current(size, device, request):
+    if size == 2:
+        request.getfixturevalue("needs_two")
     kind = torch.device(device).type
     backend = ["cpu:gloo", "cuda:nccl"] if kind == "cuda" else ["gloo"]
     assert run(bound, kind, world_size=size, fresh=True) == [(True, True, backend)] * size

@@ -1,146 +1,99 @@
-"""What a bad input gets: the page that the tests of misuse make.
+"""What a bad input gets: each row of ``docs/errors.md`` is tried on real ranks."""
 
-``PYTHONPATH=tests python tests/promises/test_bad_inputs.py --write docs/errors.md`` makes it anew.
-"""
-
-import sys
-from pathlib import Path
-
-import misuse_across_ranks
-import misuse_data
+import misuse
 import misuse_launch
-import misuse_models
-import misuse_runs
 import pytest
-from misuse import check, in_markdown, parameters, row, section, stable, tried
-from on_ranks import Raised, end_all
-from places import DOCS
+from misuse import LABELS, ROWS, Row, check, rows
+from on_ranks import Raised
 
 import pardata
 import pardata.testing
-
-PAGE = DOCS / "errors.md"
-
-MODULES = [
-    misuse_launch,
-    misuse_models,
-    misuse_data,
-    misuse_across_ranks,
-    misuse_runs,
-]
-
-HEAD = """\
-# Errors
-
-What a wrong start, a wrong argument or ranks that differ get: an error at the call that is wrong,
-on every rank, that says what must be, what is, and what to do. Made by the tests, which try each
-line on real processes:
-`PYTHONPATH=tests python tests/promises/test_bad_inputs.py --write docs/errors.md`.
-
-In the first column, `rank` is the number of the rank: `4 if rank == 0 else 0` is a mistake on some
-ranks only. `TEN` is a dataset of ten samples, `net()` a small model, `wrapped()` what `wrap_model`
-makes of it, `epoch_of(…)` a loader that is read through; `load(…)` loads a loader's state of which
-some keys were changed, `cache(…)` is `cache_dataset` with a directory of its own. `save(…)`,
-`restore(…)` and `export(…)` are those of a `Checkpointer`, which has saved a `model` and the value
-`best` before it restores; `save_at(…)` saves in another directory.
-
-The last column says which ranks got the error, at which numbers of processes; a rank that did
-nothing wrong gets an error that names the one that did. "…" stands for what depends on the machine
-or on the release of torch.
-"""
 
 # What only the library makes.
 WITHOUT = {"Restored", "World"}
 
 
-def page():
-    lines = [HEAD.rstrip()]
-    for module in MODULES:
-        lines += section(module)
-    return "\n".join(lines) + "\n"
-
-
 @pytest.mark.parametrize(
-    ("module", "case", "size"), [one for module in MODULES for one in parameters(module)]
+    ("row", "size"),
+    [
+        pytest.param(row, size, id=f"{row.name}-{size}-{row.shown[:60]}")
+        for row in ROWS
+        for size in row.sizes
+    ],
 )
-def test_a_bad_input_is_an_error_on_every_rank(module, case, size):
-    check(case, tried(module, case, size))
-
-
-def test_the_page_of_errors_is_what_was_said():
-    assert PAGE.read_text(encoding="utf-8") == page(), (
-        "run `PYTHONPATH=tests python tests/promises/test_bad_inputs.py --write docs/errors.md`"
-    )
+def test_a_bad_input_is_an_error_on_every_rank(row, size):
+    outcomes = misuse_launch.outcomes if row in misuse_launch.STARTS else misuse.outcomes
+    check(row, [of_rank[row] for of_rank in outcomes(size)])
 
 
 def test_every_public_name_gets_bad_inputs():
     names = {*pardata.__all__, *(f"testing.{name}" for name in pardata.testing.__all__)}
-    tried = {name for module in MODULES for name in module.CASES}
+    tried = {row.name for row in ROWS}
     assert names - tried <= WITHOUT
     assert tried <= names
+
+
+def test_what_is_described_is_on_the_page():
+    described = {*LABELS, *misuse_launch.VARIABLES, *misuse_launch.CODE}
+    assert described <= {row.shown for row in ROWS}
 
 
 # --- these tests can fail
 
 
-def a_case(**changes):
-    return misuse_models.case("f()", "ValueError", "must be", "is 5", **changes)
+PAGE = """
+## f
+
+| what is done | the error | on which ranks |
+| --- | --- | --- |
+| `f(1 \\| 2)` | `ValueError`: \\[`x`\\] must be 4,<br>but is … | {} |
+"""
 
 
-def said(text="`x` must be 4, but is 5", kind="ValueError"):
+def said(text="[`x`] must be 4,\n  but is 5", kind="ValueError"):
     return Raised(kind, text, "None", 0.0)
 
 
+TOLD = said(
+    "rank 0 failed in `f`: ValueError: [`x`] must be 4,\n  but is 5\n"
+    "rank 2 failed in `f`: ValueError: more\n(seen on rank 1, which did nothing wrong)",
+    "RuntimeError",
+)
+OF_ONE, WITH_OTHERS = "rank 1 of 2", "rank 1 of 2, and the others get an error that names it"
+
+
+def test_a_row_is_read_as_it_is_shown():
+    (row,) = rows(PAGE.format(WITH_OTHERS))
+    text = "[`x`] must be 4,\nbut is …"
+    assert row == Row("f", "`f(1 | 2)`", "ValueError", text, (2,), (1,), others=True)
+    sizes = [next(rows(PAGE.format(where))).sizes for where in ("the only one", "all of 1, 3")]
+    assert sizes == [(1,), (1, 3)]
+
+
 @pytest.mark.parametrize(
-    ("changes", "outcomes"),
+    ("where", "outcomes"),
     [
-        ({}, [said(), None]),
-        ({}, [said(), said("`x` is 5 and must be 4")]),
-        ({}, [said(), said(kind="TypeError")]),
-        ({}, [said(), said("rank 0 failed in `f`: TypeError: must be, is 5", "RuntimeError")]),
-        ({"ranks": (1,)}, [said(), said()]),
-        ({"ranks": (1,), "others": "rank 1"}, [None, said()]),
-        ({"ranks": (1,), "others": "rank 1"}, [said("rank 2", "RuntimeError"), said()]),
+        ("all of 2", [said(), None]),
+        ("all of 2", [said(), said("x must be 4,\nbut is 5")]),
+        ("all of 2", [said(), said(kind="TypeError")]),
+        ("all of 2", [said(), said(TOLD.text.replace("Value", "Type"), "RuntimeError")]),
+        (OF_ONE, [said(), said()]),
+        (WITH_OTHERS, [None, said()]),
+        (WITH_OTHERS, [said("rank 2", "RuntimeError"), said()]),
     ],
 )
-def test_a_rank_that_is_not_told_or_told_something_else_fails(changes, outcomes):
+def test_a_rank_that_is_not_told_or_told_something_else_fails(where, outcomes):
     with pytest.raises(AssertionError):
-        check(a_case(**changes), outcomes)
+        check(*rows(PAGE.format(where)), outcomes)
 
 
-def test_a_rank_that_did_nothing_wrong_may_be_told_which_one_did():
-    told = said("rank 0 failed in `f`: ValueError: must be 4, is 5", "RuntimeError")
-    check(a_case(), [said(), told])
-    check(a_case(ranks=(1,), others="rank 1"), [said("rank 1", "RuntimeError"), said()])
-    check(a_case(ranks=(1,)), [None, said()])
-
-
-def test_what_depends_on_the_machine_is_left_out():
-    assert stable("in /some/a-1/b.py, at 127.0.0.1:29500") == "in …/b.py, at 127.0.0.1:…"
-    assert stable("there is none; there are a, b") == "there is none; there are …"
-    assert stable("word " * 200).endswith("word …")
-
-
-def test_what_a_table_would_take_for_its_own_is_escaped():
-    text = in_markdown("a|b `c|d_e_` __len__ [1] <x>\n  rank 1")
-    assert text == "a\\|b `c\\|d_e_` \\_\\_len\\_\\_ \\[1\\] \\<x\\><br>rank 1"
-
-
-def test_a_row_is_of_one_line():
-    module = misuse_across_ranks
-    for case in module.CASES["barrier"]:
-        assert row(module, case).count("\n") == 0
-
-
-def main():
-    try:
-        if sys.argv[1:2] == ["--write"]:
-            Path(sys.argv[2]).write_text(page(), encoding="utf-8")
-        else:
-            print(page())
-    finally:
-        end_all()
-
-
-if __name__ == "__main__":
-    main()
+@pytest.mark.parametrize(
+    ("where", "outcomes"),
+    [
+        ("all of 2", [said(), TOLD]),
+        (OF_ONE, [None, said()]),
+        (WITH_OTHERS, [said("rank 1", "RuntimeError"), said()]),
+    ],
+)
+def test_a_rank_that_did_nothing_wrong_may_be_told_which_one_did(where, outcomes):
+    check(*rows(PAGE.format(where)), outcomes)

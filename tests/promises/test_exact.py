@@ -315,7 +315,7 @@ def test_a_model_whose_kernels_are_chosen_by_their_speed_is_refused(how):
 # What may differ between ranks.
 DIFFERING = {
     "threads": lambda: threads(2),
-    "benchmark": lambda: patch.object(torch.backends.cudnn, "benchmark", True),
+    "benchmark": lambda: torch.backends.cudnn.flags(enabled=True, benchmark=True),
     "processor": lambda: patch.object(torch.backends.cpu, "get_cpu_capability", lambda: "Z80"),
     "arithmetic": lambda: patch.object(F, "layer_norm", lambda rows, shape: rows.sigmoid()),
 }

@@ -126,6 +126,18 @@ def test_an_entry_that_older_versions_did_not_have_is_missed_in_a_state_dict_of_
     assert load_weights(seeded(0), dict(state)) == ([], [])
 
 
+def test_names_that_fit_in_two_places_are_not_guessed():
+    net = nn.Module()
+    net.register_parameter("weight", nn.Parameter(torch.zeros(1)))
+    net.module = nn.Module()
+    net.module.register_parameter("weight", nn.Parameter(torch.zeros(1)))
+    two = {"weight": torch.ones(1), "module.weight": torch.full((1,), 2.0)}
+    load_weights(net, two)
+    assert (net.weight.item(), net.module.weight.item()) == (1, 2)
+    with pytest.raises(ValueError, match=r"but 'module\.weight' comes twice"):
+        load_weights(net, {f"module.{name}": value for name, value in two.items()})
+
+
 class Stateful(nn.Linear):
     """Saves more than tensors."""
 

@@ -16,6 +16,7 @@ import on_ranks
 import pytest
 import torch
 import torchvision
+from PIL import Image
 from places import ARTICLES
 from sklearn.datasets import load_digits
 
@@ -264,3 +265,30 @@ def test_cifar10_says_that_the_file_of_weights_is_missing(size, tmp_path):
     says = f"--checkpoint {tmp_path / 'none.pt'} is no file on {size} of {size} ranks: give its"
     with pytest.raises(SystemExit, match=re.escape(says)):
         run(run_example, *arguments, size=size)
+
+
+@needs_shards
+@few_or_all
+def test_cifar10_weights_of_sharded_parameters_load_into_the_bare_model(images, tmp_path):
+    common = ("--data", "digits", "--model", "resnet18", "--batch-size", 160, "--run-dir", tmp_path)
+    common += ("--epochs", 1, "--strategy", "fsdp")
+    run(run_example, "cifar10.py", *common, size=2, images=images)
+    weights = torch.load(tmp_path / "weights.pt", weights_only=True)
+    torchvision.models.resnet18(num_classes=10).load_state_dict(weights, strict=True)
+
+
+def test_cifar10_reads_a_folder_of_images(tmp_path):
+    digits = load_digits()
+    for index in range(100):
+        part = "train" if index < 80 else "test"
+        folder = tmp_path / part / str(digits.target[index])
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = (digits.images[index] * 15.9).astype("uint8")
+        image = Image.fromarray(pixels).resize((32, 32)).convert("RGB")
+        image.save(folder / f"{index}.png")
+    printed = run(
+        run_example, "cifar10.py", "--data", "folder", "--data-dir", tmp_path,
+        "--model", "resnet18", "--batch-size", 32, "--epochs", 1, "--run-dir", tmp_path / "run",
+        size=2,
+    )[0]  # fmt: skip
+    assert "/20 images)" in printed

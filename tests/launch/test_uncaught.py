@@ -267,3 +267,18 @@ def test_what_rank_0_raises_and_all_hear_of_is_said_once(call, said):
 def test_the_hook_of_a_group_that_the_user_destroyed_says_nothing_of_the_next():
     expected = [[f"[{rank}/2] failed: ValueError: boom (an unknown line)"] for rank in range(2)]
     assert launched(fail_in_a_second_group, size=2) == expected
+
+
+class Group:
+    """What a group is to the hook."""
+
+
+def test_a_thread_that_began_meanwhile_does_not_keep_the_group():
+    group = Group()
+    known = weakref.ref(group)
+    take_back = report_uncaught(group)
+    thread = threading.Thread(target=print)  # knows the hook
+    take_back()
+    del group
+    assert known() is None
+    assert not thread.is_alive()

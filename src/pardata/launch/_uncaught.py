@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from traceback import format_exception
 from types import TracebackType
+from weakref import ref
 
 from pardata.collective._explanation import asked, what_is_wrong
 from pardata.ranks._backend import backends
@@ -35,11 +36,13 @@ def report_uncaught(group: object) -> Callable[[], None]:
     Stands before the `sys.excepthook` that it finds, and hands every exception on to it. Returns
     what takes this back; where another hook stands before this one by then, it only hands on.
     """
-    following = sys.excepthook
+    # Weak: a thread keeps the hook that it finds until after it was joined. It must not be the last to
+    # know the group: to end a group it would need the interpreter, which may have ended by then.
+    following, own = sys.excepthook, ref(group)
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         found = joined()
-        if found is None or found.group is not group or is_child():
+        if found is None or found.group is not own() or is_child():
             following(kind, error, trace)
             return
         with suppress(Exception):  # the traceback is printed whatever happens here

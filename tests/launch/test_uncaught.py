@@ -5,6 +5,7 @@ import json
 import re
 import sys
 import threading
+import weakref
 from datetime import timedelta
 
 import pytest

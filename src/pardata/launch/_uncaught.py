@@ -36,8 +36,8 @@ def report_uncaught(group: object) -> Callable[[], None]:
     Stands before the `sys.excepthook` that it finds, and hands every exception on to it. Returns
     what takes this back; where another hook stands before this one by then, it only hands on.
     """
-    # Weak: a thread keeps the hook that it finds until after it was joined. It must not be the last to
-    # know the group: to end a group it would need the interpreter, which may have ended by then.
+    # Weak, for a thread keeps the hook that it finds until after it was joined. It must not be the
+    # last to know the group, whose end needs the interpreter, which may have ended by then.
     following, own = sys.excepthook, ref(group)
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -201,7 +201,7 @@ def test_a_hook_that_came_later_stays(monkeypatch):
     seen = []
     monkeypatch.setattr(sys, "excepthook", lambda *facts: seen.append(facts))
     before = sys.excepthook
-    remove = report_uncaught(None)
+    remove = report_uncaught(Group())
     ours = sys.excepthook
     later = lambda *facts: ours(*facts)  # noqa: E731, PLW0108  # a hook of somebody else
     sys.excepthook = later

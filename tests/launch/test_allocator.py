@@ -72,10 +72,7 @@ def init_and_count(arguments, env, works):
     return len(calls), [line for line in keeper.lines if "allocator" in line]
 
 
-SAID = (
-    "[0/2] the allocator keeps freed memory, for faster steps on the CPU "
-    "(tune_cpu=False or PARDATA_TUNE_CPU=0 leaves it alone)"
-)
+SAID = "[0/2] the allocator keeps freed memory, unless PARDATA_TUNE_CPU=0"
 
 
 TUNED = [

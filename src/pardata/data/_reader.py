@@ -46,13 +46,18 @@ class Seeds(NamedTuple):
     ) -> AbstractContextManager[None]:
         """Return the context in which `user` sees one microbatch, or one rank's share.
 
-        A `user` is an argument or a method, by its name: each draws other numbers.
+        A `user` is an argument or a method, by its name: each draws other numbers. Without a
+        `device` it is within `around_reading`, which puts the generators back.
         """
         if not self.reproducible:
             return nullcontext()
         if self.microbatches:
             place = step.epoch, step.number, microbatch
-            return generators.forked_seed(mix(self.seed, *place, *user.encode()), device)
+            seed = mix(self.seed, *place, *user.encode())
+            if device is not None:
+                return generators.forked_seed(seed, device)
+            generators.seed_generators(seed)
+            return nullcontext()
         return generators.no_draws(user, device, thorough=step.number % _THOROUGH_EACH == 0)
 
 

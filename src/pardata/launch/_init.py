@@ -99,11 +99,7 @@ def init(
         if device is None:
             _warn_of_hidden_gpus()
         if tune_cpu and os.environ.get("PARDATA_TUNE_CPU") != "0" and keep_freed_memory():
-            text = (
-                "the allocator keeps freed memory, for faster steps on the CPU "
-                "(tune_cpu=False or PARDATA_TUNE_CPU=0 leaves it alone)"
-            )
-            _log.debug(text, once=True)
+            _log.debug("the allocator keeps freed memory, unless PARDATA_TUNE_CPU=0", once=True)
     return found.world
 
 

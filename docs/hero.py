@@ -13,10 +13,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import torch
 import torch.distributed as dist
-from matplotlib import pyplot as plt
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -100,6 +98,10 @@ def smoothed(losses: list[float]) -> list[float]:
 
 def draw(found: dict[str, dict[int, tuple[list[float], str]]], out: Path) -> None:
     """Draw the curves, in the colours of a light or of a dark page."""
+    # Here, as each process of a run would import them, and draws nothing.
+    import matplotlib as mpl  # noqa: PLC0415
+    from matplotlib import pyplot as plt  # noqa: PLC0415
+
     kinds = ("axes.edgecolor", "axes.labelcolor", "text.color", "xtick.color", "ytick.color")
     mpl.rcParams.update(dict.fromkeys(kinds, INK) | {"font.size": 13, "svg.fonttype": "none"})
     mpl.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})

@@ -223,7 +223,10 @@ needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a 
     "how",
     ["float32", "bf16", "scaled", "aot_eager", pytest.param("inductor", marks=needs_compiler)],
 )
-def test_training_goes_on_in_every_precision_and_compiled(how, everywhere):
+def test_training_goes_on_in_every_precision_and_compiled(how, everywhere, request):
+    group = request.node.callspec.params["everywhere"]
+    if how == "inductor" and request.config.getoption("--device") == "cpu" and "one" in group:
+        pytest.skip("on a CPU, where to compile takes a minute, in one kind of group")
     first, *others = everywhere(trained, how)
     assert all(other == first for other in others)
     assert sum(first[-4:]) < 0.9 * sum(first[:4])

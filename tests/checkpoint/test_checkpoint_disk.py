@@ -1,11 +1,12 @@
 """A checkpoint is written as a whole or an error on every rank, now and in the background."""
 
+import os
 import shutil
 import threading
 
 import pytest
 import torch
-from checkpoint_zoo import Thing, leftovers, limited, save_steps, sharded, whole_steps
+from checkpoint_zoo import Thing, leftovers, limited, paths, save_steps, sharded, whole_steps
 from on_ranks import caught, run_caught
 from torch import nn
 
@@ -28,6 +29,22 @@ def lose(directory, _):
 def claim(directory, _):
     rank_zero_call(Attempt(directory).claim)
     return lambda: None
+
+
+def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    synced, on_disk = [], os.fsync
+    inode = lambda path: path.stat().st_ino  # noqa: E731
+
+    def noted(opened):
+        on_disk(opened)
+        synced.append(os.fstat(opened).st_ino)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    save_steps(tmp_path, 1)
+    (checkpoint,) = paths(tmp_path)
+    *before, last = synced
+    assert set(before) == {inode(checkpoint), *map(inode, checkpoint.iterdir())}
+    assert last == inode(tmp_path)
 
 
 # How it begins, for one who writes, which returns how it ends; and what every rank is told.

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pardata import Checkpointer
+from pardata.checkpoint import _folder as folders
 from pardata.checkpoint._folder import Attempt, Folder
 from pardata.checkpoint._names import Name, Retention, names
 
@@ -160,6 +161,17 @@ def test_the_older_of_two_is_told_who_the_other_one_is_and_changes_nothing(end, 
         )
         assert "this run is the older one and must end; give it a directory" in str(raised.value)
         assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_nothing_is_removed_once_a_newer_one_has_begun(tmp_path, monkeypatch):
+    writer = Writer(tmp_path)
+    writer.act("write", 1)
+    writer.act("write", 2)
+    # It begins when the third one has its name, and the first one is to go.
+    monkeypatch.setattr(folders, "sync", lambda _: Attempt(tmp_path).claim())
+    with pytest.raises(RuntimeError, match="this run is the older one and must end"):
+        writer.act("write", 3)
+    assert [name.step for name in names(tmp_path)] == [1, 2, 3]
 
 
 def test_the_older_one_stays_the_older_one_also_where_the_directory_was_emptied(tmp_path):

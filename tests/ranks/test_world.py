@@ -493,7 +493,7 @@ assert pardata.all_reduce_sum(1) == here.size
 pardata.barrier()
 time.sleep(0.3)  # all have left the barrier
 if ending == "one by one":
-    time.sleep(1.5 * here.rank)
+    time.sleep(4 * here.rank)  # longer than a process takes to end, beside all others
 elif ending == "exception" and here.rank == 0:
     raise ValueError("the reason")
 elif ending == "exception":

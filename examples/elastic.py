@@ -79,7 +79,7 @@ def train(args):
 
 def run(size, run_dir, args, die_at=0):
     """Train in so many processes, to the end or until they die; return the last word printed."""
-    end = f", killed in their step {die_at + 1}" if die_at else ""
+    end = f", killed in step {die_at + 1} of this start" if die_at else ""
     print(f"{size} process(es){end}", flush=True)
     launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={size}", __file__]
     options = {"--epochs": args.epochs, "--seed": args.seed, "--save-every": args.save_every}

@@ -131,4 +131,4 @@ def test_outside_the_main_thread_nothing_is_heard_and_it_says_so_once(caplog):
     thread.join()
     assert answers == [False, False]
     assert signal.getsignal(signal.SIGTERM) is before
-    assert caplog.text.count("signals cannot be heard outside the main thread") == 1
+    assert caplog.text.count("only the main thread hears signals") == 1

@@ -1,11 +1,17 @@
 """What a microbatch counts: any integer, and nothing else. All together: test_backward.py."""
 
+import logging
+
 import numpy as np
 import pytest
 import torch
+from logged import log_of
+from on_ranks import run
+from sharding import needs_fsdp
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
 
-from pardata import Microbatches, backward
+from pardata import Microbatches, backward, make_loader, wrap_model
 from pardata.gradient._count import Pieces, Sharing
 
 
@@ -49,6 +55,37 @@ def test_in_one_process_what_each_step_counts_is_looked_at_and_the_loss_is_its_m
         with pytest.raises(ValueError, match=text):
             step(number)
     assert seen == [3] * 4
+
+
+# Whose samples they are, and whether all ranks take the same ones.
+BATCHES = {
+    "a DataLoader of each rank's own": (lambda data: DataLoader(data, 4), True),
+    "a DataLoader with a sampler": (
+        lambda data: DataLoader(data, 4, sampler=DistributedSampler(data, shuffle=False)),
+        False,
+    ),
+    "make_loader": (lambda data: make_loader(data, 8), False),
+    "make_loader, in microbatches": (lambda data: make_loader(data, 8, microbatch_size=2), False),
+    "make_loader, the same for all": (lambda data: make_loader(data, 8, distributed=False), False),
+}
+
+
+def said_of(name, strategy):
+    """Return what is logged while a model learns two epochs of these batches."""
+    model = wrap_model(nn.Linear(2, 1), strategy)
+    loader = BATCHES[name][0](torch.arange(32.0).view(16, 2))
+    with log_of("pardata", logging.WARNING) as log:
+        for batch in [*loader, *loader]:
+            backward(model, lambda model, x: model(x).mean(), batch)
+    return log.lines
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=needs_fsdp)])
+@pytest.mark.parametrize("name", BATCHES)
+def test_ranks_that_train_on_the_same_samples_are_warned_once(name, strategy):
+    text = "each rank must have other samples, but all began with the same: use make_loader"
+    lines = run(said_of, name, strategy, world_size=2)
+    assert [[text in line for line in own] for own in lines] == [[True] * BATCHES[name][1], []]
 
 
 class One(Sharing):

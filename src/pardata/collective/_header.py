@@ -10,7 +10,7 @@ import functools
 import hashlib
 import reprlib
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from typing import Any, TypeAlias, TypeVar
 
@@ -201,7 +201,7 @@ def hashes(text: str, size: int, number: int = _HASHES, mantissa: int = 53) -> l
     return [*found, *(h * h for h in found)]
 
 
-def all_equal(sums: list[float], size: int) -> bool:
+def all_equal(sums: Sequence[float], size: int) -> bool:
     """Decide from the sums of all ranks' `hashes` whether they are of the same text.
 
     By Cauchy and Schwarz, W times the sum of squares is the square of the sum exactly if all

@@ -88,10 +88,7 @@ class StopSignal:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
-            text = (
-                "signals cannot be heard outside the main thread: this process stops only when "
-                "another rank is asked to"
-            )
+            text = "only the main thread hears signals: this process stops when another rank does"
             _log.warning(text, ranks="all", once=True)
             return self
         for number in self._signals:

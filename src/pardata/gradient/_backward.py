@@ -60,6 +60,8 @@ def backward(
     called, the loader's seed, or ``torch.initial_seed()``, takes its place.
 
     Collective, except for ``"none"`` and ``"dp"``. In a single process it is gradient accumulation.
+    Warns in a model's first step where all ranks began with the same samples, as those of a plain
+    ``DataLoader`` are.
 
     Loss, counts and metrics travel while the backward runs, under ``"ddp"`` at the end of the
     gradients: they cost no collective of their own, and no GPU is waited for.

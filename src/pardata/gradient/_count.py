@@ -10,10 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pardata.collective._header import Matching
+from pardata.collective._header import Matching, all_equal, hashes
+from pardata.collective._tree import digest_of
+from pardata.data._batch import tensors_of
 from pardata.data._microbatches import Microbatches
 from pardata.data._sample_count import samples_of, samples_read
 from pardata.ranks._arguments import check_integer
+from pardata.ranks._logger import get_logger
+
+_log = get_logger(__name__)
 
 Count = Callable[[Any], int]
 Total = Callable[[], int]
@@ -133,11 +138,16 @@ def _counted(held: Sequence[Any], count: Count, sharing: Sharing) -> tuple[Seque
         counts = [checked_count(count(microbatch)) for microbatch in held]
     except Exception as raised:  # noqa: BLE001  # raised again once all ranks know
         error = raised
-    sums = _start_sum([sum(counts), error is not None], sharing)
+    # Of what no `count` was given for, this is a model's first step: are all on the same samples?
+    seen = hashes(_beginning(held), sharing.size) if count is samples_of else []
+    sums = _start_sum([sum(counts), error is not None, *seen], sharing)
 
     @cache  # asked for with each microbatch, and waited for once
     def total() -> int:
-        everything, failed = map(int, sums())
+        everything, failed, *told = map(int, sums())
+        if told and all_equal(told, sharing.size):
+            text = "each rank must have other samples, but all began with the same: use make_loader"
+            _log.warning(text, ranks=[0])
         if error is not None:
             raise error
         if failed:
@@ -148,6 +158,16 @@ def _counted(held: Sequence[Any], count: Count, sharing: Sharing) -> tuple[Seque
         return positive(everything)
 
     return counts, total
+
+
+def _beginning(held: Sequence[Any]) -> str:
+    """Return a hash of the first samples, where no loader of ours has shared them out.
+
+    Else a text that no other rank has.
+    """
+    dense = [x for x in tensors_of(held) if x.layout == torch.strided and not x.is_nested]
+    found = [x[:8] for x in dense if x.ndim and samples_read(held) is None]
+    return digest_of(found) if found else f"of rank {dist.get_rank()}"
 
 
 def _start_sum(own: list[float], sharing: Sharing) -> Callable[[], Sequence[float]]:

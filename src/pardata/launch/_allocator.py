@@ -4,11 +4,9 @@ import ctypes
 import sys
 
 # Parameter numbers of mallopt(3), from glibc's malloc.h, with the values measured to help.
-_SETTINGS = (
-    (-4, 0),  # M_MMAP_MAX: large blocks come from the heap, not from a mapping of their own
-    (-1, 2**31 - 1),  # M_TRIM_THRESHOLD: keep the heap's top
-    (-2, 64 * 2**20),  # M_TOP_PAD: grow the heap in large steps
-)
+# M_MMAP_MAX: large blocks come from the heap, not from a mapping of their own. M_TRIM_THRESHOLD:
+# keep the heap's top. M_TOP_PAD: grow the heap in large steps.
+_SETTINGS = {-4: 0, -1: 2**31 - 1, -2: 64 * 2**20}
 
 
 def keep_freed_memory() -> bool:
@@ -23,5 +21,5 @@ def keep_freed_memory() -> bool:
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):  # musl has no mallopt
         return False
-    accepted = [libc.mallopt(name, value) == 1 for name, value in _SETTINGS]
+    accepted = [libc.mallopt(name, value) == 1 for name, value in _SETTINGS.items()]
     return all(accepted)

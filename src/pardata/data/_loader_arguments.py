@@ -65,8 +65,7 @@ def agreed(distributed: object, **given: Any) -> Arguments:
         return initial[0]
 
     seed = agree(args.ranks, "make_loader", facts, decide)
-    if args.seed is None:
-        args.seed = seed
+    args.seed = seed if args.seed is None else args.seed
     _look_at_shares(args)
     return args
 
@@ -88,8 +87,7 @@ def _check(args: Arguments) -> None:
     """Raise where an argument is wrong, and leave nothing open but the seed."""
     if args.batch_sampler is not None:
         _check_alone(args)
-    if args.drop_last is None:
-        args.drop_last = args.trains
+    args.drop_last = args.trains if args.drop_last is None else args.drop_last
     for name in ("shuffle", "drop_last", "sharded", "reproducible"):
         check_flag(name, getattr(args, name))
     _check_data(args)

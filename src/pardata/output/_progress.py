@@ -131,6 +131,5 @@ def _bar(description: str, total: int | None) -> Any:
 
 
 def _short(value: Any) -> str:
-    if hasattr(value, "item"):
-        value = value.item()
+    value = value.item() if hasattr(value, "item") else value
     return f"{value:.4g}" if isinstance(value, float) else str(value)

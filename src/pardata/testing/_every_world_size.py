@@ -138,8 +138,7 @@ def _difference(ours: _Step, theirs: _Step, near: _Near) -> str:
     return (
         f"{len(lines)} of {len(ours)} tensors differ:\n"
         + "\n".join([*lines[:_LISTED], *more])
-        + "\n"
-        "Relative differences of 1e-7 in float32 (1e-16 in float64) are sums in another order: "
+        + "\nRelative differences of 1e-7 in float32 (1e-16 in float64) are sums in another order: "
         "pass `rtol` and `atol`, or train with strategy='exact'. Larger ones are shares that are "
         "weighted wrongly, statistics of one share, or random numbers that depend on the rank."
     )

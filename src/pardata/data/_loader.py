@@ -272,8 +272,9 @@ class Loader:
             return
         workers = 0 if self._source.workers is None else self._source.workers.num_workers
         text = (
-            f"the first epoch spent {100 * stats['wait_share']:.0f} % of its {stats['seconds']:.1f} "
-            f"s waiting for data: more num_workers (now {workers}) read in parallel"
+            f"the first epoch spent {100 * stats['wait_share']:.0f} % of its "
+            f"{stats['seconds']:.1f} s waiting for data: more num_workers (now {workers}) read in "
+            f"parallel"
         )
         if not is_read_whole(self.dataset):
             text += ", cache_dataset decodes once, and batch_transform does a whole batch at a time"

@@ -22,6 +22,7 @@ MARKS = {"programs": "programs", "launchers": "launchers", "gpu": "gpu"}
 MARKS |= dict.fromkeys(
     ("cache", "checkpoint", "collective", "data", "gradient", "launch", "model", "seeds"), "oldest"
 )
+ARITHMETIC = {"test_same_batches.py", "test_plan.py"}  # of integers, alike on all versions
 # Files of few tests that take long, the longest first.
 LONGEST = (
     "test_kills.py",
@@ -81,7 +82,7 @@ def pytest_report_header():
 def pytest_itemcollected(item):
     if HERE in item.path.parents and item.get_closest_marker("soak") is None:
         folder = item.path.relative_to(HERE).parts[0]
-        if folder in MARKS:
+        if folder in MARKS and item.path.name not in ARITHMETIC:
             item.add_marker(MARKS[folder])
 
 

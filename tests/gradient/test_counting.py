@@ -64,6 +64,10 @@ BATCHES = {
         lambda data: DataLoader(data, 4, sampler=DistributedSampler(data, shuffle=False)),
         False,
     ),
+    "some that cannot be looked at": (
+        lambda data: [(part, torch.empty(4, device="meta")) for part in data.split(4)],
+        False,
+    ),
     "make_loader": (lambda data: make_loader(data, 8), False),
     "make_loader, in microbatches": (lambda data: make_loader(data, 8, microbatch_size=2), False),
     "make_loader, the same for all": (lambda data: make_loader(data, 8, distributed=False), False),
@@ -76,7 +80,7 @@ def said_of(name, strategy):
     loader = BATCHES[name][0](torch.arange(32.0).view(16, 2))
     with log_of("pardata", logging.WARNING) as log:
         for batch in [*loader, *loader]:
-            backward(model, lambda model, x: model(x).mean(), batch)
+            backward(model, lambda model, x: model(x[0] if type(x) is tuple else x).mean(), batch)
     return log.lines
 
 

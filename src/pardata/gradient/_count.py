@@ -1,6 +1,7 @@
 """What each microbatch of a step counts here, and what those of all ranks count as far as known."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from operator import index
@@ -161,13 +162,15 @@ def _counted(held: Sequence[Any], count: Count, sharing: Sharing) -> tuple[Seque
 
 
 def _beginning(held: Sequence[Any]) -> str:
-    """Return a hash of the first samples, where no loader of ours has shared them out.
+    """Return a hash of the first samples, where it can be made and no loader has shared them out.
 
     Else a text that no other rank has.
     """
-    dense = [x for x in tensors_of(held) if x.layout == torch.strided and not x.is_nested]
-    found = [x[:8] for x in dense if x.ndim and samples_read(held) is None]
-    return digest_of(found) if found else f"of rank {dist.get_rank()}"
+    with suppress(Exception):  # tensors may be of any kind, and this is advice: no rank fails
+        found = [x[:8] for x in tensors_of(held) if x.ndim and samples_read(held) is None]
+        if found:
+            return digest_of(found)
+    return f"of rank {dist.get_rank()}"
 
 
 def _start_sum(own: list[float], sharing: Sharing) -> Callable[[], Sequence[float]]:

@@ -1,5 +1,6 @@
 """What benchmarks/gpu.py times: nets, the loops that train them, batches, and how to count."""
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 from torch.utils.data import TensorDataset
 from training_loop import mean_loss, sgd
 
@@ -48,7 +49,7 @@ def mlp() -> nn.Module:
 def by_hand(net: nn.Module, loss_fn: Callable[..., Tensor] = mean_loss) -> Block:
     """Return the loop that people write."""
     device = world().device
-    ids = [device] if device.type == "cuda" else None
+    ids = None if device.type == "cpu" else [device]
     model = DistributedDataParallel(net.to(device), device_ids=ids)
     optimizer = sgd(model)
 
@@ -79,8 +80,8 @@ def readme(
 
 def synchronise() -> None:
     """Wait for the GPU."""
-    if world().device.type == "cuda":
-        torch.cuda.synchronize()
+    if world().device.type != "cpu":
+        torch.accelerator.synchronize()
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -115,11 +116,12 @@ def counted(block: Block, batches: list[Any]) -> tuple[float, float]:
     """Return how many kernels a step launches, and how often it waits for the GPU."""
     block(batches)
     synchronise()
-    there = torch.profiler.supported_activities()
-    with profile(activities=there & {ProfilerActivity.CPU, ProfilerActivity.CUDA}) as seen:
+    with profile(activities=torch.profiler.supported_activities()) as seen:
         block(batches)
     calls = {event.key: event.count / len(batches) for event in seen.key_averages()}
     launches = sum(count for name, count in calls.items() if "LaunchKernel" in name)
-    # The profiler itself waits for the whole device at its end.
-    waits = sum(calls.get(f"cuda{what}Synchronize", 0) for what in ("Stream", "Event"))
-    return launches, waits
+    # The profiler itself waits for the whole device at its end. So CUDA and ROCm call it: of others
+    # nothing is known.
+    ends = ("StreamSynchronize", "EventSynchronize")
+    waits = sum(count for name, count in calls.items() if name.endswith(ends))
+    return (launches, waits) if launches else (math.nan, math.nan)

@@ -25,16 +25,19 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True)
 class Reach:
-    """The number to reach: at most `limit`, or at least that."""
+    """The number to reach: at most `limit`, or at least that; or never, in a dry run."""
 
     limit: float
     at_least: bool = False
+    is_dry: bool = False
 
     def __str__(self) -> str:
         return f"{'>=' if self.at_least else '<='} {self.limit:g}"
 
     def verdict(self, value: float, noise: float) -> str:
         """Return in words whether `value` is good enough, and whether that may be chance."""
+        if self.is_dry or math.isnan(value):
+            return "not measured"
         reached = value >= self.limit if self.at_least else value <= self.limit
         text = "reached" if reached else "NOT REACHED"
         return f"{text}, within the noise" if abs(value - self.limit) <= noise else text

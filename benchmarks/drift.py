@@ -129,7 +129,9 @@ def draw(path: Path, found: dict[str, list[dict[str, Any]]]) -> None:
         first = reports[0]
         for index, report in enumerate(reports):
             label = f"{report['size']} process" + ("es" if report["size"] > 1 else "")
-            above.plot(_smooth(report["losses"]), label=label, lw=1.5, color=f"C{index}")
+            # Lines that are the same line show at its edges, each within the one before.
+            width = 1.2 + 2.2 * (len(reports) - 1 - index) if strategy == "exact" else 1.5
+            above.plot(_smooth(report["losses"]), label=label, lw=width, color=f"C{index}")
             apart = [abs(a - b) for a, b in zip(report["losses"], first["losses"], strict=True)]
             if report is not first:
                 below.plot(apart, label=label, lw=1, color=f"C{index}")

@@ -1,13 +1,15 @@
-"""What strategy "exact" costs over "ddp", with the same microbatches: time and memory.
+"""What strategy "exact" costs over "ddp", with the same microbatches: time, CPU time and memory.
 
     python benchmarks/exact.py
-    python benchmarks/exact.py --rounds 1 --steps 2 --nets convnet
+    python benchmarks/exact.py --rounds 2 --nets convnet
 
-The convolutional net of articles/mnist.py and torchvision's ResNet-18 for images of 32 x 32, each
-with the same global batches cut into the same microbatches, by pardata.backward, Adam, on made-up
-images, in two processes of one thread each, in turns in fresh processes. What exact adds: rounding
-each gradient to fixed point and sending 16 bytes a parameter where DDP sends 4. The weights of both
-must agree to rounding, and exact's to the bit in all rounds. Needs torchvision.
+The convolutional net of articles/mnist.py, torchvision's ResNet-18 for images of 32 x 32, both with
+microbatches of 64 and of 4, and a small perceptron, each with the same global batches cut into the
+same microbatches, by pardata.backward, Adam, on made-up images, in two processes of one thread
+each. Both strategies take turns, step by step, in the same pair of processes. The CPU seconds are
+those of both processes: waiting is not in them. Then memory: what a step adds to a process, at its
+peak, for each parameter of a wide perceptron trained by SGD, with 1 and 4 microbatches on each
+rank, in fresh processes. Needs torchvision.
 """
 
 import argparse
@@ -16,7 +18,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from _measure import (
     Row,
     alternate,
     parser,
-    positive,
     print_environment,
     print_table,
     require,
@@ -40,9 +40,10 @@ from torchvision.models import resnet18
 import pardata
 from pardata.testing import run
 
-WARM_UP = 1
-
-QUANTITIES = "s a step", "MB at most"
+STRATEGIES = ("ddp", "exact")
+WARM_UP = 3
+QUANTITIES = ("s a step", "CPU s a step")
+IMAGES, PICTURES = (1, 28, 28), (3, 32, 32)
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,25 @@ class Contest:
     reach: Reach
 
 
+def perceptron() -> nn.Module:
+    """Return the small perceptron of training_loop.py."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def wide_net() -> nn.Module:
+    """Return a net of 17 million parameters that runs quickly."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(784, 1024), *(nn.Linear(1024, 1024) for _ in range(15))
+    )
+
+
+_resnet = partial(resnet18, num_classes=10)
 NETS = {
-    "convnet": Contest(conv_net, (1, 28, 28), 512, 64, Reach(1.05)),
-    "resnet18": Contest(partial(resnet18, num_classes=10), (3, 32, 32), 512, 64, Reach(1.15)),
+    "convnet": Contest(conv_net, IMAGES, 512, 64, Reach(1.02)),
+    "convnet, 4": Contest(conv_net, IMAGES, 32, 4, Reach(1.02)),
+    "resnet18": Contest(_resnet, PICTURES, 512, 64, Reach(1.02)),
+    "resnet18, 4": Contest(_resnet, PICTURES, 32, 4, Reach(1.02)),
+    "perceptron": Contest(perceptron, IMAGES, 64, 32, Reach(1.0)),
 }
 
 
@@ -68,77 +85,108 @@ def mean_loss(model: nn.Module, batch: Any) -> Tensor:
     return cross_entropy(model(images), labels)
 
 
-def train(name: str, strategy: str, steps: int, *, without_noise: bool) -> dict[str, Any]:
-    """Train as one of the ranks; return what a step took, and the weights at the end."""
+def made(contest: Contest, strategy: str) -> nn.Module:
+    """Return the net of a contest, wrapped."""
+    torch.manual_seed(0)
+    net = contest.net()
+    for module in net.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # that of both would differ, and their weights
+    return pardata.wrap_model(net, strategy)
+
+
+def batches(contest: Contest, count: int) -> Any:
+    """Return a loader of so many global batches."""
+    images = torch.randn(count * contest.batch_size, *contest.shape)
+    data = TensorDataset(images, torch.randint(10, (len(images),)))
+    size, of = contest.batch_size, contest.microbatch_size
+    return pardata.make_loader(data, size, microbatch_size=of, seed=0)
+
+
+def compete(name: str, rounds: int) -> dict[str, Any]:
+    """Train under both strategies in turns, as one of the ranks; return what each step took."""
     pardata.init(device="cpu")
     torch.set_num_threads(1)  # as exact does
     contest = NETS[name]
-    torch.manual_seed(0)
-    net = contest.net()
-    if without_noise:
-        net.apply(_quiet)
-    model = pardata.wrap_model(net, strategy)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
-    count = contest.batch_size * (WARM_UP + steps)
-    images = torch.randn(count, *contest.shape)
-    data = TensorDataset(images, torch.randint(10, (count,)))
-    loader = pardata.make_loader(
-        data, contest.batch_size, microbatch_size=contest.microbatch_size, seed=0
-    )
-    seconds = []
-    for batch in loader:
-        start = time.perf_counter()
-        optimizer.zero_grad()
-        pardata.backward(model, mean_loss, batch)
-        optimizer.step()
-        seconds.append(time.perf_counter() - start)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # Linux counts in kB
-    used = {"s a step": median(seconds[WARM_UP:]), "MB at most": peak}
-    weights = [p.detach().double().norm().item() for p in model.parameters()]
+    models = {strategy: made(contest, strategy) for strategy in STRATEGIES}
+    optimizers = {
+        strategy: torch.optim.Adam(model.parameters(), lr=1e-4)
+        for strategy, model in models.items()
+    }
+    loader = iter(batches(contest, WARM_UP + rounds))
+
+    def step(strategy: str, batch: Any) -> tuple[float, float]:
+        pardata.barrier()
+        start, cpu = time.perf_counter(), time.process_time()
+        optimizers[strategy].zero_grad()
+        pardata.backward(models[strategy], mean_loss, batch)
+        optimizers[strategy].step()
+        return time.perf_counter() - start, time.process_time() - cpu
+
+    def turn(strategy: str) -> tuple[float, float]:
+        taken = waiting.setdefault(strategy, [])
+        if not taken:
+            batch = next(loader)
+            for other in STRATEGIES:
+                waiting.setdefault(other, []).append(batch)
+        return step(strategy, taken.pop(0))
+
+    waiting: dict[str, list[Any]] = {}
+    found = alternate({who: partial(turn, who) for who in STRATEGIES}, WARM_UP + rounds)
+    used = {
+        quantity: {who: [each[n] for each in found[who][WARM_UP:]] for who in STRATEGIES}
+        for n, quantity in enumerate(QUANTITIES)
+    }
+    weights = {
+        who: [p.detach().double().norm().item() for p in model.parameters()]
+        for who, model in models.items()
+    }
     return {"used": pardata.all_reduce_mean(used), "weights": weights}
 
 
-def _quiet(module: nn.Module) -> None:
-    if isinstance(module, nn.Dropout):
-        module.p = 0.0
-
-
-def measure(name: str, strategy: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Train in two fresh processes; return what rank 0 of them reports."""
-    job = partial(train, without_noise=True)  # dropout of both would differ, and their weights
-    return run(job, name, strategy, args.steps, world_size=2, timeout=3600)[0]
+def remember(strategy: str, count: int) -> float:
+    """Return the bytes for each parameter that steps of `count` microbatches a rank add."""
+    pardata.init(device="cpu")
+    contest = Contest(wide_net, IMAGES, 8 * count, 4, Reach(0))
+    torch.manual_seed(0)
+    model = made(contest, strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    loader = batches(contest, 6)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for batch in loader:
+        optimizer.zero_grad()
+        pardata.backward(model, mean_loss, batch)
+        optimizer.step()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return peak * 1024 / sum(p.numel() for p in model.parameters())  # Linux counts in kB
 
 
 def compare(name: str, args: argparse.Namespace) -> list[Row]:
-    """Measure both strategies in turns; return two rows for each quantity."""
-    found = alternate(
-        {strategy: partial(measure, name, strategy, args) for strategy in ("ddp", "exact")},
-        args.rounds,
-    )
-    exact = [torch.tensor(report["weights"]) for report in found["exact"]]
-    require(
-        holds=all(torch.equal(other, exact[0]) for other in exact), what="exact differs by round"
-    )
+    """Let both strategies compete; return two rows for each quantity."""
+    report = run(compete, name, args.rounds, world_size=2, timeout=3600)[0]
+    ddp, exact = (torch.tensor(report["weights"][who]) for who in STRATEGIES)
     # Batch norm differs: ddp takes rank 0's statistics, which train nothing, and Adam amplifies.
-    near = torch.allclose(torch.tensor(found["ddp"][0]["weights"]), exact[0], rtol=1e-2)
+    near = torch.allclose(ddp.norm(), exact.norm(), rtol=1e-2)
     require(holds=near, what="their weights differ")
     rows = []
     for quantity in QUANTITIES:
-        used = {
-            who: [report["used"][quantity] for report in reports] for who, reports in found.items()
-        }
+        used = report["used"][quantity]
         reach = NETS[name].reach if quantity == QUANTITIES[0] else None
         pair = Row("ddp", used["ddp"]), Row.compare(used, "exact", "ddp", reach)
         rows += [replace(row, name=f"{quantity}, {row.name}") for row in pair]
     return rows
 
 
+def memory(count: int) -> list[Row]:
+    """Measure both strategies in fresh processes; return their rows."""
+    found = {who: [run(remember, who, count, world_size=2)[0]] for who in STRATEGIES}
+    reach = Reach(12) if count > 1 else None
+    return [Row("ddp", found["ddp"]), Row("exact", found["exact"], reach=reach)]
+
+
 def main() -> None:
     """Measure each net and print the tables."""
-    arguments = parser(__doc__, 5, "fresh runs of each strategy")
-    arguments.add_argument(
-        "--steps", type=positive, default=4, help=f"of a run, after {WARM_UP} more (default: 4)"
-    )
+    arguments = parser(__doc__, 40, "steps of each strategy, in turns")
     arguments.add_argument(
         "--nets", nargs="+", choices=NETS, default=list(NETS), help="which (default: all)"
     )
@@ -152,6 +200,10 @@ def main() -> None:
             f"{contest.microbatch_size}"
         )
         tables[title] = compare(name, args)
+        print_table(title, "", tables[title])
+    for count in (1, 4):
+        title = f"bytes a parameter that a step adds, microbatches on each of 2 ranks: {count}"
+        tables[title] = memory(count)
         print_table(title, "", tables[title])
     if args.save:
         save(args.save, __file__, about, tables)

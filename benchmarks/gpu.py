@@ -12,10 +12,10 @@ GPU already, and DistributedDataParallel with DataLoader; and the share of the t
 12 layers. (d) "exact" over "ddp" with the same microbatches, ResNet-18. (e) Kernels launched, and
 waits of the host for the GPU, in a step, as the profiler counts them.
 
-One process, in a group of one, on the GPU of `init`; at most 8 minutes. Where there is no MNIST or
-CIFAR-10, images are made up, which is said: times then mean the same, losses nothing. Each number
-is of some rounds, in which the contenders take turns. Needs torchvision; draws if matplotlib is
-there.
+One process, in a group of one, on the accelerator of `init`; at most 8 minutes. Where there is no
+MNIST or CIFAR-10, images are made up, which is said: times then mean the same, losses nothing. Each
+number is of some rounds, in which the contenders take turns. Needs torchvision; draws if matplotlib
+is there.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def data_loader(images: Images, batch: int, workers: int) -> DataLoader[Any]:
         shuffle=True,
         drop_last=True,
         num_workers=workers,
-        pin_memory=world().device.type == "cuda",
+        pin_memory=world().device.type != "cpu",
         persistent_workers=workers > 0,
     )
 
@@ -265,10 +265,15 @@ def draw(folder: Path, tables: dict[str, list[Row]], device: str) -> None:
         plt.close(figure)
 
 
+def not_measured(row: Row) -> Row:
+    """Return a row of a dry run, which reaches nothing."""
+    return row if row.reach is None else replace(row, reach=replace(row.reach, is_dry=True))
+
+
 def main() -> None:
     """Measure each part and print its tables."""
     made = parser(__doc__, 2, "times that contenders take turns; ten times as often in (c)")
-    made.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="(default: cuda)")
+    made.add_argument("--device", help="(default: the accelerator that is here)")
     made.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(all)")
     add_data_dir(made)
     add_cifar_dir(made)
@@ -276,13 +281,13 @@ def main() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for (d); cuBLAS reads it once
     about, tables = print_environment(), {}
     with tempfile.TemporaryDirectory() as folder, pardata.init(device=args.device) as here:
-        is_gpu = here.device.type == "cuda"
-        about["device"] = torch.cuda.get_device_name() if is_gpu else "CPU: a dry run"
+        is_gpu, of_kind = here.device.type != "cpu", torch.get_device_module(here.device)
+        about["device"] = of_kind.get_device_name() if is_gpu else "CPU: a dry run"
         print(f"device: {about['device']}", flush=True)
         for part in args.parts:
             for title, rows in PARTS[part](args, FULL if is_gpu else DRY, Path(folder)).items():
-                tables[title] = rows
-                print_table(title, "", rows)
+                tables[title] = rows if is_gpu else [not_measured(row) for row in rows]
+                print_table(title, "", tables[title])
     if args.save:
         save(args.save, __file__, about, tables)
         try:

@@ -38,13 +38,16 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from pardata import Checkpointer, barrier, make_loader, rank_zero_call, wrap_model
-from pardata.launch import _rendezvous, _uncaught
+from pardata.checkpoint import _checkpointer
+from pardata.collective._rank_zero import call_off_everywhere
+from pardata.launch import _address, _rendezvous, _uncaught
 from pardata.launch._leaving import remember
-from pardata.model import _wrap_model
-from pardata.model._strategy import DDP, Settings
-from pardata.ranks import _process, _world
+from pardata.ranks import _world
 from pardata.ranks._launcher import Launch
 from pardata.ranks._world import Joined
+from pardata.strategies import _wrap_model
+from pardata.strategies._ddp import DdpStrategy
+from pardata.strategies._strategy import Settings
 
 SIZES = [2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 PATIENCE = timedelta(minutes=10)
@@ -111,7 +114,7 @@ class Counted(dist.Store):
     delete_key = deleteKey = counted("delete_key")  # noqa: N815  # as a PrefixStore asks for it
 
 
-class EachThread(_process.Process):
+class EachThread(_world.Process):
     """The state that the library keeps in a process, kept for each thread: a thread is a rank."""
 
     _kept = threading.local()
@@ -151,7 +154,7 @@ class Simulated:
 
     def _join(self) -> None:
         launch = self._launch
-        with patch.dict(_process.process.stores, {launch.identity: (self.store, launch.rank == 0)}):
+        with patch.dict(_address._opened_stores, {launch.identity: (self.store, launch.rank == 0)}):  # noqa: SLF001  # see `simulation`
             found, _, hosts_store = _rendezvous.join(
                 launch, backend="gloo", timeout=PATIENCE, device=torch.device("cpu")
             )
@@ -165,7 +168,9 @@ class Simulated:
             try:
                 Path("photo-17.jpg").read_bytes()
             except FileNotFoundError as error:
-                _uncaught._report(error, found)  # noqa: SLF001  # as at the end of a process
+                # As at the end of a process, which does not come here.
+                news, _ = _uncaught._report(error, found)  # noqa: SLF001
+                call_off_everywhere(found.world, found.channel, news)
             return
         try:
             barrier()
@@ -207,14 +212,16 @@ def simulation() -> Iterator[None]:
         for where, name, what in (
             (dist, "init_process_group", lambda *_, **__: None),
             (dist, "new_group", lambda *_, **__: None),
+            (_checkpointer, "gathered", lambda here, own, *_: [own] * here.size),
             (_world, "world", lambda: _world.process.joined.world),
             (_wrap_model, "_facts_of", lambda *_: told),
             (_wrap_model, "_check", lambda *_: None),
+            (_wrap_model, "require_taken", lambda *_: None),  # nothing is sent
             (nn.Module, "to", lambda model, _: model),
-            (type(DDP), "wrap", lambda _, model, __: model),
+            (DdpStrategy, "wrap", lambda _, model, __: model),
         ):
             stack.enter_context(patch.object(where, name, what))
-        _process.process.__class__ = EachThread
+        _world.process.__class__ = EachThread
         yield
 
 

@@ -4,12 +4,11 @@
     python benchmarks/step_overhead.py --rounds 50 --nets mlp
 
 Nets so small that a step is mostly overhead, batch 32 a process, SGD. Two processes: "ddp" against
-DistributedDataParallel, with PyTorch's defaults and with the option that wrap_model sets. One
-process: "auto" and "none" against the bare module; and the same DDPs, where no message hides what
-the wrapper adds. With batch norm there are buffers, which DDP broadcasts before the forward and
-wrap_model after it. In each round every contender trains for a block of steps on the same batches;
-at the end all must hold the same parameters, to the bit. "again" is the reference a second time:
-how far its ratio is from 1 is the noise of the machine.
+DistributedDataParallel. One process: "auto" and "none" against the bare module; and DDP, where no
+message hides what the wrapper adds. With batch norm there are buffers, which DDP broadcasts before
+the forward and wrap_model after it. In each round every contender trains for a block of steps on
+the same batches; at the end all must hold the same parameters, to the bit. "again" is the
+reference a second time: how far its ratio is from 1 is the noise of the machine.
 """
 
 import time
@@ -37,7 +36,6 @@ from pardata import check_in_sync, unwrap, wrap_model
 from pardata.testing import run
 
 DDP = "DistributedDataParallel"
-BUCKET_VIEW = "DDP, gradient_as_bucket_view"
 OURS = 'wrap_model(..., "ddp")'
 BARE = "bare module"
 NOT_SLOWER = Reach(1.02)
@@ -55,7 +53,6 @@ NETS = {
 TWO_RANKS: dict[str, Wrap] = {
     DDP: DistributedDataParallel,
     "DDP again": DistributedDataParallel,
-    BUCKET_VIEW: partial(DistributedDataParallel, gradient_as_bucket_view=True),
     OURS: partial(wrap_model, strategy="ddp", device="cpu"),
 }
 ONE_RANK: dict[str, Wrap] = {
@@ -64,7 +61,6 @@ ONE_RANK: dict[str, Wrap] = {
     'wrap_model(..., "none")': partial(wrap_model, strategy="none", device="cpu"),
     'wrap_model(..., "auto")': partial(wrap_model, device="cpu"),
     DDP: DistributedDataParallel,
-    BUCKET_VIEW: partial(DistributedDataParallel, gradient_as_bucket_view=True),
     OURS: partial(wrap_model, strategy="ddp", device="cpu"),
 }
 
@@ -149,8 +145,7 @@ def rows(times: dict[str, list[float]]) -> list[Row]:
     """Compare every contender with the hand-written equivalent."""
     reference = next(iter(times))
     comparisons = {name: [reference] for name in times if name != reference}
-    # Against the same options too; and in one process against DDP, not the bare module.
-    comparisons[OURS] = [DDP, BUCKET_VIEW]
+    comparisons[OURS] = [DDP]  # in one process too, not the bare module
     found = [Row(reference, times[reference])]
     for name, others in comparisons.items():
         reach = NOT_SLOWER if name.startswith("wrap_model") else None

@@ -60,7 +60,7 @@ def train(args):
     checkpointer = pardata.Checkpointer(f"{args.run_dir}/checkpoints")
     begin = step = checkpointer.restore(**run).step
     if begin:
-        log.info("%d process(es) resume after step %d", pardata.world().size, begin)
+        log.info("resumes after step %d on world size %d", begin, pardata.world().size)
     for epoch in loader.epochs(args.epochs):
         for batch in loader:
             optimizer.zero_grad()
@@ -79,8 +79,8 @@ def train(args):
 
 def run(size, run_dir, args, die_at=0):
     """Train in so many processes, to the end or until they die; return the last word printed."""
-    end = f", killed in step {die_at + 1} of this start" if die_at else ""
-    print(f"{size} process(es){end}", flush=True)
+    end = f", to be killed in step {die_at + 1} of this start" if die_at else ""
+    print(f"training on world size {size}{end}", flush=True)
     launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={size}", __file__]
     options = {"--epochs": args.epochs, "--seed": args.seed, "--save-every": args.save_every}
     words = [str(word) for pair in options.items() for word in pair]

@@ -73,7 +73,7 @@ def main():
                 print(f"epoch {epoch + 1}: loss {loss:.6f}, train {right:.2%}, test {tested:.2%}")
         weights = pardata.fingerprint(model)[:16]
         if world.is_main:
-            print(f"weights {weights}, trained with {world.size} process(es)")
+            print(f"weights {weights}, trained on world size {world.size}")
 
 
 if __name__ == "__main__":

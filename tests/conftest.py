@@ -20,7 +20,11 @@ from pardata.ranks._launcher import MPICH, OPEN_MPI, SLURM, TORCHRUN
 # of torch and Python also run on the oldest ones.
 MARKS = {"programs": "programs", "launchers": "launchers", "gpu": "gpu"}
 MARKS |= dict.fromkeys(
-    ("cache", "checkpoint", "collective", "data", "gradient", "launch", "model", "seeds"), "oldest"
+    (
+        *("cache", "checkpoint", "collective", "data", "launch", "messages", "model", "seeds"),
+        *("step", "strategies", "values"),
+    ),
+    "oldest",
 )
 ARITHMETIC = {"test_same_batches.py", "test_plan.py"}  # of integers, alike on all versions
 # Files of few tests that take long, the longest first.
@@ -49,8 +53,11 @@ settings.load_profile("pardata")
 
 
 def pytest_addoption(parser):
-    kinds = ["cuda", "cpu"]
-    text = "where tests/gpu runs: on a CPU as much of it as makes sense there (default: cuda)"
+    kinds = ["cuda", "cpu", "sim"]
+    text = (
+        "where tests/gpu runs (default: cuda): on a CPU as much of it as makes sense there, "
+        "on a simulated accelerator all that does not need CUDA itself"
+    )
     parser.addoption("--device", choices=kinds, default=kinds[0], help=text)
 
 

@@ -13,6 +13,13 @@ import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import torch
+
+# With DDP older versions of torch import `torch.distributed.nn.jit.instantiator`, which makes a
+# temporary directory and leaves it to the end of the process.
+_LEFT_BY_TORCH = ["-W", "ignore:Implicitly cleaning up <TemporaryDirectory:ResourceWarning"]
+_WARNINGS = ["-W", "error", *(_LEFT_BY_TORCH if torch.__version__ < "2.8" else [])]
+
 SERVER = """if True:
     import gc, json, os, sys
     import torch, pardata
@@ -104,7 +111,7 @@ def forking():
     """Yield what starts programs; none of them is left at the end."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, "-W", "error", "-c", SERVER]
+    command = [sys.executable, *_WARNINGS, "-c", SERVER]
     with subprocess.Popen(command, env=env, **pipes) as server:
         programs = Programs(server)
         try:

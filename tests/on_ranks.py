@@ -30,10 +30,13 @@ import torch
 import torch.distributed as dist
 
 from pardata import barrier, rank_zero_first, testing, world
+from pardata.data._uneven_shares import uneven_shares
+from pardata.messages._failure import Failure
 from pardata.ranks._backend import backends
-from pardata.ranks._failure import Failure
-from pardata.ranks._process import process
-from pardata.ranks._world import joined
+from pardata.ranks._logger import said
+from pardata.ranks._world import joined, process
+from pardata.seeds._default_seeds import loaders
+from pardata.seeds._run_seed import run_seed
 
 _LIFE = 10**6  # seconds that ranks may live
 _PATIENCE = 120  # seconds for a test, if it does not say
@@ -258,9 +261,10 @@ class _Home:
             return False
         _leave_group_of_counts()
         process.joined = None
-        process.said.clear()
-        process.seed, process.calls = None, 0
-        process.uneven_batch = 0
+        said.clear()
+        run_seed.seed, run_seed.calls = None, 0
+        uneven_shares.batch_size = 0
+        loaders.clear()
         os.environ.clear()
         os.environ.update(self.env)
         os.chdir(self.folder)

@@ -65,7 +65,7 @@ def workers(rows: Sequence[Row]) -> Figure | None:
     }
     if not varied:
         return None
-    figure, panels = plt.subplots(1, 2, figsize=(10, 4.6), layout="constrained", sharey=True)
+    figure, panels = plt.subplots(1, 2, figsize=(10, 4.6), layout="constrained")
     for index, (method, group) in enumerate(varied.items()):
         numbers = [row.cell.workers for row in group]
         style = _style(index)

@@ -1,6 +1,6 @@
 """Parallel-training utilities for PyTorch: the same script in one process and in many."""
 
-from pardata.cache import cache_dataset
+from pardata.cache import CachedDataset, cache_dataset
 from pardata.checkpoint import Checkpointer, Restored
 from pardata.collective import (
     StopSignal,
@@ -15,19 +15,23 @@ from pardata.collective import (
     rank_zero_first,
 )
 from pardata.data import Loader, Microbatches, make_loader
-from pardata.gradient import backward
 from pardata.launch import init
-from pardata.model import check_in_sync, fingerprint, load_weights, unwrap, wrap_model
-from pardata.output import MetricWriter, progress
-from pardata.ranks import World, get_logger, world
+from pardata.model import LoadedKeys, unwrap
+from pardata.output import MetricWriter, Progress, progress
+from pardata.ranks import RankLogger, World, get_logger, world
 from pardata.ranks._version import __version__ as __version__
 from pardata.seeds import seed_everything
+from pardata.strategies import backward, check_in_sync, fingerprint, load_weights, wrap_model
 
 __all__ = [
+    "CachedDataset",
     "Checkpointer",
+    "LoadedKeys",
     "Loader",
     "MetricWriter",
     "Microbatches",
+    "Progress",
+    "RankLogger",
     "Restored",
     "StopSignal",
     "World",

@@ -11,6 +11,7 @@ Examples:
   python -m pardata env
   python -m pardata check
   torchrun --standalone --nproc-per-node=2 -m pardata check
+  python -m pardata env --json
   srun -N 2 --ntasks-per-node=4 python -m pardata check --timeout 120
 
 Exit status: 0 where all is well, warnings included; 1 where something will not work; 2 for a
@@ -33,6 +34,7 @@ def main(arguments: list[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("command", choices=("env", "check"), help="what to do")
+    parser.add_argument("--json", action="store_true", help="print one JSON document, for programs")
     how_long = "how long to wait for other ranks (default: 60)"
     parser.add_argument("--timeout", type=float, default=60, metavar="SECONDS", help=how_long)
     chosen = parser.parse_args(arguments)
@@ -42,7 +44,7 @@ def main(arguments: list[str]) -> int:
     # What waits for other ranks ends by itself and says why, the wait for the store of torch only
     # after twice its timeout. Whatever else hangs ends here, and shows where it was.
     faulthandler.dump_traceback_later(2 * chosen.timeout + 15, exit=True)
-    return examine(chosen.command, timeout=chosen.timeout)
+    return examine(chosen.command, timeout=chosen.timeout, as_json=chosen.json)
 
 
 if __name__ == "__main__":

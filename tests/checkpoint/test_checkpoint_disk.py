@@ -2,7 +2,12 @@
 
 import os
 import shutil
+import signal
+import sys
 import threading
+import time
+import traceback
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +16,8 @@ from on_ranks import caught, run_caught
 from torch import nn
 
 from pardata import Checkpointer, all_reduce_sum, fingerprint, load_weights, rank_zero_call, world
+from pardata.checkpoint import _checkpointer
+from pardata.checkpoint._background import Background
 from pardata.checkpoint._folder import Attempt
 
 LARGE = 12_000_000  # numbers: more bytes than `limited` leaves room for, also in halves
@@ -115,6 +122,22 @@ def test_an_export_to_a_full_disk_leaves_what_was_there(kind, tmp_path):
     assert list(file.parent.iterdir()) == [file]
 
 
+@pytest.mark.parametrize("kind", ["pt", "safetensors"])
+@pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to])
+def test_an_export_does_not_write_through_a_link(kind, link, tmp_path):
+    if kind == "safetensors":
+        pytest.importorskip("safetensors")
+    other, file = tmp_path / "other", tmp_path / f"weights.{kind}"
+    other.write_text("mine")
+    link(tmp_path / f".unfinished-{file.name}", other)
+    checkpointer = Checkpointer(tmp_path / "run")
+    checkpointer.save(1, model=nn.Linear(2, 3))
+    checkpointer.export(file)
+    assert other.read_text() == "mine"
+    assert not file.is_symlink()
+    load_weights(nn.Linear(2, 3), file)
+
+
 def test_what_are_no_weights_is_not_exported(tmp_path):
     checkpointer = Checkpointer(tmp_path / "run")
     states = {"listed": [torch.ones(1)], "mixed": {"a": torch.ones(1), "b": 3}}
@@ -172,6 +195,26 @@ def test_what_is_written_is_the_state_at_the_call(size, tmp_path):
     assert run_caught(change_at_once, tmp_path, world_size=size) == [True] * size
 
 
+def test_nothing_that_changes_before_it_is_written_is_written(tmp_path, monkeypatch):
+    gate = threading.Event()
+
+    def held(work, what):
+        return Background(lambda: (gate.wait(), work()), what)
+
+    monkeypatch.setattr(_checkpointer, "Background", held)
+    dense, sparse, names = torch.ones(3), torch.eye(3).to_sparse(), {"a"}
+    with Checkpointer(tmp_path, asynchronous=True) as checkpointer:
+        checkpointer.save(1, dense=dense, sparse=sparse, names=names)
+        dense.add_(1)
+        sparse.coalesce().values().add_(1)
+        names.add("b")
+        gate.set()
+    values = Checkpointer(tmp_path).restore().values
+    assert torch.equal(values["dense"], torch.ones(3))
+    assert torch.equal(values["sparse"].to_dense(), torch.eye(3))
+    assert values["names"] == {"a"}
+
+
 def save_many(directory):
     checkpointer = Checkpointer(directory, asynchronous=True)
     most = 0
@@ -186,6 +229,58 @@ def save_many(directory):
 
 def test_one_at_a_time_is_written(tmp_path):
     assert run_caught(save_many, tmp_path, world_size=2) == [(True, [7, 8, 9])] * 2
+
+
+def calls_of_main():
+    """Return the names of the methods of the checkpointer in which the main thread is."""
+    frame = sys._current_frames()[threading.main_thread().ident]
+    lines = traceback.extract_stack(frame)
+    return {line.name for line in lines if line.filename.endswith("_checkpointer.py")}
+
+
+def until(condition):
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+def interrupt_in_wait(directory):
+    """Interrupt this rank, and rank 0 as the last, for its Ctrl-C ends the wait of all."""
+    others = world().size - 1 if world().is_main else 0
+    until(lambda: "wait" in calls_of_main() and len([*directory.glob("out-*")]) >= others)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def interrupt_and_save(directory):
+    """Press Ctrl-C in `wait`, and save as one does then, while the thread still writes."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupted, rename = threading.Event(), Path.rename
+
+    def rename_late(path, target):
+        if target.name.endswith("2"):
+            interrupted.wait(20)
+            until(lambda: {"save", "wait"} <= calls_of_main())
+        return rename(path, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "rename", rename_late)
+        checkpointer = Checkpointer(directory, asynchronous=True)
+        checkpointer.save(1)
+        checkpointer.save(2)
+        presser = threading.Thread(target=interrupt_in_wait, args=[directory])
+        presser.start()
+        with pytest.raises(KeyboardInterrupt):
+            checkpointer.wait()
+        (directory / f"out-{world().rank}").touch()
+        presser.join()
+        interrupted.set()
+        checkpointer.save(3)
+        return checkpointer.steps(), checkpointer.restore().step
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_save_after_ctrl_c_in_a_wait_waits_for_what_is_still_written(size, tmp_path):
+    assert run_caught(interrupt_and_save, tmp_path, world_size=size) == [([1, 2, 3], 3)] * size
 
 
 CALLS = {
@@ -219,3 +314,8 @@ def test_an_error_in_the_background_is_raised_by_the_next_call_on_every_rank(siz
             text = "OSError: [Errno 27] File too large, while saving step 1"
             assert str(error).startswith(text)
         assert (after.step, after.values) == (2, {})
+
+
+def test_of_a_part_of_a_large_tensor_only_the_part_is_written(tmp_path):
+    Checkpointer(tmp_path).save(1, part=torch.zeros(10**6)[:3])
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) < 10**5

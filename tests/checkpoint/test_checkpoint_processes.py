@@ -56,6 +56,30 @@ def test_a_process_finishes_the_last_one_and_ends_with_status_1_where_that_fails
     assert (whole_steps(directory), leftovers(directory)) == ([4] if disk == "empty" else [], [])
 
 
+FORKING = """if True:
+    import os, sys, threading
+    from pardata import Checkpointer
+    from pardata.checkpoint import _folder
+    forked, save = threading.Event(), _folder.save
+    _folder.save = lambda *args: (forked.wait(), save(*args))
+    with Checkpointer(sys.argv[1], asynchronous=True) as checkpointer:
+        checkpointer.save(4, value=1)
+        child = os.fork()
+        if child == 0:
+            sys.exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        forked.set()
+"""
+
+
+def test_a_child_that_is_forked_while_one_is_written_ends_and_does_not_wait_for_it(
+    programs, tmp_path
+):
+    ended = programs.start(FORKING, tmp_path / "run", output=tmp_path / "output")
+    assert ended.wait() == 0, (tmp_path / "output").read_text()
+    assert whole_steps(tmp_path / "run") == [4]
+
+
 # --- killed at any moment
 
 

@@ -17,9 +17,23 @@ from logged import log_of
 from on_ranks import caught, run, run_caught
 from sharding import FSDP_ON_CPU
 from torch import nn
+from torch.utils.data import TensorDataset
 
-from pardata import Checkpointer, fingerprint, load_weights, world
+from pardata import (
+    Checkpointer,
+    MetricWriter,
+    all_reduce_sum,
+    backward,
+    cache_dataset,
+    fingerprint,
+    load_weights,
+    make_loader,
+    seed_everything,
+    world,
+    wrap_model,
+)
 from pardata.checkpoint._files import verified
+from pardata.step._noise import _mixed, noise_seed
 
 
 def strategies():
@@ -143,22 +157,86 @@ def save_values(directory, step, values):
     Checkpointer(directory).save(step, **values)
 
 
-def restore_generators_and_log(directory):
+class Position(Thing):
+    """Can be iterated, as a loader of torchdata can."""
+
+    def __iter__(self):
+        return iter(())
+
+
+class Unwrapped(nn.ModuleList):
+    """Can be iterated, and says nothing of a run."""
+
+
+def save_a_run(directory, seed):
+    seed_everything(seed)
+    backward(nn.Linear(1, 1), lambda model, x: model(x).sum(), torch.ones(2, 1))  # counted
     torch.manual_seed(50 + world().rank)
-    expected = torch.rand(1, generator=torch.Generator().manual_seed(50 + world().rank))
+    Checkpointer(directory).save(1, model=Unwrapped([nn.Linear(2, 2)]), position=Position(3))
+
+
+def restore_a_run(directory, *names):
+    """Return whether the generators were left alone, the seed of dropout, and what the log says."""
+    seed_everything(8)
+    things = {"model": Unwrapped([nn.Linear(2, 2)]), "position": Position()}
+    torch.manual_seed(70 + world().rank)
+    expected = torch.rand(1, generator=torch.Generator().manual_seed(70 + world().rank))
     with log_of("pardata", logging.INFO) as log:
-        Checkpointer(directory).restore()
+        Checkpointer(directory).restore(**{name: things[name] for name in names})
     left = torch.equal(torch.rand(1), expected)
-    return left, [line for line in log.lines if "generators" in line]
+    return left, noise_seed(None), [line for line in log.lines if "random generators" in line]
 
 
-def test_at_another_size_the_generators_are_left_alone_and_it_is_said_once(tmp_path):
-    run(save_values, tmp_path, 1, {}, world_size=2)
-    told = "[0/3] default generators are not restored: 2 process(es) saved theirs, not 3"
-    assert run(restore_generators_and_log, tmp_path, world_size=3) == [
-        (True, [told] if rank == 0 else []) for rank in range(3)
-    ]
-    assert run(restore_generators_and_log, tmp_path, world_size=2) == [(False, [])] * 2
+def test_seed_and_generators_come_back_only_if_a_loader_says_that_the_run_goes_on(tmp_path):
+    for size in (1, 2):
+        run(save_a_run, tmp_path / str(size), 5, world_size=size)
+    told = "left seed and random generators as they are: no loader is restored"
+    seed = {number: noise_seed_under(number, calls) for number, calls in [(5, 1), (8, 0)]}
+    for size, before in [(1, 1), (2, 2), (3, 2), (1, 2)]:
+        for names in [("model",), ()]:
+            found = run(restore_a_run, tmp_path / str(before), *names, world_size=size)
+            for rank, (left, noise, lines) in enumerate(found):
+                assert (left, noise) == (True, seed[8][rank])
+                assert [line.endswith(told) for line in lines] == [True] * (rank == 0 < len(names))
+
+
+def test_at_another_size_a_loader_brings_the_seed_and_the_log_says_what_it_does_not(tmp_path):
+    run(save_a_run, tmp_path, 5, world_size=2)
+    for size in (1, 2, 3):
+        found = run(restore_a_run, tmp_path, "model", "position", world_size=size)
+        for rank, (left, noise, lines) in enumerate(found):
+            assert (left, noise) == (size != 2, noise_seed_under(5, 1)[rank])
+            told = "restored the seed, but not the random generators: 2 process(es) saved theirs, "
+            expected = [f"{told}and there are {size} now"] * (rank == 0 and size != 2)
+            assert [line.removeprefix(f"[0/{size}] ") for line in lines] == expected
+
+
+def noise_seed_under(seed, calls):
+    """Return the seed of the next dropout, by rank."""
+    return [_mixed(seed, rank) + calls + 1 for rank in range(3)]
+
+
+def fine_tune(directory, seed):
+    seed_everything(seed)
+    body = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+    Checkpointer(directory).restore(model=body)
+    model = wrap_model(nn.Sequential(body, nn.Linear(8, 2)), "exact", device="cpu")
+    rows = torch.arange(96.0).view(12, 8) / 96
+    for batch in make_loader(TensorDataset(rows), 4, shuffle=True, microbatch_size=2):
+        backward(model, lambda model, rows: model(rows[0]).square().mean(), batch)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(parameter.grad)
+    return fingerprint(model)
+
+
+def test_three_seeds_of_fine_tuning_are_three_runs_and_each_is_the_same_at_every_size(tmp_path):
+    seed_everything(7)
+    Checkpointer(tmp_path).save(1, model=nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)))
+    alone = [fine_tune(tmp_path, seed) for seed in (1, 2, 3)]
+    assert len(set(alone)) == 3
+    for size in (2, 3):
+        assert run(fine_tune, tmp_path, 2, world_size=size) == [alone[1]] * size
 
 
 # --- what can be saved
@@ -354,15 +432,26 @@ def test_a_tree_that_holds_itself_is_an_error(tmp_path):
 # --- what is wrong
 
 
-# What may differ: the bits of tensors, and the order in which a set or a dict is gone through.
+# What may differ: the bits of a model and of an optimizer, and the order of a set or a dict.
 ALIKE = {
-    "tensor": lambda rank: torch.ones(1 + rank) * rank,
+    "model": lambda rank: nn.Linear(1, 1),
+    "optimizer": lambda rank: stepped(torch.optim.Adam),
+    "tensor": lambda rank: torch.tensor([float("nan"), 1.0]),
     "set": lambda rank: {"x", "yy", "zzz", "t" * 9, "u" * 7},
     "nan": lambda rank: float("nan"),
 }
 DIFFERING = [
     (lambda rank: {"a": [1, rank]}, "`x.a.1` differs:\n  rank 0: x.a.1='0'\n  rank 1: x.a.1='1'"),
-    (lambda rank: torch.ones(1) if rank else 1, "x='a Tensor'"),
+    (
+        lambda rank: torch.ones(1) if rank else 1,
+        "x='a Tensor of torch.float32, shape (1,), SHA-256 ",
+    ),
+    (lambda rank: torch.full((2,), rank), "x='a Tensor of torch.int64, shape (2,), SHA-256 "),
+    (lambda rank: torch.zeros(2 + rank), "rank 0: x='a Tensor of torch.float32, shape (2,), SH"),
+    (lambda rank: [torch.zeros(1).to(torch.half if rank else torch.float)], "`x.0` differs:"),
+    (lambda rank: torch.eye(2).mul(rank).to_sparse(), "`x` differs:"),
+    (lambda rank: Thing({"shadow": torch.full((1,), rank)}), "`x.shadow` differs:"),
+    (lambda rank: nn.Linear(1 + rank, 1), "x.weight='a Tensor of torch.float32, shape (1, 2)'"),
     (lambda rank: {f"k{rank}": 1}, "rank 0: x.k0='1', x.k1='(nothing)'"),
     (lambda rank: 1 if rank else 1.0, "rank 0: x='1.0'\n  rank 1: x='1'"),
 ]
@@ -382,6 +471,7 @@ def test_ranks_that_pass_what_differs_are_told_on_every_rank_with_a_table(tmp_pa
         for (_, text), error in zip(DIFFERING, raised, strict=True):
             assert error.text.startswith("every rank must pass the same to `Checkpointer.save`")
             assert text in error.text
+            assert "Pass the same on all ranks: `per_rank` saves what each has of its" in error.text
 
 
 def test_making_one_touches_nothing(tmp_path):
@@ -406,6 +496,75 @@ def test_nothing_that_was_restored_lies_in_the_file(size, tmp_path):
         assert (mapped, seen) == (False, [1, 1, 1])
 
 
+def resume_on_another_default_device(directory):
+    torch.set_default_device("meta")
+    try:
+        torch.manual_seed(1)
+        before = torch.get_rng_state()
+        checkpointer = Checkpointer(directory)
+        checkpointer.save(1, position=Position(3), per_rank={"x": torch.ones(1, device="cpu")})
+        torch.manual_seed(2)
+        found = Checkpointer(directory).restore(position=Position()).values["x"]
+        return found.item(), torch.equal(torch.get_rng_state(), before)
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_nothing_of_a_checkpoint_depends_on_the_default_device(size, tmp_path):
+    found = run_caught(resume_on_another_default_device, tmp_path, world_size=size)
+    assert found == [(1, True)] * size
+
+
+URLS = ("s3://bucket/run", "gs://bucket", Path("https://host/x"), "file:///data/run")
+
+
+@pytest.mark.parametrize("url", URLS)
+@pytest.mark.parametrize(
+    "make",
+    [
+        Checkpointer,
+        MetricWriter,
+        lambda url: cache_dataset([torch.ones(1)], url),
+        lambda url: saved_in("run").export(url),
+    ],
+)
+def test_a_url_is_refused_where_it_would_be_a_folder_here(make, url, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = r"`(directory|path)` must be on a disk, but is the URL '\w+:/.*: mount it and pass that "
+    with pytest.raises(ValueError, match=text):
+        make(url)
+    assert [path.name for path in tmp_path.iterdir()] in ([], ["run"])
+
+
+def test_a_folder_with_a_colon_is_no_url(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Checkpointer("run:/x").save(1, value=2)
+    assert (tmp_path / "run:" / "x").is_dir()
+
+
+def saved_in(directory):
+    checkpointer = Checkpointer(directory)
+    checkpointer.save(1, model=nn.Linear(1, 1))
+    return checkpointer
+
+
+def use_a_file(path):
+    checkpointer = Checkpointer(path)
+    calls = (partial(checkpointer.save, 1), checkpointer.restore, checkpointer.steps)
+    return [caught(call) for call in calls]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("below", ["", "run"])
+def test_a_file_where_the_directory_should_be_is_said_on_every_rank(below, size, tmp_path):
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / below
+    text = f"`directory` must be a folder, but {path} is a file, or in one: pass another"
+    for raised in run_caught(use_a_file, path, world_size=size):
+        assert [(error.type, error.text) for error in raised] == [("NotADirectoryError", text)] * 3
+
+
 # --- in part
 
 
@@ -422,9 +581,51 @@ def test_the_state_of_another_kind_of_thing_is_refused_by_name(tmp_path):
     model = nn.Linear(2, 2)
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(1, model=model)
-    text = r"the state of `model` is not that of a SGD \(KeyError: 'param_groups'\)"
+    text = r"the state of `model` does not fit this SGD \(KeyError: 'param_groups'\): make all "
     with pytest.raises(RuntimeError, match=text):
         checkpointer.restore(model=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def restore_other_groups(directory):
+    model, checkpointer = nn.Linear(2, 2), Checkpointer(directory)
+    checkpointer.save(1, model=model, zopt=torch.optim.SGD(model.parameters(), lr=0.1))
+    checkpointer.restore(model=model, zopt=torch.optim.SGD([model.weight], lr=0.1))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_state_that_does_not_fit_is_refused_on_every_rank_by_the_name_of_its_object(
+    size, tmp_path
+):
+    for error in run_caught(restore_other_groups, tmp_path, world_size=size):
+        assert error.type == "RuntimeError"
+        assert "the state of `zopt` does not fit this SGD (ValueError: loaded state" in error.text
+        assert error.text.endswith(
+            "make all objects anew, as they were when they were saved, because some may have their "
+            "new state"
+        )
+
+
+class Stateless(nn.Linear):
+    def state_dict(self, *args, **options):
+        if world().rank == world().size - 1:
+            raise OSError("no state")
+        return super().state_dict(*args, **options)
+
+
+def restore_what_cannot_be_looked_at(directory):
+    checkpointer = Checkpointer(directory)
+    checkpointer.save(1, net=nn.Linear(2, 2))
+    raised = caught(lambda: checkpointer.restore(net=Stateless(2, 2)))
+    return raised, all_reduce_sum(1)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_object_that_cannot_be_looked_at_on_one_rank_is_an_error_on_every_rank(size, tmp_path):
+    *others, last = run(restore_what_cannot_be_looked_at, tmp_path, world_size=size)
+    assert (last[0].type, last[0].text) == ("OSError", "no state")
+    text = f"rank {size - 1} failed in `Checkpointer.restore`: OSError: no state\n(seen on rank"
+    assert all(raised.text.startswith(text) for raised, _ in others)
+    assert {total for _, total in (*others, last)} == {size}
 
 
 def test_the_file_in_a_checkpoint_is_none_of_weights_and_the_error_names_what_writes_one(tmp_path):

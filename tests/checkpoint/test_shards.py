@@ -156,7 +156,7 @@ def restore_each(directory):
     for path in sorted(directory.iterdir()):
         with log_of("pardata", logging.INFO) as log:
             values = caught(Checkpointer(path).restore)
-        found.append((path.name, values, [line for line in log.lines if "passed over" in line]))
+        found.append((path.name, values, [line for line in log.lines if "skipped" in line]))
     return found
 
 

@@ -14,8 +14,10 @@ import torch
 from on_ranks import caught, run, run_caught
 from torch import nn
 
-from pardata import all_reduce_sum, barrier, rank_zero_call, rank_zero_first, world
+from pardata import all_reduce_sum, barrier, broadcast, rank_zero_call, rank_zero_first, world
 from pardata.collective._agreement import agree
+from pardata.collective._rank_zero import _of_node, call_off_everywhere
+from pardata.messages._turn import Turn
 from pardata.ranks._world import channel
 
 SIZES = [1, 2, 4]
@@ -304,3 +306,97 @@ def watched_error(section):
 @pytest.mark.parametrize("section", ["agree", "rank_zero_call"])
 def test_an_error_is_gone_when_it_is_caught_and_all_that_its_frames_held_with_it(section):
     assert run(watched_error, section, world_size=2) == [True, True]
+
+
+# --- what all must reach, where only one is
+
+
+ALL_MUST = {
+    "barrier()": barrier,
+    "all_reduce_sum": lambda: all_reduce_sum(1),
+    "broadcast": lambda: broadcast(1),
+    "rank_zero_first(local=True)": lambda: enter(rank_zero_first(local=True)),
+}
+
+
+def enter(block):
+    with block:
+        pass
+
+
+def within(outer, call):
+    """Make a call of all ranks where rank 0 works for the others."""
+
+    def first():
+        with rank_zero_first(local=outer == "local"):
+            ALL_MUST[call]()
+
+    raised = caught(first if outer != "call" else lambda: rank_zero_call(ALL_MUST[call]))
+    barrier("the group is usable")
+    return raised
+
+
+@pytest.mark.parametrize("outer", ["first", "local", "call"])
+@pytest.mark.parametrize("call", ALL_MUST)
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_call_of_all_ranks_while_they_wait_for_one_is_an_error_on_every_rank(size, call, outer):
+    place = "rank_zero_call" if outer == "call" else "rank_zero_first"
+    for raised in run(within, outer, call, world_size=size):
+        assert str(raised) == (
+            f"RuntimeError: `{call}` must be reached by every rank, but the others wait until this "
+            f"rank has done its `{place}`: make the call after it, or before"
+        )
+
+
+def one_call_in_another():
+    raised = caught(rank_zero_call, lambda: rank_zero_call(max, 1, 2))
+    barrier("the group is usable")
+    return raised
+
+
+def test_one_call_of_rank_0_must_not_stand_in_another():
+    for raised in run(one_call_in_another, world_size=2):
+        assert str(raised) == (
+            "RuntimeError: `rank_zero_call` must be reached by every rank, but the others wait "
+            "until this rank has done its `rank_zero_call`: make the call after it, or before"
+        )
+
+
+def one_first_in_another():
+    seen = []
+    with rank_zero_first(), rank_zero_first():
+        seen.append(world().rank)
+    all_reduce_sum(1)
+    return seen
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_one_block_may_stand_in_another_as_where_a_library_has_its_own(size):
+    assert run(one_first_in_another, world_size=size) == [[rank] for rank in range(size)]
+
+
+def call_off_for_a_node():
+    """Be told in a node's own turn of a rank elsewhere that failed, when the first one is gone."""
+    here, started = world(), time.monotonic()
+    if here.rank == 0:
+        channel().store.wait(["at is there"], LONG)
+        call_off_everywhere(here, channel(), "rank 0 failed first: boom")
+        return None
+    store = channel().store
+    raised = caught(lambda: wait_in_a_node(store))
+    return raised.type, raised.text, time.monotonic() - started < LONG.total_seconds()
+
+
+def wait_in_a_node(store):
+    line = _of_node(channel(), 0, 1, 2)
+    store.set("at is there", "")
+    turn = Turn(line, "rank_zero_first(local=True)")
+    turn.decision(turn.heard(LONG))
+
+
+def test_who_waits_for_the_first_rank_of_its_node_is_told_of_a_failure_anywhere():
+    kind, text, is_soon = run(call_off_for_a_node, world_size=2, fresh=True)[1]
+    assert (kind, is_soon) == ("RuntimeError", True)
+    assert text.startswith(
+        "rank 0 must finish its `rank_zero_first(local=True)`, but rank 0 failed first: boom; this "
+    )

@@ -1,10 +1,11 @@
-"""A signal on any rank stops all of them at the same step, and a second one ends the process."""
+"""A signal on any rank stops all of them at the same step, and a later one ends the process."""
 
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from on_ranks import run, run_caught
@@ -46,20 +47,51 @@ def test_all_ranks_stop_at_the_same_step_whichever_was_asked(size):
             assert requested == was_asked
 
 
-def unequal_calls():
+def unequal_calls(more):
     with StopSignal() as stop:
-        stop.agreed()
-        stop._calls += world().is_main  # as if it had called it where the others did not
-        stop.agreed()
-        stop.agreed()
+        for _ in range(1 + more * (world().rank == world().size - 1)):
+            stop.agreed()
 
 
+@pytest.mark.parametrize("more", [1, 3])
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_that_call_it_unequally_often_are_told_on_every_rank(size):
-    text = "every rank must call `agreed` once a step, but one has called it 3 times and another 2"
-    for error in run_caught(unequal_calls, world_size=size):
+def test_ranks_that_call_it_unequally_often_are_told_on_every_rank(size, more):
+    for error in run_caught(unequal_calls, more, world_size=size):
         assert error.type == "RuntimeError"
-        assert error.text.startswith(text)
+        assert error.text == (
+            "every rank must call `agreed` equally often, but one has called it again and another "
+            "has left the block: call it at the same place of the loop on all ranks"
+        )
+
+
+def stopped_within():
+    """Return what two blocks know of a signal in the inner one: within that, and after it."""
+    with StopSignal() as outer:
+        with StopSignal() as inner:
+            if world().is_main:
+                os.kill(os.getpid(), signal.SIGTERM)
+            told = [inner.agreed() or inner.agreed()]
+        return [*told, outer.agreed() or outer.agreed(), outer.requested]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_signal_in_a_block_within_a_block_is_for_both(size):
+    for rank, told in enumerate(run(stopped_within, world_size=size)):
+        assert told == [True, True, rank == 0]
+
+
+def test_before_its_block_it_cannot_be_asked_and_it_is_no_bool():
+    with pytest.raises(RuntimeError) as raised:
+        StopSignal().agreed()
+    assert str(raised.value) == (
+        "a StopSignal must be entered before `agreed` is called, because it listens only within "
+        "its block: write `with StopSignal() as stop:`"
+    )
+    with StopSignal() as stop, pytest.raises(TypeError) as raised:
+        bool(stop)
+    assert str(raised.value) == (
+        "a StopSignal must not be taken for True or False: call its `agreed()`"
+    )
 
 
 @pytest.fixture
@@ -71,12 +103,21 @@ def mine():
     signal.signal(signal.SIGUSR2, before)
 
 
-def be_asked(times=1):
-    for _ in range(times):
-        os.kill(os.getpid(), signal.SIGUSR2)
+def be_asked():
+    os.kill(os.getpid(), signal.SIGUSR2)
 
 
-def test_handlers_are_those_of_before_after_the_block_and_hear_a_second_signal_in_it(mine, caplog):
+def be_asked_after(monkeypatch, seconds):
+    now = time.monotonic()
+    be_asked()
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: now + seconds)
+        be_asked()
+
+
+def test_handlers_are_those_of_before_after_the_block_and_hear_a_second_signal_in_it(
+    mine, caplog, monkeypatch
+):
     with caplog.at_level("INFO", logger="pardata"), StopSignal() as stop:
         be_asked()
         assert stop.requested
@@ -86,23 +127,37 @@ def test_handlers_are_those_of_before_after_the_block_and_hear_a_second_signal_i
     be_asked()
     assert mine == ["mine"]
     with StopSignal(signal.SIGUSR2) as stop:
-        be_asked(2)
+        be_asked_after(monkeypatch, 1.1)
         assert stop.requested
     assert mine == ["mine"] * 2
 
 
-def test_a_second_signal_that_was_ignored_before_ends_the_process_all_the_same(mine):
+def test_the_same_signal_within_a_second_is_the_first_one_and_another_is_a_second(
+    mine, monkeypatch
+):
+    with StopSignal(signal.SIGUSR2) as stop:
+        be_asked_after(monkeypatch, 0.9)
+        assert stop.requested
+        assert mine == []
+    with StopSignal(signal.SIGUSR2, signal.SIGTERM):
+        os.kill(os.getpid(), signal.SIGTERM)
+        be_asked()
+    assert mine == ["mine"]
+
+
+def test_a_second_signal_that_was_ignored_before_ends_the_process_all_the_same(mine, monkeypatch):
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     with StopSignal(), pytest.raises(SystemExit) as ended:
-        be_asked(2)
+        be_asked_after(monkeypatch, 1.1)
     assert ended.value.code == 128 + signal.SIGUSR2
 
 
 TWICE = """
-import os, signal, sys
+import os, signal, time
 from pardata import StopSignal
 with StopSignal() as stop:
-    for _ in range(2):
+    for now in range(0, 4, 2):
+        time.monotonic = lambda: now
         os.kill(os.getpid(), signal.SIGTERM)
         print("still there", stop.requested, flush=True)
 print("never printed")

@@ -14,13 +14,15 @@ import torch
 import torch.distributed as dist
 from launched import launched, slurm_variables
 from on_ranks import caught
+from sharding import needs_fsdp
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import pardata
 from pardata import all_gather, all_reduce_mean, all_reduce_sum, backward, make_loader, wrap_model
 from pardata.collective._explanation import asked, explained
-from pardata.ranks._failure import Failure, consequence, is_consequence
-from pardata.ranks._store import Channel
+from pardata.messages._failure import Failure, consequence, is_consequence
+from pardata.messages._store import Channel
 from pardata.ranks._world import channel
 
 LONG = timedelta(seconds=30)
@@ -174,7 +176,7 @@ def lose_in(places):
 
 def lose(place):
     with explained(place):
-        raise RuntimeError(LOST)
+        torch.ops.aten._assert_scalar(False, LOST)  # raised in C++, as gloo does
 
 
 def reduce_once_more(culprit):
@@ -207,6 +209,39 @@ def test_a_rank_that_reduces_while_the_others_are_in_backward_is_told_so_on_all(
         assert re.search(rf"\n  ranks? 0[\d, ]*: backward {where}\n", raised.text)
 
 
+def alone_or_otherwise(case):
+    here = pardata.init(timeout=timedelta(seconds=3))
+    try:
+        if case == "fingerprint":
+            model = wrap_model(nn.Linear(2, 1), "fsdp")
+            return None if here.rank else caught(pardata.fingerprint, model)
+        model = wrap_model(nn.Linear(2, 1), "ddp")
+        numbers = TensorDataset(torch.ones(2 * here.size, 2))
+        (batch,) = make_loader(numbers, 2 * here.size, microbatch_size=1)
+        options = {} if here.rank else {"count": lambda batch: len(batch[0])}
+        return caught(lambda: backward(model, lambda m, x: m(x[0]).mean(), batch, **options))
+    finally:
+        channel().store.add("raised", 1)
+        while channel().store.add("raised", 0) < here.size:  # a lost connection would say more
+            time.sleep(0.1)
+        dist.destroy_process_group()
+
+
+@needs_fsdp
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_fingerprint_of_shards_on_rank_0_alone_is_told_by_its_name(size):
+    raised, *_ = launched(alone_or_otherwise, "fingerprint", size=size)
+    assert raised.type == "TimeoutError"
+    assert raised.text.startswith("`fingerprint` must be reached by every rank, but rank")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_where_all_wait_for_different_things_in_one_call_the_arguments_are_suspected(size):
+    for raised in launched(alone_or_otherwise, "count", size=size):
+        assert raised.text.startswith("`backward (epoch 0, step 0)` must be reached by every rank")
+        assert "give the call the same arguments (`count`), and the model the same" in raised.text
+
+
 def test_where_one_saves_alone_all_are_told_to_save_on_every_rank():
     for text, *_ in launched(lose_in, ["Checkpointer.save", "backward"], size=2):
         assert (
@@ -236,8 +271,8 @@ def test_any_other_error_goes_through_as_it_is(error):
 
 
 def test_without_a_group_to_ask_the_error_stays_as_it_is():
-    with pytest.raises(RuntimeError) as raised, explained("all_gather"):
-        raise RuntimeError(LOST)
+    with pytest.raises(RuntimeError) as raised:
+        lose("all_gather")
     assert str(raised.value) == LOST
 
 

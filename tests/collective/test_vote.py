@@ -32,7 +32,7 @@ def test_ranks_of_which_one_is_in_another_collective_are_told_and_the_group_stay
     for found, total in run(diverge, odd, world_size=size):
         for raised, call in zip(found, CALLS, strict=True):
             assert raised.type == "RuntimeError"
-            assert "`all_reduce or all_gather`, but `call`" in raised.text
-            assert f"\n  rank {odd}: call='{call}'" in raised.text
-            assert "call='StopSignal.agreed'" in raised.text
+            assert raised.text.startswith("every rank must make the same calls in the same order,")
+            assert f"\n  rank {odd}: {call}" in raised.text
+            assert ": StopSignal.agreed" in raised.text
         assert total == size

@@ -9,7 +9,7 @@ import torch
 from data_zoo import Numbers, loader_of, steps
 from on_ranks import caught, run
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import Subset, TensorDataset, get_worker_info
+from torch.utils.data import IterableDataset, Subset, TensorDataset, get_worker_info
 
 from pardata import Microbatches
 from pardata.data._batch import tensors_of
@@ -265,3 +265,38 @@ class Scaled(Numbers):
 def test_the_attributes_of_the_data_set_are_seen_and_set_where_a_worker_finds_it(options):
     loader = loader_of(Scaled(4), 2, num_workers=1, worker_init_fn=_seen_by_a_worker, **options)
     assert steps(loader) == [[24, 25], [26, 27]]
+
+
+# --- what cannot be collated ---
+
+
+def _uncollated(data, options):
+    return caught(lambda: list(loader_of(data, 4, **options)))
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        ([1, 2, 3, None], "TypeError"),
+        ([{"x": 1}] * 3 + [{"y": 1}], "KeyError"),
+        ([object()] * 4, "TypeError"),
+        ([torch.ones(1)] * 3 + [torch.ones(2)], "RuntimeError"),
+    ],
+)
+def test_what_cannot_be_collated_names_the_samples_and_the_rank(data, kind):
+    raised = _uncollated(data, {"sampler": [3, 2, 1, 0]})
+    start = f"RuntimeError: samples [3, 2, 1, 0] could not be collated on rank 0: {kind}: "
+    assert str(raised).startswith(start)
+    one, other = run(_uncollated, [1, None, 2, 3], {}, world_size=2)
+    assert str(one).startswith("RuntimeError: samples [0, 1] could not be collated on rank 0: ")
+    assert [batch.tolist() for batch in other] == [[2, 3]]  # the error is told where they meet
+
+
+class Listed(IterableDataset):
+    def __iter__(self):
+        return iter([1, 2, 3, 4, 5, None])
+
+
+def test_so_does_that_of_a_stream():
+    raised = _uncollated(Listed(), {})
+    assert str(raised).startswith("RuntimeError: samples [4, 5] could not be collated on rank 0")

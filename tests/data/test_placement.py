@@ -1,6 +1,7 @@
 """Batches on their device: batch_transform, and running ahead, of which a CPU sees nothing."""
 
 import os
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -10,7 +11,7 @@ from torch.utils.data import TensorDataset, get_worker_info
 
 from pardata.data._batch import moved
 from pardata.data._placement import Placement, _side_stream
-from pardata.data._reader import Seeds
+from pardata.data._reader import Fetched, Seeds
 
 
 def loader_of(transform, **options):
@@ -100,7 +101,9 @@ def test_without_workers_what_is_on_the_cpu_is_pinned_and_what_is_not_stays(
 ):
     # Of a machine that has a GPU; the meta device stands for it.
     asked = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)  # so data stay where they are
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: asked.append(tensor) or tensor)
     data = TensorDataset(torch.arange(7), torch.empty(7, device="meta"))
     loader = any_loader_of(data, 3, pin_memory=pin_memory, device=None)
@@ -145,10 +148,16 @@ class Gpu:
         self.current = before
 
     def draw(self, count):
-        """Yield batches, and note on which stream each was made."""
+        """Yield what a dataset reads, and note on which stream."""
         for number in range(1, count + 1):
-            self.log.append(f"{self.current} makes {number}")
-            yield number, {"x": [OnGpu.of(self, number), torch.zeros(1), "text"]}
+            self.log.append(f"{self.current} reads {number}")
+            yield torch.tensor(number)
+
+    def make(self, fetched):
+        """Return the batch, with its number, and note on which stream it was made."""
+        (number,) = map(int, fetched.batches)
+        self.log.append(f"{self.current} makes {number}")
+        return number, {"x": [OnGpu.of(self, number), torch.zeros(1), "text"]}
 
 
 class FakeStream:
@@ -167,7 +176,7 @@ class FakeStream:
 
 
 class OnGpu(torch.Tensor):
-    is_cuda = True
+    is_cpu = False
 
     @classmethod
     def of(cls, gpu, number):
@@ -190,17 +199,20 @@ def gpu(monkeypatch):
     _side_stream.cache_clear()
 
 
-def ahead(batches, prefetch):
-    return Placement(torch.device("cuda"), None, Seeds(0, True, False), prefetch).ahead(batches)
+def ahead(read, prefetch, make=lambda fetched: fetched.batches[0]):
+    placement = Placement(torch.device("cuda"), None, Seeds(0, True, False), prefetch)
+    return placement.ahead((Fetched(None, [each]) for each in read), make)
 
 
 def test_on_a_gpu_the_next_batch_is_made_on_another_stream_and_each_waited_for(gpu):
-    batches = ahead(gpu.draw(3), 1)
+    batches = ahead(gpu.draw(3), 1, gpu.make)
     assert gpu.log == []
     assert next(batches)[0] == 1
     assert gpu.log == [
         "side waits for all of loop",
+        "loop reads 1",
         "side makes 1",
+        "loop reads 2",
         "side makes 2",
         "loop waits for the end of 1",
         "1 is kept for loop",
@@ -209,6 +221,7 @@ def test_on_a_gpu_the_next_batch_is_made_on_another_stream_and_each_waited_for(g
     gpu.current = "the user's own"  # the one on which the loop asks
     assert [number for number, _ in batches] == [2, 3]
     assert gpu.log == [
+        "the user's own reads 3",
         "side makes 3",
         "the user's own waits for the end of 2",
         "2 is kept for the user's own",
@@ -223,7 +236,7 @@ def test_what_was_made_before_an_error_is_delivered_before_it_is_raised(prefetch
         yield from gpu.draw(2)
         raise Torn
 
-    batches = ahead(fails_at_the_third(), prefetch)
+    batches = ahead(fails_at_the_third(), prefetch, gpu.make)
     assert [next(batches)[0], next(batches)[0]] == [1, 2]
     with pytest.raises(Torn):
         next(batches)
@@ -244,24 +257,37 @@ def test_where_it_cannot_be_told_what_is_drawn_next_waits_for_the_loop(kind, gpu
         "opaque": Opaque,
     }[kind]()
     first, *others = (OnGpu.of(gpu, number) for number in range(3))
+    made = iter([first, odd, *others])
     waited = "side waits for all of loop"
-    before = [gpu.log.count(waited) for _ in ahead(iter([first, odd, *others]), 1)]
+    batches = ahead(gpu.draw(4), 1, lambda _: next(made))
+    before = [gpu.log.count(waited) for _ in batches]
     # Before the first, and from the one after on: it may be let go at any time.
     assert before == [1, 1, 2, 3]
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_what_a_dataset_reads_on_a_gpu_is_waited_for_and_kept_until_its_batch_is_made(found, gpu):
+    read = [OnGpu.of(gpu, 1), OnGpu.of(gpu, 2)] if found else [Opaque(), Opaque()]
+    alive = [weakref.ref(each) for each in read] if found else []
+    batches = ahead((read.pop(0) for _ in range(2)), 1, lambda _: torch.zeros(1))
+    next(batches)
+    # At the start, and for each of the two that were read ahead.
+    assert gpu.log.count("side waits for all of loop") == 3
+    assert [each() is None for each in alive] == [True, False] * found
 
 
 def test_all_epochs_run_so_many_batches_ahead_on_one_stream_of_a_gpu(gpu):
     # The allocator keeps free memory by stream, and of streams there are 32.
     for prefetch in (1, 2, 5):
         gpu.log.clear()
-        for number, _ in ahead(gpu.draw(4), prefetch):
+        for number, _ in ahead(gpu.draw(4), prefetch, gpu.make):
             made = sum("makes" in line for line in gpu.log)
             assert made == min(number + prefetch, 4)
     assert gpu.streams == 1
 
 
-@pytest.mark.parametrize(("device", "waits"), [("cuda", False), ("mps", True), ("xpu", True)])
-def test_only_a_copy_to_a_gpu_is_not_waited_for(device, waits, monkeypatch):
+@pytest.mark.parametrize(("device", "waits"), [("cuda", False), ("mps", True), ("xpu", False)])
+def test_only_a_copy_to_a_device_with_streams_is_not_waited_for(device, waits, monkeypatch):
     # On mps a copy that nobody waits for reads what is gone: pytorch/pytorch#139550.
     def to(_, where, *, non_blocking):
         return where, non_blocking

@@ -7,9 +7,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from data_zoo import Buffer, Drawing, Numbers, joined, loader_of, states, steps
+from data_zoo import Buffer, Drawing, Numbers, joined, loader_of, rows, states, steps
 from on_ranks import caught, run
-from torch.utils.data import ConcatDataset, RandomSampler, Subset, TensorDataset
+from torch.utils.data import (
+    ConcatDataset,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from pardata import make_loader, seed_everything
 
@@ -90,6 +96,41 @@ def test_a_sample_does_not_depend_on_the_order_or_the_batch():
     pieces = epochs_of(Drawing(), 1, microbatch_size=1)[0]
     assert sorted(row for step in shuffled for row in step) == ordered
     assert sorted(row for step in pieces for part in step for row in part) == ordered
+
+
+BATCHES = [[0, 0, 1, 0], [2, 1, 1, 1], [3, 3, 4, 0]]
+REPEATED = {
+    "RASampler": {"sampler": [i for i in range(5) for _ in range(3)], "drop_last": False},
+    "weighted": {"sampler": WeightedRandomSampler([1.0, 9.0, 9.0, 1.0, 1.0], 16)},
+    "batches": {"batch_sampler": BATCHES, "batch_size": None},
+    "microbatches": {"batch_sampler": BATCHES, "batch_size": None, "microbatch_size": 2},
+}
+
+
+def _repeated(name, workers, state=None):
+    """Return the samples of the steps left of two epochs, and the state in each."""
+    loader = loader_of(Drawing(5), **{"batch_size": 4, **REPEATED[name]}, num_workers=workers)
+    if state is not None:
+        loader.load_state_dict(state)
+    return [(rows(batch), loader.state_dict()) for _ in loader.epochs(2) for batch in loader]
+
+
+def _flat(step):
+    return [row for part in step for row in (part if isinstance(part, list) else [part])]
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_a_sample_that_a_sampler_repeats_is_augmented_anew_and_the_same_everywhere(name):
+    whole = _repeated(name, 0)
+    numbers = [number for step, _ in whole for number in _flat(step)]
+    assert len({round(number % 1, 9) for number in numbers}) == len(numbers)
+    assert len({int(number) for number in numbers}) < len(numbers)
+    for size, workers, begun in [(2, 0, None), (2, 2, 1), (3, 1, 2)]:
+        state = None if begun is None else whole[begun][1]
+        ranks = run(_repeated, name, workers, state, world_size=size)
+        rest = joined([[_flat(step) for step, _ in found] for found in ranks])
+        after = 0 if begun is None else begun + 1
+        assert rest == [_flat(step) for step, _ in whole[after:]]
 
 
 # --- the training process ---

@@ -71,6 +71,19 @@ def test_an_error_in_the_body_keeps_the_place(error):
     assert state["delivered"] == 0  # a copy
 
 
+def test_a_state_that_is_loaded_in_a_running_loop_leaves_its_epoch_in_progress():
+    loader = loader_of()
+    later = {**loader.state_dict(), "epoch": 5, "delivered": 10}
+    for step, _ in enumerate(loader):
+        if step == 1:
+            loader.load_state_dict(later)
+            assert loader.epoch == 0
+            break
+    assert loader.epoch == 5
+    assert [len(step) for step in steps(loader)] == [5, 5, 3]
+    assert loader.epoch == 6
+
+
 # --- where it goes on ---
 
 
@@ -113,7 +126,7 @@ def test_a_billion_samples_in_it_goes_on_at_once():
 SAMPLED = {"sampler": SequentialSampler(range(23)), "drop_last": False}
 OTHERS = [
     ({"seed": 2, "drop_last": True}, "drop_last was True and is False, seed was 2 and is 1: m"),
-    (SAMPLED, "sampler was 'SequentialSampler' and is None: make the loader as it was"),
+    (SAMPLED, "sampler was 'SequentialSampler' and is None: make this loader, and those"),
 ]
 
 

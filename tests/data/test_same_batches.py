@@ -1,6 +1,8 @@
 """The same global batches at every world size, stopped anywhere: against ten lines that say how."""
 
 import json
+import math
+from itertools import pairwise
 
 import torch
 from data_zoo import Buffer, ByLength, Count, Permuted, Rotated, Sized, joined, loader_of, rows
@@ -45,7 +47,8 @@ def reference(options, epoch, size):
     """Return what each of `size` ranks gets of each step."""
 
     def shares(step):
-        return [[step[i] for i in own] for own in torch.arange(len(step)).tensor_split(size)]
+        starts = [math.ceil(rank * len(step) / size) for rank in range(size + 1)]
+        return [step[start:end] for start, end in pairwise(starts)]
 
     whole = whole_steps(options, epoch)
     if (m := options["microbatch_size"]) is None:

@@ -1,16 +1,22 @@
-"""How many samples a batch has that a loader has not counted: of columns rows, of lists items."""
+"""How many samples a batch has: what a loader has read for it, else its rows, or its items."""
 
-import pickle
+import copy
+import gc
+import logging
+import weakref
+from collections import UserDict
 from typing import NamedTuple
 
 import pytest
 import torch
-from on_ranks import run
+from logged import log_of
+from on_ranks import caught, run
+from torch import nn
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import default_collate
+from torch.utils.data import TensorDataset, default_collate
 
-from pardata import backward, make_loader, world, wrap_model
-from pardata.data._sample_count import leave_count, samples_of, samples_read
+from pardata import Microbatches, backward, make_loader, unwrap, world, wrap_model
+from pardata.data._sample_count import Read, delivered, samples_of
 
 
 class Pair(NamedTuple):
@@ -49,7 +55,6 @@ def detection(*numbers):
 
 
 IMAGES = [image(8), image(9), image(8), image(10)]
-MASKS = [torch.zeros(8 + i, 8, dtype=torch.long) for i in range(4)]
 
 # What default_collate makes of these samples, five of them: rows count.
 SAMPLES = {
@@ -64,6 +69,8 @@ SAMPLES = {
     "a dict": {"x": rows(2), "y": 3, "name": "a"},
     "a dict, y": ({"ids": rows(7), "mask": rows(7)}, 3),
     "a dict of dicts": {"inputs": {"ids": rows(7)}, "y": 3},
+    "texts": "a",
+    "a dict of texts": {"text": "a"},
     "a dict of tuples": {"pair": (rows(2), rows(2)), "y": 3},
     "text, x": ("a", rows(2)),
     "a named tuple": Pair(rows(2), rows(3)),
@@ -76,10 +83,15 @@ COUNTED = {
     "images, boxes of all of them": ([rows(4, 3, 8, 8), rows(9, 6)], 4),
     "a tensor, a list": ((rows(4, 3), [boxes(1), boxes(2), boxes(0), boxes(5)]), 4),
     "a column of a length of its own in a dict": ({"x": rows(4, 3), "weights": rows(10)}, 4),
-    "text first": ({"name": ["a"], "x": rows(4)}, 4),
+    "text next to a tensor": ({"x": rows(4), "name": ["a"] * 4}, 4),
+    "a number first": ((torch.tensor(1.0), rows(3)), 3),
+    "a packed sequence, labels": ((pack_sequence([rows(5), rows(3)]), labels(2)), 2),
+    "graphs as one, labels": ((graph(4, 6), labels(2)), 2),
+    "of a class of mappings": (UserDict(ids=torch.zeros(4, 7), mask=torch.zeros(4, 7)), 4),
     "an object": (Object(x=rows(4, 2), y=labels(4)), 4),
     "no rows": ((rows(0, 3), labels(0)), 0),
     "no rows, of lists": (([i[:0] for i in IMAGES], [boxes(0)] * 4), 0),
+    "no columns": (rows(4, 0), 4),
     # items of lists
     "tuple(zip(*samples))": (tuple(zip(*detection(1, 2, 0, 5), strict=True)), 4),
     "as many boxes as channels": (tuple(zip(*detection(3, 3, 3, 3), strict=True)), 4),
@@ -103,14 +115,15 @@ UNTOLD = {
     "sequences of unlike length": [rows(5), rows(7), rows(2)],
     "lists of unlike length": (IMAGES, [boxes(1), boxes(2)]),
     "images alone in a dict": {"images": IMAGES},
-    "images and masks": (IMAGES[:3], MASKS[:3], labels(4)),
+    "images and masks": (IMAGES, [torch.zeros(3, 8, 8)] * 4),
+    "two dicts of columns": [{"x": rows(4)}, {"y": rows(4)}],
+    "numbers": 1.5,
+    "nothing": [],
+    "a tensor without dimensions": torch.tensor(1.0),
     "samples of one kind": [(rows(2), rows(3)), (rows(4), rows(5)), (rows(6), rows(7))],
     "samples that may be two views": [{"image": image()}, {"image": image()}],
     "a graph": graph(4, 6),
-    "a graph of many, labels": (graph(4, 6), labels(2)),
     "a packed sequence": pack_sequence([rows(5), rows(3)]),
-    "a packed sequence, labels": (pack_sequence([rows(5)]), labels(1)),
-    "a number first": (torch.tensor(1.0), rows(3)),
 }
 
 
@@ -132,45 +145,236 @@ def test_what_cannot_be_told_asks_for_a_count(name):
         samples_of(UNTOLD[name])
 
 
-# What a loader has read for a batch, and what a collate function has made of it.
-READ = {
-    "rows": ((rows(4, 2), labels(4)), 4, 4),
-    "time first, targets": ((rows(7, 4, 2), labels(4)), 4, 4),
-    "time first, longer than there are samples": (rows(7, 4, 2), 4, 4),
-    "a graph": (graph(9, 6), 2, 2),
-    "images alone in a dict": ({"images": IMAGES}, 4, 4),
-    "sequences of unlike length": ([rows(5), rows(7), rows(2)], 3, 3),
-    "no tensors": (["text", "text"], 2, 2),
-    "samples left out": ((rows(3, 5), labels(3)), 4, 3),
-    "images left out": (tuple(zip(*detection(1, 2, 0), strict=True)), 6, 3),
-    "two crops of each": (rows(8, 3), 4, 4),
-    "none left": ((rows(0, 5), labels(0)), 4, 0),
+# Batches that a loader delivers, and what the loop may make of them.
+DELIVERED = {
+    "a tensor": lambda: rows(4, 2),
+    "columns": lambda: [rows(4, 2), labels(4)],
+    "a dict": lambda: {"x": rows(4, 2), "names": ["a"] * 4},
+    "a named tuple": lambda: Pair(rows(4), rows(4)),
+    "a class of mappings": lambda: UserDict(x=rows(4)),
+    "an object": lambda: graph(4, 6),
+    "objects": lambda: [graph(4, 6), graph(3, 1)],
+    "packed in one row": lambda: rows(1, 20),
+    "packed": lambda: pack_sequence([rows(5), rows(3)]),
+    "time first": lambda: (rows(7, 4, 2), labels(4)),
+    "a number first": lambda: (0.5, None, rows(4)),
+    "an array": lambda: Object(x=1, size=2),
 }
 
 
-@pytest.mark.parametrize("name", READ)
-def test_the_samples_that_were_read_count_unless_some_were_left_out(name):
-    batch, read, wanted = READ[name]
-    assert samples_of(batch, read) == wanted
-    leave_count(batch, read)
-    if name != "no tensors":
-        assert samples_read(batch) == read
-        assert samples_of(batch) == wanted
+@pytest.mark.parametrize("name", DELIVERED)
+def test_a_delivered_batch_counts_what_was_read_for_it_also_in_another_container(name):
+    batch = DELIVERED[name]()
+    delivered.add(batch, Read(5, 1))
+    assert samples_of(batch) == 5
+    if isinstance(batch, list | tuple):
+        assert samples_of(list(batch)) == samples_of(dict(enumerate(batch))) == 5
+    if isinstance(batch, dict):
+        assert samples_of(dict(batch)) == samples_of(list(batch.values())) == 5
 
 
-def test_samples_along_a_later_dimension_may_have_been_left_out_and_ask_for_a_count():
-    text = "this Tensor may be of 3 or 4 samples: pass `count`"
-    with pytest.raises(TypeError, match=text):
-        samples_of(rows(3, 4, 2), 4)
+def test_what_is_made_of_a_delivered_batch_has_its_own_rows():
+    x, y = rows(7, 4), labels(7)
+    delivered.add([x, y], Read(5, 1))
+    for other in ((x[:2], y[:2]), (x * 2, y), (x, y, rows(1)), copy.deepcopy((x, y))):
+        assert delivered.get(other) is None
+        assert samples_of(other) == len(other[0])
 
 
-def test_the_number_goes_where_the_tensor_goes_and_not_to_what_is_made_of_it():
-    x, y = rows(7, 4), labels(4)
-    leave_count([x, y], 4)
-    assert samples_read({"x": x, "more": y}) == 4
-    assert samples_read(pickle.loads(pickle.dumps(x))) == 4
-    assert samples_read((x[:2], y[:2])) is samples_read([x * 2]) is None
-    leave_count(["a text alone"], 1)  # nothing to leave it on
+def test_some_columns_of_a_delivered_batch_count_as_all_of_it():
+    x, y, z = rows(7, 4), labels(7), rows(7)
+    delivered.add([x, y, {"z": z}], Read(5, 1))
+    for some in (x, y, z, [x], (y, x), {"z": z, "x": x}):
+        assert samples_of(some) == 5
+    _, other = rows(7, 4), labels(7)
+    delivered.add([x, other], Read(6, 1))
+    assert [samples_of(some) for some in (x, y, other, [x, y], [x, other])] == [6, 5, 6, 5, 6]
+
+
+def test_some_samples_of_a_delivered_list_are_another_batch():
+    samples = [rows(4), rows(4), rows(4)]
+    delivered.add(samples, Read(3, 1))
+    assert delivered.get(samples) == Read(3, 1)
+    assert [delivered.get(some) for some in (samples[:2], samples[:1], samples[0])] == [None] * 3
+
+
+def test_nothing_is_kept_alive_and_what_is_gone_is_forgotten():
+    before = len(delivered._known)
+    batches = [make() for make in DELIVERED.values()]
+    for batch in batches:
+        delivered.add(batch, Read(5, 1))
+    assert len(delivered._known) >= before + len(batches)
+    tensors = [weakref.ref(batches[0]), weakref.ref(batches[1][0])]
+    del batch, batches
+    gc.collect()
+    assert [tensor() for tensor in tensors] == [None, None]
+    assert len(delivered._known) == before
+    delivered.add(["a text", 3], Read(2, 1))
+    assert delivered.get(["a text", 3]) is None
+    assert len(delivered._known) == before
+
+
+def test_the_samples_of_a_dataset_may_be_in_many_batches_of_which_the_newest_are_known():
+    samples = [rows(n) for n in range(1, 30)]
+    batches = [samples[:n] for n in range(2, 29)]
+    for batch in (*batches, batches[-3]):
+        delivered.add(batch, Read(len(batch), 1))
+    assert [delivered.get(batch) for batch in batches[-8:]] == [Read(n, 1) for n in range(21, 29)]
+    assert delivered.get(batches[0]) is None
+    assert len(delivered._known[id(samples[0])][1]) == 8
+
+
+class Doubling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, rows):
+        return self.weight * rows
+
+
+def packed(samples):
+    return torch.cat(samples)[None]
+
+
+def packed_pair(samples):
+    return {"rows": torch.cat(samples)[None], "lengths": [len(sample) for sample in samples]}
+
+
+def mean_of(model, batch):
+    batch = batch["rows"] if isinstance(batch, dict) else batch
+    return torch.stack([model(rows).mean() for rows in batch]).mean()
+
+
+ANCHORS = torch.zeros(3, 2, dtype=torch.float64)
+
+
+def with_anchors(samples):
+    return ANCHORS, torch.cat(samples)[None]
+
+
+def mean_after_anchors(model, batch):
+    return mean_of(model, batch[1])
+
+
+def first_rows(samples):
+    return torch.stack([sample[0] for sample in samples]).view(1, -1)
+
+
+def by_time(samples):
+    return torch.stack(samples, 1), torch.zeros(len(samples))
+
+
+def mean_by_time(model, batch):
+    return model(batch if isinstance(batch, torch.Tensor) else batch[0]).mean()
+
+
+# How samples become a batch of fewer or other rows, and what the loop does between.
+WAYS = {
+    "packed": (packed, mean_of),
+    "packed, in a dict": (packed_pair, mean_of),
+    "samples in a list": (list, mean_of),
+    "a first tensor that all batches share": (with_anchors, mean_after_anchors),
+    "transposed": (first_rows, mean_of),
+    "time first": (by_time, mean_by_time),
+}
+
+
+def steps_of(name, between):
+    """Return loss and gradient of each step: nine samples, in shares of unlike length."""
+    collate_fn, loss_fn = WAYS[name]
+    data = [torch.full((4,), 3.0 * i, dtype=torch.float64) for i in range(9)]
+    model, found = wrap_model(Doubling()), []
+    options = {"collate_fn": collate_fn, "num_workers": 0}
+    train = make_loader(data, 5, **options)
+    batches = list(train) if between == "keep" else train
+    for batch in batches:
+        if between == "evaluate":
+            for _ in make_loader(data, 2, distributed=False, **options):
+                pass
+        given = batch
+        if between == "unpack":
+            given = dict(batch) if isinstance(batch, dict) else batch
+            given = tuple(batch) if type(batch) in (list, tuple) else given
+        if between == "one column" and name == "time first":
+            given = batch[0]
+        if between == "Microbatches.of":
+            given = Microbatches.of([batch], step=len(found))
+        unwrap(model).weight.grad = None
+        loss = backward(model, loss_fn, given)
+        found.append((loss.item(), unwrap(model).weight.grad.item()))
+    return found
+
+
+@pytest.mark.parametrize(
+    "between", ["nothing", "evaluate", "keep", "unpack", "one column", "Microbatches.of"]
+)
+@pytest.mark.parametrize("name", WAYS)
+def test_whatever_collate_fn_makes_of_samples_each_has_the_same_weight(name, between):
+    wanted = [pytest.approx((6.0, 6.0)), pytest.approx((19.5, 19.5))]
+    for size in (1, 2, 3):
+        for found in run(steps_of, name, between, world_size=size):
+            assert found == wanted, size
+
+
+def warned(collate_fn, microbatch_size, size=5):
+    data = [torch.full((4,), float(i), dtype=torch.float64) for i in range(10)]
+    model = wrap_model(Doubling())
+    options = {"collate_fn": collate_fn, "microbatch_size": microbatch_size, "num_workers": 0}
+    with log_of("pardata", logging.WARNING) as log:
+        for batch in make_loader(data, size, **options):
+            backward(model, mean_of, batch)
+    return log.lines
+
+
+def one_left_out(samples):
+    return torch.stack([sample for sample in samples if sample[0] != 1])
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 2])
+def test_rows_that_are_not_those_that_were_read_are_told_once(microbatch_size):
+    for size in (1, 2):
+        lines = run(warned, one_left_out, microbatch_size, world_size=size, fresh=True)
+        read = microbatch_size or (5 if size == 1 else 3)
+        (line,) = lines[0]
+        assert (
+            f"{read} samples were read for `batch`, but it looks like {read - 1}: it counts as "
+            f"{read}. If its collate_fn left samples out, pass `count`"
+        ) in line
+        assert lines[1:] == [[]] * (size - 1)
+
+
+@pytest.mark.parametrize("collate_fn", [list, torch.stack])
+def test_rows_and_lists_of_what_was_read_are_no_news(collate_fn):
+    assert run(warned, collate_fn, None, world_size=2, fresh=True) == [[], []]
+
+
+def after_nothing_is_left(microbatch_size, strategy):
+    """Return the loss of a step, and what the next ends in, which has no sample left."""
+    data = TensorDataset(torch.arange(8.0, dtype=torch.float64))
+    options = {"microbatch_size": microbatch_size, "collate_fn": below_four, "num_workers": 0}
+    model = wrap_model(Doubling(), strategy)
+    first, second = make_loader(data, 4, **options)
+    loss = backward(model, mean_of_rows, first).item()
+    return loss, caught(backward, model, mean_of_rows, second)
+
+
+def mean_of_rows(model, rows):
+    return model(rows).mean()
+
+
+def below_four(samples):
+    return torch.stack([x for (x,) in samples] or [torch.zeros(())])[
+        : sum(x < 4 for (x,) in samples)
+    ]
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_step_of_which_nothing_is_left_is_an_error_in_any_step(microbatch_size, size):
+    text = "a step must count something, but all its microbatches count 0: skip it"
+    for loss, raised in run(after_nothing_is_left, microbatch_size, "auto", world_size=size):
+        assert (loss, raised.type, raised.text) == (1.5, "ValueError", text)
 
 
 class Detection:

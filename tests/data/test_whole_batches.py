@@ -112,6 +112,16 @@ def test_parts_may_be_empty_or_of_several_types():
     assert_read_as_collated(ConcatDataset(wider), [1, 0])
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_parts_of_other_columns_are_an_error_and_no_column_is_lost(order):
+    numbers = torch.arange(4)
+    parts = [TensorDataset(numbers), TensorDataset(numbers, numbers)][::order]
+    loader = loader_of(ConcatDataset(parts), 4)  # each batch of one part
+    assert sorted(len(batch) for batch in loader) == [1, 2]
+    with pytest.raises(RuntimeError, match="a ConcatDataset must return the same parts, but dif"):
+        list(loader_of(ConcatDataset(parts), 3))
+
+
 @pytest.mark.parametrize("indices", [(2, 0), range(2, -1, -2), torch.tensor([2, 0]), np.array([2])])
 def test_a_subset_may_have_its_indices_in_any_form(indices):
     assert (

@@ -1,18 +1,29 @@
-"""How many workers a rank gets, and whether they can send."""
+"""How many workers a rank gets, whether they can send, and when they end."""
 
+import itertools
 import multiprocessing
 import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
 from multiprocessing.connection import arbitrary_address
 from pathlib import Path
 
 import pytest
 import torch
 from on_ranks import run, run_caught
-from torch.utils.data import TensorDataset
+from processes import descendants, ended, wait_for
+from torch.utils.data import Dataset, TensorDataset
 
-from pardata import make_loader, world
+from pardata import Checkpointer, make_loader, world
 from pardata.data._workers import choose_workers
 from pardata.ranks._machine import usable_cores
+
+STOPPING, HANGING = (Path(__file__).parents[1] / name for name in ("stopping.py", "hanging.py"))
+STARTS = ("fork", "forkserver", "spawn")
 
 AUTO = [
     (4, range(4), 3),
@@ -67,3 +78,112 @@ def test_workers_send_over_the_longest_socket_and_a_longer_one_is_refused_at_onc
         assert str(outcome).startswith("ValueError: the temporary directory must have a name of at")
         assert "most 89 characters" in outcome.text
         assert "set TMPDIR to one with a shorter name" in outcome.text
+
+
+# --- what becomes of them when signals come, and when their rank ends
+
+
+@contextmanager
+def started(tmp_path, *command):
+    """Start a program in a session of its own; yield it, and what reads all that it printed."""
+    file = tmp_path / "printed"
+    with file.open("w") as output:
+        job = subprocess.Popen(
+            list(map(str, [sys.executable, *command])),
+            stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+    with ended(job):
+        yield job, file.read_text
+
+
+def wait_until_printed(text, job, printed):
+    wait_for(lambda: text in printed() or job.poll() is not None, 100, printed)
+    assert text in printed(), printed()
+
+
+def lives(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+SOAK = pytest.mark.soak
+PLAIN = [("fork", "SIGTERM", 1), ("forkserver", "SIGTERM", 1)]
+STOPPED = [
+    pytest.param(*case, marks=() if case in PLAIN else SOAK)
+    for case in itertools.product(STARTS, ("SIGTERM", "SIGUSR2"), (0, 1))
+]
+
+
+@pytest.mark.parametrize(("starts", "name", "persistent"), STOPPED)
+def test_a_signal_to_all_processes_stops_a_run_that_has_workers(starts, name, persistent, tmp_path):
+    arguments = [starts, persistent, tmp_path / "run"]
+    with started(tmp_path, "-W", "error", STOPPING, *arguments) as (job, printed):
+        wait_until_printed("reads", job, printed)
+        os.killpg(job.pid, getattr(signal, name))
+        assert job.wait(100) == 0, printed()
+    *_, stopped, last = printed().splitlines()
+    assert last == "ended well"
+    step = int(stopped.removeprefix("stopped after "))
+    assert Checkpointer(tmp_path / "run").steps()[-1] == step
+
+
+@pytest.mark.parametrize("starts", ["fork", "forkserver", pytest.param("spawn", marks=SOAK)])
+def test_so_does_one_while_workers_start(starts, tmp_path):
+    with started(tmp_path, STOPPING, starts, 1, tmp_path / "run", "begins") as (job, printed):
+        assert job.wait(100) == 0, printed()
+    assert printed() == "begins\nstopped after 1\nended well\n"
+
+
+def test_so_does_one_while_workers_end(tmp_path):
+    # Where they are forked no interpreter ends in them, and a spawned one must not either.
+    with started(tmp_path, STOPPING, "spawn", 0, tmp_path / "run", "ends") as (job, printed):
+        assert job.wait(100) == 0, printed()
+    # The log's advice to take more workers may come between; an epoch has 10 steps.
+    assert re.fullmatch(
+        r"begins\nreads\n(the first epoch.*\n)?stopped after \d*1\nended well\n", printed()
+    )
+
+
+@pytest.mark.parametrize("starts", [pytest.param("fork", marks=SOAK), "forkserver"])
+def test_a_worker_that_hangs_ends_when_its_rank_is_killed(starts, tmp_path):
+    with started(tmp_path, HANGING, starts, "waits") as (job, printed):
+        wait_until_printed("hangs", job, printed)
+        own = descendants(job.pid)
+        assert own
+        job.kill()
+        wait_for(lambda: not any(map(lives, own)), 60)
+
+
+@pytest.mark.parametrize("starts", ["fork", *(pytest.param(s, marks=SOAK) for s in STARTS[1:])])
+def test_a_worker_that_hangs_ends_when_its_rank_does_and_nothing_is_said(starts, tmp_path):
+    with started(tmp_path, HANGING, starts, "ends") as (job, printed):
+        assert job.wait(60) == 0
+    assert printed() == "hangs\n"
+
+
+class _Ends(Dataset):
+    """Its worker starts a program, and ends it."""
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, _):
+        program = subprocess.Popen(["sleep", "1000"])
+        program.terminate()
+        return program.wait(60)
+
+
+def _own_of_fork_server():
+    context = multiprocessing.get_context("forkserver")
+    (found,) = make_loader(_Ends(), 1, num_workers=1, multiprocessing_context=context)
+    own = context.Process(target=time.sleep, args=(1000,))
+    own.start()
+    own.terminate()
+    own.join(60)
+    return found.item(), own.exitcode
+
+
+def test_other_processes_are_ended_by_sigterm_as_ever():
+    assert run(_own_of_fork_server, world_size=1, fresh=True) == [(-15, -15)]

@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import io
+import json
 import multiprocessing
 import os
 import re
@@ -78,10 +79,35 @@ def test_whatever_hangs_ends_some_time_after_the_timeout(monkeypatch):
     asked = []
     note = lambda seconds, **options: asked.append((seconds, options))  # noqa: E731  # a short one
     monkeypatch.setattr(faulthandler, "dump_traceback_later", note)
-    monkeypatch.setattr("pardata.__main__.examine", lambda _, timeout: timeout)
-    assert main(["env", "--timeout", "20"]) == 20
-    assert main(["env"]) == 60
+    monkeypatch.setattr("pardata.__main__.examine", lambda _, timeout, as_json: (timeout, as_json))
+    assert main(["env", "--timeout", "20"]) == (20, False)
+    assert main(["env", "--json"]) == (60, True)
     assert asked == [(55, {"exit": True}), (135, {"exit": True})]
+
+
+def _examined_as_json():
+    return _examined("env", as_json=True)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_rank_0_prints_one_document_of_json_for_programs(size):
+    (status, text), *others = launched(_examined_as_json, size=size)
+    assert (status, others) == (0, [(0, "")] * (size - 1))
+    told = json.loads(text)
+    assert (told["command"], len(told["ranks"])) == ("env", size)
+    for rank, account in enumerate(told["ranks"]):
+        assert (account["rank"], account["size"]) == (rank, size)
+        found = {finding["name"]: finding for finding in account["findings"]}
+        assert {"launcher", "cores", "versions"} <= set(found)
+        assert found["launcher"]["status"] == "ok"
+        assert set(found["launcher"]) == {"name", "text", "cure", "is_error", "status"}
+
+
+def test_what_is_wrong_is_told_in_json_too(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    assert examine("env", timeout=10, as_json=True) == 1
+    ((account,),) = [json.loads(capsys.readouterr().out)["ranks"]]
+    assert account["findings"][0]["status"] == "error"
 
 
 # --- under a launcher
@@ -90,10 +116,10 @@ def test_whatever_hangs_ends_some_time_after_the_timeout(monkeypatch):
 TRIAL = ["all-reduce", "latency", "bandwidth", "shared memory"]
 
 
-def _examined(command):
+def _examined(command, *, as_json=False):
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        status = examine(command, timeout=60)
+        status = examine(command, timeout=60, as_json=as_json)
     return status, printed.getvalue()
 
 

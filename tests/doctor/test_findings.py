@@ -7,11 +7,13 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 from launched import slurm_variables, torchrun_variables
 from on_ranks import run_caught
+from pretended import accelerators
 
 import pardata
 from pardata import world
@@ -23,6 +25,9 @@ from pardata.doctor._surroundings import (
     shared_package,
     surroundings,
 )
+from pardata.ranks._launcher import LAUNCHERS, Launch, Launcher, detect, launcher_text
+from pardata.ranks._machine import usable_cores
+from pardata.testing._run import _environment
 
 MIB, GIB = 2**20, 2**30
 
@@ -152,12 +157,12 @@ def gpus(monkeypatch):
     """Pretend to have a torch that answers so, GPUs of these names, and so many device files."""
 
     def pretend(is_available, names=(), files=0):
-        kinds = [SimpleNamespace(name=name, total_memory=141 * GIB) for name in names]
-        monkeypatch.setattr(torch.cuda, "is_available", is_available)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(kinds))
-        monkeypatch.setattr(torch.cuda, "get_device_properties", kinds.__getitem__)
+        told = [SimpleNamespace(name=name, total_memory=141 * GIB) for name in names]
+        of_kind = {"get_device_properties": lambda device: told[device.index]}
         monkeypatch.setattr(Path, "glob", lambda *_: range(files))
-        return found("GPUs", here)
+        there = accelerators(len(names), **of_kind)
+        with there, patch.object(torch.accelerator, "is_available", is_available):
+            return found("GPUs", here)
 
     here = world()
     monkeypatch.setattr(torch.version, "cuda", None)
@@ -166,14 +171,21 @@ def gpus(monkeypatch):
 
 
 def test_gpus_are_counted_and_those_that_torch_does_not_see_are_a_warning(gpus):
-    here = "2 x H200, 141 GiB, 1 x H100, 141 GiB"
+    here = "2 x H200, 141 GiB, 1 x H100, 141 GiB; backend cuda:nccl,cpu:gloo"
     check(gpus(lambda: True, ["H200", "H100", "H200"], 3), OK, here)
     check(gpus(lambda: False), OK, "none: training runs on the CPU")
-    cure = "install a torch for CUDA (this one is for the CPU only), unset CUDA_VISIBLE_DEVICES (it"
+    cure = f"install a torch for CUDA (this one is {torch.__version__}), unset CUDA_VISIBLE_DEVICES"
     check(gpus(lambda: False, files=2), WARNING, "torch sees none of 2 in /dev", cure)
     finding = gpus(_too_old, files=2)
     check(finding, WARNING, "torch sees none of 2 in /dev (the driver is too old)", cure)
     assert "unset CUDA_VISIBLE_DEVICES (it is '')" in finding.cure
+
+
+def test_an_accelerator_of_one_process_is_shown_with_what_it_says_of_itself(monkeypatch):
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 24 * GIB)
+    here = world()
+    with accelerators(1, kind="mps"):
+        check(found("GPUs", here), OK, "1 x mps, 24 GiB; backend gloo")
 
 
 def test_more_ranks_than_cores_are_a_warning():
@@ -247,3 +259,49 @@ LATE = "all must come within 1 s, but 1 did not"
 def test_an_error_of_pardatas_has_its_cure_and_any_other_is_its_first_line(message, text, cure):
     found = found_error("n", ValueError(message), "the default")
     assert found == Finding("n", text, cure, is_error=True)
+
+
+# --- a launcher that nobody knows yet, added as docs/architecture.md says
+
+
+FLUX = {
+    "FLUX_TASK_RANK": "1",
+    "FLUX_JOB_SIZE": "3",
+    "FLUX_TASK_LOCAL_ID": "1",
+    "FLUX_JOB_NNODES": "1",
+}
+
+
+def read_flux(env):
+    rank, size, local_rank, nodes = (int(env[name]) for name in FLUX)
+    return Launch("flux", rank, size, local_rank, size // nodes, None, nodes, "h1", 5)
+
+
+def test_one_row_of_the_table_is_all_that_a_launcher_needs(monkeypatch):
+    is_there = lambda env: "FLUX_TASK_RANK" in env  # noqa: E731  # short
+    row = Launcher("flux", "Flux", tuple(FLUX), ("FLUX_",), is_there, read_flux, "FLUX_CORES")
+    before = list(LAUNCHERS)
+    LAUNCHERS.append(row)
+    try:
+        for chosen in ({}, {SAYS: "flux"}):
+            assert detect(FLUX | chosen) == read_flux(FLUX)
+        assert launcher_text(detect(FLUX)) == "Flux"
+        with pytest.raises(ValueError, match=r"but Flux set it to 7: the variables \(FLUX_\*\) "):
+            detect(FLUX | {"FLUX_TASK_RANK": "7"})
+        _, (finding, *ignored) = examine_launcher(FLUX | {"RANK": "1"})
+        check(finding, OK, "Flux: 3 processes, to meet at h1:5; from FLUX_TASK_RANK, ")
+        assert [one.text for one in ignored] == ["RANK (torchrun)"]
+        # No rank of a test inherits them.
+        for name, value in {**FLUX, "FLUX_OTHER": "x"}.items():
+            monkeypatch.setenv(name, value)
+        assert not [name for name in _environment({}) if name.startswith("FLUX")]
+        here = replace(world(), launcher="flux", local_size=1)
+        monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
+        monkeypatch.setattr("os.cpu_count", lambda: 16)
+        monkeypatch.setattr("pardata.ranks._machine.cpu_quota", lambda: None)
+        monkeypatch.setenv("FLUX_CORES", "8")
+        assert usable_cores(replace(here, local_size=3)) == 4  # bound by Flux
+        monkeypatch.setenv("FLUX_CORES", "4")
+        assert usable_cores(replace(here, local_size=2)) == 2  # all that the job has, shared
+    finally:
+        LAUNCHERS[:] = before

@@ -66,10 +66,8 @@ def saved_and_restored(device, strategy, directory, asynchronous):
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])
 def test_a_checkpoint_is_of_its_step_and_goes_anywhere(
-    strategy, asynchronous, everywhere, over_gloo, tmp_path
+    strategy, asynchronous, everywhere, tmp_path
 ):
-    if strategy == "fsdp" and over_gloo:
-        pytest.skip("gloo gathers no shards on a GPU")
     found = everywhere(saved_and_restored, strategy, str(tmp_path), asynchronous)
     for before, after, restored in found:
         assert before != after

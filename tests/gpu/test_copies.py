@@ -1,24 +1,26 @@
 """Copies of what is on GPUs, for a checkpoint that is written meanwhile: finished when returned.
 
-Nothing here can be shown on a CPU. Run with ``pytest -m gpu`` on a machine with a GPU.
+Nothing here can be shown on a CPU. Run with ``pytest -m gpu`` on a machine with a GPU, or with
+``--device=sim``.
 """
 
 import pytest
 import torch
+from gpu_zoo import SPIN, nothing_waits
 
 from pardata.checkpoint._snapshot import Copies
 
 pytestmark = pytest.mark.usefixtures("gpu")
-SPIN = 100_000_000  # cycles: some 50 ms
 LATE = 1_000_000
 
 
 def finished_late(device, value):
     """Return numbers that are written after a while on the stream of now of `device`."""
-    with torch.cuda.device(device):
+    own = torch.get_device_module(device)
+    with own.device(device):
         late = torch.zeros(LATE, device=device)
-        torch.cuda.synchronize()
-        torch.cuda._sleep(SPIN)
+        own.synchronize()
+        own._sleep(SPIN)
         return late.fill_(value)
 
 
@@ -29,23 +31,39 @@ def copied(tensor):
     return copy
 
 
-@pytest.mark.parametrize("number", range(max(1, torch.cuda.device_count())))
-def test_a_copy_is_finished_whichever_gpu_is_the_current_one(number):
-    copy = copied(finished_late(torch.device("cuda", number), 1.0))
-    assert copy.is_pinned()
-    assert copy.min() == 1
+def test_a_copy_is_finished_whichever_gpu_is_the_current_one(hardware):
+    for number in range(torch.get_device_module(hardware).device_count()):
+        copy = copied(finished_late(torch.device(hardware, number), 1.0))
+        assert copy.is_pinned()
+        assert copy.min() == 1
 
 
-def test_so_it_is_on_a_stream_of_ones_own():
-    with torch.cuda.stream(torch.cuda.Stream()):
-        assert copied(finished_late(torch.device("cuda", 0), 2.0)).min() == 2
+def test_so_it_is_on_a_stream_of_ones_own(gpu):
+    own = torch.get_device_module(gpu)
+    with own.stream(own.Stream()):
+        assert copied(finished_late(torch.device(gpu), 2.0)).min() == 2
 
 
-def test_without_waiting_it_would_not_be(monkeypatch):
-    device = torch.device("cuda", 0)
+def test_copies_are_queued_one_after_the_other_before_any_is_waited_for(gpu):
+    late, copies = finished_late(torch.device(gpu), 5.0), Copies()
+    with nothing_waits(gpu):
+        made = [copies.of(part) for part in late.chunk(3)]
+    copies.wait()
+    assert [copy.min() for copy in made] == [5] * 3
+
+
+def test_without_waiting_it_would_not_be(gpu, monkeypatch):
+    device = torch.device(gpu)
     # Takes the memory and loads the kernels: either may wait for the GPU. The memory is used again,
     # with what was in it.
     copied(finished_late(device, 3.0))
     late = finished_late(device, 4.0)
-    monkeypatch.setattr(torch.cuda.Stream, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.get_device_module(gpu).Stream, "synchronize", lambda _: None)
     assert copied(late).max() != 4
+
+
+def test_each_of_many_that_are_let_go_at_once_has_its_own(gpu):
+    copies = Copies()
+    made = [copies.of(torch.full((LATE,), float(n), device=gpu)) for n in range(4)]
+    copies.wait()
+    assert [(copy.min().item(), copy.max().item()) for copy in made] == [(n, n) for n in range(4)]

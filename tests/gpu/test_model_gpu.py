@@ -58,18 +58,18 @@ def batch(rows=7, seed=0):
 
 
 @needs_two
-@pytest.mark.parametrize("kind", ["tuple", "dict"])
+@pytest.mark.parametrize("form", ["tuple", "dict"])
 @pytest.mark.parametrize("rows", [1, 2, 7])
-def test_dp_scatters_and_its_loss_is_the_mean_over_the_batch(kind, rows):
-    inputs, targets = (tensor.cuda() for tensor in batch(rows))
-    net = seeded(Smooth).cuda()
+def test_dp_scatters_and_its_loss_is_the_mean_over_the_batch(form, rows, gpu):
+    inputs, targets = (tensor.to(gpu) for tensor in batch(rows))
+    net = seeded(Smooth).to(gpu)
     bare = copy.deepcopy(net)
     loss, scores = bare(inputs, targets, kind="tuple")
     loss.backward()
     wrapped = wrap_model(net, "dp", device_ids=[0, 1])
     assert isinstance(wrapped, DataParallel)
-    output = wrapped(inputs, targets=targets, kind=kind)
-    ours, gathered = (output["loss"], output["scores"]) if kind == "dict" else output
+    output = wrapped(inputs, targets=targets, kind=form)
+    ours, gathered = (output["loss"], output["scores"]) if form == "dict" else output
     assert ours.shape == ()
     torch.testing.assert_close(ours, loss)
     torch.testing.assert_close(gathered, scores)
@@ -79,19 +79,20 @@ def test_dp_scatters_and_its_loss_is_the_mean_over_the_batch(kind, rows):
 
 
 @needs_two
-def test_dp_takes_devices_in_every_spelling_and_begins_at_the_first():
-    for ids in ([1, 0], [torch.device("cuda", 1), torch.device("cuda", 0)], ["cuda:1", "cuda:0"]):
+def test_dp_takes_devices_in_every_spelling_and_begins_at_the_first(hardware):
+    first, second = (torch.device(hardware, number) for number in (1, 0))
+    for ids in ([1, 0], [first, second], [str(first), str(second)]):
         wrapped = wrap_model(seeded(Smooth), "dp", device_ids=ids)
-        assert next(wrapped.parameters()).device == torch.device("cuda", 1)
-        assert wrapped(batch()[0].cuda(1)).device == torch.device("cuda", 1)
+        assert next(wrapped.parameters()).device == first
+        assert wrapped(batch()[0].to(first)).device == first
 
 
 @needs_two
-def test_dp_puts_the_output_where_it_is_asked_to():
+def test_dp_puts_the_output_where_it_is_asked_to(gpu, hardware):
     wrapped = wrap_model(seeded(Smooth), "dp", device_ids=[0, 1], output_device=1)
-    inputs, targets = (tensor.cuda() for tensor in batch())
+    inputs, targets = (tensor.to(gpu) for tensor in batch())
     loss, scores = wrapped(inputs, targets, kind="tuple")
-    assert loss.device == scores.device == torch.device("cuda", 1)
+    assert loss.device == scores.device == torch.device(hardware, 1)
 
 
 def test_dp_on_one_gpu_keeps_a_scalar(device):
@@ -143,9 +144,7 @@ def steps(device, strategy, sync_batchnorm):
 
 @pytest.mark.parametrize("sync_batchnorm", [False, True])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_ranks_train_in_sync(strategy, sync_batchnorm, everywhere, over_gloo):
-    if over_gloo and (strategy == "fsdp" or sync_batchnorm):
-        pytest.skip("gloo gathers neither shards nor statistics on a GPU")
+def test_ranks_train_in_sync(strategy, sync_batchnorm, everywhere):
     assert all(everywhere(steps, strategy, sync_batchnorm))
 
 
@@ -159,9 +158,7 @@ def normalised(device):
         return wrapped.norm.running_mean.cpu(), wrapped.norm.running_var.cpu()
 
 
-def test_sync_batchnorm_sees_the_global_batch(everywhere, over_gloo):
-    if over_gloo:
-        pytest.skip("gloo gathers no statistics on a GPU")
+def test_sync_batchnorm_sees_the_global_batch(everywhere):
     net = seeded()
     net(batch(8)[0])
     for mean, variance in everywhere(normalised):
@@ -198,15 +195,15 @@ def spread(strategy, first, second):
 
 
 @needs_two
-def test_a_module_on_two_gpus_stays_there_and_is_wrapped_without_device_ids():
+def test_a_module_on_two_gpus_stays_there_and_is_wrapped_without_device_ids(hardware):
     first, second = run(
-        spread, "ddp", torch.device("cuda", 0), torch.device("cuda", 1), world_size=2
+        spread, "ddp", torch.device(hardware, 0), torch.device(hardware, 1), world_size=2
     )
     torch.testing.assert_close(first, second)
 
 
 @needs_two
-def test_a_module_on_two_gpus_is_left_where_it_is_by_none():
-    net = Spread(torch.device("cuda", 0), torch.device("cuda", 1))
-    assert wrap_model(net, "none", device="cuda:0") is net
-    assert net.last.weight.device == torch.device("cuda", 1)
+def test_a_module_on_two_gpus_is_left_where_it_is_by_none(gpu, hardware):
+    net = Spread(torch.device(hardware, 0), torch.device(hardware, 1))
+    assert wrap_model(net, "none", device=gpu) is net
+    assert net.last.weight.device == torch.device(hardware, 1)

@@ -1,11 +1,13 @@
 """Batches that are copied and transformed ahead on a GPU: nothing is read early or written over.
 
-Run with ``pytest -m gpu`` on a machine with a GPU. Streams are kept busy by a kernel that spins, so
-that what happens in the wrong order is seen every time; and the tests say of themselves that they
-see it, by taking the waiting out. With ``--device=cpu`` nothing spins and nothing runs ahead: that
-shows that the tests run.
+Run with ``pytest -m gpu`` on a machine with a GPU, or with ``--device=sim``. Streams are kept busy
+by a kernel that spins, so that what happens in the wrong order is seen every time; and the tests
+say of themselves that they see it, by taking the waiting out. With ``--device=cpu`` nothing spins
+and nothing runs ahead: that shows that the tests run.
 """
 
+import contextlib
+import gc
 import os
 import random
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from gpu_zoo import nothing_waits
+from gpu_zoo import SPIN, nothing_waits
 from torch.utils.data import Dataset, TensorDataset
 
 from pardata import make_loader
@@ -24,8 +26,8 @@ pytestmark = pytest.mark.skipif(
     reason=f"{' or '.join(IN_ORDER)} is set, under which nothing happens in the wrong order",
 )
 
-HERE = SimpleNamespace(device=torch.device("cpu"))  # or the GPU, once the module's fixture has run
-SPIN = 100_000_000  # cycles: some 50 ms, against some 0.1 ms for all else that a step does
+# Or the GPU and ``torch.cuda``, once the module's fixture has run.
+HERE = SimpleNamespace(device=torch.device("cpu"), own=torch.cpu)
 STEPS, ROWS, WIDTH = 8, 4, 72_000  # 1.15 MB a batch, of which the allocator puts 17 in a block
 
 
@@ -42,26 +44,34 @@ def _warm(device):
     Either may wait for the whole device, and so put in order by chance what a test wants to see
     out of order.
     """
-    HERE.device = torch.device(device)
+    HERE.device, HERE.own = torch.device(device), torch.get_device_module(device)
     if HERE.device.type == "cpu":
         return
-    torch.cuda.set_device(HERE.device)
+    own = HERE.own
+    own.set_device(HERE.device)
     pinned = [torch.empty(ROWS, WIDTH, pin_memory=True) for _ in range(2 * STEPS)]
     del pinned
-    for stream in [torch.cuda.Stream(HERE.device) for _ in range(32)]:  # as many as there are
-        with torch.cuda.stream(stream):
+    for stream in [own.Stream(HERE.device) for _ in range(32)]:  # as many as there are
+        with own.stream(stream):
             batches = [torch.empty(ROWS, WIDTH, device=HERE.device) for _ in range(2 * STEPS)]
             del batches
     for options in ({"batch_transform": slowly}, *NESTED.values()):
         extremes(loader_of(0, 0, **options), busy=True)
     torch.full((), 0.0, device=HERE.device).fill_(1.0) + torch.ones(ROWS, WIDTH, device=HERE.device)
-    torch.cuda.synchronize()
+    own.synchronize()
+
+
+@pytest.fixture(autouse=True)
+def _idle(_warm):
+    """Begin with nothing queued: a stream that is busy with the test before would be late."""
+    if HERE.device.type != "cpu":
+        HERE.own.synchronize()
 
 
 def spin():
     """Keep the stream of now busy for a while."""
-    if HERE.device.type == "cuda":
-        torch.cuda._sleep(SPIN)
+    if HERE.device.type != "cpu":
+        HERE.own._sleep(SPIN)
 
 
 def loader_of(start, prefetch, **options):
@@ -145,15 +155,14 @@ def test_the_loop_reads_a_batch_only_once_it_is_there(slow, prefetch):
 
 
 def test_so_does_a_loop_on_a_stream_of_its_own(gpu):
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
+    with HERE.own.stream(HERE.own.Stream()):
         found = extremes(loader_of(200, 1, batch_transform=slowly), busy=False)
     assert found == expected(200)
 
 
 @pytest.mark.parametrize("slow", SLOW)
 def test_without_waiting_it_would_read_too_early(slow, gpu, monkeypatch):
-    monkeypatch.setattr(torch.cuda.Stream, "wait_event", lambda *_: None)
+    monkeypatch.setattr(HERE.own.Stream, "wait_event", lambda *_: None)
     loader = loader_of(300, 1, batch_transform=SLOW[slow])
     assert extremes(loader, busy=False) != expected(300)
 
@@ -180,7 +189,7 @@ def test_a_transform_uses_what_was_in_the_making_when_the_epoch_began():
 
 
 def test_without_waiting_it_would_use_it_too_early(gpu, monkeypatch):
-    monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda *_: None)
+    monkeypatch.setattr(HERE.own.Stream, "wait_stream", lambda *_: None)
     assert shifted_from_the_start(500) != expected(505)
 
 
@@ -221,7 +230,7 @@ def test_the_memory_of_a_batch_is_not_used_again_before_the_loop_has_read_it(kin
 @pytest.mark.parametrize("kind", NESTED)
 def test_without_keeping_it_it_would_be(kind, gpu, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-    monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda *_: None)  # sparse and nested
+    monkeypatch.setattr(HERE.own.Stream, "wait_stream", lambda *_: None)  # sparse and nested
     assert extremes(loader_of(700, 1, **NESTED[kind]), busy=True) != expected(700)
 
 
@@ -307,30 +316,33 @@ def test_what_was_copied_ahead_is_not_delivered():
     assert extremes(later, busy=False) == expected(0)[1:]
 
 
-def test_batches_are_pinned_for_the_copy_unless_told_not_to(gpu):
-    seen = []
+class Batch:
+    """Takes down where it is when it is moved."""
 
-    class Batch:
-        """Takes down where it is when it is moved."""
+    were_pinned = []  # noqa: RUF012  # of all
 
-        def __init__(self, samples):
-            self.tensor = torch.tensor(samples)
+    def __init__(self, samples):
+        self.tensor = torch.tensor(samples)
 
-        def pin_memory(self):
-            self.tensor = self.tensor.pin_memory()
-            return self
+    def pin_memory(self):
+        self.tensor = self.tensor.pin_memory()
+        return self
 
-        def to(self, device):
-            seen.append(self.tensor.is_pinned())
-            self.tensor = self.tensor.to(device, non_blocking=True)
-            return self
+    def to(self, device):
+        self.were_pinned.append(self.tensor.is_pinned())
+        self.tensor = self.tensor.to(device, non_blocking=True)
+        return self
 
-    for pin_memory in (None, False):
-        loader = make_loader(
-            range(4), 2, collate_fn=Batch, pin_memory=pin_memory, num_workers=0, device=HERE.device
-        )
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_batches_are_pinned_for_the_copy_unless_told_not_to(workers, gpu):
+    Batch.were_pinned.clear()
+    for told in (None, False):
+        options = {"collate_fn": Batch, "num_workers": workers, "pin_memory": told}
+        loader = make_loader(range(4), 2, device=HERE.device, **options)
         assert [batch.tensor.tolist() for batch in loader] == [[0, 1], [2, 3]]
-    assert seen == [True, True, False, False]
+    assert Batch.were_pinned == [True, True, False, False]
 
 
 # --- data that is on the GPU already
@@ -358,3 +370,136 @@ def test_an_index_out_of_range_leaves_the_gpu_usable(gpu):
     with pytest.raises(RuntimeError, match="index 99 is out of range for 10 samples"):
         list(make_loader(data, 2, sampler=[0, 99]))
     assert torch.ones(1, device=HERE.device).item() == 1
+
+
+# --- for as long as the loop keeps them
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_batches_that_are_kept_beyond_the_step_stay_what_they_are(prefetch):
+    loader = loader_of(900, prefetch, batch_transform=slowly)
+    kept = [tensor_in(batch) for batch in loader]
+    spin()
+    for _ in loader:  # takes memory, and gives it back
+        spin()
+    assert [(x.min().item(), x.max().item()) for x in kept] == expected(900)
+
+
+def used():
+    """Return how much of the GPU's memory is in use, once nothing is queued."""
+    gc.collect()
+    HERE.own.synchronize()
+    return HERE.own.memory_allocated()
+
+
+@pytest.mark.parametrize("leaving", ["break", "error"])
+def test_a_loop_that_is_left_early_leaves_no_memory_in_use(leaving, gpu):
+    loader = loader_of(1000, 3, batch_transform=slowly)
+    assert extremes(loader, busy=True) == expected(1000)
+    before = used()
+    for _ in range(3):
+        with contextlib.suppress(ZeroDivisionError):
+            for batch in loader:
+                spin()
+                del batch
+                if leaving == "break":
+                    break
+                1 / 0  # noqa: B018  # raises
+        assert used() == before
+    assert extremes(loader, busy=True) == expected(1000)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_an_exception_in_the_transform_comes_at_its_step_and_spoils_no_other(prefetch):
+    calls = []
+
+    def failing(batch):
+        calls.append(len(calls))
+        if len(calls) == 4:
+            raise ValueError("the fourth")
+        return slowly(batch)
+
+    loader, found = loader_of(1100, prefetch, batch_transform=failing), []
+    with pytest.raises(ValueError, match="the fourth"):  # noqa: PT012  # of which step
+        for batch in loader:
+            spin()
+            found.append(torch.stack([batch.min(), batch.max()]))
+            del batch
+    assert [tuple(pair.tolist()) for pair in found] == expected(1100)[:3]
+    assert extremes(loader, busy=True) == expected(1100)
+
+
+# --- what they are copied from
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_pinned_memory_is_used_again_only_once_its_copy_has_read_it(workers, prefetch):
+    loader = make_loader(
+        numbered(1200),
+        ROWS,
+        device=HERE.device,
+        prefetch=prefetch,
+        num_workers=workers,
+        batch_transform=holding_up,
+    )
+    for _ in range(2):
+        assert extremes(loader, busy=True) == expected(1200)
+
+
+class Queue(Dataset):
+    """Rows on the GPU, of which each batch is written anew, late, just before it is read."""
+
+    def __init__(self, start):
+        self.start = start
+
+    def __len__(self):
+        return STEPS * ROWS
+
+    def __getitems__(self, indices):
+        rows = torch.full((len(indices), WIDTH), float("nan"), device=HERE.device)
+        spin()
+        return [*rows.fill_(self.start + indices[0] // ROWS)]
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_a_transform_reads_what_a_dataset_has_just_written_on_the_gpu(prefetch):
+    loader = make_loader(
+        Queue(1300), ROWS, device=HERE.device, prefetch=prefetch, batch_transform=lambda x: x + 1
+    )
+    assert extremes(loader, busy=False) == expected(1301)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_rows_of_the_gpu_are_not_written_over_before_the_transform_has_read_them(prefetch):
+    rows = TensorDataset(numbered(1400).tensors[0].to(HERE.device))
+    loader = make_loader(
+        rows, ROWS, device=HERE.device, prefetch=prefetch, batch_transform=slowly, seed=1
+    )
+    assert extremes(loader, busy=False) == expected(1400)
+
+
+# --- where it runs
+
+
+def streams_of(prefetch):
+    """Return the streams on which the transforms of two epochs of two loaders run, each once."""
+    seen = []
+
+    def looking(batch):
+        seen.append(HERE.own.current_stream())
+        return batch
+
+    for loader in [loader_of(0, prefetch, batch_transform=looking) for _ in range(2)]:
+        for _ in range(2):
+            list(loader)
+    return {stream.stream_id for stream in seen}
+
+
+def test_what_runs_ahead_has_one_stream_which_is_not_that_of_the_loop(gpu):
+    own = HERE.own.current_stream().stream_id
+    assert streams_of(0) == {own}
+    assert len(streams_of(1)) == 1
+    assert own not in streams_of(1)
+    assert streams_of(1) == streams_of(3)

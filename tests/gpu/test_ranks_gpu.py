@@ -5,6 +5,7 @@ Run with ``pytest -m gpu``; with ``--device=cpu`` on a CPU.
 
 import contextlib
 import json
+import os
 import signal
 import sys
 from itertools import chain
@@ -26,12 +27,15 @@ from pardata import (
     all_reduce_mean,
     all_reduce_min,
     all_reduce_sum,
+    backward,
     barrier,
     broadcast,
+    check_in_sync,
     init,
     make_loader,
     rank_zero_call,
     world,
+    wrap_model,
 )
 
 SCRIPT = """
@@ -40,20 +44,19 @@ import torch.distributed as dist
 with pardata.init(device=sys.argv[1]) as here:
     total = pardata.all_reduce_sum(torch.ones(2, device=here.device))
     bound = str(dist.group.WORLD.bound_device_id)
-    current = torch.cuda.current_device() if here.device.type == "cuda" else None
+    current = torch.get_device_module(here.device).current_device()
     facts = [str(here.device), current, here.backend, here.launcher, total.tolist(), bound]
 print(json.dumps(facts), flush=True)
 """
 
 
-def test_init_under_torchrun(device, tmp_path):
+def test_init_under_torchrun(device, hardware, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
-    printed = processes.run(
-        *launcher, script, device.partition(":")[0], PYTHONPATH=str(ROOT / "src")
-    )
-    backend, current = ("gloo", None) if device == "cpu" else ("cuda:nccl,cpu:gloo", 0)
+    found = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    printed = processes.run(*launcher, script, hardware, PYTHONPATH=found)
+    backend, current = ("gloo", "cpu") if hardware == "cpu" else (backend_for(hardware), 0)
     # A group of one has nobody to connect to.
     expected = [device, current, backend, "torchrun", [1, 1], "None"]
     (line,) = [line for line in printed.splitlines() if line.startswith('["')]
@@ -62,23 +65,55 @@ def test_init_under_torchrun(device, tmp_path):
 
 def facts_of(device):
     with init(device=device) as here:
-        kind = here.device.type
-        current = torch.cuda.current_device() if kind == "cuda" else None
         bound = dist.group.WORLD.bound_device_id
-        return here.size, here.local_rank, kind, here.device.index == current, bound
+        return here.size, here.local_rank, here.device.type, is_current(here.device), bound
 
 
-def test_a_rank_can_use_a_gpu_although_it_was_forked():
+def backend_for(kind):
+    """Return the backend of a kind of GPU, as torch has it, beside that of the CPU."""
+    return f"{kind}:{dist.get_default_backend_for_device(kind)},cpu:gloo"
+
+
+def is_current(device):
+    return device.index in (None, torch.get_device_module(device).current_device())
+
+
+def cannot_use(device):
+    return torch.get_device_module(device)._is_in_bad_fork()
+
+
+def test_a_rank_can_use_a_gpu_although_it_was_forked(gpu):
     # From a server that must not have looked at GPUs: CUDA is then of no use to its children.
-    assert run(torch.cuda._is_in_bad_fork, world_size=2, fresh=True) == [False, False]
+    torch.ones(1, device=gpu)
+    assert run(cannot_use, gpu, world_size=2, fresh=True) == [False, False]
 
 
-def test_the_device_of_each_rank_is_current(everywhere):
+def test_the_device_of_each_rank_is_current(everywhere, hardware):
     found = everywhere(facts_of)
-    for rank, (size, local_rank, kind, is_current, bound) in enumerate(found):
-        assert (size, local_rank, is_current) == (len(found), rank, True)
-        assert kind in ("cuda", "cpu")
-        assert bound in (None, torch.device("cuda", rank))
+    for rank, facts in enumerate(found):
+        assert facts[:4] == (len(found), rank, hardware, True)
+        assert facts[4] in (None, torch.device(hardware, rank))
+
+
+def device_at_the_start(device):
+    """Return which device is current when torch makes the group, and which is this rank's."""
+    make, seen = dist.init_process_group, []
+
+    def noted(*args, **options):
+        seen.append(torch.get_device_module(device).current_device())
+        make(*args, **options)
+
+    dist.init_process_group = noted
+    try:
+        with init(device=device) as here:
+            return seen, here.device.index
+    finally:
+        dist.init_process_group = make
+
+
+def test_the_device_is_chosen_before_the_group_is_made(gpu, over_nccl):
+    found = over_nccl(device_at_the_start)
+    assert found == [([rank], rank) for rank in range(len(found))]
 
 
 def shared_gpu(device):
@@ -184,6 +219,44 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(everywhere):
         assert heard == [step >= (2 if size == 1 else 3) for step in range(5)]
 
 
+def beside_gradients(device):
+    """Train, and tell numbers while gradients are on their way; return how both went, and when."""
+    ways, all_reduce = set(), dist.all_reduce
+
+    def noted(tensor, *args, group=None, **options):
+        is_default = group in (None, dist.group.WORLD)
+        ways.add((tensor.device.type, "default" if is_default else "another"))
+        return all_reduce(tensor, *args, group=group, **options)
+
+    with init(device=device) as here, StopSignal(signal.SIGUSR2) as stop:
+        model = wrap_model(torch.nn.Linear(200, 200), "ddp")
+        rows, heard = torch.ones(2, 200, device=here.device), []
+        dist.all_reduce = noted
+        try:
+            for step in range(6):
+                if step == 3 and here.rank == here.size - 1:
+                    signal.raise_signal(signal.SIGUSR2)
+                backward(model, lambda model, batch: model(batch).mean(), rows)
+                heard.append(stop.agreed())
+                told = all_reduce_mean({"step": step, "rank": here.rank})
+                assert told == {"step": step, "rank": (here.size - 1) / 2}
+        finally:
+            dist.all_reduce = all_reduce
+        check_in_sync(model)
+        gradients = [parameter.grad.cpu() for parameter in model.parameters()]
+        assert all(torch.allclose(gradient, torch.tensor(6 / 200)) for gradient in gradients)
+        return ways, heard.index(True), here.backend
+
+
+def test_small_numbers_travel_beside_gradients_in_another_way(everywhere, hardware):
+    for ways, stopped_at, backend in everywhere(beside_gradients):
+        if stopped_at == 3:  # one rank, which tells nobody
+            continue
+        numbers = ("cpu", "another" if backend == "gloo" else "default")
+        assert ways == {(hardware, "default"), numbers}
+        assert stopped_at == 4
+
+
 # --- streams
 
 
@@ -213,8 +286,7 @@ def adopted(device):
     """Adopt the gloo group of `run`, whose device is asked for."""
     here = init(device=device)
     assert world() == here
-    index = torch.cuda.current_device() if here.device.type == "cuda" else None
-    return str(here.device), index == here.device.index
+    return str(here.device), is_current(here.device)
 
 
 def test_the_device_of_an_adopted_group_is_current(device):
@@ -228,19 +300,18 @@ def bound(kind):
     dist.barrier()
     dist.destroy_process_group()
     own, backend = None, "gloo"
-    if kind == "cuda":
-        own, backend = torch.device(kind, rank), "cuda:nccl,cpu:gloo"
+    if kind != "cpu":
+        own, backend = torch.device(kind, rank), backend_for(kind)
     dist.init_process_group(
         backend, store=dist.PrefixStore("gpu", store), rank=rank, world_size=size, device_id=own
     )
-    device, is_current = adopted(None)
-    return device == str(own or "cpu"), is_current, sorted(world().backend.split(","))
+    device, has_it = adopted(None)
+    return device == str(own or "cpu"), has_it, sorted(world().backend.split(","))
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_the_device_that_an_adopted_group_is_bound_to_is_made_current(size, device, request):
+def test_the_device_that_an_adopted_group_is_bound_to_is_made_current(size, hardware, request):
     if size == 2:
         request.getfixturevalue("needs_two")
-    kind = torch.device(device).type
-    backend = ["cpu:gloo", "cuda:nccl"] if kind == "cuda" else ["gloo"]
-    assert run(bound, kind, world_size=size, fresh=True) == [(True, True, backend)] * size
+    backend = ["gloo"] if hardware == "cpu" else sorted(backend_for(hardware).split(","))
+    assert run(bound, hardware, world_size=size, fresh=True) == [(True, True, backend)] * size

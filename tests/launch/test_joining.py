@@ -8,7 +8,6 @@ import sys
 import time
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -19,14 +18,15 @@ from launch_zoo import open_mpi_variables
 from launched import agent, launched, reserved_port, slurm_variables, torchrun_variables
 from logged import kept
 from on_ranks import caught, run
+from pretended import accelerators
 
 from pardata import all_reduce_sum, barrier, init, world
 from pardata.launch import _init
-from pardata.launch._address import not_met, run_of
+from pardata.launch._address import _opened_stores, not_met, run_of
 from pardata.launch._rendezvous import own_device
+from pardata.ranks._device import hidden_devices
 from pardata.ranks._launcher import Launch
-from pardata.ranks._machine import hidden_gpus
-from pardata.ranks._process import process
+from pardata.ranks._logger import said
 
 SOON = timedelta(seconds=4)  # a busy machine takes more than one to connect
 
@@ -40,15 +40,13 @@ def launch(local_rank, local_size):
 # --- which device
 
 
-def pretend_gpus(count, uuid=None):
+def pretend_gpus(count, uuid=None, kind="cuda"):
     """Make this process see GPUs for a block, without touching a driver."""
-    return patch.multiple(
-        torch.cuda,
-        is_available=lambda: count > 0,
-        device_count=lambda: count,
-        set_device=lambda _device: None,
-        get_device_properties=lambda device: SimpleNamespace(uuid=uuid or device.index),
-    )
+
+    def told(device):
+        return SimpleNamespace(uuid=uuid or f"GPU-{device.index}", total_memory=0)
+
+    return accelerators(count, kind=kind, get_device_properties=told)
 
 
 MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -80,8 +78,41 @@ def test_a_local_rank_gets_the_gpu_of_its_number_or_the_only_one_it_is_shown_or_
         )
 
 
-def join_with_gpus(counts, uuid=None, **arguments):
-    with pretend_gpus(counts[int(os.environ["RANK"])], uuid):
+OF_KINDS = [
+    ("cuda", 1, None, "cuda:0"),
+    ("xpu", 1, None, "xpu:0"),
+    ("mps", 1, None, "mps:0"),
+    ("mps", 1, "mps", "mps:0"),
+    ("mps", 2, None, "cpu"),  # its ranks could not send from there
+    ("mps", 2, "mps", "mps:0"),  # refused by the backend's name
+]
+
+
+@pytest.mark.parametrize(("kind", "size", "wanted", "device"), OF_KINDS)
+def test_any_accelerator_that_torch_has_is_taken_where_ranks_can_send_from_it(
+    kind, size, wanted, device
+):
+    with accelerators(1, kind=kind):
+        found = own_device(launch(0, size), None if wanted is None else torch.device(wanted))
+    assert str(found) == device
+
+
+def join_on(kind):
+    with accelerators(2, kind=kind):
+        return caught(lambda: init(device=kind, timeout=timedelta(seconds=20)))
+
+
+def test_a_device_from_which_ranks_cannot_send_is_an_error_on_every_rank():
+    text = (
+        "`device` must be one from which ranks can send over 'gloo', but is 'mps:{}': train there "
+        "in one process under strategy 'none', or pass 'cpu'"
+    )
+    for rank, raised in enumerate(launched(join_on, "mps", size=2)):
+        assert (raised.type, raised.text) == ("RuntimeError", text.format(rank))
+
+
+def join_with_gpus(counts, uuid=None, kind="cuda", **arguments):
+    with pretend_gpus(counts[int(os.environ["RANK"])], uuid, kind):
         raised = caught(lambda: init(timeout=timedelta(seconds=20), **arguments))
     return raised, dist.is_initialized()
 
@@ -114,7 +145,7 @@ def test_gpus_that_make_no_group_are_an_error_on_every_rank_at_once(counts, uuid
         assert not initialized
 
 
-def join_and_note_the_bound(counts):
+def join_and_note_the_bound(counts, kind="cuda"):
     """Join, where the group of GPUs is made as one of gloo, and say to which GPU it was bound."""
     make, asked = dist.init_process_group, []
 
@@ -123,7 +154,7 @@ def join_and_note_the_bound(counts):
         make("gloo", **kwargs)
 
     with patch.object(dist, "init_process_group", init_process_group):
-        raised, _ = join_with_gpus(counts)
+        raised, _ = join_with_gpus(counts, kind=kind)
     assert raised.size == len(counts)
     return asked
 
@@ -142,6 +173,13 @@ BOUND = [
 def test_a_group_is_bound_to_one_gpu_only_where_a_process_has_one(counts, bound):
     found = launched(join_and_note_the_bound, counts, size=2)
     assert found == [[("cuda:nccl,cpu:gloo", device)] for device in bound]
+
+
+@pytest.mark.oldest
+def test_another_accelerator_has_its_own_backend_and_is_bound_where_torch_can():
+    bound = ["xpu:0", "xpu:1"] if torch.__version__ >= (2, 7) else ["None"] * 2
+    found = launched(join_and_note_the_bound, [2, 2], "xpu", size=2)
+    assert found == [[("xpu:xccl,cpu:gloo", device)] for device in bound]
 
 
 @pytest.fixture
@@ -163,8 +201,8 @@ def test_gpus_that_torch_does_not_see_are_a_warning_of_init(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if mask is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
-    monkeypatch.setattr(_init, "hidden_gpus", lambda: hidden_gpus(machine_with_gpus))
-    process.said.clear()
+    monkeypatch.setattr(_init, "hidden_devices", lambda: hidden_devices(machine_with_gpus))
+    said.clear()
     _, keeper = kept("pardata.launch._init", logging.WARNING)
     with init(device=device, tune_cpu=False):
         pass
@@ -180,7 +218,7 @@ def test_gpus_that_torch_does_not_see_are_a_warning_of_init(
 def test_a_machine_without_gpus_hides_none(tmp_path):
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "nvidiactl").touch()
-    assert hidden_gpus(tmp_path) is None
+    assert hidden_devices(tmp_path) is None
 
 
 def join_on_bad_device(bad):
@@ -195,7 +233,7 @@ def join_on_bad_device(bad):
 @pytest.mark.parametrize("bad", [[1], [0, 1]], ids=str)
 def test_a_device_that_is_not_there_is_an_error_on_every_rank_and_a_second_try_works(bad):
     for rank, (raised, total, size) in enumerate(launched(join_on_bad_device, bad, size=2)):
-        text = "`device` must be one that is here, but is 'cuda', and no GPU is visible"
+        text = "`device` must be one that is here, but is 'cuda': PyTorch sees the CPU"
         assert raised.type == "RuntimeError"
         if rank in bad:
             assert raised.text == text
@@ -203,6 +241,20 @@ def test_a_device_that_is_not_there_is_an_error_on_every_rank_and_a_second_try_w
             assert f"rank {bad[0]} failed in `init`: RuntimeError: {text}" in raised.text
         assert raised.seconds < 10
         assert total == size == 2
+
+
+def join_on_nonsense(bad):
+    device = "nonsense" if int(os.environ["RANK"]) == bad else "cpu"
+    return caught(lambda: init(device=device, timeout=timedelta(seconds=20)))
+
+
+@pytest.mark.parametrize("bad", [0, 2])
+def test_a_device_that_no_machine_has_is_an_error_on_every_rank_at_once(bad):
+    for rank, raised in enumerate(launched(join_on_nonsense, bad, size=3)):
+        told = "" if rank == bad else f"rank {bad} failed in `init`: ValueError: "
+        assert raised.text.startswith(f"{told}`device` must be the name of a device, as 'cpu'")
+        assert raised.type == ("ValueError" if rank == bad else "RuntimeError")
+        assert raised.seconds < 10
 
 
 # --- where to meet
@@ -323,6 +375,9 @@ def test_who_adopts_a_group_waits_too_until_every_rank_has_made_the_one_beside_i
     assert run(join_slowly, 1, "new_group", tmp_path, world_size=2) == [True, True]
 
 
+CLOSED = "[gloo/transport/tcp/pair.cc:1] Connection closed by peer"
+
+
 def join_without_a_link(bad, others_see_it, maker):
     """Join where a rank cannot connect; the others see that later, or not at all."""
     rank, make = int(os.environ["RANK"]), getattr(dist, maker)
@@ -331,7 +386,8 @@ def join_without_a_link(bad, others_see_it, maker):
         make(*args, **kwargs)
         if rank != bad:
             time.sleep(0.5)
-        raise RuntimeError("no route to host" if rank == bad else "Connection closed by peer")
+        # Raised in C++, as gloo does.
+        torch.ops.aten._assert_scalar(False, "no route to host" if rank == bad else CLOSED)
 
     causes = []
 
@@ -356,7 +412,7 @@ def test_a_rank_that_cannot_make_a_group_is_an_error_on_every_rank(bad, others_s
     for rank, (raised, causes, initialized) in enumerate(outcomes):
         assert raised.type == "RuntimeError"
         own_is_kept = others_see_it and rank != bad
-        assert causes == ["Connection closed by peer" if own_is_kept else "None"]
+        assert causes == [CLOSED if own_is_kept else "None"]
         if rank == bad:
             assert raised.text == "no route to host"
         else:
@@ -386,18 +442,103 @@ def test_under_mpi_the_nodes_are_counted_by_the_names_of_the_hosts():
 # --- whose run it is
 
 
+USER = f", by user {os.getuid()}"
 NAMES = [
     ("slurm", {"SLURM_JOB_ID": "5", "SLURM_STEP_ID": "1"}, "SLURM job 5, step 1, start 0"),
     ("torchrun", {"TORCHELASTIC_RUN_ID": "a1"}, "torchrun's run a1"),
-    ("torchrun", {"TORCHELASTIC_RUN_ID": "none"}, f"a run of {Path(sys.argv[0]).name}"),
+    ("torchrun", {"TORCHELASTIC_RUN_ID": "none", "PWD": "/a"}, f"a run of t.py -x 3{USER} in /a"),
     ("mpi", {"PMIX_NAMESPACE": "prterun-7@1"}, "Open MPI's run prterun-7@1"),
-    ("mpi", {}, f"a run of {Path(sys.argv[0]).name}"),
+    ("mpi", {}, f"a run of t.py -x 3{USER} in "),
 ]
 
 
 @pytest.mark.parametrize(("launcher", "env", "named"), NAMES)
-def test_a_run_has_the_name_that_its_launcher_gave_it(launcher, env, named):
+def test_a_run_has_the_name_that_its_launcher_gave_it(launcher, env, named, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/b/t.py", "-x", "3"])
     assert run_of(launch(0, 2)._replace(launcher=launcher), env) == named
+
+
+SAME = [
+    ("t.py --lr 1", "/b/t.py --lr 1"),
+    ("t.py --local_rank=0 --lr 1", "t.py --local_rank=1 --lr 1"),
+    ("t.py --local-rank 0 --lr 1", "t.py --local-rank 1 --lr 1"),
+    ("t.py -nr 0 -g 2", "t.py -nr 1 -g 2"),
+    ("t.py 0 2", "t.py 1 2"),
+    (f"t.py --out /a/{socket.gethostname()}", "t.py --out /a/…"),
+    ("/x/site-packages/ray/worker.py --token=1", "/x/site-packages/ray/worker.py --token=2"),
+]
+OTHERS = [
+    ("t.py --lr 1", "t.py --lr 2"),
+    ("t.py --seed 0", "t.py --seed 1"),
+    ("t.py --lr=1", "t.py --lr=2"),
+    ("t.py a.yaml", "t.py b.yaml"),
+    ("t.py", "t.py --resume"),
+    ("t.py", "u.py"),
+]
+
+
+def run_named(command, monkeypatch, folder="/a", nodes=1):
+    monkeypatch.setattr(sys, "argv", command.split())
+    told = launch(0, 2)._replace(launcher="torchrun", local_size=2 // nodes)
+    return run_of(told, {"PWD": folder})
+
+
+@pytest.mark.parametrize(("one", "another"), SAME)
+def test_ranks_of_one_run_may_have_what_differs_between_ranks(one, another, monkeypatch):
+    assert run_named(one, monkeypatch) == run_named(another, monkeypatch)
+
+
+@pytest.mark.parametrize(("one", "another"), OTHERS)
+def test_runs_of_one_script_differ_in_what_else_they_were_told(one, another, monkeypatch):
+    assert run_named(one, monkeypatch) != run_named(another, monkeypatch)
+
+
+def test_on_one_host_runs_differ_in_their_folders_and_on_several_a_run_may_have_several(
+    monkeypatch,
+):
+    names = [run_named("t.py", monkeypatch, folder) for folder in ("/a", "/b")]
+    assert len(set(names)) == 2
+    names = [run_named("t.py", monkeypatch, folder, nodes=2) for folder in ("/a", "/b")]
+    assert names == ["a run of t.py"] * 2
+
+
+def by_hand(rank, size, port, **changes):
+    gone = dict.fromkeys(("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"))
+    return torchrun_variables(rank, size, port, **gone, **changes)
+
+
+def join_as(commands):
+    sys.argv = commands[int(os.environ["RANK"])].split()
+    return join_in_two_seconds()
+
+
+def test_two_runs_of_one_script_at_one_address_are_no_group():
+    commands = ["train.py --lr 0.1", "train.py --lr 0.2"]
+    first, second = launched(join_as, commands, size=2, variables=by_hand)
+    assert str(first).startswith("TimeoutError: `init` must be reached by every rank, but rank 1 ")
+    assert "but the store there is that of a run of train.py --lr 0.1, by user " in str(second)
+    assert "and this rank is of a run of train.py --lr 0.2, by user " in str(second)
+    assert str(second).endswith(
+        "if this is one run, set TORCHELASTIC_RUN_ID to the same name on all of its ranks"
+    )
+
+
+def test_ranks_with_their_number_among_the_arguments_are_one_group():
+    commands = [f"train.py --local-rank={rank} --lr 0.1" for rank in range(2)]
+    assert launched(join_as, commands, size=2, variables=by_hand) == [None] * 2
+
+
+def spawned(rank, port):
+    os.environ.update(by_hand(rank, 2, port))
+    with init(timeout=timedelta(seconds=30)) as here:
+        assert here.size == 2
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_children_of_a_script_are_one_group_with_it(method, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "0.1"])
+    with reserved_port() as port:
+        torch.multiprocessing.start_processes(spawned, (port,), 2, start_method=method)
 
 
 def of_two_runs(rank, size, port, **changes):
@@ -410,7 +551,7 @@ def join_in_two_seconds():
         with init(timeout=timedelta(seconds=2)):
             pass
     except RuntimeError:
-        assert not process.stores  # a second try would meet the other run's again
+        assert not _opened_stores  # a second try would meet the other run's again
         raise
 
 

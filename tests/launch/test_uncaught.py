@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from launched import agent, launched, reserved_port, slurm_variables, torchrun_v
 from logged import kept
 
 import pardata
-from pardata.launch._uncaught import report_uncaught
+from pardata.launch._uncaught import folded, report_uncaught
 
 SCRIPT = """
 import sys, time, torch, pardata
@@ -175,6 +176,149 @@ def test_under_torchrun_the_line_stands_before_the_traceback_which_is_its_root_c
     assert "<N/A>" not in cause
 
 
+# --- what is printed
+
+
+SAME = """
+import sys, pardata, torch
+
+def shown(kind, error, trace):
+    frames = 0
+    while trace:
+        trace, frames = trace.tb_next, frames + 1
+    print(f"{kind.__name__} in {frames} frames", file=sys.stderr)
+
+class Disk(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if index == 7:
+            raise ConnectionResetError("Connection reset by peer")
+        return torch.ones(1)
+
+def loss_fn(model, batch):
+    if pardata.world().rank == 1:
+        raise RuntimeError("tracker: Connection reset by peer")
+    return model(batch).mean()
+
+def train(what):
+    here = pardata.init(timeout=100)
+    if what == "after":
+        sys.excepthook = shown
+    model = pardata.wrap_model(torch.nn.Linear(1, 1))
+    if what == "interrupt" and here.rank == 1:
+        raise KeyboardInterrupt
+    if what in ("tracker", "interrupt"):
+        pardata.backward(model, loss_fn, torch.ones(1, 1))
+    if what == "disk":
+        for batch in pardata.make_loader(Disk(), 4, num_workers=1):
+            pardata.backward(model, lambda model, x: model(x).mean(), batch)
+    pardata.wrap_model(model)
+
+what = sys.argv[1]
+if what == "before":
+    sys.excepthook = shown
+if what == "without":
+    pardata.all_reduce_mean(1.0)
+train(what)
+"""
+WRAPPED = "ValueError: `model` must not be wrapped yet, but is or holds a wrapped module "
+HINT = re.compile(r"  … \d+ frames? of pardata; PARDATA_TRACEBACK=full shows them\n")
+
+
+@pytest.fixture
+def said(programs, tmp_path):
+    """Return what each of two ranks of a script prints, and leaves for torchrun."""
+
+    def run(what, **more):
+        with agent() as port:
+            ranks = []
+            for rank in range(2):
+                env = torchrun_variables(rank, 2, port, TORCHELASTIC_ERROR_FILE=f"{rank}.json")
+                where = {"folder": tmp_path, "output": tmp_path / str(rank)}
+                ranks.append(programs.start(SAME, what, **where, **env, **more))
+            assert all(one.wait(90) for one in ranks)
+        files = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("*.json"))]
+        return [(tmp_path / str(rank)).read_text() for rank in range(2)], [
+            file["message"]["message"] for file in files
+        ]
+
+    return run
+
+
+def test_what_all_raise_is_printed_once_without_frames_of_pardata(said):
+    texts, files = said("twice")
+    full, short = sorted(texts, key=len, reverse=True)
+    assert short.count("\n") == 1
+    assert re.fullmatch(r"\[\d/2\] failed: " + WRAPPED + r".*\(train\.py:\d+\)\n", short)
+    lines = full.splitlines()
+    assert (len(lines), len(HINT.findall(full)), WRAPPED in lines[-1]) == (7, 1, True)
+    assert lines[-3].endswith("in train")
+    assert lines[-2].endswith(" frames of pardata; PARDATA_TRACEBACK=full shows them")
+    assert "pardata/" not in full
+    short, full = sorted(files, key=len)
+    assert re.fullmatch(WRAPPED + r".*\(train\.py:\d+\)", short)
+    assert len(HINT.findall(full)) == 1
+    assert full.startswith("Traceback ")
+
+
+def test_the_whole_traceback_is_printed_if_it_is_asked_for(said):
+    texts, files = said("twice", PARDATA_TRACEBACK="full")
+    for text in (*texts, max(files, key=len)):
+        assert "pardata/strategies/_wrap_model.py" in text
+        assert not HINT.search(text)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_hook_of_the_users_own_gets_all_frames_on_every_rank(said, when):
+    for text in said(when)[0]:
+        frames = re.search(r"ValueError in (\d+) frames\n", text)
+        assert frames
+        assert int(frames[1]) > 5
+
+
+def test_frames_are_left_out_of_groups_of_exceptions_too():
+    text = "  + Exception Group Traceback (most recent call last):\n"
+    ours = f'  |   File "{Path(pardata.__file__).parent}/a.py", line 1, in f\n  |     f()\n'
+    user = '  |   File "pardata.py", line 1, in f\n  |     f()\n'
+    hint = "  |   … 2 frames of pardata; PARDATA_TRACEBACK=full shows them\n"
+    assert folded(text + user + ours * 2 + user) == text + user + hint + user
+    assert folded("boom\n  a\n") == "boom\n  a\n"
+
+
+@pytest.mark.parametrize(
+    ("what", "cause"),
+    [
+        ("tracker", r"RuntimeError: tracker: Connection reset by peer"),
+        (
+            "disk",
+            r"RuntimeError: sample 7 could not be read on rank 1, worker 0: \w+: Connection .*",
+        ),
+    ],
+)
+def test_an_error_that_speaks_of_a_connection_is_the_cause_where_it_came_up(said, what, cause):
+    texts, _ = said(what)
+    assert re.match(rf"\[1/2\] failed: {cause} \(train\.py:\d+\)\n", texts[1])
+    told = rf"\[0/2\] failed because rank 1 failed first: {cause} \(train\.py:\d+\); here: backward"
+    assert re.search(told, texts[0])
+
+
+def test_ctrl_c_is_called_that(said):
+    texts, files = said("interrupt")
+    assert re.match(r"\[1/2\] stopped by Ctrl-C \(train\.py:\d+\)\n", texts[1])
+    assert "failed" not in texts[1]
+    stopped = r"rank 1 was stopped by Ctrl-C \(train\.py:\d+\)"
+    assert re.search(rf"\[0/2\] failed because {stopped}; here: backward at ", texts[0])
+    assert re.fullmatch(r"rank 1 of 2 was stopped by Ctrl-C \(train\.py:\d+\)", files[0])
+
+
+def test_an_error_before_init_reaches_torchrun_too(said):
+    for file in said("without")[1]:
+        assert file.startswith("`all_reduce_mean` needs the process group: torchrun started 2 pro")
+        assert re.search(r"single process \(train\.py:\d+\)$", file)
+
+
 # --- the hook
 
 
@@ -283,3 +427,61 @@ def test_a_thread_that_began_meanwhile_does_not_keep_the_group():
     del group
     assert known() is None
     assert not thread.is_alive()
+
+
+WRONG = "import sys, pardata\npardata.init(**eval(sys.argv[1]))\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("{'device': 'gpu'}", "ValueError: `device` must be the name of a device"),
+        ("{'device': 'cuda'}", "RuntimeError: "),
+    ],
+)
+def test_an_error_of_init_itself_is_torchruns_root_cause(arguments, text, tmp_path, short_tmp):
+    (tmp_path / "train.py").write_text(WRONG)
+    done = torchrun(tmp_path / "train.py", 2, short_tmp, arguments, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 1
+    _, _, cause = done.stderr.partition("Root Cause")
+    assert re.search(rf"error_file: /.*\n +traceback : {re.escape(text)}.*train\.py:2\)\n", cause)
+    assert "<N/A>" not in cause
+
+
+STEP = """
+import sys, torch, pardata
+
+def fails(model, batch=None):
+    if here.rank == 1:
+        raise ValueError("boom")
+    return 1 if batch is None else model(batch).mean()
+
+def loss_fn(model, batch):
+    return model(batch).mean()
+
+here = pardata.init(timeout=100)
+model = pardata.wrap_model(torch.nn.Linear(2, 1), sys.argv[1])
+(batch,) = pardata.make_loader(torch.ones(6, 2), 6, microbatch_size=1, num_workers=0)
+if sys.argv[2] == "count":
+    pardata.backward(model, loss_fn, batch, count=fails)
+else:
+    pardata.backward(model, fails, batch)
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "where"), [("exact", "loss_fn"), ("exact", "count"), ("ddp", "count")]
+)
+def test_what_ranks_hear_of_in_a_step_is_said_by_the_log_too(strategy, where, programs, tmp_path):
+    with agent() as port:
+        ranks = [
+            programs.start(
+                STEP, strategy, where, output=tmp_path / str(n), **torchrun_variables(n, 3, port)
+            )
+            for n in range(3)
+        ]
+        assert [rank.wait(90) for rank in ranks] == [1, 1, 1]
+    for rank in (0, 2):
+        text = (tmp_path / str(rank)).read_text()
+        boom = "ValueError: boom (train.py:6)"
+        assert f"[{rank}/3] failed because rank 1 failed first: {boom}; here: Runtime" in text

@@ -4,6 +4,7 @@ import json
 import random
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +14,12 @@ from packages import require
 from PIL import Image
 from places import EXAMPLES
 from processes import wait_for
-from programs import MNIST, WHO, fingerprint, joined
+from programs import MNIST, TORCHRUN, WHO, fingerprint, joined
+
+from pardata import Checkpointer
 
 PYTHON = sys.executable
+STOPPING = Path(__file__).parents[1] / "stopping.py"
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +102,69 @@ def test_a_plain_python_in_an_allocation_is_a_single_process(slurm, folder):
     script = ["--wait", f"--output={folder / 'out'}", "--wrap", f"{PYTHON} {WHO}"]
     slurm.run("sbatch", "-N", 2, "-n", 4, *script)
     assert single in (folder / "out").read_text()
+
+
+SIGNALS = "--signals-to-handle=SIGTERM,SIGUSR2"
+STARTERS = {
+    "srun": ["-n", 2, PYTHON],
+    "torchrun": ["-n", 1, *TORCHRUN, "--standalone", "--nproc-per-node=2", SIGNALS],
+}
+
+
+@pytest.fixture
+def reading(slurm, folder):
+    """Start a run of two ranks with workers; return its job as soon as they read."""
+    out = folder / "out"
+
+    def start(launcher, starts, trap=":"):
+        own = ["srun", *STARTERS[launcher], STOPPING, starts, 1, folder / "run"]
+        script = f"{trap}; {' '.join(map(str, own))}"
+        job = slurm.run("sbatch", "--parsable", "-n2", f"--output={out}", "--wrap", script).strip()
+        wait_for(lambda: out.exists() and out.read_text().count("reads") == 2)
+        return job
+
+    return start
+
+
+def check_saved(folder):
+    """Wait for both ranks, which must stop at one step and have saved it."""
+    printed = (folder / "out").read_text
+    wait_for(lambda: printed().count("ended well") == 2, 90, printed)
+    (step,) = set(re.findall(r"stopped after (\d+)\n", printed()))
+    assert Checkpointer(folder / "run").steps()[-1] == int(step)
+
+
+@pytest.mark.parametrize("starts", ["fork", "forkserver", "spawn"])
+def test_a_signal_to_all_processes_stops_a_run_that_has_workers(slurm, reading, folder, starts):
+    job = reading("srun", starts)
+    slurm.run("scancel", "--signal=TERM", job)
+    check_saved(folder)
+    wait_for(lambda: slurm.state(job) not in ("RUNNING", "COMPLETING"))
+    assert slurm.state(job) == "COMPLETED"
+
+
+LIMIT = ["scontrol", "update", "EndTime=now+1", "jobid={job}"]  # SLURM looks each half minute
+ENDINGS = {
+    "cancelled": ("srun", ["scancel", "{job}"]),
+    "limit": ("srun", LIMIT),
+    "torchrun": ("torchrun", ["scancel", "--signal=TERM", "{job}"]),
+    "torchrun cancelled": ("torchrun", ["scancel", "{job}"]),
+    "torchrun limit": ("torchrun", LIMIT),
+    "torchrun SIGUSR2": ("torchrun", ["scancel", "--signal=USR2", "{job}"]),
+    "full": ("srun", ["scancel", "--full", "--signal=USR2", "{job}"], "trap : USR2"),
+}
+OFTEN = {"cancelled", "limit", "torchrun"}
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [pytest.param(name, marks=() if name in OFTEN else pytest.mark.soak) for name in ENDINGS],
+)
+def test_a_run_saves_however_slurm_ends_it(slurm, reading, folder, ending):
+    launcher, command, *trap = ENDINGS[ending]
+    job = reading(launcher, "fork", *trap)
+    slurm.run(*(part.format(job=job) for part in command))
+    check_saved(folder)
 
 
 def test_a_preempted_job_goes_on_by_itself_and_no_step_is_lost(slurm, submit, few_images, folder):

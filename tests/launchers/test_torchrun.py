@@ -1,6 +1,7 @@
 """torchrun: on one host, on two, and while a node dies and another joins."""
 
 import re
+import signal
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,7 +11,10 @@ from namespaces import hosts, require_namespaces
 from processes import ended, run, start, wait_for
 from programs import MNIST, TORCHRUN, fingerprint, joined
 
+from pardata import Checkpointer
+
 TRAINING = Path(__file__).parents[1] / "promises" / "faults" / "training.py"
+STOPPING = Path(__file__).parents[1] / "stopping.py"
 # Short times until a node counts as gone, and until a smaller world begins without it.
 ELASTIC = [
     "--nnodes=1:2", "--max-restarts=3",
@@ -72,6 +76,23 @@ def test_two_workers_train_as_one_process_does(alone, folder):
     )
     assert joined(printed) == "2 processes on 1 node, launched by torchrun"
     assert fingerprint(printed) == alone
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGUSR2", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("starts", ["fork", "forkserver", "spawn"])
+def test_a_signal_that_it_sends_to_all_processes_stops_a_run_that_has_workers(starts, name, folder):
+    options = ["--standalone", "--nproc-per-node=2", "--signals-to-handle=SIGTERM,SIGUSR2"]
+    with (folder / "out").open("w") as file:
+        job = start(*TORCHRUN, *options, STOPPING, starts, 1, folder / "run", stdout=file)
+    printed = (folder / "out").read_text
+    with ended(job):
+        wait_for(lambda: printed().count("reads") == 2 or job.poll() is not None, what=printed)
+        job.send_signal(getattr(signal, name))
+        job.wait(100)  # with a status that is not 0, also if its ranks ended well
+    step = re.search(r"stopped after (\d+)", printed())
+    assert step, printed()
+    assert printed().count(step[0]) == printed().count("ended well") == 2
+    assert Checkpointer(folder / "run").steps()[-1] == int(step[1])
 
 
 @pytest.mark.parametrize(

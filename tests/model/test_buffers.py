@@ -1,6 +1,6 @@
 """Buffers: put back after what must leave no trace, and made equal on all ranks under "fsdp".
 
-The hook of "fsdp" works in `backward`: tests/gradient/test_backward.py.
+The hook of "fsdp" works in `backward`: tests/strategies/test_backward.py.
 """
 
 from contextlib import nullcontext
@@ -14,7 +14,8 @@ from sharding import needs_fsdp
 from torch import nn
 
 from pardata import backward, unwrap, wrap_model
-from pardata.model._buffers import average, kept_buffers, real_buffers
+from pardata.model._before import KeptBuffers
+from pardata.model._buffers import average, real_buffers
 
 
 class Many(nn.Module):
@@ -49,7 +50,7 @@ def test_whatever_was_done_to_buffers_is_undone(fails):
     module = Many()
     held, before = dict(module.named_buffers()), state(module)
     with pytest.raises(KeyError) if fails else nullcontext():  # noqa: SIM117
-        with kept_buffers(module):
+        with KeptBuffers(module.modules()):
             change_all(module)
             if fails:
                 raise KeyError
@@ -60,6 +61,29 @@ def test_whatever_was_done_to_buffers_is_undone(fails):
         assert torch.equal(buffer, before[name])
     assert module.cache is None
     assert not hasattr(module, "more")
+
+
+def test_blocks_one_after_another_and_within_each_other_have_values_of_their_own():
+    module, norm = Many(), nn.BatchNorm1d(2)
+    module.add_module("last", norm)
+    seen = []
+    for value in (1.0, 2.0):
+        norm.running_mean.fill_(value)
+        with KeptBuffers(module.modules()):
+            norm.running_mean.fill_(value + 10)
+            with KeptBuffers(module.modules()):
+                change_all(module)
+                norm.running_mean.fill_(0.0)
+            seen.append(norm.running_mean[0].item())
+        seen.append(norm.running_mean[0].item())
+    norm.running_mean = torch.full((2,), 5.0)  # another tensor, and of another dtype and shape
+    norm.running_var = torch.full((3,), 1 / 3, dtype=torch.float64)
+    with KeptBuffers(module.modules()):
+        norm.running_mean.zero_()
+        norm.running_var.zero_()
+    assert seen == [11.0, 1.0, 12.0, 2.0]
+    assert norm.running_mean.tolist() == [5.0] * 2
+    assert norm.running_var.tolist() == [1 / 3] * 3
 
 
 def averaged(weights):

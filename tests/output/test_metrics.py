@@ -11,7 +11,6 @@ import torch.distributed as dist
 from on_ranks import run
 
 from pardata import MetricWriter
-from pardata.ranks._process import process
 
 
 @pytest.fixture
@@ -83,6 +82,16 @@ def test_a_run_that_goes_on_after_a_step_leaves_no_line_of_later_ones_twice(afte
     assert lines(directory)[-1] == {"step": 3, "x": 7}
 
 
+def test_it_does_not_write_through_a_link(tmp_path):
+    with MetricWriter(tmp_path) as writer:
+        writer.write(1, {"x": 1})
+    (tmp_path / "other").write_text("mine")
+    (tmp_path / ".unfinished-metrics.jsonl").symlink_to(tmp_path / "other")
+    MetricWriter(tmp_path, after=1).close()
+    assert (tmp_path / "other").read_text() == "mine"
+    assert [line["step"] for line in lines(tmp_path)] == [1]
+
+
 # --- TensorBoard ---
 
 
@@ -106,7 +115,7 @@ def test_tensorboard_reads_what_was_written(tmp_path):
 
 @pytest.mark.usefixtures("_no_tensorboard")
 def test_without_tensorboard_there_is_json_alone_and_a_log_line(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(process, "said", set())
+    monkeypatch.setattr("pardata.ranks._logger.said", set())
     with caplog.at_level(logging.INFO, logger="pardata"):
         for step in (1, 2):
             with MetricWriter(tmp_path) as writer:

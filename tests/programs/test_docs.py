@@ -34,9 +34,7 @@ from processes import run
 import pardata
 import pardata.testing
 from pardata.launch._leaving import leave
-from pardata.output import _progress
-from pardata.ranks._logger import RankLogger
-from pardata.ranks._process import process
+from pardata.ranks._logger import said
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
@@ -45,7 +43,7 @@ PAGES = [
 LINKED = [*PAGES, *sorted(ROOT.glob("*/README.md"))]
 
 # A text block proves nothing: there shall be few.
-MOST_TEXT_BLOCKS = 16
+MOST_TEXT_BLOCKS = 17
 
 # fully_shard on a CPU needs streams that torch 2.6 does not have there.
 SHARDS = hasattr(torch.cpu.Stream, "record_event")
@@ -145,7 +143,7 @@ def _restored():
     path, modules = list(sys.path), set(sys.modules)
     yield
     leave()
-    process.said.clear()
+    said.clear()
     sys.path[:] = path
     for name in sys.modules.keys() - modules:
         if name.startswith("page_"):
@@ -364,6 +362,23 @@ def test_the_first_screen_of_the_readme_can_be_included():
     assert not re.search(r"\]\((?!https?:|docs/)", without_code(before)), "no link on the page"
 
 
+def rows_of(page):
+    """Return the rows of a page's tables by their first cell."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    return {line.split(" | ")[0]: line for line in lines if re.match(r"\| [^|-]", line)}
+
+
+def test_the_readmes_comparison_is_a_part_of_the_whole_one():
+    whole = rows_of(DOCS / "comparison.md")
+    readme = {name: row for name, row in rows_of(ROOT / "README.md").items() if name in whole}
+    heading = "| | pardata | DDP by hand | Accelerate | Fabric | Ignite |"
+    table = (ROOT / "README.md").read_text(encoding="utf-8").partition(heading)[2]
+    assert table.partition("\n\n")[0].count("\n") - 1 == len(readme) == 8
+    assert {name: row.replace("](docs/", "](") for name, row in readme.items()} == {
+        name: whole[name] for name in readme
+    }
+
+
 def test_no_page_names_a_path_of_somebodys_machine():
     private = re.compile(r"(?<![\w.~>])/(?:home|root|work|tmp|Users|mnt|opt|usr)\b|[A-Z]:\\")
     for page in [*LINKED, ROOT / "docs/conf.py"]:
@@ -374,11 +389,7 @@ def test_no_page_names_a_path_of_somebodys_machine():
 
 PUBLIC = {name: getattr(pardata, name) for name in pardata.__all__}
 PUBLIC |= {f"testing.{name}": getattr(pardata.testing, name) for name in pardata.testing.__all__}
-CLASSES = [
-    *(value for value in PUBLIC.values() if isinstance(value, type)),
-    _progress.Progress,
-    RankLogger,
-]
+CLASSES = [value for value in PUBLIC.values() if isinstance(value, type)]
 
 
 def first_line(value):

@@ -19,7 +19,7 @@ def printed_by(name, *arguments, size):
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
     text = run(sys.executable, *launcher, EXAMPLES / name, *arguments, timeout=300)
     lines = re.findall(r"(?:epoch \d+: loss|step \d+:|epoch \d+: test|weights) .*", text)
-    return [line.partition(", trained with")[0] for line in lines]
+    return [line.partition(", trained on")[0] for line in lines]
 
 
 @pytest.mark.parametrize("name", SHORT)

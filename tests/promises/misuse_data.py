@@ -4,7 +4,13 @@ import itertools
 import tempfile
 
 import torch
-from torch.utils.data import Dataset, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import (
+    ConcatDataset,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+)
 
 from pardata import cache_dataset, make_loader
 
@@ -86,7 +92,41 @@ def epoch_of(*args, **options):
     return list(make_loader(*args, **options))
 
 
+def grown():
+    """Read an epoch of a list that has grown since its loader was made."""
+    data = [0, 1, 2, 3]
+    loader = make_loader(data, 3, num_workers=0)
+    data.append(4)
+    list(loader)
+
+
+class Shrinking:
+    """A sampler that is shorter in each epoch."""
+
+    length = 4
+
+    def set_epoch(self, epoch):
+        self.length = 4 - epoch
+
+    def __iter__(self):
+        return iter(range(self.length))
+
+
+def shrunk():
+    loader = make_loader(TEN, 4, sampler=Shrinking(), num_workers=0)
+    list(loader)
+    list(loader)
+
+
+def unlike_columns():
+    numbers = torch.arange(4)
+    return ConcatDataset([TensorDataset(numbers), TensorDataset(numbers, numbers)])
+
+
 LABELS = {
+    "a dataset that has grown since its loader was made": "grown()",
+    "a sampler that shrinks below the batch size": "shrunk()",
+    "a ConcatDataset whose parts have other columns": "epoch_of(unlike_columns(), 8)",
     "a map-style dataset without `__len__`": "make_loader(NoLength(), 4)",
     "a dataset whose `__len__` returns 2.5": "make_loader(OfItself(2.5), 4)",
     "a dataset whose `__len__` returns -1": "make_loader(OfItself(-1), 4)",

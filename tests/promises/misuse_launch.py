@@ -14,12 +14,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
 
-import torch
 from launched import reserved_port, slurm_variables
 from misuse import ROWS, SCOPE
 from on_ranks import Raised, caught
+from pretended import accelerators
 
 from pardata import init
 from pardata.ranks._launcher import MPICH, OPEN_MPI, SLURM, TORCHRUN
@@ -52,10 +51,13 @@ VARIABLES = {
         "PARDATA_JOINED": "1 torchrun:{rank}/2@127.0.0.1:{port}",
     },
     "two ranks on a machine with one GPU": LAUNCHED,
+    "`init(device='mps')` in two ranks": LAUNCHED,
 }  # fmt: skip
 CODE = {
     "`init(timeout='5')`": "init(timeout='5')",
     "`init(device='gpu')`": "init(device='gpu')",
+    "`init(device='xpu:99')`": "init(device='xpu:99')",
+    "`init(device='mps')` in two ranks": "init_on_mps()",
     "two ranks on a machine with one GPU": "init_with_one_gpu()",
     "`wrap_model(model, 'ddp')` in a single process, without `init()`": "wrap_model(model, 'ddp')",
     "`make_loader(data, 4, distributed=True)` without a launcher": (
@@ -75,14 +77,15 @@ for name, code in {
 
 def init_with_one_gpu():
     """Join on a machine with one GPU."""
-    with patch.multiple(
-        torch.cuda,
-        is_available=lambda: True,
-        device_count=lambda: 1,
-        set_device=lambda _device: None,
-        get_device_properties=lambda _device: SimpleNamespace(uuid="the only one"),
-    ):
+    only = SimpleNamespace(uuid="the only one", total_memory=0)
+    with accelerators(1, get_device_properties=lambda _device: only):
         init()
+
+
+def init_on_mps():
+    """Join with MPS, of which each rank pretends to have one."""
+    with accelerators(2, kind="mps"):
+        init(device="mps")
 
 
 @functools.cache
@@ -133,6 +136,6 @@ def raised(row, rank, size, port):
     for name, text in VARIABLES.get(row.shown, {}).items():
         if text is not None:
             os.environ[name] = text.format(rank=rank, size=size, port=port)
-    scope = {**SCOPE, "init_with_one_gpu": init_with_one_gpu}
+    scope = {**SCOPE, "init_with_one_gpu": init_with_one_gpu, "init_on_mps": init_on_mps}
     outcome = caught(eval, CODE.get(row.shown, "init()"), scope)
     return asdict(outcome) if isinstance(outcome, Raised) else None

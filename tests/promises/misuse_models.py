@@ -23,6 +23,12 @@ def wrapped(strategy="ddp", **options):
     return wrap_model(net(), strategy, **options)
 
 
+def with_new_head(strategy):
+    model = wrapped(strategy)
+    model[1] = nn.Linear(2, 1)
+    return model
+
+
 def frozen():
     return net().requires_grad_(False)
 

@@ -1,6 +1,6 @@
 """One fingerprint per model and optimizer, at any size, with any workers, interrupted or not.
 
-``pytest -m soak`` takes every size with every number of workers.
+``pytest -m soak`` takes every size with every number of workers, and 5 and 8 processes.
 """
 
 import functools
@@ -57,6 +57,31 @@ def bag():
     return nn.Sequential(nn.EmbeddingBag(3000, 8, mode="mean"), nn.Linear(8, 10))
 
 
+class Recurrent(nn.Module):
+    """Two layers of an LSTM with dropout between them, in bfloat16."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(40, 16)
+        self.layers = nn.LSTM(16, 16, 2, batch_first=True, dropout=0.2)
+        self.words = nn.Linear(16, 40)
+        self.bfloat16()
+
+    def forward(self, words):
+        return self.words(self.layers(self.table(words))[0]).float()
+
+
+def compiled():
+    """Return a convolutional net in float64, channels last, compiled."""
+    net = ResNet().double().to(memory_format=torch.channels_last)
+    return nn.Sequential(Doubled(), torch.compile(net, backend="eager", dynamic=False))
+
+
+class Doubled(nn.Module):
+    def forward(self, images):
+        return images.double().to(memory_format=torch.channels_last)
+
+
 def image(index):
     picture = torch.sin(torch.arange(144.0).view(1, 12, 12) * (index + 1))
     return picture + 0.1 * torch.randn(1, 12, 12), index % 10
@@ -84,7 +109,13 @@ class Augmented(Dataset):
         return self.sample(index)
 
 
-MODELS = {"ResNet": (ResNet, image), "transformer": (Transformer, sentence), "table": (bag, few)}
+MODELS = {
+    "ResNet": (ResNet, image),
+    "transformer": (Transformer, sentence),
+    "table": (bag, few),
+    "LSTM in bfloat16": (Recurrent, sentence),
+    "compiled in float64, channels last": (compiled, image),
+}
 OPTIMIZERS = {
     "SGD": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-3),
     "Adam": lambda p: optim.Adam(p, lr=1e-2),
@@ -205,7 +236,7 @@ def test_an_interrupted_run_that_goes_on_at_other_sizes_is_the_same_run(name):
 @pytest.mark.soak
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_is_the_same_at_every_size_with_any_workers(name):
-    check_all_ways(name, MODELS, itertools.product(WORKERS, [0, 2]))
+    check_all_ways(name, MODELS, [*itertools.product(WORKERS, [0, 2]), (5, 0), (8, 0)])
     check_interrupted(name, MODELS)
 
 

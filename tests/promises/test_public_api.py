@@ -1,14 +1,16 @@
 """What is public, and what importing it does: nothing."""
 
-import importlib
 import inspect
 import sys
 import textwrap
+import typing
 from pathlib import Path
 
+import pytest
 from processes import run
 
 import pardata
+import pardata.testing
 
 SOURCE = Path(pardata.__file__).parent
 
@@ -24,13 +26,38 @@ def test_nothing_else_is_public():
     assert public == set(pardata.__all__)
 
 
-def test_what_is_returned_can_be_imported_from_the_door_of_its_room():
-    returned = {"cache_dataset": "cache", "get_logger": "ranks", "progress": "output"}
-    for name, room in returned.items():
-        hint = inspect.signature(getattr(pardata, name)).return_annotation
-        kind = (hint if isinstance(hint, str) else hint.__name__).partition("[")[0]
-        assert not kind.startswith("_")
-        assert isinstance(getattr(importlib.import_module(f"pardata.{room}"), kind), type)
+def classes_in(hint):
+    """Yield the classes that a hint is made of."""
+    for kind in (hint, typing.get_origin(hint)):
+        if isinstance(kind, type):
+            yield kind
+    for part in typing.get_args(hint):
+        yield from classes_in(part)
+
+
+def functions_of(value):
+    """Yield a function, or a class's own methods and properties that a user can reach."""
+    if not isinstance(value, type):
+        yield inspect.unwrap(value)
+        return
+    for name, member in vars(value).items():
+        function = inspect.unwrap(
+            getattr(member, "fget", None) or getattr(member, "__func__", member)
+        )
+        if inspect.isfunction(function) and (not name.startswith("_") or name.startswith("__")):
+            yield function
+
+
+@pytest.mark.parametrize("where", [pardata, pardata.testing], ids=["pardata", "pardata.testing"])
+def test_every_class_that_a_user_gets_can_be_imported_from_pardata(where):
+    hidden = {
+        (name, kind)
+        for name in where.__all__
+        for function in functions_of(getattr(where, name))
+        for kind in classes_in(typing.get_type_hints(function).get("return"))
+        if kind.__module__.startswith("pardata") and kind is not getattr(pardata, kind.__name__, 0)
+    }
+    assert hidden == set()
 
 
 def test_importing_pardata_starts_nothing_and_changes_nothing():

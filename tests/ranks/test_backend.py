@@ -5,19 +5,40 @@ import torch
 import torch.distributed as dist
 from on_ranks import run
 
-from pardata.ranks._backend import backends, runs_on_gpus, sends_numbers_apart, takes_cpu_tensors
+from pardata.ranks._backend import (
+    backend_for,
+    backends,
+    new_gloo_group,
+    runs_on_gpus,
+    sends_numbers_apart,
+    takes,
+)
 
 BACKENDS = [
-    (None, False, True),  # a single process has nobody to send to
-    ("gloo", False, True),
-    ("nccl", True, False),
-    ("cuda:nccl,cpu:gloo", True, True),
+    (None, False, "cpu"),  # a single process has nobody to send to
+    ("gloo", False, "cpu cuda"),
+    ("nccl", True, "cuda"),
+    ("cuda:nccl,cpu:gloo", True, "cpu cuda"),
+    ("cpu:gloo,xpu:gloo", False, "cpu xpu"),  # so was it asked for
+    ("cuda:not-yet-imported,cpu:gloo", False, "cpu cuda"),
 ]
 
 
-@pytest.mark.parametrize(("backend", "on_gpus", "on_the_cpu"), BACKENDS)
-def test_only_nccl_runs_on_gpus_and_alone_it_takes_nothing_else(backend, on_gpus, on_the_cpu):
-    assert (runs_on_gpus(backend), takes_cpu_tensors(backend)) == (on_gpus, on_the_cpu)
+@pytest.mark.parametrize(("backend", "on_accelerators", "takes_these"), BACKENDS)
+def test_what_a_backend_takes_is_what_it_was_made_for_or_what_torch_says_of_it(
+    backend, on_accelerators, takes_these
+):
+    assert runs_on_gpus(backend) is on_accelerators
+    assert [kind for kind in ("cpu", "cuda", "xpu", "mps") if takes(backend, kind)] == (
+        takes_these.split() if backend else ["cpu", "cuda"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend"), [("cpu", "gloo"), ("cuda", "cuda:nccl,cpu:gloo"), ("mps", "gloo")]
+)
+def test_a_device_is_given_torch_s_own_backend_beside_gloo(kind, backend):
+    assert backend_for(torch.device(kind)) == backend
 
 
 APART = [
@@ -32,6 +53,23 @@ APART = [
 @pytest.mark.parametrize(("backend", "device", "apart"), APART)
 def test_numbers_travel_apart_from_gradients_only_where_nccl_sends_these(backend, device, apart):
     assert sends_numbers_apart(backend, torch.device(device)) is apart
+
+
+def group_beside_one_that_is_bound():
+    """Make a group beside one that is bound to a device for which it alone has a backend."""
+    whole, kind = dist.group.WORLD, dist.ProcessGroup.BackendType.GLOO
+    whole._register_backend(torch.device("xpu"), kind, whole._get_backend(torch.device("cpu")))
+    whole.bound_device_id = torch.device("xpu", 0)
+    numbers = torch.ones(2)
+    dist.all_reduce(numbers, group=new_gloo_group())
+    whole.bound_device_id = None
+    return numbers.tolist()
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 7), reason="this torch binds a group to CUDA alone")
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_gloo_is_there_beside_a_group_bound_to_a_device_that_it_does_not_know(size):
+    assert run(group_beside_one_that_is_bound, world_size=size, fresh=True) == [[size, size]] * size
 
 
 def meet_and_part(path, rounds):

@@ -11,7 +11,7 @@ from logged import kept
 from on_ranks import run_caught
 
 from pardata import get_logger
-from pardata.ranks._process import process
+from pardata.ranks._logger import said
 
 LEVELS = ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 
@@ -19,7 +19,7 @@ LEVELS = ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 @pytest.fixture
 def log(request):
     yield kept(request.node.name)
-    process.said.clear()
+    said.clear()
 
 
 def write_at_all_levels():

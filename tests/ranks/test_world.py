@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from launched import launched, reserved_port, slurm_variables, torchrun_variables
 from on_ranks import caught, run_caught
+from pretended import accelerators
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.utils.data import TensorDataset
@@ -228,16 +229,10 @@ def gpus_of_a_group(bound=None, current=0, count=4, backend="cuda:nccl,cpu:gloo"
 
     There is no other way to have such a group without a GPU.
     """
-    made_current = []
     dist.group.WORLD.bound_device_id = bound
     with (
         patch.object(dist, "get_backend_config", lambda: backend),
-        patch.multiple(
-            torch.cuda,
-            current_device=lambda: current,
-            device_count=lambda: count,
-            set_device=made_current.append,
-        ),
+        accelerators(count, current=current) as made_current,
     ):
         yield made_current
     dist.group.WORLD.bound_device_id = None
@@ -267,6 +262,21 @@ def test_the_gpu_of_an_adopted_group_is_made_current(options, chosen, device):
     assert found == (device, [device])
 
 
+def adopt_what_is_not_there(kinds):
+    return caught(lambda: init(device=kinds[dist.get_rank()]))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_group_is_not_adopted_with_an_accelerator_that_is_not_here(size):
+    *others, last = run_caught(
+        adopt_what_is_not_there, [None, "cpu", "cuda:7"][-size:], world_size=size
+    )
+    text = "`device` must be one that is here, but is 'cuda:7': PyTorch sees the CPU"
+    assert (last.type, last.text[: len(text)]) == ("RuntimeError", text)
+    for other in others:
+        assert f"rank {size - 1} failed in `init`: RuntimeError: {text}" in other.text
+
+
 def vote_beside_nccl():
     asked = []
     reduce = dist.all_reduce
@@ -275,7 +285,7 @@ def vote_beside_nccl():
         asked.append((tensor.device.type, dist.get_backend(group)))
         return reduce(tensor, *args, group=group, **kwargs)
 
-    with gpus_of_a_group(backend="cpu:nccl"), patch.object(dist, "all_reduce", all_reduce):
+    with gpus_of_a_group(backend="cuda:nccl"), patch.object(dist, "all_reduce", all_reduce):
         here = init()
         assert (here.backend, here.device.type) == ("nccl", "cuda")
         with pardata.StopSignal(signal.SIGUSR2) as stop:
@@ -345,17 +355,21 @@ def test_who_joins_leaves_the_group_of_small_numbers_too(size):
     assert launched(join_and_look_at_the_groups, limit, size=size) == [expected] * size
 
 
-def test_a_process_that_is_alone_computes_on_the_gpu_that_is_current(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
-    for chosen, device in ((False, "cuda:0"), (True, "cuda:2")):
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda chosen=chosen: chosen)
-        assert str(world().device) == device
+@pytest.mark.parametrize("kind", ["cuda", "xpu", "mps"])
+def test_a_process_that_is_alone_computes_on_the_accelerator_that_is_current(kind):
+    for current, number in ((None, 0), (2, 2 if kind != "mps" else 0)):
+        with accelerators(3, current=current, kind=kind):
+            assert world().device == torch.device(kind, number)
 
 
 # --- a launcher, and init not called
 
 NET, DATA = nn.Linear(2, 2), TensorDataset(torch.arange(8))
+
+
+def ask_whether_to_stop():
+    with pardata.StopSignal() as stop:
+        stop.agreed()
 
 
 def export_of_nothing():
@@ -387,7 +401,7 @@ NEED_A_GROUP = {
     "Checkpointer.restore": lambda: pardata.Checkpointer("nowhere").restore(model=NET),
     "Checkpointer.steps": lambda: pardata.Checkpointer("nowhere").steps(),
     "Checkpointer.export": export_of_nothing,
-    "StopSignal.agreed": lambda: pardata.StopSignal().agreed(),
+    "StopSignal.agreed": ask_whether_to_stop,
 }
 NEED_NONE = {
     "world": pardata.world,
@@ -397,7 +411,9 @@ NEED_NONE = {
     "seed_everything": lambda: pardata.seed_everything(1),
     "load_weights": lambda: pardata.load_weights(NET, NET.state_dict()),
 }
-OTHERS = {"init", "World", "Loader", "Microbatches", "Restored"}  # itself, and what others return
+# Itself, and what others return.
+OTHERS = {"init", "World", "Loader", "Microbatches", "Restored", "CachedDataset", "LoadedKeys"}
+OTHERS |= {"Progress", "RankLogger"}
 
 
 def test_every_public_function_is_in_one_of_the_two_lists():

@@ -82,6 +82,7 @@ def the_model() -> None:
     assert_type(pardata.unwrap(pardata.wrap_model(net)), nn.Module)
 
     loaded = pardata.load_weights(net, {"weight": torch.ones(1)}, strict=False, assign=True)
+    assert_type(loaded, pardata.LoadedKeys)
     assert_type((loaded.missing_keys, loaded.unexpected_keys), tuple[list[str], list[str]])
     pardata.load_weights(net, "weights.pt")
     pardata.load_weights(net, Path("weights.pt"))
@@ -124,6 +125,7 @@ def the_data() -> None:
     pardata.make_loader(Words(), 2, prefetch=None)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # 0 is none
     pardata.make_loader(Words(), 2, microbatch_size="auto")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # no such
     pardata.make_loader(Words(), 2, distributed="always")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # no such
+    assert_type(pardata.cache_dataset(Words()), pardata.CachedDataset)
     pardata.make_loader(pardata.cache_dataset(Words()), 2)
     pardata.make_loader(pardata.cache_dataset(Words(), Path("cache"), num_workers="auto"), 2)
     pardata.make_loader(pardata.cache_dataset(Words(), directory="cache", num_workers=2), 2)
@@ -201,10 +203,12 @@ def across_ranks() -> None:
 
 def what_a_run_leaves_behind(loader: pardata.Loader, loss: Tensor) -> None:
     log = pardata.get_logger("train")
+    assert_type(log, pardata.RankLogger)
     log.info("epoch %d", 1, ranks="all", once=True)
     log.warning("epoch %d", 1, ranks=[0, 2], stacklevel=2)
 
     bar = pardata.progress(["a", "b"], "reading", total=2, batch_size=1)
+    assert_type(bar, pardata.Progress[str])
     bar.show(loss=loss, name="a")
     for item in bar:
         assert_type(item, str)

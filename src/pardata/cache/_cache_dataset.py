@@ -1,6 +1,7 @@
 """cache_dataset: decode a dataset once, then read whole batches of it from mapped memory."""
 
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -51,8 +52,8 @@ def cache_dataset(
         ValueError: for an empty dataset, and for a sample of other parts, shapes or dtypes than
             the first; names it.
         RuntimeError: for a sample that cannot be read, naming it, and where ranks disagree.
-        OSError: where the disk is full or not writable; a cache that was there before stands.
-            All on every rank of the node.
+        OSError: if the directory is a file, or the disk is full or not writable; a cache that was
+            there before stands. All on every rank of the node.
 
     >>> import tempfile, torch
     >>> squares = [(torch.tensor([i, i * i]), i) for i in range(5)]
@@ -89,7 +90,7 @@ class CachedDataset(ReadsBatches):
         self._sample: Any = first
         self._sample = self[0]  # whose parts do not hang on to the source's memory
         # Of no values, as there are numbers that DataLoader refuses.
-        nothing = [torch.zeros(())] * len(files.fields)
+        nothing = [torch.zeros((), device="cpu")] * len(files.fields)
         self._batch: Any = default_collate([filled(self._sample, nothing)])
 
     def __len__(self) -> int:
@@ -98,9 +99,10 @@ class CachedDataset(ReadsBatches):
     def __getitem__(self, index: int) -> Any:
         return filled(self._sample, (field[index].clone() for field in self._fields))
 
-    def read_batch(self, indices: Tensor) -> Any:
+    def read_batch(self, indices: Tensor | Sequence[int]) -> Any:
         """Return the batch that ``default_collate`` would make of the samples at `indices`."""
-        return filled(self._batch, (rows_of(field, indices) for field in self._fields))
+        rows = torch.as_tensor(indices, device="cpu")
+        return filled(self._batch, (rows_of(field, rows) for field in self._fields))
 
     def _map(self) -> None:
         try:
@@ -109,7 +111,7 @@ class CachedDataset(ReadsBatches):
             raise RuntimeError(
                 f"the cache in {self.directory} must be of this dataset, but is of another or "
                 f"gone: give each dataset a directory of its own, pass the same dataset on every "
-                f"rank, and call cache_dataset again where files were removed or built anew"
+                f"rank, and call cache_dataset again if files were removed or built anew"
             ) from error
         self._fields = [fields[path] for path in self._files.fields]
 

@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from pardata.cache._original import CHUNK, Fields, read_sample, store
-from pardata.collective._tree import digest_of
+from pardata.data._batch import on_cpu
 from pardata.output._progress import progress
 from pardata.ranks._logger import get_logger
+from pardata.values._arguments import make_folder
+from pardata.values._tree import digest_of
 
 _log = get_logger(__name__)
 
@@ -61,7 +63,7 @@ class Files(NamedTuple):
         found = {}
         for path, (name, size) in zip(sorted(self.fields), self.sizes().items(), strict=True):
             field = self.fields[path]
-            flat = torch.empty(0, dtype=field.dtype)
+            flat = torch.empty(0, dtype=field.dtype, device="cpu")
             if size:  # an empty file cannot be mapped
                 with (self.folder / name).open(mode) as file:
                     pages = mmap.mmap(file.fileno(), 0, access=access)
@@ -80,15 +82,16 @@ def files_of(place: Path, source: dict[str, Any], fields: Fields) -> Files:
 
 def ensure(dataset: Any, files: Files, source: dict[str, Any], workers: int) -> None:
     """Build the cache of this source unless it is there."""
-    if files.are_there():
-        return  # without the lock, for which the directory must be writable
     place = files.folder.parent
-    with _locked(place):
+    unfinished = files._replace(folder=place / _BUILDING)
+    # Without the lock, for which the directory must be writable, unless there is something to do.
+    if files.are_there() and not (unfinished.folder.exists() and os.access(place, os.W_OK)):
+        return
+    with _locked(place), on_cpu():
+        shutil.rmtree(unfinished.folder, ignore_errors=True)  # what a killed process left
         if files.are_there():  # another process may just have built it
             return
-        _log.info("builds the cache in %s, for %s", place, _why_build(files, source))
-        unfinished = files._replace(folder=place / _BUILDING)
-        shutil.rmtree(unfinished.folder, ignore_errors=True)  # what a killed process left
+        _log.info("building the cache in %s because %s", place, _why_build(files, source))
         try:
             _create(unfinished)
             writer = _Writer(dataset, unfinished)
@@ -116,7 +119,7 @@ def _why_build(files: Files, source: dict[str, Any]) -> str:
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
     """Let one process at a time build here; the lock goes with the process that holds it."""
-    directory.mkdir(parents=True, exist_ok=True)
+    make_folder(directory)
     with (directory / _LOCK).open("a") as file:
         # Not on Windows, where ranks are still one at a time, and file systems without locks.
         with suppress(ImportError, OSError):
@@ -125,7 +128,7 @@ def _locked(directory: Path) -> Iterator[None]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                _log.info("waits for the process that builds the cache in %s", directory)
+                _log.info("waiting for another process that builds the cache in %s", directory)
                 fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

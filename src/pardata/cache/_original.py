@@ -2,24 +2,25 @@
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import Subset
 
 from pardata.collective._agreement import Facts
-from pardata.collective._tree import digest_of, in_brackets, leaves, mapped
+from pardata.data._batch import layers
 from pardata.data._workers import choose_workers
-from pardata.ranks._arguments import check_map_style, kind_of
 from pardata.ranks._logger import get_logger
 from pardata.ranks._machine import usable_cores
 from pardata.ranks._world import World
 from pardata.seeds._generators import numpy_or_none, seed_generators
 from pardata.seeds._mix import mix
+from pardata.values._arguments import check_map_style, checked_path, kind_of
+from pardata.values._tree import digest_of, in_brackets, leaves, mapped
 
 _log = get_logger(__name__)
 
@@ -49,7 +50,8 @@ def facts_of(dataset: Any, directory: Any, num_workers: Any, here: World) -> Fac
     plan: dict[str, Any] | None = None
     if here.is_local_main:
         source = _identity(dataset)
-        place = _default_directory(dataset, source) if directory is None else Path(directory)
+        default = _default_directory(dataset, source)
+        place = default if directory is None else checked_path("directory", directory)
         plan = {"node": here.node_rank, "source": source, "place": str(place.absolute())}
         plan["workers"] = workers
     return {"the class": _class_name(dataset), "the length": len(dataset), "plan": plan}
@@ -91,8 +93,8 @@ def _identity(dataset: Any) -> dict[str, Any]:
     """Return what shows that a cache is of this source; warn, on rank 0, where it is random."""
     length = len(dataset)
     is_random = is_lawless = False
-    subsets = [layer for layer in _layers(dataset) if isinstance(layer, Subset)]
-    digests = [digest_of(torch.as_tensor(subset.indices)) for subset in subsets]
+    subsets = [layer for layer in layers(dataset) if isinstance(layer, Subset)]
+    digests = [digest_of(torch.as_tensor(subset.indices, device="cpu")) for subset in subsets]
     for index in sorted({i * (length - 1) // (_LOOKED_AT - 1) for i in range(_LOOKED_AT)}):
         own, under_another = (digest_of(read_sample(dataset, index, seed)[1]) for seed in (0, 1))
         if own != under_another:
@@ -113,7 +115,7 @@ def _identity(dataset: Any) -> dict[str, Any]:
 
 def _class_name(dataset: Any) -> str:
     """Return the class of a dataset, and of those inside it."""
-    kinds = [type(layer) for layer in _layers(dataset)]
+    kinds = [type(layer) for layer in layers(dataset)]
     return " of ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
 
 
@@ -128,19 +130,9 @@ def _unreadable(index: int, error: Exception) -> RuntimeError:
     return RuntimeError(f"sample {index} could not be read: {type(error).__name__}: {error}")
 
 
-def _layers(dataset: Any) -> Iterator[Any]:
-    """Yield a dataset and those that it is a part, or made, of."""
-    yield dataset
-    if isinstance(dataset, Subset):
-        yield from _layers(dataset.dataset)
-    elif isinstance(dataset, ConcatDataset):
-        for part in dataset.datasets:
-            yield from _layers(part)
-
-
 def _transform_text(dataset: Any) -> str:
     names = ("transform", "target_transform")
-    found = [getattr(layer, name, None) for layer in _layers(dataset) for name in names]
+    found = [getattr(layer, name, None) for layer in layers(dataset) for name in names]
     return re.sub(r" at 0x[0-9a-fA-F]+", "", " ".join(map(repr, found)))
 
 
@@ -218,7 +210,8 @@ def _as_tensor(leaf: Any, path: str) -> Tensor:
             plain = leaf.__array__()
             return torch.from_numpy(plain.astype(plain.dtype.newbyteorder("="), order="C"))
         elif isinstance(leaf, int | float):
-            return torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else None)
+            dtype = torch.float64 if isinstance(leaf, float) else None
+            return torch.tensor(leaf, dtype=dtype, device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         what += f" ({error})"
     raise TypeError(

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -11,25 +12,26 @@ import torch
 from torch import Tensor, nn
 
 from pardata.checkpoint import _shards as shards
-from pardata.checkpoint._files import STATE, UnusableError, verified
+from pardata.checkpoint._files import OWN, STATE, UnusableError, verified
 from pardata.checkpoint._names import Name, candidates
 from pardata.checkpoint._snapshot import Copies, check_stateful
 from pardata.collective._agreement import Facts, agree, require_same
 from pardata.collective._rank_zero import rank_zero_call
-from pardata.collective._tree import TreePath, is_special, mapped
+from pardata.messages._failure import follows
+from pardata.messages._table import ranks_text
 from pardata.model._unwrap import unwrap
-from pardata.model._weights import load_weights
-from pardata.ranks._arguments import check_integer
 from pardata.ranks._logger import get_logger
-from pardata.ranks._table import ranks_text
 from pardata.ranks._world import World, require_world
 from pardata.seeds._generators import restore_generators
+from pardata.strategies._weights import load_weights
+from pardata.values._arguments import check_integer
+from pardata.values._tree import TreePath, is_special, mapped
 
 _log = get_logger(__name__)
 
 CURE = (
-    "Pass the same on all ranks: `all_gather` collects what is not, and `rank_zero_call` gives all "
-    "the name of a directory that rank 0 has made."
+    "Pass the same on all ranks: `per_rank` saves what each has of its own, and `rank_zero_call` "
+    "gives all the name of a directory that rank 0 has made."
 )
 
 _PATIENCE = timedelta(hours=2)  # with the slowest disk
@@ -44,7 +46,8 @@ class Restored:
 
     Attributes:
         step: at which it was saved, and 0 where there was none.
-        values: by name, what was saved that has no state of its own; tensors on the CPU.
+        values: by name, what was saved that has no state of its own; tensors on the CPU. Of what
+            was saved `per_rank`, this rank's, and nothing if there are more or fewer ranks now.
     """
 
     step: int = 0
@@ -77,28 +80,46 @@ class Checkpoint(NamedTuple):
             ValueError: for a name that was not saved.
             RuntimeError: where a state does not fit its thing.
         """
-        likes = {(name, *at): like for name in things for at, like in _likes(things[name]).items()}
+        objects, saved = self.contents["objects"], self.contents["generators"]
+        lost = [name for name in self.manifest["per_rank"] if name not in objects]
+        things = {name: thing for name, thing in things.items() if name not in lost}
+        likes: dict[TreePath, Tensor] = {}
+        found = (((n, *at), t) for n, o in things.items() for at, t in _likes(o).items())
+        # Where all hear of an error: it runs the user's own code.
+        agree(here, "Checkpointer.restore", lambda: likes.update(found))
         states = self.states_of(things, likes)
-        values = {name: self.contents["objects"][name] for name in self.manifest["values"]}
-        trees = _owned({**values, **states}, things, likes)
+        values = [name for name in self.manifest["values"] if name in objects]
+        states |= self._filled({name: objects[name] for name in values}, {})
+        trees = _owned(states, things, likes)
+        goes_on, is_alike = any(map(_is_loader, things.values())), len(saved) == here.size
 
         def load() -> None:
             for name, thing in things.items():
                 _load(name, thing, trees[name])
-            saved = self.contents["generators"]
-            if len(saved) == here.size:
-                restore_generators(saved[here.rank], here.device)
-            else:
-                text = "default generators are not restored: %d process(es) saved theirs, not %d"
-                _log.info(text, len(saved), here.size)
+            if goes_on:
+                own = saved[here.rank if is_alike else 0]
+                restore_generators(own, here.device, only_seed=not is_alike)
 
         agree(here, "Checkpointer.restore (loading)", load)
+        self._tell(here, lost)
+        if things and not goes_on:
+            _log.info("left seed and random generators as they are: no loader is restored")
+        elif goes_on and not is_alike:
+            text = "restored the seed, but not the random generators: %d process(es) saved theirs"
+            _log.info(f"{text}, and there are %d now", len(saved), here.size)
+        return Restored(self.manifest["step"], {n: trees[n] for n in values}, _is_there=True)
+
+    def _tell(self, here: World, lost: list[str]) -> None:
+        """Log what is restored, and what is not."""
         step, saved = self.manifest["step"], self.manifest["identity"]
         strategies = [f", {name} under {kind!r}" for name, kind in saved["strategies"].items()]
         text = "restored step %d of %s, saved by %d process(es)%s with torch %s"
         told = saved["processes"], "".join(strategies), saved["torch"]
         _log.info(text, step, self.path.parent, *told)
-        return Restored(step, {name: trees[name] for name in values}, _is_there=True)
+        if lost:
+            text = "did not restore %s: each of %d process(es) saved its own, and there are %d now"
+            names = ", ".join(f"`{name}`" for name in lost)
+            _log.warning(text, names, saved["processes"], here.size, ranks=[0])
 
     def states_of(self, names: Iterable[str], likes: Likes, *, alone: bool = False) -> Any:
         """Return what was saved as the states under these names. Collective, or on one rank alone.
@@ -117,7 +138,10 @@ class Checkpoint(NamedTuple):
                 f"{', '.join(map(repr, missing))} not; the checkpoint {self.path} has "
                 f"{', '.join(map(repr, saved)) or 'none'}"
             )
-        trees = {name: saved[name] for name in names}
+        return self._filled({name: saved[name] for name in names}, likes, alone=alone)
+
+    def _filled(self, trees: dict[str, Any], likes: Likes, *, alone: bool = False) -> Any:
+        """Return trees with their sharded tensors. Collective, or on one rank alone."""
         sharded = [at for at in self.contents["sharded"] if at[0] in trees]
         if not sharded:
             return trees
@@ -167,7 +191,7 @@ def newest(place: str, at: int | None, given: Mapping[str, Any], facts: Facts) -
             if isinstance(found, Checkpoint):
                 return found
             passed_over[name] = found
-            _log.warning("passed over the checkpoint %s: %s", path, found, ranks=[0])
+            _log.warning("skipped checkpoint %s because %s", path, found, ranks=[0])
     return None
 
 
@@ -182,7 +206,7 @@ def _looked_at(here: World, path: Path, step: int) -> Checkpoint | str:
         if not path.exists():
             return None
         try:
-            found.append(_read(path, verified(path, step, here.rank, here.size)))
+            found.append(_read(path, verified(path, step, here.rank, here.size), here))
         except UnusableError as error:
             return str(error)
         return ""
@@ -199,15 +223,17 @@ def _looked_at(here: World, path: Path, step: int) -> Checkpoint | str:
     return agree(here, "Checkpointer (verifying)", look, judge, _PATIENCE) or found[0]
 
 
-def _read(path: Path, manifest: dict[str, Any]) -> Checkpoint:
-    """Map the file that all ranks read: those of a node share its memory."""
+def _read(path: Path, manifest: dict[str, Any], here: World) -> Checkpoint:
+    """Map the file that all ranks read, whose memory those of a node share, and this rank's own."""
+    load = partial(torch.load, map_location="cpu", weights_only=True, mmap=True)
     try:
         # Of a sparse tensor torch warns that it looks at it: where warnings are errors, a whole
         # checkpoint would be passed over.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Validating sparse tensor")
-            file = str(path / STATE)  # torch 2.6 maps no other path
-            contents = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            contents = load(str(path / STATE))  # torch 2.6 maps no other path
+            if manifest["per_rank"] and manifest["identity"]["processes"] == here.size:
+                contents["objects"].update(load(str(path / OWN.format(here.rank))))
         is_sharded = bool(contents["sharded"])
     except Exception as error:  # whatever PyTorch makes of bytes that somebody has made up
         raise UnusableError(
@@ -216,6 +242,11 @@ def _read(path: Path, manifest: dict[str, Any]) -> Checkpoint:
     if is_sharded:
         shards.read_metadata(path)
     return Checkpoint(path, manifest, contents)
+
+
+def _is_loader(thing: object) -> bool:
+    """Whether a thing says that a run goes on, and not only what it has learnt."""
+    return hasattr(thing, "__iter__") and not isinstance(thing, nn.Module)
 
 
 def _owned(trees: Any, things: Mapping[str, Any], likes: Likes) -> Any:
@@ -239,17 +270,20 @@ def _load(name: str, thing: Any, tree: Any) -> None:
     """Give a thing its state, of whatever strategy. Collective if sharded.
 
     Raises:
-        RuntimeError: says which state does not fit, where the thing itself only stumbles over it.
+        RuntimeError: says whose state does not fit.
     """
     try:
         if isinstance(thing, nn.Module):
             load_weights(thing, tree)
         else:
             thing.load_state_dict(tree)
-    except (LookupError, AttributeError, TypeError) as error:
+    except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+        if follows(error):
+            raise
         raise RuntimeError(
-            f"what is restored must be like what was saved, but the state of `{name}` is not that "
-            f"of a {type(thing).__name__} ({type(error).__name__}: {error})"
+            f"what is restored must be like what was saved, but the state of `{name}` does not fit "
+            f"this {type(thing).__name__} ({type(error).__name__}: {error}): make all objects "
+            f"anew, as they were when they were saved, because some may have their new state"
         ) from error
 
 

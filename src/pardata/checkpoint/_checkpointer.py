@@ -1,32 +1,32 @@
 """The state of a run: saved so that it survives, restored into any strategy and world size."""
 
-import atexit
 import os
-import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
-from threading import Event
+from textwrap import shorten
 from typing import Any
 
 import torch.distributed as dist
 from typing_extensions import Never
 
 from pardata.checkpoint import _shards as shards
+from pardata.checkpoint._background import Background
 from pardata.checkpoint._checkpoint import CURE, Restored, newest
-from pardata.checkpoint._files import Written, write_weights
+from pardata.checkpoint._files import Digests, Written, write_own, write_weights
 from pardata.checkpoint._folder import Folder
 from pardata.checkpoint._names import Retention, names
 from pardata.checkpoint._snapshot import Snapshot
 from pardata.collective._agreement import agree, require_same, same
+from pardata.collective._exchange import gathered
+from pardata.collective._explanation import explained
 from pardata.collective._rank_zero import rank_zero_call
-from pardata.ranks._arguments import check_flag, check_integer, kind_of
+from pardata.ranks._backend import new_gloo_group
 from pardata.ranks._logger import get_logger
-from pardata.ranks._store import answered
-from pardata.ranks._world import World, channel, require_world
+from pardata.ranks._world import World, require_world
 from pardata.seeds._generators import generator_states
+from pardata.values._arguments import check_flag, check_integer, checked_path, kind_of
 
 _log = get_logger(__name__)
 
@@ -42,7 +42,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
     context manager, which waits at its end for an asynchronous save.
 
     Args:
-        directory: made by the first `save`.
+        directory: made by the first `save`; a folder on a disk that all nodes share.
         keep: how many of the newest to keep; older ones go once a newer one is complete.
         keep_every: also keep those of steps that are multiples of this.
         keep_best: also keep the best by this value, which each `save` is given: "accuracy", or
@@ -52,7 +52,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             ends before ends with status 1. The interpreter waits for the last one.
 
     Raises:
-        ValueError: for a `keep` or `keep_every` below 1.
+        ValueError: for a `keep` or `keep_every` below 1, and a URL as `directory`.
         TypeError: for one that is no integer, for a `keep_best` that is no name, and for an
             `asynchronous` that is no bool.
 
@@ -76,7 +76,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         kept = {"keep": keep, "keep_every": keep_every, "keep_best": keep_best}
         self._retention = Retention(keep, keep_every, keep_best)
         check_flag("asynchronous", asynchronous)
-        self._directory = Path(directory)
+        self._directory = checked_path("directory", directory)
         self._asynchronous = asynchronous
         # What must be the same on all ranks, else they would write to different places.
         self._options = {"directory": str(directory), "asynchronous": asynchronous, **kept}
@@ -84,75 +84,93 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self._background: Background | None = None
         self._group: Any = None  # for messages in the background
 
-    def save(self, step: int, *unnamed: Never, **objects: Any) -> None:
+    def save(
+        self,
+        step: int,
+        *unnamed: Never,
+        per_rank: Mapping[str, Any] | None = None,
+        **objects: Any,
+    ) -> None:
         """Save the state of `objects`, then remove what is older than `keep` others. Collective.
+
+        The states of the default random generators of every rank are saved with them.
 
         Args:
             step: of the run, from 0.
-            unnamed: nothing, for each thing is saved under a name.
-            objects: by name. Of what has ``state_dict`` and ``load_state_dict`` (a model under any
-                strategy, an optimizer, a scheduler, a loader) its state; else the value: tensors,
-                numbers, strings, None, and dicts, lists and tuples of them. All that is no tensor
-                must be the same on every rank; tensors are rank 0's. Where the default generators
-                of every rank are is saved with them.
+            unnamed: nothing, because each thing is saved under a name.
+            per_rank: objects that each rank has of its own, by name: the hidden state of an RNN, a
+                replay buffer, environments. Each rank saves its own, in a file of its own.
+            objects: by name. Of an object with ``state_dict`` and ``load_state_dict`` (a model
+                under any strategy, an optimizer, a scheduler, a loader) the state is saved. Of
+                anything else the value is saved: tensors, numbers, strings, None, and dicts, lists
+                and tuples of them. All must be the same on every rank. `save` compares all but the
+                numbers in models and optimizers.
 
         Raises:
             TypeError: for what could be loaded only by running code; names it. For a thing without
-                a name, a step that is no integer, and the value of `keep_best` where it is no
-                number, or not there.
+                a name, a `per_rank` that is no dict of other names, a step that is no integer, and
+                if the value of `keep_best` is missing or no number.
             ValueError: for a step below 0.
-            RuntimeError: where ranks differ, and where another run has taken over the directory.
-            OSError: on every rank, where it cannot be written; what was there before stands.
+            RuntimeError: if ranks differ, and if another run has taken over the directory.
+            OSError: on every rank, if it cannot be written; what was there before stands.
         """
         _refuse("save(step, ", unnamed)
         here = require_world("Checkpointer.save")
         self.wait()
+        own: Any = per_rank or {}
         snapshot: Snapshot
 
         def tell() -> dict[str, object]:
             nonlocal snapshot
             check_integer("step", step, least=0)
             self._retention.check_value(objects)
-            snapshot = Snapshot(here, objects, copy=self._asynchronous and here.rank == 0)
-            if here.rank > 0:  # not in the turn, which would take them from all to all
-                line, key = channel(), f"generators/{here.rank}"
-                states: Any = generator_states(here.device)
-                answered(line.timeout, partial(line.store.set, key, states))
-            options = {"step": step, "objects": list(objects), **self._options}
-            return {"options": options, "details": snapshot.texts}
+            if not isinstance(own, Mapping) or own.keys() & objects.keys():
+                raise TypeError(
+                    f"`per_rank` must be a dict of things by names that no other thing has, but is "
+                    f"{shorten(repr(own), 100)}: pass per_rank={{'buffer': buffer}}"
+                )
+            snapshot = Snapshot(here, objects, own, copy=self._asynchronous)
+            named = {"objects": list(objects), "per_rank": list(own)}
+            return {"options": {"step": step, **named, **self._options}, "details": snapshot.texts}
 
         same(here, "Checkpointer.save", tell, _raise_of_what_differs)
+        with explained("Checkpointer.save"):  # apart: a turn would take them from all to all
+            generators = gathered(here, generator_states(here.device))
         contents = {"objects": snapshot.trees, "sharded": list(snapshot.parts)}
-        if here.is_main:
-            contents["generators"] = generators = [generator_states(here.device)]
-            if here.size > 1:
-                line, keys = channel(), [f"generators/{rank}" for rank in range(1, here.size)]
-                generators += answered(line.timeout, partial(line.store.multi_get, keys))
-        self._start(here, step, snapshot, contents)
+        self._start(here, step, snapshot, {**contents, "generators": generators})
 
     def restore(self, *unnamed: Never, at: int | None = None, **objects: Any) -> Restored:
         """Give `objects` the state of the newest complete checkpoint. Collective.
 
-        Those that are not are passed over, and logged with the reason. Strategy and number of
-        processes may be others than when it was saved. The default generators of each rank are put
-        back too, if there are as many ranks as then. What is read is verified, and runs no code.
+        The strategy and the number of processes may be others than when it was saved. `restore`
+        skips checkpoints that are not complete, and logs the reason. It verifies what it reads, and
+        runs no code from it.
+
+        If a loader is among `objects`, the run goes on: `restore` also restores the seed of
+        `seed_everything`, and, if there are as many ranks as then, the default random generators of
+        each rank. Otherwise a new run starts from old weights, and `restore` leaves both alone. A
+        loader is what can be iterated and is no module: torchdata's ``StatefulDataLoader`` too.
 
         Args:
-            unnamed: nothing, for each thing is restored under its name.
+            unnamed: nothing, because each thing is restored under its name.
             at: the step of the checkpoint to take, one of `steps`; the newest if not given.
-            objects: under the names by which they were saved. Not all that was saved is needed.
+            objects: under the names by which they were saved, `per_rank` or not. You need not
+                restore all that was saved.
 
         Returns:
-            The step and the values that were saved. Where there is no checkpoint it is false, the
-            step 0.
+            The step and the values that were saved. If there is no checkpoint it is false, with
+            step 0. What was saved `per_rank` is restored only on as many ranks as then; else its
+            values are not there, its objects stay as they are, and a warning names both.
 
         Raises:
-            ValueError: for a name that was not saved, and a step of which there is none. Where the
+            ValueError: for a name that was not saved, and a step of which there is none. If the
                 directory is one checkpoint itself, or is not there and nearly has the name of one
                 next to it that has checkpoints.
             TypeError: for a value: those are returned. For a thing without a name.
-            RuntimeError: where there are checkpoints and none is complete, where a state does not
-                fit its object, and where ranks differ.
+            RuntimeError: if there are checkpoints and none is complete, and if ranks differ. If a
+                state does not fit its object, which the error names: some of the objects may have
+                their new state then, so make all of them anew.
+            NotADirectoryError: if the directory is a file.
         """
         _refuse("restore(", unnamed)
         here = require_world("Checkpointer.restore")
@@ -160,7 +178,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         found = newest("Checkpointer.restore", at, objects, self._options)
         if found is not None:
             return found.give(here, objects)
-        _log.info("no checkpoint in %s: the run begins anew", self._directory)
+        _log.info("no checkpoint in %s, starting from step 0", self._directory)
         return Restored()
 
     def steps(self) -> list[int]:
@@ -197,7 +215,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             )
 
         def write() -> None:
-            write_weights(Path(path), found.states_of([name], {}, alone=True)[name])
+            write_weights(checked_path("path", path), found.states_of([name], {}, alone=True)[name])
 
         rank_zero_call(write)
 
@@ -205,9 +223,11 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         """Wait for the last asynchronous save, and raise its error on every rank. Collective."""
         if self._background is None:
             return
-        background, self._background = self._background, None
-        rank_zero_call(background.join)  # its error first, for another one says no more
-        agree(require_world("Checkpointer.wait"), "Checkpointer.wait", background.join)
+        background = self._background
+        rank_zero_call(background.join)  # if that is interrupted, the next call waits again
+        self._background = None
+        rank_zero_call(background.check)  # its error first, for another one says no more
+        agree(require_world("Checkpointer.wait"), "Checkpointer.wait", background.check)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # After an error the other ranks may be anywhere; the interpreter waits for the thread.
@@ -217,58 +237,29 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
     def _start(self, here: World, step: int, taken: Snapshot, contents: dict[str, Any]) -> None:
         """Write a checkpoint, or begin to in the background. Collective."""
         begun: Path | None = None
-        written: Written = dict
-        if taken.parts:
+        writers: list[Written] = []
+        if taken.parts or taken.own:
             begun = rank_zero_call(self._folder.begin, step)
-            if self._asynchronous:
-                self._group = self._group or dist.new_group(backend="gloo")
-            written = shards.writing(begun, taken.parts, self._group)
+            if self._asynchronous and dist.is_initialized():
+                self._group = self._group or new_gloo_group()
+            if taken.parts:
+                writers.append(shards.writing(begun, taken.parts, self._group))
+            if taken.own:
+                writers.append(partial(write_own, here, begun, taken.own, self._group))
+
+        def written() -> Digests:
+            return {file: record for write in writers for file, record in write().items()}
+
         draft = begun, {"step": step, **taken.facts}, contents, written
         if self._asynchronous:
             work = partial(self._folder.finish, *draft) if here.is_main else written
             self._background = Background(work, f"the checkpoint of step {step}")
+            self._background.start()
             return
         if not here.is_main:
             with suppress(OSError):  # it is on all ranks, and rank 0 tells
                 written()
         rank_zero_call(self._folder.finish, *draft)
-
-
-class Background:
-    """Runs `work` at once in a thread, for which the interpreter waits at its end.
-
-    An error is raised by `join`; a process that ends before it has asked ends with status 1.
-
-    Args:
-        work: what to run.
-        what: to say in the log, as "the checkpoint of step 3".
-    """
-
-    def __init__(self, work: Callable[[], object], what: str) -> None:
-        self._what = what
-        executor = ThreadPoolExecutor(1, thread_name_prefix=f"pardata: {what}")
-        begin = Event()
-        # A new thread holds the interpreter for 5 ms, if it has work, and its maker waits for it.
-        executor.submit(begin.wait)
-        self._future = executor.submit(work)
-        executor.shutdown(wait=False)  # it takes no other work
-        atexit.register(self._check_at_exit)
-        begin.set()
-
-    def join(self) -> None:
-        """Wait for the end, and raise what the work has raised."""
-        atexit.unregister(self._check_at_exit)
-        self._future.result()
-
-    def _check_at_exit(self) -> None:
-        # Threads have ended by now.
-        error = self._future.exception()
-        if error is None:
-            return
-        _log.error("%s failed: %s", self._what, error, ranks="all")
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)  # nothing else can change the exit status here
 
 
 def _refuse(call: str, unnamed: tuple[object, ...]) -> None:

@@ -10,10 +10,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from pardata.collective._exchange import gathered
 from pardata.model._state_dict import safetensors_for
+from pardata.ranks._world import World
 
 FORMAT = 1
 STATE = "state.pt"
+OWN = "rank-{:05d}.pt"  # what a rank has of its own
 
 _MANIFEST = "manifest.json"
 
@@ -117,6 +120,26 @@ def save(thing: Any, path: Path) -> None:
             raise
 
 
+def write_own(here: World, folder: Path, own: Any, group: Any) -> Digests:
+    """Write what this rank has of its own; return the records of all on rank 0. Collective.
+
+    Raises:
+        OSError: on rank 0, if any rank failed.
+    """
+    path = folder / OWN.format(here.rank)
+    record, why = (0, ""), ""
+    try:
+        save(own, path)
+        sync(path)
+        record = size_and_digest(path)
+    except Exception as error:  # noqa: BLE001  # whatever it is, rank 0 waits for this one
+        why = f"rank {here.rank}: {error!r}"
+    told = gathered(here, (path.name, record, why), group)
+    if failed := "; ".join(why for *_, why in told if why):
+        raise OSError(f"every rank must write what it has of its own, but not all could: {failed}")
+    return {name: record for name, record, _ in told}
+
+
 def sync(*paths: Path) -> None:
     """Wait until files, and the names in directories, are on the disk."""
     for path in paths:
@@ -144,6 +167,7 @@ def write_weights(path: Path, state: Any) -> None:
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".unfinished-{path.name}")
+    unfinished.unlink(missing_ok=True)  # if it is a link, another file would be written
     try:
         if path.suffix == ".safetensors":
             # Of tied weights each has its own, as the format wants.

@@ -51,8 +51,8 @@ class Attempt:
             RuntimeError: where somebody else came after this one's last claim.
         """
         self.check()  # before anything is made
-        self._directory.mkdir(parents=True, exist_ok=True)
         taken = [*_claims(self._directory), *(name.attempt for name in names(self._directory))]
+        self._directory.mkdir(parents=True, exist_ok=True)
         number = (self.number or max(taken, default=0)) + 1
         # After a claim of its own the very next number, or none: a run that has been told that it
         # is the older one must not become the newest by trying again.

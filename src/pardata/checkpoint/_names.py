@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pardata.checkpoint._files import UnusableError, read_manifest
-from pardata.ranks._arguments import check_integer
 from pardata.ranks._logger import get_logger
+from pardata.values._arguments import check_integer
 
 _log = get_logger(__name__)
 
@@ -40,6 +40,10 @@ def entries(directory: Path) -> list[Path]:
         return list(directory.iterdir())
     except FileNotFoundError:
         return []
+    except NotADirectoryError as error:
+        raise NotADirectoryError(
+            f"`directory` must be a folder, but {directory} is a file, or in one: pass another"
+        ) from error
 
 
 def names(directory: Path) -> list[Name]:
@@ -111,7 +115,7 @@ class Retention:
         if keep_best is not None and not (isinstance(keep_best, str) and keep_best.strip("-")):
             raise TypeError(
                 f"`keep_best` must name a value that is saved, but is {keep_best!r}: pass a text, "
-                f"as 'accuracy', or '-loss' where less is better"
+                f"as 'accuracy', or '-loss' if less is better"
             )
         self._keep = keep
         self._keep_every = keep_every
@@ -125,8 +129,8 @@ class Retention:
         what = repr(objects[self._by]) if self._by in objects else "missing"
         if what == "missing" or type(objects[self._by]) not in (int, float, type(None)):
             raise TypeError(
-                f"`{self._by}` must be saved each time, as a number, for `keep_best` goes by it, "
-                f"but is {what}: pass float(…), or None where it is not known"
+                f"`{self._by}` must be saved each time, as a number, because `keep_best` "
+                f"compares it, but is {what}: pass float(…), or None if it is not known"
             )
 
     def outdated(self, directory: Path, there: list[Name]) -> list[Name]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pardata.checkpoint._files import Digests, UnusableError, Written, size_and_digest
-from pardata.collective._tree import TreePath
+from pardata.values._tree import TreePath
 
 _FOLDER = "sharded"
 _METADATA = ".metadata"
@@ -121,7 +121,7 @@ def _failures_as_errors() -> Iterator[None]:
 def _empty(stored: Any, target: Any) -> Tensor:
     if is_sharded(target) and target.shape == stored.size:
         return torch.empty_like(target, dtype=stored.properties.dtype, requires_grad=False)
-    return torch.empty(stored.size, dtype=stored.properties.dtype)
+    return torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
 
 
 def is_sharded(value: object) -> bool:

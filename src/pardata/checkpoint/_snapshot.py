@@ -4,17 +4,20 @@ import io
 import textwrap
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from pardata.checkpoint._shards import is_sharded
-from pardata.collective._tree import TreePath, in_brackets, is_special, mapped
-from pardata.model._strategy import strategy_of
-from pardata.ranks._arguments import kind_of
+from pardata.ranks._device import has_streams
 from pardata.ranks._version import __version__
 from pardata.ranks._world import World
+from pardata.strategies._known import strategy_of
+from pardata.values._arguments import kind_of
+from pardata.values._tree import TreePath, in_brackets, is_special, mapped, sha256_of
+
+_Named: TypeAlias = Mapping[str, Any]
 
 
 class Snapshot:
@@ -22,40 +25,49 @@ class Snapshot:
 
     Attributes:
         trees: by name; `None` stands for what is sharded.
+        own: those of `per_rank`.
         parts: sharded tensors, by where they are in the trees.
-        texts: what must be the same on every rank, by where it is; of tensors only their kind.
+        texts: what must be the same on every rank, by where it is; of the tensors of models and
+            optimizers, which are many, all but the bits.
         facts: what the manifest says of the objects.
 
     Args:
         here: this process.
         objects: by name.
-        copy: whether to take what may change in memory of its own.
+        per_rank: more of them, which each rank has of its own.
+        copy: whether to take what may change, and is written by this rank, in memory of its own.
 
     Raises:
         TypeError: where an object holds what no checkpoint may: names it.
     """
 
-    def __init__(self, here: World, objects: Mapping[str, Any], *, copy: bool) -> None:
+    def __init__(self, here: World, objects: _Named, per_rank: _Named, *, copy: bool) -> None:
         self.parts: dict[TreePath, Tensor] = {}
         self.texts: dict[str, str] = {}
-        self._is_told = here.size > 1
-        strategies = {n: strategy_of(o) for n, o in objects.items() if isinstance(o, nn.Module)}
-        values = [name for name, thing in objects.items() if not _is_stateful(thing)]
-        states = dict(objects)
-        for name in [name for name in objects if name not in values]:
-            thing, under = objects[name], strategies.get(name)
-            states[name] = under.state_dict(thing) if under else thing.state_dict()
-        copies = Copies()
-        with torch.no_grad():  # a copy has no history
-            self.trees = self._taken(states, copies.of if copy else _plain_tensor)
-        for name, tree in self.trees.items():
-            _require_safe((name,), tree)
+        both = {**objects, **per_rank}
+        strategies = {n: strategy_of(o) for n, o in both.items() if isinstance(o, nn.Module)}
+        values = [name for name, thing in both.items() if not _is_stateful(thing)]
+        replicas = nn.Module, torch.optim.Optimizer
+        told = objects if here.size > 1 else {}
+        self._with_bits = {name: not isinstance(thing, replicas) for name, thing in told.items()}
+        states, self.trees, copies = dict(both), dict[str, Any](), Copies()
+        for name, thing in both.items():
+            if name not in values:
+                under = strategies.get(name)
+                states[name] = under.state_dict(thing) if under else thing.state_dict()
+            is_copied = copy and (here.is_main or name in per_rank)
+            with torch.no_grad():  # a copy has no history
+                make = copies.of if is_copied else _plain_tensor
+                self.trees[name] = self._taken(states[name], make, (name,))
+            _require_safe((name,), self.trees[name])
         if copy:
             self.trees = mapped(self.trees, _own, is_leaf=is_special)
         copies.wait()
+        self.own = {name: self.trees.pop(name) for name in per_rank}
         self.facts = {
             "values": values,
-            "numbers": {n: states[n] for n in values if type(states[n]) in (int, float)},
+            "per_rank": list(per_rank),
+            "numbers": {n: objects[n] for n in values if type(objects.get(n)) in (int, float)},
             "identity": {
                 "pardata": __version__,
                 "torch": str(torch.__version__),
@@ -76,8 +88,8 @@ class Snapshot:
         def take(at: TreePath, leaf: Any) -> Any:
             if isinstance(leaf, Mapping):
                 return self._taken(dict(leaf), make, at)
-            if self._is_told:
-                self.texts[".".join(map(str, at))] = _text_of(leaf)
+            if at[0] in self._with_bits:
+                self.texts[".".join(map(str, at))] = _text_of(leaf, self._with_bits[at[0]])
             if not isinstance(leaf, Tensor):
                 return leaf
             if not is_sharded(leaf):
@@ -88,9 +100,11 @@ class Snapshot:
         return mapped(tree, take, is_leaf=is_special, path=path)
 
 
-def _text_of(leaf: object) -> str:
+def _text_of(leaf: object, with_bits: bool) -> str:  # noqa: FBT001  # of one caller
     if isinstance(leaf, Tensor):
-        return f"a {type(leaf).__name__}"
+        bits = with_bits and not is_sharded(leaf)
+        digest = f", SHA-256 {sha256_of([('', leaf)])[:16]}…" if bits else ""
+        return f"a {type(leaf).__name__} of {leaf.dtype}, shape {tuple(leaf.shape)}{digest}"
     # The order of a set is not the same in every process.
     return repr(sorted(map(repr, leaf)) if isinstance(leaf, set) else leaf)
 
@@ -124,7 +138,7 @@ class Copies:
         view = tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
         key = (tensor.data_ptr(), *view, tensor.dtype, tensor.device)
         if key not in self._known:
-            if tensor.is_cuda:  # into pinned memory, several times as fast
+            if has_streams(tensor.device):  # into pinned memory, several times as fast
                 self._gpus.add(tensor.device)
                 copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
                 copy.copy_(tensor, non_blocking=True)
@@ -137,7 +151,7 @@ class Copies:
         """Wait until all copies are there."""
         # Each runs on the stream of now of the GPU that it comes from, whichever GPU is current.
         for gpu in self._gpus:
-            torch.cuda.current_stream(gpu).synchronize()
+            torch.get_device_module(gpu).current_stream(gpu).synchronize()
 
 
 def _plain_tensor(tensor: Tensor) -> Tensor:

@@ -5,9 +5,9 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pardata.ranks._table import table_of
-from pardata.ranks._turn import Patience, Say, all_say
-from pardata.ranks._verdict import Decide
+from pardata.messages._table import table_of
+from pardata.messages._turn import Patience, Say, all_say
+from pardata.messages._verdict import Decide
 from pardata.ranks._world import World, channel
 
 Facts = Mapping[str, object]

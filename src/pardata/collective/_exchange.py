@@ -8,31 +8,46 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 from torch.serialization import default_restore_location
 
 from pardata.collective._explanation import explained
 from pardata.collective._header import Matching, number_of, plain
-from pardata.collective._tree import TreePath, leaves
-from pardata.ranks._world import require_world
+from pardata.messages._table import ranks_text
+from pardata.ranks._world import World, require_world, way_of_counts
+from pardata.values._arguments import check_flag, check_integer
+from pardata.values._tree import TreePath, in_brackets, leaves
 
 _T = TypeVar("_T")
 
 
-def all_gather(value: _T) -> list[_T]:
+def all_gather(value: _T, dim: int = 0, *, differentiable: bool = False) -> list[_T]:
     """Return the `value` of every rank, in rank order. Collective.
 
     `value` is a tensor, a number, anything else, or nested dicts, lists and tuples of them. Tensors
-    may differ between ranks in their first dimension (zero rows included) and in nothing else. They
-    keep their dtype and device and carry no gradient; numbers become ``int``, ``float`` or
-    ``bool``. Any part without tensors and numbers, as a text or a list of texts of any length, is
-    pickled; tensors inside other objects come on the CPU. Two small collectives and one of all the
-    data, whatever the number of leaves. In a single process: ``[value]``, copied.
+    may differ between ranks in dimension `dim` (zero rows included) and in nothing else. They keep
+    their dtype and device; numbers become ``int``, ``float`` or ``bool``. Any part without tensors
+    and numbers, as a text or a list of texts of any length, is pickled; tensors inside other
+    objects come on the CPU. Two small collectives and one of all the data, whatever the number of
+    leaves. In a single process: ``[value]``, copied.
+
+    Args:
+        value: what this rank has.
+        dim: the dimension in which tensors may differ: 1 for hidden states of shape (layers,
+            batch, hidden), say.
+        differentiable: whether gradients flow back to the rank that has the tensor; by default
+            tensors carry none. A rank's tensor gets the sum of the gradients of all ranks' losses.
+            So `backward`, and ``loss.backward()`` under ``"ddp"``, give the gradient of the mean of
+            these losses. Every rank must run the backward, which is collective, once for each
+            tensor. It has no gradient itself.
 
     Raises:
         Exception: for what cannot be pickled, as `pickle` raises it.
-        TypeError: for a sparse or complex tensor; names its path.
-        RuntimeError: where structures, dtypes or other dimensions differ, with a table. All errors
+        TypeError: for a sparse or complex tensor; names its path. For a wrong `dim` or flag.
+        IndexError: for a tensor without the dimension `dim`.
+        ValueError: if a rank has no rows of a tensor that carries a gradient.
+        RuntimeError: if structures, dtypes or other dimensions differ, with a table. All errors
             are raised on every rank, and the group is usable afterwards.
 
     >>> all_gather({"rows": torch.arange(3), "names": ["a", "b"]})
@@ -40,14 +55,52 @@ def all_gather(value: _T) -> list[_T]:
     """
 
     def find() -> dict[TreePath, Any]:
+        check_integer("dim", dim)
+        check_flag("differentiable", differentiable)
         found = leaves(value, by_text=True, is_leaf=_is_other)
-        return {path: x if _is_other(x) else number_of(x, path) for path, x in found}
+        return {path: x if _is_other(x) else _rows_first(x, path, dim) for path, x in found}
 
-    matching = Matching("all_gather", find, _text)
+    def text(leaf: Any) -> str:
+        own = f", dim={dim}" * (dim != 0), ", differentiable" * (differentiable and _carries(leaf))
+        return f"{_text(leaf)}{''.join(own)}"
+
+    matching = Matching("all_gather", find, text)
     parts = matching.guarded(lambda: [_as_tensor(leaf) for leaf in matching.leaves], [])
     with explained("all_gather"):
         matching.all_reduce(list)
-        return _gathered(value, matching, parts)
+        columns = _gathered(matching, parts, dim)
+    for number, leaf in enumerate(matching.leaves):
+        if differentiable and _carries(leaf):
+            columns[number] = _Joined.apply(matching, dim, columns[number], leaf)
+    ranks = [[column[rank] for column in columns] for rank in range(matching.here.size)]
+    return [matching.rebuilt(value, own, _is_other) for own in ranks]
+
+
+class _Joined(torch.autograd.Function):
+    """Tensors of all ranks, whose gradients go to the ranks that have them."""
+
+    @staticmethod
+    def forward(ctx: Any, matching: Matching, dim: int, pieces: Any, own: Tensor) -> Any:
+        if none := [rank for rank, piece in enumerate(pieces) if not piece.numel()]:
+            raise ValueError(
+                f"every rank must have rows of what is `differentiable`, but {ranks_text(none)} "
+                f"passed none: pass drop_last=True to make_loader, or a larger batch_size"
+            )
+        ctx.here, ctx.group = matching.here, matching.group(own)
+        ctx.dims = (dim, 0) if own.ndim else ((), ())
+        return tuple(pieces)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        like = gradients[ctx.here.rank]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        flat = flat.to(torch.promote_types(flat.dtype, torch.float32))  # a sum of halves rounds
+        if ctx.here.size > 1:
+            with explained("all_gather (backward)"):
+                dist.all_reduce(flat, group=ctx.group)
+        own = flat.split([gradient.numel() for gradient in gradients])[ctx.here.rank]
+        return None, None, None, own.view(like.shape).to(like.dtype).movedim(*ctx.dims)
 
 
 def broadcast(value: _T) -> _T:
@@ -68,7 +121,7 @@ def broadcast(value: _T) -> _T:
     here = require_world("broadcast")
     if here.size == 1:
         return value
-    matching = Matching("broadcast", dict, _text)
+    matching = Matching("broadcast", dict, str)
     data = matching.guarded(lambda: pickled(value), bytearray()) if here.is_main else bytearray()
     with explained("broadcast"):
         (length,) = matching.all_reduce(lambda: [len(data)])
@@ -76,6 +129,15 @@ def broadcast(value: _T) -> _T:
         told = torch.frombuffer(data, dtype=torch.uint8).to(matching.device)
         dist.broadcast(told, 0, group=matching.group(told))
     return value if here.is_main else unpickled(_bytes_of(told), here.device)
+
+
+def gathered(here: World, value: _T, group: Any = None) -> list[_T]:
+    """Return the small `value` of every rank on rank 0, and nothing on the others. Collective."""
+    if here.size == 1:
+        return [value]
+    found: Any = [None] * here.size if here.is_main else None
+    dist.gather_object(value, found, group=group or way_of_counts(here)[0])
+    return found or []
 
 
 def pickled(value: object) -> bytearray:
@@ -94,7 +156,8 @@ def unpickled(data: bytes | bytearray, device: object = "cpu") -> Any:
     return torch.load(io.BytesIO(data), map_location=placed, weights_only=False)
 
 
-def _gathered(value: _T, matching: Matching, parts: list[Tensor]) -> list[_T]:
+def _gathered(matching: Matching, parts: list[Tensor], dim: int) -> list[Any]:
+    """Return of each leaf those of all ranks."""
     # What each rank brings: the rows of every leaf, then all bytes, padded to the longest.
     rows = [len(part) if part.ndim else 1 for part in parts]
     wide = torch.tensor(rows, dtype=torch.int64, device=matching.device)
@@ -106,11 +169,27 @@ def _gathered(value: _T, matching: Matching, parts: list[Tensor]) -> list[_T]:
     flat = [p.reshape(-1).clone(memory_format=torch.contiguous_format) for p in parts]
     own = torch.cat([part.view(torch.uint8).to(device) for part in flat])
     padded = pad(own, (0, max(map(sum, sizes)) - len(own)))
-    found = []
-    for counts, size, row in zip(all_rows, sizes, _gather(matching, padded), strict=True):
-        pieces = map(_from_bytes, matching.leaves, parts, counts, row[: sum(size)].split(size))
-        found.append(matching.rebuilt(value, pieces, _is_other))
-    return found
+    sent = zip(_gather(matching, padded), sizes, strict=True)
+    pieces = [row[: sum(size)].split(size) for row, size in sent]
+    both = zip(zip(*all_rows, strict=True), zip(*pieces, strict=True), strict=True)
+    return [
+        [_from_bytes(leaf, part, *own, dim) for own in zip(*column, strict=True)]
+        for leaf, part, column in zip(matching.leaves, parts, both, strict=True)
+    ]
+
+
+def _rows_first(leaf: Any, path: TreePath, dim: int) -> Any:
+    leaf = number_of(leaf, path)
+    if not isinstance(leaf, Tensor) or not leaf.ndim:
+        return leaf
+    if not -leaf.ndim <= dim < leaf.ndim:
+        name, shape = in_brackets("value", path), tuple(leaf.shape)
+        raise IndexError(f"`{name}` must have a dimension {dim} (`dim`), but its shape is {shape}")
+    return leaf.movedim(dim, 0)
+
+
+def _carries(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled()
 
 
 def _is_other(part: object) -> bool:
@@ -132,17 +211,19 @@ def _as_tensor(leaf: Any) -> Tensor:
     if _is_other(leaf):
         return torch.frombuffer(pickled(leaf), dtype=torch.uint8)
     if isinstance(leaf, Integral):
-        return torch.tensor(leaf if isinstance(leaf, bool) else int(leaf))
-    return torch.tensor(float(leaf), dtype=torch.float64)
+        return torch.tensor(leaf if isinstance(leaf, bool) else int(leaf), device="cpu")
+    return torch.tensor(float(leaf), dtype=torch.float64, device="cpu")
 
 
-def _from_bytes(own: Any, part: Tensor, rows: int, piece: Tensor) -> Any:
+def _from_bytes(own: Any, part: Tensor, rows: int, piece: Tensor, dim: int) -> Any:
     if not isinstance(own, Tensor) and _is_other(own):
         return unpickled(_bytes_of(piece))
     shape = (rows, *part.shape[1:]) if part.ndim else ()
     # A copy: a view may begin where an element of this dtype may not.
     tensor = piece.clone().view(part.dtype).view(shape).to(part.device)
-    return tensor if isinstance(own, Tensor) else tensor.item()
+    if not isinstance(own, Tensor):
+        return tensor.item()
+    return tensor.movedim(0, dim).contiguous() if part.ndim else tensor
 
 
 def _bytes_of(piece: Tensor) -> bytearray:

@@ -12,11 +12,12 @@ from dataclasses import asdict, dataclass, field
 
 import torch.distributed as dist
 
-from pardata.ranks._call_site import call_site
-from pardata.ranks._failure import Failure, as_consequence, is_lost, is_timeout, one_line
-from pardata.ranks._store import Channel, append, bounded
-from pardata.ranks._table import ranks_text, table_of
-from pardata.ranks._verdict import entries_of, key_of, who_did_not_come
+from pardata.messages._call_site import call_site
+from pardata.messages._failure import Failure, as_consequence, is_lost, is_timeout, one_line
+from pardata.messages._store import Channel, append, bounded
+from pardata.messages._table import ranks_text, table_of
+from pardata.messages._turn import refuse_within
+from pardata.messages._verdict import entries_of, key_of, who_did_not_come
 from pardata.ranks._world import channel
 
 # Seconds to wait for the others. Who is left by a peer hears of it at the same moment as they do;
@@ -121,6 +122,7 @@ class explained:  # noqa: N801  # reads as a word: with explained("all_gather")
         self._place, self._batch = place, batch
 
     def __enter__(self) -> None:
+        refuse_within(self._place)
         self._began = time.monotonic()
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
@@ -158,7 +160,7 @@ def what_is_wrong(known: Explanation) -> str:
     size, there, missing = known.size, known.there, known.missing
     cause = known.own if known.own.is_cause else known.first
     if cause is not None:
-        return f"rank {cause.rank} of {size} failed first: {cause.text}"
+        return f"rank {cause.rank} of {size} {cause.fault}"
     if known.store_is_gone and len(there) <= 1:
         return (
             "a connection is lost and the group's store with it: the process that serves it (rank "
@@ -175,6 +177,11 @@ def what_is_wrong(known: Explanation) -> str:
         if any(one.text.startswith("Checkpointer.save at ") for one in there):
             cure = "call `save` on every rank at the same step, not under `if world.is_main`"
         return f"the ranks are in different calls: {cure}"
+    if all(one.timed_out for one in there):
+        return (
+            "they wait for different things in it: give the call the same arguments (`count`), and "
+            "the model the same mode and frozen parameters, on every rank; or the network is down"
+        )
     return _who_was_late(there, size) or "a connection between them was lost: is the network down?"
 
 

@@ -1,9 +1,8 @@
 """A sum over ranks that first makes sure that every rank brings the like.
 
-gloo left to itself returns wrong sums, or ends the process, where sizes differ between ranks
-(https://github.com/NVIDIA/nccl/issues/1394 shows it next to NCCL, which hangs or continues). So the
-first collective always has one fixed size, and carries a hash of the structure: only when all
-ranks agree is anything sent whose size depends on the value.
+gloo left to itself returns wrong sums, or ends the process, where sizes differ between ranks, and
+others hang or continue. So the first collective always has one fixed size, and carries a hash of
+the structure: only when all ranks agree is anything sent whose size depends on the value.
 """
 
 import functools
@@ -19,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pardata.collective._agreement import agree, require_same
-from pardata.collective._tree import TreePath, in_brackets, leaves, mapped
 from pardata.ranks._backend import runs_on_gpus
+from pardata.ranks._device import widest
 from pardata.ranks._world import World, require_world, way_of_counts
+from pardata.values._tree import TreePath, in_brackets, leaves, mapped
 
 _T = TypeVar("_T")
 
@@ -109,7 +109,7 @@ class Matching:
                 work.wait()
             back: list[float] = header.tolist()
             if not all_equal(back[:_FIRST], self.here.size):
-                refuse(self.here, self._facts)
+                refuse(self.here, self._place, self._facts)
                 self.ways = [None] * len(self.leaves)  # they differ in these alone
             return back[_FIRST : _FIRST + len(numbers)]
 
@@ -134,24 +134,22 @@ class Matching:
         return like
 
     def _way(self, leaf: Any) -> torch.dtype | None:
-        if not isinstance(leaf, Tensor) or not leaf.is_cuda:
+        if not isinstance(leaf, Tensor) or leaf.is_cpu or widest(leaf.device) != torch.float64:
             return None
         return torch.int64 if self.exact and not leaf.is_floating_point() else torch.float64
 
-    def _facts(self) -> dict[str, object]:
+    def _facts(self) -> str:
         if self._error is not None:
             raise self._error
         both = zip(self._paths, self._kinds, strict=True)
-        texts = [f"{in_brackets('value', path)}: {kind}" for path, kind in both]
-        return {"call": self._place, "structure": "; ".join(texts)}
+        return "; ".join(f"{in_brackets('value', path)}: {kind}" for path, kind in both)
 
 
-def refuse(here: World, facts: Callable[[], object]) -> None:
-    """Raise on every rank, with a table of the calls and structures in which they are."""
-    # One name for all of them: the ranks may be in different calls.
-    place = "all_reduce or all_gather"
+def refuse(here: World, place: str, facts: Callable[[], str]) -> None:
+    """Raise on every rank, with a table of the calls or of the structures in which they are."""
     cure = "Make the same call with the same structure on every rank."
-    agree(here, place, facts, lambda told: require_same(place, told, cure))
+    state = lambda: {"structure": facts()}  # noqa: E731  # a name says what it is
+    agree(here, place, state, lambda told: require_same(place, told, cure))
 
 
 def numbers_of(value: object, name: str = "value") -> dict[TreePath, Any]:
@@ -189,15 +187,14 @@ def number_of(leaf: Any, path: TreePath, name: str = "value") -> Leaf:
 
 
 @functools.lru_cache(maxsize=64)  # a training loop reduces the same few structures
-def hashes(text: str, size: int, number: int = _HASHES, mantissa: int = 53) -> list[int]:
+def hashes(text: str, size: int) -> list[int]:
     """Return hashes of `text` and then their squares, whose sums tell whether all ranks agree.
 
-    They are so small that floats with such a mantissa add the squares of all ranks without
-    rounding.
+    They are so small that float64 adds the squares of all ranks without rounding.
     """
-    bits = min(20, (mantissa - (size - 1).bit_length()) // 2)
+    bits = min(20, (53 - (size - 1).bit_length()) // 2)
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
-    found = [digest >> bits * place & (2**bits - 1) for place in range(number)]
+    found = [digest >> bits * place & (2**bits - 1) for place in range(_HASHES)]
     return [*found, *(h * h for h in found)]
 
 

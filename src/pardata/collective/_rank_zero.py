@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from pardata.collective._agreement import agree
 from pardata.collective._exchange import pickled, unpickled
-from pardata.ranks._arguments import checked_timeout
-from pardata.ranks._failure import Failure
-from pardata.ranks._store import Channel
-from pardata.ranks._turn import Turn
-from pardata.ranks._world import channel, require_world
+from pardata.messages._failure import Failure
+from pardata.messages._store import Channel
+from pardata.messages._turn import Turn, call_off, leading, refuse_within
+from pardata.ranks._world import World, channel, require_world
+from pardata.values._arguments import checked_timeout
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
@@ -77,9 +77,7 @@ def rank_zero_first(*, local: bool = False, timeout: timedelta | float = _HOURS)
     if local:
         call = "rank_zero_first(local=True)"
         agree(here, call, lambda: None, timeout=patience)
-        # Each node has turns of its own, in which its ranks have other numbers.
-        store = dist.PrefixStore(f"node{here.node_rank}/{here.local_size}", line.store)
-        line = Channel(store, line.timeout, here.local_rank, here.local_size)
+        line = _of_node(line, here.node_rank, here.local_rank, here.local_size)
     turn = Turn(line, call)
     if line.rank == 0:
         with _led(turn, "rank_zero_first", here.rank):
@@ -88,6 +86,20 @@ def rank_zero_first(*, local: bool = False, timeout: timedelta | float = _HOURS)
     else:
         turn.decision(turn.heard(patience))
         yield
+
+
+def _of_node(line: Channel, node: int, rank: int, size: int) -> Channel:
+    """Return the channel of a node, which has turns of its own and other numbers of ranks."""
+    return Channel(dist.PrefixStore(f"node{node}", line.store), line.timeout, rank, size)
+
+
+def call_off_everywhere(here: World, line: Channel, news: str) -> None:
+    """Let all who wait for this rank, or for the first one of their node, read `news` instead."""
+    call_off(line, news)
+    # A first one that was killed cannot say so, and who notices may be on another node.
+    if line.store.add("nodes are told", 1) == 1:
+        for node in range(here.num_nodes):
+            call_off(_of_node(line, node, 0, 1), news)
 
 
 def rank_zero_call(fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -113,6 +125,8 @@ def rank_zero_call(fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs)
     here = require_world("rank_zero_call")
     if here.size == 1:
         return fn(*args, **kwargs)
+    if leading.call == "rank_zero_call":  # the others wait for the outer one
+        refuse_within("rank_zero_call")
     name = getattr(fn, "__qualname__", type(fn).__qualname__)
     turn = Turn(channel(), f"rank_zero_call({name})")
     if not here.is_main:
@@ -129,6 +143,7 @@ def rank_zero_call(fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs)
 def _led(turn: Turn, place: str, rank: int) -> Iterator[None]:
     """Lead a turn: tell the waiting ranks of any exception, and let it go on."""
     turn.come()
+    before, leading.call = leading.call, place
     try:
         yield
     except BaseException as error:
@@ -136,3 +151,5 @@ def _led(turn: Turn, place: str, rank: int) -> Iterator[None]:
         with suppress(Exception):  # the first error says more
             turn.tell(failed=[asdict(failure)])
         raise
+    finally:
+        leading.call = before

@@ -158,6 +158,7 @@ def _packed(matching: Matching, way: Any, weight: float) -> Values:
     """Return all that travels in this way, times `weight`."""
     parts, dtype, device = matching.by(way), way, matching.here.device
     if way is None:
+        parts = [part.cpu() if isinstance(part, Tensor) else part for part in parts]
         for part in filter(_is_whole, parts if matching.exact else []):
             _require_exact(part)
         numbers = [_number(part) for part in parts]
@@ -172,10 +173,10 @@ def _packed(matching: Matching, way: Any, weight: float) -> Values:
 
 
 def _number(part: Leaf) -> float | None:
-    """Return the number that `part` is, unless it has several or reading it would stop a GPU."""
-    if not isinstance(part, Tensor):
-        return float(part)
-    return float(part.item()) if part.ndim == 0 and part.is_cpu else None
+    """Return the number that `part` is, unless it has several."""
+    if isinstance(part, Tensor):  # not float, which warns of one with a gradient
+        return None if part.ndim else float(part.item())
+    return float(part)
 
 
 def _sent(matching: Matching, values: Values, op: Any) -> Tensor:

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from types import FrameType
 from typing import Any
 
@@ -15,16 +16,20 @@ from pardata.ranks._world import require_world
 
 _log = get_logger(__name__)
 
-# SLURM sends what --signal says, by custom SIGUSR2: NCCL may catch SIGUSR1. Windows has none.
+# SLURM sends what --signal says, by custom SIGUSR2: backends may catch SIGUSR1. Windows has none.
 _DEFAULT = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR2") if hasattr(signal, name))
+# SLURM sends SIGTERM twice at a time limit, and torchrun repeats what SLURM sends to its ranks too.
+_REPEATED_WITHIN = 1.0  # seconds; on the cluster of the tests it took 4 to 20 milliseconds
 
 
 class StopSignal:
     """Within the block, a signal asks the run to stop, and `agreed` tells all ranks when.
 
     The first signal is only noted; a second one acts as if this block were not there: SIGTERM ends
-    the process at once. In another thread than the main one, as under Ray Train, Python cannot
-    listen to signals, which is logged once; `agreed` still hears of those of the other ranks.
+    the process at once. The same signal again within a second counts as the first one, because
+    launchers repeat it. Blocks around this one note its signals too. In another thread than the
+    main one, as under Ray Train, Python cannot listen to signals, which is logged once; `agreed`
+    still hears of those of the other ranks.
 
     Args:
         signals: SIGTERM and SIGUSR2 if none are given.
@@ -42,9 +47,10 @@ class StopSignal:
         self._signals = [_checked(number) for number in signals or _DEFAULT]
         self._before: dict[int, Any] = {}
         self._received: int | None = None
+        self._received_at = 0.0
         self._agreed = False
-        self._calls = 0
-        self._sent: Vote | None = None  # whether any was asked, and how often all have called
+        self._is_entered = False
+        self._sent: Vote | None = None  # whether any was asked, and whether any leaves the block
 
     @property
     def requested(self) -> bool:
@@ -59,19 +65,36 @@ class StopSignal:
         In a single process it is true at once.
 
         Raises:
-            RuntimeError: on every rank, where they have not called it equally often.
+            RuntimeError: before the block. On every rank, if one calls it again and another leaves
+                the block.
         """
         here = require_world("StopSignal.agreed")
+        if not self._is_entered:
+            raise RuntimeError(
+                "a StopSignal must be entered before `agreed` is called, because it listens only "
+                "within its block: write `with StopSignal() as stop:`"
+            )
         if not self._agreed:
-            self._calls += 1
             self._agreed = self.requested if here.size == 1 else self._heard()
             if self._agreed:
                 asked = "another rank was asked to stop"
                 why = f"got {signal.Signals(self._received).name}" if self._received else asked
                 _log.info("%s: the run stops at this step", why, ranks=[here.rank])
             elif here.size > 1:
-                self._sent = Vote(here, "StopSignal.agreed", [self.requested, self._calls])
+                self._sent = self._vote(leaves=False)
         return self._agreed
+
+    def __bool__(self) -> bool:
+        """Raise, because it would always be true.
+
+        Raises:
+            TypeError: says what to ask in its place.
+        """
+        raise TypeError("a StopSignal must not be taken for True or False: call its `agreed()`")
+
+    def _vote(self, *, leaves: bool) -> Vote:
+        here = require_world("StopSignal.agreed")
+        return Vote(here, "StopSignal.agreed", [self.requested, leaves])
 
     def _heard(self) -> bool:
         """Return what all ranks said at the call before."""
@@ -81,12 +104,13 @@ class StopSignal:
         (_, asked), (least, most), *_ = vote.result()
         if least != most:
             raise RuntimeError(
-                f"every rank must call `agreed` once a step, but one has called it {most} times "
-                f"and another {least}: call it at the same place of the loop on all"
+                "every rank must call `agreed` equally often, but one has called it again and "
+                "another has left the block: call it at the same place of the loop on all ranks"
             )
         return bool(asked)
 
     def __enter__(self) -> Self:
+        self._is_entered = True
         if threading.current_thread() is not threading.main_thread():
             text = "only the main thread hears signals: this process stops when another rank does"
             _log.warning(text, ranks="all", once=True)
@@ -97,23 +121,40 @@ class StopSignal:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._stop_listening()
-        if kind is None:
-            self._heard()  # all ranks have sent equally often
+        if kind is None and self._sent is not None and not self._heard():
+            self._sent = self._vote(leaves=True)
+            self._heard()
 
     def _stop_listening(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before = {}
 
-    def _note(self, number: int, _frame: FrameType | None) -> None:
+    def _note(self, number: int, frame: FrameType | None) -> None:
         # Nothing but this: the program may be anywhere.
         if self._received is None:
-            self._received = number
+            self._received, self._received_at = number, time.monotonic()
+            outer = _listener(self._before.get(number))
+            if outer is not None:
+                outer._note(number, frame)  # noqa: SLF001  # of its own class
+            return
+        if number == self._received and time.monotonic() < self._received_at + _REPEATED_WITHIN:
             return
         self._stop_listening()
         if signal.getsignal(number) is signal.SIG_IGN:
             sys.exit(128 + number)
         os.kill(os.getpid(), number)
+
+
+def may_stop(number: int) -> bool:
+    """Whether a signal may ask the run to stop: by custom, or because a `StopSignal` listens."""
+    return number in _DEFAULT or _listener(signal.getsignal(number)) is not None
+
+
+def _listener(handler: object) -> StopSignal | None:
+    """Return the block that listens by this handler, if one does."""
+    listener = getattr(handler, "__self__", None)
+    return listener if isinstance(listener, StopSignal) else None
 
 
 def _checked(number: int) -> int:

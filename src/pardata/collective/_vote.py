@@ -47,5 +47,5 @@ class Vote:
         most, turned = self._told.view(2, -1).tolist()
         (least, most), *found = zip([-number for number in turned], most, strict=True)
         if least != most:
-            refuse(self._here, lambda: {"call": self._place, "structure": "a vote"})
+            refuse(self._here, self._place, lambda: "a vote")
         return found[: self._count]

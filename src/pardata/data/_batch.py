@@ -2,15 +2,46 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
-from pardata.collective._tree import TreePath, in_brackets, leaves, mapped
+from pardata.ranks._device import has_streams
+from pardata.values._tree import TreePath, in_brackets, leaves, mapped
+
+# --- looked at: whether a dataset is still what it was, and where tensors are made
+
+
+def layers(dataset: Any) -> Iterator[Any]:
+    """Yield a dataset and those that it is a part, or made, of."""
+    yield dataset
+    if isinstance(dataset, Subset):
+        yield from layers(dataset.dataset)
+    elif isinstance(dataset, ConcatDataset):
+        for part in dataset.datasets:
+            yield from layers(part)
+
+
+def outline(dataset: Any) -> list[Any]:
+    """Return what differs once its length, an attribute, or a Subset's indices changed."""
+    # By its number, and kept, so that no other object gets that.
+    held = [value for own in layers(dataset) for value in getattr(own, "__dict__", {}).values()]
+    picked = (own.indices for own in layers(dataset) if isinstance(own, Subset))
+    lists = [[*indices] for indices in picked if isinstance(indices, list)]
+    length = None if isinstance(dataset, IterableDataset) else len(dataset)
+    return [length, *((id(value), value) for value in held), *lists]
+
+
+def on_cpu() -> AbstractContextManager[Any]:
+    """Make tensors on the CPU in a block, whatever ``torch.set_default_device`` was told."""
+    is_there = torch.empty(0).is_cpu  # a tenth of the time of torch.get_default_device
+    return nullcontext() if is_there else torch.device("cpu")
+
 
 # --- read: the batch that `default_collate` would make of the samples
 
@@ -38,7 +69,8 @@ def whole_batch_reader(dataset: Any) -> Read | None:
     if _reads_as(dataset, TensorDataset):
         return partial(_columns, dataset)
     if _reads_as(dataset, Subset) and (inner := whole_batch_reader(dataset.dataset)) is not None:
-        return partial(_chosen, inner, torch.as_tensor(dataset.indices, dtype=torch.int64))
+        chosen = torch.as_tensor(dataset.indices, dtype=torch.int64, device="cpu")
+        return partial(_chosen, inner, chosen)
     if _reads_as(dataset, ConcatDataset):
         readers = [reader for part in dataset.datasets if (reader := whole_batch_reader(part))]
         if len(readers) == len(dataset.datasets):
@@ -64,9 +96,9 @@ def rows_of(tensor: Tensor, indices: Tensor) -> Tensor:
     if tensor.device != indices.device:
         # A GPU does not say that an index is out of range: it stops, and the process with it.
         indices = _from_the_front(indices, len(tensor))
-        if tensor.is_cuda:
+        if queued := has_streams(tensor.device):
             indices = indices.pin_memory()  # so that nobody waits for the copy
-        indices = indices.to(tensor.device, non_blocking=tensor.is_cuda)
+        indices = indices.to(tensor.device, non_blocking=queued)
     if (signed := _SIGNED.get(tensor.dtype)) is not None:
         return rows_of(tensor.view(signed), indices).view(tensor.dtype)
     try:
@@ -93,7 +125,7 @@ def _chosen(inner: Read, chosen: Tensor, indices: Tensor) -> Any:
 def _joined(readers: list[Read], ends: list[int], indices: Tensor) -> Any:
     indices = _from_the_front(indices, ends[-1])
     parts, places = [], []
-    owners = torch.bucketize(indices, torch.tensor(ends), right=True)
+    owners = torch.bucketize(indices, torch.tensor(ends, device="cpu"), right=True)
     for number in owners.unique().tolist():
         rows = (owners == number).nonzero()[:, 0]
         start = ends[number - 1] if number else 0
@@ -102,6 +134,8 @@ def _joined(readers: list[Read], ends: list[int], indices: Tensor) -> Any:
     if len(parts) == 1:
         return parts[0]
     columns, order = [dict(leaves(part)) for part in parts], torch.cat(places).argsort()
+    if any(own.keys() != columns[0].keys() for own in columns):
+        raise ValueError("the datasets of a ConcatDataset must return the same parts, but differ")
     return mapped(parts[0], lambda path, _: rows_of(torch.cat([c[path] for c in columns]), order))
 
 
@@ -124,8 +158,8 @@ def moved(batch: Any, device: torch.device) -> Any:
 
     def move(_: TreePath, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            # On mps, say, a copy that nobody waits for reads what is no longer there.
-            return leaf.to(device, non_blocking=device.type == "cuda")
+            # Without streams a copy that nobody waits for may read what is no longer there.
+            return leaf.to(device, non_blocking=has_streams(device))
         return leaf.to(device) if hasattr(leaf, "to") else leaf
 
     return batch if device.type == "cpu" else mapped(batch, move, is_leaf=_is_whole)

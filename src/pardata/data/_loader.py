@@ -1,8 +1,9 @@
 """The loader: epochs that advance by themselves and can be left and resumed at any step."""
 
 import weakref
-from collections.abc import Generator, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 from torch.utils.data import Dataset
 
@@ -10,21 +11,24 @@ from pardata.collective._exchange import all_gather
 from pardata.data._batch import emptied, is_read_whole
 from pardata.data._clock import Clock
 from pardata.data._microbatches import Microbatches
-from pardata.data._order import Requests
+from pardata.data._order import Requests, length_of
 from pardata.data._placement import Placement
-from pardata.data._plan import Plan
+from pardata.data._plan import Plan, Step
 from pardata.data._position import Position, Recipe
 from pardata.data._reader import Fetched
-from pardata.data._sample_count import leave_count
+from pardata.data._sample_count import Read, delivered
 from pardata.data._workers import Source
-from pardata.ranks._arguments import check_integer
 from pardata.ranks._logger import get_logger
+from pardata.values._arguments import check_integer
 
 _log = get_logger(__name__)
 
 _LONG_SHARE = 0.3  # of an epoch
 _LONG = 1.0  # seconds: below, nobody waits
-_END = (0, None, None)  # no samples, and no batch
+_END = (None, None, None)  # no step, and no batch
+
+
+Parts: TypeAlias = tuple[Recipe, Source, Placement]
 
 
 class Loader:
@@ -39,15 +43,13 @@ class Loader:
         batch_size: samples of a step, over all ranks; None where a `batch_sampler` decides.
     """
 
-    def __init__(self, recipe: Recipe, plan: Plan, source: Source, placement: Placement) -> None:
-        self.dataset: Dataset[Any] = source.reader.dataset
+    def __init__(self, plan: Plan, parts: Parts, again: Callable[[object], Parts | None]) -> None:
+        self._plan, self._with_seed = plan, again
+        self._recipe, self._source, self._placement = parts
+        self.dataset: Dataset[Any] = self._source.reader.dataset
         self.batch_size: int | None = plan.batch_size or None
-        self._recipe = recipe
-        self._plan = plan
-        self._source = source
-        self._placement = placement
         # Those that `default_collate` makes.
-        self._lists_are_columns = source.reader.collation.collate_fn is None
+        self._lists_are_columns = self._source.reader.collation.collate_fn is None
         # Where `epochs` begins, which a look does not move; where the next iter() begins; what has
         # been delivered; and what `state_dict` tells of that.
         self._unused = self._next = self._now = self._state = Position(0)
@@ -58,17 +60,16 @@ class Loader:
 
     def __len__(self) -> int:
         """Return the number of steps of a whole epoch, the same on every rank."""
-        if self.batch_size is None:
-            by, steps = "batch_sampler", self._source.requests.sampler
-        else:
-            by, steps = "dataset", None if self._plan.length is None else self._plan
-        if not hasattr(steps, "__len__"):
-            name = type(steps or self.dataset).__name__
+        requests: Requests | None = self._source.requests
+        by, whose, length = "dataset", self.dataset, self._plan.length
+        if requests is not None and requests.sampler is not None:
+            by, whose, length = requests.name, requests.sampler, length_of(requests.sampler)
+        if length is None:
             raise TypeError(
-                f"the length of a loader must be that of its {by}, but {name} has none: give it a "
-                f"__len__, or count the batches"
+                f"the length of a loader must be that of its {by}, but {type(whose).__name__} has "
+                f"none: give it a __len__, or count the batches"
             )
-        return len(steps)
+        return length if self.batch_size is None else len(replace(self._plan, length=length))
 
     @property
     def epoch(self) -> int:
@@ -151,8 +152,14 @@ class Loader:
             ValueError: for the state of another dataset, seed, batch size or order, naming it,
                 and for what is no state of a loader.
         """
-        self._now = self._state = self._recipe.position(state)
-        self._next = self._unused = self._now
+        seed = state.get("seed") if isinstance(state, Mapping) else None
+        parts = self._recipe, self._source, self._placement
+        if seed != self._recipe.facts["seed"]:
+            parts = self._with_seed(seed) or parts  # those of another loader of this run
+        self._state = self._next = self._unused = parts[0].position(state)
+        self._recipe, self._source, self._placement = parts
+        if not self._is_running():
+            self._now = self._state
         if self._recipe.is_stream and self._next.delivered and self._next.state is None:
             _log.info("reading %d samples again, to resume after them", self._next.delivered)
 
@@ -173,8 +180,8 @@ class Loader:
         """Return a hash of the samples delivered in the epoch in progress, or the last.
 
         Of their indices, in the order of the epoch: the same on every rank, at every world size,
-        and after resuming. Not collective, save with a `sampler`; takes 0.3 seconds for a million
-        samples.
+        and after resuming. Takes 0.3 seconds for a million samples. Not collective, unless a
+        `sampler` is asked for the order of an epoch that has not begun here.
 
         Raises:
             TypeError: for an ``IterableDataset``, whose samples have no indices.
@@ -201,13 +208,13 @@ class Loader:
         self._clock = clock = Clock()
         fetched = self._source.steps(start)
         clock.waited = clock.seconds()  # for the order, and workers that start
-        batches = self._placement.ahead(map(self._shaped, fetched))
+        batches = self._placement.ahead(fetched, self._shaped)
         run = self._delivered(batches, clock, start, self._unused)
         self._run = weakref.ref(run)
         return run
 
     def _delivered(
-        self, batches: Iterator[tuple[int, Any, Any]], clock: Clock, now: Position, unused: Position
+        self, batches: Iterator[Any], clock: Clock, now: Position, unused: Position
     ) -> Generator[Any, None, None]:
         """Yield each batch, with the samples of its step taken down as delivered.
 
@@ -223,15 +230,17 @@ class Loader:
                         "make another loader for the loop inside"
                     )
                 asked = clock.seconds()
-                samples, own, batch = next(batches, _END)
+                step, own, batch = next(batches, _END)
                 clock.waited += clock.seconds() - asked
-                clock.samples += samples
-                if not samples:
+                if step is None:
                     break
-                delivered = now.delivered + samples
-                self._now = now = Position(now.epoch, delivered, self._source.digest, own)
+                clock.samples += step.samples
+                count = now.delivered + step.samples
+                self._now = now = Position(now.epoch, count, self._source.digest, own)
                 if not is_done:
                     self._state = now
+                if self._plan.microbatch_size is None:  # else the batch says it itself
+                    delivered.add(batch, Read(step.rows, self._plan.size))
                 yield batch
                 del batch  # its memory may serve for the next one, and is still in the cache
             if self._unused is unused:  # else a state was loaded meanwhile, or an epoch set
@@ -242,8 +251,8 @@ class Loader:
         finally:
             clock.stop()
 
-    def _shaped(self, fetched: Fetched) -> tuple[int, Any, Any]:
-        """Return the samples of a step, the dataset's own state after it, and what the loop gets.
+    def _shaped(self, fetched: Fetched) -> tuple[Step, Any, Any]:
+        """Return a step, the dataset's own state after it, and what the loop gets.
 
         That is microbatches, or one batch.
         """
@@ -253,15 +262,15 @@ class Loader:
             where = {"epoch": step.epoch, "step": step.number, "first": step.first}
             whose = {"seed": self._recipe.facts["seed"], "size": self._plan.size}
             own = batches if step.rows else ()
-            found = Microbatches(own, **where, counts=step.counts, **whose, placeholder=batches[0])
-            return step.samples, fetched.state, found
+            counts = self._plan.counts_of(step.samples)
+            found = Microbatches(own, **where, counts=counts, **whose, placeholder=batches[0])
+            return step, fetched.state, found
         (batch,) = batches
         if step.rows == 0 or step.samples < self._plan.size:
             # On every rank, so that a batch that cannot be emptied is an error on all of them.
             empty = emptied(batch, lists_are_columns=self._lists_are_columns)
             batch = batch if step.rows else empty
-        leave_count(batch, step.rows)
-        return step.samples, fetched.state, batch
+        return step, fetched.state, batch
 
     def _speak_of_waiting(self, clock: Clock) -> None:
         stats = clock.stats()

@@ -1,5 +1,6 @@
 """What make_loader is given: checked once, and found to be the same on every rank."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,11 +8,15 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from pardata.collective._agreement import agree, require_same
+from pardata.data._order import length_of
+from pardata.data._plan import Plan, share
+from pardata.data._uneven_shares import uneven_shares
 from pardata.data._workers import choose_workers
-from pardata.ranks._arguments import check_flag, check_integer, check_map_style, checked_device
+from pardata.ranks._device import checked_device
 from pardata.ranks._logger import get_logger
-from pardata.ranks._process import process
 from pardata.ranks._world import World, require_world, single_world, world
+from pardata.seeds._default_seeds import default_seed, next_number
+from pardata.values._arguments import check_flag, check_integer, check_map_style
 
 _log = get_logger(__name__)
 
@@ -31,8 +36,8 @@ class Arguments(SimpleNamespace):
     Attributes:
         here: this process, also where nothing is shared out.
         ranks: those that share each global batch; where nothing is shared out, this one alone.
-        length: samples of an epoch; None where only its end tells. With a `batch_sampler`, those of
-            the dataset.
+        length: samples of the dataset; None if only its end tells.
+        initial_seed: of which the default seed was made; None if a seed was given.
         workers: what a ``DataLoader`` is to be told of them.
     """
 
@@ -57,15 +62,18 @@ def agreed(distributed: object, **given: Any) -> Arguments:
     def facts() -> dict[str, object]:
         _check(args)
         compared = {"the length": args.length, **{name: getattr(args, name) for name in _COMPARED}}
-        return {**compared, "initial_seed": torch.initial_seed()}
+        initial = torch.initial_seed()
+        return {**compared, "loaders": [initial, next_number(initial)]}
 
-    def decide(told: list[dict[str, Any]]) -> int:
-        initial: list[int] = [each.pop("initial_seed") for each in told]  # may differ: rank 0's
+    def decide(told: list[dict[str, Any]]) -> list[int]:
+        counts: list[list[int]] = [each.pop("loaders") for each in told]  # may differ: rank 0's
         require_same("make_loader", told, "Pass the same dataset and arguments on every rank.")
-        return initial[0]
+        return counts[0]
 
-    seed = agree(args.ranks, "make_loader", facts, decide)
-    args.seed = seed if args.seed is None else args.seed
+    initial, number = agree(args.ranks, "make_loader", facts, decide)
+    args.initial_seed, args.number = None, number
+    if args.seed is None:
+        args.seed, args.initial_seed = default_seed(initial, number), initial
     _look_at_shares(args)
     return args
 
@@ -114,8 +122,8 @@ def _choose_workers(args: Arguments) -> None:
         raise ValueError(f"`timeout` must be a number of seconds from 0 up, but is {timeout!r}")
     if timeout and asked == 0:
         raise ValueError(
-            f"`timeout` must be 0 without workers, for whose batches it waits, but is {timeout!r}: "
-            f"leave it out, or pass `num_workers`"
+            f"`timeout` must be 0 without workers, because it waits for their batches, "
+            f"but is {timeout!r}: leave it out, or pass `num_workers`"
         )
     if args.persistent_workers is None:
         args.persistent_workers = args.num_workers > 0
@@ -176,8 +184,6 @@ def _check_sampler(args: Arguments) -> None:
             f"`sampler` must yield single indices, but is a {name}, which yields lists of them: "
             f"pass it as `batch_sampler`, and no `batch_size`"
         )
-    if not hasattr(sampler, "__len__"):
-        raise TypeError(f"`sampler` must have a length, but {name} has none: give it __len__")
     if args.shuffle:
         raise ValueError(
             "`shuffle` must be False with a `sampler`, which is the order, but is True: choose one"
@@ -187,15 +193,13 @@ def _check_sampler(args: Arguments) -> None:
 def _length_of(args: Arguments) -> int | None:
     if args.sharded:
         return None  # what a rank's part says of itself is not the length of the whole
-    name = "dataset" if args.sampler is None else "sampler"
-    measured = getattr(args, name)
     try:
-        return len(measured)
+        return len(args.dataset)
     except (TypeError, NotImplementedError) as error:
         if isinstance(error, TypeError) and isinstance(args.dataset, IterableDataset):
             return None  # it may have none
         raise TypeError(
-            f"`{name}` must know its length, but len() of {type(measured).__name__} failed: "
+            f"`dataset` must know its length, but len() of {type(args.dataset).__name__} failed: "
             f"{error}: let its __len__ return a whole number"
         ) from error
 
@@ -203,52 +207,51 @@ def _length_of(args: Arguments) -> int | None:
 def _check_sizes(args: Arguments) -> None:
     """Raise where the batch size does not go with the world or the dataset."""
     batch_size, microbatch_size = args.batch_size, args.microbatch_size
-    length, ranks = args.length, args.ranks.size
+    whose = args.ranks.rank, args.ranks.size
+    args.plan = Plan(args.length, batch_size or 0, args.drop_last, microbatch_size, *whose)
     if microbatch_size is not None:
         check_integer("microbatch_size", microbatch_size, least=1)
     if args.batch_sampler is not None:
         return
-    least = ranks if microbatch_size is None else 1
+    least = args.ranks.size if microbatch_size is None else 1
+    if batch_size is None:
+        what = "the number of samples of one optimizer step, over all processes"
+        raise TypeError(f"`batch_size` is missing: pass {what}")
     why = ", one for each rank, as it counts the samples of all ranks together" if least > 1 else ""
     check_integer("batch_size", batch_size, least=least, why=why)
     if microbatch_size is not None:
         if microbatch_size > batch_size:
             raise ValueError(
-                f"`microbatch_size` must be at most the `batch_size` of {batch_size}, of which it "
-                f"is a piece, but is {microbatch_size}: make it smaller"
+                f"`microbatch_size` must be at most the `batch_size` of {batch_size}, but "
+                f"is {microbatch_size}: make it smaller"
             )
         if args.sharded:
             raise ValueError(
                 f"`microbatch_size` must be left out with `sharded`, as the steps of such data "
                 f"depend on the number of ranks, but is {microbatch_size}: choose one"
             )
-    if length is not None and args.drop_last and batch_size > length:
-        raise ValueError(
-            f"`batch_size` must be at most the {length} samples of the dataset, as drop_last "
-            f"would leave no batch, but is {batch_size}: make it smaller, or pass drop_last=False"
-        )
-    last = 0 if length is None else length % batch_size
-    if args.trains and not args.drop_last and microbatch_size is None and 0 < last < ranks:
-        raise ValueError(
-            f"the last batch must have a sample for each of the {ranks} ranks, but has {last} "
-            f"of {length}: a rank without one would leave the others waiting for its gradient; "
-            f"pass drop_last=True, `microbatch_size` or another batch_size"
-        )
+    length = args.length if args.sampler is None else length_of(args.sampler)
+    if length is not None:
+        replace(args.plan, length=length).check(trains=args.trains)
 
 
 def _look_at_shares(args: Arguments) -> None:
-    """Say which ranks idle, and leave word for a training step to which uneven shares matter."""
+    """Say if nothing is read, or ranks idle; note for training steps that shares are uneven."""
     batch_size, ranks = args.batch_size, args.ranks.size
+    if args.length == 0:
+        text = "the %s is empty, so that its loader has no steps: look at where it reads from"
+        _log.warning(text, type(args.dataset).__name__, ranks=[0])
     if batch_size is None:
         return  # only the batch_sampler knows
     # Without microbatches a rank gets single samples, at least one.
     pieces = -(-batch_size // (args.microbatch_size or 1))
     if pieces < ranks:
+        idle = ", ".join(str(rank) for rank in range(ranks) if not share(pieces, rank, ranks))
         text = (
-            f"a `batch_size` of {batch_size} in microbatches of {args.microbatch_size} is "
-            f"{pieces}, fewer than the {ranks} ranks: ranks {pieces} to {ranks - 1} idle; make "
-            f"`microbatch_size` smaller"
+            f"a `batch_size` of {batch_size} makes {pieces} microbatches of at most "
+            f"{args.microbatch_size} samples for {ranks} ranks, so that rank(s) {idle} have "
+            f"nothing to do; make `microbatch_size` smaller"
         )
         _log.warning(text, ranks=[0], once=True)
     elif args.microbatch_size is None and args.trains and batch_size % ranks:
-        process.uneven_batch = batch_size
+        uneven_shares.batch_size = batch_size

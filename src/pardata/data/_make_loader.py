@@ -1,24 +1,28 @@
 """make_loader: agrees on its arguments with the other ranks, and builds a Loader."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from multiprocessing.context import BaseContext
 from typing import Any, Literal
 
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
-from pardata.data._loader import Loader
+from pardata.data._loader import Loader, Parts
 from pardata.data._loader_arguments import Arguments, agreed
 from pardata.data._order import Requests
 from pardata.data._placement import Placement
-from pardata.data._plan import Plan
 from pardata.data._position import Recipe
 from pardata.data._reader import Collation, Reader, Seeds
 from pardata.data._stream import Stream
 from pardata.data._streamed import Streamed
 from pardata.data._workers import Source
+from pardata.ranks._device import has_streams
+from pardata.seeds._default_seeds import default_seed, take_number
+from pardata.values._arguments import suggesting
 
 
+@suggesting
 def make_loader(
     dataset: Dataset[Any],
     batch_size: int | None = None,
@@ -75,7 +79,8 @@ def make_loader(
         microbatch_size: cut each step into consecutive pieces of so many samples, whatever the
             world size, and give each rank a run of whole ones: it yields `Microbatches`.
         sampler: yields the order of the whole epoch, the same on every rank, in place of `shuffle`;
-            drawn under a seed of its own, with ``set_epoch`` called where it has one.
+            drawn under a seed of its own, with ``set_epoch`` called where it has one. Its length
+            may change between epochs. A sample that it repeats gets other random numbers.
         batch_sampler: yields the *global* batches of the whole epoch, each a list of indices, the
             same on every rank, in place of `batch_size`, `shuffle`, `sampler` and `drop_last`;
             drawn as a `sampler` is. Without `microbatch_size` each must have one for every rank.
@@ -85,8 +90,9 @@ def make_loader(
             be taken from `world` when the dataset is made.
         num_workers: per rank. ``"auto"``: 0 for a dataset that is indexed by whole batches, else
             the cores this rank may use, less one, at most 8.
-        seed: of the order, the samples and the workers; ``None`` is rank 0's
-            ``torch.initial_seed()``.
+        seed: of the order, the samples and the workers. ``None`` is rank 0's
+            ``torch.initial_seed()`` for the first loader; each further one gets another seed, made
+            of that and of its number. `seed_everything` begins to count anew.
         reproducible: seed the default generators of Python, NumPy and PyTorch before each sample
             is read, from `seed`, the epoch and the sample, and put them back after each batch: an
             augmentation depends neither on the workers nor on the world size. For an
@@ -119,14 +125,16 @@ def make_loader(
     >>> [batch.tolist() for (batch,) in make_loader(data, batch_size=2)]
     [[0, 1], [2, 3], [4]]
     """
-    return _built(agreed(**locals()))
+    args = agreed(**locals())
+    loader = Loader(args.plan, _parts(args), partial(_with_seed, args))
+    if args.initial_seed is not None:
+        take_number(torch.initial_seed(), args.number, loader)
+    return loader
 
 
-def _built(args: Arguments) -> Loader:
-    """Return the loader that the arguments, which have been checked and agreed on, describe."""
-    ranks = args.ranks
-    batch_size, whose = args.batch_size or 0, (ranks.rank, ranks.size)
-    plan = Plan(args.length, batch_size, args.drop_last, args.microbatch_size, *whose)
+def _parts(args: Arguments) -> Parts:
+    """Return what the arguments, which have been checked and agreed on, describe."""
+    ranks, plan = args.ranks, args.plan
     seeds = Seeds(args.seed, args.reproducible, args.microbatch_size is not None)
     collation = Collation(args.collate_fn, seeds, args.here.rank)
     loader_pins, we_pin = _who_pins(args)
@@ -141,7 +149,15 @@ def _built(args: Arguments) -> Loader:
         requests = Requests(plan, ranks, args.seed, args.shuffle, sampler, to_workers)
         source = Source(Reader(args.dataset, collation), requests, ranks, **workers)
     placement = Placement(args.device, args.batch_transform, seeds, args.prefetch, we_pin)
-    return Loader(_recipe(args), plan, source, placement)
+    return _recipe(args), source, placement
+
+
+def _with_seed(args: Arguments, seed: object) -> Parts | None:
+    """Return the parts with the seed that another loader of this run got, if it got none itself."""
+    initial = args.initial_seed
+    if initial is None or all(default_seed(initial, number) != seed for number in range(1000)):
+        return None
+    return _parts(Arguments(**{**vars(args), "seed": seed}))
 
 
 def _recipe(args: Arguments) -> Recipe:
@@ -150,6 +166,8 @@ def _recipe(args: Arguments) -> Recipe:
     for name in ("sampler", "batch_sampler"):
         given = getattr(args, name)
         facts[name] = None if given is None else type(given).__name__
+        if given is not None:
+            facts["length"] = None  # may change from epoch to epoch: the order is compared
     shards = f"{args.ranks.size} ranks with {args.num_workers} workers"
     facts["shards"] = shards if args.sharded else None
     return Recipe(facts, isinstance(args.dataset, IterableDataset))
@@ -157,7 +175,7 @@ def _recipe(args: Arguments) -> Recipe:
 
 def _who_pins(args: Arguments) -> tuple[bool, bool]:
     """Return whether ``DataLoader`` pins the batches, and whether we do."""
-    pin_memory = args.device.type == "cuda" if args.pin_memory is None else args.pin_memory
+    pin_memory = has_streams(args.device) if args.pin_memory is None else args.pin_memory
     # DataLoader refuses a tensor that is on a GPU already, which none that comes from a worker is.
-    ours = pin_memory and args.num_workers == 0 and torch.cuda.is_available()
+    ours = pin_memory and args.num_workers == 0 and torch.accelerator.is_available()
     return pin_memory and not ours, ours

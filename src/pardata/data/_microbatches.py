@@ -1,7 +1,8 @@
 """A rank's share of a step, as pieces whose size does not depend on the number of ranks."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import KW_ONLY, InitVar, dataclass
+from copy import copy
+from functools import cached_property
 from typing import Any, TypeVar, overload
 
 import torch
@@ -9,11 +10,11 @@ import torch
 from pardata.collective._agreement import agree
 from pardata.data._sample_count import samples_of
 from pardata.ranks._world import require_world
+from pardata.values._tree import mapped
 
 _T = TypeVar("_T")
 
 
-@dataclass(eq=False, repr=False)
 class Microbatches(Sequence[_T]):
     """This rank's microbatches of one step: what a loader with a `microbatch_size` yields.
 
@@ -27,24 +28,38 @@ class Microbatches(Sequence[_T]):
         counts: how many samples each microbatch of the whole step has, over all ranks.
         seed: of the loader.
         size: how many ranks share the step.
-        placeholder: a microbatch of the step: one of these, or, on a rank that has none, one of
-            another's, to run where all ranks must run one and not to be counted.
+        runs: how many calls of `backward` have run it: each draws other random numbers.
     """
 
-    batches: InitVar[Iterable[_T]]
-    _: KW_ONLY
-    epoch: int
-    step: int
-    first: int
-    counts: tuple[int, ...]
-    seed: int = 0
-    size: int = 1
-    placeholder: _T | None = None
+    def __init__(
+        self,
+        batches: Iterable[_T],
+        *,
+        epoch: int,
+        step: int,
+        first: int,
+        counts: Iterable[int],
+        seed: int = 0,
+        size: int = 1,
+        placeholder: _T | None = None,
+    ) -> None:
+        self._batches, self.counts = tuple(batches), tuple(counts)
+        self.epoch, self.step, self.first = epoch, step, first
+        self.seed, self.size, self.runs = seed, size, 0
+        self._others = placeholder
 
-    def __post_init__(self, batches: Iterable[_T]) -> None:
-        self._batches, self.counts = tuple(batches), tuple(self.counts)
-        if self._batches:
-            self.placeholder = self._batches[0]
+    @cached_property
+    def placeholder(self) -> _T | None:
+        """A microbatch of the step, to run where all ranks must run one, and not to be counted.
+
+        On a rank that has none, one of another's; else a copy of the first one here. So a `loss_fn`
+        that keeps a state knows by ``microbatch is batch.placeholder`` when it must not.
+        """
+        if not self._batches:
+            return self._others
+        # A copy of a tuple would be the tuple.
+        found: _T = mapped(self._batches[0], lambda path, leaf: leaf if path else copy(leaf))
+        return found
 
     @classmethod
     def of(cls, batches: Iterable[_T], *, step: int, epoch: int = 0) -> "Microbatches[_T]":

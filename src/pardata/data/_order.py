@@ -3,7 +3,8 @@
 import hashlib
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, islice, pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from pardata.collective._agreement import agree, require_same
+from pardata.data._batch import on_cpu
 from pardata.data._plan import Plan, Step
 from pardata.data._position import Position
 from pardata.data._shuffle import Shuffle
@@ -23,6 +25,7 @@ from pardata.seeds._mix import mix
 # The numbers of samples; a sampler may yield those of any kind.
 Indices: TypeAlias = "Tensor | Sequence[Any]"
 
+_MOST = 2**26  # indices of an epoch that a sampler without a length may yield: it may never end
 _AHEAD = 2**14  # positions that are looked up together: what costs is the call
 
 
@@ -46,18 +49,24 @@ class Epoch(NamedTuple):
         if (drawn := self.drawn) is not None:
             return [[drawn[i] for i in run] for run in runs]
         if all(one.stop == other.start for one, other in pairwise(runs)):  # one rank's are
-            positions = torch.arange(runs[0].start, runs[-1].stop)
+            positions = torch.arange(runs[0].start, runs[-1].stop, device="cpu")
         else:
-            positions = torch.cat([torch.arange(run.start, run.stop) for run in runs])
+            positions = torch.cat([torch.arange(r.start, r.stop, device="cpu") for r in runs])
         indices = positions if self.shuffle is None else self.shuffle.at(positions)
         return list(indices.split([len(run) for run in runs]))
 
 
 class Request(NamedTuple):
-    """What one rank reads for one step: the indices of each microbatch, or of its whole share."""
+    """What one rank reads for one step: the indices of each microbatch, or of its whole share.
+
+    Attributes:
+        positions: of the indices, if a sampler draws them: it may repeat a sample, each time with
+            random numbers of its own.
+    """
 
     step: Step
     indices: list[Indices]
+    positions: list[range] | None
 
 
 @dataclass(eq=False)
@@ -121,14 +130,17 @@ class Requests(Sampler[Request]):
                 # A tensor would cross as shared memory: a file and a system call each.
                 found = map(as_list, found)
             for step, runs in requested:
-                yield Request(step, list(islice(found, len(runs))))
+                drawn_at = None if self.sampler is None else runs
+                yield Request(step, list(islice(found, len(runs))), drawn_at)
 
     def fingerprint(self, epoch: int, delivered: int) -> str:
         """Return a hash of the indices at the first `delivered` positions of this epoch."""
-        look_up = self._of_epoch(epoch).look_up
-        digest = hashlib.sha256(f"{self.plan.length}:".encode())
+        # What was begun: a sampler may have changed since.
+        order = self.epoch if getattr(self, "_number", -1) == epoch else self._of_epoch(epoch)
+        length = self.plan.length if order.drawn is None else len(order.drawn)
+        digest = hashlib.sha256(f"{length}:".encode())
         for start in range(0, delivered, _AHEAD):
-            (indices,) = look_up([range(start, min(start + _AHEAD, delivered))])
+            (indices,) = order.look_up([range(start, min(start + _AHEAD, delivered))])
             digest.update("".join(f"{index}," for index in as_list(indices)).encode())
         return digest.hexdigest()
 
@@ -147,12 +159,14 @@ class Requests(Sampler[Request]):
             shuffle = Shuffle(self.plan.length or 0, key) if self.shuffle else None
             return Epoch(self.plan, shuffle)
         drawn, digest = self._drawn(epoch)
-        steps: Plan | Sequence[range] = self.plan
-        if not self.plan.batch_size:
-            ends = accumulate(map(len, drawn), initial=0)
-            steps = [range(*pair) for pair in pairwise(ends)]
-            drawn = list(chain.from_iterable(drawn))
-        return Epoch(steps, None, drawn, digest)
+        if self.plan.batch_size:
+            # A sampler may be of another length in each epoch.
+            plan = replace(self.plan, length=len(drawn))
+            plan.check(trains=True)
+            return Epoch(plan, None, drawn, digest)
+        ends = accumulate(map(len, drawn), initial=0)
+        steps = [range(*pair) for pair in pairwise(ends)]
+        return Epoch(steps, None, list(chain.from_iterable(drawn)), digest)
 
     def _drawn(self, epoch: int) -> tuple[list[Any], str]:
         """Return what the sampler yields for this epoch, on every rank the same, and a hash."""
@@ -162,11 +176,11 @@ class Requests(Sampler[Request]):
             drawn.extend(self._drawn_once(epoch))
             if self._looks_twice and repr(self._drawn_once(epoch)) != repr(drawn):
                 raise ValueError(
-                    f"`{self.name}` must yield the same order whenever it is asked for that of an "
-                    f"epoch, or no run could resume, but {type(self.sampler).__name__} "
-                    f"yielded another for epoch {epoch} when asked again: let it draw from "
-                    f"the default generators, which are seeded for it, and not from one of "
-                    f"its own (generator=None), and count no epochs but by set_epoch"
+                    f"`{self.name}` must yield the same order each time it is read in epoch "
+                    f"{epoch}, but {type(self.sampler).__name__} yielded two orders: let its "
+                    f"__iter__ keep nothing for the next one (shuffle a copy, count epochs by "
+                    f"set_epoch), and draw from the default generators (generator=None), which are "
+                    f"seeded for each epoch"
                 )
             self._looks_twice = False
             return {"the order": hashlib.sha256(repr(drawn).encode()).hexdigest()[:16]}
@@ -181,13 +195,15 @@ class Requests(Sampler[Request]):
     def _drawn_once(self, epoch: int) -> list[Any]:
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
-        most = len(self.sampler) if hasattr(self.sampler, "__len__") else None
-        with forked_seed(mix(self.seed, epoch)):
-            drawn = list(islice(self.sampler, None if most is None else most + 1))
-        if most not in (None, len(drawn)):
-            yielded = len(drawn) if len(drawn) < most else "more"
+        length = length_of(self.sampler)
+        most = _MOST if length is None else length
+        with forked_seed(mix(self.seed, epoch)), on_cpu():
+            drawn = list(islice(self.sampler, most + 1))
+        if len(drawn) > most or length not in (None, len(drawn)):
+            yielded = len(drawn) if len(drawn) <= most else "more"
+            many = f"at most {most} without one" if length is None else most
             raise ValueError(
-                f"`{self.name}` must yield as many indices as its length, {most}, but yielded "
+                f"`{self.name}` must yield as many indices as its length, {many}, but yielded "
                 f"{yielded}: let its __iter__ end where its __len__ says"
             )
         return drawn if self.plan.batch_size else [self._checked(batch) for batch in drawn]
@@ -208,6 +224,13 @@ class Requests(Sampler[Request]):
                 f"`microbatch_size`"
             )
         return list(batch)
+
+
+def length_of(sampler: Any) -> int | None:
+    """Return the length of a sampler, or None if it has none, as the one in a ``BatchSampler``."""
+    with suppress(TypeError, NotImplementedError, AttributeError):
+        return len(sampler)
+    return None
 
 
 def as_list(indices: Indices) -> Any:

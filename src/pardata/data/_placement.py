@@ -4,13 +4,16 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from pardata.data._batch import moved, pinned, tensors_of
 from pardata.data._plan import Step
 from pardata.data._reader import Fetched, Seeds
+from pardata.ranks._device import has_streams
+
+Shaped: TypeAlias = Callable[[Fetched], Any]
 
 
 class Placement(NamedTuple):
@@ -40,45 +43,55 @@ class Placement(NamedTuple):
         with self.seeds.around("batch_transform", step, microbatch, self.device):
             return self.transform(batch)
 
-    def ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Let `batches`, which places as it is drawn, run ahead of the loop on a GPU."""
-        if self.device.type != "cuda" or not self.prefetch:
-            return batches
-        return _ahead(batches, self.device, self.prefetch)
+    def ahead(self, fetched: Iterator[Fetched], shaped: Shaped) -> Iterator[Any]:
+        """Yield what `shaped`, which places it, makes of each step; on a GPU ahead of the loop."""
+        if not (has_streams(self.device) and self.prefetch):
+            return map(shaped, fetched)
+        return _ahead(fetched, shaped, self.device, self.prefetch)
 
 
-def _ahead(batches: Iterator[Any], device: torch.device, count: int) -> Iterator[Any]:
-    """Draw `batches` on a stream of their own, `count` before they are asked for."""
-    stream = _side_stream(device)
+def _ahead(
+    fetched: Iterator[Fetched], shaped: Shaped, device: torch.device, count: int
+) -> Iterator[Any]:
+    """Shape what is fetched on a stream of its own, `count` steps before they are asked for.
+
+    It is fetched on the stream of the loop, whose step may write what a dataset reads.
+    """
+    stream, of_kind = _side_stream(device), torch.get_device_module(device)
     # What the transform uses may still be in the making on the stream of now.
-    stream.wait_stream(torch.cuda.current_stream(device))
-    ready: deque[tuple[Any, torch.cuda.Event]] = deque()
+    stream.wait_stream(of_kind.current_stream(device))
+    ready: deque[tuple[Any, torch.Event, Fetched]] = deque()
     all_kept = True
     failed: Exception | None = None
 
     def draw(most: int) -> None:
         nonlocal failed
         try:
-            with torch.cuda.stream(stream):
-                ready.extend((batch, stream.record_event()) for batch in islice(batches, most))
+            for each in islice(fetched, most):
+                where = {tensor.is_cpu for tensor in tensors_of(each.batches)}
+                if where != {True}:  # it may just be in the making on a GPU
+                    stream.wait_stream(of_kind.current_stream(device))
+                with of_kind.stream(stream):
+                    ready.append((shaped(each), stream.record_event(), each))
         except Exception as error:  # noqa: BLE001  # raised at its step, after those before it
             failed = error
 
     draw(1)
     while ready:
-        batch, placed = ready.popleft()
-        current = torch.cuda.current_stream(device)
+        batch, placed, source = ready.popleft()
+        current = of_kind.current_stream(device)
         if not all_kept:
             stream.wait_stream(current)
         draw(0 if failed else count - len(ready))
         current.wait_event(placed)
+        del source  # whose memory, of this stream, may serve for something else from now on
         all_kept = _kept(batch, current) and all_kept
         yield batch
     if failed is not None:
         raise failed
 
 
-def _kept(batch: Any, user: torch.cuda.Stream) -> bool:
+def _kept(batch: Any, user: torch.Stream) -> bool:
     """Tell the allocator that the stream `user` reads `batch`, which was made on another stream.
 
     Else its memory serves for the next ones while work that reads it is in the queue. Returns
@@ -87,12 +100,12 @@ def _kept(batch: Any, user: torch.cuda.Stream) -> bool:
     tensors = list(tensors_of(batch))
     dense = [x for x in tensors if x.layout == torch.strided and not x.is_nested]
     for tensor in dense:
-        if tensor.is_cuda:
+        if not tensor.is_cpu:
             tensor.record_stream(user)
     return len(dense) == len(tensors) > 0
 
 
 @cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
+def _side_stream(device: torch.device) -> Any:
     """Return the stream of a GPU for what runs ahead: the allocator keeps free memory by stream."""
-    return torch.cuda.Stream(device)
+    return torch.get_device_module(device).Stream(device)

@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 
 def share(count: int, rank: int, size: int) -> range:
-    """Return this rank's run of `count` things: shares differ by at most one, the first get more.
+    """Return this rank's run of `count` things: shares differ by at most one, the first has most.
+
+    Two or four ranks have a half or a quarter, as the sum of an exact step is made of halves.
 
     >>> [list(share(5, rank, 3)) for rank in range(3)]
     [[0, 1], [2, 3], [4]]
     """
-    small, larger = divmod(count, size)
-    start = rank * small + min(rank, larger)
-    return range(start, start + small + (rank < larger))
+    return range(-(-rank * count // size), -(-(rank + 1) * count // size))
 
 
 class Step(NamedTuple):
@@ -25,7 +25,6 @@ class Step(NamedTuple):
     epoch: int
     number: int  # within the epoch
     first: int  # the number, within the step, of this rank's first microbatch, else 0
-    counts: tuple[int, ...]  # samples of each microbatch of the whole step, over all ranks
     rows: int  # samples of this rank; where it has none, what it reads stands in for them
     samples: int  # of the whole step, over all ranks
 
@@ -36,7 +35,8 @@ class Plan:
 
     With a `microbatch_size` a step is cut into microbatches, of which the last may be short, and a
     share is a run of whole ones; without, it is one run of samples. A stream may have no `length`,
-    and a ``batch_sampler`` has its own steps: then `batch_size` is 0.
+    that of a sampler replaces the dataset's in each epoch, and a ``batch_sampler`` has its own
+    steps: then `batch_size` is 0.
     """
 
     length: int | None
@@ -55,20 +55,39 @@ class Plan:
         start = number * self.batch_size
         return range(self.length or 0)[start : start + self.batch_size]
 
+    def check(self, *, trains: bool) -> None:
+        """Raise if no step is left, or a training step leaves a rank without a sample."""
+        length = self.length or 0
+        if self.drop_last and self.batch_size > length:
+            raise ValueError(
+                f"`batch_size` must be at most the {length} samples of an epoch, as drop_last "
+                f"would leave no batch, but is {self.batch_size}: make it smaller, or pass "
+                f"drop_last=False"
+            )
+        last = 0 if self.drop_last or self.microbatch_size else length % self.batch_size
+        if trains and 0 < last < self.size:
+            raise ValueError(
+                f"the last batch must have a sample for each of the {self.size} ranks, but has "
+                f"{last} of {length}: a rank without one would leave the others waiting for "
+                f"its gradient; pass drop_last=True, `microbatch_size` or another batch_size"
+            )
+
     def share_of(self, samples: int, epoch: int = 0, number: int = 0) -> tuple[Step, list[range]]:
         """Return a step of so many samples, and this rank's runs of them, one a microbatch.
 
         Where that is nothing it reads what stands in for it: the first microbatch of the step, to
         be run where all ranks must run one, or the first sample, whose shape an empty batch takes.
         """
-        size = self.microbatch_size or samples
-        whole, rest = divmod(samples, size)
-        counts = (size,) * whole + ((rest,) if rest else ())
         first, runs = 0, [share(samples, self.rank, self.size)]
-        if self.microbatch_size is not None:
-            numbers = share(len(counts), self.rank, self.size)
+        if (size := self.microbatch_size) is not None:
+            numbers = share(-(-samples // size), self.rank, self.size)
             first = numbers.start
             runs = [range(samples)[n * size : (n + 1) * size] for n in numbers]
         rows = sum(map(len, runs))
         runs = runs if rows else [range(samples)[: self.microbatch_size or 1]]
-        return Step(epoch, number, first, counts, rows, samples), runs
+        return Step(epoch, number, first, rows, samples), runs
+
+    def counts_of(self, samples: int) -> tuple[int, ...]:
+        """Return how many samples each microbatch of a step of so many has, over all ranks."""
+        size = self.microbatch_size or samples
+        return (size,) * (samples // size) + ((samples % size,) if samples % size else ())

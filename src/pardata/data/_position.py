@@ -53,7 +53,7 @@ class Recipe(NamedTuple):
             told = [f"{key} was {reprlib.repr(state[key])} and is {own[key]!r}" for key in differ]
             raise ValueError(
                 f"`state` must come from a loader with the same dataset and arguments, but "
-                f"{', '.join(told)}: make the loader as it was when the state was saved"
+                f"{', '.join(told)}: make this loader, and those before it, as at the save"
             )
         epoch, delivered = state["epoch"], state["delivered"]
         if not (_is_count(epoch) and _is_count(delivered) and self._ends_a_batch(delivered)):
@@ -69,7 +69,7 @@ class Recipe(NamedTuple):
         if batch_size is None:
             return True  # of a batch_sampler, whose order is compared when it is drawn
         whole = delivered % batch_size == 0
-        if self.is_stream:
+        if self.is_stream or self.facts["sampler"]:
             # It may end anywhere, whatever its __len__ says; of one of which every rank has its
             # own, each step counts as a whole one.
             return whole or (not drop_last and self.facts["shards"] is None)

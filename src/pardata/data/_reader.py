@@ -2,21 +2,26 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, NamedTuple
+from itertools import repeat
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from pardata.collective._tree import digest_of
-from pardata.data._batch import is_read_whole, whole_batch_reader
+from pardata.data._batch import is_read_whole, on_cpu, whole_batch_reader
 from pardata.data._order import Request, as_list
 from pardata.data._plan import Step
 from pardata.ranks._logger import get_logger
 from pardata.seeds import _generators as generators
 from pardata.seeds._mix import mix
+from pardata.values._tree import digest_of
 
 _log = get_logger(__name__)
+
+# The indices of samples, and what each is seeded by: its index, or its position.
+Wanted: TypeAlias = tuple[Sequence[Any], Sequence[int]]
+States: TypeAlias = list[tuple[generators.Default, Any]]
 
 _THOROUGH_EACH = 16  # steps: looking at every generator takes as long as a small batch
 
@@ -37,9 +42,9 @@ class Seeds(NamedTuple):
     reproducible: bool
     microbatches: bool
 
-    def around_reading(self) -> AbstractContextManager[None]:
+    def around_reading(self) -> generators.Kept:
         """Return the context in which the samples of a step are read and collated."""
-        return generators.kept_generators() if self.reproducible else nullcontext()
+        return generators.Kept(generators.default_generators() if self.reproducible else ())
 
     def around(
         self, user: str, step: Step, microbatch: int, device: torch.device | None = None
@@ -68,17 +73,21 @@ class Collation(NamedTuple):
     seeds: Seeds
     rank: int  # of this process, also where nothing is shared out
 
-    def batch_of(self, samples: Any, step: Step, microbatch: int) -> Any:
+    def batch_of(self, samples: Any, indices: Any, step: Step, microbatch: int) -> Any:
         if self.collate_fn is None:
-            return default_collate(samples)
+            try:
+                with on_cpu():
+                    return default_collate(samples)
+            except Exception as error:  # of samples that differ, or of a kind that it does not know
+                raise self.failed(f"samples {indices} could not be collated", error) from error
         with self.seeds.around("collate_fn", step, microbatch):
             return self.collate_fn(samples)
 
-    def unreadable(self, what: str, error: Exception) -> RuntimeError:
-        """Return the error that says what could not be read, where, and what happened."""
+    def failed(self, what: str, error: Exception) -> RuntimeError:
+        """Return the error that says what could not be done, where, and what happened."""
         worker = get_worker_info()
         where = f"on rank {self.rank}" + (f", worker {worker.id}" if worker else "")
-        return RuntimeError(f"{what} could not be read {where}: {type(error).__name__}: {error}")
+        return RuntimeError(f"{what} {where}: {type(error).__name__}: {error}")
 
 
 class Reader(Dataset[Any]):
@@ -87,31 +96,36 @@ class Reader(Dataset[Any]):
     def __init__(self, dataset: Any, collation: Collation) -> None:
         self.dataset, self.collation = dataset, collation
         self._seeds = seeds = collation.seeds
-        plainly = collation.collate_fn is None
-        self._read_whole = whole_batch_reader(dataset) if plainly else None
+        self.look_again()
         # A Subset has __getitems__ whatever it is of, and would read one by one itself.
         self._by_items = hasattr(dataset, "__getitems__") and is_read_whole(dataset)
         per_sample = self._read_whole is None and not self._by_items
         # Shared, so that workers which are started anew for each epoch look only once.
-        self._looks_twice = torch.tensor(seeds.reproducible and per_sample and collation.rank == 0)
-        self._looks_twice.share_memory_()
+        looks = seeds.reproducible and per_sample and collation.rank == 0
+        self._looks_twice = torch.tensor(looks, device="cpu").share_memory_()
         # The generators that the dataset has been seen using.
         self._drawn_from: list[generators.Default] = []
         self._epoch = -1  # that the dataset was told
 
+    def look_again(self) -> None:
+        """Find out how to read whole batches, once the dataset has changed, too."""
+        plainly = self.collation.collate_fn is None
+        self._read_whole = whole_batch_reader(self.dataset) if plainly else None
+
     def __getitem__(self, request: Request) -> Fetched:
         """Return what is asked for."""
-        step, asked = request
+        step, asked, positions = request
         if step.epoch != self._epoch:
             self._tell(step.epoch)
         if (read := self._read_whole) is not None:
-            return Fetched(step, [self._got(read, torch.as_tensor(each)) for each in asked])
+            found = [self._got(read, torch.as_tensor(each, device="cpu")) for each in asked]
+            return Fetched(step, found)
         if self._looks_twice:
             self._warn_of_a_generator_of_its_own(request)
-        with self._seeds.around_reading():
-            numbered = enumerate(asked, step.first)
-            batches = [self._batch(step, number, as_list(own)) for number, own in numbered]
-        return Fetched(step, batches)
+        indices = [as_list(each) for each in asked]
+        wanted = enumerate(zip(indices, positions or indices, strict=True), step.first)
+        with (kept := self._seeds.around_reading()):
+            return Fetched(step, [self._batch(step, *each, kept.states) for each in wanted])
 
     def _tell(self, epoch: int) -> None:
         """Tell the dataset the epoch, if it asks for that: a worker has a copy of its own."""
@@ -119,36 +133,36 @@ class Reader(Dataset[Any]):
             self.dataset.set_epoch(epoch)
         self._epoch = epoch
 
-    def _batch(self, step: Step, microbatch: int, indices: Sequence[Any]) -> Any:
-        """Return what ``collate_fn`` makes of the samples at `indices`."""
+    def _batch(self, step: Step, microbatch: int, wanted: Wanted, states: States) -> Any:
+        """Return what ``collate_fn`` makes of the samples that are `wanted`."""
+        indices, _ = wanted
         if self._by_items:
             with self._seeds.around("__getitems__", step, microbatch):
                 samples = self._got(self.dataset.__getitems__, indices)
             if not isinstance(samples, list) and self.collation.collate_fn is None:
                 return samples  # a whole batch: PyTorch's protocol has a list of samples
         else:
-            samples = self._samples(step.epoch, indices)
-        return self.collation.batch_of(samples, step, microbatch)
+            if microbatch > step.first and self.collation.collate_fn is not None:
+                states = generators.states_of(own for own, _ in states)  # it was seeded, to draw
+            samples = self._samples(step.epoch, wanted, states)
+        return self.collation.batch_of(samples, indices, step, microbatch)
 
-    def _samples(self, epoch: int, indices: Sequence[Any]) -> list[Any]:
-        """Return samples, each read with the generators seeded for it.
+    def _samples(self, epoch: int, wanted: Wanted, states: States) -> list[Any]:
+        """Return samples, each read with the generators seeded for its place.
 
-        Those that the dataset has never drawn from are left alone, which saves most of the time;
-        where it has now drawn from one of them, all is read again.
+        Those that the dataset has never drawn from, which are in one of these `states`, are left
+        alone, which saves most of the time. If it has now drawn from one, all is read again.
         """
-        left_alone = generators.default_generators() if self._seeds.reproducible else ()
         while True:
-            left_alone = tuple(own for own in left_alone if own not in self._drawn_from)
-            states = generators.states_of(left_alone)
-            samples = [self._sample(epoch, index) for index in indices]
+            states = [own for own in states if own[0] not in self._drawn_from]
+            found = list(map(self._sample, repeat(epoch), *wanted))
             if not (drawn := generators.moved(states)):
-                return samples
+                return found
             self._drawn_from += drawn
 
-    def _sample(self, epoch: int, index: Any) -> Any:
+    def _sample(self, epoch: int, index: Any, place: int) -> Any:
         if self._drawn_from:
-            own = [index] if isinstance(index, int) else repr(index).encode()
-            seed = mix(mix(self._seeds.seed, epoch), *own)
+            seed = mix(mix(self._seeds.seed, epoch), place)
             generators.seed_generators(seed, among=self._drawn_from)
         return self._got(self.dataset.__getitem__, index)
 
@@ -158,14 +172,15 @@ class Reader(Dataset[Any]):
             return get(index)
         except Exception as error:  # user code: whatever it raises
             many = isinstance(index, Sequence | Tensor)
-            what = f"{'samples' if many else 'sample'} {as_list(index)}"
-            raise self.collation.unreadable(what, error) from error
+            what = f"{'samples' if many else 'sample'} {as_list(index)} could not be read"
+            raise self.collation.failed(what, error) from error
 
     def _warn_of_a_generator_of_its_own(self, request: Request) -> None:
         """Read one sample twice under one seed: what differs is not reproducible."""
         worker = get_worker_info()
-        first = next((as_list(some[:1]) for some in request.indices if len(some)), None)
-        if first is None or (worker and worker.id):
+        step, asked, positions = request
+        first = as_list(asked[0][:1])
+        if not first or (worker and worker.id):
             return
         self._looks_twice.fill_(False)
         text = (
@@ -174,7 +189,8 @@ class Reader(Dataset[Any]):
             "PyTorch, or pass reproducible=False"
         )
         # A user's objects may raise anything: this is advice, and must not end a run.
-        with generators.kept_generators(), suppress(Exception):
-            one, other = (digest_of(self._samples(request.step.epoch, first)) for _ in range(2))
+        with (kept := generators.kept_generators()), suppress(Exception):
+            own = (first, positions[0] if positions else first), kept.states
+            one, other = (digest_of(self._samples(step.epoch, *own)) for _ in range(2))
             if one != other:
                 _log.warning(text, first[0], type(self.dataset).__name__)

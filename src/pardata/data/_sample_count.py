@@ -1,149 +1,169 @@
-"""How many samples a batch of any kind has: what the loader read, where nothing speaks against it.
+"""How many samples a batch has: what a loader has read for it, else its rows, or its items."""
 
-The loader leaves the number on the batch's first tensor as it delivers it (`leave_count`), so that
-it goes wherever that tensor goes, and is gone from what is computed of it: a slice, say.
-"""
-
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import weakref
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from pardata.collective._tree import leaves
 from pardata.data._batch import is_list, is_text, tensors_of
+from pardata.ranks._logger import get_logger
+from pardata.values._tree import leaves
 
-_COUNT = "_pardata_samples"  # the attribute of a tensor: a plain number, which pickles
+_log = get_logger(__name__)
 
-
-def leave_count(batch: Any, samples: int) -> None:
-    """Leave on `batch`, which the loader is about to deliver, how many samples were read for it."""
-    first = _first_tensor(batch)
-    if first is not None:
-        setattr(first, _COUNT, samples)
+_MOST = 8  # batches that are known by one object, as by the first sample of an in-memory dataset
 
 
-def samples_read(batch: Any) -> int | None:
-    """Return how many samples a loader has read for `batch`, if it has left the number."""
-    count: int | None = getattr(_first_tensor(batch), _COUNT, None)
-    return count
+class Read(NamedTuple):
+    """What a loader knows of a batch: how many samples it has read, and how many ranks share it."""
+
+    samples: int
+    size: int
 
 
-def samples_of(batch: Any, read: int | None = None) -> int:
-    """Return how many samples `batch` has: those that were read for it, which its shape must allow.
+class Delivered:
+    """What loaders have delivered, as long as it lives: a batch is known by what is in it.
 
-    Rows of its columns, or items of its lists, where a loader has left no number, and where a
-    ``collate_fn`` has kept fewer samples, or made more of them.
-
-    Args:
-        batch: of any kind.
-        read: how many samples were read for it, where that is known without the batch.
-
-    Raises:
-        TypeError: where it has no tensor with rows, or can be read in several ways.
+    Lists and dicts have no weak references, and who takes ``x, y`` out of one makes another. So the
+    columns of a batch lead to the identities of its parts. Nothing is kept alive.
     """
-    first = _first_tensor(batch)
-    if read is None:
-        read = getattr(first, _COUNT, None)
-    if read is not None and first is not None and first.ndim and len(first) == read:
-        return read
-    tensors = list(tensors_of(batch))
-    if read is None and not any(tensor.ndim for tensor in tensors):
-        raise TypeError(
-            f"`batch` must hold a tensor whose rows are its samples, but a {type(batch).__name__} "
-            f"has none: pass `count`"
+
+    def __init__(self) -> None:
+        # By the identity of a column, of each batch that has it: what was read, and whether some of
+        # its columns tell it too.
+        self._known: dict[int, tuple[weakref.ref[Any], dict[int, tuple[Read, bool]]]] = {}
+
+    def add(self, batch: Any, read: Read) -> None:
+        """Take down what was read for `batch`, which the loop is about to get."""
+        key, columns = _key(batch), _columns(batch)
+        are_samples = is_list(batch) and len(batch) == read.samples and _are_alike(batch)
+        for column in columns[:1] if are_samples else columns:
+            if (number := id(column)) not in self._known:
+                self._known[number] = weakref.ref(column, partial(self._known.pop, number)), {}
+            batches = self._known[number][1]
+            batches.pop(key, None)  # the newest is the last
+            batches[key] = read, not are_samples
+            if len(batches) > _MOST:
+                del batches[next(iter(batches))]
+
+    def get(self, batch: Any) -> Read | None:
+        """Return what was read for `batch`, if a loader has delivered it, or more columns of it."""
+        known = [self._known.get(id(column), (None, {}))[1] for column in _columns(batch)]
+        if not known:
+            return None
+        read, _ = known[0].get(_key(batch), (None, False))
+        common = (
+            known[0][key][0]
+            for key in reversed(known[0])
+            if known[0][key][1] and all(key in batches for batches in known)
         )
-    if tensors and all(tensor.ndim and not len(tensor) for tensor in tensors):
-        return 0  # as the loader makes it for a rank without samples: lists keep their length
-    readings = _readings(batch)
-    if read is not None:
-        columns = {len(tensor) for tensor in tensors if tensor.ndim}
-        fewer = {number for number in readings if number < read}
-        if not fewer or read in readings | columns:
-            return read
-        # Samples were left out; unless the read ones stand along another dimension.
-        readings = fewer | {read for tensor in tensors if read in tensor.shape}
-    if len(readings) != 1:
-        found = " or ".join(map(str, sorted(readings)))
-        what = f"may be of {found} samples" if found else "has columns of unlike length"
-        raise TypeError(
-            f"`batch` must tell how many samples it has, but this {type(batch).__name__} {what}: "
-            f"pass `count`"
-        )
-    return readings.pop()
+        return read or next(common, None)
 
 
-def _first_tensor(batch: Any) -> Tensor | None:
-    """Return the first tensor in `batch`, soonest where it stands in front."""
+delivered = Delivered()
+
+
+def _key(batch: Any) -> int:
+    """Return a hash of the identities of what `batch` holds."""
+    if isinstance(batch, list | tuple):
+        return hash(tuple(map(id, batch)))
+    return hash(tuple(map(id, batch.values()))) if isinstance(batch, dict) else hash((id(batch),))
+
+
+def _columns(batch: Any) -> list[Any]:
+    """Return the first tensor or object of each part of `batch`."""
+    parts = [*batch.values()] if isinstance(batch, dict) else batch
+    firsts = map(_first, parts[:_MOST] if isinstance(parts, list | tuple) else [batch])
+    return [first for first in firsts if type(first).__weakrefoffset__]  # no numbers, no texts
+
+
+def _first(batch: Any) -> Any:
+    """Return the first tensor or object in `batch`, soonest where it stands in front."""
     part = batch
     while isinstance(part, list | tuple | dict) and part:
         part = next(iter(part.values())) if isinstance(part, dict) else part[0]
-    return part if isinstance(part, Tensor) else next(tensors_of(batch), None)
+    if type(part).__weakrefoffset__:
+        return part
+    found = (leaf for _, leaf in leaves(batch) if type(leaf).__weakrefoffset__)
+    return next(found, None)
 
 
-def _readings(batch: Any) -> set[int]:
-    """Return every number of samples that `batch` may have."""
+def samples_of(batch: Any, read: int | None = None) -> int:
+    """Return how many samples `batch` has: what was read for it, else rows or items.
+
+    It has none if all its tensors are without rows, whatever was read for it.
+
+    Args:
+        batch: of any kind.
+        read: how many samples were read for it; None looks among those that were delivered.
+
+    Raises:
+        TypeError: where no loader has read it, and it does not tell.
+    """
+    if read is None and (known := delivered.get(batch)) is not None:
+        read = known.samples
+    first = _first(batch)
+    if read and isinstance(first, Tensor) and first.shape[:1] == (read,):
+        return read  # most are of this kind
+    if is_empty(batch):
+        return 0
+    shown = _shown(batch)
+    if read is None:
+        if shown is None:
+            raise TypeError(
+                f"`batch` must tell how many samples it has, by the rows of a tensor or the items "
+                f"of a list, but this {type(batch).__name__} does not: pass `count`"
+            )
+        return shown
+    if shown not in (read, None) and not (is_list(batch) and len(batch) == read):
+        text = (
+            "%d samples were read for `batch`, but it looks like %d: it counts as %d. If its "
+            "collate_fn left samples out, pass `count`"
+        )
+        _log.warning(text, read, shown, read, ranks=[0], once=True)
+    return read
+
+
+def is_empty(batch: Any) -> bool:
+    """Whether `batch` has tensors with dimensions, of which none has a row."""
+    first = _first(batch)
+    if isinstance(first, Tensor) and first.numel():
+        return False
+    sized = [tensor for tensor in tensors_of(batch) if tensor.ndim]
+    return bool(sized) and not any(map(len, sized))
+
+
+def _shown(batch: Any) -> int | None:
+    """Return the rows of the first tensor of `batch`, or the items of its lists, if it tells."""
     if isinstance(batch, PackedSequence):
-        return set()  # rows of it are elements of all its samples
-    if is_list(batch):
-        return _of_list(batch)
-    if isinstance(batch, Mapping | tuple):
-        return _of_columns([*batch.values()] if isinstance(batch, Mapping) else batch)
-    # A graph has a tensor of nodes and one of edges; a batch of a class of one's own, columns.
-    return _agreed(tensors_of(batch))
+        return None  # its rows are elements of all its samples
+    if isinstance(batch, Tensor) or not isinstance(batch, Mapping | list | tuple):
+        return _agreed(batch)  # a graph has a tensor of nodes and one of edges
+    parts = [*batch.values()] if isinstance(batch, Mapping) else batch
+    columns = [part for part in parts if is_text(part) or (isinstance(part, Tensor) and part.ndim)]
+    if columns:
+        # All of one kind and of unlike length: sequences, a sample each, as well as columns.
+        is_told = not is_list(batch) or len(columns) < len(parts) or not _are_alike(columns)
+        return len(columns[0]) if is_told or len({*map(len, columns)}) == 1 else None
+    if all(map(is_list, parts)):  # one for each field, or one for each sample
+        by_sample = [*zip(*parts, strict=False)]
+        fields, samples = (all(map(_are_alike, some)) for some in (parts, by_sample))
+        is_told = fields != samples and len({*map(len, parts)}) == 1
+        return len(by_sample if fields else parts) if is_told else None
+    rows = _agreed(parts)
+    return len(parts) if _are_alike(parts) and rows in (None, len(parts)) else None
 
 
-def _of_list(batch: Sequence[Any]) -> set[int]:
-    """Return the readings of a list or tuple: columns, or samples, or lists of either."""
-    if all(isinstance(item, Tensor) for item in batch):
-        # Of one kind and of unlike length: an input and a target, or sequences, a sample each.
-        either = _are_alike(batch) and len({item.shape[:1] for item in batch}) > 1
-        return _readings(batch[0]) | ({len(batch)} if either else set())
-    if all(map(_is_object, batch)) or all(isinstance(item, Mapping) for item in batch):
-        return {len(batch)} | _agreed(batch)
-    if not all(map(is_list, batch)) or len({len(item) for item in batch}) != 1:
-        return _of_columns(batch)
-    by_field = all(map(_are_alike, batch))  # of all samples
-    by_sample = all(map(_are_alike, zip(*batch, strict=True)))
-    if by_field == by_sample:
-        return {len(batch), len(batch[0])} | _agreed(batch)
-    return {len(batch[0] if by_field else batch)} | _agreed(batch)
-
-
-def _of_columns(columns: Sequence[Any]) -> set[int]:
-    """Return the readings of columns: rows of the first with tensors, or items of their lists."""
-    first = next((part for part in columns if any(True for _ in tensors_of(part))), None)
-    if _is_object(first):
-        return _agreed(tensors_of(columns))
-    if not is_list(first):
-        return _readings(first)
-    sizes = {len(part) for part in columns if is_list(part) or _length(part) is not None}
-    return _agreed(columns) | (sizes if len(sizes) == 1 else set())
-
-
-def _agreed(parts: Iterable[Any]) -> set[int]:
-    """Return the length of the columns in `parts`, if it is one, and nothing else is in them."""
-    found = {_length(leaf) for part in parts for _, leaf in leaves(part, is_leaf=_is_whole)}
-    return {length for length in found if length is not None and len(found) == 1}
-
-
-def _is_whole(part: Any) -> bool:
-    """Whether this is a list of texts, which is one column, or of dicts, which has none in it."""
-    return is_list(part) and any(isinstance(item, str | bytes | Mapping) for item in part)
-
-
-def _length(column: Any) -> int | None:
-    has_rows = column.ndim > 0 if isinstance(column, Tensor) else is_text(column)
-    return len(column) if has_rows else None
+def _agreed(part: Any) -> int | None:
+    """Return the rows of all tensors in `part`, if those are equally many."""
+    found = {len(tensor) for tensor in tensors_of(part) if tensor.ndim}
+    return found.pop() if len(found) == 1 else None
 
 
 def _are_alike(items: Iterable[Any]) -> bool:
     """Whether `items` may be the same field of several samples."""
     kinds = {(item.dtype, item.ndim) if isinstance(item, Tensor) else type(item) for item in items}
     return len(kinds) == 1
-
-
-def _is_object(part: Any) -> bool:
-    """Whether this is of a class of the user's own: a graph, or a batch of its own kind."""
-    known = (Tensor, Mapping, list, tuple, str, bytes, int, float)
-    return part is not None and not isinstance(part, known)

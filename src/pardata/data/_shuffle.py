@@ -47,8 +47,9 @@ class Shuffle:
 
     def _draw(self) -> Tensor:
         """Return the whole order: sorted by 62 random bits each, hardly any two of them equal."""
-        keys = torch.tensor(self._keys[:4]).view(2, 2, 1)
-        words = _scrambled(_scrambled(torch.arange(self._length), keys[:, 0]), keys[:, 1])
+        keys = torch.tensor(self._keys[:4], device="cpu").view(2, 2, 1)
+        numbers = torch.arange(self._length, device="cpu")
+        words = _scrambled(_scrambled(numbers, keys[:, 0]), keys[:, 1])
         return (words[0] * 2**31 + words[1]).argsort(stable=True)
 
     def _permuted(self, cells: Tensor) -> Tensor:

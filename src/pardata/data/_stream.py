@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from pardata.collective._tree import digest_of
 from pardata.data._plan import Plan, Step, share
 from pardata.data._reader import Collation, Fetched
 from pardata.seeds._generators import kept_generators, seed_generators
 from pardata.seeds._mix import mix
+from pardata.values._tree import digest_of
 
 _END = object()
 
@@ -33,7 +33,7 @@ class Stream(IterableDataset[Fetched]):
         self.keeps_place = has_state and not sharded  # else the state would be another on each rank
         self.collation = collation
         # After which sample to begin, also for workers that live on: they have copies of all else.
-        self._start = torch.zeros(2, dtype=torch.int64).share_memory_()
+        self._start = torch.zeros(2, dtype=torch.int64, device="cpu").share_memory_()
         self._state: Any = None
 
     def start_at(self, epoch: int, delivered: int, state: Any) -> None:
@@ -41,7 +41,7 @@ class Stream(IterableDataset[Fetched]):
 
         There the dataset had this `state`, if it has any. Only workers that start now get it.
         """
-        self._start.copy_(torch.tensor([epoch, delivered]))
+        self._start[0], self._start[1] = epoch, delivered
         self._state = state
 
     def __iter__(self) -> Iterator[Fetched]:
@@ -93,7 +93,7 @@ class Stream(IterableDataset[Fetched]):
         for number, read in zip(steps, self._shares(samples, rows), strict=False):
             digest = digest or digest_of([read[0], read[-1]])
             # It knows only how many samples the whole step should have.
-            step = Step(epoch, number, 0, (len(read),), len(read), plan.batch_size)
+            step = Step(epoch, number, 0, len(read), plan.batch_size)
             yield self._fetched(step, [range(len(read))], read, digest)
 
     def _shares(self, samples: Iterator[Any], rows: int) -> Iterator[list[Any]]:
@@ -105,9 +105,11 @@ class Stream(IterableDataset[Fetched]):
     def _fetched(self, step: Step, runs: list[range], read: list[Any], digest: str) -> Fetched:
         # A copy, as the dataset may change its own; in a tuple, see `Position`.
         state = (deepcopy(self.dataset.state_dict()),) if self.keeps_place else None
+        first, batches = step.number * self.plan.batch_size, []
         with self.collation.seeds.around_reading():
-            made, numbered = self.collation.batch_of, enumerate(runs, step.first)
-            batches = [made([read[i] for i in run], step, number) for number, run in numbered]
+            for number, run in enumerate(runs, step.first):
+                own, named = [read[i] for i in run], [first + i for i in run]
+                batches.append(self.collation.batch_of(own, named, step, number))
         return Fetched(step, batches, digest, state)
 
     def _seeded(self, epoch: int, together: int, *own: int, first: int = 0) -> Iterator[Any]:
@@ -135,7 +137,7 @@ class Stream(IterableDataset[Fetched]):
                     return
                 yield sample
         except Exception as error:  # user code: whatever it raises, say where
-            raise self.collation.unreadable(what, error) from error
+            raise self.collation.failed(f"{what} could not be read", error) from error
 
 
 def _next(samples: Iterator[Any], most: int) -> list[Any]:

@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from pardata.collective._agreement import agree, require_same
-from pardata.collective._tree import digest_of
 from pardata.collective._vote import Vote
 from pardata.data._position import Position
 from pardata.data._reader import Fetched
 from pardata.data._stream import Stream, not_of_this_stream
 from pardata.data._workers import Source
-from pardata.ranks._table import ranks_text
+from pardata.messages._table import ranks_text
 from pardata.ranks._world import World
+from pardata.values._tree import digest_of
 
 _NEXT = "the next step of an IterableDataset"
 

@@ -1,20 +1,20 @@
-"""Reading here or in worker processes: how many, whether they can hand over, and their seeds."""
+"""Reading here or in workers: how many, whether they can hand over, and their seeds."""
 
 import os
 from collections.abc import Callable, Iterator
-from functools import partial
-from multiprocessing.util import get_temp_dir
+from multiprocessing import util
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader
 
-from pardata.data._batch import is_read_whole
+from pardata.data._batch import is_read_whole, on_cpu, outline
 from pardata.data._position import Position
-from pardata.ranks._arguments import check_integer
+from pardata.data._worker_processes import started
 from pardata.ranks._machine import usable_cores
 from pardata.ranks._world import World
 from pardata.seeds._mix import mix
+from pardata.values._arguments import check_integer
 
 _LONGEST_SOCKET = 107  # characters: `sun_path` of Linux's unix(7), without its last zero
 
@@ -41,7 +41,7 @@ def _check_they_can_send() -> None:
     """
     if torch.multiprocessing.get_sharing_strategy() != "file_descriptor":
         return  # macOS and Windows: no socket
-    directory = get_temp_dir()
+    directory = util.get_temp_dir()
     longest = _LONGEST_SOCKET - len("/listener-12345678")  # as multiprocessing.connection names it
     if len(os.fsencode(directory)) > longest:
         raise ValueError(
@@ -63,9 +63,9 @@ class Source:
     def __init__(self, reader: Any, requests: Any, ranks: World, **options: Any) -> None:
         self.reader, self.requests = reader, requests
         self._ranks, self._options = ranks, options
-        self._options["worker_init_fn"] = partial(_begin, options["worker_init_fn"])
         self.digest: str | None = None
         self.workers: DataLoader[Any] | None = None
+        self._outline: list[Any] = outline(reader.dataset)
         self.renew_workers()
 
     def renew_workers(self) -> None:
@@ -87,26 +87,30 @@ class Source:
 
     def steps(self, start: Position) -> Iterator[Any]:
         """Yield the steps after those delivered. Collective where the order is a sampler's."""
+        length, had = len(self.reader.dataset), self.requests.plan.length
+        if length != had and self.requests.sampler is None:
+            raise ValueError(
+                f"`dataset` must keep the {had} samples that it had when its loader was made, but "
+                f"has {length}: make a new loader, or pass a `sampler`, whose length may change"
+            )
         self.requests.start_at(start)
         self.digest = self.requests.epoch.digest
         return self._begun(start.epoch, lambda: map(self.reader.__getitem__, self.requests))
 
     def _begun(self, epoch: int, here: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Return what is read of this epoch, `here` without workers; those begin at once."""
+        if (found := outline(self.reader.dataset)) != self._outline:
+            self._outline = found  # workers that live on have copies of what it was
+            if self.requests is not None:
+                self.reader.look_again()
+            self.renew_workers()
         if self.workers is None:
             return here()
         # From here it draws its workers' seed, and so leaves the user's generator be.
         seed = self.reader.collation.seeds.seed
         self.workers.generator.manual_seed(mix(seed, epoch, self._ranks.rank))
-        return iter(self.workers)
-
-
-def _begin(worker_init_fn: Callable[[int], None] | None, worker: int) -> None:
-    """Begin a worker: there ``get_worker_info().dataset`` is the user's, and not our reader."""
-    info: Any = get_worker_info()
-    object.__setattr__(info, "dataset", info.dataset.dataset)  # it lets nobody else set anything
-    if worker_init_fn is not None:
-        worker_init_fn(worker)
+        with on_cpu():  # where DataLoader draws the seed of its workers
+            return started(self.workers, self._options["worker_init_fn"])
 
 
 def _as_it_is(fetched: Any) -> Any:

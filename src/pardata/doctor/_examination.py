@@ -9,6 +9,7 @@ import statistics
 import sys
 import time
 import timeit
+from collections.abc import Callable
 from datetime import timedelta
 from typing import NoReturn
 
@@ -17,21 +18,25 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from pardata.collective._rank_zero import barrier
 from pardata.collective._reduction import all_reduce_sum
 from pardata.data._workers import choose_workers
-from pardata.doctor._report import Account, Finding, found_error, report_text
+from pardata.doctor._report import Account, Finding, found_error, report_json, report_text
 from pardata.doctor._surroundings import examine_launcher, place, surroundings
 from pardata.launch._init import init
+from pardata.messages._turn import all_say
+from pardata.ranks._device import INTERFACE, visible_devices
 from pardata.ranks._launcher import SINGLE, Launch
-from pardata.ranks._turn import all_say
 from pardata.ranks._world import World, channel
 from pardata.testing._run import run
+
+_Show = Callable[[list[Account]], None]
 
 _LEAST = 2.0  # seconds that any step gets, however late it is
 # torchrun ends all ranks as soon as one has failed: rank 0 must have printed by then.
 _HEAD_START = 2.0
 _NETWORK_CURE = (
-    "is every port open between the hosts? GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME for GPUs) names "
+    f"is every port open between the hosts? GLOO_SOCKET_IFNAME ({INTERFACE} for GPUs) names "
     "the interface to use"
 )
 _TIMES_SMALL, _TIMES_LARGE = 200, 5  # how often a measure is taken
@@ -40,24 +45,26 @@ _LARGE_ON_GPU = 2**24  # 64 MiB: less does not fill the links between GPUs
 _SAMPLE = 2**20  # 4 MiB that a worker hands over
 
 
-def examine(command: str, *, timeout: float) -> int:
+def examine(command: str, *, timeout: float, as_json: bool = False) -> int:
     """Run `command`, "env" or "check", print its report, and return the exit status.
 
     It is 1 where any rank found an error, on every rank. Collective where a launcher started
     several processes: rank 0 prints.
     """
+    report = report_json if as_json else report_text
+    show: _Show = lambda accounts: print(report(command, accounts), flush=True)  # noqa: E731  # short
     launch, findings = examine_launcher(os.environ)
     here = _before_joining(launch or SINGLE)
     # A check shows only what may explain a failure.
     findings += [found for found in surroundings(here) if command == "env" or found.cure]
     own = Account(here.rank, here.size, socket.gethostname(), findings)
     if here.size > 1:
-        accounts = _examine_together(command, own, timeout)
+        accounts = _examine_together(command, own, show, timeout)
     else:
         if command == "check" and launch is not None:
             findings += trial_of_two(timeout)
         accounts = [own]
-        print(report_text(command, accounts), flush=True)
+        show(accounts)
     return int(any(account.errors for account in accounts))
 
 
@@ -67,7 +74,7 @@ def _before_joining(launch: Launch) -> World:
     return World(*launch[1:5], 0, num_nodes, torch.device("cpu"), None, launch.launcher)
 
 
-def _examine_together(command: str, own: Account, timeout: float) -> list[Account]:
+def _examine_together(command: str, own: Account, show: _Show, timeout: float) -> list[Account]:
     """Return what each process of a launcher found. Collective: rank 0 prints it."""
     began, doing, findings = time.monotonic(), "joining", own.findings
 
@@ -83,27 +90,27 @@ def _examine_together(command: str, own: Account, timeout: float) -> list[Accoun
             if command == "check":
                 findings += _trial(joined, left().total_seconds())
             doing = "reports"
-            return _reported(command, own, left())
+            return _reported(command, own, show, left())
     except Exception as error:  # noqa: BLE001  # whatever goes wrong is what is looked for
         findings.append(found_error(doing, error, _NETWORK_CURE))
-        _end_alone(command, own)
+        _end_alone(command, own, show)
 
 
-def _reported(command: str, own: Account, patience: timedelta) -> list[Account]:
+def _reported(command: str, own: Account, show: _Show, patience: timedelta) -> list[Account]:
     """Let rank 0 print what all ranks found, and return it when it has. Collective."""
     told = all_say(channel(), f"pardata {command}", lambda: own, list, timeout=patience)
     # JSON has made lists of them.
     accounts = [Account._make([*who, [Finding(*one) for one in found]]) for *who, found in told]
     if own.rank == 0:
-        print(report_text(command, accounts), flush=True)
-    all_say(channel(), "the report is printed", lambda: None, len, timeout=patience)
+        show(accounts)
+    barrier("the report is printed", patience)
     return accounts
 
 
-def _end_alone(command: str, own: Account) -> NoReturn:
+def _end_alone(command: str, own: Account, show: _Show) -> NoReturn:
     """Say what this process knows, where the ranks cannot tell each other, and end it."""
     if own.rank == 0:
-        print(report_text(command, [own]), flush=True)
+        show([own])
     else:
         who = f"pardata {command}, rank {own.rank} on {own.host}"
         lines = [": ".join(filter(None, [who, *found[:3]])) for found in own.errors]
@@ -137,8 +144,8 @@ def trial_of_two(timeout: float) -> list[Finding]:
         return [found_error("two processes", error, _NETWORK_CURE)]
     seconds = time.monotonic() - began
     text = f"started, joined and left, in {seconds:.1f} s, on the CPU"
-    # Two processes cannot share a GPU under NCCL, and to which it belongs is a launcher's task.
-    gpus = torch.cuda.device_count()
+    # Two processes cannot share a GPU, and to which it belongs is a launcher's task.
+    gpus = len(visible_devices())
     if gpus > 1:
         text += f"; to try GPUs: torchrun --nproc-per-node={gpus} -m pardata check"
     return list(dict.fromkeys([Finding("two processes", text), *first, *second]))
@@ -159,7 +166,7 @@ def _all_reduce(here: World) -> Finding:
 
 def _measures(here: World) -> list[Finding]:
     seconds = _median_seconds(torch.zeros(1, device=here.device), _TIMES_SMALL)
-    numbers = _LARGE_ON_GPU if here.device.type == "cuda" else _LARGE
+    numbers = _LARGE if here.device.type == "cpu" else _LARGE_ON_GPU
     tensor = torch.zeros(numbers, device=here.device)
     rate = tensor.nbytes / _median_seconds(tensor, _TIMES_LARGE)
     latency = f"{seconds * 1e6:.0f} microseconds to all-reduce one number"

@@ -1,5 +1,6 @@
 """What the ranks found: how bad each thing is, what to do about it, and how it is printed."""
 
+import json
 import re
 import shutil
 import textwrap
@@ -8,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from pardata.ranks._table import ranks_text
+from pardata.messages._table import ranks_text
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 _STATUS, _NAME = 9, 15  # characters of the first two columns
@@ -73,6 +74,15 @@ def report_text(command: str, accounts: Sequence[Account]) -> str:
     where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
     title = f"pardata {command}: {who} on {where}"
     return "\n".join([title, "", *lines, "", " and ".join(parts) or "all is well"])
+
+
+def report_json(command: str, accounts: Sequence[Account]) -> str:
+    """Return the same for programs: one JSON document, with each finding of each rank."""
+    ranks = [
+        {**one._asdict(), "findings": [{**f._asdict(), "status": f.status} for f in one.findings]}
+        for one in accounts
+    ]
+    return json.dumps({"command": command, "ranks": ranks}, indent=2)
 
 
 def _findings(accounts: Sequence[Account]) -> Iterator[tuple[Finding, str]]:

@@ -12,8 +12,10 @@ from pathlib import Path
 import torch
 
 from pardata.doctor._report import Finding, found_error
-from pardata.ranks._launcher import MPICH, OPEN_MPI, SLURM, TORCHRUN, Launch, detect
-from pardata.ranks._machine import cpu_quota, hidden_gpus, usable_cores, visible_gpus
+from pardata.ranks._backend import backend_for
+from pardata.ranks._device import hidden_devices, properties_of, visible_devices
+from pardata.ranks._launcher import LAUNCHERS, Launch, Launcher, detect, launcher_of
+from pardata.ranks._machine import cpu_quota, usable_cores
 from pardata.ranks._version import __version__
 from pardata.ranks._world import World
 
@@ -23,36 +25,32 @@ _LEAST_SHARED_MEMORY = _GIB  # a container's default of 64 MB is used up by a fe
 _FEWEST_FILES = 1024  # what most systems give; each tensor in flight from a worker takes one
 # In both releases of the unrelated distribution `pardata`, 0.3.0 and 0.4.0, and never in ours.
 _THEIRS = "_high_level.py"
-# Those that say something of a process: users export the rendezvous address by hand, too.
-_OWN = {"torchrun": TORCHRUN[:4], "Open MPI": OPEN_MPI, "SLURM": SLURM, "MPICH": MPICH}
 _CURE = "correct it, or set PARDATA_LAUNCHER=none to run as a single process"
 
 
 def examine_launcher(env: Mapping[str, str]) -> tuple[Launch | None, list[Finding]]:
     """Return what a launcher told this process, `None` where that is wrong, and the findings."""
-    there = {family: [name for name in names if name in env] for family, names in _OWN.items()}
+    there = {one.text: [name for name in one.own if name in env] for one in LAUNCHERS}
     seen = {family: f"{', '.join(names)} ({family})" for family, names in there.items() if names}
     try:
-        launch = detect(env)
+        launch, chosen = detect(env), launcher_of(env)
     except ValueError as error:
         # All that is there, for somebody who must find out what is wrong with it.
         variables = [Finding("variables", "; ".join(seen.values()))] if seen else []
         return None, [found_error("launcher", error, _CURE), *variables]
-    mpi = "Open MPI" if OPEN_MPI[0] in env else "MPICH"
-    chosen = {"single": "", "slurm": "SLURM", "mpi": mpi}.get(launch.launcher, launch.launcher)
-    ignored = [_ignored(text, chosen, env) for family, text in seen.items() if family != chosen]
+    name = chosen.text if chosen else ""
+    ignored = [_ignored(text, name, env) for family, text in seen.items() if family != name]
     return launch, [Finding("launcher", _chosen_text(launch, chosen, env)), *ignored]
 
 
-def _chosen_text(launch: Launch, chosen: str, env: Mapping[str, str]) -> str:
+def _chosen_text(launch: Launch, chosen: Launcher | None, env: Mapping[str, str]) -> str:
     choice = env.get("PARDATA_LAUNCHER", "auto")
     how = "" if choice == "auto" else f", as PARDATA_LAUNCHER={choice} says"
-    if not chosen:
+    if chosen is None:
         return f"none{how}: a single process"
     processes = f"{launch.size} process{'es' if launch.size > 1 else ''}"
-    names = TORCHRUN if chosen == "torchrun" else _OWN[chosen]
-    address = f"{launch.master_addr}:{launch.master_port}"
-    return f"{chosen}{how}: {processes}, to meet at {address}; from {', '.join(names)}"
+    address, names = f"{launch.master_addr}:{launch.master_port}", ", ".join(chosen.variables)
+    return f"{chosen.text}{how}: {processes}, to meet at {address}; from {names}"
 
 
 def _ignored(text: str, chosen: str, env: Mapping[str, str]) -> Finding:
@@ -79,20 +77,20 @@ def surroundings(here: World) -> Iterator[Finding]:
 
 def place(here: World) -> Finding:
     """Return where a rank is."""
-    on_gpu = here.device.type == "cuda"
-    gpu = f" {torch.cuda.get_device_name(here.device)}" if on_gpu else ""
+    gpu = "" if here.device.type == "cpu" else f" {properties_of(here.device).name}"
     node = f"{socket.gethostname()}, node {here.node_rank}, local rank {here.local_rank}"
     return Finding("place", f"{node}, {here.device}{gpu}, cores: {usable_cores(here)}")
 
 
 def _gpus() -> Finding:
-    if (hidden := hidden_gpus()) is not None:
+    if (hidden := hidden_devices()) is not None:
         return Finding("GPUs", *hidden)
-    if count := visible_gpus():
-        gpus = map(torch.cuda.get_device_properties, range(count))
-        kinds = Counter(f"{gpu.name}, {gpu.total_memory / _GIB:.0f} GiB" for gpu in gpus)
-        return Finding("GPUs", ", ".join(f"{number} x {kind}" for kind, number in kinds.items()))
-    return Finding("GPUs", "none: training runs on the CPU")
+    if not (seen := visible_devices()):
+        return Finding("GPUs", "none: training runs on the CPU")
+    told = map(properties_of, seen)
+    kinds = Counter(f"{gpu.name}, {gpu.total_memory / _GIB:.0f} GiB" for gpu in told)
+    found = ", ".join(f"{number} x {kind}" for kind, number in kinds.items())
+    return Finding("GPUs", f"{found}; backend {backend_for(seen[0])}")
 
 
 def _cores(here: World) -> Finding:
@@ -168,9 +166,8 @@ def own_address(host: str) -> Finding:
 
 
 def _versions() -> Finding:
-    toolkit = f" for CUDA {torch.version.cuda}" if torch.version.cuda else ""
     python = platform.python_version()
-    text = f"pardata {__version__}, torch {torch.__version__}{toolkit}, Python {python}"
+    text = f"pardata {__version__}, torch {torch.__version__}, Python {python}"
     return Finding("versions", text)
 
 

@@ -1,6 +1,7 @@
 """The store at the address where the ranks of a run meet, and whose run it belongs to."""
 
 import os
+import re
 import socket
 import sys
 import time
@@ -11,21 +12,27 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from pardata.messages._store import came
+from pardata.messages._verdict import who_did_not_come
 from pardata.ranks._launcher import Launch
-from pardata.ranks._process import process
-from pardata.ranks._store import came
-from pardata.ranks._verdict import who_did_not_come
 
 _RUN = "pardata/run"  # the key of the name of the run that a store belongs to
+# Words in the names of options that each rank of a run may have for itself.
+_OF_A_RANK = {"rank", "r", "nr", "node", "host", "hostname", "machine", "proc", "process", "gpu"}
+_OF_A_RANK |= {"device", "worker", "role", "addr", "address", "ip"}
+
+# The stores that this process opened, by the run, with whether it serves them. Kept to its end: a
+# rank that joins again at once must not meet a store that is just closing.
+_opened_stores: dict[str, tuple[dist.Store, bool]] = {}
 
 
 def store_of(launch: Launch, timeout: timedelta) -> tuple[dist.Store, bool]:
     """Return the store of this run, opened once, and whether it lives here."""
-    if launch.identity not in process.stores:
+    if launch.identity not in _opened_stores:
         opened = _opened(launch, timeout)
         _require_own(opened[0], launch, timeout)  # before it is kept: a second try looks again
-        process.stores[launch.identity] = opened
-    return process.stores[launch.identity]
+        _opened_stores[launch.identity] = opened
+    return _opened_stores[launch.identity]
 
 
 def _opened(launch: Launch, timeout: timedelta) -> tuple[dist.Store, bool]:
@@ -92,10 +99,12 @@ def _require_own(store: dist.Store, launch: Launch, timeout: timedelta) -> None:
     else:
         raise not_met([0], launch, timeout)
     if theirs != own:
+        hint = "; if this is one run, set TORCHELASTIC_RUN_ID to the same name on all of its ranks"
+        hint = hint if own.startswith("a run of") else ""
         raise RuntimeError(
             f"all ranks that meet at {launch.master_addr}:{launch.master_port} must be of one run, "
             f"but the store there is that of {theirs}, and this rank is of {own}: end the other "
-            f"run, or give this one a port of its own by MASTER_PORT"
+            f"run, or give this one a port of its own by MASTER_PORT{hint}"
         )
 
 
@@ -111,14 +120,33 @@ def run_of(launch: Launch, env: Mapping[str, str]) -> str:
         restarts = env.get("SLURM_RESTART_COUNT", "0")
         job, step = env.get("SLURM_JOB_ID"), env.get("SLURM_STEP_ID")
         return f"SLURM job {job}, step {step}, start {restarts}"
-    if launch.launcher == "torchrun" and env.get("TORCHELASTIC_RUN_ID", "none") != "none":
+    if env.get("TORCHELASTIC_RUN_ID", "none") != "none":
         return f"torchrun's run {env['TORCHELASTIC_RUN_ID']}"
     if launch.launcher == "mpi" and "PMIX_NAMESPACE" in env:
         return f"Open MPI's run {env['PMIX_NAMESPACE']}"
     if launch.launcher == "mpi" and launch.local_size == launch.size and (proxy := _hydra()):
         return f"MPICH's run under process {proxy}"
-    # No more than the script's name is the same on all ranks, of whatever host and launcher.
-    return f"a run of {Path(sys.argv[0]).name}"
+    # Started by hand. An installed program (Ray's worker, say) has other arguments in each process.
+    path, *arguments = sys.argv or [""]
+    is_installed = "-packages" in path
+    command = [Path(path).name, *([] if is_installed else _alike(arguments))]
+    # Where it was started: a script may go elsewhere, and other hosts have other folders and users.
+    is_here = launch.local_size == launch.size and not is_installed
+    user = f", by user {getattr(os, 'getuid', int)()} in {env.get('PWD', '')}"
+    return f"a run of {' '.join(command)}{user if is_here else ''}"
+
+
+def _alike(arguments: list[str]) -> list[str]:
+    """Return a command's arguments without what may be another on each rank of a run."""
+    found = []
+    for before, this in zip(["", *arguments], arguments, strict=False):
+        option = this.startswith("-") and this.partition("=")[0]
+        option = option or (before if before.startswith("-") and "=" not in before else "")
+        words = set(re.findall("[a-z]+", option.lower()))
+        # A number that belongs to no option may be the rank: train.py 0 2.
+        is_own = words & _OF_A_RANK or (not option and this.isdecimal())
+        found.append("…" if is_own else this.replace(socket.gethostname(), "…"))
+    return found
 
 
 def _hydra() -> int:

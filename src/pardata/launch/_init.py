@@ -12,15 +12,17 @@ import torch.distributed as dist
 
 from pardata.launch._allocator import keep_freed_memory
 from pardata.launch._leaving import remember
-from pardata.launch._rendezvous import group_of_counts, join, once_made
+from pardata.launch._rendezvous import join, once_made
 from pardata.launch._uncaught import report_uncaught
-from pardata.ranks._arguments import checked_timeout
-from pardata.ranks._backend import sends_numbers_apart, timeout_of
+from pardata.messages._call_site import call_site
+from pardata.messages._failure import leave_for_torchrun, one_line
+from pardata.messages._turn import all_say
+from pardata.ranks._backend import new_gloo_group, sends_numbers_apart, timeout_of
+from pardata.ranks._device import hidden_devices, masks, named_device, visible_devices
 from pardata.ranks._launcher import Launch, detect
 from pardata.ranks._logger import get_logger
-from pardata.ranks._machine import hidden_gpus
-from pardata.ranks._turn import all_say
 from pardata.ranks._world import Joined, World, existing_world, is_child, joined, new_channel, world
+from pardata.values._arguments import checked_timeout
 
 _log = get_logger(__name__)
 
@@ -48,7 +50,9 @@ def init(
 
     With several processes, an uncaught exception is logged in one line on every rank, which says
     which rank failed first, and ranks that wait for this one learn of it. Then the previous
-    ``sys.excepthook`` runs, which is restored when the group ends.
+    ``sys.excepthook`` runs, which is restored when the group ends. If that is Python's own, one
+    rank prints a traceback that several raise, without the frames of pardata;
+    ``PARDATA_TRACEBACK=full`` prints all of it on each.
 
     Args:
         backend: of ``torch.distributed``; ``cuda:nccl,cpu:gloo`` on a GPU and ``gloo`` on a CPU
@@ -74,20 +78,33 @@ def init(
         ...     world.rank, world.size
         (0, 1)
     """
+    try:
+        return _joined_world(backend, timeout, device, tune_cpu=tune_cpu)
+    except Exception as error:
+        leave_for_torchrun(f"{one_line(error)} ({call_site()})")  # there is no hook yet that would
+        raise
+
+
+def _joined_world(
+    backend: str | None,
+    timeout: timedelta | float | None,
+    device: torch.device | str | None,
+    *,
+    tune_cpu: bool,
+) -> World:
     patience = None if timeout is None else checked_timeout(timeout)
-    chosen = None if device is None else torch.device(device)
     here, before = world(), joined()
     if here.backend is None and (is_child() or dist.group.WORLD is not None):
         return here  # beside a group that a child, or who opted out, does not touch
     if before is not None:
-        _refuse_change(before.world, backend, chosen)
+        _refuse_change(before.world, backend, device)
         return replace(before.world, _at_the_end=None)
     if dist.group.WORLD is not None:
-        found = _adopt(chosen, patience)
+        found = _adopt(device, patience)
     else:
         launch = detect(os.environ)
         _refuse_inherited(launch)
-        here, counts, serves = join(launch, backend=backend, timeout=patience, device=chosen)
+        here, counts, serves = join(launch, backend=backend, timeout=patience, device=device)
         found = Joined(here, new_channel(patience), serves, counts)
     with suppress(ValueError):  # whoever made the group need not have used a launcher's variables
         os.environ["PARDATA_JOINED"] = f"{os.getpid()} {detect(os.environ).identity}"
@@ -103,20 +120,23 @@ def init(
     return found.world
 
 
-def _adopt(device: torch.device | None, timeout: timedelta | None) -> Joined:
+def _adopt(device: torch.device | str | None, timeout: timedelta | None) -> Joined:
     line, counts = new_channel(timeout), None
 
+    def named() -> torch.device | None:
+        return None if device is None else named_device(device)
+
     def arrive() -> tuple[str, bool]:
-        here = existing_world(device)
+        here = existing_world(named())
         return socket.gethostname(), sends_numbers_apart(here.backend, here.device)
 
     hosts, apart = zip(*all_say(line, "init", arrive, list), strict=True)
-    found = existing_world(device, hosts)
-    if found.device.type == "cuda":
-        torch.cuda.set_device(found.device)
+    found = existing_world(named(), hosts)
+    if found.device in visible_devices():
+        torch.accelerator.set_device_index(found.device)
     if found.size > 1 and not all(apart):
         patience = timeout or timeout_of(dist.group.WORLD) or line.timeout
-        counts = once_made(line, partial(group_of_counts, patience))
+        counts = once_made(line, partial(new_gloo_group, patience))
     return Joined(found, line, group_of_counts=counts)
 
 
@@ -130,8 +150,9 @@ def _refuse_inherited(launch: Launch) -> None:
         )
 
 
-def _refuse_change(joined: World, backend: str | None, device: torch.device | None) -> None:
-    # "cuda" asks for this rank's GPU, whichever that is.
+def _refuse_change(joined: World, backend: str | None, wanted: torch.device | str | None) -> None:
+    device = None if wanted is None else named_device(wanted)
+    # A kind without a number asks for this rank's GPU, whichever that is.
     same = device in (None, joined.device, torch.device(joined.device.type))
     if not same or backend not in (None, joined.backend):
         raise RuntimeError(
@@ -142,8 +163,8 @@ def _refuse_change(joined: World, backend: str | None, device: torch.device | No
 
 
 def _warn_of_hidden_gpus() -> None:
-    is_wanted = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if not is_wanted and (hidden := hidden_gpus()) is not None:
+    is_wanted = {"", "-1"} & set(masks().values())
+    if not is_wanted and (hidden := hidden_devices()) is not None:
         text = '%s, so this run is on the CPU: %s; init(device="cpu") says that it is meant so'
         _log.warning(text, *hidden, ranks=[0], once=True)
 
@@ -153,6 +174,6 @@ def _found_text(found: World) -> str:
     processes = f"{found.size} process{'es' if found.size > 1 else ''}"
     known = {"existing": "group already there", "single": "no launcher"}
     launcher = known.get(found.launcher, f"launched by {found.launcher}")
-    gpus = f" of {torch.cuda.device_count()} GPU(s)" if found.device.type == "cuda" else ""
+    gpus = f" of {len(visible_devices())} GPU(s)" if found.device.type != "cpu" else ""
     device = f"device {found.device}{gpus} on {socket.gethostname()}"
     return f"{processes} on {nodes}, {launcher}, backend {found.backend}, {device}"

@@ -3,15 +3,16 @@
 import atexit
 import os
 import sys
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from pardata.launch._uncaught import report_exit
+from pardata.messages._turn import call_off
 from pardata.ranks._backend import backends
 from pardata.ranks._logger import get_logger
-from pardata.ranks._process import process
-from pardata.ranks._world import Joined, joined
+from pardata.ranks._world import Joined, joined, process
 
 _log = get_logger(__name__)
 
@@ -34,8 +35,22 @@ def leave_at_the_end(error: BaseException | None) -> None:
         leave()
         return
     atexit.unregister(_leave_at_exit)  # a SystemExit is forgotten by then
+    found = joined()
     if isinstance(error, SystemExit) and error.code:
         report_exit(error)
+    elif isinstance(error, SystemExit) and found is not None and found.pid == os.getpid():
+        _call_off(found)
+
+
+def _call_off(found: Joined) -> None:
+    """Tell who waits for this rank, or will, that it comes no more."""
+    with suppress(RuntimeError):  # of a store that is gone
+        here = found.world
+        call_off(
+            found.channel,
+            f"rank {here.rank} of {here.size} has left the group: see where its script ends, and "
+            f"make this call on every rank, or on none",
+        )
 
 
 def leave() -> None:
@@ -45,6 +60,8 @@ def leave() -> None:
         return
     os.environ.pop("PARDATA_JOINED", None)
     left.on_leaving()
+    if left.world.size > 1:
+        _call_off(left)
     if not check_out(left.channel.store, left.world.size, hosts_store=left.hosts_store):
         # Their own error says why; this process has finished.
         _log.warning("not all ranks left the process group: another rank failed or was killed")

@@ -1,7 +1,6 @@
 """Meet the other ranks, agree that everybody can take part, and make the process group."""
 
 import json
-import os
 import socket
 import time
 import uuid
@@ -18,23 +17,24 @@ from torch.distributed import distributed_c10d
 from pardata.collective._agreement import require_same
 from pardata.launch._address import not_met, store_of
 from pardata.launch._leaving import check_out, leave_at_the_end
-from pardata.ranks._backend import runs_on_gpus, sends_numbers_apart
+from pardata.messages._store import Channel, append
+from pardata.messages._table import ranks_text
+from pardata.messages._turn import all_say
+from pardata.ranks import _backend, _device
 from pardata.ranks._launcher import Launch
-from pardata.ranks._machine import visible_gpus
-from pardata.ranks._store import Channel, append
-from pardata.ranks._table import ranks_text
-from pardata.ranks._turn import all_say
 from pardata.ranks._world import World
 
 _T = TypeVar("_T")
 
 _MARGIN = timedelta(seconds=10)
-# By which a launcher, or a user, restricts what a process sees: CUDA's, and those of ROCm.
-_MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def join(
-    launch: Launch, *, backend: str | None, timeout: timedelta | None, device: torch.device | None
+    launch: Launch,
+    *,
+    backend: str | None,
+    timeout: timedelta | None,
+    device: torch.device | str | None,
 ) -> tuple[World, Any, bool]:
     """Make the process group that `launch` describes, and one for small numbers if it needs it.
 
@@ -59,11 +59,11 @@ def join(
             rank=launch.rank,
             world_size=launch.size,
             timeout=timeout,
-            # Lets NCCL connect at once; a group of one has nobody to connect to.
+            # Lets it connect at once; a group of one has nobody to connect to.
             device_id=device if binds and launch.size > 1 else None,
         )
         once_made(line, make)
-        counts = None if apart else once_made(line, partial(group_of_counts, patience))
+        counts = None if apart else once_made(line, partial(_backend.new_gloo_group, patience))
     except Exception:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -89,26 +89,20 @@ def once_made(line: Channel, make: Callable[[], _T]) -> _T:
     return made[0]
 
 
-def group_of_counts(timeout: timedelta) -> Any:
-    """Make a gloo group beside the default one, for small numbers. Collective.
-
-    They must not meet gradients on one connection: gloo ends a process that is sent more than it
-    expects, which is so where a rank reduces a number and the others are in `backward`.
-    """
-    return dist.new_group(backend="gloo", timeout=timeout)
-
-
-def _arrival(launch: Launch, backend: str | None, wanted: torch.device | None) -> dict[str, Any]:
+def _arrival(
+    launch: Launch, backend: str | None, wanted: torch.device | str | None
+) -> dict[str, Any]:
     """Return what a rank tells the others before there is a group; make its device current."""
-    device = own_device(launch, wanted)
-    if backend is None:
-        backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
-    host, gpu, has_one = socket.gethostname(), None, False
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        if runs_on_gpus(backend):  # gloo's ranks can share one
-            gpu = str(torch.cuda.get_device_properties(device).uuid)
-            has_one = torch.cuda.device_count() < 2 * launch.local_size
+    device = own_device(launch, None if wanted is None else _device.named_device(wanted))
+    backend = backend or _backend.backend_for(device)
+    if launch.size > 1:
+        _backend.require_taken(device, backend)
+    host, gpu, has_one = socket.gethostname(), "", False
+    if device in (seen := _device.visible_devices()):
+        torch.accelerator.set_device_index(device)
+        if _backend.runs_on_gpus(backend):  # gloo's ranks can share one
+            gpu = str(getattr(_device.properties_of(device), "uuid", ""))
+            has_one = len(seen) < 2 * launch.local_size and _device.can_be_bound(device)
     return {"host": host, "device": str(device), "gpu": gpu, "one": has_one, "backend": backend}
 
 
@@ -116,20 +110,19 @@ def own_device(launch: Launch, wanted: torch.device | None) -> torch.device:
     """Return the device of this local rank.
 
     Raises:
-        RuntimeError: where no GPU is left for it.
+        RuntimeError: where it is not here, or no GPU is left for it.
     """
-    if wanted is not None and (wanted.type != "cuda" or wanted.index is not None):
-        return wanted
-    visible = visible_gpus()
-    if visible == 0 and wanted is None:
-        return torch.device("cpu")
-    if visible == 0:
-        raise RuntimeError(
-            "`device` must be one that is here, but is 'cuda', and no GPU is visible"
-        )
+    seen = _device.visible_devices()
+    kind = torch.device(seen[0].type if seen else "cpu")
+    if wanted is None and launch.size > 1 and _backend.backend_for(kind) == "gloo":
+        return torch.device("cpu")  # because ranks could not send from another kind
+    if not seen or wanted not in (None, kind):
+        _device.require_visible(wanted or kind)
+        return wanted or kind
+    visible = len(seen)
     # A launcher that binds a GPU to each task, as SLURM's --gpus-per-task: it is this one's own.
-    if visible == 1 and any(name in os.environ for name in _MASKS):
-        return torch.device("cuda", 0)
+    if visible == 1 and _device.masks():
+        return seen[0]
     if launch.local_rank >= visible:
         raise RuntimeError(
             f"the local rank must be less than the number of visible GPUs, {visible}, but is "
@@ -138,7 +131,7 @@ def own_device(launch: Launch, wanted: torch.device | None) -> torch.device:
             f"--nproc-per-node={visible}, srun --ntasks-per-node={visible}), or pass "
             f'`init(device="cpu")`'
         )
-    return torch.device("cuda", launch.local_rank)
+    return seen[launch.local_rank]
 
 
 def _fresh_part(store: dist.Store, launch: Launch, timeout: timedelta) -> dist.Store:
@@ -196,7 +189,7 @@ def _agreed(arrivals: list[dict[str, Any]]) -> tuple[list[str], bool, bool]:
     require_same("init", backends, "Is a GPU driver missing on a node? Else pass `backend`.")
     users: dict[tuple[str, str], list[int]] = {}
     for rank, told in enumerate(arrivals):
-        if told["gpu"] is not None:
+        if told["gpu"]:
             users.setdefault((told["host"], told["gpu"]), []).append(rank)
     for (host, _), ranks in users.items():
         if len(ranks) > 1:
@@ -209,5 +202,5 @@ def _agreed(arrivals: list[dict[str, Any]]) -> tuple[list[str], bool, bool]:
     # several, over which a model may be spread: a group that is bound takes no other GPU.
     binds = all(told["one"] for told in arrivals)
     ways = [(told["backend"], torch.device(told["device"])) for told in arrivals]
-    apart = len(ways) == 1 or all(sends_numbers_apart(*way) for way in ways)
+    apart = len(ways) == 1 or all(_backend.sends_numbers_apart(*way) for way in ways)
     return list(dict.fromkeys(told["host"] for told in arrivals)), binds, apart

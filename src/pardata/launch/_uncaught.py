@@ -4,30 +4,37 @@ The end of a failure's way, which begins in ``ranks/_failure``.
 """
 
 import ctypes
-import json
+import inspect
+import io
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, redirect_stderr, suppress
+from itertools import takewhile
 from pathlib import Path
 from traceback import format_exception
 from types import TracebackType
+from typing import Any
 from weakref import ref
 
 from pardata.collective._explanation import asked, what_is_wrong
+from pardata.collective._rank_zero import call_off_everywhere
+from pardata.messages._call_site import raise_site
+from pardata.messages._failure import Failure, consequence, follows, leave_for_torchrun, one_line
+from pardata.messages._store import bounded
 from pardata.ranks._backend import backends
-from pardata.ranks._call_site import raise_site
-from pardata.ranks._failure import Failure, consequence, follows, one_line
 from pardata.ranks._logger import get_logger
-from pardata.ranks._store import bounded
-from pardata.ranks._turn import call_off
 from pardata.ranks._world import Joined, is_child, joined
 
 _log = get_logger(__name__)
 
 # As long as a rank takes to notice, and to read who failed first.
 _GRACE = 2.0
+# Frames of pardata in a row, each with its lines of source, whatever stands before them.
+_FRAME = rf'  File "{re.escape(str(Path(__file__).parents[1]))}'
+_FRAMES = re.compile(rf"^(.*){_FRAME}.*\n(?:\1    .*\n|\1{_FRAME}.*\n)*", re.MULTILINE)
 
 
 def report_uncaught(group: object) -> Callable[[], None]:
@@ -41,15 +48,20 @@ def report_uncaught(group: object) -> Callable[[], None]:
     following, own = sys.excepthook, ref(group)
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        found = joined()
+        found, news, is_told = joined(), "", False
         if found is None or found.group is not own() or is_child():
             following(kind, error, trace)
             return
         with suppress(Exception):  # the traceback is printed whatever happens here
-            _report(error, found)
-        following(kind, error, trace)
+            news, is_told = _report(error, found)
+        # What another hook makes of an error is its own.
+        is_ours = _only_prints(following) and not _wants_all()
+        with redirect_stderr(io.StringIO()) if is_ours else nullcontext() as printed:
+            following(kind, error, trace)
+        if printed is not None and not is_told:
+            print(folded(printed.getvalue()), end="", file=sys.stderr, flush=True)
         with suppress(Exception):
-            _part(found)
+            _part(found, news)
 
     def remove() -> None:
         if sys.excepthook is hook:
@@ -65,12 +77,15 @@ def report_exit(error: SystemExit) -> None:
     # `sys.excepthook` never hears of it.
     if found is not None and found.world.size > 1 and not is_child():
         with suppress(Exception):  # the process ends whatever happens here
-            _report(error, found)
-            _part(found)
+            _part(found, _report(error, found)[0])
 
 
-def _report(error: BaseException, found: Joined) -> None:
-    """Log one line, and let everybody know who waits for this rank."""
+def _report(error: BaseException, found: Joined) -> tuple[str, bool]:
+    """Log one line, and leave a text for torchrun.
+
+    Returns the news for who waits for this rank, "" if the store is gone, and whether another rank
+    prints the same traceback.
+    """
     here = found.world
     short, known = consequence(error)
     line = one_line(error) if short else f"{one_line(error)} ({raise_site(error)})"
@@ -80,29 +95,51 @@ def _report(error: BaseException, found: Joined) -> None:
         known = asked(found.channel, own, patience=patience, settle=0.0)
     first = known.first
     news = what_is_wrong(known)
-    if first is None:
+    before = takewhile(lambda one: one.rank != here.rank, known.there)
+    is_told = line in [one.text for one in before]
+    if isinstance(error, KeyboardInterrupt):
+        _log.warning("stopped by Ctrl-C (%s)", raise_site(error))
+    elif first is None:
         _log.error("failed: %s", line)
     else:
         # What others raise too, or are told of by name, is said once.
         is_same = one_line(error).endswith(first.text.rpartition(" (")[0])
         at = raise_site(error) if is_same else known.own.text
-        _log.error("failed because rank %d failed first: %s; here: %s", first.rank, first.text, at)
+        _log.error("failed because rank %d %s; here: %s", first.rank, first.fault, at)
+        is_told = is_same
     if (first or known.own).is_cause:
-        _record(news if first else "".join(format_exception(error)))
-    if not known.store_is_gone:  # else torch would only print where in its code it saw that
-        bounded(_GRACE, lambda: call_off(found.channel, news))
+        text = "".join(format_exception(error))
+        leave_for_torchrun(news if first else line if is_told else folded(text))
+    # Else torch would only print where in its code it saw that the store is gone.
+    return "" if known.store_is_gone else news, is_told
 
 
-def _record(text: str) -> None:
-    """Leave `text` where torchrun looks for what failed, as torch's own `record` does."""
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        with suppress(OSError):  # what follows matters more
-            Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+def folded(text: str) -> str:
+    """Return a traceback as text, without frames of pardata."""
+
+    def count(found: re.Match[str]) -> str:
+        number = len(re.findall(_FRAME, found[0]))
+        frames = f"{number} frame{'s' if number > 1 else ''} of pardata"
+        return f"{found[1]}  … {frames}; PARDATA_TRACEBACK=full shows them\n"
+
+    return text if _wants_all() else _FRAMES.sub(count, text)
 
 
-def _part(found: Joined) -> None:
+def _wants_all() -> bool:
+    return os.environ.get("PARDATA_TRACEBACK") == "full"
+
+
+def _only_prints(hook: Any) -> bool:
+    """Return whether a hook is Python's own, or that of torch, which puts the rank before it."""
+    while getattr(hook, "__name__", "") == "_distributed_excepthook":
+        hook = inspect.getclosurevars(hook).nonlocals.get("old_hook")
+    return hook is sys.__excepthook__
+
+
+def _part(found: Joined, news: str) -> None:
     """Leave without waiting for the dead, but not before the living have read the store."""
+    if news:
+        bounded(_GRACE, lambda: call_off_everywhere(found.world, found.channel, news))
     # In torch 2.6 the end of a gloo backend waits for all that is under way, so it must not come:
     # one reference is never given back.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(backends()))

@@ -1,49 +1,11 @@
 """Buffers, as batch norm's statistics, made equal on all ranks under "fsdp"."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-from pardata.model._uneven_shares import warn_of_uneven_shares
-
-
-class EqualBuffers:
-    """A forward hook: after a training forward all ranks have rank 0's buffers, as under "ddp"."""
-
-    waits = False
-
-    def __call__(self, module: nn.Module, _args: object, _output: object) -> None:
-        """Broadcast the buffers."""
-        if module.training and torch.is_grad_enabled() and not self.waits:
-            warn_of_uneven_shares()
-            broadcast(module.buffers())
-
-
-@contextmanager
-def averaged_buffers(
-    module: nn.Module, counts: Callable[[], tuple[int, float | Tensor]]
-) -> Iterator[None]:
-    """Let the forwards of a block be, and take the mean of the buffers after it. Collective.
-
-    Args:
-        module: does nothing for one that has not the hook `EqualBuffers`.
-        counts: returns how much this rank's buffers count, and those of all ranks.
-    """
-    hooks = module._forward_hooks.values()  # noqa: SLF001  # torch has no public name
-    equal = [hook for hook in hooks if isinstance(hook, EqualBuffers)]
-    for hook in equal:
-        hook.waits = True
-    try:
-        yield
-    finally:
-        for hook in equal:
-            hook.waits = False
-    if equal and module.training:
-        average(real_buffers(module).values(), *counts())
 
 
 def broadcast(tensors: Iterable[Tensor], group: Any = None) -> None:
@@ -75,25 +37,6 @@ def average(buffers: Collection[Tensor], count: int, total: float | Tensor) -> N
     flat /= total
     for buffer, mean in zip(floating, flat.split([b.numel() for b in floating]), strict=True):
         buffer.copy_(mean.view(buffer.shape))
-
-
-@contextmanager
-def kept_buffers(module: nn.Module, but_of: Collection[nn.Module] = ()) -> Iterator[None]:
-    """Put the buffers back, after the block, to what they were: the same tensors, their values.
-
-    All but those of the parts `but_of`.
-    """
-    parts = [part for part in module.modules() if part not in but_of]
-    held = [(part._buffers, dict(part._buffers)) for part in parts]  # noqa: SLF001  # as above
-    values = [(buffer, buffer.clone()) for part in parts for buffer in part.buffers(recurse=False)]
-    try:
-        yield
-    finally:
-        for own, buffers in held:
-            own.clear()
-            own.update(buffers)
-        for buffer, value in values:
-            buffer.data.copy_(value)
 
 
 def real_buffers(module: nn.Module) -> dict[str, Tensor]:

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pardata.collective._tree import leaves
 from pardata.model._state_dict import NO_ASSIGN, LoadedKeys, load_whole
 from pardata.model._unwrap import unwrap
 from pardata.ranks._logger import get_logger
+from pardata.values._tree import leaves
 
 _log = get_logger(__name__)
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from pardata.collective._agreement import agree
 from pardata.model._unwrap import Wrapper, layers
-from pardata.ranks._arguments import kind_of
 from pardata.ranks._world import require_world
+from pardata.values._arguments import kind_of
 
 # What wrappers put into the names of parameters.
 _PREFIXES = ("module", "_orig_mod")
@@ -21,7 +21,7 @@ NO_ASSIGN = "`assign` must be False for a wrapped model: assign to the module be
 
 
 class LoadedKeys(NamedTuple):
-    """What ``nn.Module.load_state_dict`` returns: the names that found no partner."""
+    """What `load_weights` returns: the names that only the model, or only the weights, have."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -123,7 +123,8 @@ def _core(name: str) -> str:
 
 def _keys_of(plain: nn.Module, state: dict[str, Any], *, strict: bool) -> LoadedKeys:
     # PyTorch passes over names that are missing, strict or not: look here.
-    names = plain.state_dict().keys()
+    own = plain.state_dict()
+    names = own.keys()
     missing = [name for name in names if name not in state]
     unexpected = [name for name in state if name not in names]
     if strict and (missing or unexpected):
@@ -132,6 +133,14 @@ def _keys_of(plain: nn.Module, state: dict[str, Any], *, strict: bool) -> Loaded
             f"{missing} and unexpected {unexpected}: pass the weights of this model, or "
             f"strict=False"
         )
+    # Rank 0's would be sent in its own shape, at which gloo ends the processes that receive it.
+    for name in state.keys() & names:
+        found, must = (getattr(each[name], "shape", None) for each in (state, own))
+        if found != must:
+            raise RuntimeError(
+                f"the weights must have the shapes of {type(plain).__name__}, but `{name}` is "
+                f"{found} and not {must}: pass the weights of this model"
+            )
     return LoadedKeys(missing, unexpected)
 
 

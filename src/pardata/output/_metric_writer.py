@@ -10,9 +10,9 @@ from typing import Any, TextIO
 
 from torch import Tensor
 
-from pardata.ranks._arguments import check_integer
 from pardata.ranks._logger import get_logger
 from pardata.ranks._world import require_world
+from pardata.values._arguments import check_integer, checked_path, make_folder
 
 _log = get_logger(__name__)
 
@@ -42,12 +42,12 @@ class MetricWriter(AbstractContextManager["MetricWriter"]):
     def __init__(self, directory: str | os.PathLike[str], *, after: int | None = None) -> None:
         if after is not None:
             check_integer("after", after)
+        path = checked_path("directory", directory)
         self._file: TextIO | None = None
         self._board: Any = None
         if not require_world("MetricWriter").is_main:
             return
-        path = Path(directory)
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder(path)
         file = path / "metrics.jsonl"
         if after is not None and file.exists():
             _remove_later(file, after)
@@ -110,6 +110,7 @@ def _remove_later(file: Path, step: int) -> None:
             if json.loads(line)["step"] <= step:
                 kept.append(line)
     changed = file.with_name(f".unfinished-{file.name}")
+    changed.unlink(missing_ok=True)  # if it is a link, another file would be written
     changed.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
     changed.replace(file)
 

@@ -4,12 +4,12 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import suppress
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from torch import Tensor
 
-from pardata.ranks._arguments import check_integer, kind_of
 from pardata.ranks._world import require_world
+from pardata.values._arguments import check_integer, kind_of
 
 T = TypeVar("T")
 
@@ -86,6 +86,9 @@ class Progress(Generic[T]):
                 )
             # Drawn later: its graph need not live until then.
             self._values[name] = value.detach() if isinstance(value, Tensor) else value
+
+    def __len__(self) -> int:
+        return len(cast("Sized", self._iterable))
 
     def __iter__(self) -> Iterator[T]:
         """Iterate, once."""

@@ -1,5 +1,6 @@
 """The backends of process groups: what each takes, by name, and how a group ends without them."""
 
+from collections.abc import Collection, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -7,22 +8,62 @@ import torch
 import torch.distributed as dist
 
 
+def backend_for(device: torch.device) -> str:
+    """Return the backend of ranks that compute on such devices: torch's own, beside gloo."""
+    own = dist.Backend.default_device_backend_map.get(device.type, "gloo")
+    return f"{device.type}:{own},cpu:gloo" if runs_on_gpus(own) else "gloo"
+
+
+def require_taken(device: torch.device, backend: str | None) -> None:
+    """Refuse a device from which ranks cannot send.
+
+    Raises:
+        RuntimeError: says what can be done there.
+    """
+    if not takes(backend, device.type):
+        raise RuntimeError(
+            f"`device` must be one from which ranks can send over {backend!r}, but is "
+            f"{str(device)!r}: train there in one process under strategy 'none', or pass 'cpu'"
+        )
+
+
 def runs_on_gpus(backend: str | None) -> bool:
-    """Return whether a group with this backend reduces tensors on GPUs."""
-    return backend is not None and "nccl" in backend
+    """Return whether a group with this backend has one that is for accelerators alone."""
+    return backend is not None and not all("cpu" in kinds for _, kinds in _parts(backend))
 
 
-def takes_cpu_tensors(backend: str | None) -> bool:
-    """Return whether a group with this backend reduces tensors on the CPU."""
-    return backend != "nccl"
+def takes(backend: str | None, kind: str) -> bool:
+    """Return whether a group with this backend, if it is one, reduces tensors on such devices."""
+    parts = _parts(backend or "gloo")
+    return any(kind in kinds if own is None else kind == own for own, kinds in parts)
+
+
+def _parts(backend: str) -> Iterator[tuple[str | None, Collection[str]]]:
+    """Yield for which kind of devices each part of a backend is, if that is said, and could be."""
+    for part in backend.split(","):
+        kind, _, name = part.rpartition(":")
+        # One that torch does not know yet, as its package is not imported, may be for any.
+        yield kind or None, dist.Backend.backend_capability.get(name, ("cpu", kind))
 
 
 def sends_numbers_apart(backend: str | None, device: torch.device) -> bool:
     """Return whether a group with this backend sends numbers on the CPU beside its gradients.
 
-    The gradients are of a model on `device`: NCCL sends them then, and gloo the numbers.
+    The gradients are of a model on `device`, whose own backend sends them; gloo sends the numbers.
     """
-    return device.type == "cuda" and runs_on_gpus(backend) and takes_cpu_tensors(backend)
+    return device.type != "cpu" and runs_on_gpus(backend) and takes(backend, "cpu")
+
+
+def new_gloo_group(timeout: timedelta | None = None) -> Any:
+    """Make a gloo group beside the default one, for what is on the CPU. Collective.
+
+    It must not meet gradients on one connection: gloo ends a process that is sent more than it
+    expects, which is so where a rank reduces a number and the others are in `backward`.
+    """
+    # Where the default group is bound to a device, torch asks each group for its backend there.
+    bound = getattr(dist.group.WORLD, "bound_device_id", None)
+    backend = "gloo" if bound is None else f"cpu:gloo,{bound.type}:gloo"
+    return dist.new_group(backend=backend, timeout=timeout)
 
 
 def timeout_of(group: Any) -> timedelta | None:

@@ -7,24 +7,17 @@ Open MPI goes before SLURM because the SLURM variables under ``mpirun`` are thos
 
 import re
 import zlib
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, TypeAlias
 
-LAUNCHERS = ("auto", "torchrun", "slurm", "mpi", "none")
+Env: TypeAlias = Mapping[str, str]
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# The rendezvous address alone says nothing: users export it for MPI and SLURM too.
-_TORCHRUN_OWN = TORCHRUN[:4]
 OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _OF_TASK = ("PROCID", "STEP_NUM_TASKS", "LOCALID", "NODEID")
 _OF_STEP = ("STEP_ID", "STEP_NODELIST", "STEP_TASKS_PER_NODE", "JOB_ID")
 SLURM = tuple(f"SLURM_{name}" for name in (*_OF_TASK, *_OF_STEP))
-_WHO = {
-    "torchrun": "RANK, WORLD_SIZE, LOCAL_* and GROUP_*",
-    "slurm": "SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID and SLURM_STEP_*",
-    "mpi": "OMPI_COMM_WORLD_*, or PMI_* and MPI_LOCAL*",
-}
 _OPT_OUT = "set PARDATA_LAUNCHER=none to run as a single process"
 
 
@@ -50,46 +43,86 @@ class Launch(NamedTuple):
 SINGLE = Launch("single", 0, 1, 0, 1, 0, 1, "", 0)
 
 
-def detect(env: Mapping[str, str]) -> Launch:
+class Launcher(NamedTuple):
+    """All that is known of a launcher.
+
+    Attributes:
+        name: in `World.launcher` and `PARDATA_LAUNCHER`; two launchers may share it.
+        text: as a person names it.
+        variables: that it sets for each process, and `read` needs.
+        families: beginnings of the names of all variables that it may set.
+        started: whether the variables are those of one of its processes.
+        read: makes a `Launch` of them.
+        cores: the variable that says how many cores the job has here, "" where none does; None
+            for a launcher that never gives a process cores of its own.
+    """
+
+    name: str
+    text: str
+    variables: tuple[str, ...]
+    families: tuple[str, ...]
+    started: Callable[[Env], bool]
+    read: Callable[[Env], Launch]
+    cores: str | None
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        """Its variables, without the address alone: users export that for other launchers too."""
+        return tuple(name for name in self.variables if not name.startswith("MASTER_"))
+
+
+def detect(env: Env) -> Launch:
     """Read the launcher's variables, or return ``SINGLE`` where none started this process.
 
     Raises:
         ValueError: for a set that is partial, contradictory or not numeric, and for an unknown
             ``PARDATA_LAUNCHER``; the message names the variable.
     """
-    choice = env.get("PARDATA_LAUNCHER", "auto")
-    if choice not in LAUNCHERS:
-        raise ValueError(
-            f"`PARDATA_LAUNCHER` must be one of {', '.join(LAUNCHERS)}, but is {choice!r}"
-        )
-    found = _found(env) if choice == "auto" else choice
-    if found == "none":
+    launcher = launcher_of(env)
+    if launcher is None:
         return SINGLE
-    launch = {"torchrun": _torchrun, "slurm": _slurm, "mpi": _mpi}[found](env)
-    _check_bounds(launch)
-    if choice == "auto":
+    launch = launcher.read(env)
+    _check_bounds(launch, launcher)
+    if env.get("PARDATA_LAUNCHER", "auto") == "auto":
         _check_torchs(launch, env)
     return launch
 
 
-def _found(env: Mapping[str, str]) -> str:
-    """Return the launcher whose variables are there, "none" if they do not say "one of many"."""
-    if all(env.get(name) for name in TORCHRUN):
-        return "torchrun"
-    if any(name in env for name in OPEN_MPI):
-        return "mpi"
+def launcher_of(env: Env) -> Launcher | None:
+    """Return the launcher that is chosen, or else whose variables say "one of many"."""
+    choice = env.get("PARDATA_LAUNCHER", "auto")
+    choices = ("auto", *dict.fromkeys(launcher.name for launcher in LAUNCHERS), "none")
+    if choice not in choices:
+        raise ValueError(
+            f"`PARDATA_LAUNCHER` must be one of {', '.join(choices)}, but is {choice!r}"
+        )
+    among = [launcher for launcher in LAUNCHERS if choice in ("auto", launcher.name)]
+    found = [launcher for launcher in among if launcher.started(env)]
+    if choice == "auto":  # a part of torchrun's own is refused when it is read
+        among = LAUNCHERS[:1] if any(name in env for name in LAUNCHERS[0].own) else []
+    return next(iter(found or among), None)
+
+
+def _is_torchruns(env: Env) -> bool:
+    return all(env.get(name) for name in TORCHRUN)
+
+
+def _is_open_mpis(env: Env) -> bool:
+    return any(name in env for name in OPEN_MPI)
+
+
+def _is_slurms(env: Env) -> bool:
     # sbatch sets SLURM_PROCID and SLURM_NTASKS for a plain `python` too. Only srun starts a step.
     is_step = env.get("SLURM_STEP_ID", "").isdecimal()
-    if is_step and whole_number(env, "SLURM_STEP_NUM_TASKS") > 1:
-        return "slurm"
+    return is_step and whole_number(env, "SLURM_STEP_NUM_TASKS") > 1
+
+
+def _is_mpichs(env: Env) -> bool:
     # srun --mpi=pmi2 sets PMI_* in a step of one task: that is SLURM's, and a single process.
-    if any(name in env for name in MPICH) and "SLURM_STEP_ID" not in env:
-        return "mpi"
-    # A part of torchrun's own is refused when it is read.
-    return "torchrun" if any(name in env for name in _TORCHRUN_OWN) else "none"
+    return any(name in env for name in MPICH) and "SLURM_STEP_ID" not in env
 
 
-def _torchrun(env: Mapping[str, str]) -> Launch:
+def _torchrun(env: Env) -> Launch:
     rank, size, local_rank, local_size = _numbers(env, TORCHRUN, "torchrun")
     told = numbers_told(env, ("GROUP_RANK", "GROUP_WORLD_SIZE"))
     node, nodes = told.get("GROUP_RANK"), told.get("GROUP_WORLD_SIZE")
@@ -97,9 +130,9 @@ def _torchrun(env: Mapping[str, str]) -> Launch:
     return Launch("torchrun", rank, size, local_rank, local_size, node, nodes, address, port)
 
 
-def _mpi(env: Mapping[str, str]) -> Launch:
+def _mpi(env: Env) -> Launch:
     """Read the four variables that every MPI sets; the address it does not tell."""
-    if any(name in env for name in OPEN_MPI):
+    if _is_open_mpis(env):
         names, who, option = OPEN_MPI, "Open MPI", "-x MASTER_ADDR=<host of rank 0>"
         # The name space is new for each mpirun, so two runs on one host get two ports.
         port = 15000 + zlib.crc32(env.get("PMIX_NAMESPACE", "").encode()) % 10000
@@ -115,7 +148,7 @@ def _mpi(env: Mapping[str, str]) -> Launch:
     return Launch("mpi", rank, size, local_rank, local_size, None, None, address, _port(env, port))
 
 
-def _slurm(env: Mapping[str, str]) -> Launch:
+def _slurm(env: Env) -> Launch:
     rank, size, local_rank, node = _numbers(env, SLURM, "a SLURM step")
     local_size, nodes = _tasks_at(node, env["SLURM_STEP_TASKS_PER_NODE"])
     # The same rule as Lightning and Ignite, plus the step, so that two steps of a job differ.
@@ -157,7 +190,7 @@ def first_host(text: str) -> str:
     return re.sub(r"\[([0-9]+).*?\]", r"\1", text).split(",", 1)[0]
 
 
-def _numbers(env: Mapping[str, str], names: tuple[str, ...], launcher: str) -> list[int]:
+def _numbers(env: Env, names: tuple[str, ...], launcher: str) -> list[int]:
     """Return the first four variables, numbers all, where none of `names` is missing."""
     there = [f"`{name}`" for name in names if env.get(name)]
     missing = [f"`{name}`" for name in names if not env.get(name)]
@@ -170,7 +203,7 @@ def _numbers(env: Mapping[str, str], names: tuple[str, ...], launcher: str) -> l
     return [whole_number(env, name) for name in names[:4]]
 
 
-def whole_number(env: Mapping[str, str], name: str) -> int:
+def whole_number(env: Env, name: str) -> int:
     """Return the variable `name` as a number, or raise a `ValueError` that shows it."""
     text = env.get(name, "")
     # isascii: int() takes the digits of every script. 18 digits: more cannot be a count.
@@ -181,19 +214,21 @@ def whole_number(env: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-def numbers_told(env: Mapping[str, str], names: Iterable[str]) -> dict[str, int]:
+def numbers_told(env: Env, names: Iterable[str]) -> dict[str, int]:
     """Return the numbers of those variables that are set."""
     return {name: whole_number(env, name) for name in names if env.get(name)}
 
 
-def _port(env: Mapping[str, str], default: int) -> int:
+def _port(env: Env, default: int) -> int:
     port = numbers_told(env, ["MASTER_PORT"]).get("MASTER_PORT", default)
     if not 0 < port < 65536:
         raise ValueError(f"`MASTER_PORT` must be between 1 and 65535, but is {port}")
     return port
 
 
-def _check_bounds(launch: Launch) -> None:
+def _check_bounds(launch: Launch, launcher: Launcher) -> None:
+    own = [name for name in launcher.own if not name.startswith(launcher.families)]
+    variables = ", ".join([*own, *(f"{family}*" for family in launcher.families)])
     for value, bound, name, of in (
         (launch.rank, launch.size, "rank", "world size"),
         (launch.local_rank, launch.local_size, "local rank", "local world size"),
@@ -203,15 +238,15 @@ def _check_bounds(launch: Launch) -> None:
         if value is not None and bound is not None and value >= bound:
             raise ValueError(
                 f"the {name} must be less than the {of} ({bound}), but {launcher_text(launch)} "
-                f"set it to {value}: the variables ({_WHO[launch.launcher]}) contradict each "
-                f"other, or are left over from another run; {_OPT_OUT}"
+                f"set it to {value}: the variables ({variables}) contradict "
+                f"each other, or are left over from another run; {_OPT_OUT}"
             )
 
 
-def _check_torchs(launch: Launch, env: Mapping[str, str]) -> None:
+def _check_torchs(launch: Launch, env: Env) -> None:
     """Refuse torch's variables, exported by hand, that contradict the launcher found."""
-    told = numbers_told(env, _TORCHRUN_OWN)
-    for name, value in zip(_TORCHRUN_OWN, launch[1:5], strict=True):
+    told = numbers_told(env, TORCHRUN[:4])
+    for name, value in zip(TORCHRUN, launch[1:5], strict=False):  # without the address
         if told.get(name, value) != value:
             raise ValueError(
                 f"`{name}` must be {value}, as {launcher_text(launch)} says, but is {env[name]}: "
@@ -221,4 +256,20 @@ def _check_torchs(launch: Launch, env: Mapping[str, str]) -> None:
 
 def launcher_text(launch: Launch) -> str:
     """Name a launcher as a person would."""
-    return {"slurm": "SLURM", "mpi": "MPI"}.get(launch.launcher, launch.launcher)
+    known = named(launch.launcher)
+    return known.text.removeprefix("Open ") if known else launch.launcher
+
+
+def named(name: str) -> Launcher | None:
+    """Return the first launcher of this name."""
+    return next((launcher for launcher in LAUNCHERS if launcher.name == name), None)
+
+
+_TORCHRUNS = ("TORCHELASTIC_", "GROUP_", "NODE_RANK")
+# In the order in which they are looked for. What else needs to know a launcher asks this table.
+LAUNCHERS = [
+    Launcher("torchrun", "torchrun", TORCHRUN, _TORCHRUNS, _is_torchruns, _torchrun, None),
+    Launcher("mpi", "Open MPI", OPEN_MPI, ("OMPI_", "PMIX_"), _is_open_mpis, _mpi, ""),
+    Launcher("slurm", "SLURM", SLURM, ("SLURM_",), _is_slurms, _slurm, "SLURM_CPUS_ON_NODE"),
+    Launcher("mpi", "MPICH", MPICH, ("PMI_", "MPI_LOCAL"), _is_mpichs, _mpi, ""),
+]

@@ -10,7 +10,8 @@ from typing import Any
 import torch.distributed as dist
 
 from pardata.ranks._launcher import detect
-from pardata.ranks._process import process
+
+said = set[tuple[str, int, str]]()  # what was logged with `once=True`: logger, level and line
 
 
 class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # none before Python 3.11
@@ -34,9 +35,9 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # none befor
         if once:
             # Not formatted: what does not go together is logging's to report, and ends no run.
             key = (self.logger.name, level, f"{msg} {args!r}")
-            if key in process.said:  # by whichever adapter
+            if key in said:  # by whichever adapter
                 return
-            process.said.add(key)
+            said.add(key)
         prefix = f"[{rank}/{size}] " if size > 1 else ""
         text = prefix + str(msg).replace("\n", "\n" + prefix)
         # 2: past this frame, so that the record shows the caller's file and line.
@@ -70,9 +71,11 @@ def _chosen(rank: int, level: int, ranks: str | Iterable[int] | None) -> bool:
         return rank == 0 or level >= logging.WARNING
     if isinstance(ranks, str) and ranks == "all":
         return True
-    if isinstance(ranks, str) or not isinstance(ranks, Iterable):
+    chosen = [-1] if isinstance(ranks, str) or not isinstance(ranks, Iterable) else [*ranks]
+    # A rank that is not there may be there in a larger world.
+    if not all(isinstance(number, int) and number >= 0 for number in chosen):
         raise ValueError(f"`ranks` must be 'all' or a list of ranks, but is {ranks!r}")
-    return rank in ranks
+    return rank in chosen
 
 
 def _rank_and_size() -> tuple[int, int]:

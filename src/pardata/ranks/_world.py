@@ -16,10 +16,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils.data import get_worker_info
 
-from pardata.ranks._backend import runs_on_gpus, takes_cpu_tensors
+from pardata.messages._call_site import call_site
+from pardata.messages._failure import leave_for_torchrun
+from pardata.messages._store import Channel
+from pardata.ranks._backend import takes
+from pardata.ranks._device import current_device, require_visible, visible_devices
 from pardata.ranks._launcher import detect, launcher_text, numbers_told
-from pardata.ranks._process import process
-from pardata.ranks._store import Channel
 
 _AtTheEnd = Callable[[BaseException | None], None]  # of ``with init()``: told of the exception
 _CPU = torch.device("cpu")
@@ -89,6 +91,16 @@ class Joined:
     on_leaving: Callable[[], None] = lambda: None
 
 
+@dataclass
+class Process:
+    """What `init` found in this process; `joined` tells whether it still holds."""
+
+    joined: Joined | None = None
+
+
+process = Process()
+
+
 def is_alone() -> bool:
     """Return whether there is no group, or one of this process: in less time than `world`."""
     group = dist.group.WORLD
@@ -123,11 +135,13 @@ def require_world(what: str) -> World:
         return found
     launch = detect(os.environ)
     if launch.size > 1:
-        raise RuntimeError(
+        text = (
             f"`{what}` needs the process group: {launcher_text(launch)} started {launch.size} "
             f"processes, but `pardata.init()` was not called in this one: call it first, or set "
             f"PARDATA_LAUNCHER=none to run as a single process"
         )
+        leave_for_torchrun(f"{text} ({call_site()})")  # there is no hook that would
+        raise RuntimeError(text)
     return found
 
 
@@ -140,22 +154,20 @@ def channel() -> Channel:
 def joined() -> Joined | None:
     """Return what `init` found, if that still holds."""
     found = process.joined
-    return found if isinstance(found, Joined) and found.group is dist.group.WORLD else None
+    return found if found is not None and found.group is dist.group.WORLD else None
 
 
 def is_child() -> bool:
     """Whether this is a forked child or a DataLoader worker, which must not touch the group."""
     found = process.joined
-    forked = isinstance(found, Joined) and found.pid != os.getpid()
+    forked = found is not None and found.pid != os.getpid()
     return forked or get_worker_info() is not None
 
 
 def single_world() -> World:
     """Describe a process that is alone."""
     # A child must not wake the GPU that its parent uses.
-    on_gpu = not is_child() and torch.cuda.is_available()
-    current = torch.cuda.current_device() if on_gpu and torch.cuda.is_initialized() else 0
-    device = torch.device("cuda", current) if on_gpu else _CPU
+    device = current_device(0) if not is_child() and visible_devices() else _CPU
     return World(0, 1, 0, 1, 0, 1, device, None, "single")
 
 
@@ -163,7 +175,7 @@ def existing_world(device: torch.device | None, hosts: Sequence[str] = ()) -> Wo
     """Describe a group that somebody else made, which says nothing about nodes.
 
     Args:
-        device: where to compute; the GPU of this rank, if it is "cuda" alone, or if it is not given
+        device: where to compute; the GPU of this rank, if it has no number, or if it is not given
             and the group is one of GPUs.
         hosts: of all ranks, in their order; one for all where they were not asked for.
     """
@@ -179,14 +191,15 @@ def existing_world(device: torch.device | None, hosts: Sequence[str] = ()) -> Wo
         node, nodes = names.index(hosts[rank]), len(names)
     node = told.get("GROUP_RANK", told.get("NODE_RANK", node))
     parts = dict(part.split(":") for part in dist.get_backend_config().split(","))
-    backend = dist.get_backend_config() if len(set(parts.values())) > 1 else parts.popitem()[1]
-    device = device or (torch.device("cuda") if runs_on_gpus(backend) else _CPU)
-    if device == torch.device("cuda"):
-        # The one to which the group is bound. Else the current one, or the local rank's: the first
-        # is current also where nobody has chosen it.
-        own = local_rank if local_rank < torch.cuda.device_count() else 0
-        current = torch.device("cuda", torch.cuda.current_device() or own)
-        device = getattr(dist.group.WORLD, "bound_device_id", None) or current
+    backend = (
+        dist.get_backend_config() if len(set(parts.values())) > 1 else next(iter(parts.values()))
+    )
+    kinds = [kind for kind, name in parts.items() if not takes(name, "cpu")]
+    device = device or torch.device(*kinds or ["cpu"])
+    if device.index is None and any(device.type == seen.type for seen in visible_devices()):
+        # The one to which the group is bound, else the current one, or the local rank's.
+        device = getattr(dist.group.WORLD, "bound_device_id", None) or current_device(local_rank)
+    require_visible(device)
     return World(rank, size, local_rank, local_size, node, nodes, device, backend, "existing")
 
 
@@ -195,7 +208,7 @@ def way_of_counts(here: World) -> tuple[Any, torch.device]:
     found = joined()
     if found is not None and found.group_of_counts is not None:
         return found.group_of_counts, _CPU
-    return None, _CPU if takes_cpu_tensors(here.backend) else here.device
+    return None, _CPU if takes(here.backend, "cpu") else here.device
 
 
 def new_channel(timeout: timedelta | None) -> Channel:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pardata.ranks._process import process
+from pardata.seeds._run_seed import run_seed
 
 
 class Default(NamedTuple):
@@ -127,15 +127,15 @@ class Kept:
     """
 
     def __init__(self, generators: Iterable[Default], seed: int | None = None) -> None:
-        self._states, self._seed = states_of(generators), seed
+        self.states, self._seed = states_of(generators), seed
 
     def __enter__(self) -> None:
         if self._seed is not None:
-            for own, _ in self._states:
+            for own, _ in self.states:
                 own.seed(self._seed)
 
     def __exit__(self, *_: object) -> None:
-        for own, state in self._states:
+        for own, state in self.states:
             own.restore(state)
 
 
@@ -164,7 +164,7 @@ def generator_states(device: torch.device) -> bytes:
     """
     of_torch = default_generators()[-1], *_of(device)
     saved = {
-        "noise": [process.seed, process.calls],
+        "noise": [run_seed.seed, run_seed.calls],
         "Python": random.getstate(),
         "PyTorch": [own.state().tolist() for own in of_torch],
     }
@@ -174,26 +174,28 @@ def generator_states(device: torch.device) -> bytes:
     return zlib.compress(json.dumps(saved).encode())
 
 
-def restore_generators(states: Iterable[int], device: torch.device) -> None:
-    """Put the random numbers to where `generator_states` found them.
+def restore_generators(states: Iterable[int], device: torch.device, *, only_seed: bool) -> None:
+    """Put the random numbers to where `generator_states` found them, or only what all ranks share.
 
     Raises:
         RuntimeError: for what it did not return.
     """
     try:
         saved = json.loads(zlib.decompress(bytes(states)))
+        run_seed.seed, run_seed.calls = saved["noise"]
+        if only_seed:
+            return
         version, words, normal = saved["Python"]
         random.setstate((version, tuple(words), normal))
         if "NumPy" in saved and (numpy := numpy_or_none()) is not None:
             numpy.random.set_state(tuple(saved["NumPy"]))
         of_torch = default_generators()[-1], *_of(device)
         for own, state in zip(of_torch, saved["PyTorch"], strict=False):  # a GPU may be here or not
-            own.restore(torch.tensor(state, dtype=torch.uint8))
-        process.seed, process.calls = saved["noise"]
+            own.restore(torch.tensor(state, dtype=torch.uint8, device="cpu"))
     except (zlib.error, LookupError, ArithmeticError, TypeError, ValueError, RuntimeError) as error:
         raise RuntimeError(
-            f"the default generators must be put back to where they once were, but what was saved "
-            f"of them is nothing of theirs ({type(error).__name__}: {error})"
+            f"cannot restore the random generators: the saved state is invalid "
+            f"({type(error).__name__}: {error})"
         ) from error
 
 
@@ -212,8 +214,8 @@ def no_draws(what: str, device: torch.device | None = None, *, thorough: bool) -
     if moved(states):
         raise RuntimeError(
             f"`{what}` must draw no random numbers from a batch whose size depends on the number "
-            f"of ranks, but did: pass `microbatch_size`, so that it gets the same pieces at every "
-            f"world size, each seeded alike, or reproducible=False"
+            f"of ranks, but did: pass `microbatch_size`, so that it gets the same "
+            f"microbatches at every world size, each seeded alike, or reproducible=False"
         )
 
 
@@ -242,7 +244,7 @@ def _of(device: torch.device | None) -> tuple[Default, ...]:
 def _of_kind(of_kind: Any) -> tuple[Default, ...]:
     """Return the default generators of all devices of a kind that are in use."""
     if hasattr(of_kind, "get_rng_state") and not hasattr(of_kind, "default_generators"):
-        # mps, which is one device
+        # a kind that is one device
         return (Default(of_kind.manual_seed, of_kind.get_rng_state, of_kind.set_rng_state),)
     return tuple(map(_of_torch, getattr(of_kind, "default_generators", ())))
 

@@ -4,11 +4,12 @@ import os
 
 import torch
 
-from pardata.ranks._arguments import check_flag, check_integer
-from pardata.ranks._process import process
 from pardata.ranks._world import require_world
+from pardata.seeds._default_seeds import loaders
 from pardata.seeds._generators import seed_generators
 from pardata.seeds._mix import mix
+from pardata.seeds._run_seed import run_seed
+from pardata.values._arguments import check_flag, check_integer
 
 
 def seed_everything(seed: int, *, per_rank: bool = False, deterministic: bool = False) -> int:
@@ -37,7 +38,8 @@ def seed_everything(seed: int, *, per_rank: bool = False, deterministic: bool = 
         raise ValueError(f"`seed` must be between 0 and 2**63 - 1, but is {seed}")
     check_flag("per_rank", per_rank)
     check_flag("deterministic", deterministic)
-    process.seed, process.calls = seed, 0  # without the rank: the noise has that mixed in anyway
+    loaders.clear()
+    run_seed.seed, run_seed.calls = seed, 0  # without the rank: the noise has that mixed in anyway
     if per_rank:
         seed = mix(seed, require_world("seed_everything(per_rank=True)").rank)
     seed_generators(seed)

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from typing_extensions import TypeVarTuple, Unpack
 
-from pardata.model._weights import named_tensors
-from pardata.ranks._arguments import kind_of
-from pardata.ranks._table import ranks_text
+from pardata.messages._table import ranks_text
+from pardata.strategies._weights import named_tensors
 from pardata.testing._run import run
+from pardata.values._arguments import kind_of
 
 Args = TypeVarTuple("Args")
 

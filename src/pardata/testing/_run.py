@@ -17,19 +17,17 @@ import torch
 import torch.distributed as dist
 from typing_extensions import TypeVarTuple, Unpack
 
-from pardata.ranks._arguments import check_integer, checked_timeout
+from pardata.messages._failure import Failure
 from pardata.ranks._backend import backends
-from pardata.ranks._failure import Failure
-from pardata.ranks._launcher import TORCHRUN
+from pardata.ranks._launcher import LAUNCHERS
+from pardata.values._arguments import check_integer, checked_timeout
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
 
 # How long the others may run after one rank has failed, to fail in their turn.
 _GRACE = 5.0
-# A test that inherits the launcher of its runner would join as somebody else's rank.
-_LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_", "GROUP_")
-_LAUNCHER_NAMES = (*TORCHRUN[:4], "NODE_RANK", "PARDATA_JOINED", "PARDATA_LAUNCHER")
+_OWN = ("PARDATA_JOINED", "PARDATA_LAUNCHER")
 
 
 def run(
@@ -95,12 +93,12 @@ def _environment(added: dict[Any, Any]) -> dict[str, str]:
             raise TypeError(
                 f"`env` must map names to text, but maps {name!r} to {value!r}: use str()"
             )
-    # The server's environment is that of its start; a test may have changed its own since.
-    own = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _LAUNCHER_NAMES and not name.startswith(_LAUNCHER_PREFIXES)
-    }
+    # A test that inherits the launcher of its runner would join as somebody else's rank. The
+    # server's environment is that of its start; a test may have changed its own since.
+    left_out = {*_OWN, *(name for launcher in LAUNCHERS for name in launcher.own)}
+    families = tuple(family for launcher in LAUNCHERS for family in launcher.families)
+    left_out |= {name for name in os.environ if name.startswith(families)}
+    own = {name: value for name, value in os.environ.items() if name not in left_out}
     return {**own, **added}
 
 

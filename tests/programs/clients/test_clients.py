@@ -20,6 +20,7 @@ from launched import launched, torchrun_variables
 from PIL import Image
 
 from pardata import make_loader
+from pardata.seeds._default_seeds import loaders
 
 HERE = Path(__file__).parent
 
@@ -101,6 +102,7 @@ def written(script, directory):
 def as_script(file, args, directory, dtype):
     """Run a script as ``python`` would, with warnings as errors, and return what it printed."""
     os.chdir(directory)
+    loaders.clear()  # a script begins in a process of its own
     torch.set_default_dtype(dtype)
     warnings.simplefilter("error")
     sys.argv = [file, *map(str, args)]

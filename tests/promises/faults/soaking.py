@@ -93,7 +93,9 @@ class Run:
     def gradient_is_nan(self, culprit):
         factor = torch.nan if self.rank == culprit else 1.0
         for batch in self.loader:
-            pardata.backward(self.model, lambda m, b: factor * mean_loss(m, b), batch)
+            loss = pardata.backward(self.model, lambda m, b: factor * mean_loss(m, b), batch)
+            if loss.isnan():  # on every rank
+                raise FloatingPointError
 
     def newest_is_damaged(self, _culprit):
         pardata.barrier()

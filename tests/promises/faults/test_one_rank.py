@@ -63,8 +63,10 @@ EXITED = r"rank <C> of 3 failed first: SystemExit: 3 \(\S*one_rank\.py:\d+\)"
 DID_NOT_COME = (
     r"`backward` must be reached by every rank, but ranks? (<O>, )?<C>(, <O>)? of 3 did not come"
 )
-ELSEWHERE = r"the ranks are in different calls.*\n(.*\n)*.*rank <C>: {} at \S*one_rank\.py:\d+"
-DIFFER = r"every rank must pass the same to `{}`, but {} differs?:.*\n(.*\n)*.*rank <C>: .*{}"
+# A row of a table: on a line of its own, or in the one line that a rank logs.
+ROW = r"(.*\n)*?.*(rank <C>: .*{0}|{0}[^,]* on rank <C>)"
+ELSEWHERE = r"the ranks are in different calls" + ROW.format(r"{0} at \S*one_rank\.py:\d+")
+DIFFER = r"every rank must pass the same to `{0}`, but {1} differs?:" + ROW.format("{2}")
 STORE_IS_GONE = r"the (process that serves the )?group's store"
 
 FAULTS = [
@@ -77,18 +79,18 @@ FAULTS = [
           r"rank <C> of 3 failed first: (RuntimeError: DataLoader worker .* is killed by signal"
           r"|ConnectionResetError|EOFError)"),  # the last two while it hands over a batch
     Fault("shorter data", "has a shorter dataset", SOON,
-          DIFFER.format("make_loader", "`the length`", "the length=95")),
-    Fault("seed", "passes another seed", SOON, DIFFER.format("make_loader", "`seed`", "seed=5")),
+          DIFFER.format("make_loader", "`the length`", "95")),
+    Fault("seed", "passes another seed", SOON, DIFFER.format("make_loader", "`seed`", "5")),
     Fault("model", "has another model", SOON, r"pass the same model to `wrap_model`, but they "
-          r"differ, first here:.*\n(.*\n)*.*rank <C>: `weight` \(3, 2\) float32"),
+          r"differ, first here:" + ROW.format(r"`weight` \(3, 2\) float32")),
     Fault("shorter stream", "has a shorter iterable dataset", SOON,
           "they ended on rank <C> of 3 before the others"),
     Fault("other weights", "changes a weight", IN_TIME,
-          r"`weight` differs between ranks \(1 of .*\n(.*\n)*  rank <C>: SHA-256 "),
+          r"`weight` differs between ranks \(1 of " + ROW.format("SHA-256 ")),
     Fault("other structure", "reduces another structure", SOON,
-          DIFFER.format("all_reduce or all_gather", "`structure`", "top1")),
+          DIFFER.format("all_reduce_mean", "`structure`", "top1")),
     Fault("other order", "gathers before it reduces, the others after", SOON,
-          DIFFER.format("all_reduce or all_gather", ".*", "call='all_gather'")),
+          r"the same calls in the same order, but here:" + ROW.format("all_gather")),
     Fault("one more barrier", "waits at a barrier", IN_TIME,
           ELSEWHERE.format(r"barrier\('data is ready'\)")),
     Fault("one more save", "saves a checkpoint", IN_TIME,

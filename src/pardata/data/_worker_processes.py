@@ -1,0 +1,94 @@
+"""Workers as processes: they pass over signals that stop the run, and end with their rank."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing import resource_tracker, util
+from typing import Any
+
+from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+
+from pardata.collective._stop_signal import may_stop
+
+_LAST = -200  # of all finalizers: the queues are closed before, and the temporary folder removed
+
+
+def started(loader: DataLoader[Any], init_fn: Callable[[int], None] | None) -> Iterator[Any]:
+    """Return the steps of a loader; workers that start now pass over signals that stop the run.
+
+    A launcher sends its signal to all processes, and Python cannot tell who sent it. So a worker
+    passes over it, and ends when its rank ends. Only SIGKILL ends one that is stuck.
+    """
+    numbers = [int(n) for n in signal.Signals if may_stop(n) and os.name != "nt"]
+    loader.worker_init_fn = partial(begin, init_fn, numbers)
+    if not numbers or not loader.num_workers:
+        return iter(loader)
+    method = (loader.multiprocessing_context or multiprocessing).get_start_method()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        if method != "fork":
+            resource_tracker.ensure_running()  # which unblocks SIGTERM, up to Python 3.13
+            signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        if method == "forkserver":
+            _let_the_fork_server_unblock()
+        steps = iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    for worker in vars(steps)["_workers"]:
+        popen = vars(worker)["_popen"]
+        # DataLoader calls it for a worker that does not end, and multiprocessing at exit.
+        popen.terminate = partial(_kill, weakref.proxy(popen))
+    return steps
+
+
+def _let_the_fork_server_unblock() -> None:
+    """Have it import what unblocks signals in the processes that it starts, not in the server."""
+    from multiprocessing import forkserver  # noqa: PLC0415  # torch does not import it either
+
+    preloaded = vars(vars(forkserver)["_forkserver"])["_preload_modules"]
+    ours = "pardata.data._fork_server"
+    multiprocessing.set_forkserver_preload([*dict.fromkeys([*preloaded, ours])])
+
+
+def _end() -> None:
+    """End a spawned worker as forked ones end: without the end of its interpreter.
+
+    There Python takes its handlers back, so that SIGTERM would end the worker after all, and ends
+    threads that are in C++, which says "terminate called without an active exception".
+    """
+    if sys.exc_info()[0] is None:  # else the error is printed
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _kill(popen: Any) -> None:
+    if util.is_exiting():  # DataLoader's handler would raise an error of the worker's death
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    popen.kill()
+
+
+def begin(init_fn: Callable[[int], None] | None, numbers: list[int], worker: int) -> None:
+    """Begin a worker: it passes over these signals, and ends as soon as its rank has ended.
+
+    There ``get_worker_info().dataset`` is the user's, and not our reader.
+    """
+    rank: Any = multiprocessing.parent_process()
+    if os.getppid() != rank.pid:  # DataLoader would watch the fork server instead of the rank
+        vars(torch_worker)["ManagerWatchdog"] = lambda: rank
+    for number in numbers:
+        signal.signal(number, lambda *_: None)  # a worker's own programs would inherit SIG_IGN
+        signal.siginterrupt(number, False)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+    util.Finalize(None, _end, exitpriority=_LAST)
+    threading.Thread(target=lambda: (rank.join(), os._exit(1)), daemon=True).start()
+    info: Any = get_worker_info()
+    object.__setattr__(info, "dataset", info.dataset.dataset)  # it lets nobody else set anything
+    if init_fn is not None:
+        init_fn(worker)

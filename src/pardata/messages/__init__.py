@@ -1,0 +1,1 @@
+"""How processes leave each other word: a store, a turn, a table, a failure."""

@@ -1,0 +1,207 @@
+"""A failure: one record, from the exception to the last line of the log.
+
+It is made here of what a rank raised, told in a ``_turn`` or left in the store for those who wait
+in a collective (``collective/_explanation``), and logged on each rank, where nobody catches what
+comes of it (``launch/_uncaught``).
+"""
+
+import base64
+import json
+import os
+import pickle
+import re
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from opcode import opmap
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import torch.distributed as dist
+
+_E = TypeVar("_E", bound=BaseException)
+
+_MARK = "_pardata_consequence"
+
+# What gloo says, which names a file of its own or is this, and a GPU's backend if it raises.
+_LOST = re.compile("gloo/|Application timeout caused pair closure")
+_TIMED_OUT = re.compile(r"[Tt]imed out waiting|wait timeout|operation timeout|Socket Timeout")
+_LOST_BY_GPUS = re.compile(r"remote|connection|abort|time", re.IGNORECASE)
+# A table's row, and in what torch raises for a worker, below its traceback, the worker's own error.
+_ROW = re.compile(r"  (ranks? [\d, ]+): (.*)")
+_OF_WORKER = re.compile(r"\A\w+: Caught \w+ in .*\n    .*?\n(?=\S)", re.DOTALL)
+_MOST_ROWS, _ROW_LENGTH, _LINE_LENGTH = 4, 80, 2000
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What happened to one rank, as plain data that fits in JSON.
+
+    Attributes:
+        rank: whose it is.
+        place: the name of the call that the rank was in, if it was in one.
+        text: type and text of the exception; in the store, one line that also says where.
+        traceback: of the exception, and `pickled` the exception itself if that is safe, where
+            other ranks raise it.
+        is_cause: whether the rank failed by itself, and not because another one was gone.
+        seconds: how long it was in a collective.
+        timed_out: whether it waited there in vain.
+    """
+
+    rank: int
+    place: str
+    text: str
+    traceback: str = ""
+    pickled: str | None = None
+    is_cause: bool = True
+    seconds: float = 0.0
+    timed_out: bool = False
+
+    @classmethod
+    def of(cls, error: BaseException, *, rank: int, place: str) -> "Failure":
+        """Describe `error`, raised on `rank` inside `place`, so that others can raise it."""
+        trace = "".join(traceback.format_exception(error))
+        return cls(rank, place, text_of(error), trace, _pickled(error), is_cause=not follows(error))
+
+    @property
+    def fault(self) -> str:
+        """What a rank that failed first did."""
+        is_wish = self.text.startswith("KeyboardInterrupt")
+        text = self.text.removeprefix("KeyboardInterrupt")
+        return f"was stopped by Ctrl-C{text}" if is_wish else f"failed first: {text}"
+
+    def summary(self) -> str:
+        """Say what went wrong, and where."""
+        return f"rank {self.rank} failed in `{self.place}`: {self.text}"
+
+    def reraise(self) -> NoReturn:
+        """Raise this failure here, with its origin as the cause.
+
+        Raises:
+            BaseException: the same exception where it can be pickled, else a `RuntimeError`
+                with its type and text.
+        """
+        origin = RuntimeError(f"raised on rank {self.rank} in `{self.place}`:\n\n{self.traceback}")
+        if self.pickled is None:
+            raise as_consequence(RuntimeError(self.summary())) from origin
+        # No name is given to it here: held by a frame of its own it would outlive who catches it.
+        raise as_consequence(pickle.loads(base64.b64decode(self.pickled))) from origin  # noqa: S301  # a rank's
+
+
+def as_consequence(error: _E, short: str = "", known: object = None) -> _E:
+    """Mark `error` as coming of what another rank did or did not do, and return it.
+
+    Args:
+        error: what will be raised.
+        short: where it came up, for a line that says what the other rank did.
+        known: what is known of the others, for who reports it.
+    """
+    vars(error)[_MARK] = short, known
+    return error
+
+
+def consequence(error: BaseException) -> Any:
+    """Return what `as_consequence` was told of `error`: where it came up, and what is known."""
+    return vars(error).get(_MARK, ("", None))
+
+
+def follows(error: BaseException) -> bool:
+    """Return whether `error` comes of what another rank did: by its kind, for clocks differ."""
+    return is_consequence(error) or any(is_lost(link) for link in chain(error))
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Return whether `error`, or what it came of, is marked so."""
+    return any(_MARK in vars(link) for link in chain(error))
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield `error` and what it came of, as a traceback shows them."""
+    link: BaseException | None = error
+    seen = set[int]()
+    while link is not None and id(link) not in seen:
+        yield link
+        seen.add(id(link))
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
+def is_lost(error: BaseException) -> bool:
+    """Return whether `error` is the backend's own: that a peer was not in the collective.
+
+    The backend raises in C++. What Python code raises is not its own, whatever the text says.
+    """
+    if not isinstance(error, RuntimeError) or is_consequence(error):
+        return False
+    if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+        return True
+    if isinstance(error, dist.DistBackendError):
+        return _LOST_BY_GPUS.search(str(error)) is not None
+    has_the_words = _LOST.search(str(error)) is not None or is_timeout(error)
+    return has_the_words and not _is_of_python(error)
+
+
+def _is_of_python(error: BaseException) -> bool:
+    """Return whether a ``raise`` is the innermost line of the traceback: in C++ it is a call."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    code = b"" if trace is None else trace.tb_frame.f_code.co_code[trace.tb_lasti :]
+    return code[:1] == bytes([opmap["RAISE_VARARGS"]])
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Return whether a collective of the backend waited in vain."""
+    return _TIMED_OUT.search(str(error)) is not None
+
+
+def leave_for_torchrun(text: str) -> None:
+    """Leave `text` where torchrun looks for what failed, as torch's own `record` does.
+
+    `record` itself would leave the whole traceback, and that only while the error is handled.
+    """
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        with suppress(OSError):  # what follows matters more
+            Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+
+
+def text_of(error: BaseException) -> str:
+    """Return type and text of `error`."""
+    try:
+        text = str(error).strip()
+    except Exception:  # noqa: BLE001  # user code, as below; the words are those of `traceback`
+        text = "<exception str() failed>"
+    name = type(error).__qualname__
+    return f"{name}: {text}" if text else name
+
+
+def one_line(error: BaseException) -> str:
+    """Return the first line of what `text_of` returns, without torch's advice to look elsewhere.
+
+    Of an error that has a table below its first line, the line also says the rows and the cure; of
+    an error in a DataLoader's worker, what the worker raised.
+    """
+    first, *below = _OF_WORKER.sub("", text_of(error)).split("\n")
+    if first.endswith(":") and any(below):
+        name = first.split("`")[-2] if first.endswith("` differs:") else ""
+        found = [row for row in map(_ROW.fullmatch, below) if row]
+        rows = [f"{row[2].removeprefix(f'{name}=')[:_ROW_LENGTH]} on {row[1]}" for row in found]
+        more = ["…"] if len(rows) > _MOST_ROWS else []
+        last = below[-1].rstrip(".")
+        cure = "" if last.startswith(" ") else f"{last[:1].lower()}{last[1:]}"
+        first = ": ".join(filter(None, [first[:-1], ", ".join(rows[:_MOST_ROWS] + more), cure]))
+    return first.split(". This is typically")[0][:_LINE_LENGTH]
+
+
+def _pickled(error: BaseException) -> str | None:
+    # Many exceptions pickle and cannot be unpickled (an __init__ of several arguments), and some
+    # come back as another type or without their text.
+    try:
+        data = pickle.dumps(error)
+        back = pickle.loads(data)  # noqa: S301  # our own bytes
+        same = type(back) is type(error) and str(back) == str(error)
+    except Exception:  # noqa: BLE001  # user code runs here: whatever it raises means "text only"
+        return None
+    return base64.b64encode(data).decode() if same else None

@@ -1,0 +1,93 @@
+"""The process group's own key-value store, asked so that nobody waits for it without an end."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from pardata.messages._call_site import call_site
+from pardata.messages._failure import as_consequence
+
+_T = TypeVar("_T")
+
+_SERVER = "the process that serves the group's store (rank 0, or torchrun's agent)"
+_MARGIN = 5.0  # seconds beyond its timeout that a store may take to say that it is over
+
+
+@dataclass(frozen=True)
+class Channel:
+    """A store, how long to wait on it by default, and which of how many ranks this one is."""
+
+    store: dist.Store
+    timeout: timedelta
+    rank: int
+    size: int
+
+
+def answered(timeout: timedelta, work: Callable[[], _T]) -> _T:
+    """Return what `work` finds in the store.
+
+    Raises:
+        TimeoutError: where the store does not answer.
+        RuntimeError: where it is gone.
+    """
+    outcome = bounded(timeout.total_seconds() + _MARGIN, work)
+    if not outcome:
+        where = call_site()
+        raise as_consequence(
+            TimeoutError(
+                f"{_SERVER} must answer, but has not for {timeout}: is it stopped, or is the "
+                f"network down? This rank is at {where}"
+            ),
+            f"{where}, timed out",
+        )
+    (found,) = outcome
+    if isinstance(found, dist.DistNetworkError):
+        raise as_consequence(
+            RuntimeError(
+                f"{_SERVER} must be there as long as any rank, but has ended: look at its output "
+                f"for an earlier error; this rank is at {call_site()}"
+            )
+        ) from found
+    if isinstance(found, BaseException):
+        raise found
+    return found
+
+
+def bounded(seconds: float, work: Callable[[], _T]) -> list[_T | BaseException]:
+    """Run `work` on the store for so long; return what came of it, and nothing if it hangs.
+
+    In a thread, which can be left behind: torch waits without an end for a store whose process is
+    stopped, or is behind a link that was cut: https://github.com/pytorch/pytorch/issues/129367
+    """
+    outcome: list[_T | BaseException] = []
+
+    def ask() -> None:
+        try:
+            outcome.append(work())
+        except BaseException as error:  # noqa: BLE001  # for the caller
+            outcome.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return outcome[:1]
+
+
+def came(store: dist.Store, key: str, timeout: timedelta) -> bool:
+    """Wait for `key`; return whether it came in time."""
+    try:
+        store.wait([key], timeout)
+    except dist.DistNetworkError:
+        raise
+    except RuntimeError:
+        return False
+    return True
+
+
+def append(store: dist.Store, key: str, line: str) -> None:
+    """Add a line to those under `key`."""
+    store.append(key, f"{line}\n")  # type: ignore[attr-defined]  # torch's stubs leave it out

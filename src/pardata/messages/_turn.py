@@ -1,0 +1,226 @@
+"""A turn: every rank says something, one decides, and all hear the one verdict.
+
+All turns of a group are one numbered sequence over its store. A rank counts itself in, leaves an
+entry under ``at/{rank}`` (in which turn and call it is, and what it says), and waits for one key,
+the verdict: so many requests at any number of ranks. The first verdict stands, whoever gives it:
+the last rank to come, rank 0 that has done its work, a rank whose patience ends, or one that fails.
+Nothing here is a collective of the backend: who does not come is named, and the group is usable
+afterwards.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from pardata.messages._call_site import call_site
+from pardata.messages._failure import Failure, as_consequence, follows, text_of
+from pardata.messages._store import Channel, answered, came
+from pardata.messages._verdict import (
+    ERRORS,
+    ORDER,
+    Decide,
+    Verdict,
+    entries_of,
+    give,
+    judged,
+    key_of,
+)
+
+Say = Callable[[], object]
+Patience = timedelta | None  # None: that of the group
+
+
+def all_say(line: Channel, call: str, say: Say, decide: Decide, *, timeout: Patience = None) -> Any:
+    """Return what is decided on what all ranks say. Collective.
+
+    Args:
+        line: the store, and this rank.
+        call: its name in errors; ranks in different calls are told.
+        say: returns something JSON-like. What it raises is raised here, and told to the others.
+        decide: gets what all said, in rank order, on the rank that comes last. What it raises is
+            raised on every rank.
+        timeout: how long to wait for the others; that of `line` if not given.
+
+    Raises:
+        TimeoutError: names the ranks that did not come, or says that the store does not answer.
+        RuntimeError: where ranks are in different calls (says which rank is in which), where one
+            has failed (see `call_off`), and where the store is gone.
+    """
+    refuse_within(call)
+    turn = Turn(line, call, decide)
+    try:
+        turn.value = say()
+        json.dumps(turn.value)
+    except Exception as error:  # noqa: BLE001  # raised again by `decision`, on every rank
+        turn.own, turn.value = error, None
+    try:
+        return turn.decision(turn.heard(line.timeout if timeout is None else timeout))
+    except Exception as error:
+        if turn.own is None or error is turn.own:
+            raise
+        raise error from turn.own  # which may be why the others did not come
+    finally:
+        turn.own = None  # held by a frame of its own it would live until a garbage collection
+
+
+class Leading:
+    """The call in which this rank works while others wait for it; "" if they do not."""
+
+    call = ""
+
+
+leading = Leading()
+
+
+def refuse_within(call: str) -> None:
+    """Refuse a call of all ranks where the others wait until this one has done its work."""
+    if leading.call:
+        raise RuntimeError(
+            f"`{call}` must be reached by every rank, but the others wait until this rank has done "
+            f"its `{leading.call}`: make the call after it, or before"
+        )
+
+
+@dataclass
+class Turn:
+    """One rank's part in a turn; in a later one, where the others gave it up in the meantime.
+
+    Attributes:
+        line: the store, and this rank.
+        call: its name in errors.
+        decide: makes the decision of what all say; where it is not given, rank 0 gives one.
+        value: what this rank says.
+        own: what it raised instead.
+    """
+
+    line: Channel
+    call: str
+    decide: Decide | None = None
+    value: object = None
+    own: Exception | None = None
+    _number: int = 0
+    _where: str = ""
+
+    def heard(self, timeout: timedelta) -> Verdict:
+        """Come, and return the verdict once it is there.
+
+        As often as the group's timeout passes, the store must answer.
+        """
+        self._where = call_site()
+        left, is_here = timeout, False
+        while left:
+            patience = min(left, self.line.timeout)
+            left -= patience
+            ends = timeout if self.decide and not left else None
+            # Both in one request to the store, as each starts a thread.
+            listen = partial(self._listened, patience, ends, comes=not is_here)
+            verdict, is_here = answered(patience, listen), True
+            if verdict is None:
+                continue
+            if not self._gave_me_up(verdict):
+                return verdict
+            left, is_here = timeout, False  # those who gave this rank up are in a later turn
+        news = (
+            f" within {timeout}, but has not: give `timeout=` a larger value if the work takes "
+            f"that long, else look at rank 0's output"
+        )
+        raise self._in_vain(TimeoutError, news)
+
+    def come(self) -> None:
+        """Let all know that this rank is here."""
+        self._where = call_site()
+        answered(self.line.timeout, self._come)
+
+    def tell(self, **verdict: object) -> None:
+        """Give the verdict when the work is done; raise another one, if that stands."""
+        while self._gave_me_up(stands := answered(self.line.timeout, lambda: self._give(verdict))):
+            self.come()
+        if not verdict.items() <= stands.items():  # it is another's
+            self.decision(stands)
+
+    def decision(self, verdict: Verdict) -> Any:
+        """Return what a verdict decides, or raise what it says instead."""
+        if "error" in verdict:
+            kind, text = verdict["error"]
+            raise ERRORS[kind](text)
+        if verdict["call"] not in ("", self.call):
+            raise RuntimeError(
+                f"{ORDER} rank {verdict['rank']} is in {verdict['call']} and rank "
+                f"{self.line.rank} in {self.call}: look for a branch that skips one"
+            )
+        if "off" in verdict:
+            kind = TimeoutError if "missing" in verdict else RuntimeError
+            raise self._in_vain(kind, f", but {verdict['off']}")
+        if "failed" in verdict:
+            failed = [Failure(**told) for told in verdict["failed"]]
+            if self.decide is None:
+                failed[0].reraise()
+            # Who failed because another one did says that, if it is known.
+            if self.own is not None and follows(self.own) != failed[0].is_cause:
+                raise self.own
+            seen = f"(seen on rank {self.line.rank}, which did nothing wrong)"
+            summaries = [failure.summary() for failure in failed]
+            raise as_consequence(RuntimeError("\n".join([*summaries, seen])))
+        return verdict["decision"]
+
+    def _in_vain(self, kind: type[Exception], news: str) -> Exception:
+        """Return the error of a rank that waits for what does not come."""
+        of_all = f"`{self.call}` must be reached by every rank"
+        must = of_all if self.decide else f"rank 0 must finish its `{self.call}`"
+        end = ", timed out" if kind is TimeoutError else ""
+        error = kind(f"{must}{news}; this rank waits at {self._where}")
+        return as_consequence(error, f"{self.call} at {self._where}{end}")
+
+    def _gave_me_up(self, verdict: Verdict) -> bool:
+        return self.line.rank in verdict.get("missing", ())
+
+    def _listened(
+        self, patience: timedelta, ends: timedelta | None, *, comes: bool
+    ) -> Verdict | None:
+        """Return the verdict if it comes in time; give one where all patience ends, if all say."""
+        if comes:
+            self._come()
+        key = key_of(self._number)
+        if came(self.line.store, key, patience):
+            verdict: Verdict = json.loads(self.line.store.get(key))
+            return verdict
+        return None if ends is None else self._judged(ends)
+
+    def _come(self) -> None:
+        store, rank = self.line.store, self.line.rank
+        self._number = store.add(f"turn/{rank}", 1)
+        entry = {"turn": self._number, "call": self.call, "where": self._where, "failed": None}
+        if self.own is not None:  # each raises its own: the others need no more than the text
+            is_cause = not follows(self.own)
+            entry["failed"] = asdict(Failure(rank, self.call, text_of(self.own), is_cause=is_cause))
+        store.set(f"at/{rank}", json.dumps({**entry, "value": self.value}))
+        if store.add(f"came/{self._number}", 1) == self.line.size:
+            # All are here, so all have read the verdict before.
+            store.delete_key(f"came/{self._number}")
+            store.delete_key(key_of(self._number - 1))
+            self._judged(self.line.timeout)
+
+    def _judged(self, timeout: timedelta) -> Verdict | None:
+        """Give a verdict, as the last one to come, or as one whose patience ends.
+
+        Returns the one that stands; None where rank 0 is still to give it.
+        """
+        entries = entries_of(self.line.store, self.line.size)
+        verdict = judged(entries, self._number, self.decide, timeout)
+        return None if verdict is None else self._give(verdict)
+
+    def _give(self, verdict: Verdict) -> Verdict:
+        signed = {"rank": self.line.rank, "call": self.call, **verdict}
+        return give(self.line.store, self._number, signed)
+
+
+def call_off(line: Channel, news: str) -> None:
+    """Let all who wait, now or later, for this rank read `news` instead: it comes no more."""
+    verdict = {"rank": line.rank, "call": "", "off": news}
+    turn = line.store.add(f"turn/{line.rank}", 0) + 1
+    # Others may be turns ahead of this rank, where rank 0 decided, or where they gave it up.
+    while give(line.store, turn, verdict)["call"]:  # one that calls off is of none
+        turn += 1

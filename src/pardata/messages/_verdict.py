@@ -1,0 +1,80 @@
+"""What is decided in a turn, on the entries that the ranks have left: plain data.
+
+An entry says in which ``turn`` a rank is, in which ``call``, ``where`` in the user's code, how it
+``failed``, if it did (a `Failure`), and else its ``value``.
+A verdict names the ``rank`` that gave it and its ``call``, and says one thing more: the
+``decision``; the ``error`` that the decision raised; how ranks have ``failed``, causes first, or
+rank 0 alone, which worked for all; or why it is all ``off``, and who is ``missing``.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from pardata.messages._table import ranks_text, table_of
+
+Entry = dict[str, Any]
+Verdict = dict[str, Any]
+Decide = Callable[[list[Any]], object]  # gets what all said, in rank order
+
+ERRORS = {error.__name__: error for error in (RuntimeError, ValueError, TypeError)}
+ORDER = "every rank must make the same calls in the same order, but"
+
+
+def entries_of(store: dist.Store, size: int) -> list[Entry | None]:
+    """Return the entries of all ranks, and None for one that was in no turn yet."""
+    keys = [f"at/{rank}" for rank in range(size)]
+    there = keys if store.check(keys) else [key for key in keys if store.check([key])]
+    found = dict(zip(there, store.multi_get(there), strict=True)) if there else {}
+    return [json.loads(found[key]) if key in found else None for key in keys]
+
+
+def key_of(turn: int) -> str:
+    """Return under which key the verdict on a turn stands."""
+    return f"verdict/{turn}"
+
+
+def give(store: dist.Store, turn: int, verdict: Verdict) -> Verdict:
+    """Let `verdict` stand if none does; return the one that stands."""
+    key, text = key_of(turn), json.dumps(verdict)
+    stands = store.compare_set(key, "", text).decode()
+    if stands == text:
+        store.set(key, text)  # wakes who waits: a TCPStore without libuv does not, above
+    found: Verdict = json.loads(stands)
+    return found
+
+
+def judged(
+    entries: Sequence[Entry | None], turn: int, decide: Decide | None, timeout: timedelta
+) -> Verdict | None:
+    """Return the verdict on a turn; None where rank 0 is still to give it."""
+    behind = [rank for rank, entry in enumerate(entries) if entry is None or entry["turn"] < turn]
+    if behind:
+        news = who_did_not_come(behind, len(entries), f" within {timeout}")
+        return {"missing": behind, "off": news}
+    told = [entry for entry in entries if entry is not None]
+    here = [entry for entry in told if entry["turn"] == turn]
+    if len({entry["call"] for entry in here}) > 1 or (decide and len(here) < len(told)):
+        calls = [e["call"] + (", which comes later" if e["turn"] > turn else "") for e in told]
+        return {"error": ["RuntimeError", f"{ORDER} here:\n{table_of(calls)}"]}
+    if decide is None:
+        return None
+    if failed := [entry["failed"] for entry in here if entry["failed"]]:
+        return {"failed": sorted(failed, key=lambda failure: not failure["is_cause"])}
+    try:
+        return {"decision": decide([entry["value"] for entry in here])}
+    except Exception as error:  # noqa: BLE001  # raised on every rank
+        kind, text = type(error).__name__, str(error)
+        return {"error": [kind, text] if kind in ERRORS else ["RuntimeError", f"{kind}: {text}"]}
+
+
+def who_did_not_come(missing: list[int], size: int, when: str) -> str:
+    """Name these ranks, and say where to look."""
+    ranks = ranks_text(missing)
+    return (
+        f"{ranks} of {size} did not come{when}: look at the output of {ranks} for an earlier "
+        f"error, or for a branch that skips this call"
+    )

@@ -1,0 +1,67 @@
+"""What `fully_shard` keeps in a module between forwards and backwards."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+# ruff: noqa: SLF001  # torch has no public names for what is read here
+
+
+def shard_again(module: nn.Module, *_: object) -> None:
+    """Shard what a forward without gradients has gathered: a forward hook.
+
+    PyTorch leaves that to the backward, which does not come. An optimizer made in between would
+    have the whole parameters, and train nothing.
+    """
+    if not torch.is_grad_enabled():
+        reshard(module)
+
+
+def reshard(module: nn.Module) -> None:
+    """Shard all parts again, except those in FSDP's older wrapper."""
+    parts: list[Any] = [part for part in module.modules() if hasattr(part, "_get_fsdp_state")]
+    for part in parts:
+        part.reshard()
+
+
+def forget_step(module: Any) -> None:
+    """Drop all gradients, and what else a failed step has left that FSDP would take along."""
+    for own in _sharded(module):
+        if not hasattr(type(own), "unsharded_accumulated_grad"):  # from torch 2.15 on a property
+            own.unsharded_accumulated_grad = None
+        if hasattr(own, "_unsharded_param"):  # PyTorch's own reset leaves this
+            own._unsharded_param.grad = None
+    if not _states(module) or module._get_fsdp_state()._is_root is None:  # nothing has run
+        return
+    if hasattr(module, "reset_iter_state"):
+        module.reset_iter_state()
+        return
+    for state, groups in _states(module):  # what that does, for an older torch
+        for one in (state, *groups):
+            one._training_state = type(one._training_state).IDLE
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+        state._comm_ctx.post_forward_order.clear()
+        for group in groups:
+            group.wait_for_unshard()
+            group._post_forward_indices.clear()
+            group._partial_reduce_output = None
+    reshard(module)
+
+
+def unsharded(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that autograd knows in place of the sharded ones."""
+    return [p._unsharded_param for p in _sharded(module) if hasattr(p, "_unsharded_param")]
+
+
+def _sharded(module: nn.Module) -> list[Any]:
+    return [p for _, groups in _states(module) for group in groups for p in group.fsdp_params]
+
+
+def _states(module: nn.Module) -> list[tuple[Any, list[Any]]]:
+    parts: Any = [part for part in module.modules() if hasattr(part, "_get_fsdp_state")]
+    states = [part._get_fsdp_state() for part in parts]
+    name = "_fsdp_param_groups"  # of an older torch: one, without the "s"
+    groups = [getattr(s, name, None) or [getattr(s, name[:-1], None)] for s in states]
+    return [(s, [g for g in own if g]) for s, own in zip(states, groups, strict=True)]

@@ -1,0 +1,1 @@
+"""One step: what is run, counted and sent."""

@@ -1,0 +1,210 @@
+"""What each microbatch of a step counts here, and what those of all ranks count as far as known."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from operator import index
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pardata.collective._header import Matching, all_equal, hashes
+from pardata.data._batch import tensors_of
+from pardata.data._microbatches import Microbatches
+from pardata.data._sample_count import delivered, samples_of
+from pardata.messages._failure import as_consequence
+from pardata.ranks._logger import get_logger
+from pardata.values._arguments import check_integer
+from pardata.values._tree import digest_of
+
+_log = get_logger(__name__)
+
+Count = Callable[[Any], int]
+Total = Callable[[], int]
+
+_USUAL = "_pardata_usual_count"  # of the layer of a model by which its strategy is known
+
+
+class Sharing:
+    """Who runs the microbatches of a step together: here nobody but this process.
+
+    Attributes:
+        size: how many ranks.
+        group: their process group; None for that of the world.
+        least: how many microbatches a rank must run at least.
+        equally_many: whether every rank must run as many as the one that has most.
+        layer: of the model: the one that its strategy is known by.
+    """
+
+    size = 1
+    group: Any = None
+    least = 0
+    equally_many = False
+    layer: Any
+
+
+@dataclass(eq=False)
+class Piece:
+    """One microbatch that this rank runs; a placeholder counts 0 and has no number in the step."""
+
+    microbatch: Any
+    count: int
+    number: int = -1
+
+
+class Pieces(NamedTuple):
+    """The microbatches that this rank runs in a step.
+
+    Attributes:
+        own: what is run, in this order.
+        most: the microbatches of the rank that has most.
+        expected: returns what the microbatches of all ranks count, by the plan, or, where there is
+            none, in the model's first such step: the same number on all ranks. Raises, on every
+            rank, where a `count` failed, or all counted are 0.
+        left_out: whether fewer samples are here than planned.
+    """
+
+    own: list[Piece]
+    most: int
+    expected: Total
+    left_out: bool = False
+
+    @classmethod
+    def of(cls, batch: Any, count: Count | None, sharing: Sharing) -> "Pieces":
+        """Return what `batch` is made of. Communicates only where a `count` is told, or nothing."""
+        if not isinstance(batch, Microbatches):
+            number, expected = _of_one(batch, count, sharing)
+            return cls([Piece(batch, number, 0)], 1, expected)
+        if sharing.size not in (1, batch.size):
+            raise ValueError(
+                f"the ranks that train the model, {sharing.size}, must be those that share "
+                f"`batch`, but it is shared by {batch.size}: pass distributed='auto' to make_loader"
+            )
+        held, first = batch[:], batch.first
+        planned = batch.counts[first : first + len(held)]
+        if count is None:
+            counts: Sequence[int] = tuple(map(samples_of, held, planned))
+            expected = _known(sum(counts if sharing.size == 1 else batch.counts))
+        else:
+            counts, expected = _counted(held, count, sharing)
+        own = [Piece(*facts, first + n) for n, facts in enumerate(zip(held, counts, strict=True))]
+        most = -(-len(batch.counts) // sharing.size)
+        wanted = max(sharing.least, most if sharing.equally_many else 0)
+        if len(own) < wanted and batch.placeholder is None:
+            raise ValueError(
+                f"a rank must have a microbatch to run if the others run one, but {batch!r} "
+                f"has none: give it a placeholder, any microbatch of the step"
+            )
+        # First, so that what synchronises is a microbatch of this rank's own, if it has one.
+        placeholders = [Piece(batch.placeholder, 0) for _ in range(wanted - len(own))]
+        left_out = count is None and counts != planned
+        return cls(placeholders + own, most, expected, left_out)
+
+
+def _of_one(batch: Any, count: Count | None, sharing: Sharing) -> tuple[int, Total]:
+    """Return what `batch` counts here, and what is expected of all ranks."""
+    usual: int | None = vars(sharing.layer).get(_USUAL)
+    if count is None and (sharing.size == 1 or usual is not None):
+        # Known here alone. That all ranks together have the usual number is a guess, but the same
+        # one on all, whatever each has made of its batch: they correct it once they know the sum.
+        own = samples_of(batch)
+        return own, _known(own if usual is None or sharing.size == 1 else usual)
+    (own,), expected = _counted([batch], count or samples_of, sharing)
+
+    def remembered() -> int:
+        vars(sharing.layer)[_USUAL] = total = expected()
+        return total
+
+    return own, remembered if count is None else expected
+
+
+def _known(total: int) -> Total:
+    positive(total)
+    return lambda: total
+
+
+def _counted(held: Sequence[Any], count: Count, sharing: Sharing) -> tuple[Sequence[int], Total]:
+    """Count the microbatches here, and begin to add up those of all ranks."""
+    error: Exception | None = None
+    counts = [0] * len(held)
+    try:
+        counts = [checked_count(count(microbatch)) for microbatch in held]
+    except Exception as raised:  # noqa: BLE001  # raised again once all ranks know
+        error = raised
+    # Of what no `count` was given for, this is a model's first step: are all on the same samples?
+    seen = hashes(_beginning(held[0], sharing), sharing.size) if count is samples_of else []
+    sums = _start_sum([sum(counts), error is not None, *seen], sharing)
+
+    @cache  # asked for with each microbatch, and waited for once
+    def total() -> int:
+        everything, failed, *told = map(int, sums())
+        if told and all_equal(told, sharing.size):
+            _log.warning(_SAME, ranks=[0])
+        if error is not None:
+            raise error
+        if failed:
+            text = f"every microbatch must be counted, but that failed on {failed} other rank(s)"
+            raise as_consequence(RuntimeError(f"{text}: see the error there"))
+        return positive(everything)
+
+    return counts, total
+
+
+_SAME = (
+    "all ranks train on the same samples: a plain DataLoader gives each of them the whole dataset, "
+    "and so does make_loader with distributed=False. Use make_loader without it."
+)
+
+
+def _beginning(batch: Any, sharing: Sharing) -> str:
+    """Return a hash of the first samples, where it can be made and no loader has shared them out.
+
+    Else a text that no other rank has.
+    """
+    with suppress(Exception):  # tensors may be of any kind, and this is advice: no rank fails
+        known = delivered.get(batch)
+        found = [x[:8] for x in tensors_of(batch) if x.ndim]
+        if found and (known is None or known.size != sharing.size):
+            return digest_of(found)
+    return f"of rank {dist.get_rank()}"
+
+
+def _start_sum(own: list[float], sharing: Sharing) -> Callable[[], Sequence[float]]:
+    """Begin to add up a few numbers over the ranks, and return what waits for the sums."""
+    if sharing.size == 1:
+        return lambda: own
+    if sharing.size == dist.get_world_size():
+        # In the form of all other collectives of ours: a rank that is in another one is told.
+        return Matching("backward", lambda: {(): 0}, lambda _: "counts").start(own)
+    told = torch.tensor(own, device=next(sharing.layer.parameters()).device)
+    sums = started(told, sharing.group)
+    return lambda: sums().tolist()
+
+
+def started(told: Tensor, group: Any) -> Callable[[], Tensor]:
+    """Begin to add up numbers over ranks, and return what waits for the sums, unless on a GPU."""
+    work: Any = dist.all_reduce(told, group=group, async_op=True)
+
+    def sums() -> Tensor:
+        work.wait()
+        return told
+
+    return sums
+
+
+def checked_count(number: Any) -> int:
+    """Return what `count` has returned, which may be of NumPy, or a tensor, too."""
+    is_whole = hasattr(number, "__index__") and not isinstance(number, bool)
+    number = index(number) if is_whole else number
+    check_integer("count(microbatch)", number, least=0)
+    return int(number)
+
+
+def positive(total: int) -> int:
+    """Return `total`, unless it is 0."""
+    if total == 0:
+        raise ValueError("a step must count something, but all its microbatches count 0: skip it")
+    return total

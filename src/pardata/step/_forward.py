@@ -1,0 +1,84 @@
+"""What the model returns to `loss_fn`: whether it ran, and a backward of zeros from there."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+
+
+@contextmanager
+def forward_of(model: nn.Module, see: Callable[[Any], object] = lambda _: None) -> Iterator[None]:
+    """Show to `see` what each training forward of `model` in this block returns.
+
+    Raises:
+        RuntimeError: where there was none.
+    """
+    ran = False
+
+    def note(_module: nn.Module, _args: object, output: Any) -> None:
+        nonlocal ran
+        if torch.is_grad_enabled():
+            ran = True
+            see(output)
+
+    hook = model.register_forward_hook(note)
+    try:
+        yield
+    finally:
+        hook.remove()
+    if not ran:
+        raise RuntimeError(
+            "`loss_fn` must run the model that it is given, with gradients, but did not, so that "
+            "none would be synchronised: call model(…), and not a module inside it"
+        )
+
+
+def add_zeros(outputs: list[Tensor], loss: Any, *, everywhere: bool) -> None:
+    """Run a backward that adds zeros where that of `loss` would add.
+
+    Zeros `everywhere`, or what the backward makes of those that reach `outputs`.
+    """
+    trained = [output for output in outputs if output.requires_grad]
+    # As on the other ranks, through all that the loss is made of: models that are sharded gather
+    # their parameters there, and what fails there fails in the same microbatch on all ranks.
+    made_of = _edges([loss])
+    used = [output for output in trained if get_gradient_edge(output)[:2] in made_of]
+    starts = [loss] if used else trained or [loss]
+    # 0 times what is NaN inside the model is NaN as well, a loss that it computes itself say.
+    ends = {node for node, _ in _edges(starts) if hasattr(node, "variable")}
+    hooks = [node.register_prehook(_zeros) for node in ends if everywhere]
+    # 0 times a loss that is NaN is NaN as well.
+    hooks += [output.register_hook(torch.zeros_like) for output in used]
+    try:
+        torch.autograd.backward(starts, [torch.zeros_like(start) for start in starts])
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+# The result of a node of autograd's graph, and which of its results it is.
+_Edge = tuple[Node, int]
+
+
+def _edges(tensors: list[Tensor]) -> set[_Edge]:
+    """Return all that `tensors` are made of, down to the leaves, in autograd's graph."""
+    found = set[_Edge]()
+    ahead: list[_Edge] = [get_gradient_edge(t)[:2] for t in tensors if t.requires_grad]
+    while ahead:
+        edge = ahead.pop()
+        if edge not in found:
+            found.add(edge)
+            ahead.extend((node, number) for node, number in edge[0].next_functions if node)
+    return found
+
+
+def leaves_of(loss: Tensor) -> list[Tensor]:
+    """Return the leaves that the backward of `loss` gives a gradient."""
+    return [node.variable for node, _ in _edges([loss]) if hasattr(node, "variable")]
+
+
+def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(None if g is None else torch.zeros_like(g) for g in gradients)

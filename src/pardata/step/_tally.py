@@ -1,0 +1,208 @@
+"""The loss and the metrics of a step: what each microbatch says of them, their sums and means."""
+
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pardata.collective._agreement import agree, require_same
+from pardata.collective._header import Leaf, all_equal, hashes, numbers_of
+from pardata.collective._reduction import like, shape_text, split_like
+from pardata.ranks._device import has_streams, widest
+from pardata.ranks._world import world
+from pardata.step._count import positive
+from pardata.values._arguments import kind_of
+from pardata.values._tree import TreePath, in_brackets, mapped
+
+# The places of what is told: what was counted, hashes and their squares, then the first values.
+_HASHES = 3
+_FRONT = 1 + 2 * _HASHES
+_ROOM = 19
+# The structure of the metrics that a model's ranks have compared, where they had no place.
+_compared = WeakKeyDictionary[nn.Module, str]()
+
+
+class Tally:
+    """The losses and metrics of this rank's microbatches, and their means over those of all ranks.
+
+    Attributes:
+        step: which step this is, where a loader or the user has said so: the same on all ranks.
+        count: what the microbatches here count.
+        total: what those of all ranks count; a tensor where to read it would stop a GPU.
+    """
+
+    step: str = ""
+    total: float | Tensor
+    _text: str | None = None  # the structure of what `loss_fn` returns
+    _metrics: Any = None
+    _paths: tuple[TreePath, ...] = ()
+    _error: Exception | None = None
+    _means: list[Tensor] | None = None  # of the loss, and of the leaves of metrics
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[list[Leaf], int]] = []
+        self.count = 0
+
+    def add(self, returned: Any, count: int) -> Tensor:
+        """Take down what `loss_fn` has returned for a microbatch, and return the loss."""
+        has_metrics = type(returned) is tuple and len(returned) == 2
+        loss = checked(returned[0] if has_metrics else returned)
+        leaves: list[Leaf] = [loss.detach()]
+        if has_metrics:
+            leaves += self._leaves(returned[1])
+        elif self._text:
+            leaves += self._refuse(ValueError(_UNLIKE))
+        self._text = self._text or ""
+        self._seen.append((leaves, count))
+        self.count += count
+        return loss
+
+    def _leaves(self, metrics: Any) -> list[Leaf]:
+        """Return the leaves of `metrics`, of the same structure as those that came before."""
+        try:
+            found = numbers_of(metrics, "metrics")
+        except TypeError as error:
+            return self._refuse(error)
+        described = (f"{in_brackets('metrics', path)}: {shape_text(found[path])}" for path in found)
+        text = "; ".join(["metrics", *described])
+        if self._text not in (None, text):
+            return self._refuse(ValueError(_UNLIKE))
+        self._text, self._metrics, self._paths = text, metrics, tuple(found)
+        return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in found.values()]
+
+    def _refuse(self, error: Exception) -> list[Leaf]:
+        """Keep an error that is raised as soon as all ranks know; until then tell as before."""
+        self._error = self._error or error
+        return self._first()[1:] if self._seen else []
+
+    def told(self, size: int, layer: nn.Module) -> Tensor:
+        """Return the sums here, in a vector whose length is the same on each of `size` ranks.
+
+        Collective on a GPU where what has no place in it was not compared for this model: there
+        nobody knows of the others' hashes before it is sent.
+        """
+        values = self.sums()
+        self._rest = values[_ROOM:]
+        rest = self.structure() if len(self._rest) else ""
+        if not values.is_cpu and _compared.get(layer) != rest and size == world().size:
+            self.raise_of_structures()
+            _compared[layer] = rest
+        front = [self.count, *hashes(f"{self.step} {self.structure()}", size)]
+        ends = torch.tensor(front + [0] * (_ROOM - len(values)), dtype=torch.float64)
+        if not values.is_cpu:
+            ends = ends.pin_memory().to(values.device, non_blocking=True)
+        return torch.cat([ends[:_FRONT], values[:_ROOM], ends[_FRONT:]])
+
+    def hear(self, told: Tensor, size: int, group: Any) -> None:
+        """Take the means from the sums of what all ranks have told. Collective.
+
+        Raises:
+            RuntimeError, ValueError: where steps or structures differ, and where nothing was
+                counted; on a GPU, which nobody waits for, means are NaN instead.
+        """
+        if not told.is_cpu:
+            hashes, squares = told[1:_FRONT].view(2, -1)
+            self.total = told[0]
+            told = torch.where((size * squares == hashes.square()).all(), told, torch.nan)
+        else:
+            count, *seen = map(int, told[:_FRONT].tolist())
+            if not all_equal(seen, size):
+                self.raise_of_structures()
+            self.total = positive(count)
+        values = told[_FRONT:]
+        if len(self._rest):
+            dist.all_reduce(self._rest, group=group)
+            values = torch.cat([values, self._rest])
+        self.settle(values / self.total)
+
+    def settle(self, means: Tensor) -> None:
+        """Take the means of loss and metrics over the microbatches of all ranks."""
+        self._means = split_like(means, self._first())
+
+    def result(self) -> Any:
+        """Return the mean loss, and the means of the metrics, if there are any."""
+        if self._means is None:  # nobody else runs any
+            if self._error is not None:
+                raise self._error
+            if len(self._seen) > 1:
+                self.settle(self.sums() / self.count)
+        own, *leaves = self._first()
+        loss, *metrics = self._means or self._first()
+        loss = wide(own) if loss is own else loss.to(wide(own))
+        if not self._text:
+            return loss
+        found = dict(zip(self._paths, map(like, leaves, metrics), strict=True))
+        return loss, mapped(self._metrics, lambda path, _: found[path])
+
+    def _first(self) -> list[Any]:
+        """Return loss and metrics of the first microbatch here."""
+        return self._seen[0][0]
+
+    def last(self) -> Tensor:
+        """Return loss and metrics of the microbatch that was run last, in one vector."""
+        return self._vector(self._seen[-1][0])
+
+    def _vector(self, leaves: list[Leaf]) -> Tensor:
+        return torch.cat(list(map(self._flat, leaves)))
+
+    def sums(self) -> Tensor:
+        """Return the sums here of loss and metrics, each times what it counts."""
+        rows = [(self._vector(leaves), count) for leaves, count in self._seen]
+        # 0 times NaN is NaN: what does not count is left out.
+        return sum((row * count for row, count in rows if count), torch.zeros_like(rows[0][0]))
+
+    def _flat(self, leaf: Leaf) -> Tensor:
+        device = self._first()[0].device
+        dtype = widest(device)
+        if isinstance(leaf, Tensor):
+            flat = leaf.detach().reshape(-1).to(dtype)
+            if flat.is_cpu and has_streams(device):  # so that nobody waits for the copy
+                return flat.pin_memory().to(device, non_blocking=True)
+            return flat.to(device)
+        return torch.full((1,), float(leaf), dtype=dtype, device=device)
+
+    def structure(self) -> str:
+        """Return a text that is the same on ranks which have the same metrics."""
+        return self._text or "" if self._error is None else f"refused on rank {world().rank}"
+
+    def raise_of_structures(self) -> None:
+        """Raise on every rank, each having seen that not all have told the same. Collective."""
+
+        def facts() -> dict[str, object]:
+            if self._error is not None:
+                raise self._error
+            return {"step": self.step, "metrics": self._text or "none"}
+
+        cure = (
+            "Call `backward` for each step of one loader, and let `loss_fn` return the same "
+            "structure, on every rank."
+        )
+        agree(world(), "backward", facts, lambda told: require_same("backward", told, cure))
+
+
+_UNLIKE = (
+    "`loss_fn` must return metrics of the same structure for each microbatch, but did not: let it "
+    "not depend on the microbatch"
+)
+
+
+def wide(loss: Tensor) -> Tensor:
+    """Return a loss in float32 at least."""
+    return loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
+
+
+def checked(loss: Any) -> Tensor:
+    """Return the loss that `loss_fn` has returned, without dimensions."""
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss.reshape(()) if loss.ndim else loss
+    must, cure = "`loss_fn` must return a tensor of one element", "take the mean over the samples"
+    if isinstance(loss, Tensor):
+        raise ValueError(f"{must}, but returned one of shape {tuple(loss.shape)}: {cure}")
+    has_loss = hasattr(loss, "loss") or (isinstance(loss, Mapping) and "loss" in loss)
+    cure = "return its `.loss`" if has_loss else f"{cure}, and return it"
+    raise TypeError(
+        f"{must}, but returned {kind_of(loss)}: {cure}, or it and metrics: (loss, metrics)"
+    )

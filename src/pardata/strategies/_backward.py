@@ -1,0 +1,250 @@
+"""backward: the gradient of the mean over the whole global batch, whatever the strategy."""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar, cast
+from weakref import WeakSet
+
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.nn.modules.loss import _Loss
+
+from pardata.collective._explanation import explained
+from pardata.data._batch import tensors_of
+from pardata.data._microbatches import Microbatches
+from pardata.data._sample_count import is_empty
+from pardata.model._batch_norm import is_synchronised
+from pardata.model._before import AsFound, KeptBuffers
+from pardata.model._unwrap import is_parallel
+from pardata.ranks._logger import get_logger
+from pardata.ranks._world import World, is_alone, require_world
+from pardata.seeds._generators import forked_noise, kept_generators
+from pardata.step._count import Count, Piece, Pieces, checked_count, positive
+from pardata.step._forward import add_zeros, forward_of
+from pardata.step._noise import count_run, noise_seed
+from pardata.step._step import Step
+from pardata.step._tally import Tally, checked, wide
+from pardata.strategies._known import taken_apart
+from pardata.values._arguments import kind_of
+
+_log = get_logger(__name__)
+
+# A loss, or a loss and metrics: `backward` returns their means as `loss_fn` returns them.
+_Returned = TypeVar("_Returned", bound=Tensor | tuple[Tensor, Any])
+LossFn: TypeAlias = Callable[[nn.Module, Any], _Returned]
+
+# The models that were found to be in order in a process that is alone: each is looked at once.
+_trained_alone = WeakSet[nn.Module]()
+
+_LEFT_OUT: Any = None  # as in `backward(loss)`, which is told what to call
+_TOGETHER = "_pardata_normalises_together"  # of the layer of a model by which its strategy is known
+
+
+def backward(
+    model: nn.Module,
+    loss_fn: LossFn[_Returned] = _LEFT_OUT,
+    batch: Any = _LEFT_OUT,
+    *,
+    count: Count | None = None,
+    scaler: GradScaler | None = None,
+) -> _Returned:
+    """Add to ``.grad`` the gradient of the mean loss over the global batch, and return that loss.
+
+    Runs ``loss_fn(model, microbatch)``, a mean over the samples of the microbatch, and its backward
+    for each microbatch, and synchronises once. Each sample of the global batch has the same weight,
+    however unevenly ranks and microbatches share them, under every strategy of `wrap_model`: the
+    same call accumulates over eight microbatches in one process, and runs one in each of eight. As
+    ``Tensor.backward`` it adds: what was in ``.grad`` before is counted once and not reduced again,
+    and a parameter that no microbatch uses keeps its ``.grad``. Gradients of a ``loss.backward()``
+    under ``no_sync()`` must not be in ``.grad``: no later step would reduce them. A step that ends
+    in an error leaves ``.grad`` and buffers as they were. Catch only errors that every rank raises:
+    after one of `loss_fn` on a single rank the others wait for that rank.
+
+    What `loss_fn` and the backward draw from PyTorch's default generators (dropout) is drawn under
+    a seed of its own, and the generators are put back: from that of `seed_everything` and, of
+    `Microbatches`, epoch, step, number in the step and how many calls have run them, so that it is
+    the same at every world size; of any other batch, the rank and how many there were since
+    `seed_everything`. Where that was not called, the loader's seed, or ``torch.initial_seed()``,
+    takes its place.
+
+    Collective, except for ``"none"`` and ``"dp"``. In a single process it is gradient accumulation.
+    Warns in a model's first step where all ranks began with the same samples, as those of a plain
+    ``DataLoader`` are.
+
+    Loss, counts and metrics travel while the backward runs, under ``"ddp"`` at the end of the
+    gradients: they cost no collective of their own, and no GPU is waited for.
+
+    Args:
+        model: as `wrap_model` returned it. The loss must not train anything else: freeze other
+            models that `loss_fn` runs, or detach what they return. Their buffers are made equal
+            once, at the end of the step; under ``"exact"`` they are put back.
+        loss_fn: runs ``model`` and returns a mean over the samples, a tensor of one element; or
+            ``(loss, metrics)``, with nested dicts, lists and tuples of numbers and tensors that are
+            means likewise: an accuracy, parts of the loss.
+        batch: the `Microbatches` of a loader; or, except under ``"exact"``, one microbatch of any
+            kind. What a loader yields has as many samples as were read for it. In any other batch
+            the rows of the first tensor are the samples, or, if samples come as a list (images,
+            graphs, texts), its items. Pass `count` if a ``collate_fn`` leaves samples out, or if a
+            batch does not tell.
+        count: returns what a microbatch counts for instead of its samples, for example its tokens:
+            an integer from 0 up. The loss of one that counts 0 is ignored, even if it is NaN. Costs
+            a small collective, which runs during the forward.
+        scaler: scales what is run backward; what is returned is not scaled. Its ``unscale_``,
+            ``step`` and ``update`` stay yours.
+
+    Returns:
+        The mean loss over the global batch, without dimensions and detached, at least float32, the
+        same on every rank; where `loss_fn` returned metrics too, the loss and their means, weighted
+        as the loss is. Tensors stay tensors, of their floating dtype or the default one; numbers
+        become floats, and reading them waits for the GPU.
+
+    Raises:
+        TypeError, ValueError: for what is no model; for a `batch` that does not tell how many
+            samples it has; for a `count` that is no integer from 0 up, and counts that are all 0;
+            for a loss that is no tensor of one element, and metrics that are no numbers; under
+            ``no_sync()``.
+        RuntimeError: where `loss_fn` did not run `model`, in one process in the first step alone;
+            where the loss trains a parameter outside of `model`, seen in the first step, and in
+            each step of a wrapped model;
+            where metrics differ in structure between ranks, or ranks are at different steps of
+            `Microbatches`. On GPUs, which nobody waits for, that is so in the first step, and means
+            are NaN in later ones, as the loss of a step in which no rank had a sample.
+
+    >>> import torch
+    >>> net, x = nn.Linear(1, 1), torch.arange(6.0).view(6, 1)
+    >>> loss = backward(net, lambda model, x: model(x).square().mean(), x)
+    >>> torch.allclose(loss, net(x).square().mean())
+    True
+    """
+    # What is checked of a model that nobody else trains is checked in its first step.
+    is_known = is_alone() and callable(loss_fn) and model in _trained_alone
+    if is_known and (not isinstance(batch, Microbatches) or len(batch) == 1):
+        return _alone(model, loss_fn, batch, count, scaler)
+    _check_arguments(model, loss_fn)
+    step = _step_of(model, batch, scaler)
+    step.pieces = Pieces.of(batch, count, step)
+    with explained("backward", batch), step.whole():
+        for piece in step.pieces.own:
+            with step.around(piece), forked_noise(noise_seed(batch, piece.number)):
+                (_run if piece.count else _run_placeholder)(step, model, loss_fn, piece)
+    if type(step) is Step and step.size == 1:
+        _trained_alone.add(model)
+    means: _Returned = step.tally.result()
+    count_run(batch)
+    return means
+
+
+def _check_arguments(model: object, loss_fn: object) -> None:
+    """Refuse what is meant for another function, and arguments in another order."""
+    what = getattr(loss_fn, "__name__", kind_of(loss_fn))
+    if isinstance(model, Tensor):
+        raise TypeError(
+            "`model` must be a module, but is a Tensor: in place of loss.backward(), call "
+            "backward(model, loss_fn, batch) with a function that returns the loss"
+        )
+    if not callable(loss_fn):
+        raise TypeError(
+            f"`loss_fn` must be a function of the model and a microbatch, but is {what}: call "
+            f"backward(model, loss_fn, batch)"
+        )
+    if isinstance(loss_fn, _Loss) or getattr(loss_fn, "__module__", "") == "torch.nn.functional":
+        raise TypeError(
+            f"`loss_fn` must run the model, but is {what}, which takes outputs and targets: write "
+            f"def loss_fn(model, batch): return criterion(model(batch[0]), batch[1])"
+        )
+
+
+def _alone(
+    model: nn.Module,
+    loss_fn: LossFn[_Returned],
+    batch: Any,
+    count: Count | None,
+    scaler: GradScaler | None,
+) -> _Returned:
+    """Run the only microbatch of a step whose model nobody else trains: it is the global batch."""
+    first, microbatch = (batch.first, batch[0]) if isinstance(batch, Microbatches) else (0, batch)
+    if count is not None:
+        positive(checked_count(count(microbatch)))  # of how many, its mean does not tell
+    elif is_empty(microbatch):
+        positive(0)
+    with AsFound(model), forked_noise(noise_seed(batch, first)):
+        returned = loss_fn(model, microbatch)
+        if not isinstance(returned, Tensor):
+            tally = Tally()
+            loss = tally.add(returned, 1)
+        else:  # which is its own mean
+            tally, loss = None, checked(returned)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+    means: Any = wide(loss.detach()) if tally is None else tally.result()
+    count_run(batch)
+    return cast("_Returned", means)
+
+
+def _step_of(model: nn.Module, batch: Any, scaler: GradScaler | None) -> Step:
+    """Return what a step of `model` does, having looked whether it can."""
+    here = require_world("backward")
+    strategy, replica = taken_apart(model)
+    step = strategy.step(replica, scaler, batch)
+    _check_batch_norms(step, batch)
+    if here.size > 1 and step.size == 1:
+        _check_alone(model, replica.module, here)
+    return step
+
+
+def _check_batch_norms(step: Step, batch: Any) -> None:
+    """Refuse microbatches if ranks normalise together, because that would be a few at a time."""
+    if step.size == 1 or not isinstance(batch, Microbatches):
+        return
+    known = vars(step.layer)  # a walk in each step would cost a small model a hundredth of it
+    if known.setdefault(_TOGETHER, None) is None:
+        known[_TOGETHER] = any(map(is_synchronised, step.module.modules()))
+    parts = step.module.modules() if known[_TOGETHER] else ()
+    if any(is_synchronised(part) and part.training for part in parts):
+        raise ValueError(
+            "`batch` must be what a loader without `microbatch_size` yields for a model with "
+            "SyncBatchNorm, which takes the statistics of the global batch, but is Microbatches, "
+            "of which only some run at once: leave out microbatch_size, or sync_batchnorm, so that "
+            "each microbatch has its own"
+        )
+
+
+def _run(step: Step, model: nn.Module, loss_fn: LossFn[Any], piece: Piece) -> None:
+    """Run forward and backward of a microbatch that counts."""
+    with forward_of(model):
+        loss = step.tally.add(loss_fn(model, piece.microbatch), piece.count)
+    step.check(loss)
+    part = piece.count / step.pieces.expected()
+    if piece is step.pieces.own[-1]:
+        step.send()
+    step.run(loss, part)
+
+
+def _run_placeholder(step: Step, model: nn.Module, loss_fn: LossFn[Any], piece: Piece) -> None:
+    """Run forward and backward for the other ranks' sake, and leave nothing but zeros."""
+    module = step.module
+    # Statistics over all ranks are made of what counts nothing too, and have a gradient by it.
+    shared = [part for part in module.modules() if is_synchronised(part) and part.training]
+    others = (part for part in module.modules() if part not in shared)
+    outputs: list[Tensor] = []
+    # The backward too: parts that are checkpointed run again in it.
+    with KeptBuffers(others), kept_generators():
+        with forward_of(model, lambda output: outputs.extend(tensors_of(output))):
+            loss = step.tally.add(loss_fn(model, piece.microbatch), 0)
+        step.check(loss)
+        step.pieces.expected()  # raises where the others do
+        if piece is step.pieces.own[-1]:
+            step.send()
+        if step.scaler is not None:
+            step.scaler.scale(loss.detach())  # which it must have done once
+        add_zeros(outputs, loss, everywhere=not shared)
+
+
+def _check_alone(model: nn.Module, module: nn.Module, here: World) -> None:
+    """Say that nobody synchronises the model, or refuse it where a part of it is synchronised."""
+    name = type(model).__name__
+    if is_parallel(module):
+        raise ValueError(
+            f"`model` must be what wrap_model returned, but this {name} only holds a wrapped "
+            f"module, and nobody would synchronise the rest: wrap once, at the outside"
+        )
+    what = f"no strategy keeps the replicas of {name} equal: each of the {here.size} ranks trains"
+    _log.warning("%s its own; pass what wrap_model returned", what, ranks=[0], once=True)

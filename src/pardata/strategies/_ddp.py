@@ -1,0 +1,298 @@
+"""Strategy "ddp": PyTorch's DistributedDataParallel, reading through, with equal buffers."""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.distributed.algorithms.join import _JoinConfig
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from pardata.data._uneven_shares import uneven_shares
+from pardata.model._before import GradientsAside, KeptBuffers, walked
+from pardata.model._buffers import broadcast
+from pardata.model._read_through import ReadThrough
+from pardata.step._count import Piece, started
+from pardata.step._guests import Guests, role_of
+from pardata.step._step import SEEN, Replica, SharedStep
+from pardata.strategies._parcel import Parcel, parcel_for
+from pardata.strategies._strategy import Settings, Strategy
+
+
+class ReadThroughDDP(ReadThrough, DistributedDataParallel):
+    """`DistributedDataParallel` that reads through, with equal buffers after every step."""
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        # Not as attributes are set, which are the module's from here on.
+        self.__dict__.update(_forward_runs=False, _expects_backward=False)
+        self._assign_modules_buffers()  # PyTorch does not where it delays all its reductions
+        if options.get("init_sync", True):
+            self._broadcast_buffers()  # older PyTorch does not do it when its flag is off
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module; after a training forward that will synchronise, equalise the buffers.
+
+        PyTorch broadcasts them before the *next* forward, so that healthy ranks differ in between
+        and an evaluation communicates. This is the same broadcast, at the other end.
+        """
+        role = role_of(self, self._equalise_buffers)
+        if role == "guest" and self.require_backward_grad_sync:
+            with self.no_sync():
+                return self.forward(*inputs, **kwargs)
+        if role == "alone" and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._check_trained()
+        self.__dict__["_forward_runs"] = True
+        try:
+            output = super().forward(*inputs, **kwargs)
+        except Exception as error:
+            self._name_unused(error)
+            self._name_empty_share(error, (inputs, kwargs))
+            raise
+        finally:
+            self.__dict__["_forward_runs"] = False
+        trains = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if trains and role == "alone" and not self._join_config.enable:
+            self.__dict__["_expects_backward"] = True
+            if self._inside.training:
+                uneven_shares.warn()
+            self._equalise_buffers()
+        return output
+
+    def _check_trained(self) -> None:
+        """Raise where others are trained than when DDP took down what it synchronises."""
+        late = next((name for name, parameter in self._frozen if parameter.requires_grad), None)
+        trained = [parameter.requires_grad for parameter in self._reduced]
+        if any(trained) and not (self.find_unused_parameters or self.static_graph or all(trained)):
+            late = self._name_of(trained.index(False))
+        if late is not None:
+            raise RuntimeError(
+                f"a parameter must be frozen, or not, as it was when the model was wrapped under "
+                f"'ddp', which synchronises what was trainable then; but `{late}` is not: wrap "
+                f"again, model = wrap_model(unwrap(model)), or wrap it while all is trainable, "
+                f"with find_unused_parameters=True, and freeze it then"
+            )
+
+    def _equalise_buffers(self) -> None:
+        # The mode is the module's: unwrap(model).train() does not reach the wrapper.
+        if self.broadcast_buffers and self.modules_buffers and self._inside.training:
+            self._broadcast_buffers()
+
+    def will_sync_module_buffers(self) -> bool:
+        """Leave the buffers to PyTorch inside ``join()``: ranks that have finished follow it."""
+        return bool(self._join_config.enable and super().will_sync_module_buffers())
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        super()._sync_final_model(is_last_joiner)
+        # PyTorch leaves it on, and every later forward would communicate.
+        self._join_config = _JoinConfig.construct_disabled_join_config()
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """Register on the module: there it is saved, and kept equal on all ranks."""
+        super().register_buffer(name, tensor, persistent)
+        self._assign_modules_buffers()
+
+    @cached_property
+    def _parcel(self) -> Parcel | None:
+        return parcel_for(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        state.pop("_parcel", None)  # of the reducer, which is made anew
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Not transparent yet: PyTorch's __setstate__ sets attributes of the wrapper.
+        state = {name: value for name, value in state.items() if name != "_transparent"}
+        super().__setstate__(state)
+        self.__dict__["_transparent"] = True
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        # In the order of DDP's numbers, and now: what is frozen later keeps its number.
+        self.__dict__["_reduced"], sparse = super()._build_params_for_reducer()
+        named = [(n, p) for n, p in self.module.named_parameters() if not p.requires_grad]
+        self.__dict__["_frozen"] = [one for one in named if one[0] not in self.parameters_to_ignore]
+        return self._reduced, sparse
+
+    @torch._disable_dynamo  # noqa: SLF001  # torch.compiler.disable would import all of dynamo
+    def _broadcast_buffers(self) -> None:
+        ignored = self.parameters_to_ignore
+        buffers = (b for name, b in self.module.named_buffers() if name not in ignored)
+        broadcast(buffers, self.process_group)
+
+    def _name_unused(self, error: BaseException) -> None:
+        """Raise in place of an error of DDP about unused parameters, which gives numbers only."""
+        if "did not receive grad" not in str(error):
+            return
+        listed = re.search(r"indices which did not receive grad for rank \d+:([ \d]+)", str(error))
+        indices = [int(text) for text in listed[1].split()] if listed else []
+        names = ", ".join(f"`{self._name_of(index)}`" for index in indices)
+        raise RuntimeError(
+            f"every parameter must take part in the loss, but {names or 'some'} did not in the "
+            f"last step, so its gradient was not synchronised: use all outputs in the loss, "
+            f"freeze what is not trained (requires_grad_(False)), or pass "
+            f"wrap_model(..., find_unused_parameters=True)"
+        ) from error
+
+    def _name_of(self, index: int) -> str:
+        """Return the name of a parameter by DDP's number."""
+        named = self.module.named_parameters()
+        return next((name for name, p in named if p is self._reduced[index]), "a former parameter")
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if isinstance(value, MethodType) and value.__self__ is self._inside:
+            return self._refusing_forwards(name)(value)
+        return value
+
+    @contextmanager  # which decorates, too
+    def _refusing_forwards(self, name: str) -> Iterator[None]:
+        """Raise in a block, or a method, that trains submodules whose gradients nobody syncs."""
+
+        def refuse(module: nn.Module, _args: object) -> None:
+            if self._forward_runs or not torch.is_grad_enabled():
+                return
+            # A checkpointed part runs again in the backward of a forward that was in order.
+            if torch._C._current_graph_task_id() >= 0:  # noqa: SLF001  # torch has no public name
+                return
+            trains = any(parameter.requires_grad for parameter in module.parameters())
+            if trains and any(own is module for own in self.module.modules()):
+                raise RuntimeError(
+                    f"`{name}` must not train through DistributedDataParallel, but it runs "
+                    f"{type(module).__name__} with gradients, which would not be synchronised: "
+                    f"call it from the model's forward, or under torch.no_grad() if nothing is "
+                    f"trained, or as unwrap(model).{name} if the ranks are meant to differ"
+                )
+
+        # One global hook for the time of the call costs the same for a module of any size.
+        handle = register_module_forward_pre_hook(refuse)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+def _reset(model: Any) -> None:
+    """Let DDP's reducer forget a backward that did not come to its end, perhaps on this rank alone.
+
+    PyTorch would then arrange the buckets once more, which all ranks do together: from here on they
+    are left as they are.
+    """
+    if model._has_rebuilt_buckets:  # noqa: SLF001  # torch has no public name
+        model.__dict__["_stays_arranged"] = True
+    model.reducer._reset_state()  # noqa: SLF001  # likewise
+
+
+@contextmanager
+def _one_step(model: DistributedDataParallel, forwards: int) -> Iterator[None]:
+    """Take what runs in the block, so many forwards at most on a rank, for one step. Collective.
+
+    At its end all gradients must have been reduced; then the buffers are equalised.
+    """
+    if isinstance(model, ReadThroughDDP):
+        model._check_trained()  # noqa: SLF001  # a public name would hide the module's
+    if model.__dict__.pop("_expects_backward", False) and forwards > 1:
+        # After a forward that no backward has followed, as of an evaluation without no_grad(),
+        # PyTorch would reduce in the next backward, no_sync() or not, and not on every rank.
+        _reset(model)
+    try:
+        yield
+        # Now: the next collective would meet what other ranks still reduce.
+        model._check_reducer_finalized()  # noqa: SLF001  # torch has no public name
+        if model.__dict__.get("_stays_arranged"):
+            _reset(model)
+    except BaseException as error:
+        _reset(model)
+        if isinstance(model, ReadThroughDDP):
+            model._name_unused(error)  # noqa: SLF001  # a public name would hide the module's
+        raise
+    finally:
+        if (parcel := model.__dict__.get("_parcel")) is not None:
+            parcel.numbers = None  # of a step that has failed
+    if isinstance(model, ReadThroughDDP):
+        model._equalise_buffers()  # noqa: SLF001  # likewise
+
+
+class DdpStep(SharedStep):
+    """Strategy "ddp": every rank runs at least one microbatch, the last of which synchronises."""
+
+    least = 1
+
+    def __init__(self, replica: Replica, scaler: GradScaler | None, batch: Any) -> None:
+        if not replica.layer.require_backward_grad_sync:
+            raise ValueError(
+                "`backward` must synchronise, but is called under no_sync(): leave out no_sync(), "
+                "because backward synchronises once a call; pass microbatch_size to make_loader to "
+                "accumulate"
+            )
+        super().__init__(replica, scaler, batch)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        if self.pieces.most > 1 and self.layer.static_graph:
+            raise ValueError(
+                f"`static_graph` must be False if a rank has more than one microbatch, here "
+                f"{self.pieces.most}, because PyTorch cannot accumulate with it: leave it out of "
+                f"wrap_model"
+            )
+        buffers: AbstractContextManager[None] = nullcontext()
+        if self.layer.modules_buffers:
+            buffers = KeptBuffers(walked(self.module)[0], after_errors_only=True)
+        known = self.layer._module_parameters  # noqa: SLF001  # a list, for a walk takes longer
+        with (
+            GradientsAside(known, shares_memory=self.layer.gradient_as_bucket_view),
+            buffers,
+            Guests(self.layer),
+        ):
+            with _one_step(self.layer, self.pieces.most):
+                yield
+            self._settle()
+
+    def check(self, loss: Tensor) -> None:
+        is_first = self.size > 1 and SEEN not in vars(self.layer)
+        if is_first and not self.layer._use_python_reducer:  # noqa: SLF001  # PyTorch's own hooks
+            for name, parameter in self.module.named_parameters():
+                if parameter._post_accumulate_grad_hooks:  # noqa: SLF001  # torch has no public name
+                    raise RuntimeError(
+                        f"a parameter must have no register_post_accumulate_grad_hook under "
+                        f"'ddp', but `{name}` has: it would see the gradient of one rank, before "
+                        f"the mean; step after backward, or wrap under 'fsdp'"
+                    )
+        super().check(loss)
+
+    def around(self, piece: Piece) -> AbstractContextManager[None]:
+        last = piece is self.pieces.own[-1]
+        context: AbstractContextManager[None] = nullcontext() if last else self.layer.no_sync()
+        return context
+
+    def _sent(self, told: Tensor) -> Callable[[], Tensor]:
+        # A model in PyTorch's own class has none.
+        parcel: Parcel | None = getattr(self.layer, "_parcel", None)
+        if parcel is None:
+            return started(told, self.group)
+        parcel.numbers = told
+        return parcel.sums  # after the backward
+
+
+class DdpStrategy(Strategy):
+    name = "ddp"
+    step = DdpStep
+    wrapper = DistributedDataParallel
+    takes_devices = True
+
+    def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
+        options = dict(settings.options)
+        old, new = "broadcast_buffers", "forward_sync_buffers"
+        # From torch 2.13 on, where there is a new name, the old one is a property, and warns.
+        if old in options and hasattr(DistributedDataParallel, old):
+            options.setdefault(new, options.pop(old))
+        devices = {parameter.device for parameter in model.parameters()}
+        if len(devices) == 1 and (only := devices.pop()).type != "cpu":
+            options.setdefault("device_ids", [only])
+        return ReadThroughDDP(model, **options)

@@ -1,0 +1,92 @@
+"""Strategy "dp": PyTorch's DataParallel, reading through to its module."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel
+
+from pardata.model._read_through import ReadThrough
+from pardata.ranks._device import visible_devices
+from pardata.ranks._logger import get_logger
+from pardata.strategies._strategy import Settings, Strategy
+from pardata.values._tree import leaves
+
+_log = get_logger(__name__)
+
+
+class ReadThroughDP(ReadThrough, DataParallel[nn.Module]):
+    """`DataParallel` that reads through, and takes the mean of losses computed inside the model."""
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        self._rows: list[int] = []
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+        """Split the batch as PyTorch does, and remember the sizes of the pieces."""
+        chunks, chunk_kwargs = super().scatter(inputs, kwargs, device_ids)
+        self._rows = [_rows(pair, self.dim) for pair in zip(chunks, chunk_kwargs, strict=True)]
+        return chunks, chunk_kwargs
+
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        """Join the outputs as PyTorch does, but a scalar of each piece to their weighted mean."""
+        first = outputs[0]
+        if isinstance(first, Tensor) and first.ndim == 0 and first.is_floating_point():
+            return self._mean(outputs, output_device)
+        # By the constructors, as PyTorch does: the outputs of some libraries know no other way.
+        if isinstance(first, Mapping):
+            keys = (key for key, *_ in zip(*outputs, strict=True))  # equally many in each
+            columns = ((key, [output[key] for output in outputs]) for key in keys)
+            return type(first)((key, self.gather(own, output_device)) for key, own in columns)  # type: ignore[call-arg]  # dict and its kind
+        if is_dataclass(first):  # of which PyTorch knows nothing
+            items = ((name, [getattr(o, name) for o in outputs]) for name in vars(first))
+            changed = {name: self.gather(own, output_device) for name, own in items}
+            return replace(first, **changed)  # type: ignore[type-var]  # no class
+        if isinstance(first, tuple | list):
+            parts = [self.gather(part, output_device) for part in zip(*outputs, strict=True)]
+            return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+        return super().gather(outputs, output_device)
+
+    def _mean(self, scalars: list[Tensor], device: Any) -> Tensor:
+        # Pieces may be unequal; the loss of the batch weights them by their rows.
+        stacked = torch.stack([scalar.to(device) for scalar in scalars])
+        # No rows are seen where the model takes no tensors; then there is nothing to weight by.
+        rows = self._rows if any(self._rows) else [1] * len(scalars)
+        weights = torch.tensor(rows, dtype=stacked.dtype, device=stacked.device)
+        return (stacked * weights).sum() / weights.sum()
+
+
+def _rows(values: Iterable[Any], dim: int) -> int:
+    """Return the rows of the first tensor found."""
+    tensors = (leaf for _, leaf in leaves(list(values)) if isinstance(leaf, Tensor))
+    return next((tensor.shape[dim] if tensor.ndim > dim else 1 for tensor in tensors), 0)
+
+
+class DpStrategy(Strategy):
+    name = "dp"
+    wrapper = DataParallel
+    is_collective = needs_group = False
+
+    def check(self, model: nn.Module, settings: Settings) -> None:  # noqa: ARG002  # others look
+        size, synchronises = settings.here.size, settings.sync_batchnorm
+        if size > 1 or synchronises:
+            raise ValueError(
+                f"strategy 'dp' must run in one process, without SyncBatchNorm, but has {size} "
+                f"process(es) and sync_batchnorm={synchronises}: use 'ddp', with one for each GPU"
+            )
+
+    def device(self, settings: Settings) -> torch.device | str:
+        ids = settings.options.get("device_ids")
+        # Without a GPU DataParallel ignores device_ids, and runs all the same.
+        if settings.device is None and ids and (seen := visible_devices()):
+            return torch.device(seen[0].type, ids[0]) if isinstance(ids[0], int) else ids[0]
+        return super().device(settings)
+
+    def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
+        wrapped = ReadThroughDP(model, **settings.options)
+        if len(wrapped.device_ids) < 2:
+            has = f"strategy 'dp' did not scatter: it has {len(wrapped.device_ids)} GPU(s)"
+            _log.info("%s, and splits a batch over two or more", has, once=True)
+        return wrapped

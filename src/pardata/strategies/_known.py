@@ -1,0 +1,63 @@
+"""Which strategies there are, and which of them a model is under: nothing else asks that."""
+
+from typing import Literal, TypeAlias, get_args
+
+import torch
+from torch import nn
+
+from pardata.model._unwrap import layers
+from pardata.step._step import Replica
+from pardata.strategies._ddp import DdpStrategy
+from pardata.strategies._dp import DpStrategy
+from pardata.strategies._fsdp import FsdpStrategy
+from pardata.strategies._none import NoneStrategy
+from pardata.strategies._strategy import Strategy
+from pardata.strategies.exact._exact import ExactStrategy
+from pardata.values._arguments import check_module, meant
+
+StrategyName: TypeAlias = Literal["auto", "none", "dp", "ddp", "fsdp", "exact"]
+
+_NONE = NoneStrategy()
+
+# In the order in which they are looked for in a model: what reduces gradients first.
+STRATEGIES: tuple[Strategy, ...] = (
+    *(ExactStrategy(), DdpStrategy(), FsdpStrategy(), DpStrategy(), _NONE),
+)
+
+
+def named(name: object) -> Strategy:
+    """Return the strategy of a name.
+
+    Raises:
+        ValueError: for a name that no strategy has.
+    """
+    for strategy in STRATEGIES:
+        if name == strategy.name:
+            return strategy
+    known = get_args(StrategyName)
+    names, given = ", ".join(map(repr, known)), f"{name!r}{meant(str(name), known)}"
+    if isinstance(name, torch.optim.Optimizer):  # which other libraries wrap with the model
+        given = "an optimizer: make that after wrapping, of what wrap_model returns"
+    raise ValueError(f"`strategy` must be one of {names}, but is {given}")
+
+
+def taken_apart(model: nn.Module) -> tuple[Strategy, Replica]:
+    """Return the strategy that `wrap_model`, or PyTorch's own class, has put around a model.
+
+    And the layers of that.
+
+    Raises:
+        TypeError: for what is no module.
+    """
+    check_module(model)
+    found = layers(model)
+    for strategy in STRATEGIES:
+        for layer in found:
+            if isinstance(layer, strategy.wrapper):
+                return strategy, Replica(model, layer, found[-1])
+    return _NONE, Replica(model, model, found[-1])
+
+
+def strategy_of(model: nn.Module) -> Strategy:
+    """Return the strategy that a model is under."""
+    return taken_apart(model)[0]

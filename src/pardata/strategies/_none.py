@@ -1,0 +1,20 @@
+"""Strategy "none": the module itself."""
+
+from torch import nn
+
+from pardata.ranks._logger import get_logger
+from pardata.strategies._strategy import Settings, Strategy
+
+_log = get_logger(__name__)
+
+
+class NoneStrategy(Strategy):
+    name = "none"
+    is_collective = needs_group = False
+    takes_all = True  # lazy modules too
+
+    def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
+        if settings.here.size > 1:
+            text = "strategy 'none' in a world of %d: each rank trains a model of its own"
+            _log.warning(text, settings.here.size, ranks=[0], once=True)
+        return model

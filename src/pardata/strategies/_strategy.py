@@ -1,0 +1,81 @@
+"""What a strategy is: what it refuses, where it puts a model, how it wraps it, and its step."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pardata.collective._agreement import Facts
+from pardata.model._buffers import broadcast
+from pardata.model._state_dict import load_whole
+from pardata.model._unwrap import unwrap
+from pardata.ranks._world import World
+from pardata.step._step import Step
+
+
+class Settings(NamedTuple):
+    """What `wrap_model` gets in addition to the model, and in which world."""
+
+    here: World
+    device: torch.device | str | None
+    sync_batchnorm: bool
+    options: dict[str, Any]
+
+
+class Strategy(ABC):
+    """How the replicas of a model are kept equal. There is one object of each class.
+
+    Attributes:
+        name: by which `wrap_model` takes it.
+        wrapper: the class by which one of a model's `layers` is known to be of this strategy.
+        is_collective: whether all ranks wrap together, and compare what they wrap.
+        needs_group: whether that needs a process group of one rank, too.
+        takes_all: whether the model may be one that has nothing to train.
+        takes_sharded_parts: whether parts of the model may be wrapped before it, block by block.
+        takes_devices: whether the model may be spread over several.
+        cure: for ranks that differ.
+        step: the class of one step of `backward`.
+    """
+
+    name: str
+    step: type[Step] = Step
+    wrapper: type | tuple[()] = ()
+    is_collective = needs_group = True
+    takes_all = takes_sharded_parts = takes_devices = False
+    cure = "Build the same model, in the same order, on every rank."
+
+    def check(self, model: nn.Module, settings: Settings) -> None:  # noqa: B027  # for some only
+        """Refuse a model or settings that this strategy cannot take, but others can."""
+
+    def facts(self, model: nn.Module, settings: Settings) -> Facts:  # noqa: ARG002  # for some only
+        """Return what must be the same on all ranks, in addition to a model at its place."""
+        return {}
+
+    def device(self, settings: Settings) -> torch.device | str:
+        """Return where the model is to be."""
+        return settings.here.device if settings.device is None else settings.device
+
+    @abstractmethod
+    def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
+        """Return what is trained in place of `model`, which is checked and where it is to be."""
+
+    def options_of(self) -> Callable[..., object]:
+        """Return what takes the options of `wrap_model`, after the module."""
+        # "none" takes those of "ddp", for "auto" becomes either.
+        return self.wrapper or DistributedDataParallel
+
+    def state_dict(self, model: nn.Module) -> Mapping[str, Any]:
+        """Return what a checkpoint keeps of `model`, under the names of the module inside."""
+        return unwrap(model).state_dict()
+
+    load = staticmethod(load_whole)  # what `load_weights` does
+
+
+def broadcast_weights(model: nn.Module) -> None:
+    """Let all ranks begin from rank 0's weights."""
+    tensors = [*model.parameters(), *model.buffers()]
+    # What was sharded before has no copy to equalise.
+    broadcast(tensor for tensor in tensors if not hasattr(tensor, "full_tensor"))

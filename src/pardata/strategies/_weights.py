@@ -1,0 +1,131 @@
+"""Weights in and out of a model, whatever wraps it, and whether all ranks hold the same."""
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from pardata.collective._agreement import require_same, same
+from pardata.collective._explanation import explained
+from pardata.messages._table import table_of
+from pardata.model._state_dict import LoadedKeys
+from pardata.model._unwrap import unwrap
+from pardata.ranks._world import require_world
+from pardata.strategies._known import strategy_of
+from pardata.values._tree import sha256_of
+
+
+def load_weights(
+    model: nn.Module,
+    state_or_path: Mapping[str, Any] | str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    assign: bool = False,
+) -> LoadedKeys:
+    """Load weights into `model`, from plain, ``module.`` or ``_orig_mod.`` names alike.
+
+    Works for every strategy, and for a module that is not wrapped. Every rank loads the same
+    complete weights; collective under ``"fsdp"`` only.
+
+    Args:
+        model: what `wrap_model` returned, or any module.
+        state_or_path: a state dict, or a file that holds one: safetensors by its name, else what
+            ``torch.save`` wrote, read on the CPU with ``weights_only=True``.
+        strict: raise where names are missing or unexpected.
+        assign: as in ``nn.Module.load_state_dict``; refused for a wrapped model, whose
+            parameters must stay the objects that the wrapper and the optimizer know.
+
+    Raises:
+        TypeError: where there is no mapping of names to tensors, or no module.
+        ValueError: where two names stand for one parameter, or `assign` for a wrapped model.
+        RuntimeError: as ``nn.Module.load_state_dict``, for names and shapes that do not match.
+            Under ``"fsdp"`` all are raised on every rank.
+
+    >>> import torch
+    >>> net = nn.Linear(1, 1)
+    >>> load_weights(net, {"module.weight": torch.ones(1, 1), "module.bias": torch.zeros(1)})
+    LoadedKeys(missing_keys=[], unexpected_keys=[])
+    """
+    return strategy_of(model).load(model, state_or_path, strict=strict, assign=assign)
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Return a SHA-256 of the names, dtypes and bits of what is in ``state_dict()``.
+
+    That is all parameters and buffers, except buffers that are registered with
+    ``persistent=False``. Takes them in the order of ``unwrap(model).state_dict()``, so equal
+    weights give equal values under every strategy and world size. Collective under
+    ``"fsdp"``, where each rank has a part; otherwise of this rank's own weights, and the same in a
+    single process.
+
+    >>> fingerprint(nn.Identity())[:8]
+    'e3b0c442'
+    """
+    with explained("fingerprint"):
+        return sha256_of((f"{name} {whole.dtype}", whole) for name, whole in named_tensors(model))
+
+
+def check_in_sync(model: nn.Module) -> None:
+    """Raise on every rank if parameters or buffers differ between ranks. Collective.
+
+    Compares bits, so NaN equals NaN and 0.0 is not -0.0. Compares also buffers that are registered
+    with ``persistent=False``. Under ``"fsdp"`` what every rank holds
+    whole is compared, and shards that several ranks hold, by a mesh of two dimensions; others have
+    no second copy to differ from. In a single process there is nothing to differ.
+
+    Raises:
+        TypeError: for what is no module, on every rank.
+        RuntimeError: names the first parameter that differs, how many do, and the ranks.
+
+    >>> check_in_sync(nn.Linear(2, 2))
+    """
+    here = require_world("check_in_sync")
+
+    def digests() -> Mapping[str, str]:
+        module = unwrap(model)
+        state = {**module.state_dict(), **dict(module.named_buffers())}  # with non-persistent ones
+        return {
+            name: f"{part}SHA-256 {sha256_of([(f'{own.dtype} {tuple(own.shape)}', own)])[:16]}…"
+            for name, value in (state.items() if here.size > 1 else ())
+            for part, own in _copies(value)
+        }
+
+    same(here, "check_in_sync", digests, _compare)
+
+
+def _compare(told: list[dict[str, Any]]) -> None:
+    """Raise, with a table of the first weight that differs."""
+    names: list[dict[str, object]] = [{"the parameter names": sorted(facts)} for facts in told]
+    require_same("check_in_sync", names, "Build the same model on every rank.")
+    differing = []
+    for name in told[0]:
+        said = {facts[name] for facts in told}
+        if len(said) > len({text.partition("SHA-256")[0] for text in said}):
+            differing.append(name)
+    if not differing:
+        return
+    table = table_of([facts[differing[0]] for facts in told])
+    raise RuntimeError(
+        f"every rank must hold the same weights, but `{differing[0]}` differs between ranks "
+        f"({len(differing)} of {len(told[0])} parameters and buffers differ):\n{table}\n"
+        f"Was it changed on some ranks only, or trained without the wrapped model's forward?"
+    )
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and buffers, whole and by name; collective where they are sharded."""
+    for name, value in unwrap(model).state_dict().items():
+        if isinstance(value, Tensor):  # not what get_extra_state() returns
+            yield name, value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def _copies(value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield what this rank holds of a value, if others hold the same: which part, and its bits."""
+    if hasattr(value, "full_tensor"):
+        places = zip(value.device_mesh.get_coordinate(), value.placements, strict=True)
+        part = [at for at, placement in places if not placement.is_replicate()]
+        if len(part) < value.device_mesh.ndim:
+            yield f"shard {part}, ", value.to_local()
+    elif isinstance(value, Tensor):
+        yield "", value

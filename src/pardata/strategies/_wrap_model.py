@@ -1,0 +1,198 @@
+"""One argument chooses how replicas are kept equal."""
+
+import inspect
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pardata.collective._agreement import same
+from pardata.messages._table import table_of
+from pardata.model._batch_norm import with_synchronised_batch_norms
+from pardata.model._unwrap import ShardedModule, is_parallel
+from pardata.ranks._backend import require_taken
+from pardata.ranks._device import checked_device
+from pardata.ranks._world import require_world
+from pardata.strategies._known import STRATEGIES, StrategyName, named
+from pardata.strategies._strategy import Settings, Strategy
+from pardata.values._arguments import check_flag, check_module
+
+# Kinds of options that can be compared between ranks.
+_PLAIN = (bool, int, float, str)
+
+
+def wrap_model(
+    model: nn.Module,
+    strategy: StrategyName = "auto",
+    *,
+    device: torch.device | str | None = None,
+    sync_batchnorm: bool = False,
+    **options: Any,
+) -> nn.Module:
+    """Move `model` to its device and wrap it, so that training keeps all replicas equal.
+
+    =========== ========================================================================
+    ``"auto"``  ``"ddp"`` in a world larger than one, else ``"none"``
+    ``"none"``  the module itself, moved and not wrapped: no cost at all
+    ``"dp"``    `torch.nn.DataParallel`: one process, several GPUs
+    ``"ddp"``   `torch.nn.parallel.DistributedDataParallel`: one process per device
+    ``"fsdp"``  ``torch.distributed.fsdp.fully_shard``: parameters sharded, in place
+    ``"exact"`` gradients by `backward` alone: the same to the last bit at every world size
+    =========== ========================================================================
+
+    Under ``"ddp"`` and ``"dp"`` the result is a subclass of PyTorch's class. Attributes are read
+    and written through, and ``state_dict()`` has the names of ``unwrap(model)``. All replicas start
+    from rank 0's weights. Under ``"ddp"`` buffers (batch norm's statistics) are equal after every
+    training step, and a forward without gradients never communicates; under ``"fsdp"`` every
+    forward is collective, `backward` averages the buffers over the ranks (a training forward
+    outside it broadcasts rank 0's), and a model of many blocks is sharded block by block if you
+    call ``fully_shard`` on those first (from equal weights). ``"exact"`` adds the gradients of
+    microbatches in a fixed order, each computed from the step's buffers under a seed of its own,
+    with a fixed number of threads: it sets that of the process. Collective under ``"ddp"``,
+    ``"fsdp"`` and ``"exact"``. The first two need `init`, also with one process.
+
+    Args:
+        model: any module, not yet wrapped. One that is spread over several devices stays where
+            it is.
+        strategy: see the table.
+        device: the world's device if not given; under ``"dp"`` the first of ``device_ids``.
+        sync_batchnorm: batch norm over the samples of all ranks: by PyTorch's ``SyncBatchNorm`` on
+            GPUs, by our own on CPUs, where that does not run. Every forward of a batch norm in
+            training mode is then collective, and `backward` takes no `Microbatches`. Nothing to do
+            in a single process.
+        options: for the wrapped class. ``"ddp"``: ``find_unused_parameters``, ``bucket_cap_mb``,
+            ``static_graph`` and so on. ``"dp"``: ``device_ids``, ``output_device``, ``dim``.
+            ``"fsdp"``: ``mesh``, ``mp_policy`` and so on. ``"exact"``: ``threads`` (1), the same
+            at every world size. Ignored by ``"none"``, so that one call serves every world size.
+
+    Raises:
+        TypeError: for what is not a module, or an unknown option.
+        ValueError: for an unknown strategy, and a model that is already wrapped, has nothing to
+            train, or an embedding with ``max_norm``. PyTorch itself refuses one that is not
+            initialised, or on the meta device.
+        RuntimeError: where the ranks hold different models (names the first parameter that
+            differs), or there is no process group.
+
+    >>> net = wrap_model(nn.Linear(2, 2))
+    >>> type(net).__name__  # a single process
+    'Linear'
+    """
+    here = require_world("wrap_model")
+    name = strategy
+    if name == "auto":
+        name = "ddp" if here.size > 1 else "none"
+    settings = Settings(here, device, sync_batchnorm, options)
+
+    def checked() -> dict[str, object]:
+        chosen = named(name)
+        _check(model, chosen, settings)
+        target = checked_device(chosen.device(settings))
+        if chosen.needs_group:
+            require_taken(target, here.backend)
+        if len(_devices(model)) < 2:
+            model.to(target)  # else somebody placed its parts by hand
+        if not chosen.is_collective:
+            return {}
+        return {**_facts_of(model, name, settings), **chosen.facts(model, settings)}
+
+    if any(one.name == name and not one.is_collective for one in STRATEGIES):
+        checked()
+    else:  # an unknown one too: the other ranks may have it right, and wait
+        same(here, "wrap_model", checked, _check_same_models)
+    chosen = named(name)
+    if sync_batchnorm and here.size > 1 and chosen.is_collective:
+        model = with_synchronised_batch_norms(model)
+    return chosen.wrap(model, settings)
+
+
+def _check(model: nn.Module, chosen: Strategy, settings: Settings) -> None:
+    """Refuse what no strategy can take, or not this one."""
+    check_module(model)
+    if is_parallel(model, but_for_sharded_parts=chosen.takes_sharded_parts):
+        cure = "pass unwrap(model), or wrap once, at the outside"
+        if any(isinstance(part, ShardedModule) for part in model.modules()):
+            cure = (
+                "build the model anew, because 'fsdp' has changed this one for good, and call "
+                "load_weights(new, old.state_dict())"
+            )
+        raise ValueError(
+            f"`model` must not be wrapped yet, but is or holds a wrapped module "
+            f"({type(model).__name__}): {cure}"
+        )
+    known = inspect.signature(chosen.options_of()).parameters.keys() - {"module"}
+    for name in sorted(settings.options.keys() - known):
+        raise TypeError(
+            f"`options` must be ones of strategy {chosen.name!r}, but {name!r} is not; there are "
+            f"{', '.join(sorted(known))}"
+        )
+    check_flag("sync_batchnorm", settings.sync_batchnorm)
+    if not (chosen.takes_all or any(p.requires_grad for p in model.parameters())):
+        raise ValueError(
+            f"`model` must have a parameter to train under strategy {chosen.name!r}, but "
+            f"{type(model).__name__} has none that requires a gradient: use strategy='none'"
+        )
+    if chosen.is_collective:
+        _check_devices(model, chosen)
+        _check_embeddings(model, chosen)
+    if chosen.needs_group and settings.here.backend is None:
+        raise RuntimeError(
+            f"strategy {chosen.name!r} needs a process group, but this process is in none: call "
+            f"`pardata.init()` first, or use strategy='auto'"
+        )
+    chosen.check(model, settings)
+
+
+def _check_devices(model: nn.Module, chosen: Strategy) -> None:
+    """Refuse a model that is spread over several devices where that cannot be."""
+    # A group that is bound to a device takes tensors of no other.
+    bound = getattr(dist.group.WORLD, "bound_device_id", None)
+    why = f", in a process group bound to {bound}" if bound is not None else ""
+    if len(devices := _devices(model)) > 1 and (why or not chosen.takes_devices):
+        raise ValueError(
+            f"`model` must be on one device under strategy {chosen.name!r}{why}, but is spread "
+            f"over {', '.join(devices)}: move it to one, or use 'ddp' in a group without device_id"
+        )
+
+
+def _check_embeddings(model: nn.Module, chosen: Strategy) -> None:
+    """Refuse an embedding whose forward writes into the rows of this rank's samples."""
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            raise ValueError(
+                f"an embedding must not have `max_norm` under strategy {chosen.name!r}, but "
+                f"`{name or 'model'}` has {part.max_norm}: each rank would scale the rows of its "
+                f"own samples alone; leave it out, and after each optimizer.step() call "
+                f"weight.data.renorm_({part.norm_type:g}, 0, {part.max_norm})"
+            )
+
+
+def _devices(model: nn.Module) -> list[str]:
+    return sorted({str(parameter.device) for parameter in model.parameters()})
+
+
+def _facts_of(model: nn.Module, strategy: str, settings: Settings) -> dict[str, object]:
+    """Describe what must be the same on all ranks."""
+    # Options too: ranks that differ in find_unused_parameters would wait for each other for ever.
+    options = {**settings.options, "sync_batchnorm": settings.sync_batchnorm}
+    plain = {key: value for key, value in options.items() if isinstance(value, _PLAIN)}
+    plain.pop("output_device", None)  # each rank's own
+    facts: dict[str, object] = {"the strategy": strategy, "the options": plain}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        trained = ", trained" if tensor.requires_grad else ""
+        facts[name] = f"{tuple(tensor.shape)} {tensor.dtype}{trained}".replace("torch.", "")
+    return facts
+
+
+def _check_same_models(told: list[dict[str, object]]) -> None:
+    """Raise, with a table of the first difference, if the ranks hold different models."""
+    models = [[f"`{name}` {fact}" for name, fact in facts.items()] for facts in told]
+    if all(model == models[0] for model in models):
+        return
+    entries = zip_longest(*models, fillvalue="no further parameter or buffer")
+    first = next(entry for entry in entries if len(set(entry)) > 1)
+    raise RuntimeError(
+        f"every rank must pass the same model to `wrap_model`, but they differ, first here:\n"
+        f"{table_of(first)}\n{named(told[0]['the strategy']).cure}"
+    )

@@ -1,0 +1,1 @@
+"""Strategy "exact": the same bits at every world size."""

@@ -1,0 +1,125 @@
+"""Strategy "exact": training that is the same to the last bit on any number of processes.
+
+Only `backward` fills the gradients: a hook on every parameter tells that a microbatch's gradient is
+there to be added (`_exact_step`), and refuses any other backward (`_hooks`).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from pardata.collective._agreement import Facts
+from pardata.model._batch_norm import is_synchronised
+from pardata.model._buffers import broadcast
+from pardata.model._read_through import ReadThrough
+from pardata.model._unwrap import Wrapper, layers, unwrap
+from pardata.ranks._logger import get_logger
+from pardata.step._guests import role_of
+from pardata.strategies._strategy import Settings, Strategy, broadcast_weights
+from pardata.strategies.exact._exact_step import ExactStep
+from pardata.strategies.exact._hooks import Exactness
+from pardata.strategies.exact._kernels import kernels, refused_kernels
+from pardata.values._arguments import check_integer
+
+_log = get_logger(__name__)
+
+_RECORD = "exact"  # in the metadata of a state dict
+
+
+class ExactModel(ReadThrough, Wrapper):
+    """A module whose gradients only `pardata.backward` makes.
+
+    Args:
+        module: to train.
+        threads: of PyTorch's kernels on the CPU, whose sums depend on their number. It is set for
+            the whole process.
+
+    Attributes:
+        exact: what `backward` asks of this wrapper.
+    """
+
+    exact: Exactness
+
+    def __init__(self, module: nn.Module, *, threads: int = 1) -> None:
+        # Not as attributes are set, which are the module's once it is wrapped.
+        self.__dict__["exact"] = Exactness(unwrap(module), threads)
+        super().__init__(module)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        role_of(self, lambda: broadcast(self.buffers()))
+        try:
+            return self.module(*inputs, **kwargs)
+        except Exception as error:
+            self._name_empty_share(error, (inputs, kwargs))
+            raise
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state of the module inside, and in its metadata what decides the last bit."""
+        state = super().state_dict(*args, **kwargs)
+        metadata = getattr(state, "_metadata", None)
+        if metadata is not None:
+            # With a prefix where this is a child of the module that is asked.
+            path = (args[1] if len(args) > 1 else kwargs.get("prefix", ""))[:-1]
+            metadata[path] = {**metadata.get(path, {}), _RECORD: kernels(self)}
+        return state
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Refuse weights of an exact run whose kernels were others: this would be another run."""
+        for facts in getattr(state, "_metadata", {}).values():
+            self._check_record(facts)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kw: Any) -> None:
+        self._check_record(args[0])
+        super()._load_from_state_dict(state_dict, prefix, *args, **kw)
+
+    def _check_record(self, facts: Mapping[str, Any]) -> None:
+        then = facts.get(_RECORD)
+        if then is None:
+            return
+        now = kernels(self)
+        if differ := [name for name in now if then.get(name) != now[name]]:
+            told = ", ".join(f"{key} was {then.get(key)!r} and is {now[key]!r}" for key in differ)
+            raise ValueError(
+                f"an exact run must keep the kernels that it began with, but {told}: resume "
+                f"where it began (threads: wrap_model(..., threads=…)) and with its precisions, "
+                f"or load into unwrap(model), for a run that is no longer the same to the last bit"
+            )
+
+
+class ExactStrategy(Strategy):
+    name = "exact"
+    step = ExactStep
+    wrapper = ExactModel
+    needs_group = False
+    cure = f"{Strategy.cure[:-1]}, with processors, versions and precisions that are alike."
+
+    def check(self, model: nn.Module, settings: Settings) -> None:
+        if settings.sync_batchnorm or any(map(is_synchronised, model.modules())):
+            raise ValueError(
+                "`sync_batchnorm` must be False under strategy 'exact', but is True or was before: "
+                "make the model anew without it, because there batch norm takes the statistics of "
+                "microbatches, the same at every world size"
+            )
+        check_integer("threads", settings.options.get("threads", 1), least=1)
+
+    def facts(self, model: nn.Module, settings: Settings) -> Facts:
+        torch.set_num_threads(threads := settings.options.get("threads", 1))
+        if refusal := refused_kernels(model, threads):
+            raise refusal
+        return kernels(model)
+
+    def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
+        if settings.here.size > 1:
+            broadcast_weights(model)
+        text = "strategy 'exact' computes with %d thread(s) on each rank, whatever their number"
+        _log.info(text, torch.get_num_threads(), once=True)
+        return ExactModel(model, **settings.options)
+
+    def state_dict(self, model: nn.Module) -> Mapping[str, Any]:
+        # With the wrapper's record in it of the kernels by which it was trained.
+        layer = next(layer for layer in layers(model) if isinstance(layer, ExactModel))
+        state: Mapping[str, Any] = layer.state_dict()
+        return state

@@ -1,0 +1,80 @@
+"""What decides the last bit of a kernel's result, and what must not."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from pardata.model._unwrap import unwrap
+from pardata.ranks._device import properties_of
+from pardata.strategies.exact._arithmetic import probe
+
+# Options of torch.compile that choose kernels by their speed.
+_TIMED = "max_autotune", "max_autotune_gemm", "max_autotune_pointwise", "coordinate_descent_tuning"
+
+
+def kernels(model: nn.Module) -> dict[str, object]:
+    """Return what decides the last bit of a kernel's result, except its input."""
+    device, cpu = next(model.parameters()).device, torch.backends.cpu.get_cpu_capability()
+    return {
+        "the number of threads": torch.get_num_threads(),
+        "torch": str(torch.__version__),  # a class of its own, which compares in its own way
+        "the processor": cpu if device.type == "cpu" else properties_of(device).name,
+        "a probe of its arithmetic": probe(device)[:16],
+        "the order of sums": "a tree of halves",
+    }
+
+
+def refused_kernels(model: nn.Module, threads: int) -> RuntimeError | None:
+    """Return why a process may not compute with `model` and so many threads, if it may not.
+
+    Of a compiled model dynamo is told to fail at its limit of recompilations. Past it, it would run
+    uncompiled what it has not met: on each rank other sizes. That is for the whole process, as an
+    evaluation counts as well.
+    """
+    if any("dynamo_ctx" in part.__dict__ for part in model.modules()):
+        config = torch._dynamo.config  # noqa: SLF001  # torch has no public name
+        new, old = "fail_on_recompile_limit_hit", "fail_on_cache_limit_hit"  # that of torch 2.6
+        setattr(config, new if hasattr(config, new) else old, True)
+    texts = (*_wrong_settings(model, threads), *_wrong_compilations(model))
+    return RuntimeError(f"under strategy 'exact' {texts[0]}") if texts else None
+
+
+def _wrong_settings(model: nn.Module, threads: int) -> Iterator[str]:
+    """Yield what lets kernels be chosen by their speed, or in other ways that no probe sees."""
+    if torch.backends.cudnn.benchmark:
+        yield "torch.backends.cudnn.benchmark must be False, but is True: set it to False"
+    is_on = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    if (only_warns or not is_on) and not all(parameter.is_cpu for parameter in model.parameters()):
+        yield (
+            f"a GPU must have deterministic algorithms, but they are "
+            f"{'only warned of (warn_only=True)' if is_on else 'off'}: call "
+            f"seed_everything(seed, deterministic=True), before anything runs there"
+        )
+    if (now := torch.get_num_threads()) != threads:
+        yield (
+            f"PyTorch must keep its {threads} thread(s), but now has {now}: leave "
+            f"torch.set_num_threads alone, or wrap with threads={now} from the beginning"
+        )
+
+
+def _wrong_compilations(model: nn.Module) -> Iterator[str]:
+    """Yield how a part of the model was compiled so that others may get other kernels."""
+    for part in model.modules():
+        context = part.__dict__.get("dynamo_ctx")
+        options = getattr(context, "compiler_config", None) or {}
+        timed = [name for name in _TIMED if options.get(name) and not options.get("deterministic")]
+        if part._compiled_call_impl is not None:  # noqa: SLF001  # torch has no public name
+            how = "in place, where that cannot be seen"
+        elif context is not None and getattr(context, "_dynamic", None) is not False:
+            how = "without it, so that kernels may depend on the sizes that came before"
+        elif timed:
+            how = f"with {timed[0]}, so that kernels are chosen by their speed"
+        else:
+            continue
+        yield (
+            f"a model must be compiled with dynamic=False and not be tuned, but a "
+            f"{type(unwrap(part)).__name__} was compiled {how}: pass torch.compile(model, "
+            f"dynamic=False), without mode='max-autotune'"
+        )

@@ -1,0 +1,97 @@
+"""A sum over ranks in the order of the fixed tree."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pardata.ranks._world import world
+from pardata.strategies.exact._fixed_tree import Stack, pieces_of
+
+# The second is the name until torch 2.14, where it warns.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# What is added in place of nothing: it changes no bit of any number, and 0.0 would: of -0.0.
+NOTHING = -0.0
+
+
+class Exchange:
+    """How the ranks add up vectors in a step of `count` microbatches.
+
+    Each element is added by one rank, its owner: all ranks send it their pieces, and it sends them
+    the sum. Two ranks that hold a piece each add them by an all-reduce, which is the same.
+
+    Attributes:
+        own: how many pieces this rank has of each vector.
+    """
+
+    def __init__(self, count: int) -> None:
+        here = world()
+        self.count, self.size = count, here.size
+        pieces = pieces_of(count, here.size)
+        self.spans = [span for own in pieces for span in own]
+        self.counts = [len(own) for own in pieces]
+        self.own = self.counts[here.rank]
+        self.is_plain = here.size == 2 and max(self.counts) == 1
+
+    def rows(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return room for this rank's pieces of a vector, one row at least.
+
+        Longer than that, for each rank owns equally much.
+        """
+        padded = -(-max(length, 1) // self.size) * self.size
+        rows = torch.empty(max(1, self.own), padded, dtype=dtype, device=device)
+        rows[:, length:] = NOTHING
+        return rows
+
+    def start(self, rows: Tensor) -> "OrderedSum":
+        """Begin to add up such rows, which are written to. Collective."""
+        return OrderedSum(self, rows)
+
+
+class OrderedSum:
+    """A sum on its way: `add` it on each rank, and then take the `result`, in the same order."""
+
+    def __init__(self, exchange: Exchange, rows: Tensor) -> None:
+        self._how = how = exchange
+        self._length = rows.shape[1]
+        # The memory of the sums: of the only row, so that it lies alike whatever there is to send.
+        self._sums = rows[0] if how.own < 2 else None
+        self._work: Any = None
+        if how.is_plain:
+            self._work = dist.all_reduce(rows[0], async_op=True)
+        elif how.size > 1:
+            self._send(rows[: how.own])
+
+    def _send(self, rows: Tensor) -> None:
+        """Send each owner its part of each piece."""
+        how, chunk = self._how, self._length // self._how.size
+        self._received = rows.new_empty(len(how.spans), chunk)
+        self._sent = rows.view(how.own, how.size, chunk).transpose(0, 1).reshape(-1)
+        counts = [n * chunk for n in how.counts], [how.own * chunk] * how.size
+        received = self._received.view(-1)
+        self._work = dist.all_to_all_single(received, self._sent, *counts, async_op=True)
+
+    def add(self) -> None:
+        """Add what this rank owns, and begin to send it to the others. Collective."""
+        how = self._how
+        if how.size == 1 or how.is_plain:
+            return
+        self._work.wait()
+        stack = Stack[Tensor](how.count, Tensor.add_)
+        for span, part in zip(how.spans, self._received, strict=True):
+            stack.push(span, part)
+        ((_, own),) = stack.pieces
+        assert own is not None  # noqa: S101  # there is at least one microbatch
+        if self._sums is None:
+            self._sums = own.new_empty(self._length)
+        self._work = _all_gather(self._sums, own, async_op=True)
+        del self._received, self._sent
+
+    def result(self) -> Tensor:
+        """Return the sums, as soon as they are there."""
+        if self._work is not None:
+            self._work.wait()
+        assert self._sums is not None  # noqa: S101  # it was added
+        return self._sums

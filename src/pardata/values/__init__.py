@@ -1,0 +1,1 @@
+"""Nested values and their bits, and arguments that are what they must be."""

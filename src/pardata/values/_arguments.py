@@ -1,0 +1,126 @@
+"""Checks of what many functions take: a module, a dataset, a flag, a number."""
+
+import difflib
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from functools import wraps
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from torch import nn
+from torch.utils.data import IterableDataset
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def kind_of(value: object) -> str:
+    """Return the name of a value's type with its article, for messages: "an int"."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
+def check_module(model: object) -> None:
+    """Refuse what is no module."""
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else None
+        got = what or kind_of(model)
+        raise TypeError(f"`model` must be a torch.nn.Module, but is {got}")
+
+
+def check_map_style(dataset: object, otherwise: str) -> None:
+    """Refuse what has no samples with numbers, and a class where an object of it is meant.
+
+    `otherwise` follows what it must have in the message.
+    """
+    if isinstance(dataset, type):
+        raise TypeError(
+            f"`dataset` must be a dataset, but is the class {dataset.__name__}: pass an object "
+            f"of it"
+        )
+    has_both = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if isinstance(dataset, IterableDataset) or not has_both:  # which inherits the first
+        raise TypeError(
+            f"`dataset` must have `__getitem__` and `__len__`{otherwise}, but is "
+            f"{kind_of(dataset)}: pass a list, or a Dataset with both"
+        )
+
+
+def check_flag(name: str, value: object) -> None:
+    """Refuse what is no bool: the text "False", of a command line say, would count as True."""
+    if not isinstance(value, bool):
+        raise TypeError(f"`{name}` must be True or False, but is {value!r}")
+
+
+def check_integer(name: str, value: object, *, least: int | None = None, why: str = "") -> None:
+    """Refuse what is no integer, as a bool or a float, and what is below `least`.
+
+    `why` follows the bound in the message, to say where it comes from.
+    """
+    at_least = "" if least is None else f" of at least {least}{why}"
+    cure = "whole number" if least is None else f"whole number from {least} up"
+    msg = f"`{name}` must be an integer{at_least}, but is {value!r}: pass a {cure}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(msg)
+    if least is not None and value < least:
+        raise ValueError(msg)
+
+
+def checked_timeout(timeout: Any) -> timedelta:
+    """Return how long to wait: what is given in seconds, or as a `timedelta`."""
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        raise TypeError(
+            f"`timeout` must be seconds or a datetime.timedelta, but is {timeout!r}: pass 300, say"
+        )
+    if not 0 < seconds < 1e8:  # torch's stores take 0 for no end, and no more than some three years
+        raise ValueError(
+            f"`timeout` must be more than 0 seconds, up to three years, but is {seconds:g}"
+        )
+    return timedelta(seconds=seconds)
+
+
+def checked_path(name: str, path: str | os.PathLike[str]) -> Path:
+    """Return a path. Refuse a URL: a file system would take "s3://bucket" for a folder "s3:"."""
+    slashes = "//" if isinstance(path, str) else "/"  # a Path has made one of two
+    if re.match(rf"[a-zA-Z][\w+.-]+:{slashes}", str(path)):
+        raise ValueError(
+            f"`{name}` must be on a disk, but is the URL {str(path)!r}: mount it and pass that "
+            f"path, or pass a folder and copy to the URL what is written there"
+        )
+    return Path(path)
+
+
+def make_folder(directory: Path) -> None:
+    """Make the folder that is the argument `directory`, unless it is there."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise NotADirectoryError(
+            f"`directory` must be a folder, but {directory} is a file, or in one: pass another"
+        ) from error
+
+
+def meant(word: str, words: Iterable[str]) -> str:
+    """Return the question whether one of `words` was meant that looks like `word`; else nothing."""
+    close = difflib.get_close_matches(word.lower(), list(words), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def suggesting(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let a function ask what was meant by an argument that it has not, as Python 3.13 does."""
+    known = inspect.signature(function).parameters
+
+    @wraps(function)
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        for name in kwargs.keys() - known.keys():
+            raise TypeError(
+                f"`{function.__name__}` must be called with arguments that it has, but "
+                f"{name!r} is none{meant(name, known)}: see help({function.__name__})"
+            )
+        return function(*args, **kwargs)
+
+    return called

@@ -1,0 +1,234 @@
+"""all_gather along any dimension, and with gradients: those of one process."""
+
+import pytest
+import torch
+from on_ranks import caught, run_caught
+from torch import nn
+from torch.nn.functional import cross_entropy, normalize
+
+from pardata import (
+    all_gather,
+    all_reduce_max,
+    all_reduce_mean,
+    all_reduce_sum,
+    backward,
+    broadcast,
+    fingerprint,
+    world,
+    wrap_model,
+)
+
+ROWS = [3, 1, 4]
+
+
+def gather_along(dim):
+    rank = world().rank
+    shape = [2, 3, 4]
+    shape[dim] = rank  # none on rank 0
+    own = torch.full(shape, rank, dtype=torch.float64)
+    found = all_gather({"h": own, "n": rank, "t": str(rank), "0": torch.tensor(rank)}, dim=dim)
+    whole = torch.cat([each["h"] for each in found], dim)
+    assert all(each["h"].is_contiguous() for each in found)
+    rest = [(each["n"], each["t"], each["0"].item()) for each in found]
+    return whole.shape, whole.unique().tolist(), rest
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_tensors_may_differ_in_any_one_dimension(size):
+    for dim in (0, 1, 2, -1, -3):
+        expected = [2, 3, 4]
+        expected[dim] = sum(range(size))
+        for shape, values, rest in run_caught(gather_along, dim, world_size=size):
+            assert (list(shape), values) == (expected, list(range(1, size)))
+            assert rest == [(rank, str(rank), rank) for rank in range(size)]
+
+
+# --- with gradients
+
+
+def clip(model, left, right, *, own=None):
+    """Return the loss of rows against all, gathered if `own` says which they are."""
+    left, right = (normalize(x, dim=1) for x in model(left, right))
+    if own is None:
+        return cross_entropy(model.scale * left @ right.T, torch.arange(len(left)))
+    everyone = torch.cat(all_gather(right, differentiable=True))
+    return cross_entropy(model.scale * left @ everyone.T, own)
+
+
+class Towers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(5, 3), nn.Linear(4, 3)
+        self.scale = nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, left, right):
+        return self.left(left), self.right(right)
+
+
+def made(dtype):
+    torch.manual_seed(0)
+    model, size = Towers().to(dtype), world().size
+    rows = sum(ROWS[:size])
+    data = torch.randn(rows, 5, dtype=dtype), torch.randn(rows, 4, dtype=dtype)
+    own = [torch.arange(rows), *data]
+    return model, data, [x.split(ROWS[:size])[world().rank] for x in own]
+
+
+def gradients_of(how, dtype):
+    """Return whether the gradients are those of one process that has all rows."""
+    alone, data, _ = made(dtype)
+    (each, left, right), size = made(dtype)[2], world().size
+    model = wrap_model(made(dtype)[0], device="cpu")
+    loss_of = lambda model, batch: clip(model, *batch, own=each)  # noqa: E731
+    if how == "backward":
+        backward(model, loss_of, (left, right))
+        clip(alone, *data).backward()
+    else:  # the mean over the ranks of their means
+        loss_of(model, (left, right)).backward()
+        scores = [normalize(x, dim=1) for x in alone(*data)]
+        losses = cross_entropy(
+            alone.scale * scores[0] @ scores[1].T, torch.arange(len(data[0])), reduction="none"
+        )
+        torch.stack([part.mean() for part in losses.split(ROWS[:size])]).mean().backward()
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-6
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    return [torch.allclose(a.grad, b.grad, rtol=tolerance, atol=tolerance) for a, b in pairs]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("how", ["backward", "loss.backward"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_gradient_of_a_loss_over_all_rows_is_that_of_one_process(size, how, dtype):
+    assert run_caught(gradients_of, how, dtype, world_size=size) == [[True] * 5] * size
+
+
+def sums_of_gradients():
+    rank, size = world().rank, world().size
+    tree = {
+        "rows": torch.ones(2, 1 + rank, 3, dtype=torch.bfloat16, requires_grad=True),
+        "number": torch.tensor(2.0, requires_grad=True),
+        "unused": torch.ones(1, 1, requires_grad=True),
+        "plain": torch.ones(1, 1),
+        "whole": 3,
+        "text": "x",
+    }
+    found = all_gather(tree, 1, differentiable=True)
+    plain = all_gather(tree, 1)
+    with torch.no_grad():
+        silent = all_gather(tree, 1, differentiable=True)
+    total = sum(each["rows"].float().sum() * (1 + each["number"]) for each in found) * (rank + 1)
+    total.backward()
+    carried = {name for name in ("rows", "number", "plain") if found[0][name].requires_grad}
+    nothing = [each["rows"].requires_grad for each in (*plain, *silent)]
+    own = tree["rows"].grad
+    assert own.dtype == torch.bfloat16
+    assert tree["unused"].grad is None
+    return carried, any(nothing), own.unique().tolist(), tree["number"].grad.item(), size
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_each_tensor_gets_the_sum_of_the_gradients_of_all_ranks_losses(size):
+    ranks = size * (size + 1) // 2
+    for rank, found in enumerate(run_caught(sums_of_gradients, world_size=size)):
+        number = 6.0 * (1 + rank) * ranks
+        assert found == ({"rows", "number"}, False, [3.0 * ranks], number, size)
+
+
+def with_gradient(*shape, really=True):
+    return torch.ones(*shape, requires_grad=really)
+
+
+WRONG = {
+    "shape": (lambda r: all_gather(with_gradient(2, 1 + r), differentiable=True), "rowsx1 of tor"),
+    "gradient": (
+        lambda r: all_gather(with_gradient(2, really=r > 0), differentiable=True),
+        "rank 0: structure='value: rows of torch.float32'\n",
+    ),
+    "flag": (
+        lambda r: all_gather(with_gradient(2), differentiable=r > 0),
+        "structure='value: rows of torch.float32, differentiable'",
+    ),
+    "dim": (lambda r: all_gather(torch.ones(2, 2), -r), "rowsx2 of torch.float32, dim=-1'"),
+    "no dim": (lambda r: all_gather([torch.ones(2)], r > 0), "`dim` must be an integer, but is "),
+    "few": (lambda r: all_gather([torch.ones(2)], 2 - 2 * r), "`value[0]` must have a dimension"),
+    "rows": (
+        lambda r: all_gather([with_gradient(r, 2)], differentiable=True),
+        "rows of what is `differentiable`, but rank 0 passed none: pass drop_last=True to make_loa",
+    ),
+}  # fmt: skip
+
+
+def what_is_wrong(name):
+    error = caught(WRONG[name][0], world().rank)
+    return error, all_gather(world().rank)
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_differ_get_an_error_on_every_rank_and_the_group_goes_on(size, name):
+    for error, after in run_caught(what_is_wrong, name, world_size=size):
+        assert WRONG[name][1] in error.text
+        assert after == list(range(size))
+
+
+def gather_on_another_default_device():
+    """With "meta" in place of an accelerator: what is made there by mistake has no numbers."""
+    torch.set_default_device("meta")
+    try:
+        own = torch.tensor([1.0], device="cpu", requires_grad=True)
+        (*_, last) = all_gather({"a": own, "n": 3, "x": 0.5, "t": "x"}, differentiable=True)
+        last["a"].sum().backward()
+        reduced = all_reduce_mean([1.0] * 100), all_reduce_max([2] * 100), all_reduce_sum(own)
+        told = broadcast({"t": own.detach()})["t"].item(), last["n"], last["x"], last["t"]
+        return told, own.grad.item(), reduced[0][9], reduced[1][9], reduced[2].item()
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_nothing_of_it_depends_on_the_default_device(size):
+    found = run_caught(gather_on_another_default_device, world_size=size)
+    for rank, (told, gradient, *reduced) in enumerate(found):
+        assert (told, reduced) == ((1, 3, 0.5, "x"), [1, 2, size])
+        assert gradient == (size if rank == size - 1 else 0)
+
+
+def train(steps):
+    model = wrap_model(made(torch.float32)[0], device="cpu")
+    _, _, (each, *own) = made(torch.float32)
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        backward(model, lambda model, batch: clip(model, *batch, own=each), tuple(own))
+        optimizer.step()
+    return fingerprint(model)
+
+
+def test_replicas_stay_equal_to_the_bit():
+    assert len(set(run_caught(train, 5, world_size=3))) == 1
+
+
+# Their sum; in 16 bits it is 172.5, in whichever order they are added.
+HALVES = 8.984375, 75.75, 87.6875
+
+
+def gather_halves():
+    own = torch.zeros(1, dtype=torch.float16, requires_grad=True)
+    first, *_ = all_gather(own, differentiable=True)
+    (first * HALVES[world().rank]).sum().backward()
+    return own.grad.item()
+
+
+def test_gradients_of_halves_are_added_without_rounding_in_between():
+    assert run_caught(gather_halves, world_size=3) == [172.375, 0, 0]  # all go to rank 0
+
+
+def gather_a_lazy_minus():
+    own = torch.tensor([1 + 2j]).conj().imag
+    assert own.is_neg()
+    return torch.cat(all_gather(own)).tolist()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_lazy_minus_sign_arrives(size):
+    assert run_caught(gather_a_lazy_minus, world_size=size) == [[-2.0] * size] * size

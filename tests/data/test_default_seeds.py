@@ -1,0 +1,161 @@
+"""Loaders without a seed of their own: each has another one, and the same one in each run."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from data_zoo import Drawing, Numbers, at, flat, joined, steps
+from on_ranks import caught, run
+
+from pardata import make_loader, seed_everything
+
+
+def shuffled(**options):
+    return make_loader(Numbers(20), 4, **{"shuffle": True, "num_workers": 0, **options})
+
+
+def orders(count=3, **options):
+    """Return the first epoch of so many loaders, made one after another."""
+    made = [shuffled(**options) for _ in range(count)]
+    return [flat(steps(loader)) for loader in made]
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    state = torch.get_rng_state()
+    seed_everything(5)
+    yield
+    seed_everything(0)
+    torch.set_rng_state(state)
+
+
+def test_no_two_loaders_go_through_the_data_in_lock_step():
+    found = orders()
+    assert len({tuple(order) for order in found}) == 3
+    assert found[0] == orders(1, seed=5)[0]  # the first has the seed of the run
+
+
+def test_no_two_loaders_augment_alike():
+    one, other = (make_loader(Drawing(), 4, num_workers=0) for _ in range(2))
+    views = zip(flat(steps(one)), flat(steps(other)), strict=True)
+    assert all(first != second for first, second in views)
+
+
+def test_a_run_that_is_seeded_again_is_the_same_run():
+    first = orders()
+    seed_everything(5)
+    assert orders() == first
+    seed_everything(6)
+    assert orders() != first
+
+
+def test_another_seed_of_torch_begins_to_count_anew():
+    torch.manual_seed(7)
+    seven = orders()
+    torch.manual_seed(8)
+    assert orders(1) == orders(1, seed=8)
+    assert seven[0] == orders(1, seed=7)[0]
+
+
+def test_a_loader_with_a_seed_and_one_that_was_refused_are_not_counted():
+    expected = orders(2)
+    first, other = shuffled(), shuffled(seed=9)
+    with pytest.raises(ValueError, match="batch_size"):
+        make_loader(range(4), 0)
+    second = shuffled()
+    assert [flat(steps(loader)) for loader in (first, second)] == expected
+    assert flat(steps(other)) not in expected
+
+
+def test_a_loader_that_is_gone_leaves_its_seed_to_the_next_one():
+    assert orders(1) == orders(1)  # as in two runs that set the same seed in one process
+
+
+# --- on ranks ---
+
+
+def _uneven_counts():
+    seed_everything(5, per_rank=True)
+    shared = orders(1)
+    for _ in range(dist.get_rank()):  # of this rank alone
+        make_loader(range(4), 2, distributed=False, num_workers=0)
+    return [*shared, *orders(2)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_ranks_take_the_seed_and_the_number_of_rank_0(size):
+    found = run(_uneven_counts, world_size=size)
+    whole = [sorted(flat(shares)) for shares in zip(*found, strict=True)]
+    assert whole == [[*range(20)]] * 3
+
+
+def _orders():
+    seed_everything(5)
+    return [steps(loader) for loader in [shuffled(), shuffled()]]
+
+
+def test_they_are_the_same_at_every_world_size():
+    alone = _orders()
+    for size in (2, 3):
+        assert [
+            joined(ranks) for ranks in zip(*run(_orders, world_size=size), strict=True)
+        ] == alone
+
+
+# --- resuming ---
+
+
+def _resume(before, state):
+    """Make the loader of the run anew, with so many made before it, and go on."""
+    seed_everything(5)
+    for _ in range(before):
+        make_loader(range(4), 2, num_workers=0)
+    loader = shuffled()
+    loader.load_state_dict(state)
+    return steps(loader), loader.state_dict()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_state_loads_into_another_loader_of_the_run(workers):
+    make_loader(range(4), 2, num_workers=0)
+    loader = shuffled(num_workers=workers)
+    whole = [steps(loader) for _ in range(2)]
+    at(loader, 0)
+    for step, _ in enumerate(loader):
+        if step == 1:
+            break
+    state = loader.state_dict()
+    for before in (0, 1, 3):  # as when an evaluation runs first, or a cell of a notebook runs again
+        for size in (1, 2):
+            ranks = run(_resume, before, state, world_size=size)
+            assert joined([found for found, _ in ranks]) == whole[0][2:]
+            assert {after["seed"] for _, after in ranks} == {state["seed"]}
+    again = shuffled(num_workers=2)
+    steps(again)  # its workers live on
+    again.load_state_dict(state)
+    assert [steps(again), steps(again)] == [whole[0][2:], whole[1]]
+
+
+def _resume_under_another_seed(state, **options):
+    seed_everything(6)
+    loader = shuffled(**options)
+    before = loader.state_dict()
+    raised = caught(loader.load_state_dict, state)
+    return raised, loader.state_dict() == before
+
+
+@pytest.mark.parametrize("options", [{}, {"seed": 6}])
+def test_a_state_of_another_run_is_refused(options):
+    state = shuffled().state_dict()
+    raised, is_as_before = _resume_under_another_seed(state, **options)
+    assert (
+        "seed was 5 and is 6: make this loader, and those before it, as at the save" in raised.text
+    )
+    assert is_as_before
+
+
+def test_a_state_that_is_refused_changes_no_seed():
+    one, other = (shuffled(shuffle=False) for _ in range(2))
+    before = other.state_dict()
+    with pytest.raises(ValueError, match="batch_size was 5"):
+        other.load_state_dict({**one.state_dict(), "batch_size": 5})
+    assert other.state_dict() == before

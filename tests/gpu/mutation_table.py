@@ -1,0 +1,287 @@
+"""The table of mutations: what `mutations.py` takes out of the source, and who must see it."""
+
+from typing import NamedTuple
+
+COPIES = "tests/gpu/test_copies.py"
+CHECKPOINTS = "tests/gpu/test_checkpoints_gpu.py"
+MODEL = "tests/gpu/test_model_gpu.py"
+PREFETCHING = "tests/gpu/test_prefetching.py"
+RANKS = "tests/gpu/test_ranks_gpu.py"
+TRAINING = "tests/gpu/test_training_gpu.py"
+TWO = "tests/gpu/test_two_gpus.py"
+
+
+class Mutation(NamedTuple):
+    """One text of a file of the source, what takes its place, and the tests that must see it.
+
+    Attributes:
+        file: below src/pardata.
+        old: a text that is there exactly once.
+        new: what takes its place.
+        tests: arguments of pytest.
+        is_quick: whether CI tries it.
+    """
+
+    file: str
+    old: str
+    new: str
+    tests: str
+    is_quick: bool = False
+
+
+MUTATIONS = {
+    # --- data: batches that are placed ahead of the loop
+    "the loop does not wait for a batch": Mutation(
+        "data/_placement.py",
+        "current.wait_event(placed)",
+        "pass",
+        f"{PREFETCHING} -k once_it_is_there",
+        is_quick=True,
+    ),
+    "the event of a batch comes before the batch": Mutation(
+        "data/_placement.py",
+        "(shaped(each), stream.record_event(), each)",
+        "(*reversed((stream.record_event(), shaped(each))), each)",
+        f"{PREFETCHING} -k once_it_is_there",
+    ),
+    "a transform does not wait for what was made before the epoch": Mutation(
+        "data/_placement.py",
+        """the stream of now.
+    stream.wait_stream(of_kind.current_stream(device))""",
+        "the stream of now.",
+        f"{PREFETCHING} -k in_the_making",
+    ),
+    "a transform does not wait for what a dataset makes on the GPU": Mutation(
+        "data/_placement.py",
+        "                    stream.wait_stream(of_kind.current_stream(device))",
+        "                    pass",
+        f"{PREFETCHING} -k has_just_written",
+    ),
+    "a transform's stream does not wait for batches that cannot be kept": Mutation(
+        "data/_placement.py",
+        "            stream.wait_stream(current)",
+        "            pass",
+        f"{PREFETCHING} -k not_used_again_before",
+    ),
+    "batches that cannot be kept are thought to be": Mutation(
+        "data/_placement.py",
+        "return len(dense) == len(tensors) > 0",
+        "return True",
+        f"{PREFETCHING} -k not_used_again_before",
+    ),
+    "the memory of a batch is not kept for the loop": Mutation(
+        "data/_placement.py",
+        "tensor.record_stream(user)",
+        "pass",
+        f"{PREFETCHING} -k not_used_again_before",
+        is_quick=True,
+    ),
+    "the memory that a transform reads is let go": Mutation(
+        "data/_placement.py",
+        "stream.record_event(), each)",
+        "stream.record_event(), None)",
+        f"{PREFETCHING} -k not_written_over",
+    ),
+    "what runs ahead has no stream of its own": Mutation(
+        "data/_placement.py",
+        "with of_kind.stream(stream):",
+        "with of_kind.stream(None):",
+        f"{PREFETCHING} -k has_one_stream",
+    ),
+    "each epoch has another stream": Mutation(
+        "data/_placement.py",
+        "@cache\ndef _side_stream",
+        "def _side_stream",
+        f"{PREFETCHING} -k has_one_stream",
+    ),
+    "a loop that has no workers pins nothing": Mutation(
+        "data/_make_loader.py",
+        "return pin_memory and not ours, ours",
+        "return pin_memory and not ours, False",
+        f"{PREFETCHING} -k are_pinned",
+    ),
+    "batches of workers are not pinned": Mutation(
+        "data/_make_loader.py",
+        "return pin_memory and not ours, ours",
+        "return False, ours",
+        f"{PREFETCHING} -k are_pinned",
+    ),
+    "nobody pins what nobody is told to": Mutation(
+        "data/_make_loader.py",
+        "has_streams(args.device) if args.pin_memory is None",
+        "False if args.pin_memory is None",
+        f"{TRAINING} -k 'readmes_loop and bare'",
+    ),
+    "the tensors of a batch are not pinned": Mutation(
+        "data/_batch.py",
+        "else leaf.pin_memory()",
+        "else leaf",
+        f"{TRAINING} -k 'readmes_loop and bare'",
+    ),
+    "the host waits for the copy of a batch": Mutation(
+        "data/_batch.py",
+        "leaf.to(device, non_blocking=has_streams(device))",
+        "leaf.to(device)",
+        f"{TRAINING} -k 'readmes_loop and bare'",
+    ),
+    "the indices of rows on the GPU are not pinned": Mutation(
+        "data/_batch.py",
+        "indices = indices.pin_memory()",
+        "pass",
+        f"{PREFETCHING} -k nothing_waits_for_them",
+    ),
+    "the host waits for the copy of indices": Mutation(
+        "data/_batch.py",
+        "indices.to(tensor.device, non_blocking=queued)",
+        "indices.to(tensor.device)",
+        f"{PREFETCHING} -k nothing_waits_for_them",
+    ),
+    # --- checkpoint: what is taken of a run while it goes on
+    "a snapshot does not wait for its copies": Mutation(
+        "checkpoint/_snapshot.py",
+        "        copies.wait()\n",
+        "",
+        f"{CHECKPOINTS} {TWO} -k checkpoint",
+    ),
+    "copies are waited for on no device": Mutation(
+        "checkpoint/_snapshot.py",
+        "torch.get_device_module(gpu).current_stream(gpu).synchronize()",
+        "pass",
+        COPIES,
+        is_quick=True,
+    ),
+    "copies are waited for on one device": Mutation(
+        "checkpoint/_snapshot.py",
+        "self._gpus.add(tensor.device)",
+        "self._gpus = {tensor.device}",
+        f"{TWO} -k checkpoint",
+    ),
+    "copies are waited for on the current device alone": Mutation(
+        "checkpoint/_snapshot.py",
+        "current_stream(gpu).synchronize()",
+        "current_stream().synchronize()",
+        COPIES,
+    ),
+    "copies are not pinned": Mutation(
+        "checkpoint/_snapshot.py", 'device="cpu", pin_memory=True)', 'device="cpu")', COPIES
+    ),
+    "the host waits for each copy": Mutation(
+        "checkpoint/_snapshot.py",
+        "copy.copy_(tensor, non_blocking=True)",
+        "copy.copy_(tensor)",
+        COPIES,
+    ),
+    "what is copied is let go": Mutation(
+        "checkpoint/_snapshot.py",
+        "self._known[key] = tensor, copy",
+        "self._known[key] = copy, copy",
+        COPIES,
+    ),
+    "nothing is copied": Mutation(
+        "checkpoint/_snapshot.py",
+        "make = copies.of if is_copied else _plain_tensor",
+        "make = _plain_tensor",
+        f"{CHECKPOINTS} {TWO} -k checkpoint",
+    ),
+    "tensors on the CPU are not copied": Mutation(
+        "checkpoint/_snapshot.py",
+        "tensor.clone() if tensor.is_cpu else tensor.cpu()",
+        "tensor.cpu()",
+        "tests/checkpoint/test_checkpoint_disk.py -k before_it_is_written",
+    ),
+    "tensors that are not strided are not copied": Mutation(
+        "checkpoint/_snapshot.py",
+        'tensor.to("cpu", copy=True)',
+        'tensor.to("cpu")',
+        "tests/checkpoint/test_checkpoint_disk.py -k before_it_is_written",
+    ),
+    "values are not copied": Mutation(
+        "checkpoint/_snapshot.py",
+        "self.trees = mapped(self.trees, _own, is_leaf=is_special)",
+        "pass",
+        "tests/checkpoint/test_checkpoint_disk.py -k before_it_is_written",
+    ),
+    "shards are not copied": Mutation(
+        "checkpoint/_shards.py",
+        'part.detach().to("cpu", copy=True)',
+        "part.detach()",
+        f"{CHECKPOINTS} -k 'fsdp and True'",
+    ),
+    # --- gradient and collective: what ranks tell each other in a step
+    "what is told with gradients is not pinned": Mutation(
+        "step/_tally.py",
+        "ends.pin_memory().to(",
+        "ends.to(",
+        f"{TRAINING} -k 'readmes_loop and plain'",
+    ),
+    "the host waits for what is told with gradients": Mutation(
+        "step/_tally.py",
+        "ends.pin_memory().to(values.device, non_blocking=True)",
+        "ends.pin_memory().to(values.device)",
+        f"{TRAINING} -k 'readmes_loop and plain'",
+    ),
+    "metrics on the CPU are not pinned": Mutation(
+        "step/_tally.py",
+        "flat.pin_memory().to(",
+        "flat.to(",
+        f"{TRAINING} -k metric_on_the_cpu",
+    ),
+    "the host waits for metrics on the CPU": Mutation(
+        "step/_tally.py",
+        "flat.pin_memory().to(device, non_blocking=True)",
+        "flat.pin_memory().to(device)",
+        f"{TRAINING} -k metric_on_the_cpu",
+    ),
+    "what all ranks count is read before it is there": Mutation(
+        "step/_count.py", "        work.wait()\n", "", f"{TRAINING} -k some_of_the_ranks"
+    ),
+    "what a rank adds under exact is read before it is there": Mutation(
+        "strategies/exact/_ordered_sum.py",
+        "        self._work.wait()\n        stack",
+        "        stack",
+        f"{TRAINING} -k one_two_and_three",
+    ),
+    "sums of exact are read before they are there": Mutation(
+        "strategies/exact/_ordered_sum.py",
+        "            self._work.wait()\n        assert",
+        "            pass\n        assert",
+        f"{TRAINING} -k over_every_backend",
+    ),
+    "sums of small numbers are read before they are there": Mutation(
+        "collective/_header.py",
+        "                work.wait()\n",
+        "                pass\n",
+        "tests/gradient tests/collective",
+    ),
+    "a vote is read before it is there": Mutation(
+        "collective/_vote.py",
+        "self._work.wait()",
+        "pass",
+        "tests/collective tests/data/test_streaming.py",
+    ),
+    "small numbers travel with gradients, on the GPU": Mutation(
+        "ranks/_world.py",
+        'return None, _CPU if takes(here.backend, "cpu") else here.device',
+        "return None, here.device",
+        f"{RANKS} -k beside_gradients",
+    ),
+    "small numbers travel with gradients, over gloo": Mutation(
+        "ranks/_world.py",
+        "if found is not None and found.group_of_counts is not None:",
+        "if False:",
+        f"{RANKS} -k beside_gradients",
+    ),
+    # --- launch: whose device it is
+    "the group is made before the device is chosen": Mutation(
+        "launch/_rendezvous.py",
+        "torch.accelerator.set_device_index(device)",
+        "pass",
+        f"{RANKS} -k before_the_group",
+    ),
+    "the device of an adopted group is not chosen": Mutation(
+        "launch/_init.py",
+        "torch.accelerator.set_device_index(found.device)",
+        "pass",
+        f"{RANKS} -k adopted",
+    ),
+}

@@ -1,0 +1,132 @@
+"""Two GPUs in one process: loaders, models and checkpoints on both, and dp over them.
+
+Run with ``pytest -m gpu`` on a machine with two GPUs, or with ``--device=sim``.
+"""
+
+import pytest
+import torch
+from gpu_zoo import late, nothing_waits
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from pardata import Checkpointer, all_reduce_mean, backward, make_loader, wrap_model
+
+pytestmark = pytest.mark.usefixtures("needs_two")
+STEPS, ROWS, WIDTH = 6, 4, 5000
+
+
+@pytest.fixture
+def places(hardware):
+    """The two devices; the first is the current one, before and after."""
+    own = torch.get_device_module(hardware)
+    own.set_device(0)
+    yield [torch.device(hardware, number) for number in range(2)]
+    assert own.current_device() == 0
+
+
+def loader_on(place, start, **options):
+    """Return a loader of which every number in step k is `start` + k, each of them there late."""
+
+    def slowly(batch):
+        return late(place, batch[0])
+
+    steps = torch.arange(STEPS).repeat_interleave(ROWS) + float(start)
+    data = TensorDataset(steps[:, None].expand(-1, WIDTH).contiguous())
+    return make_loader(data, ROWS, device=place, batch_transform=slowly, seed=0, **options)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_a_loader_on_each_gives_each_its_own(prefetch, places):
+    loaders = [loader_on(place, 100 * n, prefetch=prefetch) for n, place in enumerate(places)]
+    found = []
+    for batches in zip(*loaders, strict=True):
+        assert [batch.device for batch in batches] == places
+        found.append([torch.stack([batch.min(), batch.max()]) for batch in batches])
+        del batches
+    expected = [[[k, k], [100 + k, 100 + k]] for k in range(STEPS)]
+    assert [[pair.tolist() for pair in pairs] for pairs in found] == expected
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_loader_serves_the_gpu_that_is_not_the_current_one(prefetch, places):
+    found = []
+    for batch in loader_on(places[1], 7, prefetch=prefetch):
+        found.append(torch.stack([batch.min(), batch.max()]))
+        del batch
+    assert [pair.tolist() for pair in found] == [[7 + k] * 2 for k in range(STEPS)]
+
+
+class Spread(nn.Module):
+    """A layer on each device."""
+
+    def __init__(self, places):
+        super().__init__()
+        self.places = places
+        self.first, self.last = nn.Linear(4, 64).to(places[0]), nn.Linear(64, 3).to(places[1])
+
+    def forward(self, rows):
+        return self.last(torch.tanh(self.first(rows)).to(self.places[1]))
+
+
+def mean_loss(model, batch):
+    return model(batch[0]).square().mean()
+
+
+def seeded(kind, *args):
+    torch.manual_seed(0)
+    return kind(*args)
+
+
+def batches_on(place):
+    rows = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
+    return make_loader(TensorDataset(rows), 6, seed=0, device=place)
+
+
+def test_a_model_on_both_trains_as_on_the_cpu_and_no_step_waits(places):
+    found = []
+    for where in (["cpu", "cpu"], places):
+        model = wrap_model(seeded(Spread, where), "none", device=where[0])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for epoch in range(3):
+            with nothing_waits(where[0] if epoch else "cpu"):
+                for batch in batches_on(where[0]):
+                    optimizer.zero_grad()
+                    loss = backward(model, mean_loss, batch)
+                    all_reduce_mean({"loss": loss, "count": 3})
+                    optimizer.step()
+        found.append([loss.cpu(), *(parameter.cpu() for parameter in model.parameters())])
+    torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("slower", [0, 1])
+def test_an_asynchronous_checkpoint_of_both_is_of_its_step(slower, places, tmp_path):
+    model = seeded(Spread, places)
+    late(places[slower], torch.ones(1))  # so that the other is ready first
+    for parameter in model.parameters():  # in the making on each device when they are saved
+        parameter.data = late(parameter.device, parameter.detach())
+    with Checkpointer(tmp_path, asynchronous=True) as checkpointer:
+        checkpointer.save(1, model=model, extra=[late(place, torch.ones(9)) for place in places])
+        with torch.no_grad():
+            for parameter in model.parameters():  # the next step writes
+                parameter.fill_(float("nan"))
+    restored = Checkpointer(tmp_path).restore(model=model)
+    assert [part.tolist() for part in restored.values["extra"]] == [[1.0] * 9] * 2
+    expected = seeded(Spread, ["cpu", "cpu"])
+    for ours, parameter in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours.cpu(), parameter)
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 2])
+def test_dp_over_both_has_the_gradient_of_the_cpu(microbatch_size, places):
+    def gradient(device, **options):
+        model = wrap_model(seeded(nn.Linear, 4, 3), device=device, **options)
+        rows = torch.randn(7, 4, generator=torch.Generator().manual_seed(1))
+        loader = make_loader(
+            TensorDataset(rows), 7, microbatch_size=microbatch_size, seed=0, device=device
+        )
+        (batch,) = loader
+        loss = backward(model, mean_loss, batch)
+        return [loss.detach().cpu(), *(parameter.grad.cpu() for parameter in model.parameters())]
+
+    over_both = gradient(places[0], strategy="dp", device_ids=[0, 1])
+    torch.testing.assert_close(over_both, gradient("cpu"))

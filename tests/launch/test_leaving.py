@@ -1,0 +1,43 @@
+"""Who has left the group comes no more: whoever waits for it is told at once."""
+
+import contextlib
+import time
+
+import pytest
+from launched import agent, torchrun_variables
+
+SCRIPT = """
+import sys, pardata
+
+how, bad = sys.argv[1], int(sys.argv[2])
+with pardata.init(timeout=100) as here:
+    pardata.barrier("all are there")
+    if here.rank == bad and how == "exit":
+        sys.exit(0)
+    if here.rank != bad:
+        CALL
+"""
+# A turn of all ranks, and one that only rank 0 ends, for which the others wait for hours.
+CALLS = {"barrier('end')": [0, 2], "rank_zero_call(max)": [0]}
+RUNS = [
+    (call, bad, how) for call, ranks in CALLS.items() for bad in ranks for how in ("end", "exit")
+]
+
+
+@pytest.mark.parametrize(("call", "bad", "how"), RUNS)
+def test_who_waits_for_a_rank_that_has_ended_well_is_told_at_once(
+    call, bad, how, programs, tmp_path
+):
+    code = SCRIPT.replace("CALL", f"pardata.{call.replace('(max)', '(max, 1, 2)')}")
+    with contextlib.ExitStack() as stack:
+        port, began, ranks = stack.enter_context(agent()), time.monotonic(), []
+        for rank in range(3):
+            env = torchrun_variables(rank, 3, port)
+            ranks.append(programs.start(code, how, bad, output=tmp_path / str(rank), **env))
+        codes = [each.wait(60) for each in ranks]
+    assert codes == [int(rank != bad) for rank in range(3)]
+    assert time.monotonic() < began + 50  # half of the timeout
+    for rank in {0, 1, 2} - {bad}:
+        text = (tmp_path / str(rank)).read_text()
+        assert f"`{call}`" in text
+        assert f"rank {bad} of 3 has left the group: see where its script ends" in text

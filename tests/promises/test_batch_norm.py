@@ -1,0 +1,59 @@
+"""What the pages say of batch norm: when its results depend on the number of processes."""
+
+import pytest
+import torch
+from on_ranks import run
+from sharding import needs_fsdp
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from pardata import backward, make_loader, seed_everything, unwrap, wrap_model
+
+
+def trained(strategy, microbatch_size, sync_batchnorm):
+    """Return the losses of some steps in float64, and the running means and variances."""
+    seed_everything(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double()
+    model = wrap_model(net, strategy, sync_batchnorm=sync_batchnorm)
+    x, y = torch.randn(96, 6).double(), torch.randint(3, (96,))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    losses = []
+    data = TensorDataset(x, y)
+    for batch in make_loader(data, 24, microbatch_size=microbatch_size, shuffle=True):
+        optimizer.zero_grad()
+        losses.append(backward(model, mean_loss, batch))
+        optimizer.step()
+    norm = unwrap(model)[1]
+    return torch.stack(losses), torch.cat([norm.running_mean, norm.running_var])
+
+
+def mean_loss(model, batch):
+    x, y = batch
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def same(one, other):
+    # Adam makes much of the gradient of a bias before a batch norm, which is rounding alone.
+    return torch.allclose(one, other, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "microbatch_size", "sync_batchnorm", "same_losses", "same_statistics"),
+    [
+        ("ddp", None, False, False, False),
+        ("ddp", None, True, True, True),
+        ("ddp", 4, False, True, False),
+        pytest.param("fsdp", 4, False, True, False, marks=needs_fsdp),
+        ("exact", 4, False, True, True),
+    ],
+)
+def test_batch_norm_is_the_same_on_any_number_of_processes_where_the_pages_say_so(
+    strategy, microbatch_size, sync_batchnorm, same_losses, same_statistics
+):
+    options = microbatch_size, sync_batchnorm
+    alone = "exact" if strategy == "exact" else "none"
+    ((losses, statistics),) = run(trained, alone, *options, world_size=1)
+    for size in (2, 3):
+        for found in run(trained, strategy, *options, world_size=size):
+            agree = same(found[0], losses), same(found[1], statistics)
+            assert agree == (same_losses, same_statistics)

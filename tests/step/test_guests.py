@@ -1,0 +1,323 @@
+"""Other models that `loss_fn` runs: they start no collective, and are not trained in silence."""
+
+import copy
+
+import pytest
+import torch
+from gradient_zoo import cut, gradients, pieces
+from on_ranks import caught, run, run_caught
+from sharding import FSDP_ON_CPU, TOGETHER, needs_fsdp, whole
+from torch import nn
+
+from pardata import backward, check_in_sync, fingerprint, unwrap, world, wrap_model
+
+TEXT = (
+    "RuntimeError: the loss must train only the model that `backward` gets, but it also trains {}, "
+    "whose gradient no rank would synchronise: freeze it during this call (requires_grad_(False) "
+    "before, requires_grad_(True) after), detach its output, or put both into one module and wrap "
+    "that"
+)
+
+
+ALONE = ["none", "dp"]
+
+
+class Generator(nn.Sequential):
+    pass
+
+
+class Discriminator(nn.Sequential):
+    pass
+
+
+def pair():
+    torch.manual_seed(0)
+    maker = Generator(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+    return maker, Discriminator(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)).double()
+
+
+def step(parameter):
+    parameter.data.sub_(parameter.grad)
+
+
+def step_in_hooks(strategy):
+    net = wrap_model(nn.Linear(2, 1), strategy)
+    before = fingerprint(net)
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    backward(net, lambda model, x: model(x).mean(), torch.ones(2, 2) * (1 + world().rank))
+    check_in_sync(net)
+    return fingerprint(net) != before
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_hook_that_would_see_the_gradient_of_one_rank_is_refused_on_every_rank(size):
+    for error in run_caught(step_in_hooks, "ddp", world_size=size):
+        assert str(error) == (
+            "RuntimeError: a parameter must have no register_post_accumulate_grad_hook under "
+            "'ddp', but `weight` has: it would see the gradient of one rank, before the mean; step "
+            "after backward, or wrap under 'fsdp'"
+        )
+
+
+@pytest.mark.parametrize("strategy", ["none", "ddp", pytest.param("fsdp", marks=needs_fsdp)])
+def test_such_a_hook_may_step_where_it_sees_the_gradient_of_all(strategy):
+    size = 2 if strategy == "fsdp" else 1
+    assert run(step_in_hooks, strategy, world_size=size) == [True] * size
+
+
+def of_judge(maker, how):
+    def loss(judge, batch):
+        if how == "no_grad":
+            with torch.no_grad():
+                fake = maker(batch[0])
+        else:
+            fake = maker(batch[0]).detach()
+        return (judge(fake) - judge(batch[1])).square().mean()
+
+    return loss
+
+
+def of_maker(judge):
+    return lambda maker, batch: judge(maker(batch[0])).square().mean()
+
+
+def wrapped(net, strategy):
+    """Wrap a net; in "blocks" it is sharded one part after the other."""
+    if strategy != "blocks":
+        return wrap_model(net, strategy)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    for part in (net[0], net[2]):
+        fully_shard(part, mesh=init_device_mesh("cpu", (world().size,)))
+    return wrap_model(net, "fsdp")
+
+
+def trained(strategy, parts, how):
+    """Train a generator and its discriminator against each other; return losses and weights."""
+    models = [wrapped(net, strategy) for net in pair()]
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
+    (maker, judge), losses = models, []
+    for step in range(3):
+        batch = cut(pieces(parts, step))
+        optimizers[1].zero_grad()
+        losses.append(backward(judge, of_judge(maker, how), batch).item())
+        optimizers[1].step()
+        judge.requires_grad_(False)
+        optimizers[0].zero_grad()
+        losses.append(backward(maker, of_maker(judge), batch).item())
+        optimizers[0].step()
+        judge.requires_grad_(True)
+        for model in models if strategy != "none" else ():
+            check_in_sync(model)
+    # In evaluation batch norm shows its statistics, which are those of rank 0 under "ddp".
+    return losses, [whole(p).detach().clone() for model in models for p in model.parameters()]
+
+
+@pytest.mark.parametrize("how", ["detach", "no_grad"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("strategy", [*TOGETHER, "exact", *["blocks"] * FSDP_ON_CPU])
+def test_a_gan_trains_as_in_one_process_however_the_microbatches_are_shared(strategy, size, how):
+    wanted = trained("none", (3,) * 5, how)
+    for found in run(trained, strategy, (3,) * 5, how, world_size=size):
+        assert found[0] == pytest.approx(wanted[0], rel=1e-9)
+        for ours, theirs in zip(found[1], wanted[1], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+def evaluated(size_of_buffers):
+    """Return what an exact guest's buffers are after others' steps."""
+    maker, judge = (wrap_model(net, "exact") for net in pair())
+    before = [buffer.clone() for buffer in unwrap(maker).buffers()]
+    backward(judge, of_judge(maker, "detach"), cut(pieces((3,) * size_of_buffers)))
+    return all(map(torch.equal, before, unwrap(maker).buffers()))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_under_exact_a_guest_keeps_its_buffers(size):
+    assert run(evaluated, 3, world_size=size) == [True] * size
+
+
+def sharded_guest():
+    maker, judge = wrap_model(pair()[0], "fsdp"), wrap_model(pair()[1], "fsdp")
+    backward(judge, of_judge(maker, "detach"), cut(pieces((3, 3, 3))))
+    check_in_sync(maker)
+    check_in_sync(judge)
+
+
+@needs_fsdp
+def test_under_fsdp_buffers_of_a_guest_are_equal_after_the_step():
+    run(sharded_guest, world_size=2)
+
+
+def averaged():
+    """Train a student to follow the mean of what it was; return what the teacher holds."""
+    teacher = wrap_model(nn.Linear(4, 3).double(), "fsdp").requires_grad_(False)
+    student = wrap_model(nn.Linear(4, 3).double(), "fsdp")
+    optimizer, kinds = torch.optim.SGD(student.parameters(), 0.1), set()
+    for step in range(2):
+        batch = cut(pieces((3,) * 4, step))
+        optimizer.zero_grad()
+        backward(student, lambda m, b: (m(b[0]) - teacher(b[0] + 1)).square().mean(), batch)
+        optimizer.step()
+        kinds |= {type(p).__name__ for p in teacher.parameters()}
+        with torch.no_grad():
+            for ours, theirs in zip(teacher.parameters(), student.parameters(), strict=True):
+                ours.mul_(0.9).add_(theirs, alpha=0.1)
+    check_in_sync(teacher)
+    return kinds
+
+
+@needs_fsdp
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_frozen_teacher_is_sharded_again_after_the_step(size):
+    assert run(averaged, world_size=size) == [{"DTensor"}] * size
+
+
+def goes_on(strategy):
+    """Train a discriminator after a step of its generator that fails between the two."""
+    maker, judge = (wrap_model(net, strategy) for net in pair())
+    other = wrap_model(pair()[1], strategy)
+    batch = cut(pieces((3,) * 4))
+
+    def fail(_gradient):
+        raise ValueError("between")
+
+    def loss(maker, batch):
+        fake = maker(batch[0])
+        fake.register_hook(fail)
+        return judge(fake).square().mean()
+
+    buffers = [buffer.clone() for buffer in unwrap(judge).buffers()]
+    judge.requires_grad_(False)
+    raised = caught(backward, maker, loss, batch)
+    judge.requires_grad_(True)
+    same = all(map(torch.equal, buffers, unwrap(judge).buffers()))
+    found = [
+        (backward(m, lambda m, b: m(b[1]).square().mean(), batch).item(), gradients(m))
+        for m in (judge, other)
+    ]
+    return str(raised), same, found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("strategy", TOGETHER)
+def test_a_guest_of_a_step_that_failed_trains_on(strategy, size):
+    for raised, same, (ours, others) in run(goes_on, strategy, world_size=size):
+        assert (raised, same, ours[0]) == ("ValueError: between", True, others[0])
+        assert all(map(torch.equal, ours[1], others[1]))
+
+
+# --- guests and others that would be trained ---
+
+
+def trains_both(strategy, parts, where):
+    """Return what is raised, and whether nothing was left; then train as the text says."""
+    maker, judge = (wrap_model(net, strategy) for net in pair())
+    batch = cut(pieces(parts))
+    if where == "later":
+        judge.requires_grad_(False)
+        backward(maker, of_maker(judge), batch)
+        judge.requires_grad_(True)
+    before = [*gradients(maker), *gradients(judge)]
+    raised = caught(backward, maker, of_maker(judge), batch)
+    after = [*gradients(maker), *gradients(judge)]
+    same = all(
+        (a is None and b is None) or torch.equal(a, b) for a, b in zip(before, after, strict=True)
+    )
+    judge.requires_grad_(False)
+    loss = backward(maker, of_maker(judge), batch).item()
+    check_in_sync(judge)
+    return str(raised), same, loss
+
+
+@pytest.mark.parametrize("where", ["first", "later"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("parts", [(3,) * 6, (3,) * 4])
+@pytest.mark.parametrize("strategy", TOGETHER)
+def test_a_guest_that_is_trained_too_is_refused_on_every_rank(strategy, parts, size, where):
+    net, other = pair()
+    loss = of_maker(other)(net, [torch.cat(x) for x in zip(*pieces(parts), strict=True)])
+    assert loss.isfinite()
+    name = {"ddp": "Discriminator", "fsdp": "FSDPDiscriminator"}[strategy]
+    for raised, is_same, loss in run(trains_both, strategy, parts, where, world_size=size):
+        assert raised == TEXT.format(f"{name}, another wrapped model")
+        assert is_same
+        assert loss == loss  # noqa: PLR0124  # not NaN
+
+
+class Both(nn.Module):
+    def __init__(self, model, criterion):
+        super().__init__()
+        self.model, self.criterion = model, criterion
+
+    def forward(self, rows):
+        return self.criterion(self.model(rows))
+
+
+def with_criterion(strategy):
+    torch.manual_seed(0)
+    net, criterion = nn.Linear(4, 3).double(), nn.Linear(3, 1).double()
+    model = wrap_model(copy.deepcopy(net), strategy)
+    batch = cut(pieces((3, 3, 3)))
+    raised = caught(backward, model, lambda m, b: criterion(m(b[0])).square().mean(), batch)
+    left = criterion.weight.grad
+    model = wrap_model(Both(net, criterion), strategy)  # the cure
+    backward(model, lambda m, b: m(b[0]).square().mean(), batch)
+    if strategy not in ALONE:
+        check_in_sync(model)
+    return str(raised), left is None
+
+
+@pytest.mark.parametrize("strategy", [*TOGETHER, "exact", *ALONE])
+def test_a_criterion_with_parameters_of_its_own_is_refused_at_every_size(strategy):
+    for size in (1, 2, 3) if strategy not in ALONE else (1,):
+        for raised, nothing_left in run(with_criterion, strategy, world_size=size):
+            assert nothing_left
+            assert raised == TEXT.format("a parameter of shape (1, 3) outside of it") or (
+                raised == TEXT.format("a parameter of shape (1,) outside of it")
+            )
+
+
+def leaves_of_many_kinds():
+    """Train with leaves that are no parameters, and a guest that shares parameters."""
+    net = nn.Linear(4, 3).double()
+    model, again = wrap_model(net, "ddp"), wrap_model(net, "ddp")
+
+    def loss(m, b):
+        rows = b[0].clone().requires_grad_()
+        return (m(rows) + again(rows) - b[1]).square().mean()
+
+    backward(model, loss, cut(pieces((3, 3, 3))))
+    plain = nn.Linear(4, 3).double()
+    plain.load_state_dict(net.state_dict())
+    x, y = (torch.cat(column) for column in zip(*pieces((3, 3, 3)), strict=True))
+    (2 * plain(x) - y).square().mean().backward()
+    torch.testing.assert_close(net.weight.grad, plain.weight.grad)
+
+
+def test_inputs_with_gradients_and_a_second_wrapper_of_the_same_module_are_fine():
+    run(leaves_of_many_kinds, world_size=2)
+
+
+def nested():
+    """Run a step of one model within that of another."""
+    one, two = (wrap_model(nn.Linear(4, 3).double(), "ddp") for _ in range(2))
+    batch = cut(pieces((3,) * world().size))
+
+    def inner(m, b):
+        return (m(b[0]) - b[1]).square().mean()
+
+    def outer(m, b):
+        backward(two, inner, batch)
+        return inner(m, b)
+
+    backward(one, outer, batch)
+    assert one.weight.grad is not None
+    assert two.weight.grad is not None
+    check_in_sync(two)
+
+
+def test_a_step_within_a_step_is_its_own():
+    run(nested, world_size=2)

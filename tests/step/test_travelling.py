@@ -1,0 +1,544 @@
+"""Loss, counts and metrics of a step travel with the gradients, and are those of all ranks."""
+
+import copy
+import math
+import pickle
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  # the usual name
+from gradient_zoo import (
+    CLOSE,
+    cut,
+    gradients,
+    network,
+    off,
+    pieces,
+    rows_of,
+    squared_error,
+    truth_of,
+)
+from on_ranks import caught, run, run_caught
+from sharding import TOGETHER, needs_fsdp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+from pardata import backward, check_in_sync, make_loader, unwrap, world, wrap_model
+from pardata.data._plan import share
+from pardata.step._tally import Tally
+from pardata.strategies import _parcel
+
+TOLD = 26  # numbers that each rank tells in a step: a count, hashes, loss and metrics
+STRATEGIES = [*TOGETHER, "exact"]
+
+
+# --- metrics ---
+
+
+def with_metrics(model, batch):
+    inputs, targets = batch
+    output = model(inputs)
+    metrics = {
+        "rows": len(inputs),
+        "parts": [inputs.mean(), (inputs.mean(dim=0).float(), inputs[0, 0] > 9)],
+        "many": inputs.mean() * torch.arange(100.0),
+    }
+    return F.mse_loss(output, targets), metrics
+
+
+SIZES_OF_STEPS = [(3,) * 7, (3, 1, 5), (4,), (2, 2)]
+
+
+def metrics_of(strategy):
+    model = wrap_model(network(), strategy)
+    found = []
+    for sizes in SIZES_OF_STEPS:
+        model.zero_grad()
+        loss, metrics = backward(model, with_metrics, cut(pieces(sizes)))
+        inputs, targets = rows_of(sum(sizes))
+        wanted, gradient = truth_of(inputs, targets)
+        assert off(gradients(model), gradient) < CLOSE
+        assert loss.item() == pytest.approx(wanted, rel=CLOSE)
+        assert list(metrics) == ["rows", "parts", "many"]
+        assert metrics["rows"] == pytest.approx(sum(n * n for n in sizes) / sum(sizes))
+        mean, (columns, flag) = metrics["parts"]
+        torch.testing.assert_close(mean, inputs.mean(), rtol=CLOSE, atol=1e-14)
+        torch.testing.assert_close(columns, inputs.mean(dim=0).float())
+        assert (flag.dtype, flag.item()) == (torch.float32, 0.0)
+        torch.testing.assert_close(metrics["many"], inputs.mean().float() * torch.arange(100.0))
+        assert {mean.requires_grad, columns.requires_grad} == {False}
+        found.append(repr([metrics["rows"], mean.item(), columns.tolist()]))
+    return found
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_metrics_are_means_over_the_global_batch_without_the_placeholders(strategy):
+    at_sizes = {size: run(metrics_of, strategy, world_size=size) for size in (1, 2, 3)}
+    for ranks in at_sizes.values():
+        assert ranks == [ranks[0]] * len(ranks)
+    if strategy == "exact":
+        assert at_sizes[1][0] == at_sizes[2][0] == at_sizes[3][0]
+
+
+def test_metrics_of_a_single_process_are_theirs():
+    assert metrics_of("none") == metrics_of("dp")
+    net, (inputs, targets) = network(), rows_of(3)
+    for _ in range(2):  # the first step, in which the model is looked at, and another
+        loss, metrics = backward(net, with_metrics, (inputs, targets))
+        assert loss.item() == pytest.approx(truth_of(inputs, targets)[0])
+        assert metrics["rows"] == 3.0
+        assert isinstance(metrics["rows"], float)
+
+
+def test_a_part_of_the_loss_may_be_a_metric_with_its_gradient():
+    def loss_fn(model, batch):
+        loss = squared_error(model, batch)
+        return loss, [loss]
+
+    loss, (part,) = backward(network(), loss_fn, cut(pieces((2, 1))))  # warnings are errors here
+    assert part.item() == pytest.approx(loss.item())
+    assert not part.requires_grad
+
+
+NUMBERS = [1700000123, 2**24 + 1, 0.1, 1e39, -5.5e200, 3e-320, -0.0, math.inf, True, 10**30]
+
+
+def means_of_numbers(small):
+    """Return the means of numbers that are the same everywhere, and of those of each rank."""
+    with patch.object(_parcel, "_SMALL", _parcel._SMALL if small else 0):
+        model = wrap_model(nn.Linear(4, 3))  # whose gradients are of float32
+    here = world()
+
+    def loss_fn(model, batch):
+        wide = torch.tensor([number * 1.0 for number in NUMBERS], dtype=torch.float64)
+        own = (here.rank + 1) * 1e39
+        return squared_error(model, batch), [NUMBERS, wide, torch.tensor(2**40 + 1), own]
+
+    rows = tuple(tensor.float() for tensor in rows_of(3))
+    _, metrics = backward(model, loss_fn, rows)
+    _, (_, seen, *_) = backward(model, loss_fn, rows, count=lambda _: 2**30 + here.rank)
+    return metrics, seen, [number for _, number in [backward(model, nan_on_one, rows)]]
+
+
+def nan_on_one(model, batch):
+    return squared_error(model, batch), math.nan if world().rank else 1.0
+
+
+@pytest.mark.parametrize("small", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_metrics_have_the_digits_and_the_range_of_float64(size, small):
+    for (numbers, wide, whole, own), seen, (nan,) in run(means_of_numbers, small, world_size=size):
+        assert numbers == pytest.approx([float(number) for number in NUMBERS], rel=1e-15, abs=0)
+        assert wide.tolist() == pytest.approx(numbers, rel=1e-15, abs=0)
+        assert seen.tolist() == pytest.approx(numbers, rel=1e-15, abs=1e-300)
+        assert own == pytest.approx((size + 1) / 2 * 1e39, rel=1e-15)
+        assert whole.dtype == torch.float32
+        assert math.isnan(nan) == (size > 1)
+
+
+def large_counts():
+    """Return the mean of counts that float32 does not tell from each other."""
+    model = wrap_model(nn.Linear(1, 1), "ddp")
+    count = 2**24 + 2 * world().rank + 1
+    rows = torch.full((1, 1), float(world().rank))
+
+    def loss_fn(model, rows):
+        return model(rows).mean(), float(count)
+
+    return backward(model, loss_fn, rows, count=lambda _: count)[1]
+
+
+def test_a_count_may_be_larger_than_the_whole_numbers_of_float32():
+    counts = [2**24 + 1, 2**24 + 3]
+    mean = sum(count * count for count in counts) / sum(counts)
+    assert run(large_counts, world_size=2) == [pytest.approx(mean, rel=1e-15)] * 2
+
+
+def nothing_counts_of(strategy):
+    """Of a microbatch that counts 0 neither loss nor metrics are looked at, be they NaN."""
+    model = wrap_model(network(), strategy)
+
+    def loss_fn(model, batch):
+        loss = squared_error(model, batch) * (math.nan if len(batch[0]) == 2 else 1)
+        return loss, [loss.detach()]
+
+    step = cut(pieces((2, 3, 2)))
+    loss, (metric,) = backward(model, loss_fn, step, count=lambda b: 0 if len(b[0]) == 2 else 3)
+    return loss.isfinite().item(), loss.item() == metric.item()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_metrics_of_what_counts_nothing_do_not_count(strategy):
+    assert run(nothing_counts_of, strategy, world_size=2) == [(True, True)] * 2
+
+
+def unlike(what):
+    def loss_fn(model, batch):
+        loss = squared_error(model, batch)
+        odd = world().rank == world().size - 1
+        return {
+            "none": loss if odd else (loss, 1.0),
+            "no number": (loss, {"text": "yes" if odd else 1.0}),
+            "in one rank": (loss, torch.ones(len(batch[0]))),
+        }[what]
+
+    return loss_fn
+
+
+# What one rank has otherwise, and what all are told; more: tests/promises/misuse_models.py.
+UNLIKE = {
+    "none": "RuntimeError: every rank must pass the same to `backward`, but `metrics` differs",
+    "no number": "`metrics['text']` must be a number or a tensor, but is 'yes'",
+    "in one rank": "of the same structure for each microbatch",
+}
+
+
+def all_unlike(strategy):
+    model = wrap_model(network(), strategy)
+    raised = {}
+    for what in UNLIKE:
+        raised[what] = caught(backward, model, unlike(what), cut(pieces((3, 1, 3, 1))))
+        model.zero_grad()
+        backward(model, squared_error, cut(pieces((3, 3))))
+        assert off(gradients(model), truth_of(*rows_of(6))[1]) < CLOSE
+    return raised
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "exact"])
+def test_metrics_that_differ_between_ranks_raise_on_every_rank(strategy):
+    ranks = run(all_unlike, strategy, world_size=2)
+    for found in ranks:
+        assert all(text in str(found[what]) for what, text in UNLIKE.items()), found
+    assert ranks[1]["no number"].type == "TypeError"
+
+
+class OnGpu(torch.Tensor):
+    """A tensor of the CPU that says that it is on a GPU, where nobody reads what others tell."""
+
+    is_cpu = property(lambda _: False)
+
+
+def numbers_on_a_gpu(*of_ranks):
+    """Return what each step ends in, of which the metrics are so many numbers."""
+    model, sums, found = wrap_model(nn.Linear(4, 3).double()), Tally.sums, []
+    here = patch.object(Tally, "sums", lambda tally: sums(tally).as_subclass(OnGpu))
+    with here, patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor):
+        for number in of_ranks[world().rank]:
+            values = torch.arange(float(number))
+            found.append(caught(step_with, model, values))
+    return found
+
+
+def step_with(model, values):
+    def loss_fn(model, batch):
+        return squared_error(model, batch), values
+
+    _, means = backward(model, loss_fn, rows_of(3, seed=world().rank))
+    return torch.equal(means, values)
+
+
+def test_on_a_gpu_more_metrics_than_have_places_are_compared_before_they_are_sent():
+    assert run(numbers_on_a_gpu, [3, 3, 30, 30, 3], [3, 3, 30, 30, 3]) == [[True] * 5] * 2
+    for (raised,) in run(numbers_on_a_gpu, [18], [25]):
+        assert "every rank must pass the same to `backward`, but `metrics` differs" in raised.text
+
+
+# --- no collective of their own ---
+
+
+def collectives_of_steps(strategy, microbatch_size=None, **options):
+    """Return the sizes of what `dist.all_reduce` sends in each of three steps."""
+    model = wrap_model(network(), strategy, **options)
+    data, sent, told = TensorDataset(*rows_of(15)), [], []
+    reduce = dist.all_reduce
+
+    def noting(tensor, *args, **kwargs):
+        sent.append(tensor.numel())
+        return reduce(tensor, *args, **kwargs)
+
+    with patch.object(dist, "all_reduce", noting):
+        for batch in make_loader(data, 6, microbatch_size=microbatch_size, num_workers=0):
+            model.zero_grad()
+            sent.clear()
+            loss = backward(model, squared_error, batch)
+            told.append((list(sent), loss.item(), gradients(model)))
+    for number, (_, loss, gradient) in enumerate(told):
+        wanted, true = truth_of(*data[6 * number : 6 * number + 6])
+        assert loss == pytest.approx(wanted, rel=CLOSE)
+        assert off(gradient, true) < CLOSE
+    return [counts for counts, *_ in told]
+
+
+def test_a_step_has_one_collective_that_of_the_gradients():
+    numbers = sum(parameter.numel() for parameter in network().parameters())
+    numbers += 2 * 4 * TOLD  # of each rank, in words of 16 bits
+    for first, *others in run(collectives_of_steps, "ddp", world_size=2):
+        assert len(first) == 2  # what a step counts usually, and the gradients
+        assert others == [[numbers], [numbers]]
+    # What microbatches count is known, and one rank has two of them.
+    assert run(collectives_of_steps, "ddp", 2, world_size=2) == [[[numbers]] * 3] * 2
+
+
+def of_a_large_model():
+    with patch.object(_parcel, "_SMALL", 1):
+        return collectives_of_steps("ddp")
+
+
+def test_of_a_large_model_they_are_sent_beside_the_gradients_which_pytorch_reduces_itself():
+    for _, *others in run(of_a_large_model, world_size=2):
+        assert others == [[TOLD], [TOLD]]
+
+
+@needs_fsdp
+def test_under_fsdp_they_are_sent_beside_the_backward():
+    for _, *others in run(collectives_of_steps, "fsdp", world_size=2):
+        assert others == [[TOLD], [TOLD]]
+
+
+OPTIONS = [
+    {"bucket_cap_mb": 0.0001},
+    {"gradient_as_bucket_view": True},
+    {"find_unused_parameters": True},
+    {"static_graph": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options)))
+def test_they_travel_under_every_option_of_ddp(options):
+    for *_, last in run(partial(collectives_of_steps, "ddp", **options), world_size=2):
+        assert [number for number in last if number > TOLD]
+        assert TOLD not in last
+
+
+def mean_hook(told, bucket):
+    told.append(bucket.index())
+    reduced = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return reduced.then(lambda future: future.value()[0] / dist.get_world_size())
+
+
+def beside_a_hook(kind):
+    told = []
+    if kind == "torch's class":
+        model = DistributedDataParallel(network())
+    else:
+        model = wrap_model(network().bfloat16() if kind == "bfloat16" else network(), "ddp")
+    if kind == "a hook":
+        model.register_comm_hook(told, mean_hook)
+    inputs, targets = rows_of(5)
+    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float64
+    own = share(5, world().rank, world().size)
+    batch = [tensor[own.start : own.stop].to(dtype) for tensor in (inputs, targets)]
+    for _ in range(3):
+        model.zero_grad()
+        loss = backward(model, squared_error, batch)
+    error = off([g.double() for g in gradients(model)], truth_of(inputs, targets)[1])
+    return loss.item(), error, told
+
+
+@pytest.mark.parametrize("kind", ["a hook", "bfloat16", "torch's class"])
+def test_where_gradients_cannot_carry_them_they_go_beside(kind):
+    wanted, _ = truth_of(*rows_of(5))
+    for loss, error, told in run(beside_a_hook, kind, world_size=2):
+        close = 0.05 if kind == "bfloat16" else CLOSE
+        assert loss == pytest.approx(wanted, rel=close)
+        assert error < close
+        assert told == ([0, 0, 0] if kind == "a hook" else [])
+
+
+def other_backwards():
+    """A plain `loss.backward()`, a copy and a pickled wrapper work beside and after a step."""
+    model = wrap_model(network(), "ddp")
+    backward(model, squared_error, cut(pieces((3, 3))))
+    model.zero_grad()
+    squared_error(model, cut(pieces((3, 3)))[0]).backward()
+    found = [off(gradients(model), truth_of(*rows_of(6))[1])]
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        other.zero_grad()
+        backward(other, squared_error, cut(pieces((3, 3, 2))))
+        found.append(off(gradients(other), truth_of(*rows_of(8))[1]))
+    return found
+
+
+def test_a_plain_backward_a_copy_and_a_pickled_wrapper_work_after_a_step():
+    assert max(map(max, run(other_backwards, world_size=2))) < CLOSE
+
+
+# --- a batch that the loop has changed ---
+
+
+def changed(how):
+    """Change the batch, on one rank or on all, and return by how much the gradient is off."""
+    model = wrap_model(network(), "ddp")
+    errors = []
+    for step, batch in enumerate(make_loader(TensorDataset(*rows_of(18)), 6, num_workers=0)):
+        kept = list(batch)
+        if how == "filtered" and world().rank == 0:
+            kept = [tensor[tensor[:, 0] > -10][: 1 + step % 2] for tensor in kept]
+        elif how == "sliced":
+            kept = [tensor[: 3 - world().rank - step] for tensor in kept]
+        elif how == "others":
+            kept = [torch.cat([tensor, tensor]) for tensor in kept]
+        model.zero_grad()
+        loss = backward(model, squared_error, kept)
+        whole = [torch.cat(parts) for parts in zip(*gathered(kept), strict=True)]
+        wanted, true = truth_of(*whole)
+        errors += [off(gradients(model), true), abs(loss.item() / wanted - 1)]
+    check_in_sync(model)
+    return errors
+
+
+def gathered(batch):
+    found = [None] * world().size
+    dist.all_gather_object(found, batch)
+    return found
+
+
+@pytest.mark.parametrize("how", ["as it is", "filtered", "sliced", "others"])
+def test_a_batch_that_the_loop_has_changed_counts_what_it_has(how):
+    for errors in run(changed, how, world_size=2):
+        assert max(errors) < CLOSE
+
+
+def empty_everywhere():
+    model = wrap_model(network(), "ddp")
+    batch = [tensor[:3] for tensor in rows_of(3)]
+    backward(model, squared_error, batch)
+    return caught(backward, model, squared_error, [tensor[:0] for tensor in batch])
+
+
+def test_a_step_in_which_no_rank_has_a_sample_raises_on_every_rank():
+    for raised in run(empty_everywhere, world_size=2):
+        assert raised.type == "ValueError"
+        assert "a step must count something, but all its microbatches count 0" in raised.text
+
+
+# --- what a collate function makes of samples ---
+
+
+class Numbers:
+    """Six samples of shape (5, 7), of which one may be unreadable."""
+
+    def __init__(self, *, corrupt=None):
+        self.corrupt = corrupt
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return None if index == self.corrupt else torch.full((5, 7), float(index) / 7)
+
+
+def time_first(samples):
+    return torch.stack(samples, dim=1), torch.zeros(len(samples))
+
+
+def readable(samples):
+    kept = [sample for sample in samples if sample is not None]
+    return torch.stack(kept) if kept else torch.zeros(0, 5, 7)
+
+
+def losses_of(collate_fn, corrupt, microbatch_size, count):
+    def loss_fn(model, batch):
+        return model(batch[0] if isinstance(batch, tuple) else batch).mean()
+
+    torch.manual_seed(0)
+    model = wrap_model(nn.Linear(7, 1, bias=False), "ddp" if world().size > 1 else "none")
+    with torch.no_grad():
+        unwrap(model).weight.fill_(1.0)
+    options = {"collate_fn": collate_fn, "microbatch_size": microbatch_size}
+    (batch,) = make_loader(Numbers(corrupt=corrupt), 6, num_workers=0, **options)
+    return [backward(model, loss_fn, batch, count=count).item() for _ in range(2)]
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 2])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_samples_count_along_any_dimension_and_those_left_out_by_count(size, microbatch_size):
+    for found in run(losses_of, time_first, None, microbatch_size, None, world_size=size):
+        assert found == pytest.approx([2.5, 2.5])
+    for found in run(losses_of, readable, 3, microbatch_size, len, world_size=size):
+        assert found == pytest.approx([2.4, 2.4])
+
+
+def all_left_out_under_exact(count):
+    model = wrap_model(nn.Linear(7, 1, bias=False), "exact")
+    with torch.no_grad():
+        unwrap(model).weight.fill_(1.0)
+    data = Numbers(corrupt=3)
+    (batch,) = make_loader(data, 6, collate_fn=readable, num_workers=0, microbatch_size=1)
+    return caught(lambda: backward(model, lambda m, x: m(x).mean(), batch, count=count).item())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_under_exact_a_microbatch_of_which_nothing_is_left_asks_for_a_count(size):
+    *others, found = run(all_left_out_under_exact, None, world_size=size)
+    assert "under strategy 'exact', whose weights are planned, but `collate_fn` has" in found.text
+    assert found.type == "ValueError"
+    assert all("another one failed: see its error" in other.text for other in others)
+    assert run(all_left_out_under_exact, len, world_size=size) == [pytest.approx(2.4)] * size
+
+
+# --- a gradient scaler ---
+
+
+def scaled(strategy):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    model = wrap_model(network(), strategy)
+    return [backward(model, squared_error, cut(pieces((3, 3, 1))), scaler=scaler).item()]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size"), [("none", 1), ("ddp", 1), ("ddp", 3), ("exact", 1), ("exact", 3)]
+)
+def test_the_loss_that_is_returned_is_not_scaled(strategy, size):
+    # What a scaler does else: tests/promises/test_strategies_by_features.py.
+    for (loss,) in run(scaled, strategy, world_size=size):
+        assert loss == pytest.approx(truth_of(*rows_of(7))[0], rel=1e-9)
+
+
+# --- which step it is ---
+
+
+def train_but(strayed, strategy):
+    """Train, where the last rank does something else about the second step."""
+    numbers = torch.arange(96.0, dtype=torch.float64).view(-1, 4)  # of four steps
+    model = wrap_model(network(), strategy)
+    loaders = [make_loader(TensorDataset(numbers), 6, microbatch_size=1) for _ in range(2)]
+    is_last = world().rank == world().size - 1
+
+    def loss_fn(model, batch):
+        if strayed == "catches its own error" and is_last and number == 1:
+            raise FloatingPointError
+        return model(batch[0]).square().mean()
+
+    for number, (own, other) in enumerate(zip(*loaders, strict=True)):
+        if strayed == "leaves one out" and is_last and number == 1:
+            continue
+        batch = other if strayed == "takes another loader's" and is_last and number == 1 else own
+        try:
+            backward(model, loss_fn, batch)
+        except FloatingPointError:
+            continue
+
+
+@pytest.mark.parametrize("strayed", ["leaves one out", "takes another loader's"])
+@pytest.mark.parametrize("strategy", TOGETHER)
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_at_different_steps_are_an_error_on_every_rank(strategy, strayed, size):
+    for raised in run_caught(train_but, strayed, strategy, world_size=size):
+        assert raised.type == "RuntimeError"
+        assert "the same to `backward`, but `step` differs:\n" in raised.text
+        assert "step='step 1 of epoch 0, of a loader with seed" in raised.text
+        assert "Call `backward` for each step of one loader" in raised.text
+
+
+@needs_fsdp
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_step_that_one_rank_gives_up_is_an_error_of_the_next_one(size):
+    """Under fsdp the forward of the next step is taken for that of this one."""
+    strayed = "catches its own error"
+    for raised in run_caught(train_but, strayed, "fsdp", world_size=size):
+        assert "`step` differs:\n" in raised.text

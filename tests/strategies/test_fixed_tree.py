@@ -1,0 +1,78 @@
+"""The fixed tree: the same bits whoever adds, absent leaves change none, and near the true sum."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pardata.data._plan import share
+from pardata.strategies.exact._fixed_tree import Stack, pieces_of
+
+special = st.sampled_from([0.0, -0.0, math.inf, -math.inf, math.nan, 3e38, -3e38, 1e-45, 1.0])
+numbers = st.one_of(special, st.floats(width=32))
+# Of each microbatch what it leaves; None where it does not use the parameter.
+leaves = st.lists(st.one_of(st.none(), numbers), min_size=1, max_size=70)
+
+
+def stack_of(count):
+    return Stack(count, lambda left, right: left + right)
+
+
+def tensor(number):
+    return None if number is None else torch.tensor(number)
+
+
+def by_ranks(told, size, absent=None):
+    """Add as ranks do, each its run, and what owners then do; `absent` stands for no leaf."""
+    owner = stack_of(len(told))
+    for rank in range(size):
+        own = stack_of(len(told))
+        for number in share(len(told), rank, size):
+            own.push((number, number + 1), tensor(told[number]))
+        assert [span for span, _ in own.pieces] == list(pieces_of(len(told), size)[rank])
+        for span, value in own.pieces:
+            owner.push(span, tensor(absent) if value is None else value)
+    ((span, total),) = owner.pieces
+    assert span == (0, len(told))
+    return total
+
+
+def bits(total):
+    if total is None:
+        return None
+    # Which of two NaN is the sum of both, processors may decide.
+    return "NaN" if total.isnan() else total.view(torch.int32).item()
+
+
+@given(leaves, st.integers(1, 8))
+def test_the_bits_of_a_sum_do_not_depend_on_the_number_of_ranks(told, size):
+    assert bits(by_ranks(told, size)) == bits(by_ranks(told, 1))
+
+
+@given(leaves.filter(any), st.integers(1, 8))
+def test_a_leaf_that_is_absent_is_minus_zero(told, size):
+    expected = bits(by_ranks([-0.0 if leaf is None else leaf for leaf in told], 1))
+    assert bits(by_ranks(told, size, absent=-0.0)) == expected
+
+
+@given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=300))
+def test_the_error_of_a_sum_grows_with_the_height_of_the_tree_alone(told):
+    true = sum(map(Fraction, told))
+    height = math.ceil(math.log2(len(told)))
+    most = Fraction(2) ** -24 * height * sum(abs(Fraction(x)) for x in told)
+    least = Fraction(2) ** -149 * len(told)
+    assert abs(Fraction(by_ranks(told, 1).item()) - true) <= Fraction(101, 100) * most + least
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_each_of_two_or_four_ranks_has_at_most_one_piece(size):
+    for count in range(1, 300):
+        assert max(map(len, pieces_of(count, size))) == 1
+
+
+def test_pieces_of_other_numbers_of_ranks():
+    assert pieces_of(6, 3) == (((0, 2),), ((2, 3), (3, 4)), ((4, 5), (5, 6)))
+    assert [len(own) for own in pieces_of(2, 4)] == [1, 0, 1, 0]

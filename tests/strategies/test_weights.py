@@ -1,0 +1,399 @@
+"""Weights in and out whatever the wrapper, fingerprints, and ranks that no longer agree.
+
+What is refused, and in which words: `tests/promises/misuse_models.py`.
+"""
+
+import hashlib
+import re
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from model_zoo import Net, wrapped_as
+from on_ranks import caught, run, run_caught
+from sharding import TOGETHER, needs_fsdp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pardata import check_in_sync, fingerprint, load_weights, unwrap, wrap_model
+
+PREFIXES = ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."]
+NO_ASSIGN = "`assign` must be False for a wrapped model: assign to the module before wrapping it"
+
+
+def seeded(seed):
+    torch.manual_seed(seed)
+    net = Net()
+    net.norm.running_mean.normal_()
+    return net
+
+
+# load_weights
+
+
+def load_all(strategies, directory):
+    """Load every spelling and say which left the model different from what was meant."""
+    failed = []
+    path = f"{directory}/weights-{dist.get_rank() if dist.is_initialized() else 0}.pt"
+    for number, prefix in enumerate(PREFIXES):
+        source = seeded(number + 1)
+        state = {prefix + name: value for name, value in source.state_dict().items()}
+        before = list(state)
+        torch.save(state, path)
+        for strategy in strategies:
+            for way in ("mapping", "path", "method"):
+                model = wrapped_as(strategy, seeded(0))
+                if way == "method" and hasattr(type(model), "scatter"):
+                    told = model.load_state_dict(state)
+                else:
+                    told = load_weights(model, path if way == "path" else state)
+                good = fingerprint(model) == fingerprint(source) and told == ([], [])
+                if not good or list(state) != before:
+                    failed.append((strategy, prefix, way))
+    return failed
+
+
+def test_every_spelling_of_the_names_loads_in_a_single_process(tmp_path):
+    assert load_all(["none", "dp", "compiled"], tmp_path) == []
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_spelling_of_the_names_loads_on_several_ranks(size, tmp_path):
+    strategies = [*TOGETHER, "none", *["compiled inside ddp"] * (size == 2)]
+    assert run(load_all, strategies, tmp_path, world_size=size) == [[]] * size
+
+
+def test_a_part_that_is_compiled_inside_the_model_takes_plain_names_and_gives_its_own():
+    source, net, plain = seeded(1), seeded(0), seeded(0)
+    net.last = torch.compile(net.last, backend="eager")
+    assert "last._orig_mod.weight" in net.state_dict()
+    load_weights(net, source.state_dict())
+    assert torch.equal(net.last.weight, source.last.weight)
+    load_weights(plain, {f"module.{name}": value for name, value in net.state_dict().items()})
+    assert fingerprint(plain) == fingerprint(source)
+
+
+def spoiled_loads(strategy):
+    state = seeded(1).state_dict()
+    less = {name: value for name, value in state.items() if name != "last.bias"}
+    more = {**state, "module.stranger": torch.ones(1)}
+    wide = {**state, "last.weight": torch.ones(3, 9)}
+    strict = [
+        caught(load_weights, wrapped_as(strategy, seeded(0)), s).text for s in (less, more, wide)
+    ]
+    model = wrapped_as(strategy, seeded(0))
+    loose = [load_weights(model, spoiled, strict=False) for spoiled in (less, more)]
+    assert fingerprint(model) == fingerprint(seeded(1))
+    refused = [caught(lambda: load_weights(model, state, assign=True))]
+    if strategy == "ddp":
+        refused.append(caught(lambda: model.load_state_dict(state, assign=True)))
+        names = {f"0.{name}": value for name, value in state.items()}
+        refused.append(caught(lambda: nn.Sequential(model).load_state_dict(names, assign=True)))
+    return strict, loose, {str(raised) for raised in refused}
+
+
+@pytest.mark.parametrize("strategy", TOGETHER)
+def test_strict_loading_and_a_wrong_shape_name_the_entry_and_any_other_returns_the_names(strategy):
+    for (less, more, wide), loose, refused in run(spoiled_loads, strategy, world_size=2):
+        assert re.search(r"(?s)(Missing key.*|missing are .*)last\.bias", less)
+        assert re.search(r"(?s)(Unexpected key.*|unexpected .*)module\.stranger", more)
+        assert re.search(r"last\.weight.*9.*8", wide)
+        assert loose == [(["last.bias"], []), ([], ["module.stranger"])]
+        assert refused == {f"ValueError: {NO_ASSIGN}"}
+        assert strategy == "ddp" or less == (
+            "the weights must have the names of FSDPNet, but missing are ['last.bias'] and "
+            "unexpected []: pass the weights of this model, or strict=False"
+        )
+
+
+def test_a_bare_module_can_be_assigned_to_and_one_under_dp_not():
+    net, state = seeded(0), seeded(1).state_dict()
+    with pytest.raises(ValueError, match=NO_ASSIGN):
+        load_weights(wrapped_as("dp", net), state, assign=True)
+    load_weights(net, state, assign=True)
+    assert net.last.weight.data_ptr() == state["last.weight"].data_ptr()
+
+
+def test_an_entry_that_older_versions_did_not_have_is_missed_in_a_state_dict_of_today():
+    state = seeded(1).state_dict()  # carries the versions of its modules
+    prefixed = nn.parallel.DataParallel(seeded(1)).state_dict()
+    del state["norm.num_batches_tracked"], prefixed["module.norm.num_batches_tracked"]
+    for today in (state, prefixed):
+        with pytest.raises(RuntimeError, match=r'Missing.*"norm\.num_batches_tracked"'):
+            load_weights(seeded(0), today)
+    # It is not missed in one that says no version, as PyTorch has it.
+    assert load_weights(seeded(0), dict(state)) == ([], [])
+
+
+def test_names_that_fit_in_two_places_are_not_guessed():
+    net = nn.Module()
+    net.register_parameter("weight", nn.Parameter(torch.zeros(1)))
+    net.module = nn.Module()
+    net.module.register_parameter("weight", nn.Parameter(torch.zeros(1)))
+    two = {"weight": torch.ones(1), "module.weight": torch.full((1,), 2.0)}
+    load_weights(net, two)
+    assert (net.weight.item(), net.module.weight.item()) == (1, 2)
+    with pytest.raises(ValueError, match=r"but 'module\.weight' comes twice"):
+        load_weights(net, {f"module.{name}": value for name, value in two.items()})
+
+
+class Stateful(nn.Linear):
+    """Saves more than tensors."""
+
+    def __init__(self):
+        super().__init__(1, 1)
+        self.seen = {}
+
+    def get_extra_state(self):
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+
+def test_the_extra_state_of_a_module_may_be_a_dict():
+    source, net = Stateful(), nn.Sequential(Stateful())
+    source.seen = {"rows": 3}
+    load_weights(net, nn.Sequential(source).state_dict())
+    assert net[0].seen == {"rows": 3}
+    load_weights(net[0], source.state_dict())
+    assert len(fingerprint(net)) == 64
+
+
+@needs_fsdp
+def test_weights_that_do_not_fit_into_shards_on_one_rank_are_told_to_all():
+    first, second = run_caught(_spoiled_on_one_rank, world_size=2)
+    assert (first.type, second.type) == ("TypeError", "RuntimeError")
+    for raised in (first, second):
+        assert "`state_or_path` must be a state dict or a path, but is an int" in raised.text
+        assert raised.seconds < 10
+
+
+def _spoiled_on_one_rank():
+    model = wrap_model(seeded(0), "fsdp")
+    load_weights(model, seeded(1).state_dict() if dist.get_rank() else 5)
+
+
+@needs_fsdp
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_shape_that_does_not_fit_on_rank_0_alone_is_told_to_all(size):
+    # It is rank 0's that is sent: gloo would end the others' processes.
+    for raised in run_caught(_misshapen_on_rank_0, world_size=size):
+        assert raised.type == "RuntimeError"
+        assert "the weights must have the shapes of FSDPNet, but `last.weight` is" in raised.text
+        assert "torch.Size([9]) and not torch.Size([3, 8]): pass the weights" in raised.text
+
+
+def _misshapen_on_rank_0():
+    model, state = wrap_model(seeded(0), "fsdp"), seeded(1).state_dict()
+    if dist.get_rank() == 0:
+        state["last.weight"] = torch.ones(9)
+    load_weights(model, state)
+
+
+def kept_objects(strategy):
+    model = wrap_model(seeded(0), strategy)
+    before = [(id(p), p.requires_grad) for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    load_weights(model, seeded(1).state_dict())
+    model(torch.ones(4, 4)).sum().backward()
+    optimizer.step()
+    check_in_sync(model)
+    assert [(id(p), p.requires_grad) for p in model.parameters()] == before
+    assert fingerprint(model) != fingerprint(seeded(1))
+
+
+@pytest.mark.parametrize("strategy", TOGETHER)
+def test_the_optimizer_still_trains_what_was_loaded(strategy):
+    run(kept_objects, strategy, world_size=2)
+
+
+def test_safetensors_that_are_not_installed_are_told(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(ImportError, match=r"x\.safetensors needs safetensors, which are not ins"):
+        load_weights(seeded(0), tmp_path / "x.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+# fingerprint
+
+
+def test_a_fingerprint_is_of_names_dtypes_and_bits():
+    net = nn.Linear(2, 1)
+    digest = hashlib.sha256()
+    for name, tensor in net.state_dict().items():
+        digest.update(f"{name} torch.float32".encode())
+        digest.update(tensor.numpy().tobytes())
+    assert fingerprint(net) == digest.hexdigest()
+    assert all(p.requires_grad and p.grad is None for p in net.parameters())
+
+
+def one(value, name="value"):
+    module = nn.Module()
+    module.register_buffer(name, value)
+    return module
+
+
+VALUES = {
+    "numbers": torch.tensor([1.0, 2.0]),
+    "another bit": torch.tensor([1.0, 2.0 + 2**-22]),
+    "bfloat16": torch.tensor([1.0, 2.0], dtype=torch.bfloat16),
+    "half": torch.tensor([1.0, 2.0], dtype=torch.float16),
+    "no dimension": torch.tensor(1.0),
+    "integers": torch.tensor([1, 2]),
+    "bools": torch.tensor([True, False]),
+    "empty": torch.empty(0),
+    "zero": torch.tensor([0.0]),
+    "minus zero": torch.tensor([-0.0]),
+    "nan": torch.tensor([float("nan")]),
+}
+
+
+def test_fingerprints_tell_all_values_apart_and_are_the_same_for_the_same():
+    prints = {what: fingerprint(one(value)) for what, value in VALUES.items()}
+    assert len(set(prints.values())) == len(VALUES)
+    assert prints == {what: fingerprint(one(value.clone())) for what, value in VALUES.items()}
+    assert prints["zero"] != fingerprint(one(torch.tensor([0.0]), "other"))
+
+
+LAYOUTS = [
+    (torch.arange(6.0).view(2, 3).t(), torch.tensor([[0.0, 3], [1, 4], [2, 5]])),
+    (torch.arange(6.0).view(2, 3)[:, ::2], torch.tensor([[0.0, 2], [3, 5]])),
+    (torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last), torch.ones(2, 3, 4, 4)),
+]
+
+
+@pytest.mark.parametrize(("value", "alike"), LAYOUTS)
+def test_a_fingerprint_does_not_depend_on_the_layout_in_memory(value, alike):
+    assert fingerprint(one(value)) == fingerprint(one(alike))
+
+
+def printed(strategies):
+    found = {}
+    for strategy in strategies:
+        for dtype in (torch.float32, torch.bfloat16):
+            net = seeded(0).to(dtype)
+            with torch.no_grad():
+                net.last.weight.copy_(torch.arange(24.0).view(3, 8))
+            net.register_buffer("scalar", torch.tensor(3, dtype=torch.int64))
+            net.register_buffer("nothing", torch.empty(0, 4))
+            net.register_buffer("turned", torch.arange(6.0).view(2, 3).t())
+            found.setdefault(dtype, set()).add(fingerprint(wrapped_as(strategy, net)))
+    return found
+
+
+def test_equal_weights_have_one_fingerprint_under_every_strategy_and_size():
+    expected = printed(["none"])
+    assert printed(["dp", "compiled"]) == expected
+    strategies = [*TOGETHER, "exact", "compiled inside ddp"]
+    for size in (1, 3):
+        assert run(printed, strategies, world_size=size) == [expected] * size
+
+
+# check_in_sync
+
+
+def zero_two(net):
+    net.last.bias.zero_()
+    net.norm.running_var.zero_()
+
+
+DRIFTS = {
+    "module.weight": (1, lambda net: net.module.weight[0, 0].add_(2**-20)),
+    "norm.running_mean": (1, lambda net: net.norm.running_mean.fill_(5)),
+    "norm.num_batches_tracked": (1, lambda net: net.norm.num_batches_tracked.add_(1)),
+    "norm.bias": (1, lambda net: net.norm.bias.fill_(-0.0)),
+    "norm.running_var": (2, zero_two),
+}
+
+
+def drift(strategy, names, culprit):
+    found = {}
+    for name in names:
+        model = wrap_model(seeded(0), strategy)
+        check_in_sync(model)
+        if dist.get_rank() == culprit:
+            with torch.no_grad():
+                DRIFTS[name][1](unwrap(model))
+        found[name] = caught(check_in_sync, model)
+        dist.barrier()  # the group works
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "culprit", "ranks"), [(2, 1, ["rank 0", "rank 1"]), (3, 0, ["rank 0", "ranks 1, 2"])]
+)
+def test_what_drifted_is_named_on_every_rank_and_the_ranks_are_told_apart(size, culprit, ranks):
+    for told in run(drift, "ddp", list(DRIFTS), culprit, world_size=size):
+        for name, (number, _) in DRIFTS.items():
+            raised = told[name]
+            assert raised.type == "RuntimeError"
+            table = "".join(rf"  {some}: SHA-256 [0-9a-f]{{16}}…\n" for some in ranks)
+            assert re.fullmatch(
+                rf"every rank must hold the same weights, but `{name}` differs between ranks "
+                rf"\({number} of 9 parameters and buffers differ\):\n{table}Was it changed on some "
+                r"ranks only, or trained without the wrapped model's forward\?",
+                raised.text,
+            )
+
+
+@needs_fsdp
+def test_under_fsdp_what_every_rank_holds_whole_is_compared_and_shards_have_no_copy():
+    for told in run(drift, "fsdp", ["norm.running_mean"], 1, world_size=2):
+        text = "`norm.running_mean` differs between ranks (1 of 3 param"
+        assert text in told["norm.running_mean"].text
+    run(check_sharded, world_size=2)
+
+
+def check_sharded():
+    model = wrap_model(seeded(0), "fsdp")
+    with torch.no_grad():
+        unwrap(model).last.bias.to_local().add_(dist.get_rank())
+    check_in_sync(model)
+
+
+def copies_of_shards():
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names="ab")
+    model = wrap_model(nn.Linear(4, 4), "fsdp", mesh=mesh)
+    check_in_sync(model)
+    if dist.get_rank() == 3:
+        model.bias.to_local().detach().fill_(5)
+    return caught(check_in_sync, model)
+
+
+@needs_fsdp
+def test_shards_that_two_ranks_hold_are_compared():
+    for told in run(copies_of_shards, world_size=4):
+        assert "`bias` differs between ranks (1 of 2 parameters and buffers differ):" in told.text
+        assert "  rank 1: shard [1], SHA-256" in told.text
+        assert "  rank 3: shard [1], SHA-256" in told.text
+        assert "  ranks 0, 2: shard [0], SHA-256" in told.text
+
+
+def in_sync():
+    net = seeded(0)
+    with torch.no_grad():
+        net.last.weight.fill_(float("nan"))
+    check_in_sync(net)
+    check_in_sync(nn.ReLU())
+    others = caught(lambda: check_in_sync(nn.Linear(1, 1, bias=dist.get_rank() == 0)))
+    model = DistributedDataParallel(seeded(0))
+    model(torch.randn(4, 4) * (1 + dist.get_rank())).sum().backward()
+    hidden = nn.Module()
+    hidden.register_buffer("mask", torch.full((2,), dist.get_rank()), persistent=False)
+    return others, caught(check_in_sync, model), caught(check_in_sync, hidden), fingerprint(hidden)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_nan_is_in_sync_and_other_names_and_plain_ddps_batch_norm_after_a_step_are_not(size):
+    for others, plain, hidden, same in run(in_sync, world_size=size):
+        assert same == fingerprint(nn.ReLU())  # of what state_dict() has
+        if size > 1:
+            assert "rank 0: the parameter names=['bias', 'weight']" in others.text
+            assert "Build the same model on every rank." in others.text
+            assert "`norm.running_mean` differs between ranks (2 of 9" in plain.text
+            assert "`mask` differs between ranks (1 of 1 parameters and buf" in hidden.text
+        else:
+            assert others is plain is hidden is None

@@ -1,0 +1,506 @@
+"""`wrap_model`: what every strategy returns, what is trained, and which ranks may not differ.
+
+What is refused, and in which words: `tests/promises/misuse_models.py`.
+"""
+
+import copy
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from logged import log_of
+from model_zoo import batch, own, seeded, smooth
+from on_ranks import caught, run, run_caught
+from sharding import FSDP_ON_CPU, TOGETHER, needs_fsdp, whole
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+from pardata import (
+    Microbatches,
+    backward,
+    check_in_sync,
+    fingerprint,
+    load_weights,
+    make_loader,
+    unwrap,
+    world,
+    wrap_model,
+)
+from pardata.strategies._known import StrategyName, named, strategy_of
+
+
+class Elsewhere(nn.Parameter):
+    """Says that it is on a GPU, of which there need be none."""
+
+    device = property(lambda _: torch.device("cuda", 1))
+
+
+def wrapped_elsewhere(strategy, bound):
+    net = nn.Linear(2, 2)
+    net.bias = Elsewhere(net.bias.detach())
+    dist.group.WORLD.bound_device_id = bound
+    try:
+        return caught(wrap_model, net, strategy)
+    finally:
+        dist.group.WORLD.bound_device_id = None
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "exact"])
+def test_a_model_on_several_devices_is_refused_in_a_bound_group_and_where_it_cannot_be(strategy):
+    text = (
+        "`model` must be on one device under strategy {!r}{}, but is spread over cpu, cuda:1: move "
+        "it to one, or use 'ddp' in a group without device_id"
+    )
+    (raised,) = run(wrapped_elsewhere, strategy, torch.device("cuda", 0), world_size=1)
+    assert str(raised) == f"ValueError: {text.format(strategy, BOUND)}"
+    (raised,) = run(wrapped_elsewhere, strategy, None, world_size=1)
+    # DDP goes on, to PyTorch's own refusal of a GPU that is not there.
+    assert (raised.text == text.format(strategy, "")) == (strategy != "ddp")
+
+
+BOUND = ", in a process group bound to cuda:0"
+
+
+# What comes back
+
+
+@pytest.mark.parametrize("strategy", ["auto", "none"])
+@pytest.mark.parametrize(
+    "model", [nn.Linear(2, 2), nn.ReLU(), nn.LazyLinear(2), nn.Linear(1, 1).requires_grad_(False)]
+)
+def test_a_single_process_gets_the_very_module_back_with_the_options_of_ddp_too(model, strategy):
+    assert wrap_model(model, strategy) is model
+    assert wrap_model(model, strategy, find_unused_parameters=True, sync_batchnorm=True) is model
+
+
+def test_the_bare_module_is_moved():
+    assert next(wrap_model(nn.Linear(2, 2), "none", device="meta").parameters()).is_meta
+
+
+def kinds():
+    found = {}
+    for strategy in ("auto", *TOGETHER, "exact"):
+        net = seeded()
+        model = wrap_model(net, strategy)
+        is_ddp = isinstance(model, DistributedDataParallel)
+        shape = tuple(model(batch(8)).shape)
+        found[strategy] = strategy_of(model).name, is_ddp, unwrap(model) is net, shape
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_each_strategy_returns_a_model_of_its_kind(size):
+    expected = {name: (name, name == "ddp", True, (8, 3)) for name in (*TOGETHER, "exact")}
+    expected["auto"] = ("ddp" if size > 1 else "none", size > 1, True, (8, 3))
+    assert run(kinds, world_size=size) == [expected] * size
+
+
+def strategies_of_others():
+    net = nn.Linear(2, 2)
+    compiled = torch.compile(wrap_model(net, "ddp"), backend="eager")
+    nested = nn.DataParallel(DistributedDataParallel(nn.Linear(2, 2)))
+    models = [compiled, DistributedDataParallel(nn.Linear(2, 2)), nested, nn.DataParallel(net)]
+    return [strategy_of(model).name for model in [*models, net, nn.Sequential(compiled)]]
+
+
+def test_the_strategy_is_found_in_pytorchs_own_wrappers_and_in_any_nesting():
+    found = ["ddp", "ddp", "ddp", "dp", "none", "none"]
+    assert run(strategies_of_others, world_size=1) == [found]
+
+
+def test_every_name_in_the_signature_is_a_strategys():
+    names = [name for name in StrategyName.__args__ if name != "auto"]
+    assert [named(name).name for name in names] == names
+
+
+def test_dp_on_a_cpu_runs_and_says_once_that_it_did_not_scatter():
+    first = run(data_parallel, world_size=1, fresh=True)[0]
+    if not torch.cuda.is_available():
+        text = "it has 0 GPU(s), and splits a batch over two or more"
+        assert first == [f"strategy 'dp' did not scatter: {text}"]
+
+
+def data_parallel():
+    net, rows = seeded(smooth), batch()
+    expected = net(rows)
+    with log_of("pardata", logging.INFO) as log:
+        first, second = wrap_model(net, "dp"), wrap_model(seeded(), "dp", device_ids=[0, 1])
+    assert isinstance(first, DataParallel)
+    assert type(first) is not DataParallel
+    assert torch.equal(first(rows), expected)
+    assert second(rows).shape == (12, 3)
+    return [line for line in log.lines if "scatter" in line]
+
+
+def warned():
+    with log_of() as log:
+        for _ in range(2):
+            wrap_model(seeded(), "none")
+    return log.lines
+
+
+def test_none_in_a_larger_world_warns_on_rank_0_that_ranks_train_apart():
+    text = "[0/2] strategy 'none' in a world of 2: each rank trains a model of its own"
+    assert run(warned, world_size=2) == [[text], []]
+
+
+# What is trained
+
+
+def started(strategy):
+    return fingerprint(wrap_model(seeded(seed=dist.get_rank()), strategy))
+
+
+@pytest.mark.parametrize("strategy", TOGETHER)
+def test_ranks_seeded_differently_start_from_rank_0(strategy):
+    assert run(started, strategy, world_size=3) == [fingerprint(seeded(seed=0))] * 3
+
+
+def gan():
+    rank = dist.get_rank()
+    maker, judge = wrap_model(seeded(), "ddp"), wrap_model(nn.Linear(3, 1), "ddp")
+    made = torch.optim.SGD(maker.parameters(), lr=0.1)
+    judged = torch.optim.SGD(judge.parameters(), lr=0.1)
+    for step in range(3):
+        noise = batch(4, seed=10 * step + rank)
+        judged.zero_grad()
+        (judge(maker(noise).detach()).mean() - judge(torch.ones(4, 3) + rank).mean()).backward()
+        judged.step()
+        made.zero_grad()
+        judge.requires_grad_(False)
+        (-judge(maker(noise)).mean()).backward()
+        judge.requires_grad_(True)
+        made.step()
+        check_in_sync(maker)
+        check_in_sync(judge)
+
+
+def test_two_wrapped_models_train_against_each_other():
+    run(gan, world_size=2)
+
+
+def block_by_block():
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    plain = copy.deepcopy(net)
+    fully_shard(net[0])
+    model = wrap_model(net, "fsdp")
+    model(own(batch())).mean().backward()
+    plain(batch()).mean().backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return all(torch.allclose(whole(ours.grad), theirs.grad) for ours, theirs in pairs)
+
+
+@needs_fsdp
+def test_parts_may_be_sharded_before_the_whole():
+    assert run(block_by_block, world_size=2) == [True] * 2
+
+
+def trained_by_an_optimizer(made_before):
+    net, early = seeded(smooth), None
+    leftover = list(net.parameters())  # by itself no mistake
+    if made_before:
+        optimizer = torch.optim.SGD(leftover, lr=0.1)
+        optimizer.itself = optimizer  # as with a scheduler: nobody has it, and it is not gone yet
+    model = wrap_model(net, "fsdp")
+    if made_before:
+        model(batch()).sum().backward()
+        early = caught(optimizer.step)
+        model.zero_grad()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = fingerprint(model)
+    model(batch()).sum().backward()
+    optimizer.step()
+    return early, fingerprint(model) != before
+
+
+@needs_fsdp
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_optimizer_of_the_parameters_before_sharding_is_refused_in_its_first_step(size):
+    for early, is_trained in run(trained_by_an_optimizer, True, world_size=size):
+        assert (early.type, is_trained) == ("RuntimeError", True)
+        assert early.text == (
+            "the optimizer must have the parameters of the wrapped model, but 4 of the 4 in SGD "
+            "are those that wrap_model(…, 'fsdp') has replaced, so that its steps would train "
+            "nothing: make the optimizer after wrap_model"
+        )
+    assert run(trained_by_an_optimizer, False, world_size=size) == [(None, True)] * size
+
+
+def trained_by_an_optimizer_made_after_an_evaluation(compiled):
+    model = wrap_model(seeded(smooth), "fsdp", reshard_after_forward=False)
+    runs = torch.compile(model, backend="eager") if compiled else model
+    with torch.no_grad():
+        runs(batch())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = fingerprint(model)
+    runs(batch()).sum().backward()
+    optimizer.step()
+    return fingerprint(model) != before
+
+
+@needs_fsdp
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+def test_an_optimizer_made_after_an_evaluation_trains_what_is_sharded(size, compiled):
+    trained = run(trained_by_an_optimizer_made_after_an_evaluation, compiled, world_size=size)
+    assert trained == [True] * size
+
+
+# Options
+
+
+def options_seen():
+    given = {"bucket_cap_mb": 3, "gradient_as_bucket_view": True, "static_graph": True}
+    plain = wrap_model(seeded(), "ddp")
+    told = wrap_model(seeded(), "ddp", find_unused_parameters=True, **given)
+    for _ in range(2):
+        told(batch()).sum().backward()
+    found = [
+        (model.find_unused_parameters, model.gradient_as_bucket_view, model.static_graph)
+        for model in (plain, told)
+    ]
+    if FSDP_ON_CPU:
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        model = wrap_model(seeded(smooth), "fsdp", mp_policy=policy, reshard_after_forward=False)
+        assert model(batch()).dtype == torch.bfloat16
+    return found, told.bucket_bytes_cap
+
+
+def test_options_reach_what_wraps():
+    expected = [(False, False, False), (True, True, True)], 3 * 2**20
+    assert run(options_seen, world_size=2) == [expected] * 2
+
+
+# What is frozen, or not, after wrapping
+
+
+def parts_frozen(strategy, at_first, later, **options):
+    """Return how a step by `backward` and a bare one end after a part was frozen or not."""
+    found = []
+    for is_bare in (False, True):
+        net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+        net[0].requires_grad_(not at_first)
+        model = wrap_model(net, strategy, **options)
+        net[0].requires_grad_(not later)
+
+        def step(model=model, is_bare=is_bare):
+            model.zero_grad()
+            if is_bare:
+                model(batch(seed=dist.get_rank())).sum().backward()
+            else:
+                backward(model, lambda m, x: m(x).sum(), batch(seed=dist.get_rank()))
+
+        found.append(caught(step))
+        if found[-1] is None:
+            found[-1] = net[0].weight.grad is not None
+            continue
+        model = wrap_model(unwrap(model), strategy)  # the cure
+        step(model)
+        gradients = [p.grad for p in net.parameters() if p.grad is not None]
+        sums = [gradient.clone() for gradient in gradients]
+        for each in sums:
+            dist.all_reduce(each)
+        mean = zip(sums, gradients, strict=True)
+        assert all(torch.allclose(a / dist.get_world_size(), b) for a, b in mean)
+        assert (net[0].weight.grad is None) == later
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("later", [False, True])
+def test_a_part_unfrozen_or_frozen_after_wrapping_is_refused_under_ddp(later, size):
+    for found in run(parts_frozen, "ddp", not later, later, world_size=size):
+        for raised in found:
+            assert str(raised) == (
+                "RuntimeError: a parameter must be frozen, or not, as it was when the model was "
+                "wrapped under 'ddp', which synchronises what was trainable then; but `0.weight` "
+                "is not: wrap again, model = wrap_model(unwrap(model)), or wrap it while all is "
+                "trainable, with find_unused_parameters=True, and freeze it then"
+            )
+
+
+def froze_with_option():
+    return parts_frozen("ddp", False, True, find_unused_parameters=True)
+
+
+def test_a_part_may_be_frozen_after_wrapping_where_ddp_looks_for_what_is_unused():
+    assert run(froze_with_option, world_size=2) == [[False, False]] * 2
+
+
+def unfrozen_by_backward(strategy):
+    net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+    net[0].requires_grad_(False)
+    model, parts = wrap_model(net, strategy), [(batch(seed=n),) for n in range(3)]
+    own = parts[:2] if world().is_main else parts[2:]
+    steps = Microbatches(
+        own,
+        epoch=0,
+        step=0,
+        first=0 if world().is_main else 2,
+        counts=[len(x) for (x,) in parts],
+        size=2,
+    )
+    plain = copy.deepcopy(net) if strategy == "exact" else None
+    net[0].requires_grad_(True)
+    backward(model, lambda m, x: m(x[0]).square().mean(), steps)
+    check_in_sync(model)
+    if plain is not None:
+        plain.requires_grad_(True)
+        plain(torch.cat([x for (x,) in parts])).square().mean().backward()
+        torch.testing.assert_close(plain[0].weight.grad, net[0].weight.grad)
+    return whole(net[0].weight.grad).tolist()
+
+
+@pytest.mark.parametrize("strategy", ["exact", *(["fsdp"] if FSDP_ON_CPU else [])])
+def test_a_part_may_be_unfrozen_after_wrapping_under_the_others(strategy):
+    first, second = run(unfrozen_by_backward, strategy, world_size=2)
+    assert first == second
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("strategy", ["exact", "ddp"])
+def test_an_embedding_that_writes_into_its_rows_is_refused(strategy, kind):
+    net = nn.Sequential(kind(4, 2, max_norm=0.5))
+    for raised in run_caught(wrap_model, net, strategy, world_size=2):
+        assert str(raised).endswith(
+            f"ValueError: an embedding must not have `max_norm` under strategy '{strategy}', but "
+            "`0` has 0.5: each rank would scale the rows of its own samples alone; leave it out, "
+            "and after each optimizer.step() call weight.data.renorm_(2, 0, 0.5)"
+        )
+    assert wrap_model(net) is net  # a single process
+
+
+# What is refused, beside what the tests of misuse try
+
+
+def sharded_twice(strategy):
+    old = wrap_model(seeded(), "fsdp")
+    raised = caught(wrap_model, unwrap(old), strategy)
+    new = wrap_model(seeded(), "fsdp")  # the cure
+    load_weights(new, old.state_dict())
+    return str(raised), fingerprint(new) == fingerprint(old)
+
+
+@needs_fsdp
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "exact", "none"])
+def test_what_is_sharded_is_refused_with_a_cure_that_works(strategy, size):
+    text = (
+        "ValueError: `model` must not be wrapped yet, but is or holds a wrapped module "
+        "({}): build the model anew, because 'fsdp' has changed this one for good, and call "
+        "load_weights(new, old.state_dict())"
+    )
+    for raised, is_same in run(sharded_twice, strategy, world_size=size):
+        assert raised == text.format(f"FSDP{type(seeded()).__name__}")
+        assert is_same
+
+
+class Headed(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 3), nn.Linear(3, width)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def with_a_new_head():
+    def loss(model, x):
+        return model(x).square().mean()
+
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(world().rank))
+    old = wrap_model(Headed(2), "fsdp")
+    backward(old, loss, x)
+    body = fingerprint(old.body)
+    old.head = nn.Linear(3, 1)
+    raised = caught(backward, old, loss, x)
+    old.head.requires_grad_(False)
+    backward(old, loss, x)  # nothing of it is trained
+    new = wrap_model(Headed(1), "fsdp")  # the cure
+    load_weights(new, {k: v for k, v in old.state_dict().items() if "body" in k}, strict=False)
+    same = fingerprint(new.body) == body
+    backward(new, loss, x)
+    check_in_sync(new)
+    return str(raised), same
+
+
+@needs_fsdp
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_part_that_comes_after_sharding_is_refused_on_every_rank(size):
+    for raised, is_same in run(with_a_new_head, world_size=size):
+        assert raised == (
+            "RuntimeError: each trained parameter must be sharded under 'fsdp', but `head.weight` "
+            "is not, so that no rank would synchronise it: build the model with it, wrap that, and "
+            "call load_weights(new, old.state_dict(), strict=False)"
+        )
+        assert is_same
+
+
+@pytest.mark.skipif(FSDP_ON_CPU, reason="this torch shards on a CPU")
+def test_fsdp_on_a_cpu_says_that_it_needs_a_newer_torch():
+    for raised in run_caught(wrap_model, seeded(), "fsdp", world_size=2):
+        assert "RuntimeError: strategy 'fsdp' on a CPU needs a newer torch, but" in str(raised)
+        assert "install a newer one, or use 'ddp'" in raised.text
+
+
+# --- a share without rows, and a model that does not take it ---
+
+
+class Heads(nn.Module):
+    """Splits its rows as attention does, which PyTorch cannot with none of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, width=2):
+        return self.linear(x).view(len(x), -1, width).sum(dim=(1, 2))
+
+
+def evaluated_without_rows(strategy):
+    model, data = wrap_model(Heads(), strategy), TensorDataset(torch.ones(3, 4))
+    with torch.no_grad():
+        plain = [caught(model, x) for (x,) in make_loader(data, 2)]
+        steps = make_loader(data, 2, microbatch_size=1)
+        counts = [len(model(x)) for step in steps for (x,) in step]
+        other = caught(model, torch.ones(2, 4), 3)
+    return plain, counts, other
+
+
+EMPTY = (
+    "the model must take a batch without rows, but Heads raised RuntimeError: this rank has no "
+    "sample of a step that has fewer samples than there are ranks; pass `microbatch_size` to "
+    "make_loader and loop over the Microbatches, of which this rank then has none"
+)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "exact"])
+def test_the_error_of_a_model_that_takes_no_empty_share_names_microbatches(strategy):
+    first, second = run(evaluated_without_rows, strategy, world_size=2)
+    plain, counts, other = second
+    assert (len(plain[0]), plain[1].type, plain[1].text) == (1, "RuntimeError", EMPTY)
+    assert (counts, len(first[0][1]), first[1]) == ([1], 1, [1, 1])
+    assert "is invalid for input of size 8" in other.text  # its own error, of a batch with rows
+
+
+def freeze_on_one_rank(strategy):
+    net = nn.Linear(2, 1)
+    net.bias.requires_grad_(world().rank != world().size - 1)
+    return caught(wrap_model, net, strategy)
+
+
+@pytest.mark.parametrize("strategy", [*TOGETHER, "exact"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_is_frozen_on_one_rank_only_is_an_error_on_every_rank(strategy, size):
+    for raised in run(freeze_on_one_rank, strategy, world_size=size):
+        assert raised.type == "RuntimeError"
+        others = "rank 0" if size == 2 else "ranks 0, 1"
+        assert f"  {others}: `bias` (1,) float32, trained\n" in raised.text
+        assert f"  rank {size - 1}: `bias` (1,) float32\n" in raised.text

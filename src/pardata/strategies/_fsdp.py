@@ -116,7 +116,7 @@ def _note_guest(module: nn.Module, _args: object) -> None:
 
 
 def _equal_buffers(module: nn.Module, _args: object, _output: object) -> None:
-    """Broadcast rank 0's buffers after a training forward, as under "ddp": a forward hook."""
+    """Broadcast rank 0's buffers after a training forward: a forward hook."""
     role = role_of(module, lambda: None)  # a guest is known from the hook above
     if role == "alone" and module.training and torch.is_grad_enabled():
         uneven_shares.warn()

@@ -44,8 +44,11 @@ class ExactModel(ReadThrough, Wrapper):
 
     def __init__(self, module: nn.Module, *, threads: int = 1) -> None:
         # Not as attributes are set, which are the module's once it is wrapped.
-        self.__dict__["exact"] = Exactness(unwrap(module), threads)
+        self.__dict__["exact"] = self._made_for(unwrap(module), threads)
         super().__init__(module)
+
+    def _made_for(self, module: nn.Module, threads: int) -> Any:
+        return Exactness(module, threads)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""

@@ -27,6 +27,7 @@ class ExactFsdpStep(ExactStep):
 
     equally_many = True
     strided = True
+    may_ride = False
     wrong_shares = (
         "`batch` must hold strided microbatches under strategy 'exact_fsdp', but holds a run of "
         "them: pass strided=True to make_loader, or to Microbatches.of"
@@ -80,7 +81,9 @@ def _sharded(
 
     for part in (*blocks, module):
         kinds = {p.dtype for p in part.parameters() if not hasattr(p, "device_mesh")}
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if any(k.itemsize == 2 for k in kinds) else None)
+        policy = MixedPrecisionPolicy(
+            reduce_dtype=torch.float32 if any(k.itemsize == 2 for k in kinds) else None
+        )
         fully_shard(part, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
 
 
@@ -95,6 +98,7 @@ class ExactFsdpStrategy(ExactStrategy):
 
     def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
         from torch.distributed.device_mesh import init_device_mesh
+
         threads = settings.options.get("threads", 1)
         if settings.here.size == 1:
             return super().wrap(model, settings._replace(options={"threads": threads}))

@@ -28,6 +28,7 @@ from pardata.strategies.exact._exact_sums import Sums
 from pardata.strategies.exact._hooks import Exactness
 from pardata.strategies.exact._kernels import refused_kernels
 from pardata.strategies.exact._ordered_sum import Exchange
+from pardata.strategies.exact._riders import Heard, Riders
 
 _NONE = 2**53  # the number of a microbatch that there is not
 
@@ -66,6 +67,7 @@ class ExactStep(Step):
     _asked: Vote | None = None
     _answer: _Heard | None = None
     least = 1  # if a placeholder: by what it returns a rank that has none knows the metrics
+    may_ride = True  # what is told at the end, with the gradients
     strided = False  # whether a rank's share is every `size`-th microbatch, and no run of them
     wrong_shares = (
         "`batch` must hold a run of microbatches under strategy 'exact', but is strided: leave out "
@@ -116,7 +118,7 @@ class ExactStep(Step):
         sums = self._sums_for(trained)
         counting = (piece.number for piece in self.pieces.own if piece.count)
         self._first = min(counting, default=_NONE)
-        exchange = Exchange(len(self.batch.counts), strided=self.strided)
+        self._exchange = exchange = Exchange(len(self.batch.counts), strided=self.strided)
         device = next(self.module.parameters()).device
         self._sums, self._means = sums, Means(self._exact.module, device, exchange, self._first)
         sums.begin_step(exchange, lambda: self._heard().may_send)
@@ -168,15 +170,29 @@ class ExactStep(Step):
             self._ask(failed=True)
         heard = self._agreed(failed)
         used = self._sums.used()
-        self._sums.send(rest=True)
-        self._means.send(len(self.tally.last()), heard.first)
-        vote = Vote(world(), "backward", [failed is not None, zlib.crc32(bytes(used))])
-        self._sums.finish()
-        (_, any_failed), (least, most) = vote.result()
+        rows = self._means.rows(len(self.tally.last()), heard.first)
+        riders = Riders(self._exchange, rows, used)
+        if self.may_ride and riders.fit():
+            self._sums.send_rest(riders.told(failed=failed is not None))
+            self._sums.finish()
+            any_failed, of_any, sums = riders.heard(self._sums.told())
+        else:
+            any_failed, of_any, sums = self._heard_apart(rows, used, failed)
         if any_failed:
             raise failed or _failed_elsewhere()
-        self.tally.settle(self._means.apply(self.pieces.expected()))
-        self._sums.set_gradients(used if least == most else _of_any(used))
+        self.tally.settle(self._means.apply(sums, self.pieces.expected()))
+        self._sums.set_gradients(of_any)
+
+    def _heard_apart(self, rows: Tensor, used: list[bool], failed: Exception | None) -> Heard:
+        """Add up, and hear, what does not ride with the gradients. Collective."""
+        self._sums.send_rest()
+        sums = self._exchange.start(rows)
+        vote = Vote(world(), "backward", [failed is not None, zlib.crc32(bytes(used))])
+        sums.add()
+        self._sums.finish()
+        (_, any_failed), (least, most) = vote.result()
+        is_alike = any_failed or least == most
+        return Heard(bool(any_failed), used if is_alike else _of_any(used), sums.result())
 
     def _agreed(self, failed: Exception | None) -> _Heard:
         """Return what all ranks have said; raise on each of them where they do not agree."""

@@ -88,8 +88,8 @@ class ShardedSums:
     def end(self) -> None:
         """End a round: all was added as it came."""
 
-    def send(self, *, rest: bool) -> None:
-        """Send the `rest`: all was sent as it came."""
+    def send_rest(self, *_: object) -> None:
+        """Send what is left: all was sent as it came."""
 
     def finish(self) -> None:
         """Wait for what was sent: that was done."""

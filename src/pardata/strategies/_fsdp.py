@@ -186,7 +186,7 @@ def _tell(module: nn.Module, blocks: list[nn.Module], settings: Settings) -> Non
         peak = sum(p.numel() * (kind or p.dtype).itemsize for p in module.parameters())
         _log.warning(
             "%s is sharded at its root alone: in each step a rank holds all of its parameters at "
-            "once, %.1f GB, and their gradients as well; pass blocks='auto', or the classes of its "
+            "once, %.2f GB, and their gradients as well; pass blocks='auto', or the classes of its "
             "blocks, and a rank holds those of one block at a time",
             *(name, peak / 1e9),
             ranks=[0],

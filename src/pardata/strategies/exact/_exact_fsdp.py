@@ -15,7 +15,7 @@ from pardata.model._unwrap import unwrap
 from pardata.strategies._old_optimizers import refuse_old_optimizers
 from pardata.strategies._strategy import Settings, broadcast_weights
 from pardata.strategies.exact._exact import ExactModel, ExactStrategy
-from pardata.strategies.exact._exact_step import ExactStep
+from pardata.strategies.exact._exact_step import ExactStep, of_compiler
 from pardata.strategies.exact._sharded_sums import ShardedSums
 
 
@@ -45,8 +45,10 @@ class ExactFsdpStep(ExactStep):
                     self._agreed(self._refusal)
                     yield
                     self._conclude(None)
-            except BaseException:
+            except BaseException as error:
                 forget_step(self.module)
+                if isinstance(error, Exception) and (told := of_compiler(error)) is not error:
+                    raise told from error
                 raise
             finally:
                 self._sums.end_step()
@@ -73,15 +75,13 @@ class ExactShards(ExactModel):
         return load_sharded(self, state_dict, strict=strict, assign=assign)
 
 
-def _sharded(
-    module: nn.Module, *, blocks: Any = (), reshard_after_forward: bool = True, mesh: Any
-) -> None:
+def _sharded(module: nn.Module, *, blocks: Any = (), mesh: Any, **options: Any) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     for part in (*blocks, module):
         kinds = {p.dtype for p in part.parameters() if not hasattr(p, "device_mesh")}
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if any(k.itemsize == 2 for k in kinds) else None)
-        fully_shard(part, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
+        fully_shard(part, mesh=mesh, mp_policy=policy, **options)
 
 
 class ExactFsdpStrategy(ExactStrategy):

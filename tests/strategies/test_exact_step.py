@@ -164,7 +164,7 @@ def counted():
     count_of = {id(held): counts[n] for held, n in zip(batch, batch.numbers, strict=True)}
 
     def poisoned(model, microbatch):
-        return loss_fn(model, microbatch) * (1 if count_of[id(microbatch)] else math.nan)
+        return loss_fn(model, microbatch) * (1 if count_of.get(id(microbatch)) else math.nan)
 
     model = seeded()
     loss = backward(model, poisoned, batch, count=lambda microbatch: count_of[id(microbatch)])
@@ -482,6 +482,15 @@ def not_finite():
     return told
 
 
+class Zero(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calm, self.other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+
+    def forward(self, factor):
+        return self.other.sum() if factor is None else (self.calm * factor).sum()
+
+
 def zeros_with_signs():
     """A sum of -0.0 is that at every size, beside microbatches that do not use the parameter."""
 
@@ -489,11 +498,10 @@ def zeros_with_signs():
         """Return whether the sum of what microbatches of these sizes leave has a sign."""
 
         def zero(model, batch):
-            model(batch[0])
-            factor = -0.0 if len(batch[0]) in sizes_of_minus else 0.0
-            return (model.calm * factor).sum() if len(batch[0]) != 4 or factor else model.wild.sum()
+            size = len(batch[0])
+            return model(-0.0 if size in sizes_of_minus else None if size == 4 else 0.0)
 
-        model = seeded(Exploding, 1.0)
+        model = seeded(Zero)
         one_step(model, zero)
         return torch.signbit(whole(model.calm.grad)).tolist()
 

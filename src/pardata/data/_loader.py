@@ -261,6 +261,7 @@ class Loader:
         if self._plan.microbatch_size is not None:
             where = {"epoch": step.epoch, "step": step.number, "first": step.first}
             whose = {"seed": self._recipe.facts["seed"], "size": self._plan.size}
+            whose["stride"] = step.stride
             own = batches if step.rows else ()
             counts = self._plan.counts_of(step.samples)
             found = Microbatches(own, **where, counts=counts, **whose, placeholder=batches[0])

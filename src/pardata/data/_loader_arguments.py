@@ -21,7 +21,7 @@ from pardata.values._arguments import check_flag, check_integer, check_map_style
 _log = get_logger(__name__)
 
 _COMPARED = (
-    *("batch_size", "microbatch_size", "shuffle", "drop_last", "sharded"),
+    *("batch_size", "microbatch_size", "strided", "shuffle", "drop_last", "sharded"),
     *("reproducible", "seed", "prefetch"),
 )
 _OF_WORKERS = (
@@ -96,7 +96,7 @@ def _check(args: Arguments) -> None:
     if args.batch_sampler is not None:
         _check_alone(args)
     args.drop_last = args.trains if args.drop_last is None else args.drop_last
-    for name in ("shuffle", "drop_last", "sharded", "reproducible"):
+    for name in ("strided", "shuffle", "drop_last", "sharded", "reproducible"):
         check_flag(name, getattr(args, name))
     _check_data(args)
     args.length = _length_of(args)
@@ -208,9 +208,15 @@ def _check_sizes(args: Arguments) -> None:
     """Raise where the batch size does not go with the world or the dataset."""
     batch_size, microbatch_size = args.batch_size, args.microbatch_size
     whose = args.ranks.rank, args.ranks.size
-    args.plan = Plan(args.length, batch_size or 0, args.drop_last, microbatch_size, *whose)
+    sizes = args.length, batch_size or 0, args.drop_last, microbatch_size
+    args.plan = Plan(*sizes, *whose, strided=args.strided)
     if microbatch_size is not None:
         check_integer("microbatch_size", microbatch_size, least=1)
+    elif args.strided:
+        raise ValueError(
+            "`strided` must be False without a `microbatch_size`, because it says which "
+            "microbatches a rank gets, but is True: pass microbatch_size, or leave it out"
+        )
     if args.batch_sampler is not None:
         return
     least = args.ranks.size if microbatch_size is None else 1
@@ -246,7 +252,8 @@ def _look_at_shares(args: Arguments) -> None:
     # Without microbatches a rank gets single samples, at least one.
     pieces = -(-batch_size // (args.microbatch_size or 1))
     if pieces < ranks:
-        idle = ", ".join(str(rank) for rank in range(ranks) if not share(pieces, rank, ranks))
+        shares = [share(pieces, rank, ranks, strided=args.strided) for rank in range(ranks)]
+        idle = ", ".join(str(rank) for rank, own in enumerate(shares) if not own)
         text = (
             f"a `batch_size` of {batch_size} makes {pieces} microbatches of at most "
             f"{args.microbatch_size} samples for {ranks} ranks, so that rank(s) {idle} have "

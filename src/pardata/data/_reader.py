@@ -123,9 +123,10 @@ class Reader(Dataset[Any]):
         if self._looks_twice:
             self._warn_of_a_generator_of_its_own(request)
         indices = [as_list(each) for each in asked]
-        wanted = enumerate(zip(indices, positions or indices, strict=True), step.first)
+        wanted = zip(indices, positions or indices, strict=True)
+        numbered = zip(step.numbers(), wanted, strict=False)
         with (kept := self._seeds.around_reading()):
-            return Fetched(step, [self._batch(step, *each, kept.states) for each in wanted])
+            return Fetched(step, [self._batch(step, *each, kept.states) for each in numbered])
 
     def _tell(self, epoch: int) -> None:
         """Tell the dataset the epoch, if it asks for that: a worker has a copy of its own."""

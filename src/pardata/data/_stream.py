@@ -107,7 +107,7 @@ class Stream(IterableDataset[Fetched]):
         state = (deepcopy(self.dataset.state_dict()),) if self.keeps_place else None
         first, batches = step.number * self.plan.batch_size, []
         with self.collation.seeds.around_reading():
-            for number, run in enumerate(runs, step.first):
+            for number, run in zip(step.numbers(), runs, strict=False):
                 own, named = [read[i] for i in run], [first + i for i in run]
                 batches.append(self.collation.batch_of(own, named, step, number))
         return Fetched(step, batches, digest, state)

@@ -1,5 +1,6 @@
 """A sum over ranks in the order of the fixed tree."""
 
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -26,10 +27,10 @@ class Exchange:
         own: how many pieces this rank has of each vector.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, strided: bool = False) -> None:
         here = world()
         self.count, self.size = count, here.size
-        pieces = pieces_of(count, here.size)
+        pieces = pieces_of(count, here.size, strided=strided)
         self.spans = [span for own in pieces for span in own]
         self.counts = [len(own) for own in pieces]
         self.own = self.counts[here.rank]
@@ -80,7 +81,8 @@ class OrderedSum:
             return
         self._work.wait()
         stack = Stack[Tensor](how.count, Tensor.add_)
-        for span, part in zip(how.spans, self._received, strict=True):
+        received = zip(how.spans, self._received, strict=True)
+        for span, part in sorted(received, key=itemgetter(0)):
             stack.push(span, part)
         ((_, own),) = stack.pieces
         assert own is not None  # noqa: S101  # there is at least one microbatch

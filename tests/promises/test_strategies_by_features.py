@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the usual name
 from on_ranks import Raised, caught, run
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from pardata import backward, check_in_sync, fingerprint, make_loader, unwrap, wrap_model
@@ -49,6 +51,11 @@ class Unused(nn.Identity):
         self.spare = nn.Linear(8, 8)
 
 
+class Recomputed(nn.Linear):
+    def forward(self, rows):
+        return checkpoint(super().forward, rows, use_reentrant=False)
+
+
 class Net(nn.Module):
     def __init__(self, middle, answer):
         super().__init__()
@@ -74,6 +81,7 @@ class Feature(NamedTuple):
         every: at so many batches the optimizer does a step.
         microbatch_size: of the loader.
         options: of `wrap_model`.
+        sharding: … under "fsdp" alone.
         close: how close the weights come to those of the loop by hand; None for not at all.
     """
 
@@ -87,6 +95,7 @@ class Feature(NamedTuple):
     every: int = 1
     microbatch_size: int | None = 3
     options: dict[str, Any] = {}  # noqa: RUF012  # never changed
+    sharding: dict[str, Any] = {}  # noqa: RUF012  # likewise
     close: float | None = 1e-5
 
 
@@ -99,7 +108,18 @@ def compiled_in_place(model):
     return model
 
 
+def compiled_blocks(model):
+    for name in ("first", "middle", "last"):
+        setattr(model, name, compiled(getattr(model, name)))
+    return model
+
+
+def linear():
+    return nn.Linear(8, 8)
+
+
 IN_PLACE = "`model.compile()`, in place"
+IN_BLOCKS, OFFLOADED = "sharded by `blocks=`", "kept on the CPU by `offload_policy=`"
 FIND = "unused parameters, `find_unused_parameters=True`"
 OVER_ALL = "batch norm, `sync_batchnorm=True`"
 FEATURES = {
@@ -112,6 +132,14 @@ FEATURES = {
     "`torch.compile` before `wrap_model`": Feature(before=compiled),
     "`torch.compile` after `wrap_model`": Feature(after=compiled),
     IN_PLACE: Feature(before=compiled_in_place),
+    "`torch.compile` of each block": Feature(
+        linear, before=compiled_blocks, sharding={"blocks": "Linear"}
+    ),
+    "activation checkpointing": Feature(
+        functools.partial(Recomputed, 8, 8), sharding={"blocks": Recomputed}
+    ),
+    IN_BLOCKS: Feature(linear, options={"blocks": "Linear"}),
+    OFFLOADED: Feature(linear, options={"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
     "accumulation over several batches of the loader": Feature(every=2),
     "frozen parameters": Feature(lambda: nn.Linear(8, 8).requires_grad_(False)),
     "shared parameters": Feature(Shared),
@@ -150,7 +178,8 @@ def trained(name, strategy):
     torch.manual_seed(0)
     model = feature.before(Net(feature.middle, feature.answer))
     if strategy is not None:
-        model = feature.after(wrap_model(model, strategy, **feature.options))
+        options = {**feature.options, **(feature.sharding if strategy == "fsdp" else {})}
+        model = feature.after(wrap_model(model, strategy, **options))
     numbers = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(29, 4, generator=numbers), torch.arange(29) % 3)
     how = {"microbatch_size": feature.microbatch_size, "drop_last": False, "seed": 0}
@@ -187,13 +216,16 @@ def all_trained(cells):
 
 CELLS = [(name, strategy) for name in FEATURES for strategy in STRATEGIES]
 ALONE = "strategy 'dp' must run in one process, without SyncBatchNorm, but has "
-NO_OPTION = ", but 'find_unused_parameters' is not; there are "
+NO_OPTION = ", but {!r} is not; there are "
+OTHERS = ("none", "dp", "ddp", "exact")
 ERRORS = {
     (IN_PLACE, "exact"): "but a Net was compiled in place, where that cannot be ",
     ("unused parameters", "ddp"): "every parameter must take part in the loss, but ",
     (OVER_ALL, "dp"): ALONE,
     (OVER_ALL, "exact"): "`sync_batchnorm` must be False under strategy 'exact'",
-    **{(FIND, strategy): NO_OPTION for strategy in ("dp", "fsdp", "exact")},
+    **{(FIND, s): NO_OPTION.format("find_unused_parameters") for s in ("dp", "fsdp", "exact")},
+    **{(IN_BLOCKS, strategy): NO_OPTION.format("blocks") for strategy in OTHERS},
+    **{(OFFLOADED, strategy): NO_OPTION.format("offload_policy") for strategy in OTHERS},
 }
 
 
@@ -243,7 +275,7 @@ def test_a_strategy_trains_a_feature_as_plain_pytorch_or_says_why_not(cell):
 
 def test_the_scaler_overflows_and_grows_and_what_is_frozen_or_clipped_shows():
     assert truth("autocast to float16, a gradient scaler")[1] == [32, 32, 64, 64]
-    assert len({truth(name)[2] for name in FEATURES if not is_slow(name, "")}) == 11
+    assert len({truth(name)[2] for name in FEATURES if not is_slow(name, "")}) == 12
 
 
 def test_the_page_has_this_table_and_the_errors():

@@ -3,9 +3,27 @@
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 # ruff: noqa: SLF001  # torch has no public names for what is read here
+
+
+@torch.no_grad()
+def place(module: nn.Module, device: torch.device) -> None:
+    """Move what is not sharded to a device. What is on the meta device gets memory there."""
+    made: dict[Tensor, Tensor] = {}
+    held: list[Any] = [h for part in module.modules() for h in (part._parameters, part._buffers)]
+    for own, name, tensor in [(h, name, t) for h in held for name, t in h.items()]:
+        if tensor is None or hasattr(tensor, "device_mesh"):
+            continue
+        if not tensor.is_meta:
+            tensor.data = tensor.to(device)
+            continue
+        if tensor not in made:  # else it is shared: PyTorch's to_empty() would make two of it
+            made[tensor] = torch.empty_like(tensor, device=device)
+            if isinstance(tensor, nn.Parameter):
+                made[tensor] = nn.Parameter(made[tensor], tensor.requires_grad)
+        own[name] = made[tensor]
 
 
 def shard_again(module: nn.Module, *_: object) -> None:

@@ -91,7 +91,7 @@ def wrap_model(
         target = checked_device(chosen.device(settings))
         if chosen.needs_group:
             require_taken(target, here.backend)
-        if len(_devices(model)) < 2:
+        if len(_devices(model)) < 2 and not chosen.places_model:
             model.to(target)  # else somebody placed its parts by hand
         if not chosen.is_collective:
             return {}
@@ -103,7 +103,9 @@ def wrap_model(
         same(here, "wrap_model", checked, _check_same_models)
     chosen = named(name)
     if sync_batchnorm and here.size > 1 and chosen.is_collective:
-        model = with_synchronised_batch_norms(model)
+        spread = _devices(model)  # else it will be at its target
+        kinds = spread if len(spread) > 1 else [str(checked_device(chosen.device(settings)))]
+        model = with_synchronised_batch_norms(model, on_cpu="cpu" in kinds)
     return chosen.wrap(model, settings)
 
 
@@ -121,7 +123,8 @@ def _check(model: nn.Module, chosen: Strategy, settings: Settings) -> None:
             f"`model` must not be wrapped yet, but is or holds a wrapped module "
             f"({type(model).__name__}): {cure}"
         )
-    known = inspect.signature(chosen.options_of()).parameters.keys() - {"module"}
+    options = inspect.signature(chosen.options_of()).parameters.keys()
+    known = {*options, *chosen.own_options} - {"module"}
     for name in sorted(settings.options.keys() - known):
         raise TypeError(
             f"`options` must be ones of strategy {chosen.name!r}, but {name!r} is not; there are "

@@ -99,7 +99,7 @@ class ExactStep(Step):
             try:
                 yield
             except Exception as error:  # noqa: BLE001  # raised below: the others wait for this rank
-                failed = _of_compiler(error)
+                failed = of_compiler(error)
             finally:
                 self._exact.receive = None
             self._conclude(failed)
@@ -235,7 +235,7 @@ def _of_any(flags: list[bool]) -> list[bool]:
     return list(map(bool, told.tolist()))
 
 
-def _of_compiler(error: Exception) -> Exception:
+def of_compiler(error: Exception) -> Exception:
     """Return an error, in other words where it is that dynamo would compile no more."""
     if type(error).__name__ != "FailOnRecompileLimitHit":  # to import it takes a second
         return error

@@ -14,9 +14,9 @@ from pardata.strategies.exact._arithmetic import probe
 _TIMED = "max_autotune", "max_autotune_gemm", "max_autotune_pointwise", "coordinate_descent_tuning"
 
 
-def kernels(model: nn.Module) -> dict[str, object]:
+def kernels(device: torch.device) -> dict[str, object]:
     """Return what decides the last bit of a kernel's result, except its input."""
-    device, cpu = next(model.parameters()).device, torch.backends.cpu.get_cpu_capability()
+    cpu = torch.backends.cpu.get_cpu_capability()
     return {
         "the number of threads": torch.get_num_threads(),
         "torch": str(torch.__version__),  # a class of its own, which compares in its own way
@@ -48,7 +48,8 @@ def _wrong_settings(parameters: Iterable[nn.Parameter], threads: int) -> Iterato
         yield "torch.backends.cudnn.benchmark must be False, but is True: set it to False"
     is_on = torch.are_deterministic_algorithms_enabled()
     only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    if (only_warns or not is_on) and not all(parameter.is_cpu for parameter in parameters):
+    on_cpu = all(one.is_cpu or one.is_meta for one in parameters)
+    if (only_warns or not is_on) and not on_cpu:
         yield (
             f"a GPU must have deterministic algorithms, but they are "
             f"{'only warned of (warn_only=True)' if is_on else 'off'}: call "

@@ -165,7 +165,8 @@ class Sums:
         for bucket in self.buckets:
             bucket.begin_step(exchange)
         # On a CPU the last one takes along what is known only after the backward.
-        self._early = len(self.buckets) - self.buckets[-1].parameters[0].is_cpu
+        self._early = sum(not p.is_cpu for b in self.buckets[-1:] for p in b.parameters[:1])
+        self._early += len(self.buckets[:-1])
 
     def begin(self, piece: Piece, *, last: bool) -> None:
         """Begin a microbatch, whose gradients come to `receive`; what counts 0 leaves none."""

@@ -4,6 +4,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -50,12 +51,19 @@ def on_cpu() -> AbstractContextManager[Any]:
 Read: TypeAlias = Callable[[Tensor], Any]
 
 
+class Ragged(list[Any]):
+    """A column of a batch whose rows differ in shape: an item for each sample."""
+
+
 class ReadsBatches(Dataset[Any]):
     """What can read a whole batch itself: the datasets of `cache_dataset`."""
 
     @abstractmethod
     def read_batch(self, indices: Tensor) -> Any:
-        """Return the batch that ``default_collate`` would make of the samples at `indices`."""
+        """Return the batch that ``default_collate`` would make of the samples at `indices`.
+
+        Of parts whose shapes differ, which it would refuse, the batch has a `Ragged`.
+        """
 
 
 def whole_batch_reader(dataset: Any) -> Read | None:
@@ -133,10 +141,23 @@ def _joined(readers: list[Read], ends: list[int], indices: Tensor) -> Any:
         places.append(rows)
     if len(parts) == 1:
         return parts[0]
-    columns, order = [dict(leaves(part)) for part in parts], torch.cat(places).argsort()
+    columns, order = [dict(leaves(one, is_leaf=_is_ragged)) for one in parts], torch.cat(places)
     if any(own.keys() != columns[0].keys() for own in columns):
         raise ValueError("the datasets of a ConcatDataset must return the same parts, but differ")
-    return mapped(parts[0], lambda path, _: rows_of(torch.cat([c[path] for c in columns]), order))
+    order = order.argsort()
+
+    def put_together(path: TreePath, _: Any) -> Any:
+        own = [column[path] for column in columns]
+        if not any(map(_is_ragged, own)):
+            return rows_of(torch.cat(own), order)
+        rows = [*chain.from_iterable(own)]
+        return Ragged(rows[i] for i in order.tolist())
+
+    return mapped(parts[0], put_together, is_leaf=_is_ragged)
+
+
+def _is_ragged(part: Any) -> bool:
+    return isinstance(part, Ragged)
 
 
 def _from_the_front(indices: Tensor, length: int) -> Tensor:
@@ -195,7 +216,7 @@ def emptied(batch: Any, *, lists_are_columns: bool) -> Any:
 
     def empty(path: TreePath, leaf: Any) -> Any:
         is_tensor = isinstance(leaf, Tensor)
-        if is_text(leaf) or (is_tensor and leaf.ndim):
+        if _is_ragged(leaf) or is_text(leaf) or (is_tensor and leaf.ndim):
             return leaf[:0]
         what = f"{type(leaf).__name__}{' without dimensions' if is_tensor else ''}"
         if may_be_samples(leaf):
@@ -207,7 +228,10 @@ def emptied(batch: Any, *, lists_are_columns: bool) -> Any:
             f"drop_last=True, or a batch size that leaves every rank a sample"
         )
 
-    return mapped(batch, empty, is_leaf=lambda part: _is_whole(part) or may_be_samples(part))
+    def is_leaf(part: Any) -> bool:
+        return _is_ragged(part) or _is_whole(part) or may_be_samples(part)
+
+    return mapped(batch, empty, is_leaf=is_leaf)
 
 
 def _is_whole(batch: Any) -> bool:

@@ -14,7 +14,7 @@ from pardata.cache._cache_files import Files, ensure, files_of
 from pardata.cache._original import facts_of, fields_of, filled, read_sample
 from pardata.collective._agreement import agree, require_same
 from pardata.collective._rank_zero import rank_zero_first
-from pardata.data._batch import ReadsBatches, rows_of
+from pardata.data._whole_batches import ReadsBatches, rows_of
 from pardata.ranks._world import require_world
 from pardata.seeds._generators import kept_generators
 

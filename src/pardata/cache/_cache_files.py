@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from pardata.cache._original import CHUNK, Fields, read_sample, store
-from pardata.data._batch import on_cpu
+from pardata.data._whole_batches import on_cpu
 from pardata.output._progress import progress
 from pardata.ranks._logger import get_logger
 from pardata.values._arguments import make_folder

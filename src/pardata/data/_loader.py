@@ -8,15 +8,15 @@ from typing import Any, TypeAlias
 from torch.utils.data import Dataset
 
 from pardata.collective._exchange import all_gather
-from pardata.data._batch import emptied, is_read_whole
+from pardata.data._batch_parts import emptied
 from pardata.data._clock import Clock
 from pardata.data._microbatches import Microbatches
 from pardata.data._order import Requests, length_of
 from pardata.data._placement import Placement
-from pardata.data._plan import Plan, Step
+from pardata.data._plan import Fetched, Plan, Step
 from pardata.data._position import Position, Recipe
-from pardata.data._reader import Fetched
 from pardata.data._sample_count import Read, delivered
+from pardata.data._whole_batches import is_read_whole
 from pardata.data._workers import Source
 from pardata.ranks._logger import get_logger
 from pardata.values._arguments import check_integer

@@ -5,7 +5,7 @@ positions kB … min((k+1)B, N)-1 of that order, whatever W is; each rank gets a
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 def share(count: int, rank: int, size: int) -> range:
@@ -27,6 +27,15 @@ class Step(NamedTuple):
     first: int  # the number, within the step, of this rank's first microbatch, else 0
     rows: int  # samples of this rank; where it has none, what it reads stands in for them
     samples: int  # of the whole step, over all ranks
+
+
+class Fetched(NamedTuple):
+    """What was read of one step; a named tuple, which ``DataLoader`` pins field by field."""
+
+    step: Step
+    batches: list[Any]  # one for each microbatch, or that of the whole share
+    digest: str = ""  # of a stream: a hash of what its reader read first in this epoch
+    state: Any = None  # of a stream that has one: its own, after this step
 
 
 @dataclass(eq=False)

@@ -9,9 +9,9 @@ import torch
 from data_zoo import loader_of as any_loader_of
 from torch.utils.data import TensorDataset, get_worker_info
 
-from pardata.data._batch import moved
-from pardata.data._placement import Placement, _side_stream
-from pardata.data._reader import Fetched, Seeds
+from pardata.data._placement import Placement, _side_stream, moved
+from pardata.data._plan import Fetched
+from pardata.data._sample_seeds import Seeds
 
 
 def loader_of(transform, **options):

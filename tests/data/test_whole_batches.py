@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 
-from pardata.data._batch import ReadsBatches, is_read_whole, whole_batch_reader
+from pardata.data._whole_batches import ReadsBatches, is_read_whole, whole_batch_reader
 
 Pair = namedtuple("Pair", ["x", "y"])  # noqa: PYI024  # the untyped kind must work too
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from pardata.cache._cache_files import FILES, SOURCE, Files, record_of
 from pardata.cache._column import ColumnWriter, Shapes
 from pardata.cache._original import CHUNK, Fields, bytes_of, check_alike, read_sample
-from pardata.data._batch import on_cpu
+from pardata.data._whole_batches import on_cpu
 from pardata.output._progress import progress
 from pardata.ranks._logger import get_logger
 from pardata.values._arguments import make_folder

@@ -15,7 +15,8 @@ from pardata.cache._cache_files import Files, files_of
 from pardata.cache._original import bytes_of, facts_of, fields_of, filled, is_numbers, read_sample
 from pardata.collective._agreement import agree, require_same
 from pardata.collective._rank_zero import rank_zero_first
-from pardata.data._batch import Ragged, ReadsBatches
+from pardata.data._batch_parts import Ragged
+from pardata.data._whole_batches import ReadsBatches
 from pardata.ranks._world import require_world
 from pardata.seeds._generators import kept_generators
 from pardata.values._tree import leaves, mapped

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from pardata.data._batch import Ragged, rows_of
+from pardata.data._batch_parts import Ragged
+from pardata.data._whole_batches import rows_of
 
 Shapes: TypeAlias = Sequence[Sequence[int]]  # of one part, in each of several samples
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from pardata.collective._agreement import Facts
-from pardata.data._batch import layers
+from pardata.data._whole_batches import layers
 from pardata.data._workers import choose_workers
 from pardata.ranks._logger import get_logger
 from pardata.ranks._machine import usable_cores

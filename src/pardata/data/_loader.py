@@ -8,15 +8,15 @@ from typing import Any, TypeAlias
 from torch.utils.data import Dataset
 
 from pardata.collective._exchange import all_gather
-from pardata.data._batch import emptied, is_read_whole
+from pardata.data._batch_parts import emptied
 from pardata.data._clock import Clock
 from pardata.data._microbatches import Microbatches
 from pardata.data._order import Requests, length_of
 from pardata.data._placement import Placement
-from pardata.data._plan import Plan, Step
-from pardata.data._position import Position, Recipe
-from pardata.data._reader import Fetched
+from pardata.data._plan import Fetched, Plan, Step
+from pardata.data._position import Bookmark, Pass, Position, Recipe
 from pardata.data._sample_count import Read, delivered
+from pardata.data._whole_batches import is_read_whole
 from pardata.data._workers import Source
 from pardata.ranks._logger import get_logger
 from pardata.values._arguments import check_integer
@@ -50,11 +50,7 @@ class Loader:
         self.batch_size: int | None = plan.batch_size or None
         # Those that `default_collate` makes.
         self._lists_are_columns = self._source.reader.collation.collate_fn is None
-        # Where `epochs` begins, which a look does not move; where the next iter() begins; what has
-        # been delivered; and what `state_dict` tells of that.
-        self._unused = self._next = self._now = self._state = Position(0)
-        self._is_held = False  # in the body of `epochs`, which alone moves to the next epoch
-        self._run: weakref.ref[Generator[Any, None, None]] | None = None
+        self._bookmark = Bookmark()
         self._clock = Clock()
         self._has_spoken = False
 
@@ -74,7 +70,7 @@ class Loader:
     @property
     def epoch(self) -> int:
         """The epoch in progress, else the one that the next ``iter()`` will run."""
-        return self._now.epoch if self._is_running() else self._next.epoch
+        return self._bookmark.epoch
 
     def epochs(self, count: int) -> Iterator[int]:
         """Run what is left of `count` epochs: ``for epoch in loader.epochs(count)``.
@@ -101,22 +97,15 @@ class Loader:
         return self._epochs(count)
 
     def _epochs(self, count: int) -> Iterator[int]:
-        self._is_held = True
-        try:
-            while True:
-                start = self._unused
-                if start.delivered and not self._source.has_left(start):
-                    start = Position(start.epoch + 1)
-                self._go_to(start)
-                if start.epoch >= count:
-                    return
+        while True:
+            start = self._bookmark.unused
+            if start.delivered and not self._source.has_left(start):
+                start = Position(start.epoch + 1)
+            self._bookmark.go_to(start)
+            if start.epoch >= count:
+                return
+            with self._bookmark.held(start):
                 yield start.epoch
-                # Else it ran to its end, or the body has loaded a state or set an epoch.
-                if self._unused is start:
-                    self._unused = Position(start.epoch + 1)
-        finally:
-            self._is_held = False
-            self._next = self._unused
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next ``iter()`` run this epoch. Not needed: epochs advance by themselves.
@@ -124,14 +113,7 @@ class Loader:
         The rest of the epoch that was loaded stays its rest.
         """
         check_integer("epoch", epoch, least=0)
-        is_there = epoch == self._next.epoch
-        if not (is_there and self._is_held):  # `epochs` has set it already
-            self._go_to(self._next if is_there else Position(epoch))
-
-    def _go_to(self, place: Position) -> None:
-        self._next = self._unused = place
-        if not self._is_running():
-            self._state = place
+        self._bookmark.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader is, as a few numbers that are the same on every rank.
@@ -139,7 +121,7 @@ class Loader:
         A batch counts as delivered once the loop has it: in the body of step k that step counts,
         and so it does after a ``break`` there. What was read ahead does not. Not collective.
         """
-        return self._recipe.state(self._state)
+        return self._recipe.state(self._bookmark.state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next ``iter()`` resume where `state` was taken, at any world size and at once.
@@ -156,12 +138,11 @@ class Loader:
         parts = self._recipe, self._source, self._placement
         if seed != self._recipe.facts["seed"]:
             parts = self._with_seed(seed) or parts  # those of another loader of this run
-        self._state = self._next = self._unused = parts[0].position(state)
+        place = parts[0].position(state)
+        self._bookmark.resume_at(place)
         self._recipe, self._source, self._placement = parts
-        if not self._is_running():
-            self._now = self._state
-        if self._recipe.is_stream and self._next.delivered and self._next.state is None:
-            _log.info("reading %d samples again, to resume after them", self._next.delivered)
+        if self._recipe.is_stream and place.delivered and place.state is None:
+            _log.info("reading %d samples again, to resume after them", place.delivered)
 
     def stats(self, *, reduce: bool = False) -> dict[str, float]:
         """Return how this rank's time was spent since the epoch in progress, or the last, began.
@@ -192,61 +173,41 @@ class Loader:
                 f"the samples must have indices to be told apart, but those of "
                 f"{type(self.dataset).__name__}, an IterableDataset, have none: hash what you get"
             )
-        return requests.fingerprint(self._now.epoch, self._now.delivered)
+        return requests.fingerprint(*self._bookmark.now[:2])
 
     def __iter__(self) -> Iterator[Any]:
         """Run the next epoch, or the rest of the one that was loaded.
 
         Collective only where a `sampler` was given, or an ``IterableDataset``.
         """
-        self._now = start = self._next
-        if start.epoch >= self._unused.epoch:
-            self._state = start
-        if not self._is_held:
-            self._next = Position(start.epoch + 1)
-        self._run = None
+        begun = self._bookmark.begin()
         self._clock = clock = Clock()
-        fetched = self._source.steps(start)
+        fetched = self._source.steps(self._bookmark.now)
         clock.waited = clock.seconds()  # for the order, and workers that start
-        batches = self._placement.ahead(fetched, self._shaped)
-        run = self._delivered(batches, clock, start, self._unused)
-        self._run = weakref.ref(run)
+        run = self._delivered(self._placement.ahead(fetched, self._shaped), clock, begun)
+        begun.run = weakref.ref(run)
         return run
 
     def _delivered(
-        self, batches: Iterator[Any], clock: Clock, now: Position, unused: Position
+        self, batches: Iterator[Any], clock: Clock, begun: Pass
     ) -> Generator[Any, None, None]:
-        """Yield each batch, with the samples of its step taken down as delivered.
-
-        In an epoch that was done before, as in a second loop of one body of `epochs`, the state
-        stays at its end.
-        """
-        is_done = now.epoch < unused.epoch
+        """Yield each batch, with the samples of its step taken down as delivered."""
+        bookmark = self._bookmark
         try:
             while True:
-                if clock is not self._clock:
-                    raise RuntimeError(
-                        "a loader must run one epoch at a time, but a newer iter() has begun: "
-                        "make another loader for the loop inside"
-                    )
+                bookmark.check(begun)
                 asked = clock.seconds()
                 step, own, batch = next(batches, _END)
                 clock.waited += clock.seconds() - asked
                 if step is None:
                     break
                 clock.samples += step.samples
-                count = now.delivered + step.samples
-                self._now = now = Position(now.epoch, count, self._source.digest, own)
-                if not is_done:
-                    self._state = now
+                bookmark.delivered(begun, step.samples, self._source.digest, own)
                 if self._plan.microbatch_size is None:  # else the batch says it itself
                     delivered.add(batch, Read(step.rows, self._plan.size))
                 yield batch
                 del batch  # its memory may serve for the next one, and is still in the cache
-            if self._unused is unused:  # else a state was loaded meanwhile, or an epoch set
-                self._unused = Position(now.epoch + 1)
-                self._next = Position(now.epoch) if self._is_held else self._unused
-            self._state = self._unused
+            bookmark.finished(begun)
             self._speak_of_waiting(clock)
         finally:
             clock.stop()
@@ -289,8 +250,3 @@ class Loader:
         if not is_read_whole(self.dataset):
             text += ", cache_dataset decodes once, and batch_transform does a whole batch at a time"
         _log.warning(text, ranks=[0])
-
-    def _is_running(self) -> bool:
-        # The reference dies with a loop that was left, the frame with one that came to its end.
-        run: Any = None if self._run is None else self._run()
-        return run is not None and run.gi_frame is not None

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from pardata.collective._agreement import agree, require_same
-from pardata.data._batch import on_cpu
 from pardata.data._plan import Plan, Step
 from pardata.data._position import Position
 from pardata.data._shuffle import Shuffle
+from pardata.data._whole_batches import on_cpu
 from pardata.ranks._world import World
 from pardata.seeds._generators import forked_seed
 from pardata.seeds._mix import mix

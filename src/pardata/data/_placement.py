@@ -7,11 +7,13 @@ from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 
-from pardata.data._batch import moved, pinned, tensors_of
-from pardata.data._plan import Step
-from pardata.data._reader import Fetched, Seeds
+from pardata.data._batch_parts import is_whole, tensors_of
+from pardata.data._plan import Fetched, Step
+from pardata.data._sample_seeds import Seeds
 from pardata.ranks._device import has_streams
+from pardata.values._tree import TreePath, mapped
 
 Shaped: TypeAlias = Callable[[Fetched], Any]
 
@@ -49,6 +51,34 @@ class Placement(NamedTuple):
         if not (has_streams(self.device) and self.prefetch):
             return map(shaped, fetched)
         return _ahead(fetched, shaped, self.device, self.prefetch)
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """Return `batch` with its tensors on `device`; for a GPU asynchronously, where they are pinned.
+
+    An object of another kind is moved by its own ``to``, if it has one.
+    """
+
+    def move(_: TreePath, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            # Without streams a copy that nobody waits for may read what is no longer there.
+            return leaf.to(device, non_blocking=has_streams(device))
+        return leaf.to(device) if hasattr(leaf, "to") else leaf
+
+    return batch if device.type == "cpu" else mapped(batch, move, is_leaf=is_whole)
+
+
+def pinned(batch: Any) -> Any:
+    """Return `batch` with its tensors in pinned memory, but for those that are on a GPU already.
+
+    An object of another kind is pinned by its own ``pin_memory``, if it has one.
+    """
+
+    def pin(_: TreePath, leaf: Any) -> Any:
+        stays = isinstance(leaf, Tensor) and leaf.device.type != "cpu"
+        return leaf if stays or not hasattr(leaf, "pin_memory") else leaf.pin_memory()
+
+    return mapped(batch, pin, is_leaf=is_whole)
 
 
 def _ahead(

@@ -7,7 +7,7 @@ positions kB … min((k+1)B, N)-1 of that order, whatever W is; each rank gets a
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count as counted_from
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 def share(count: int, rank: int, size: int, *, strided: bool = False) -> range:
@@ -39,6 +39,15 @@ class Step(NamedTuple):
     def numbers(self) -> Iterator[int]:
         """Return the numbers of this rank's microbatches within the step, and on without end."""
         return counted_from(self.first, self.stride)
+
+
+class Fetched(NamedTuple):
+    """What was read of one step; a named tuple, which ``DataLoader`` pins field by field."""
+
+    step: Step
+    batches: list[Any]  # one for each microbatch, or that of the whole share
+    digest: str = ""  # of a stream: a hash of what its reader read first in this epoch
+    state: Any = None  # of a stream that has one: its own, after this step
 
 
 @dataclass(eq=False)

@@ -1,7 +1,7 @@
 """Reading a rank's part of a step, in a worker or here: seeded, collated, and errors say where."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from itertools import repeat
 from typing import Any, NamedTuple, TypeAlias
 
@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from pardata.data._batch import is_read_whole, on_cpu, whole_batch_reader
 from pardata.data._order import Request, as_list
-from pardata.data._plan import Step
+from pardata.data._plan import Fetched, Step
+from pardata.data._sample_seeds import Seeds
+from pardata.data._whole_batches import is_read_whole, on_cpu, whole_batch_reader
 from pardata.ranks._logger import get_logger
 from pardata.seeds import _generators as generators
 from pardata.seeds._mix import mix
@@ -22,48 +23,6 @@ _log = get_logger(__name__)
 # The indices of samples, and what each is seeded by: its index, or its position.
 Wanted: TypeAlias = tuple[Sequence[Any], Sequence[int]]
 States: TypeAlias = list[tuple[generators.Default, Any]]
-
-_THOROUGH_EACH = 16  # steps: looking at every generator takes as long as a small batch
-
-
-class Fetched(NamedTuple):
-    """What was read of one step; a named tuple, which ``DataLoader`` pins field by field."""
-
-    step: Step
-    batches: list[Any]  # one for each microbatch, or that of the whole share
-    digest: str = ""  # of a stream: a hash of what its reader read first in this epoch
-    state: Any = None  # of a stream that has one: its own, after this step
-
-
-class Seeds(NamedTuple):
-    """From where randomness comes: `reproducible` seeds each sample and each microbatch."""
-
-    seed: int
-    reproducible: bool
-    microbatches: bool
-
-    def around_reading(self) -> generators.Kept:
-        """Return the context in which the samples of a step are read and collated."""
-        return generators.Kept(generators.default_generators() if self.reproducible else ())
-
-    def around(
-        self, user: str, step: Step, microbatch: int, device: torch.device | None = None
-    ) -> AbstractContextManager[None]:
-        """Return the context in which `user` sees one microbatch, or one rank's share.
-
-        A `user` is an argument or a method, by its name: each draws other numbers. Without a
-        `device` it is within `around_reading`, which puts the generators back.
-        """
-        if not self.reproducible:
-            return nullcontext()
-        if self.microbatches:
-            place = step.epoch, step.number, microbatch
-            seed = mix(self.seed, *place, *user.encode())
-            if device is not None:
-                return generators.forked_seed(seed, device)
-            generators.seed_generators(seed)
-            return nullcontext()
-        return generators.no_draws(user, device, thorough=step.number % _THOROUGH_EACH == 0)
 
 
 class Collation(NamedTuple):

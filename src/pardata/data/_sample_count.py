@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from pardata.data._batch import is_list, is_text, tensors_of
+from pardata.data._batch_parts import is_list, is_text, tensors_of
 from pardata.ranks._logger import get_logger
 from pardata.values._tree import leaves
 

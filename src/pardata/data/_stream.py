@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from pardata.data._plan import Plan, Step, share
-from pardata.data._reader import Collation, Fetched
+from pardata.data._plan import Fetched, Plan, Step, share
+from pardata.data._reader import Collation
 from pardata.seeds._generators import kept_generators, seed_generators
 from pardata.seeds._mix import mix
 from pardata.values._tree import digest_of

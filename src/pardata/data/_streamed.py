@@ -5,8 +5,8 @@ from typing import Any
 
 from pardata.collective._agreement import agree, require_same
 from pardata.collective._vote import Vote
+from pardata.data._plan import Fetched
 from pardata.data._position import Position
-from pardata.data._reader import Fetched
 from pardata.data._stream import Stream, not_of_this_stream
 from pardata.data._workers import Source
 from pardata.messages._table import ranks_text

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from pardata.data._batch import is_read_whole, on_cpu, outline
 from pardata.data._position import Position
+from pardata.data._whole_batches import is_read_whole, on_cpu, outline
 from pardata.data._worker_processes import started
 from pardata.ranks._machine import usable_cores
 from pardata.ranks._world import World

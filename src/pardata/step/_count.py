@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pardata.collective._header import Matching, all_equal, hashes
-from pardata.data._batch import tensors_of
+from pardata.data._batch_parts import tensors_of
 from pardata.data._microbatches import Microbatches
 from pardata.data._sample_count import delivered, samples_of
 from pardata.messages._failure import as_consequence

@@ -9,7 +9,7 @@ from torch.amp import GradScaler
 from torch.nn.modules.loss import _Loss
 
 from pardata.collective._explanation import explained
-from pardata.data._batch import tensors_of
+from pardata.data._batch_parts import tensors_of
 from pardata.data._microbatches import Microbatches
 from pardata.data._sample_count import is_empty
 from pardata.model._batch_norm import is_synchronised

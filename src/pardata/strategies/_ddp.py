@@ -13,7 +13,7 @@ from torch.amp import GradScaler
 from torch.distributed.algorithms.join import _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
 
-from pardata.data._batch import tensors_of
+from pardata.data._batch_parts import tensors_of
 from pardata.data._uneven_shares import uneven_shares
 from pardata.model._before import GradientsAside, KeptBuffers, walked
 from pardata.model._buffers import after_backward, broadcast

@@ -1,6 +1,6 @@
 """Strategy "exact_fsdp": sharded parameters, and the bits of "exact"."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,6 @@ from pardata.collective._agreement import Facts
 from pardata.model._before import AsFound
 from pardata.model._sharding import forget_step, reshard
 from pardata.model._state_dict import LoadedKeys, load_sharded
-from pardata.model._unwrap import unwrap
 from pardata.ranks._device import checked_device
 from pardata.strategies._fsdp import check_sharded, named_blocks, shard
 from pardata.strategies._strategy import Settings

@@ -1,7 +1,7 @@
-"""Whole batches: read in one operation where the dataset allows it, moved, pinned and emptied."""
+"""Whole batches: read in one operation if the dataset allows it."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
@@ -9,11 +9,11 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
+from pardata.data._batch_parts import Ragged, is_ragged
 from pardata.ranks._device import has_streams
-from pardata.values._tree import TreePath, in_brackets, leaves, mapped
+from pardata.values._tree import TreePath, leaves, mapped
 
 # --- looked at: whether a dataset is still what it was, and where tensors are made
 
@@ -49,10 +49,6 @@ def on_cpu() -> AbstractContextManager[Any]:
 
 # From the indices of samples to their batch.
 Read: TypeAlias = Callable[[Tensor], Any]
-
-
-class Ragged(list[Any]):
-    """A column of a batch whose rows differ in shape: an item for each sample."""
 
 
 class ReadsBatches(Dataset[Any]):
@@ -141,23 +137,19 @@ def _joined(readers: list[Read], ends: list[int], indices: Tensor) -> Any:
         places.append(rows)
     if len(parts) == 1:
         return parts[0]
-    columns, order = [dict(leaves(one, is_leaf=_is_ragged)) for one in parts], torch.cat(places)
+    columns, order = [dict(leaves(one, is_leaf=is_ragged)) for one in parts], torch.cat(places)
     if any(own.keys() != columns[0].keys() for own in columns):
         raise ValueError("the datasets of a ConcatDataset must return the same parts, but differ")
     order = order.argsort()
 
     def put_together(path: TreePath, _: Any) -> Any:
         own = [column[path] for column in columns]
-        if not any(map(_is_ragged, own)):
+        if not any(map(is_ragged, own)):
             return rows_of(torch.cat(own), order)
         rows = [*chain.from_iterable(own)]
         return Ragged(rows[i] for i in order.tolist())
 
-    return mapped(parts[0], put_together, is_leaf=_is_ragged)
-
-
-def _is_ragged(part: Any) -> bool:
-    return isinstance(part, Ragged)
+    return mapped(parts[0], put_together, is_leaf=is_ragged)
 
 
 def _from_the_front(indices: Tensor, length: int) -> Tensor:
@@ -166,112 +158,3 @@ def _from_the_front(indices: Tensor, length: int) -> Tensor:
     if outside.any():
         raise IndexError(f"index {indices[outside][0]} is out of range for {length} samples")
     return torch.where(indices < 0, indices + length, indices)
-
-
-# --- changed, whatever `collate_fn` made the batch of
-
-
-def moved(batch: Any, device: torch.device) -> Any:
-    """Return `batch` with its tensors on `device`; for a GPU asynchronously, where they are pinned.
-
-    An object of another kind is moved by its own ``to``, if it has one.
-    """
-
-    def move(_: TreePath, leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            # Without streams a copy that nobody waits for may read what is no longer there.
-            return leaf.to(device, non_blocking=has_streams(device))
-        return leaf.to(device) if hasattr(leaf, "to") else leaf
-
-    return batch if device.type == "cpu" else mapped(batch, move, is_leaf=_is_whole)
-
-
-def pinned(batch: Any) -> Any:
-    """Return `batch` with its tensors in pinned memory, but for those that are on a GPU already.
-
-    An object of another kind is pinned by its own ``pin_memory``, if it has one.
-    """
-
-    def pin(_: TreePath, leaf: Any) -> Any:
-        stays = isinstance(leaf, Tensor) and leaf.device.type != "cpu"
-        return leaf if stays or not hasattr(leaf, "pin_memory") else leaf.pin_memory()
-
-    return mapped(batch, pin, is_leaf=_is_whole)
-
-
-def emptied(batch: Any, *, lists_are_columns: bool) -> Any:
-    """Return `batch`, of one sample, with none: each tensor cut to ``[:0]``, strings to ``[]``.
-
-    Args:
-        batch: as the loop would get it.
-        lists_are_columns: as those of ``default_collate``. In another batch a list of one item may
-            as well be one of samples (images of unlike sizes, say), which keep their rows.
-
-    Raises:
-        TypeError: for a batch that holds something else, of which nobody knows the rows.
-    """
-
-    def may_be_samples(part: Any) -> bool:
-        return is_list(part) and len(part) == 1 and not lists_are_columns
-
-    def empty(path: TreePath, leaf: Any) -> Any:
-        is_tensor = isinstance(leaf, Tensor)
-        if _is_ragged(leaf) or is_text(leaf) or (is_tensor and leaf.ndim):
-            return leaf[:0]
-        what = f"{type(leaf).__name__}{' without dimensions' if is_tensor else ''}"
-        if may_be_samples(leaf):
-            what += " of one item, which may be a sample"
-        raise TypeError(
-            f"a batch must be made of tensors, dicts, lists and tuples for a rank to get none of "
-            f"its rows, but `{in_brackets('batch', path)}` is a {what}: evaluate over "
-            f"Microbatches, of which a rank may have none (pass `microbatch_size`), or use "
-            f"drop_last=True, or a batch size that leaves every rank a sample"
-        )
-
-    def is_leaf(part: Any) -> bool:
-        return _is_ragged(part) or _is_whole(part) or may_be_samples(part)
-
-    return mapped(batch, empty, is_leaf=is_leaf)
-
-
-def _is_whole(batch: Any) -> bool:
-    """Whether this is no collection of parts, but text or a tensor in disguise."""
-    return isinstance(batch, PackedSequence) or is_text(batch)
-
-
-# --- looked through
-
-
-def is_list(part: Any) -> bool:
-    """Whether this is a list or a tuple, but no named one."""
-    return isinstance(part, list | tuple) and not hasattr(part, "_fields")
-
-
-def is_text(part: Any) -> bool:
-    """Whether this is what the default `collate_fn` makes of strings: one for each row."""
-    return is_list(part) and all(isinstance(item, str | bytes) for item in part)
-
-
-def tensors_of(batch: Any, seen: dict[int, Any] | None = None) -> Iterator[Tensor]:
-    """Yield every tensor in `batch`, however it is nested, and in the attributes of its objects."""
-    seen = {} if seen is None else seen  # what it holds lives on: another might get its number
-    for _, leaf in leaves(batch, is_leaf=lambda part: hasattr(part, "__dict__")):
-        if id(leaf) in seen:
-            continue
-        seen[id(leaf)] = leaf
-        if isinstance(leaf, Tensor):
-            yield leaf
-        else:
-            yield from tensors_of(_inside(leaf), seen)
-
-
-def _inside(part: Any) -> list[Any]:
-    """Return what is in the attributes of an object, and in it if it is a collection too."""
-    found = list(getattr(part, "__dict__", {}).values())
-    slots = (name for kind in type(part).__mro__ for name in getattr(kind, "__slots__", ()))
-    found += [getattr(part, name) for name in slots if hasattr(part, name)]
-    # Microbatches, say, hold a placeholder next to what they are made of.
-    is_own = isinstance(part, Sequence) and hasattr(part, "__dict__")
-    if is_own or isinstance(part, set | frozenset):
-        found += part
-    return found + list(part.values()) if isinstance(part, Mapping) else found

@@ -1,0 +1,93 @@
+"""What a batch is made of: its tensors, lists and texts; and a batch without rows."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from pardata.values._tree import TreePath, in_brackets, leaves, mapped
+
+
+class Ragged(list[Any]):
+    """A column of a batch whose rows differ in shape: an item for each sample."""
+
+
+def is_ragged(part: Any) -> bool:
+    """Whether this is such a column."""
+    return isinstance(part, Ragged)
+
+
+def is_list(part: Any) -> bool:
+    """Whether this is a list or a tuple, but no named one."""
+    return isinstance(part, list | tuple) and not hasattr(part, "_fields")
+
+
+def is_text(part: Any) -> bool:
+    """Whether this is what the default `collate_fn` makes of strings: one for each row."""
+    return is_list(part) and all(isinstance(item, str | bytes) for item in part)
+
+
+def tensors_of(batch: Any, seen: dict[int, Any] | None = None) -> Iterator[Tensor]:
+    """Yield every tensor in `batch`, however it is nested, and in the attributes of its objects."""
+    seen = {} if seen is None else seen  # what it holds lives on: another might get its number
+    for _, leaf in leaves(batch, is_leaf=lambda part: hasattr(part, "__dict__")):
+        if id(leaf) in seen:
+            continue
+        seen[id(leaf)] = leaf
+        if isinstance(leaf, Tensor):
+            yield leaf
+        else:
+            yield from tensors_of(_inside(leaf), seen)
+
+
+def _inside(part: Any) -> list[Any]:
+    """Return what is in the attributes of an object, and in it if it is a collection too."""
+    found = list(getattr(part, "__dict__", {}).values())
+    slots = (name for kind in type(part).__mro__ for name in getattr(kind, "__slots__", ()))
+    found += [getattr(part, name) for name in slots if hasattr(part, name)]
+    # Microbatches, say, hold a placeholder next to what they are made of.
+    is_own = isinstance(part, Sequence) and hasattr(part, "__dict__")
+    if is_own or isinstance(part, set | frozenset):
+        found += part
+    return found + list(part.values()) if isinstance(part, Mapping) else found
+
+
+def emptied(batch: Any, *, lists_are_columns: bool) -> Any:
+    """Return `batch`, of one sample, with none: each tensor cut to ``[:0]``, strings to ``[]``.
+
+    Args:
+        batch: as the loop would get it.
+        lists_are_columns: as those of ``default_collate``. In another batch a list of one item may
+            as well be one of samples (images of unlike sizes, say), which keep their rows.
+
+    Raises:
+        TypeError: for a batch that holds something else, of which nobody knows the rows.
+    """
+
+    def may_be_samples(part: Any) -> bool:
+        return is_list(part) and len(part) == 1 and not lists_are_columns
+
+    def empty(path: TreePath, leaf: Any) -> Any:
+        is_tensor = isinstance(leaf, Tensor)
+        if is_ragged(leaf) or is_text(leaf) or (is_tensor and leaf.ndim):
+            return leaf[:0]
+        what = f"{type(leaf).__name__}{' without dimensions' if is_tensor else ''}"
+        if may_be_samples(leaf):
+            what += " of one item, which may be a sample"
+        raise TypeError(
+            f"a batch must be made of tensors, dicts, lists and tuples for a rank to get none of "
+            f"its rows, but `{in_brackets('batch', path)}` is a {what}: evaluate over "
+            f"Microbatches, of which a rank may have none (pass `microbatch_size`), or use "
+            f"drop_last=True, or a batch size that leaves every rank a sample"
+        )
+
+    def is_leaf(part: Any) -> bool:
+        return is_ragged(part) or is_whole(part) or may_be_samples(part)
+
+    return mapped(batch, empty, is_leaf=is_leaf)
+
+
+def is_whole(batch: Any) -> bool:
+    """Whether this is no collection of parts, but text or a tensor in disguise."""
+    return isinstance(batch, PackedSequence) or is_text(batch)

@@ -229,9 +229,7 @@ class Loader:
                         "a loader must run one epoch at a time, but a newer iter() has begun: "
                         "make another loader for the loop inside"
                     )
-                asked = clock.seconds()
-                step, own, batch = next(batches, _END)
-                clock.waited += clock.seconds() - asked
+                step, own, batch = clock.next_of(batches, _END, self._source.reading)
                 if step is None:
                     break
                 clock.samples += step.samples

@@ -108,7 +108,7 @@ def apart(line: Channel, name: str) -> dist.Store:
 
     A client of some versions of torch lets one thread ask at a time, also while that waits.
     """
-    part = f"{name}/{line.store.add(f'{name}/{line.rank}', 1)}"
+    part = f"{name}/{line.store.add(f'{name}s of {line.rank}', 1)}"
     base = line.store
     while isinstance(base, dist.PrefixStore):
         base = base.underlying_store

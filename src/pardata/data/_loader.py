@@ -196,9 +196,7 @@ class Loader:
         try:
             while True:
                 bookmark.check(begun)
-                asked = clock.seconds()
-                step, own, batch = next(batches, _END)
-                clock.waited += clock.seconds() - asked
+                step, own, batch = clock.next_of(batches, _END, self._source.reading)
                 if step is None:
                     break
                 clock.samples += step.samples

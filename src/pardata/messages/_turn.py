@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from pardata.messages._call_site import call_site
+from pardata.messages._doing import doing
 from pardata.messages._failure import Failure, as_consequence, follows, text_of
 from pardata.messages._store import Channel, answered, came
 from pardata.messages._verdict import (
@@ -111,6 +112,13 @@ class Turn:
         As often as the group's timeout passes, the store must answer.
         """
         self._where = call_site()
+        before = doing.enter(self.call)
+        try:
+            return self._verdict(timeout)
+        finally:
+            doing.leave(before)
+
+    def _verdict(self, timeout: timedelta) -> Verdict:
         left, is_here = timeout, False
         while left:
             patience = min(left, self.line.timeout)

@@ -12,6 +12,7 @@ from pardata.collective._explanation import explained
 from pardata.data._batch_parts import tensors_of
 from pardata.data._microbatches import Microbatches
 from pardata.data._sample_count import is_empty
+from pardata.messages._doing import doing
 from pardata.model._batch_norm import is_synchronised
 from pardata.model._before import AsFound, KeptBuffers
 from pardata.model._unwrap import is_parallel
@@ -120,6 +121,7 @@ def backward(
     step.pieces = Pieces.of(batch, count, step)
     with explained("backward", batch), step.whole():
         for piece in step.pieces.own:
+            doing.get_on()
             with step.around(piece), forked_noise(noise_seed(batch, piece.number)):
                 (_run if piece.count else _run_placeholder)(step, model, loss_fn, piece)
     if type(step) is Step and step.size == 1:

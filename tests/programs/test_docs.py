@@ -8,6 +8,7 @@ A comment before a code block tells how it runs (unmarked: alone, in this proces
     <!-- raises: Type: part of text -->  it must raise this, on every rank
     <!-- raises on rank 0: Type: … -->   … on this rank alone
     <!-- needs: module -->               skipped where that cannot be imported
+    <!-- tracker: module -->             test_trackers.py runs it, with a fake of that module
     <!-- not run: reason -->             for ``text`` and ``diff``, which are not run
 """
 
@@ -50,7 +51,7 @@ SHARDS = hasattr(torch.cpu.Stream, "record_event")
 
 RUN = ("python", "pycon", "bash", "console")
 NOT_RUN = ("text", "diff")
-MARKS = re.compile(r"continues( first)?|ranks|raises( on rank \d+)?|needs|not run")
+MARKS = re.compile(r"continues( first)?|ranks|raises( on rank \d+)?|needs|tracker|not run")
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,12 @@ def to_run(found):
     ]
 
 
-RUNNABLE = [block for page in PAGES for block in blocks(page) if block.language in RUN]
+RUNNABLE = [
+    block
+    for page in PAGES
+    for block in blocks(page)
+    if block.language in RUN and "tracker" not in block.marks
+]
 
 
 @pytest.fixture

@@ -87,7 +87,7 @@ class Watch:
         if self._began is not None and note is not self._began:
             hang.end(note[1] - self._began[1])
             self._began = None
-        found = bounded(self._after, hang.has_news)
+        found = bounded(max(self._after, _LATE), hang.has_news)
         if not found:
             where = whereabouts(hang.number, note, frame).text
             _log.warning("%s does not answer; this rank %s", SERVER, where)

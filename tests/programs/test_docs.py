@@ -12,6 +12,7 @@ A comment before a code block tells how it runs (unmarked: alone, in this proces
     <!-- not run: reason -->             for ``text`` and ``diff``, which are not run
 """
 
+import ast
 import contextlib
 import doctest
 import importlib.util
@@ -406,8 +407,27 @@ def test_the_reference_has_every_public_name_with_its_first_line_and_no_other():
     page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \[`([\w.]+)`\]\(#\S+\) \| (.*) \|$", page, re.MULTILINE)
     assert sorted(rows) == sorted((name, first_line(value)) for name, value in PUBLIC.items())
-    documented = re.findall(r"^\.\. auto(?:function|class):: pardata\.(\S+)$", page, re.MULTILINE)
+    documented = re.findall(r"^\.\. auto(?:function|class):: pardata\.([\w.]+)", page, re.MULTILINE)
     assert set(PUBLIC) <= set(documented)
+
+
+def test_the_reference_shows_as_required_what_backward_requires():
+    page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"^\.\. autofunction:: pardata\.backward(\(.*\)) ->", page, re.MULTILINE)
+    (function,) = ast.parse(f"def backward{shown}: ...").body
+    given = function.args
+    assert not given.defaults
+    required = [arg.arg for arg in given.args]
+    optional = {
+        arg.arg: ast.literal_eval(value)
+        for arg, value in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    }
+    parameters = inspect.signature(pardata.backward).parameters
+    assert [*required, *optional] == list(parameters)
+    assert optional == {name: parameters[name].default for name in optional}
+    for missing in range(1, len(required)):
+        with pytest.raises(TypeError):
+            pardata.backward(*[torch.nn.Linear(1, 1)] * missing)
 
 
 def test_what_is_public_says_in_one_line_what_it_does():

@@ -99,10 +99,10 @@ class FsdpStrategy(Strategy):
         size, replicas = settings.here.size, settings.options.get("replicate", 1)
         check_integer("replicate", replicas, least=1)
         if size % replicas:
-            known = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+            known = " or ".join(str(n) for n in range(1, size + 1) if size % n == 0)
             raise ValueError(
-                f"`replicate` must divide the number of ranks, {size}, but is {replicas}: pass one "
-                f"of {known}"
+                f"`replicate` must divide the number of ranks, {size}, but is {replicas}: pass "
+                f"{known}"
             )
         if {"replicate", "mesh"} <= settings.options.keys():
             raise ValueError(

@@ -138,7 +138,9 @@ class FsdpStrategy(Strategy):
         _tell(module, blocks, settings)
         before = [ref(parameter) for parameter in module.parameters()]
         for part in (*blocks, module):  # so no device holds more than one of them whole
-            place(part, target)
+            made = place(part, target)
+            if ignored := options.get("ignored_params"):
+                options["ignored_params"] = {made.get(one, one) for one in ignored}
             # fully_shard shards what each rank has; unlike DDP it does not begin from rank 0's.
             broadcast_weights(part)
             self.options_of()(part, **options)
@@ -163,6 +165,7 @@ def _mesh(device: torch.device, settings: Settings) -> Any:
     """Return who shards with whom: neighbours, which are on one node, if there are replicas."""
     from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415  # half a second
 
+    torch.zeros(1, device=device)  # PyTorch makes another current if none has been used before
     size, replicas = settings.here.size, settings.options.get("replicate", 1)
     if replicas == 1:
         return init_device_mesh(device.type, (size,))

@@ -81,9 +81,7 @@ def steps(count=22, batch_size=22, dtype=torch.float32):
 
 def loader_of(data, batch_size, **options):
     strided = UNDER[0] == "exact_fsdp"
-    return pardata.make_loader(
-        data, batch_size, **options, strided=strided, seed=5, num_workers=0
-    )
+    return pardata.make_loader(data, batch_size, **options, strided=strided, seed=5, num_workers=0)
 
 
 def loss_fn(model, batch):
@@ -620,7 +618,8 @@ SCENARIOS = [
 SHARDED = [
     *(plain, low_precision, autocast, checkpointed, counted, added_to, unused, generators),
     *(buffers, in_evaluation, compiled, not_finite, zeros_with_signs, kept_by_reference, sparse),
-    *(buffers_of_other_shapes, at_other_steps)]
+    *(buffers_of_other_shapes, at_other_steps),
+]
 
 
 def every_scenario(strategy):

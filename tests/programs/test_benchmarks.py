@@ -271,12 +271,16 @@ def test_memory_counts_what_ranks_and_workers_have_and_all_read_the_same(tmp_pat
         tmp_path, "memory.py", "--rounds", 1, "--megabytes", 160, "--ranks", 2, "--workers", 1,
         "--directory", short_tmp, TMPDIR=short_tmp,
     )  # fmt: skip
-    assert verdicts(text) == {("cache_dataset", "", "<= 1.1")}
+    reached = {("cache_dataset", "", "<= 1.1"), ('blocks="auto"', "", "<= 0.25")}
+    assert verdicts(text) == reached
     assert "pixels read by all ranks together: the same" in text
-    _, copies = saved(tmp_path, "memory")["tables"].values()
+    _, copies, sharded = saved(tmp_path, "memory")["tables"].values()
     (cached,), (tensors,) = (row["values"] for row in copies)
     # Sizes and not times: of the tensors each of the two ranks has a copy.
     assert tensors - cached > 0.5
+    # Embedding, head and one block of twelve.
+    (root,), (blocks,) = (row["values"] for row in sharded)
+    assert (root, round(blocks, 2)) == (1, 0.17)
     assert left_in(short_tmp) == []
 
 

@@ -9,21 +9,26 @@ from torch import Tensor, nn
 
 
 @torch.no_grad()
-def place(module: nn.Module, device: torch.device) -> None:
-    """Move what is not sharded to a device. What is on the meta device gets memory there."""
+def place(module: nn.Module, device: torch.device) -> dict[Tensor, Tensor]:
+    """Move what is not sharded to a device. What is on the meta device gets memory there.
+
+    Return what had to be replaced, and by what: all that share a tensor share the new one, of
+    which PyTorch's ``to_empty()`` would make several.
+    """
     made: dict[Tensor, Tensor] = {}
     held: list[Any] = [h for part in module.modules() for h in (part._parameters, part._buffers)]
     for own, name, tensor in [(h, name, t) for h in held for name, t in h.items()]:
-        if tensor is None or hasattr(tensor, "device_mesh"):
+        if tensor is None or hasattr(tensor, "device_mesh") or tensor.device == device:
             continue
-        if not tensor.is_meta:
-            tensor.data = tensor.to(device)
-            continue
-        if tensor not in made:  # else it is shared: PyTorch's to_empty() would make two of it
-            made[tensor] = torch.empty_like(tensor, device=device)
-            if isinstance(tensor, nn.Parameter):
-                made[tensor] = nn.Parameter(made[tensor], tensor.requires_grad)
+        if tensor not in made:
+            moved = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+            if torch._has_compatible_shallow_copy_type(tensor, moved):
+                tensor.data = moved
+                continue
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made[tensor] = nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
         own[name] = made[tensor]
+    return made
 
 
 def shard_again(module: nn.Module, *_: object) -> None:

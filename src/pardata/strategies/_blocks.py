@@ -7,7 +7,7 @@ from typing import TypeAlias
 from torch import Tensor, nn
 
 from pardata.model._unwrap import layers
-from pardata.values._arguments import meant
+from pardata.values._arguments import kind_of, meant
 
 Kind: TypeAlias = type[nn.Module] | str
 Blocks: TypeAlias = Kind | Sequence[Kind]
@@ -73,10 +73,10 @@ def _named(module: nn.Module, blocks: Blocks) -> Iterator[nn.Module]:
     """Yield the modules of the classes that are given."""
     kinds = [blocks] if isinstance(blocks, type | str) else blocks
     if not (isinstance(kinds, Sequence) and kinds and all(map(_is_kind, kinds))):
-        given = f"an object of {type(blocks).__name__}" if isinstance(blocks, nn.Module) else blocks
+        given = kind_of(blocks) if isinstance(blocks, nn.Module) else repr(blocks)
         raise TypeError(
-            f"`blocks` must be 'auto', or classes of modules or their names, but is {given!r}: "
-            f"pass one or several of {_classes(module)}"
+            f"`blocks` must be 'auto', or classes of modules or their names, but is {given}: pass "
+            f"one or several of {_classes(module)}"
         )
     inner = [one for one in module.modules() if one is not module and size_of(one)]
     for kind in kinds:
@@ -107,7 +107,7 @@ def _classes(module: nn.Module) -> str:
     names = Counter(
         type(one).__name__ for one in parts if type(one).forward is not nn.Module.forward
     )
-    return ", ".join(f"{name} ({number})" for name, number in names.most_common()) or "no others"
+    return ", ".join(f"{name} ({number})" for name, number in names.most_common()) or "none"
 
 
 def _check_shared(module: nn.Module, found: list[nn.Module]) -> None:
@@ -123,6 +123,6 @@ def _check_shared(module: nn.Module, found: list[nn.Module]) -> None:
             if 0 < sum(one in inside for one in names.values()) < len(names):
                 raise ValueError(
                     f"`blocks` must not share parameters with the rest of the model, but "
-                    f"{' and '.join(map(repr, names))} are one, and {type(block).__name__} holds "
-                    f"not all of them: pass classes that do, or leave `blocks` out"
+                    f"{' and '.join(map(repr, names))} are one, and a {type(block).__name__} holds "
+                    f"only some of these: pass classes that hold all, or leave `blocks` out"
                 )

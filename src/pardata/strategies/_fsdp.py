@@ -104,10 +104,10 @@ class FsdpStrategy(Strategy):
         size, replicas = settings.here.size, settings.options.get("replicate", 1)
         check_integer("replicate", replicas, least=1)
         if size % replicas:
-            known = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+            known = " or ".join(str(n) for n in range(1, size + 1) if size % n == 0)
             raise ValueError(
-                f"`replicate` must divide the number of ranks, {size}, but is {replicas}: pass one "
-                f"of {known}"
+                f"`replicate` must divide the number of ranks, {size}, but is {replicas}: pass "
+                f"{known}"
             )
         if {"replicate", "mesh"} <= settings.options.keys():
             raise ValueError(
@@ -172,10 +172,13 @@ def shard(
     _tell(module, blocks, settings)
     before = [ref(parameter) for parameter in module.parameters()]
     for part in (*blocks, module):  # so no device holds more than one of them whole
-        place(part, target)
+        made = place(part, target)
+        options = {"mesh": mesh, **options_of(part)}
+        if ignored := options.get("ignored_params"):
+            options["ignored_params"] = {made.get(one, one) for one in ignored}
         # fully_shard shards what each rank has; unlike DDP it does not begin from rank 0's.
         broadcast_weights(part)
-        fully_shard(part, **{"mesh": mesh, **options_of(part)})
+        fully_shard(part, **options)
     refuse_old_optimizers(module, before)
     module.register_forward_hook(shard_again)
     return module
@@ -192,6 +195,7 @@ def _mesh(device: torch.device, settings: Settings) -> Any:
     """Return who shards with whom: neighbours, which are on one node, if there are replicas."""
     from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415  # half a second
 
+    torch.zeros(1, device=device)  # PyTorch makes another current if none has been used before
     size, replicas = settings.here.size, settings.options.get("replicate", 1)
     if replicas == 1:
         return init_device_mesh(device.type, (size,))
@@ -215,7 +219,7 @@ def _tell(module: nn.Module, blocks: list[nn.Module], settings: Settings) -> Non
         peak = sum(p.numel() * (kind or p.dtype).itemsize for p in module.parameters())
         _log.warning(
             "%s is sharded at its root alone: in each step a rank holds all of its parameters at "
-            "once, %.1f GB, and their gradients as well; pass blocks='auto', or the classes of its "
+            "once, %.2f GB, and their gradients as well; pass blocks='auto', or the classes of its "
             "blocks, and a rank holds those of one block at a time",
             *(name, peak / 1e9),
             ranks=[0],

@@ -9,7 +9,7 @@ same microbatches, by pardata.backward, Adam, on made-up images, in two processe
 each. Both strategies take turns, step by step, in the same pair of processes. The CPU seconds are
 those of both processes: waiting is not in them. Then memory: what a step adds to a process, at its
 peak, for each parameter of a wide perceptron trained by SGD, with 1 and 4 microbatches on each
-rank, in fresh processes. Needs torchvision.
+rank, in fresh processes: under the strategies that shard parameters, too. Needs torchvision.
 """
 
 import argparse
@@ -41,6 +41,7 @@ import pardata
 from pardata.testing import run
 
 STRATEGIES = ("ddp", "exact")
+SHARDED = ("fsdp", "exact_fsdp")
 WARM_UP = 3
 QUANTITIES = ("s a step", "CPU s a step")
 IMAGES, PICTURES = (1, 28, 28), (3, 32, 32)
@@ -92,15 +93,15 @@ def made(contest: Contest, strategy: str) -> nn.Module:
     for module in net.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # that of both would differ, and their weights
-    return pardata.wrap_model(net, strategy)
+    return pardata.wrap_model(net, strategy, **({"blocks": "auto"} if strategy in SHARDED else {}))
 
 
-def batches(contest: Contest, count: int) -> Any:
+def batches(contest: Contest, count: int, *, strided: bool = False) -> Any:
     """Return a loader of so many global batches."""
     images = torch.randn(count * contest.batch_size, *contest.shape)
     data = TensorDataset(images, torch.randint(10, (len(images),)))
     size, of = contest.batch_size, contest.microbatch_size
-    return pardata.make_loader(data, size, microbatch_size=of, seed=0)
+    return pardata.make_loader(data, size, microbatch_size=of, strided=strided, seed=0)
 
 
 def compete(name: str, rounds: int) -> dict[str, Any]:
@@ -151,7 +152,7 @@ def remember(strategy: str, count: int) -> float:
     torch.manual_seed(0)
     model = made(contest, strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    loader = batches(contest, 6)
+    loader = batches(contest, 6, strided=strategy == "exact_fsdp")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for batch in loader:
         optimizer.zero_grad()
@@ -178,10 +179,12 @@ def compare(name: str, args: argparse.Namespace) -> list[Row]:
 
 
 def memory(count: int) -> list[Row]:
-    """Measure both strategies in fresh processes; return their rows."""
-    found = {who: [run(remember, who, count, world_size=2)[0]] for who in STRATEGIES}
-    reach = Reach(12) if count > 1 else None
-    return [Row("ddp", found["ddp"]), Row("exact", found["exact"], reach=reach)]
+    """Measure each strategy in fresh processes; return their rows."""
+    reach = {"exact": Reach(12)} if count > 1 else {}
+    return [
+        Row(who, [run(remember, who, count, world_size=2)[0]], reach=reach.get(who))
+        for who in (*STRATEGIES, *SHARDED)
+    ]
 
 
 def main() -> None:

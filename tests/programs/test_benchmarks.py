@@ -289,14 +289,18 @@ def test_exact_compares_time_and_memory_with_ddp(tmp_path):
     assert verdicts(text) == {("s a step, exact", "ddp", "<= 1.02"), ("exact", "", "<= 12")}
     assert contenders(text) == [
         *(f"{quantity} a step, {who}" for quantity in ("s", "CPU s") for who in ("ddp", "exact")),
-        *("ddp", "exact", "ddp", "exact"),
+        *("ddp", "exact", "fsdp", "exact_fsdp") * 2,
     ]
     (ddp, *_), *memory = saved(tmp_path, "exact")["tables"].values()
     assert len(ddp["values"]) == 2
     # Sizes and not times: a gradient for each level of the tree, and that which is sent.
-    ((_, exact), (_, with_four)) = memory
-    assert 4 < exact["values"][0] < 10
-    assert 8 < with_four["values"][0] < 15
+    found = [{row["name"]: row["values"][0] for row in table} for table in memory]
+    one, four = found
+    assert 4 < one["exact"] < 10
+    assert 8 < four["exact"] < 15
+    # A rank has the sums of its own parts, which are half of all parameters, at each level.
+    assert one["exact_fsdp"] < one["exact"]
+    assert four["exact_fsdp"] < four["exact"]
 
 
 @pytest.mark.soak

@@ -4,7 +4,7 @@ from collections import defaultdict
 from contextlib import suppress
 from copy import copy
 from typing import Any
-from weakref import WeakSet, finalize
+from weakref import WeakSet, finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,15 @@ def refuse_mixing_optimizers(module: nn.Module) -> None:
     As one that takes the norm of a parameter does, and one whose kernels round otherwise at the
     end of a tensor: that is tried. One that cannot be tried is let through.
     """
-    checked = WeakSet[Optimizer]()
-    trained = WeakSet(module.parameters())
+    checked, alive = WeakSet[Optimizer](), ref(module)
 
     def look(one: Optimizer, *_: object) -> None:
-        for group in one.param_groups if one not in checked else ():
-            like = next((p for p in group["params"] if p in trained), None)
+        own = alive()
+        if own is None or one in checked:
+            return
+        trained = set(map(id, own.parameters()))
+        for group in one.param_groups:
+            like = next((p for p in group["params"] if id(p) in trained), None)
             if like is not None and _mixes(one, group, like):
                 raise RuntimeError(
                     f"the optimizer must compute each element by itself under strategy "

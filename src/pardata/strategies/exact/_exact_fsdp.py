@@ -1,6 +1,6 @@
 """Strategy "exact_fsdp": sharded parameters, and the bits of "exact"."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from pardata.collective._agreement import Facts
 from pardata.model._before import AsFound
 from pardata.model._sharding import forget_step, reshard
-from pardata.model._state_dict import LoadedKeys, load_sharded
+from pardata.model._state_dict import load_sharded
 from pardata.ranks._device import checked_device
 from pardata.strategies._fsdp import check_sharded, named_blocks, shard
 from pardata.strategies._strategy import Settings
@@ -68,14 +68,10 @@ class ExactFsdpStep(ExactStep):
 class ExactShards(ExactModel):
     """A module that ``fully_shard`` has sharded, and whose gradients only `backward` makes."""
 
+    _load = staticmethod(load_sharded)
+
     def _made_for(self, module: nn.Module, threads: int) -> Any:
         return ShardedSums(module, threads)
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> LoadedKeys:
-        """Load as `load_weights` does. Collective."""
-        return load_sharded(self, state_dict, strict=strict, assign=assign)
 
 
 class ExactFsdpStrategy(ExactStrategy):

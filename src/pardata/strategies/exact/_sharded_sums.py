@@ -180,15 +180,17 @@ class Group:
         for number, part in zip(range(first, sums.count), received, strict=False):
             self._push(number, part)
         self._next = first + sums.size
+        if sums.is_last:
+            ((_, total),) = self.stack.pieces
+            assert total is not None  # noqa: S101  # a part of it has just been pushed
+            real(output_tensor).copy_(total)
+            return
         # What is left in memory of its own: that of `received` is as much as the whole gradients.
         self.stack.pieces = [
             (span, part.clone() if part is not None and span[0] >= first else part)
             for span, part in self.stack.pieces
         ]
-        output_tensor.fill_(complex(NOTHING, NOTHING) if output_tensor.is_complex() else NOTHING)
-        if sums.is_last:
-            ((_, total),) = self.stack.pieces
-            real(output_tensor).copy_(total)
+        real(output_tensor).fill_(NOTHING)
 
     def _push(self, number: int, part: Tensor | None) -> None:
         self.stack.push((number, number + 1), part)
@@ -219,8 +221,9 @@ class Group:
         sizes = [-(-shape[0] // len(rows)) * shape[1:].numel() for shape in shapes]
         if sum(sizes) != rows.shape[1]:
             raise RuntimeError(
-                f"what is trained must not change within a step under strategy 'exact_fsdp', but "
-                f"did beside `{self._name(self.trained[0])}`: call requires_grad_() before backward"
+                "what is trained must not change within a step under strategy 'exact_fsdp', but "
+                "parameters were frozen, or no longer so, since it began: call requires_grad_() "
+                "before backward"
             )
         for own, part in zip(self.trained, rows.split(sizes, dim=1), strict=True):
             if not (self._counts and own in self._now):

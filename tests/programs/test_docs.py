@@ -241,7 +241,7 @@ def run_doctest(block):
 @pytest.mark.parametrize("block", to_run(RUNNABLE))
 @pytest.mark.usefixtures("_restored")
 def test_a_block_runs_as_it_says(block, tmp_path, monkeypatch):
-    if '"fsdp")' in block.program and not SHARDS:
+    if '"fsdp"' in block.program and not SHARDS:
         pytest.skip("fully_shard on a CPU needs torch > 2.6")
     if needed := block.marks.get("needs"):
         pytest.importorskip(needed)

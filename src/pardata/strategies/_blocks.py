@@ -12,7 +12,7 @@ from pardata.values._arguments import kind_of, meant
 Kind: TypeAlias = type[nn.Module] | str
 Blocks: TypeAlias = Kind | Sequence[Kind]
 
-_PART = 0.1  # of the parameters: what a list holds at least, if its modules are blocks
+_PART = 0.1  # of the parameters: what a list holds more than, if its modules are blocks
 
 
 def blocks_of(module: nn.Module, blocks: Blocks) -> list[nn.Module]:
@@ -21,7 +21,7 @@ def blocks_of(module: nn.Module, blocks: Blocks) -> list[nn.Module]:
     Args:
         module: which is not wrapped.
         blocks: classes of modules, or their names; or ``"auto"``: the modules of the outermost
-            lists that hold at least a tenth of the parameters each. A list is an
+            lists that hold more than a tenth of the parameters each. A list is an
             ``nn.ModuleList``, or an ``nn.Sequential`` if there is no such ``nn.ModuleList``.
 
     Raises:
@@ -47,8 +47,8 @@ def _listed(module: nn.Module) -> list[nn.Module]:
             return found
     raise ValueError(
         f"`blocks` must name the classes of {type(module).__name__}'s blocks, because it has no "
-        f"nn.ModuleList and no nn.Sequential with a tenth of its parameters, but is 'auto': there "
-        f"are {_classes(module)}; or leave `blocks` out"
+        f"nn.ModuleList and no nn.Sequential with more than a tenth of its parameters, but is "
+        f"'auto': there are {_classes(module)}; or leave `blocks` out"
     )
 
 

@@ -279,7 +279,7 @@ def test_long_work_is_named_and_no_hang(what, size, tmp_path):
 
 def told(scene, size, tmp_path, expected):
     """Return what rank 0 tells in a scene, once it has told what is expected."""
-    (texts, seconds), *_ = run(scene, str(tmp_path), expected, world_size=size, timeout=60)
+    (texts, seconds), *_ = run(scene, str(tmp_path), expected, world_size=size)
     assert seconds < LATEST, texts
     text = next(text for text in texts if re.search(expected, text))
     assert re.fullmatch(r"\[0/\d\] the run goes on after \d+ s", texts[texts.index(text) + 1])

@@ -23,7 +23,7 @@ def chromium():
 
 
 class Tab:
-    """One tab. Its events are kept: `events("Network.loadingFailed")` takes those of a kind."""
+    """One tab. The events of its page are kept: `events("Network.loadingFailed")`."""
 
     def __init__(self, commands, answers):
         self._commands, self._answers = commands, answers
@@ -51,12 +51,12 @@ class Tab:
         return json.loads(text)
 
     def events(self, *methods):
-        """Return what came of these kinds since the last call, and forget all."""
-        events, self._events = self._events, []
-        return [event["params"] for event in events if event["method"] in methods]
+        """Return what came of these kinds since the page was opened."""
+        return [event["params"] for event in self._events if event["method"] in methods]
 
     def open(self, address):
-        """Load a page, to the end."""
+        """Load a page, to the end; forget the events of the page before."""
+        self._events = []
         self.call("Page.navigate", url=address)
         while not any(event["method"] == "Page.loadEventFired" for event in self._events):
             self._events.append(self._next())

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import replace
+from inspect import GEN_RUNNING, GEN_SUSPENDED, getgeneratorstate
 from typing import Any, TypeAlias
 
 from torch.utils.data import Dataset
@@ -12,6 +13,7 @@ from pardata.data._batch import emptied, is_read_whole
 from pardata.data._clock import Clock
 from pardata.data._microbatches import Microbatches
 from pardata.data._order import Requests, length_of
+from pardata.data._peers import ForPeers
 from pardata.data._placement import Placement
 from pardata.data._plan import Plan, Step
 from pardata.data._position import Position, Recipe
@@ -27,16 +29,16 @@ _LONG_SHARE = 0.3  # of an epoch
 _LONG = 1.0  # seconds: below, nobody waits
 _END = (None, None, None)  # no step, and no batch
 
-
 Parts: TypeAlias = tuple[Recipe, Source, Placement]
+_Run: TypeAlias = Generator[Any, None, None]
 
 
-class Loader:
+class Loader(ForPeers):
     """This rank's batches, epoch after epoch; made by `make_loader`.
 
-    Each ``iter()`` runs the next epoch, also after a ``break`` or an error, but for those in the
-    body of `epochs`, which run its epoch. Only one runs at a time: beginning the next ends the one
-    before. Saves and resumes as PyTorch's ``Stateful``.
+    Each ``iter()`` that is asked for a batch runs the next epoch, also after a ``break`` or an
+    error, but for those in the body of `epochs`, which run its epoch. Only one runs at a time:
+    beginning the next ends the one before. Saves and resumes as PyTorch's ``Stateful``.
 
     Attributes:
         dataset: as given.
@@ -48,13 +50,12 @@ class Loader:
         self._recipe, self._source, self._placement = parts
         self.dataset: Dataset[Any] = self._source.reader.dataset
         self.batch_size: int | None = plan.batch_size or None
-        # Those that `default_collate` makes.
-        self._lists_are_columns = self._source.reader.collation.collate_fn is None
+        self._lists_are_columns = self._source.reader.collation.collate_fn is None  # the default's
         # Where `epochs` begins, which a look does not move; where the next iter() begins; what has
         # been delivered; and what `state_dict` tells of that.
         self._unused = self._next = self._now = self._state = Position(0)
         self._is_held = False  # in the body of `epochs`, which alone moves to the next epoch
-        self._run: weakref.ref[Generator[Any, None, None]] | None = None
+        self._run: weakref.ref[_Run] | None = None
         self._clock = Clock()
         self._has_spoken = False
 
@@ -199,28 +200,33 @@ class Loader:
 
         Collective only where a `sampler` was given, or an ``IterableDataset``.
         """
-        self._now = start = self._next
-        if start.epoch >= self._unused.epoch:
-            self._state = start
-        if not self._is_held:
-            self._next = Position(start.epoch + 1)
         self._run = None
-        self._clock = clock = Clock()
-        fetched = self._source.steps(start)
-        clock.waited = clock.seconds()  # for the order, and workers that start
-        batches = self._placement.ahead(fetched, self._shaped)
-        run = self._delivered(batches, clock, start, self._unused)
+        run = self._delivered(self._begin(self._next), self._clock, self._next)
         self._run = weakref.ref(run)
         return run
 
-    def _delivered(
-        self, batches: Iterator[Any], clock: Clock, now: Position, unused: Position
-    ) -> Generator[Any, None, None]:
+    def _begin(self, start: Position) -> Iterator[Any]:
+        self._now = start
+        if start.epoch >= self._unused.epoch:
+            self._state = start
+        self._clock = clock = Clock()
+        fetched = self._source.steps(start)
+        clock.waited = clock.seconds()  # for the order, and workers that start
+        return self._placement.ahead(fetched, self._shaped)
+
+    def _delivered(self, batches: Iterator[Any], clock: Clock, now: Position) -> _Run:
         """Yield each batch, with the samples of its step taken down as delivered.
 
         In an epoch that was done before, as in a second loop of one body of `epochs`, the state
         stays at its end.
         """
+        if clock is self._clock:
+            if now is not self._next:  # Lightning sets the epoch after iter()
+                now = self._next
+                batches, clock = self._begin(now), self._clock
+            if not self._is_held:
+                self._next = Position(now.epoch + 1)
+        unused = self._unused
         is_done = now.epoch < unused.epoch
         try:
             while True:
@@ -290,6 +296,5 @@ class Loader:
         _log.warning(text, ranks=[0])
 
     def _is_running(self) -> bool:
-        # The reference dies with a loop that was left, the frame with one that came to its end.
-        run: Any = None if self._run is None else self._run()
-        return run is not None and run.gi_frame is not None
+        run = None if self._run is None else self._run()  # dies with a loop that was left
+        return run is not None and getgeneratorstate(run) in (GEN_RUNNING, GEN_SUSPENDED)

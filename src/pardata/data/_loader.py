@@ -12,6 +12,7 @@ from pardata.data._batch_parts import emptied
 from pardata.data._clock import Clock
 from pardata.data._microbatches import Microbatches
 from pardata.data._order import Requests, length_of
+from pardata.data._peers import ForPeers
 from pardata.data._placement import Placement
 from pardata.data._plan import Fetched, Plan, Step
 from pardata.data._position import Bookmark, Pass, Position, Recipe
@@ -27,16 +28,15 @@ _LONG_SHARE = 0.3  # of an epoch
 _LONG = 1.0  # seconds: below, nobody waits
 _END = (None, None, None)  # no step, and no batch
 
-
 Parts: TypeAlias = tuple[Recipe, Source, Placement]
 
 
-class Loader:
+class Loader(ForPeers):
     """This rank's batches, epoch after epoch; made by `make_loader`.
 
-    Each ``iter()`` runs the next epoch, also after a ``break`` or an error, but for those in the
-    body of `epochs`, which run its epoch. Only one runs at a time: beginning the next ends the one
-    before. Saves and resumes as PyTorch's ``Stateful``.
+    Each ``iter()`` that is asked for a batch runs the next epoch, also after a ``break`` or an
+    error, but for those in the body of `epochs`, which run its epoch. Only one runs at a time:
+    beginning the next ends the one before. Saves and resumes as PyTorch's ``Stateful``.
 
     Attributes:
         dataset: as given.
@@ -181,18 +181,24 @@ class Loader:
         Collective only where a `sampler` was given, or an ``IterableDataset``.
         """
         begun = self._bookmark.begin()
+        run = self._delivered(self._begin(), self._clock, begun)
+        begun.run = weakref.ref(run)
+        return run
+
+    def _begin(self) -> Iterator[Any]:
         self._clock = clock = Clock()
         fetched = self._source.steps(self._bookmark.now)
         clock.waited = clock.seconds()  # for the order, and workers that start
-        run = self._delivered(self._placement.ahead(fetched, self._shaped), clock, begun)
-        begun.run = weakref.ref(run)
-        return run
+        return self._placement.ahead(fetched, self._shaped)
 
     def _delivered(
         self, batches: Iterator[Any], clock: Clock, begun: Pass
     ) -> Generator[Any, None, None]:
         """Yield each batch, with the samples of its step taken down as delivered."""
         bookmark = self._bookmark
+        bookmark.check(begun)
+        if bookmark.started(begun):  # elsewhere: Lightning sets the epoch after iter()
+            batches, clock = self._begin(), self._clock
         try:
             while True:
                 bookmark.check(begun)

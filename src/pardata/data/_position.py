@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from inspect import GEN_CLOSED, getgeneratorstate
+from inspect import GEN_RUNNING, GEN_SUSPENDED, getgeneratorstate
 from typing import Any, NamedTuple
 
 _VERSION = 1
@@ -31,16 +31,18 @@ class Pass:
     """One pass through an epoch, or through the rest of it.
 
     Attributes:
-        unused: that of the bookmark when the pass began.
+        start: where it begins.
+        unused: that of the bookmark when the first batch was asked for.
         run: what yields the batches. Only the loop keeps it alive: it dies if a loop is left.
     """
 
+    start: Position
     unused: Position
     run: weakref.ref[Generator[Any, None, None]] | None = None
 
     def is_running(self) -> bool:
         run = None if self.run is None else self.run()
-        return run is not None and getgeneratorstate(run) != GEN_CLOSED
+        return run is not None and getgeneratorstate(run) in (GEN_RUNNING, GEN_SUSPENDED)
 
 
 class Bookmark:
@@ -55,7 +57,7 @@ class Bookmark:
 
     def __init__(self) -> None:
         self.now = self.next = self.unused = self.state = Position(0)
-        self._newest = Pass(self.unused)
+        self._newest = Pass(self.next, self.unused)
         self._bodies = 0  # bodies of `epochs` that are run: there each pass is through its epoch
 
     @property
@@ -64,14 +66,28 @@ class Bookmark:
         return self.now.epoch if self._newest.is_running() else self.next.epoch
 
     def begin(self) -> Pass:
-        """Begin the next epoch, or what is left of the one that was resumed."""
-        self.now = start = self.next
+        """Begin the next epoch, or what is left of the one that was resumed.
+
+        It is used up only when the first batch is asked for: `started`.
+        """
+        self._newest = Pass(self.next, self.unused)
+        self._take_up(self.next)
+        return self._newest
+
+    def _take_up(self, start: Position) -> None:
+        self.now = start
         if start.epoch >= self.unused.epoch:
             self.state = start
+
+    def started(self, begun: Pass) -> bool:
+        """Use the epoch up. Return whether it is another than when the pass began."""
+        begun.unused = self.unused
+        moved = self.next is not begun.start
+        if moved:
+            self._take_up(self.next)
         if not self._bodies:
-            self.next = Position(start.epoch + 1)
-        self._newest = Pass(self.unused)
-        return self._newest
+            self.next = Position(self.now.epoch + 1)
+        return moved
 
     def check(self, begun: Pass) -> None:
         """Raise if a newer pass has begun: two would read from the same workers."""

@@ -158,3 +158,11 @@ def test_the_search_lists_it_among_the_first(word, page, site, browser):
     })"""
     found = [address.rpartition("/")[2].partition(".html")[0] for address in browser.ask(links)]
     assert page in list(dict.fromkeys(found))[:FIRST]
+
+
+def test_the_style_of_a_section_is_that_of_a_section_on_a_page(site):
+    style = (site / "_static" / "pardata.css").read_text(encoding="utf-8")
+    named = set(re.findall(r"#([a-z][\w-]*-[\w-]+|[a-z]{3,})(?=[\s,):])", style))
+    assert len(named) > 10
+    there = "".join(page.read_text(encoding="utf-8") for page in site.glob("*.html"))
+    assert {name for name in named if f'<section id="{name}"' not in there} == set()

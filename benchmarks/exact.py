@@ -9,7 +9,8 @@ same microbatches, by pardata.backward, Adam, on made-up images, in two processe
 each. Both strategies take turns, step by step, in the same pair of processes. The CPU seconds are
 those of both processes: waiting is not in them. Then memory: what a step adds to a process, at its
 peak, for each parameter of a wide perceptron trained by SGD, with 1 and 4 microbatches on each
-rank, in fresh processes: under the strategies that shard parameters, too. Needs torchvision.
+rank, in fresh processes. Of "exact_fsdp", which shards, the bytes of gradients and of their sums
+that a rank keeps from one microbatch to the next, at most. Needs torchvision.
 """
 
 import argparse
@@ -41,7 +42,7 @@ import pardata
 from pardata.testing import run
 
 STRATEGIES = ("ddp", "exact")
-SHARDED = ("fsdp", "exact_fsdp")
+SHARDED = "exact_fsdp"
 WARM_UP = 3
 QUANTITIES = ("s a step", "CPU s a step")
 IMAGES, PICTURES = (1, 28, 28), (3, 32, 32)
@@ -93,7 +94,8 @@ def made(contest: Contest, strategy: str) -> nn.Module:
     for module in net.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # that of both would differ, and their weights
-    return pardata.wrap_model(net, strategy, **({"blocks": "auto"} if strategy in SHARDED else {}))
+    options = {"blocks": "auto"} if strategy == SHARDED else {}
+    return pardata.wrap_model(net, strategy, **options)
 
 
 def batches(contest: Contest, count: int, *, strided: bool = False) -> Any:
@@ -152,7 +154,7 @@ def remember(strategy: str, count: int) -> float:
     torch.manual_seed(0)
     model = made(contest, strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    loader = batches(contest, 6, strided=strategy == "exact_fsdp")
+    loader = batches(contest, 6)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for batch in loader:
         optimizer.zero_grad()
@@ -179,11 +181,39 @@ def compare(name: str, args: argparse.Namespace) -> list[Row]:
 
 
 def memory(count: int) -> list[Row]:
-    """Measure each strategy in fresh processes; return their rows."""
-    reach = {"exact": Reach(12)} if count > 1 else {}
+    """Measure both strategies in fresh processes; return their rows."""
+    found = {who: [run(remember, who, count, world_size=2)[0]] for who in STRATEGIES}
+    reach = Reach(12) if count > 1 else None
+    return [Row("ddp", found["ddp"]), Row("exact", found["exact"], reach=reach)]
+
+
+def keep(count: int) -> float:
+    """Return the bytes for each parameter of sharded gradients and their sums, at most."""
+    pardata.init(device="cpu")
+    contest = Contest(wide_net, IMAGES, 8 * count, 4, Reach(0))
+    model: Any = made(contest, SHARDED)
+    kept = [0]
+
+    def look(*_: object) -> None:
+        sums = [p for g in model.exact.groups for p in g.stack.values() if p is not None]
+        gradients = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in sums + gradients}
+        kept.append(sum(storage.nbytes() for storage in storages.values()))
+
+    model.register_forward_pre_hook(look)
+    for batch in batches(contest, 2, strided=True):
+        model.zero_grad()
+        pardata.backward(model, mean_loss, batch)
+    look()
+    return max(kept) / sum(p.numel() for p in model.parameters())
+
+
+def sharded_memory() -> list[Row]:
+    """Measure the gradients of a sharded model; return rows, with one sum a level as the limit."""
+    limits = {1: 4, 4: 8, 8: 10}  # of 2, 8 and 16 microbatches: their sums have 1, 3 and 4 levels
     return [
-        Row(who, [run(remember, who, count, world_size=2)[0]], reach=reach.get(who))
-        for who in (*STRATEGIES, *SHARDED)
+        Row(f"{count} a rank", [run(keep, count, world_size=2)[0]], reach=Reach(limit))
+        for count, limit in limits.items()
     ]
 
 
@@ -208,6 +238,9 @@ def main() -> None:
         title = f"bytes a parameter that a step adds, microbatches on each of 2 ranks: {count}"
         tables[title] = memory(count)
         print_table(title, "", tables[title])
+    title = f"{SHARDED}, 2 processes: bytes of gradients a parameter kept, by microbatches"
+    tables[title] = sharded_memory()
+    print_table(title, "", tables[title])
     if args.save:
         save(args.save, __file__, about, tables)
 

@@ -286,21 +286,24 @@ def test_memory_counts_what_ranks_and_workers_have_and_all_read_the_same(tmp_pat
 
 def test_exact_compares_time_and_memory_with_ddp(tmp_path):
     text = output_of(tmp_path, "exact.py", "--rounds", 2, "--nets", "convnet, 4")
-    assert verdicts(text) == {("s a step, exact", "ddp", "<= 1.02"), ("exact", "", "<= 12")}
+    assert verdicts(text) == {
+        ("s a step, exact", "ddp", "<= 1.02"),
+        ("exact", "", "<= 12"),
+        *((f"{count} a rank", "", f"<= {limit}") for count, limit in ((1, 4), (4, 8), (8, 10))),
+    }
     assert contenders(text) == [
         *(f"{quantity} a step, {who}" for quantity in ("s", "CPU s") for who in ("ddp", "exact")),
-        *("ddp", "exact", "fsdp", "exact_fsdp") * 2,
+        *("ddp", "exact", "ddp", "exact"),
+        *(f"{count} a rank" for count in (1, 4, 8)),
     ]
-    (ddp, *_), *memory = saved(tmp_path, "exact")["tables"].values()
+    (ddp, *_), *memory, sharded = saved(tmp_path, "exact")["tables"].values()
     assert len(ddp["values"]) == 2
     # Sizes and not times: a gradient for each level of the tree, and that which is sent.
-    found = [{row["name"]: row["values"][0] for row in table} for table in memory]
-    one, four = found
-    assert 4 < one["exact"] < 10
-    assert 8 < four["exact"] < 15
-    # A rank has the sums of its own parts, which are half of all parameters, at each level.
-    assert one["exact_fsdp"] < one["exact"]
-    assert four["exact_fsdp"] < four["exact"]
+    ((_, exact), (_, with_four)) = memory
+    assert 4 < exact["values"][0] < 10
+    assert 8 < with_four["values"][0] < 15
+    # Half of all gradients, and as much for each sum that waits for its other half.
+    assert [round(row["values"][0]) for row in sharded] == [2, 6, 8]
 
 
 @pytest.mark.soak

@@ -31,6 +31,7 @@ class ShardedSums:
     Attributes:
         parameters: those that this step trains, by name.
         digest: the same on all ranks which train the same.
+        groups: what is added up together, in the order of the modules.
         is_running: whether a step is.
         round: its number.
         is_last: whether it is the last one.
@@ -42,8 +43,8 @@ class ShardedSums:
         self.module: Any = module
         self.threads, self.is_running = threads, False
         parts: list[Any] = [part for part in module.modules() if isinstance(part, ShardedModule)]
-        self._groups = [Group(self, part) for part in parts]
-        for part, group in zip(parts, self._groups, strict=True):
+        self.groups = [Group(self, part) for part in parts]
+        for part, group in zip(parts, self.groups, strict=True):
             part.set_custom_reduce_scatter(group)
             # Else FSDP would multiply gradients, by what depends on the number of ranks.
             part.set_gradient_divide_factor(1.0)
@@ -60,30 +61,30 @@ class ShardedSums:
         self.count, self.size, self.round, self.is_running = exchange.count, exchange.size, -1, True
         # So that all ranks send equally much, whatever a microbatch uses.
         self.module.set_reduce_scatter_unused_params(True)
-        for group in self._groups:
+        for group in self.groups:
             group.begin_step()
 
     def end_step(self) -> None:
         """End it, also where it has failed: nothing is kept."""
         self.is_running = False
         self.module.set_reduce_scatter_unused_params(False)
-        for group in self._groups:
+        for group in self.groups:
             group.stack.pieces.clear()
 
     def begin(self, piece: Piece, *, last: bool) -> None:
         """Begin the next round, with what this rank runs in it."""
         self.round, self.is_last = self.round + 1, last
-        for group in self._groups:
+        for group in self.groups:
             group.begin(counts=piece.count > 0)
 
     def watch(self) -> None:
         """Note what the next backward uses: the forward has gathered that."""
-        for group in self._groups:
+        for group in self.groups:
             group.watch()
 
     def end(self) -> None:
         """End a round, in which everything was added as it came."""
-        for group in self._groups:
+        for group in self.groups:
             group.end()
 
     def send_rest(self, *_: object) -> None:
@@ -94,14 +95,14 @@ class ShardedSums:
 
     def used(self) -> list[bool]:
         """Return which parameters have had a gradient here, group by group."""
-        return [own in group.used for group in self._groups for own in group.trained]
+        return [own in group.used for group in self.groups for own in group.trained]
 
     def set_gradients(self, used: list[bool]) -> None:
         """Leave the gradients of those that are `used` on any rank, which they have, and no other.
 
         The others have one that FSDP has made of nothing.
         """
-        trained = [own for group in self._groups for own in group.trained]
+        trained = [own for group in self.groups for own in group.trained]
         for own, is_used in zip(trained, used, strict=True):
             if not is_used:
                 own.sharded_param.grad = None
@@ -184,6 +185,7 @@ class Group:
             ((_, total),) = self.stack.pieces
             assert total is not None  # noqa: S101  # a part of it has just been pushed
             real(output_tensor).copy_(total)
+            self.stack.pieces.clear()
             return
         # What is left in memory of its own: that of `received` is as much as the whole gradients.
         self.stack.pieces = [

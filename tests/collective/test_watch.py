@@ -151,13 +151,14 @@ def one(rank, text="waits in barrier() at a.py:1", **changes):
 
 def test_a_thousand_ranks_are_two_lines():
     found = {rank: one(rank) for rank in range(1024) if rank != 17}
-    found[17] = one(17, "is at a.py:2 (open, b.py:3)", kind="", step="step 3 of epoch 0")
+    changes = {"kind": "", "step": "step 3 of epoch 0", "seconds": 5000.0}
+    found[17] = one(17, "is at a.py:2 (open, b.py:3)", **changes)
     assert headline(found, []) == (
         "ranks 0-16, 18-1023 wait for rank 17, 1083 s so far; nothing is stopped:", True,
     )  # fmt: skip
     assert table(found, {}) == [
         "  ranks 0-16, 18-1023 wait in barrier() at a.py:1 (1083 s)",
-        "  rank 17 is at a.py:2 (open, b.py:3; step 3 of epoch 0, 77 s)",
+        "  rank 17 is at a.py:2 (open, b.py:3; step 3 of epoch 0, 5000 s)",
     ]
 
 

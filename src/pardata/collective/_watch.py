@@ -43,7 +43,8 @@ class Watch:
         self._seat = Seat(store, line.rank, line.size, tick, threading.Event())
         self._hang = Hang(self._seat, 1)
         self._began: Note | None = None  # the wait by which this rank has begun the hang
-        self._watched = doing.thread = threading.get_ident()
+        doing.begin()
+        self._watched = doing.thread
         self._thread = threading.Thread(target=self._run, name="pardata: watch", daemon=True)
         self._thread.start()
         atexit.register(self.end)

@@ -89,7 +89,7 @@ def headline(found: Found, silent: Collection[int]) -> tuple[str, bool]:
     places = {(found[rank].call, found[rank].step) for rank in waits}
     # Of `rank_zero_call` who waits also says the function.
     led = tuple(one.call for one in found.values() if one.kind == "leads")
-    seconds = f"{max(one.seconds for one in found.values()):.0f} s so far"
+    seconds = f"{max(found[rank].seconds for rank in waits or found):.0f} s so far"
     has_reason = all(call.startswith(led or call) for call, _ in places)
     if others and kinds <= {"leads", "compiles"} and has_reason:
         return f"no hang, but long work on {ranks_text(others)}, {seconds}:", False

@@ -24,6 +24,10 @@ class Doing:
         self.thread = 0
         self.now: Note = ("", 0.0, None, None)
 
+    def begin(self) -> None:
+        """Let this thread be the one that notes, from now on."""
+        self.thread, self.now = get_ident(), ("", monotonic(), None, None)
+
     def enter(self, call: str, tell: Tell | None = None) -> Note | None:
         """Note that a call begins, and return what `leave` needs."""
         if get_ident() != self.thread:

@@ -27,7 +27,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
 
 from pardata import cache_dataset, make_loader
-from pardata.cache import _cache_dataset, _original
+from pardata.cache import _cache_dataset, _cache_files, _original
 from pardata.cache._column import Column
 from pardata.testing._run import _context
 
@@ -370,6 +370,17 @@ def test_a_damaged_cache_is_built_again_with_a_warning(tmp_path, told, name):
     assert [record.levelname for record in told.records] == ["WARNING"]
     assert before.items() <= contents(place).items()
     assert cached[9][1] == 9
+
+
+def test_to_compare_a_large_cache_is_said_to_take_time(tmp_path, told, monkeypatch):
+    cache_dataset(Samples(pair), tmp_path)
+    monkeypatch.setattr(_cache_files, "_LONG", 320)
+    for length, said in ((10, True), (9, False)):
+        cache_dataset(Samples(pair, length), tmp_path)
+        told.clear()
+        cache_dataset(Samples(pair, length), tmp_path)
+        text = f"comparing the 320 bytes of the cache in {tmp_path} with checksums"
+        assert lines(told) == [text] * said
 
 
 def _open(directory):

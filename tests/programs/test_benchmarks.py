@@ -7,6 +7,7 @@ import re
 import runpy
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -263,6 +264,24 @@ def test_epoch_compares_with_the_tutorial_and_with_batches_that_are_ready(tmp_pa
     ]
     assert len(saved(tmp_path, "epoch")["tables"]) == 2
     assert is_picture(tmp_path / "epoch.png")
+
+
+def test_shards_are_resumed_at_each_size_and_judged_by_what_is_installed(tmp_path, short_tmp):
+    text = output_of(
+        tmp_path, "shards.py", "--rounds", 1, "--samples", 2560, "--shards", 5, "--batches", 1,
+        "--directory", short_tmp, TMPDIR=short_tmp,
+    )  # fmt: skip
+    formats = ("tar", "tar, wids", "Parquet, datasets", "Arrow, pyarrow", "LitData")
+    for name in formats:
+        checked = f"{name}: the last 256 samples on 1, 2 and 3 ranks: the same, each read once"
+        assert (checked in text) != (f"{name} takes no part: " in text)
+    own = "webdataset.WebLoader" if find_spec("webdataset") else "DataLoader: tar"
+    assert {
+        ("pardata: tar", "", "<= 0.1"),
+        ("pardata: tar", own, ">= 0.97"),
+    } <= verdicts(text)
+    assert len(saved(tmp_path, "shards")["tables"]) == 3
+    assert left_in(short_tmp) == []
 
 
 @needs_proc

@@ -8,13 +8,17 @@ from typing import Any, NamedTuple
 
 from pardata.cache._column import Column
 from pardata.cache._original import Fields
+from pardata.ranks._logger import get_logger
 from pardata.values._tree import digest_of
+
+_log = get_logger(__name__)
 
 # Nothing else in the directory is touched: it may hold the user's own files too.
 FILES = "pardata-files-"
 SOURCE = "source.json"
 
 _BLOCK = 2**22  # bytes that are read at once
+_LONG = 2**32  # bytes of which somebody waits for the checksums
 
 
 class Files(NamedTuple):
@@ -53,8 +57,11 @@ class Files(NamedTuple):
         # Anything may stand in a damaged file.
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError):
             self.columns()
-            written = self.facts()["files"].items()
-            return all(record_of(self.folder / name) == record for name, record in written)
+            written = self.facts()["files"]
+            if (total := sum(size for size, _ in written.values())) >= _LONG:
+                place = self.folder.parent
+                _log.info("comparing the %d bytes of the cache in %s with checksums", total, place)
+            return all(record_of(self.folder / name) == written[name] for name in written)
         return False
 
 

@@ -76,15 +76,15 @@ def backward(
     Args:
         model: as `wrap_model` returned it. The loss must not train anything else: freeze other
             models that `loss_fn` runs, or detach what they return. Their buffers are made equal
-            once, at the end of the step; under ``"exact"`` they are put back.
+            once, at the end of the step; under the exact strategies they are put back.
         loss_fn: runs ``model`` and returns a mean over the samples, a tensor of one element; or
             ``(loss, metrics)``, with nested dicts, lists and tuples of numbers and tensors that are
             means likewise: an accuracy, parts of the loss.
-        batch: the `Microbatches` of a loader; or, except under ``"exact"``, one microbatch of any
-            kind. What a loader yields has as many samples as were read for it. In any other batch
-            the rows of the first tensor are the samples, or, if samples come as a list (images,
-            graphs, texts), its items. Pass `count` if a ``collate_fn`` leaves samples out, or if a
-            batch does not tell.
+        batch: the `Microbatches` of a loader; or, except under the exact strategies, one microbatch
+            of any kind. What a loader yields has as many samples as were read for it. In any other
+            batch the rows of the first tensor are the samples, or, if samples come as a list
+            (images, graphs, texts), its items. Pass `count` if a ``collate_fn`` leaves samples out,
+            or if a batch does not tell.
         count: returns what a microbatch counts for instead of its samples, for example its tokens:
             an integer from 0 up. The loss of one that counts 0 is ignored, even if it is NaN. Costs
             a small collective, which runs during the forward.

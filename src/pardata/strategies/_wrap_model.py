@@ -42,6 +42,9 @@ def wrap_model(
     ``"exact"`` gradients by `backward` alone: the same to the last bit at every world size
     =========== ========================================================================
 
+    ``"exact_fsdp"`` shards as ``"fsdp"`` and has the bits of ``"exact"``, at every world size; of
+    one process it is that. It takes `Microbatches` of a loader with ``strided=True``.
+
     Under ``"ddp"`` and ``"dp"`` the result is a subclass of PyTorch's class. Attributes are read
     and written through, and ``state_dict()`` has the names of ``unwrap(model)``. All replicas start
     from rank 0's weights. Under ``"ddp"`` buffers (batch norm's statistics) are equal after every
@@ -50,8 +53,8 @@ def wrap_model(
     outside it broadcasts rank 0's), and a model of many blocks is sharded block by block if you
     call ``fully_shard`` on those first (from equal weights). ``"exact"`` adds the gradients of
     microbatches in a fixed order, each computed from the step's buffers under a seed of its own,
-    with a fixed number of threads: it sets that of the process. Collective under ``"ddp"``,
-    ``"fsdp"`` and ``"exact"``. The first two need `init`, also with one process.
+    with a fixed number of threads: it sets that of the process. Collective, except under ``"none"``
+    and ``"dp"``. ``"ddp"`` and ``"fsdp"`` need `init`, also with one process.
 
     Args:
         model: any module, not yet wrapped. One that is spread over several devices stays where
@@ -65,7 +68,9 @@ def wrap_model(
         options: for the wrapped class. ``"ddp"``: ``find_unused_parameters``, ``bucket_cap_mb``,
             ``static_graph`` and so on. ``"dp"``: ``device_ids``, ``output_device``, ``dim``.
             ``"fsdp"``: ``mesh``, ``mp_policy`` and so on. ``"exact"``: ``threads`` (1), the same
-            at every world size. Ignored by ``"none"``, so that one call serves every world size.
+            at every world size. ``"exact_fsdp"``: that, ``blocks`` as under ``"fsdp"``, and
+            ``reshard_after_forward``. Ignored by ``"none"``, so that one call serves every world
+            size.
 
     Raises:
         TypeError: for what is not a module, or an unknown option.
@@ -73,7 +78,7 @@ def wrap_model(
             train, or an embedding with ``max_norm``. PyTorch itself refuses one that is not
             initialised, or on the meta device.
         RuntimeError: where the ranks hold different models (names the first parameter that
-            differs), or there is no process group.
+            differs), or there is no process group; where torch is too old for the strategy.
 
     >>> net = wrap_model(nn.Linear(2, 2))
     >>> type(net).__name__  # a single process

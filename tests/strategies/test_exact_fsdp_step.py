@@ -146,7 +146,7 @@ FAILING = {
 
 
 def text_of(fn, *args, **options):
-    found = caught(fn, *args, **options)
+    found = caught(functools.partial(fn, *args, **options))
     return f"{found.type}: {found.text}" if isinstance(found, Raised) else found
 
 
@@ -231,7 +231,7 @@ def test_each_exact_strategy_says_which_shares_it_needs():
 class Complex(nn.Module):
     def __init__(self):
         super().__init__()
-        self.turns = nn.Parameter(torch.arange(15, dtype=torch.complex64).view(5, 3) * (0.1 + 0.2j))
+        self.turns = nn.Parameter(torch.arange(15.0).view(5, 3) * (0.1 + 0.2j))
         self.spare = nn.Parameter(torch.ones(2, dtype=torch.complex64))
 
     def forward(self, rows):

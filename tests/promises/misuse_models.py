@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from pardata import Microbatches, all_reduce_sum, backward, load_weights, world, wrap_model
+from pardata import Microbatches, all_reduce_sum, backward, load_weights, unwrap, world, wrap_model
 
 X = torch.ones(1, 2)
 
@@ -26,7 +26,7 @@ def wrapped(strategy="ddp", **options):
 
 def with_new_head(strategy):
     model = wrapped(strategy)
-    model[1] = nn.Linear(2, 1)
+    unwrap(model)[1] = nn.Linear(2, 1)
     return model
 
 

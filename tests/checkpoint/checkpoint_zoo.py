@@ -15,7 +15,7 @@ from pardata import Checkpointer, backward, fingerprint, make_loader, world, wra
 from pardata.checkpoint._files import _digest, size_and_digest, verified
 from pardata.checkpoint._names import names
 
-STRATEGIES = ("none", "dp", "ddp", "fsdp", "exact")
+STRATEGIES = ("none", "dp", "ddp", "fsdp", "exact", "exact_fsdp")
 OPTIMIZERS = {
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
@@ -49,7 +49,13 @@ class Run:
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
         rows = torch.randn(48, 8, generator=torch.Generator().manual_seed(1))
         self.loader = make_loader(
-            TensorDataset(rows), 12, shuffle=True, seed=5, microbatch_size=3, num_workers=0
+            TensorDataset(rows),
+            *(12,),
+            shuffle=True,
+            seed=5,
+            microbatch_size=3,
+            strided=strategy == "exact_fsdp",
+            num_workers=0,
         )
 
     def train(self, steps):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from pardata import Microbatches, all_reduce_sum, backward, load_weights, world, wrap_model
+from pardata import Microbatches, all_reduce_sum, backward, load_weights, unwrap, world, wrap_model
 
 X = torch.ones(1, 2)
 
@@ -26,7 +26,7 @@ def wrapped(strategy="ddp", **options):
 
 def with_new_head(strategy):
     model = wrapped(strategy)
-    model[1] = nn.Linear(2, 1)
+    unwrap(model)[1] = nn.Linear(2, 1)
     return model
 
 
@@ -80,6 +80,10 @@ def loss(model, batch):
 
 def backward_by_hand(model):
     loss(model, X).backward()
+
+
+def step_of_a_fused(model):
+    torch.optim.AdamW(model.parameters(), fused=True).step()
 
 
 def backward_or_reduce(is_backward):
@@ -146,6 +150,8 @@ LABELS = {
     "`wrapped.head = nn.Linear(1, 1)`": "setattr(wrapped(), 'head', nn.Linear(1, 1))",
     "a method that trains past the wrapper: `wrapped.generate(x)`": "generates()",
     '`loss.backward()` under `"exact"`': "backward_by_hand(wrapped('exact'))",
+    '`loss.backward()` under `"exact_fsdp"`': "backward_by_hand(wrapped('exact_fsdp'))",
+    'a fused optimizer under `"exact_fsdp"`': "step_of_a_fused(wrapped('exact_fsdp'))",
     "`with model.no_sync(): backward(…)`": "backward_under_no_sync()",
     "`backward` on one rank, `all_reduce_sum` on the others": "backward_or_reduce(rank == 0)",
     "weights changed on one rank": "check_in_sync(filled(rank))",

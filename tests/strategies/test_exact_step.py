@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # the usual name
 from on_ranks import run
+from sharding import needs_exact_fsdp, whole
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
@@ -63,10 +64,6 @@ def wrapped(net, **options):
     return wrap_model(net, UNDER[0], **options)
 
 
-def is_sharded():
-    return UNDER[0] == "exact_fsdp" and world().size > 1
-
-
 def rows_of(count, dtype=torch.float32):
     numbers = torch.Generator().manual_seed(1)
     rows = torch.randn(count, 6, generator=numbers, dtype=torch.float64).to(dtype)
@@ -87,10 +84,6 @@ def loader_of(data, batch_size, **options):
 def loss_fn(model, batch):
     rows, targets = batch
     return F.cross_entropy(model(rows), targets)
-
-
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def bits(tensor):
@@ -621,7 +614,7 @@ SCENARIOS = [
 
 SHARDED = [
     *(plain, low_precision, autocast, checkpointed, counted, added_to, unused, generators),
-    *(buffers, in_evaluation, compiled, not_finite, zeros_with_signs, kept_by_reference, sparse),
+    *(buffers, in_evaluation, not_finite, zeros_with_signs, kept_by_reference, sparse),
     *(buffers_of_other_shapes, at_other_steps),
 ]
 
@@ -657,6 +650,7 @@ def test_a_step_leaves_the_same_bits_on_every_rank_at_every_size(scenario):
             assert repr(found) == repr(reference), (size, rank)  # NaN is equal to NaN
 
 
+@needs_exact_fsdp
 @pytest.mark.parametrize("scenario", SHARDED, ids=lambda scenario: scenario.__name__)
 def test_a_step_of_a_sharded_model_leaves_the_bits_of_one_that_is_not(scenario):
     name = scenario.__name__

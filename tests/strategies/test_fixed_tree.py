@@ -25,16 +25,18 @@ def tensor(number):
     return None if number is None else torch.tensor(number)
 
 
-def by_ranks(told, size, absent=None):
-    """Add as ranks do, each its run, and what owners then do; `absent` stands for no leaf."""
-    owner = stack_of(len(told))
+def by_ranks(told, size, absent=None, *, strided=False):
+    """Add as ranks do, each its share, and what owners then do; `absent` stands for no leaf."""
+    owner, found = stack_of(len(told)), []
     for rank in range(size):
         own = stack_of(len(told))
-        for number in share(len(told), rank, size):
+        for number in share(len(told), rank, size, strided=strided):
             own.push((number, number + 1), tensor(told[number]))
-        assert [span for span, _ in own.pieces] == list(pieces_of(len(told), size)[rank])
-        for span, value in own.pieces:
-            owner.push(span, tensor(absent) if value is None else value)
+        expected = pieces_of(len(told), size, strided=strided)[rank]
+        assert [span for span, _ in own.pieces] == list(expected)
+        found += own.pieces
+    for span, value in sorted(found, key=lambda piece: piece[0]):
+        owner.push(span, tensor(absent) if value is None else value)
     ((span, total),) = owner.pieces
     assert span == (0, len(told))
     return total
@@ -47,9 +49,9 @@ def bits(total):
     return "NaN" if total.isnan() else total.view(torch.int32).item()
 
 
-@given(leaves, st.integers(1, 8))
-def test_the_bits_of_a_sum_do_not_depend_on_the_number_of_ranks(told, size):
-    assert bits(by_ranks(told, size)) == bits(by_ranks(told, 1))
+@given(leaves, st.integers(1, 8), st.booleans())
+def test_the_bits_of_a_sum_do_not_depend_on_the_number_of_ranks(told, size, strided):
+    assert bits(by_ranks(told, size, strided=strided)) == bits(by_ranks(told, 1))
 
 
 @given(leaves.filter(any), st.integers(1, 8))

@@ -119,7 +119,8 @@ def make_loader(
     Raises:
         TypeError: for a dataset that cannot be indexed, and for sizes that are no integers.
         ValueError: for a batch size that is not positive, smaller than the world, or larger than a
-            dataset of which incomplete batches are dropped; for `shuffle` with a `sampler`, or
+            dataset of which incomplete batches are dropped; for `strided` without a
+            `microbatch_size`; for `shuffle` with a `sampler`, or
             either, or a batch size, with a `batch_sampler`; for a shuffled last batch with fewer
             samples than ranks.
         RuntimeError: where ranks disagree, with a table of who has what, or no group was joined.

@@ -10,6 +10,7 @@ import torch
 from pardata.collective._agreement import agree
 from pardata.data._sample_count import samples_of
 from pardata.ranks._world import require_world
+from pardata.values._arguments import check_flag
 from pardata.values._tree import mapped
 
 _T = TypeVar("_T")
@@ -94,6 +95,7 @@ class Microbatches(Sequence[_T]):
         own, here = tuple(batches), require_world("Microbatches.of")
 
         def state() -> dict[str, Any]:
+            check_flag("strided", strided)
             return {"counts": [samples_of(one) for one in own], "seed": torch.initial_seed()}
 
         def decide(told: list[dict[str, Any]]) -> tuple[list[int], int]:

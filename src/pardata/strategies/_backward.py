@@ -76,13 +76,13 @@ def backward(
     Args:
         model: what `wrap_model` returned. The loss must train nothing else: freeze other models
             that `loss_fn` runs, or detach their outputs. `backward` makes their buffers equal at
-            the end of the step; under ``"exact"`` it puts them back.
+            the end of the step; under the exact strategies it puts them back.
         loss_fn: runs ``model`` and returns a mean over the samples, a tensor of one element. It may
             also return ``(loss, metrics)``. Metrics are numbers and tensors, nested in dicts, lists
             and tuples, and means as well: an accuracy, the parts of a loss.
-        batch: the `Microbatches` of a loader or, except under ``"exact"``, one microbatch of any
-            kind. A batch of a loader counts the samples that were read for it. In any other batch
-            the rows of the first tensor are the samples or, in a list of samples, its items.
+        batch: the `Microbatches` of a loader or, except under the exact strategies, one microbatch
+            of any kind. A batch of a loader counts the samples that were read for it. In any other
+            batch the rows of the first tensor are the samples or, in a list, its items.
         count: returns what a microbatch counts for in place of its samples, for example its tokens:
             an integer from 0 up. The loss of a microbatch that counts 0 is ignored, even if it is
             NaN. Pass it if a ``collate_fn`` leaves samples out, or if a batch does not tell. It

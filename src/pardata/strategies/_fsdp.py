@@ -47,7 +47,7 @@ class FsdpStep(SharedStep):
         super().__init__(replica, scaler, batch)
         # What a forward without a backward has left, as of an evaluation without no_grad().
         reshard(layer)
-        check_sharded(layer, self.size)
+        check_sharded(layer, self.size, "fsdp")
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -71,14 +71,14 @@ class FsdpStep(SharedStep):
             self.layer.set_requires_gradient_sync(True)
 
 
-def check_sharded(module: nn.Module, size: int) -> None:
+def check_sharded(module: nn.Module, size: int, strategy: str) -> None:
     """Refuse what is trained and not sharded, or not over all ranks."""
     for name, parameter in module.named_parameters():
         mesh = getattr(parameter, "device_mesh", None)
         if mesh is None and parameter.requires_grad:
             raise RuntimeError(
-                f"each trained parameter must be sharded under 'fsdp', but `{name}` is not, so "
-                f"that no rank would synchronise it: build the model with it, wrap that, and "
+                f"each trained parameter must be sharded under {strategy!r}, but `{name}` is not, "
+                f"so that no rank would synchronise it: build the model with it, wrap that, and "
                 f"call load_weights(new, old.state_dict(), strict=False)"
             )
         if mesh is not None and mesh.size() != size:

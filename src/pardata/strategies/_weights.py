@@ -26,7 +26,7 @@ def load_weights(
     """Load weights into `model`, from plain, ``module.`` or ``_orig_mod.`` names alike.
 
     Works for every strategy, and for a module that is not wrapped. Every rank loads the same
-    complete weights; collective under ``"fsdp"`` only.
+    complete weights; collective where parameters are sharded.
 
     Args:
         model: what `wrap_model` returned, or any module.

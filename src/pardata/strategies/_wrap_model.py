@@ -42,6 +42,9 @@ def wrap_model(
     ``"exact"`` gradients by `backward` alone: the same to the last bit at every world size
     =========== ========================================================================
 
+    ``"exact_fsdp"`` shards as ``"fsdp"`` and has the bits of ``"exact"``, at every world size; of
+    one process it is that. It takes `Microbatches` of a loader with ``strided=True``.
+
     Under ``"ddp"`` and ``"dp"`` the result is a subclass of PyTorch's class. Attributes are read
     and written through, and ``state_dict()`` has the names of ``unwrap(model)``. All replicas start
     from rank 0's weights. Under ``"ddp"`` buffers (batch norm's statistics) are equal after every
@@ -51,8 +54,8 @@ def wrap_model(
     ``blocks`` says what is sharded one by one; other ranks than 0 may pass a model on the meta
     device. ``"exact"`` adds the gradients of
     microbatches in a fixed order, each computed from the step's buffers under a seed of its own,
-    with a fixed number of threads: it sets that of the process. Collective under ``"ddp"``,
-    ``"fsdp"`` and ``"exact"``. The first two need `init`, also with one process.
+    with a fixed number of threads: it sets that of the process. Collective, except under ``"none"``
+    and ``"dp"``. ``"ddp"`` and ``"fsdp"`` need `init`, also with one process.
 
     Args:
         model: any module, not yet wrapped. One that is spread over several devices stays where
@@ -69,8 +72,9 @@ def wrap_model(
             of the outermost lists that hold more than a tenth of the parameters; ``replicate``,
             how many copies of the shards there are (1); and ``fully_shard``'s own, ``mesh``,
             ``mp_policy``, ``offload_policy`` and so on. ``"exact"``: ``threads`` (1), the same at
-            every world size. ``"none"`` ignores those of ``"ddp"``, so that one call serves every
-            world size.
+            every world size. ``"exact_fsdp"``: that, ``blocks`` as under ``"fsdp"``, and
+            ``reshard_after_forward``. ``"none"`` ignores those of the others, so that one call
+            serves every world size.
 
     Raises:
         TypeError: for what is not a module, or an unknown option.
@@ -79,7 +83,7 @@ def wrap_model(
             share parameters with the rest, and for ``replicate`` that does not divide the number
             of ranks. PyTorch itself refuses a model that is not initialised, or on the meta device.
         RuntimeError: where the ranks hold different models (names the first parameter that
-            differs), or there is no process group.
+            differs), or there is no process group; where torch is too old for the strategy.
 
     >>> net = wrap_model(nn.Linear(2, 2))
     >>> type(net).__name__  # a single process

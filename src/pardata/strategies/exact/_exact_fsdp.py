@@ -35,7 +35,7 @@ class ExactFsdpStep(ExactStep):
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        check_sharded(self.module, self.size)
+        check_sharded(self.module, self.size, ExactFsdpStrategy.name)
         # Each in the round of its number: at last placeholders, for those that there are not.
         self.pieces.own.sort(key=lambda piece: piece.number < 0)
         reshard(self.module)  # what a forward without a backward has left

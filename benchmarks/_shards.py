@@ -28,11 +28,11 @@ class Format:
     """One kind of shards, and one way to read them.
 
     Attributes:
-        needs: the libraries.
+        needs: the libraries that write, or read by number.
         write: writes so many samples in so many shards to a folder.
         opened: returns what is in a folder, by number.
         collate: makes a batch of its samples.
-        own: what the library's own loader is called, if it has one.
+        own: what the library's own loader is called, if it has one; first the library.
         stream: makes that, of a folder; one that has a state resumes from it.
     """
 
@@ -46,6 +46,14 @@ class Format:
     def missing(self) -> list[str]:
         """Return the libraries that are not installed."""
         return [name for name in self.needs if find_spec(name) is None]
+
+    def has_own(self) -> bool:
+        """Return whether the library's own loader can take part; say if it cannot."""
+        library, *_ = re.split(r"\W", self.own)
+        found = not library or find_spec(library) is not None
+        if not found:
+            print(f"{self.own} takes no part: {library} is not installed")
+        return found and self.stream is not None
 
     def by_data_loader(self, dataset: Any) -> Iterable[Batch]:
         """Return PyTorch's loader of what is read by number."""
@@ -230,16 +238,16 @@ def by_litdata(folder: Path) -> Iterable[Batch]:
     return loader
 
 
-TAR = ["webdataset"], in_shards(write_tar)
-PARQUET = ["datasets", "pyarrow"], in_shards(write_parquet)
+AS_TAR, AS_PARQUET, AS_ARROW = map(in_shards, (write_tar, write_parquet, write_arrow))
 
 FORMATS = {
-    "tar": Format(*TAR, tars, of_dicts, "webdataset.WebLoader", by_webdataset),
-    "tar, wids": Format(["wids"], TAR[1], by_wids, partial(of_dicts, prefix=".")),
-    "Parquet, datasets": Format(*PARQUET, by_datasets, of_dicts, "datasets, streamed", Streamed),
-    "Arrow, pyarrow": Format(["pyarrow"], in_shards(write_arrow), arrows, of_dicts),
-    "LitData": Format(
-        ["litdata"], write_chunks, chunks, of_pairs,
-        "litdata.StreamingDataLoader", by_litdata,
+    "tar": Format([], AS_TAR, tars, of_dicts, "webdataset.WebLoader", by_webdataset),
+    "tar, wids": Format(["wids"], AS_TAR, by_wids, partial(of_dicts, prefix=".")),
+    "Parquet, datasets": Format(
+        ["datasets", "pyarrow"], AS_PARQUET, by_datasets, of_dicts, "datasets, streamed", Streamed
     ),
-}  # fmt: skip
+    "Arrow, pyarrow": Format(["pyarrow"], AS_ARROW, arrows, of_dicts),
+    "LitData": Format(
+        ["litdata"], write_chunks, chunks, of_pairs, "litdata.StreamingDataLoader", by_litdata
+    ),
+}

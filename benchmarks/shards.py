@@ -179,11 +179,11 @@ def measure(name: str, folder: Path, args: argparse.Namespace) -> dict[str, list
         f"{OURS}: {name}": partial(ours, form, dataset),
         f"{SAME}: {name}": partial(form.by_data_loader, dataset),
     }
-    if form.stream is not None:
+    if form.has_own():
         makes[form.own] = partial(form.stream, folder)
-    batches = until(0.9, len(dataset))
-    states = {who: state_of(make, batches) for who, make in makes.items()}
-    states[f"{OURS}: {name}"] = check(name, folder, dataset)
+    batches, (first, *others) = until(0.9, len(dataset)), makes
+    states = {who: state_of(makes[who], batches) for who in others}
+    states[first] = check(name, folder, dataset)
     resumes = {
         who: partial(seconds, partial(resumed, make, states[who], batches))
         for who, make in makes.items()
@@ -191,7 +191,6 @@ def measure(name: str, folder: Path, args: argparse.Namespace) -> dict[str, list
     took = alternate(resumes, args.rounds)
     streams = {who: Stream(make, args.batches) for who, make in makes.items()}
     rates = alternate({who: stream.rate for who, stream in streams.items()}, args.rounds)
-    first, *others = makes
     judged = others[-1]  # the library's own, if it has one
     again = [seconds(lambda: form.opened(folder)) for _ in range(args.rounds)]
     return {

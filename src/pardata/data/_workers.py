@@ -3,7 +3,8 @@
 import os
 from collections.abc import Callable, Iterator
 from multiprocessing import util
-from typing import Any
+from multiprocessing.context import BaseContext
+from typing import Any, TypedDict
 
 import torch
 from torch.utils.data import DataLoader
@@ -17,6 +18,18 @@ from pardata.seeds._mix import mix
 from pardata.values._arguments import check_integer
 
 _LONGEST_SOCKET = 107  # characters: `sun_path` of Linux's unix(7), without its last zero
+
+
+class WorkerOptions(TypedDict):
+    """What a ``DataLoader`` is told of workers, and of what they bring; by its own names."""
+
+    num_workers: int
+    pin_memory: bool
+    timeout: float
+    worker_init_fn: Callable[[int], None] | None
+    multiprocessing_context: BaseContext | str | None
+    prefetch_factor: int | None
+    persistent_workers: bool
 
 
 def choose_workers(num_workers: Any, dataset: Any, here: World) -> int:
@@ -60,7 +73,7 @@ class Source:
         workers: where copies of it read, and what they bring is pinned; None if it reads here.
     """
 
-    def __init__(self, reader: Any, requests: Any, ranks: World, **options: Any) -> None:
+    def __init__(self, reader: Any, requests: Any, ranks: World, options: WorkerOptions) -> None:
         self.reader, self.requests = reader, requests
         self._ranks, self._options = ranks, options
         self.digest: str | None = None

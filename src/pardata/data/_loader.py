@@ -14,7 +14,7 @@ from pardata.data._microbatches import Microbatches
 from pardata.data._order import Requests, length_of
 from pardata.data._placement import Placement
 from pardata.data._plan import Fetched, Plan, Step
-from pardata.data._position import Bookmark, Pass, Position, Recipe
+from pardata.data._position import Bookmark, Position, Recipe
 from pardata.data._sample_count import Read, delivered
 from pardata.data._whole_batches import is_read_whole
 from pardata.data._workers import Source
@@ -185,11 +185,11 @@ class Loader:
         fetched = self._source.steps(self._bookmark.now)
         clock.waited = clock.seconds()  # for the order, and workers that start
         run = self._delivered(self._placement.ahead(fetched, self._shaped), clock, begun)
-        begun.run = weakref.ref(run)
+        self._bookmark.run = weakref.ref(run)
         return run
 
     def _delivered(
-        self, batches: Iterator[Any], clock: Clock, begun: Pass
+        self, batches: Iterator[Any], clock: Clock, begun: object
     ) -> Generator[Any, None, None]:
         """Yield each batch, with the samples of its step taken down as delivered."""
         bookmark = self._bookmark

@@ -9,8 +9,6 @@ from pardata.data._plan import Step
 from pardata.seeds import _generators as generators
 from pardata.seeds._mix import mix
 
-_THOROUGH_EACH = 16  # steps: looking at every generator takes as long as a small batch
-
 
 class Seeds(NamedTuple):
     """From where randomness comes: `reproducible` seeds each sample and each microbatch."""
@@ -40,4 +38,4 @@ class Seeds(NamedTuple):
                 return generators.forked_seed(seed, device)
             generators.seed_generators(seed)
             return nullcontext()
-        return generators.no_draws(user, device, thorough=step.number % _THOROUGH_EACH == 0)
+        return generators.no_draws(user, device)

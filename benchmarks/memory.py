@@ -1,4 +1,4 @@
-"""What a dataset costs in memory where several ranks read it, each with workers.
+"""What a dataset costs in memory where several ranks read it, and what a sharded model does.
 
     python benchmarks/memory.py
     python benchmarks/memory.py --megabytes 4000 --ranks 8
@@ -8,6 +8,10 @@ TensorDataset in every rank. What is resident is the sum of the proportional set
 and workers, in which a page that several share counts once: Pss in /proc/<pid>/smaps_rollup. Beside
 it the same processes with the same batches, which are made as they are read; what is above that is
 data, some number of copies. All ranks together read the same pixels, which is checked. Linux only.
+
+Then a transformer of twelve blocks under "fsdp", sharded at its root alone and block by block: the
+most bytes of parameters that a rank has gathered at once in a step, as hooks see them at the begin
+and end of each module's forward and in its backward. No workers and no time.
 """
 
 import argparse
@@ -32,19 +36,26 @@ from _measure import (
     require,
     save,
 )
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 from torch.utils.data import Dataset, TensorDataset
 
-from pardata import all_reduce_sum, cache_dataset, make_loader
+from pardata import all_reduce_sum, backward, cache_dataset, make_loader, wrap_model
+from pardata.model._sharding import unsharded
 from pardata.testing import run
 
 SHAPE = 3, 64, 64
 BYTES = 3 * 64 * 64
 BATCH = 64
 COPIES = Reach(1.1)
+GATHERED = Reach(0.25)
 
 MADE, CACHED = "made as they are read", "cache_dataset"
 TENSORS = "TensorDataset in every rank"
+ROOT, BLOCKS = "sharded at its root alone", 'blocks="auto"'
 
 
 class Images(Dataset[tuple[Tensor, int]]):
@@ -101,6 +112,64 @@ def proportional_set_size(pid: int | None) -> float:
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     (size,) = (line.split()[1] for line in lines if line.startswith("Pss:"))
     return int(size) * 1024 / 1e6
+
+
+class Transformer(nn.Module):
+    """Twelve blocks between an embedding and a head."""
+
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(1000, width)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+            for _ in range(12)
+        )
+        self.head = nn.Linear(width, 1000)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return a score for each token."""
+        states = self.embed(tokens)
+        for block in self.blocks:
+            states = block(states)
+        scores: Tensor = self.head(states)
+        return scores
+
+
+def gathered(options: dict[str, str]) -> tuple[int, int]:
+    """Run on each rank: do a step; return the bytes of all parameters, and the most gathered."""
+    torch.manual_seed(0)
+    net = Transformer()
+    total = sum(parameter.nbytes for parameter in net.parameters())
+    model = wrap_model(net, "fsdp", **options)
+    seen = [0]
+
+    def look(*_: object) -> None:
+        # What is sharded again has memory no more.
+        seen.append(sum(p.untyped_storage().nbytes() for p in unsharded(model)))
+
+    def look_in_backward(_module: object, _inputs: object, output: Tensor) -> None:
+        look()
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(look)
+
+    hooks = [
+        register_module_forward_pre_hook(look),
+        register_module_forward_hook(look_in_backward),
+    ]
+    tokens = torch.arange(32).view(2, 16) + 32 * dist.get_rank()
+    backward(model, lambda m, batch: m(batch).square().mean(), tokens)
+    for hook in hooks:
+        hook.remove()
+    return total, max(seen)
+
+
+def compare_sharding(ranks: int) -> list[Row]:
+    """Return the rows of what is gathered at once, as part of all parameters."""
+    found: dict[str, list[float]] = {}
+    for name, options in {ROOT: {}, BLOCKS: {"blocks": "auto"}}.items():
+        ((total, most), *_) = run(gathered, options, world_size=ranks, timeout=3600)
+        found[name] = [most / total]
+    return [Row(ROOT, found[ROOT]), Row(BLOCKS, found[BLOCKS], reach=GATHERED)]
 
 
 def measure(name: str, args: argparse.Namespace, directory: str) -> dict[str, Any]:
@@ -173,11 +242,13 @@ def main() -> None:
         run(build, samples(args), directory, world_size=1, timeout=3600)
         resident, copies = compare(args, directory)
     what = f"{args.megabytes} MB of images, {args.ranks} ranks with {args.workers} workers each"
+    sharded = "a transformer under fsdp: the most parameters that are gathered at once"
     tables = {
         f"{what}: resident, all processes together, {args.rounds} runs": resident,
         f"{what}: copies of the data, {args.rounds} runs": copies,
+        f"{sharded}, {args.ranks} ranks": compare_sharding(args.ranks),
     }
-    for (title, rows), unit in zip(tables.items(), ["MB", "copies"], strict=True):
+    for (title, rows), unit in zip(tables.items(), ["MB", "copies", "of all"], strict=True):
         print_table(title, unit, rows)
     print("pixels read by all ranks together: the same", flush=True)
     if args.save:

@@ -1,6 +1,7 @@
 """How Sphinx builds the site: `sphinx-build -W --keep-going -b html docs docs/_build`."""
 
 import re
+from importlib.metadata import metadata
 
 from docutils import nodes
 from sphinx.addnodes import desc_signature, pending_xref
@@ -24,6 +25,15 @@ html_theme = "furo"
 html_title = f"pardata {version}"
 html_static_path = ["_static"]
 html_css_files = ["pardata.css"]
+
+# Once pyproject.toml has the address of the repository, each page links to its source there.
+links = dict(line.split(", ", 1) for line in metadata("torch-pardata").get_all("Project-URL", []))
+if "Source" in links:
+    html_theme_options = {
+        "source_repository": links["Source"],
+        "source_branch": "main",
+        "source_directory": "docs/",
+    }
 copybutton_prompt_text = r">>> |\.\.\. |\$ "  # the button copies commands without these
 copybutton_prompt_is_regexp = True
 

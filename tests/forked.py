@@ -21,8 +21,12 @@ _LEFT_BY_TORCH = ["-W", "ignore:Implicitly cleaning up <TemporaryDirectory:Resou
 _WARNINGS = ["-W", "error", *(_LEFT_BY_TORCH if torch.__version__ < "2.8" else [])]
 
 SERVER = """if True:
-    import gc, json, os, sys
+    import gc, importlib, json, os, sys, warnings
     import torch, pardata
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what other people's modules do
+        for name in sys.argv[1:]:
+            importlib.import_module(name)
     gc.freeze()  # or each program walks all of torch as it ends, which takes a second
     for line in sys.stdin:
         asked = json.loads(line)
@@ -107,11 +111,11 @@ class Programs:
 
 
 @contextmanager
-def forking():
-    """Yield what starts programs; none of them is left at the end."""
+def forking(*modules):
+    """Yield what starts programs, with these modules imported; none of them is left at the end."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, *_WARNINGS, "-c", SERVER]
+    command = [sys.executable, *_WARNINGS, "-c", SERVER, *modules]
     with subprocess.Popen(command, env=env, **pipes) as server:
         programs = Programs(server)
         try:

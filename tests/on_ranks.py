@@ -260,6 +260,8 @@ class _Home:
         if dist.group.WORLD is not self.group:
             return False
         _leave_group_of_counts()
+        if process.joined is not None:
+            process.joined.on_leaving()
         process.joined = None
         said.clear()
         run_seed.seed, run_seed.calls = None, 0

@@ -115,5 +115,5 @@ def _style(index: int) -> dict[str, str]:
 
 def _grid(axes: Axes, label: str, ticks: list[int]) -> None:
     axes.set(xlabel=label, xticks=ticks)
-    axes.set_ylim(bottom=0)  # the margin above stays
+    axes.set_ylim(0, 1.1 * axes.get_ylim()[1])  # from 0, with room for the highest marker
     axes.grid(alpha=0.3)

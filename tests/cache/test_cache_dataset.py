@@ -27,8 +27,8 @@ from PIL import Image
 from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
 
 from pardata import cache_dataset, make_loader
-from pardata.cache import _cache_dataset, _original
-from pardata.cache._cache_files import Files
+from pardata.cache import _cache_dataset, _cache_files, _original
+from pardata.cache._column import Column
 from pardata.testing._run import _context
 
 
@@ -80,10 +80,10 @@ def test_writing_to_a_sample_or_a_batch_does_not_change_the_cache(tmp_path):
 
 
 BAD = {  # the whole texts are in test_stored_samples.py
-    "a shape": (
-        at(NOT_LOOKED_AT, lambda i: (torch.zeros(2, 4), i)),
+    "a dimension": (
+        at(NOT_LOOKED_AT, lambda i: (torch.zeros(2), i)),
         "ValueError",
-        "sample 4 cannot be stored: `sample[0]` must be float32 of shape (2, 3), as in the first",
+        "sample 4 cannot be stored: `sample[0]` must be 2-dimensional float32, as in the first",
     ),
     "text": (
         lambda i: {"image": torch.zeros(2), "name": f"{i}.jpg"},
@@ -339,7 +339,17 @@ def file_with(change):
     return lambda directory: change(next(directory.glob("pardata-files-*/1.bin")))
 
 
+def flipped(name):
+    def flip(directory):
+        path = next(directory.glob(f"pardata-files-*/{name}"))
+        first, *rest = path.read_bytes()
+        path.write_bytes(bytes([first ^ 16, *rest]))
+
+    return flip
+
+
 DAMAGES = {
+    **{f"a flipped bit in {name}": flipped(name) for name in ("0.bin", "1.bin", "source.json")},
     "a shorter file": file_with(lambda path: os.truncate(path, path.stat().st_size - 1)),
     "a longer file": file_with(lambda path: os.truncate(path, path.stat().st_size + 1)),
     "no file": file_with(Path.unlink),
@@ -348,7 +358,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_cache_is_built_again(tmp_path, told, name):
+def test_a_damaged_cache_is_built_again_with_a_warning(tmp_path, told, name):
     place = tmp_path / "cache"
     cache_dataset(Samples(pair), place)
     before = contents(place)
@@ -357,8 +367,44 @@ def test_a_damaged_cache_is_built_again(tmp_path, told, name):
     told.clear()
     cached = cache_dataset(Samples(pair), place)
     assert lines(told) == [f"building the cache in {place} because it is damaged"]
+    assert [record.levelname for record in told.records] == ["WARNING"]
     assert before.items() <= contents(place).items()
     assert cached[9][1] == 9
+
+
+def test_to_compare_a_large_cache_is_said_to_take_time(tmp_path, told, monkeypatch):
+    cache_dataset(Samples(pair), tmp_path)
+    monkeypatch.setattr(_cache_files, "_LONG", 320)
+    for length, said in ((10, True), (9, False)):
+        cache_dataset(Samples(pair, length), tmp_path)
+        told.clear()
+        cache_dataset(Samples(pair, length), tmp_path)
+        text = f"comparing the 320 bytes of the cache in {tmp_path} with checksums"
+        assert lines(told) == [text] * said
+
+
+def _open(directory):
+    source = Samples(pair)
+    cached = cache_dataset(source, directory)
+    return len(source.reads) > LOOKS, [cached[i][1] for i in range(10)]
+
+
+def test_a_flipped_bit_is_found_by_the_first_rank_before_any_reads(tmp_path):
+    run(_open, tmp_path, world_size=2)
+    flipped("1.bin")(tmp_path)
+    found = run(_open, tmp_path, world_size=2)
+    assert found == [(True, list(range(10))), (False, list(range(10)))]
+
+
+def test_no_flipped_bit_in_what_is_written_about_a_cache_gives_other_samples(tmp_path):
+    cache_dataset(Samples(pair), tmp_path)
+    (said,) = tmp_path.glob("pardata-files-*/source.json")
+    text = said.read_bytes()
+    for place in range(0, 8 * len(text), 61):
+        byte, bit = divmod(place, 8)
+        said.write_bytes(text[:byte] + bytes([text[byte] ^ 1 << bit]) + text[byte + 1 :])
+        cached = cache_dataset(Samples(pair), tmp_path)
+        assert equal([cached[i] for i in range(10)], [pair(i) for i in range(10)])
 
 
 def test_an_existing_cache_stands_when_it_cannot_be_built_again(tmp_path):
@@ -435,7 +481,8 @@ def build_in_progress(directory):
 def test_a_killed_build_is_no_cache_the_one_before_stands_and_the_next_build_cleans_up(tmp_path):
     with build_in_progress(tmp_path) as (process, _):
         process.kill()
-    assert list(contents(tmp_path)) == ["pardata-building/0.bin", "pardata-building/1.bin"]
+    files = [f"pardata-building/{n}{of}.bin" for n in (0, 1) for of in ("", ".places")]
+    assert list(contents(tmp_path)) == files
     cached = cache_dataset(Samples(pair), tmp_path)
     before = contents(tmp_path)
     with build_in_progress(tmp_path) as (process, _):
@@ -503,7 +550,7 @@ def test_files_that_do_not_fit_are_an_oserror_and_the_cache_before_stands(tmp_pa
     before = contents(tmp_path)
     for raised in run_caught(_limited, tmp_path, world_size=2, fresh=True):
         assert f"OSError: [Errno {errno.EFBIG}] " in str(raised)
-        assert "and the cache takes 32,000 bytes" in raised.text
+        assert "and the cache takes at least 32,000 bytes" in raised.text
         assert "pardata-building/0.bin" in raised.text
     assert contents(tmp_path) == before
     assert not (tmp_path / "pardata-building").exists()
@@ -521,6 +568,24 @@ def small_disk(tmp_path):
         pytest.skip(f"this root cannot mount a small disk: {done.stderr.strip()}")
     yield place, lambda: subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
     subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_disk_that_is_too_small_is_an_error_after_the_first_samples(small_disk):
+    place, _ = small_disk
+    source = Samples(pair, 100_000)
+    with pytest.raises(OSError, match=r"No space left on device, and the cache takes at least 3,2"):
+        cache_dataset(source, place, num_workers=0)
+    assert len(source.reads) == LOOKS + 64
+
+
+def test_a_disk_that_fills_up_is_an_error_and_nothing_is_left(small_disk):
+    place, _ = small_disk
+    with pytest.raises(
+        OSError, match=r"No space left on device: .*pardata-building/0\.bin"
+    ) as raised:
+        cache_dataset(Samples(bytes, 3000), place, num_workers=0)
+    assert raised.value.errno == errno.ENOSPC
+    assert [path.name for path in place.iterdir()] == ["pardata-lock"]
 
 
 def test_a_cache_on_a_disk_for_reading_only_is_read(small_disk):
@@ -546,9 +611,8 @@ def test_a_file_larger_than_the_memory_can_be_mapped(tmp_path):
             file.truncate(length * 8)
     except OSError as error:
         pytest.skip(f"this file system has no sparse files of a terabyte: {error}")
-    fields = {"sample": torch.empty((), dtype=torch.int64, device="meta")}
-    field = Files(tmp_path, fields, length).mapped()["sample"]
-    assert field[length - 1] == 0
+    column = Column.of(tmp_path / "0.bin", torch.int64, length, [])
+    assert column.part(length - 1) == 0
 
 
 def test_it_works_without_locks_as_on_windows(tmp_path, monkeypatch):

@@ -62,6 +62,7 @@ KINDS = {
     "empty ones": lambda i: {(1, 2): [(i, {"b": torch.tensor(i)}), []], "c": ()},
     "OrderedDict": lambda i: OrderedDict(b=i, a=torch.tensor(i)),
     "defaultdict": lambda i: defaultdict(list, a=i, b=(i,)),
+    "lists of numbers": lambda i: [[i, 2], [i / 3], [i > 1, True, False], [i, 0.5], []],
 }
 
 
@@ -142,12 +143,12 @@ def test_another_part_is_refused_by_its_path_with_the_cure(name, tmp_path):
     text = str(raised.value)
     assert text.startswith(
         "sample 0 cannot be stored: `sample['rest'][1]` must be a dense tensor, an array, an image "
-        f"of 8 bits a band or a number, but is {what}"
+        f"of 8 bits a band, bytes, a number or a list of numbers of one type, but is {what}"
     )
     assert text.endswith(": convert it in the dataset, or leave it out")
 
 
-@pytest.mark.parametrize("sample", [{}, (), {"a": []}])
+@pytest.mark.parametrize("sample", [{}, (), {"a": ()}])
 def test_a_sample_without_parts_is_refused(sample, tmp_path):
     with pytest.raises(TypeError, match=re.escape(f"at least one part, but is {sample!r}")):
         cache_dataset([sample], tmp_path)
@@ -183,17 +184,20 @@ def test_any_nesting_comes_back_and_has_the_batch_of_the_data_loader(structure):
 
 USUAL = {"x": torch.zeros(2, 3), "y": 1}
 FIRST = "as in the first sample, but is"
-CURE = "return the same parts for every sample, and resize, crop or convert them in the dataset's"
+CURE = "return the same parts for every sample, and convert them in the dataset's transform"
 UNLIKE = [
-    ({**USUAL, "x": torch.zeros(3, 2)}, f"{FIRST} float32 of shape (3, 2): {CURE}"),
-    ({**USUAL, "x": torch.zeros(2, 3).double()}, "but is float64 of shape (2, 3): return"),
-    ({**USUAL, "y": True}, "but is bool of shape ()"),
-    ({"x": torch.zeros(2, 3)}, f"`sample['y']` must be int64 of shape (), {FIRST} missing: return"),
+    ({**USUAL, "x": torch.zeros(6)}, f"{FIRST} 1-dimensional float32: {CURE}"),
+    ({**USUAL, "x": torch.zeros(2, 3).double()}, "but is 2-dimensional float64: return"),
+    ({**USUAL, "y": True}, "but is 0-dimensional bool: return"),
+    (
+        {"x": torch.zeros(2, 3)},
+        f"`sample['y']` must be 0-dimensional int64, {FIRST} missing: return",
+    ),
     (
         {"x": torch.zeros(2, 3), "z": 1, "y": 1},
-        f"`sample['z']` must be missing, {FIRST} int64 of shape (): return",
+        f"`sample['z']` must be missing, {FIRST} 0-dimensional int64: return",
     ),
-    ({**USUAL, "x": [torch.zeros(2, 3)]}, "`sample['x']` must be float32 of shape (2, 3), as in"),
+    ({**USUAL, "x": [torch.zeros(2, 3)]}, "`sample['x']` must be 2-dimensional float32, as in"),
 ]
 
 

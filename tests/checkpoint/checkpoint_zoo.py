@@ -41,9 +41,9 @@ class Net(nn.Module):
 class Run:
     """A model under a strategy, an optimizer, a scheduler and a loader."""
 
-    def __init__(self, strategy, optimizer="adam", seed=0):
+    def __init__(self, strategy, optimizer="adam", seed=0, **options):
         torch.manual_seed(seed)
-        self.model = wrap_model(Net(), strategy, device="cpu")
+        self.model = wrap_model(Net(), strategy, device="cpu", **options)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = OPTIMIZERS[optimizer](trained)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)

@@ -15,7 +15,7 @@ from alike import equal
 from checkpoint_zoo import STRATEGIES, Net, Run, Thing, paths
 from logged import log_of
 from on_ranks import caught, run, run_caught
-from sharding import FSDP_ON_CPU
+from sharding import FSDP_ON_CPU, needs_fsdp
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -110,6 +110,33 @@ def test_every_strategy_at_every_size_is_restored_under_every_other(
     check_every_strategy_into_every_other(
         tmp_path, sizes, sizes, optimizer=optimizer, asynchronous=asynchronous
     )
+
+
+def save_one(directory, strategy, options):
+    trained = Run(strategy, **options).train(3)
+    Checkpointer(f"{directory}/{strategy}").save(3, **trained.objects())
+    return trained.digest()
+
+
+def restore_one(directory, before, strategy, options):
+    fresh = Run(strategy, seed=7, **options)
+    Checkpointer(f"{directory}/{before}").restore(**fresh.objects())
+    digest = fresh.digest()
+    fresh.train(1)
+    return digest
+
+
+@needs_fsdp
+def test_replicas_of_shards_and_of_blocks_are_restored_under_every_other_and_back(tmp_path):
+    replicas = "fsdp", {"replicate": 2, "blocks": nn.BatchNorm1d}
+    expected = run(save_one, tmp_path / "4", *replicas, world_size=4)
+    for strategy, size in [("none", 1), ("fsdp", 2), ("fsdp", 3), ("ddp", 3), ("exact", 2)]:
+        told = run(restore_one, tmp_path / "4", "fsdp", strategy, {}, world_size=size)
+        assert {*told} == {*expected}
+    for strategy, size in [("none", 1), ("fsdp", 3), ("ddp", 2), ("exact", 3)]:
+        told = run(save_one, tmp_path / f"{size}", strategy, {}, world_size=size)
+        found = run(restore_one, tmp_path / f"{size}", strategy, *replicas, world_size=4)
+        assert {*told} == {*found}
 
 
 # --- training goes on as if nothing had been

@@ -69,6 +69,28 @@ def test_a_loop_inside_a_loop_over_the_same_loader_raises_and_leaves_the_newer_o
     assert {each.text for each in raised} == {f"a loader {text} loop inside"}
 
 
+def test_an_iter_that_nobody_asks_for_a_batch_uses_up_no_epoch_and_can_still_be_led():
+    loader, whole = loader_of_six(), [steps(loader_of_six())]
+    loader.set_epoch(2)
+    iter(loader), iter(loader)
+    assert (loader.epoch, place(loader)) == (2, (2, 0))
+    batches = iter(loader)
+    loader.set_epoch(0)  # as Lightning does, between iter() and the first batch
+    assert (loader.epoch, place(loader)) == (0, (0, 0))
+    assert [[batch.tolist() for batch in batches]] == whole
+    assert (loader.epoch, place(loader)) == (1, (1, 0))
+    batches = iter(loader)
+    at(loader, 0, 4)
+    assert [batch.tolist() for batch in batches] == whole[0][2:]
+
+
+def test_a_trainer_that_tells_a_batch_samplers_sampler_the_epoch_tells_the_loader():
+    loader = loader_of_six()
+    loader.batch_sampler.sampler.set_epoch(3)
+    assert loader.epoch == 3
+    assert not hasattr(loader, "sampler")
+
+
 # --- epochs(n) ---
 
 

@@ -416,12 +416,13 @@ class Shuffled(Count):
 class Stateful(Shuffled):
     """… and can tell where it is, and go on there without reading anything again."""
 
-    left = None
+    left = None  # before an epoch; nothing is left at its end
 
     def __iter__(self):
-        self.left = self.left or list(super().__iter__())
+        self.left = list(super().__iter__()) if self.left is None else self.left
         while self.left:
             yield self.left.pop()
+        self.left = None
 
     def state_dict(self):
         return {"left": self.left, "generator": self.generator.getstate()}  # no copy: it goes on
@@ -479,6 +480,94 @@ def test_a_stream_with_an_epoch_or_a_state_of_its_own_goes_on_exactly(name, work
         within = len(expected) if name != "with a state" else 8
         assert left[:within] == expected[:within]
         assert [sorted(flat(left[i : i + 4])) for i in (0, 4, 8)] == [list(range(23))] * 3
+
+
+class AsDatasets(Told):
+    """Resumes as those of Hugging Face: one dict that changes while it reads, and an own start."""
+
+    def __init__(self, length):
+        super().__init__(length)
+        self.place, self.start = {"read": 0}, None
+
+    def __iter__(self):
+        self.place = {"read": 0} if self.start is None else self.start
+        self.start = None
+        for number in [*super().__iter__()][self.place["read"] :]:
+            self.place["read"] += 1
+            yield number
+
+    def state_dict(self):
+        return self.place
+
+    def load_state_dict(self, state):
+        self.start = state
+
+
+class OtherState(Told):
+    """Has a state_dict for somebody else, as litdata's StreamingDataset."""
+
+    def state_dict(self, num_samples_yielded, num_workers):
+        raise AssertionError
+
+    def load_state_dict(self, state):
+        raise AssertionError
+
+
+def _step_by_step(kind, seeds, workers):
+    """Run two epochs, each step by a new loader that resumes from the one before."""
+    seen, state = [], None
+    for number in range(9):
+        data = kind(23, *[seed + number for seed in seeds])
+        loader = loader_of(data, 6, num_workers=workers)
+        if state is not None:
+            loader.load_state_dict(state)
+            assert json.loads(json.dumps(loader.state_dict())) == state  # it was not used up
+        for epoch in loader.epochs(2):
+            batch = next(iter(loader), None)
+            if batch is not None:
+                seen.append((epoch, rows(batch)))
+                break
+        state = json.loads(json.dumps(loader.state_dict()))
+    return seen, None
+
+
+@pytest.mark.parametrize(
+    ("kind", "seeds", "workers", "size"),
+    [
+        *[(AsDatasets, (), *place) for place in ((0, 1), (0, 2), (2, 1), (0, 3))],
+        *[(Stateful, (3,), *place) for place in ((0, 1), (2, 2))],
+        (OtherState, (), 0, 1),
+    ],
+)
+def test_a_state_survives_as_many_resumes_as_there_are_steps(kind, seeds, workers, size):
+    ranks = run(_step_by_step, kind, seeds, workers, world_size=size)
+    epochs, found = [epoch for epoch, _ in ranks[0][0]], in_steps(ranks)
+    assert epochs == [0] * 4 + [1] * 4
+    whole = loader_of(kind(23, *seeds), 6)
+    # Each dataset with randomness of its own has another order for the second epoch.
+    count = 4 if seeds else 8
+    assert found[:count] == (steps(whole) + steps(whole))[:count]
+    assert [sorted(flat(found[i : i + 4])) for i in (0, 4)] == [list(range(23))] * 2
+
+
+def test_the_state_of_a_stream_of_hugging_face_survives_them_too():
+    datasets = pytest.importorskip("datasets")
+
+    def stream():
+        rows = datasets.Dataset.from_dict({"n": list(range(23))})
+        return rows.to_iterable_dataset(num_shards=3)
+
+    seen, state = [], None
+    while len(seen) < 8:
+        loader = loader_of(stream(), 6)
+        if state is not None:
+            loader.load_state_dict(state)
+        for _ in loader.epochs(2):
+            if (batch := next(iter(loader), None)) is not None:
+                seen.append(batch["n"].tolist())
+                break
+        state = json.loads(json.dumps(loader.state_dict()))
+    assert seen == [[*range(i, min(i + 6, 23))] for i in (0, 6, 12, 18)] * 2
 
 
 def _own_randomness(sharded):

@@ -76,20 +76,22 @@ def mean_loss(model, batch):
 # --- gradients
 
 
-def options_of(strategy):
+def options_of(strategy, is_offloaded):
     if strategy != "fsdp":
         return {"device_ids": [0]} if strategy == "dp" else {}
-    from torch.distributed.fsdp import MixedPrecisionPolicy  # half a second
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy  # half a second
 
+    if is_offloaded:
+        return {"offload_policy": CPUOffloadPolicy(pin_memory=False), "blocks": nn.Linear}
     return {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
 
 
-def gradient(device, strategy, microbatch_size=None):
+def gradient(device, strategy, microbatch_size=None, is_offloaded=False):  # noqa: FBT002  # pickled
     """Return the loss and the gradient of one step over all the data."""
     with init(device=device):
         if strategy == "exact":
             seed_everything(0, deterministic=True)
-        model = wrap_model(seeded(Smooth), strategy, **options_of(strategy))
+        model = wrap_model(seeded(Smooth), strategy, **options_of(strategy, is_offloaded))
         loader = make_loader(data(4), ROWS, microbatch_size=microbatch_size, seed=0)
         (batch,) = loader
         loss = backward(model, mean_loss, batch)
@@ -113,6 +115,11 @@ def assert_gradient(found, strategy):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_the_gradient_is_that_of_the_cpu(strategy, microbatch_size, everywhere):
     assert_gradient(everywhere(gradient, strategy, microbatch_size), strategy)
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 3])
+def test_so_it_is_where_parameters_stay_on_the_cpu_between_steps(microbatch_size, everywhere):
+    assert_gradient(everywhere(gradient, "fsdp", microbatch_size, True), "fsdp")
 
 
 @pytest.mark.parametrize("strategy", ["none", "dp"])

@@ -111,6 +111,19 @@ def test_a_device_from_which_ranks_cannot_send_is_an_error_on_every_rank():
         assert (raised.type, raised.text) == ("RuntimeError", text.format(rank))
 
 
+def join_over_nccl():
+    return caught(lambda: init(backend="nccl", device="cpu", timeout=timedelta(seconds=20)))
+
+
+def test_a_backend_that_takes_no_cpu_is_an_error_with_the_cure_on_every_rank():
+    text = (
+        "`device` must be one from which ranks can send over 'nccl', but is 'cpu': leave out "
+        "`backend`"
+    )
+    raised = [(each.type, each.text) for each in launched(join_over_nccl, size=2)]
+    assert raised == [("RuntimeError", text)] * 2
+
+
 def join_with_gpus(counts, uuid=None, kind="cuda", **arguments):
     with pretend_gpus(counts[int(os.environ["RANK"])], uuid, kind):
         raised = caught(lambda: init(timeout=timedelta(seconds=20), **arguments))

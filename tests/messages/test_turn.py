@@ -172,6 +172,7 @@ def test_a_rank_that_gave_up_before_and_now_does_not_come_is_named(line):
     assert caught(gave_up, line, 0, 2).type == "TimeoutError"
     raised = caught(gave_up, line, 1, 2)
     assert "but rank 0 of 2 did not come" in raised.text
+    assert raised.text.endswith("; rank 0 came before, and gave up waiting for this rank")
 
 
 def test_what_takes_longer_than_the_groups_timeout_is_waited_for_as_long_as_one_says():

@@ -424,14 +424,21 @@ def modes():
         net.train(inside)
         net.mask.fill_(1 + rank())
         with context():
-            model(batch())
-        both = [torch.zeros(1) for _ in range(2)]
-        dist.all_gather(both, net.mask[:1])
-        told[how] = bool(both[0] == both[1])
+            output = model(batch())
+        assert not is_equal(net.mask[:1])  # a rank may run a forward alone
+        if output.requires_grad:
+            output.sum().backward()
+        told[how] = is_equal(net.mask[:1])
     return [how for how in told if told[how]]
 
 
-def test_buffers_are_sent_after_a_training_forward_that_synchronises_and_no_other():
+def is_equal(number):
+    both = [torch.zeros(1) for _ in range(2)]
+    dist.all_gather(both, number)
+    return bool(both[0] == both[1])
+
+
+def test_buffers_are_sent_in_the_backward_of_a_training_forward_that_synchronises_and_no_other():
     assert run(modes, world_size=2) == [["in training", "trained inside"]] * 2
 
 
@@ -473,8 +480,7 @@ def lonely():
     for context in (torch.no_grad, torch.inference_mode, torch.enable_grad):
         for mode in (True, False):
             for alone in (0, 1):
-                # With gradients only in evaluation, as a careless one has.
-                if rank() == alone and not (mode and context is torch.enable_grad):
+                if rank() == alone:
                     model.train(mode)
                     with context():
                         model(batch())
@@ -486,7 +492,7 @@ def lonely():
     check_in_sync(model)
 
 
-def test_no_collective_hides_in_an_evaluation_or_a_forward_without_gradients():
+def test_a_rank_may_run_a_forward_alone_with_gradients_or_without():
     run(lonely, world_size=2, timeout=60)
 
 

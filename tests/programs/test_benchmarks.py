@@ -7,6 +7,7 @@ import re
 import runpy
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -95,7 +96,7 @@ def test_training_loop_compares_the_readme_with_loops_by_hand(tmp_path):
 def test_scale_prints_what_each_operation_costs_by_the_number_of_ranks(tmp_path):
     text = output_of(tmp_path, "scale.py", "--rounds", 1, "--sizes", 2, 3, "--save", tmp_path)
     costs = saved(tmp_path, "scale")["costs"]
-    assert [list(costs[name]) for name in costs] == [["2", "3"]] * 8
+    assert [list(costs[name]) for name in costs] == [["2", "3"]] * 10
     for name, (two, three) in ((name, by_size.values()) for name, by_size in costs.items()):
         assert f"| {name} |" in text
         assert min(*two, *three) > 0
@@ -265,34 +266,63 @@ def test_epoch_compares_with_the_tutorial_and_with_batches_that_are_ready(tmp_pa
     assert is_picture(tmp_path / "epoch.png")
 
 
+def test_shards_are_resumed_at_each_size_and_judged_by_what_is_installed(tmp_path, short_tmp):
+    text = output_of(
+        tmp_path, "shards.py", "--rounds", 1, "--samples", 2560, "--shards", 5, "--batches", 1,
+        "--directory", short_tmp, TMPDIR=short_tmp,
+    )  # fmt: skip
+    formats = ("tar", "tar, wids", "Parquet, datasets", "Arrow, pyarrow", "LitData")
+    for name in formats:
+        checked = f"{name}: the last 256 samples on 1, 2 and 3 ranks: the same, each read once"
+        assert (checked in text) != (f"{name} takes no part: " in text)
+    own = "webdataset.WebLoader" if find_spec("webdataset") else "DataLoader: tar"
+    assert {
+        ("pardata: tar", "", "<= 0.1"),
+        ("pardata: tar", own, ">= 0.97"),
+    } <= verdicts(text)
+    assert len(saved(tmp_path, "shards")["tables"]) == 3
+    assert left_in(short_tmp) == []
+
+
 @needs_proc
 def test_memory_counts_what_ranks_and_workers_have_and_all_read_the_same(tmp_path, short_tmp):
     text = output_of(
         tmp_path, "memory.py", "--rounds", 1, "--megabytes", 160, "--ranks", 2, "--workers", 1,
         "--directory", short_tmp, TMPDIR=short_tmp,
     )  # fmt: skip
-    assert verdicts(text) == {("cache_dataset", "", "<= 1.1")}
+    reached = {("cache_dataset", "", "<= 1.1"), ('blocks="auto"', "", "<= 0.25")}
+    assert verdicts(text) == reached
     assert "pixels read by all ranks together: the same" in text
-    _, copies = saved(tmp_path, "memory")["tables"].values()
+    _, copies, sharded = saved(tmp_path, "memory")["tables"].values()
     (cached,), (tensors,) = (row["values"] for row in copies)
     # Sizes and not times: of the tensors each of the two ranks has a copy.
     assert tensors - cached > 0.5
+    # Embedding, head and one block of twelve.
+    (root,), (blocks,) = (row["values"] for row in sharded)
+    assert (root, round(blocks, 2)) == (1, 0.17)
     assert left_in(short_tmp) == []
 
 
 def test_exact_compares_time_and_memory_with_ddp(tmp_path):
     text = output_of(tmp_path, "exact.py", "--rounds", 2, "--nets", "convnet, 4")
-    assert verdicts(text) == {("s a step, exact", "ddp", "<= 1.02"), ("exact", "", "<= 12")}
+    assert verdicts(text) == {
+        ("s a step, exact", "ddp", "<= 1.02"),
+        ("exact", "", "<= 12"),
+        *((f"{count} a rank", "", f"<= {limit}") for count, limit in ((1, 4), (4, 8), (8, 10))),
+    }
     assert contenders(text) == [
         *(f"{quantity} a step, {who}" for quantity in ("s", "CPU s") for who in ("ddp", "exact")),
         *("ddp", "exact", "ddp", "exact"),
+        *(f"{count} a rank" for count in (1, 4, 8)),
     ]
-    (ddp, *_), *memory = saved(tmp_path, "exact")["tables"].values()
+    (ddp, *_), *memory, sharded = saved(tmp_path, "exact")["tables"].values()
     assert len(ddp["values"]) == 2
     # Sizes and not times: a gradient for each level of the tree, and that which is sent.
     ((_, exact), (_, with_four)) = memory
     assert 4 < exact["values"][0] < 10
     assert 8 < with_four["values"][0] < 15
+    # Half of all gradients, and as much for each sum that waits for its other half.
+    assert [round(row["values"][0]) for row in sharded] == [2, 6, 8]
 
 
 @pytest.mark.soak

@@ -8,9 +8,11 @@ A comment before a code block tells how it runs (unmarked: alone, in this proces
     <!-- raises: Type: part of text -->  it must raise this, on every rank
     <!-- raises on rank 0: Type: … -->   … on this rank alone
     <!-- needs: module -->               skipped where that cannot be imported
+    <!-- tracker: module -->             test_trackers.py runs it, with a fake of that module
     <!-- not run: reason -->             for ``text`` and ``diff``, which are not run
 """
 
+import ast
 import contextlib
 import doctest
 import importlib.util
@@ -43,14 +45,14 @@ PAGES = [
 LINKED = [*PAGES, *sorted(ROOT.glob("*/README.md"))]
 
 # A text block proves nothing: there shall be few.
-MOST_TEXT_BLOCKS = 17
+MOST_TEXT_BLOCKS = 18
 
 # fully_shard on a CPU needs streams that torch 2.6 does not have there.
 SHARDS = hasattr(torch.cpu.Stream, "record_event")
 
 RUN = ("python", "pycon", "bash", "console")
 NOT_RUN = ("text", "diff")
-MARKS = re.compile(r"continues( first)?|ranks|raises( on rank \d+)?|needs|not run")
+MARKS = re.compile(r"continues( first)?|ranks|raises( on rank \d+)?|needs|tracker|not run")
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,12 @@ def to_run(found):
     ]
 
 
-RUNNABLE = [block for page in PAGES for block in blocks(page) if block.language in RUN]
+RUNNABLE = [
+    block
+    for page in PAGES
+    for block in blocks(page)
+    if block.language in RUN and "tracker" not in block.marks
+]
 
 
 @pytest.fixture
@@ -234,7 +241,7 @@ def run_doctest(block):
 @pytest.mark.parametrize("block", to_run(RUNNABLE))
 @pytest.mark.usefixtures("_restored")
 def test_a_block_runs_as_it_says(block, tmp_path, monkeypatch):
-    if '"fsdp")' in block.program and not SHARDS:
+    if '"fsdp"' in block.program and not SHARDS:
         pytest.skip("fully_shard on a CPU needs torch > 2.6")
     if needed := block.marks.get("needs"):
         pytest.importorskip(needed)
@@ -400,8 +407,27 @@ def test_the_reference_has_every_public_name_with_its_first_line_and_no_other():
     page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \[`([\w.]+)`\]\(#\S+\) \| (.*) \|$", page, re.MULTILINE)
     assert sorted(rows) == sorted((name, first_line(value)) for name, value in PUBLIC.items())
-    documented = re.findall(r"^\.\. auto(?:function|class):: pardata\.(\S+)$", page, re.MULTILINE)
+    documented = re.findall(r"^\.\. auto(?:function|class):: pardata\.([\w.]+)", page, re.MULTILINE)
     assert set(PUBLIC) <= set(documented)
+
+
+def test_the_reference_shows_as_required_what_backward_requires():
+    page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"^\.\. autofunction:: pardata\.backward(\(.*\)) ->", page, re.MULTILINE)
+    (function,) = ast.parse(f"def backward{shown}: ...").body
+    given = function.args
+    assert not given.defaults
+    required = [arg.arg for arg in given.args]
+    optional = {
+        arg.arg: ast.literal_eval(value)
+        for arg, value in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    }
+    parameters = inspect.signature(pardata.backward).parameters
+    assert [*required, *optional] == list(parameters)
+    assert optional == {name: parameters[name].default for name in optional}
+    for missing in range(1, len(required)):
+        with pytest.raises(TypeError):
+            pardata.backward(*[torch.nn.Linear(1, 1)] * missing)
 
 
 def test_what_is_public_says_in_one_line_what_it_does():

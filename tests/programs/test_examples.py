@@ -11,7 +11,7 @@ from places import EXAMPLES
 from processes import run
 
 soak = pytest.mark.soak
-SHORT = {"mnist.py": 80, "cifar10.py": 100, "text.py": 120, "elastic.py": 130}
+SHORT = {"mnist.py": 80, "cifar10.py": 102, "text.py": 120, "elastic.py": 130}
 
 
 def printed_by(name, *arguments, size):
@@ -41,20 +41,15 @@ def test_mnist_prints_the_same_losses_on_any_number_of_processes(sizes):
     assert re.fullmatch(r"weights [0-9a-f]{16}", weights)
 
 
-# After one epoch, that of the last training step: batch norm's statistics for a test take longer.
-@pytest.mark.parametrize(
-    ("epochs", "line", "accuracy"), [(1, -3, 60), pytest.param(4, -2, 90, marks=soak)]
-)
-def test_cifar10_resumes_on_another_number_of_processes_and_learns(
-    epochs, line, accuracy, tmp_path
-):
+@pytest.mark.parametrize(("epochs", "accuracy"), [(1, 60), pytest.param(4, 90, marks=soak)])
+def test_cifar10_resumes_on_another_number_of_processes_and_learns(epochs, accuracy, tmp_path):
     data = ["--data", "digits", "--run-dir"]
     whole = printed_by("cifar10.py", *data, tmp_path / "whole", "--epochs", epochs, size=2)
     if epochs > 1:
         begun = printed_by("cifar10.py", *data, tmp_path / "moved", "--epochs", 1, size=2)
         ended = printed_by("cifar10.py", *data, tmp_path / "moved", "--epochs", epochs, size=3)
         assert begun[:-1] + ended == whole
-    assert float(re.search(r"accuracy ([\d.]+)", whole[line])[1]) > accuracy
+    assert float(re.search(r"test accuracy ([\d.]+)", whole[-2])[1]) > accuracy
     assert (tmp_path / "whole" / "metrics.jsonl").read_text().count("test/accuracy") == epochs
 
 

@@ -4,7 +4,10 @@ import ast
 import re
 
 import pytest
+from logged import log_of
+from on_ranks import run
 from places import DOCS, ROOT
+from test_docs import blocks, run_program_on_rank
 
 PAGE = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
 SYMPTOMS = dict(re.findall(r"^### (.*)\n((?:.*\n)*?)(?=^##|\Z)", PAGE, flags=re.MULTILINE))
@@ -59,6 +62,21 @@ def test_each_message_is_quoted_as_it_is_and_has_a_cause_and_a_fix(title):
 def test_the_page_is_short_enough_to_be_read_and_every_symptom_is_found():
     assert 20 <= len(SYMPTOMS) <= 26
     assert len(SYMPTOMS) == PAGE.count("\n### ")
+
+
+def logged(file):
+    with log_of("pardata.collective._hang") as log:
+        run_program_on_rank(file)
+    return "\n".join(log.lines)
+
+
+def test_the_page_begins_with_the_table_that_its_code_logs(tmp_path):
+    program, shown, *_ = blocks(DOCS / "troubleshooting.md")
+    file = tmp_path / "train.py"
+    file.write_text(program.text)
+    told, _ = run(logged, str(file), world_size=2)
+    lines, wanted = (re.sub(r"\d+ s\b", "N s", text).splitlines() for text in (told, shown.text))
+    assert lines[:3] == wanted  # and the stacks below
 
 
 def test_a_message_that_is_said_nowhere_is_found():

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from pardata import Microbatches, all_reduce_sum, backward, load_weights, world, wrap_model
 
@@ -27,6 +28,21 @@ def with_new_head(strategy):
     model = wrapped(strategy)
     model[1] = nn.Linear(2, 1)
     return model
+
+
+def tied():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    return model
+
+
+def empty():
+    with torch.device("meta"):
+        return net()
+
+
+def mesh():
+    return init_device_mesh("cpu", (world().size,))
 
 
 def frozen():

@@ -15,14 +15,18 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  # the usual name
 from on_ranks import Raised, caught, run
+from sharding import EXACT_FSDP, FSDP_ON_CPU, whole
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from pardata import backward, check_in_sync, fingerprint, make_loader, unwrap, wrap_model
 
 PAGE = Path(__file__).parents[2] / "docs/strategies.md"
-STRATEGIES = ["none", "dp", "ddp", "fsdp", "exact"]
-FSDP_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
+STRATEGIES = ["none", "dp", "ddp", "fsdp", "exact", "exact_fsdp"]
+CAN_RUN = {"fsdp": FSDP_ON_CPU, "exact_fsdp": EXACT_FSDP}
+SHARDING, EXACT = ("fsdp", "exact_fsdp"), ("exact", "exact_fsdp")
 SIZES = (1, 2, 3)
 
 
@@ -47,6 +51,11 @@ class Unused(nn.Identity):
     def __init__(self):
         super().__init__()
         self.spare = nn.Linear(8, 8)
+
+
+class Recomputed(nn.Linear):
+    def forward(self, rows):
+        return checkpoint(super().forward, rows, use_reentrant=False)
 
 
 class Net(nn.Module):
@@ -74,6 +83,7 @@ class Feature(NamedTuple):
         every: at so many batches the optimizer does a step.
         microbatch_size: of the loader.
         options: of `wrap_model`.
+        sharding: … under "fsdp" alone.
         close: how close the weights come to those of the loop by hand; None for not at all.
     """
 
@@ -87,6 +97,7 @@ class Feature(NamedTuple):
     every: int = 1
     microbatch_size: int | None = 3
     options: dict[str, Any] = {}  # noqa: RUF012  # never changed
+    sharding: dict[str, Any] = {}  # noqa: RUF012  # likewise
     close: float | None = 1e-5
 
 
@@ -99,7 +110,18 @@ def compiled_in_place(model):
     return model
 
 
+def compiled_blocks(model):
+    for name in ("first", "middle", "last"):
+        setattr(model, name, compiled(getattr(model, name)))
+    return model
+
+
+def linear():
+    return nn.Linear(8, 8)
+
+
 IN_PLACE = "`model.compile()`, in place"
+IN_BLOCKS, OFFLOADED = "sharded by `blocks=`", "kept on the CPU by `offload_policy=`"
 FIND = "unused parameters, `find_unused_parameters=True`"
 OVER_ALL = "batch norm, `sync_batchnorm=True`"
 FEATURES = {
@@ -112,6 +134,14 @@ FEATURES = {
     "`torch.compile` before `wrap_model`": Feature(before=compiled),
     "`torch.compile` after `wrap_model`": Feature(after=compiled),
     IN_PLACE: Feature(before=compiled_in_place),
+    "`torch.compile` of each block": Feature(
+        linear, before=compiled_blocks, sharding={"blocks": "Linear"}
+    ),
+    "activation checkpointing": Feature(
+        functools.partial(Recomputed, 8, 8), sharding={"blocks": Recomputed}
+    ),
+    IN_BLOCKS: Feature(linear, options={"blocks": "Linear"}),
+    OFFLOADED: Feature(linear, options={"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
     "accumulation over several batches of the loader": Feature(every=2),
     "frozen parameters": Feature(lambda: nn.Linear(8, 8).requires_grad_(False)),
     "shared parameters": Feature(Shared),
@@ -150,11 +180,13 @@ def trained(name, strategy):
     torch.manual_seed(0)
     model = feature.before(Net(feature.middle, feature.answer))
     if strategy is not None:
-        model = feature.after(wrap_model(model, strategy, **feature.options))
+        options = {**feature.options, **(feature.sharding if strategy in SHARDING else {})}
+        model = feature.after(wrap_model(model, strategy, **options))
     numbers = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(29, 4, generator=numbers), torch.arange(29) % 3)
     how = {"microbatch_size": feature.microbatch_size, "drop_last": False, "seed": 0}
     alone = {"distributed": False} if strategy in (None, "none") else {}
+    how["strided"] = strategy == "exact_fsdp"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     scaler = torch.amp.GradScaler(
         "cpu", 2.0**100, backoff_factor=2.0**-95, growth_interval=2, enabled=feature.overflows
@@ -177,8 +209,7 @@ def trained(name, strategy):
 
 
 def weights_of(model):
-    values = (parameter.detach() for parameter in unwrap(model).parameters())
-    return [v.full_tensor() if hasattr(v, "full_tensor") else v for v in values]
+    return [whole(parameter.detach()) for parameter in unwrap(model).parameters()]
 
 
 def all_trained(cells):
@@ -187,13 +218,19 @@ def all_trained(cells):
 
 CELLS = [(name, strategy) for name in FEATURES for strategy in STRATEGIES]
 ALONE = "strategy 'dp' must run in one process, without SyncBatchNorm, but has "
-NO_OPTION = ", but 'find_unused_parameters' is not; there are "
+NO_OPTION = ", but {!r} is not; there are "
+OTHERS = ("none", "dp", "ddp", "exact")
 ERRORS = {
-    (IN_PLACE, "exact"): "but a Net was compiled in place, where that cannot be ",
+    **{
+        (IN_PLACE, name): "but a Net was compiled in place, where that cannot be " for name in EXACT
+    },
     ("unused parameters", "ddp"): "every parameter must take part in the loss, but ",
     (OVER_ALL, "dp"): ALONE,
-    (OVER_ALL, "exact"): "`sync_batchnorm` must be False under strategy 'exact'",
-    **{(FIND, strategy): NO_OPTION for strategy in ("dp", "fsdp", "exact")},
+    **{(OVER_ALL, name): "`sync_batchnorm` must be False under strategy 'exact'" for name in EXACT},
+    **{(FIND, s): NO_OPTION.format("find_unused_parameters") for s in ("dp", "fsdp", *EXACT)},
+    **{(IN_BLOCKS, strategy): NO_OPTION.format("blocks") for strategy in OTHERS},
+    **{(OFFLOADED, strategy): NO_OPTION.format("offload_policy") for strategy in OTHERS},
+    (OFFLOADED, "exact_fsdp"): NO_OPTION.format("offload_policy"),
 }
 
 
@@ -225,8 +262,8 @@ def check_weights(name, told):
 )
 def test_a_strategy_trains_a_feature_as_plain_pytorch_or_says_why_not(cell):
     name, strategy = cell
-    if strategy == "fsdp" and not FSDP_ON_CPU:
-        pytest.skip(f"fully_shard of torch {torch.__version__} needs a GPU")
+    if not CAN_RUN.get(strategy, True):
+        pytest.skip(f"torch {torch.__version__} cannot do it here")
     fingerprints = set()
     for size in SIZES:
         error = ERRORS.get(cell, ALONE if size > 1 and strategy == "dp" else None)
@@ -238,20 +275,22 @@ def test_a_strategy_trains_a_feature_as_plain_pytorch_or_says_why_not(cell):
             else:
                 check_weights(name, told)
                 fingerprints.add(told[2])
-    assert strategy != "exact" or len(fingerprints) <= 1
+    is_exact = strategy in EXACT and not (strategy == "exact_fsdp" and FEATURES[name].clips)
+    # In one process, "exact_fsdp" is "exact".
+    assert not is_exact or len(fingerprints) <= 1
 
 
 def test_the_scaler_overflows_and_grows_and_what_is_frozen_or_clipped_shows():
     assert truth("autocast to float16, a gradient scaler")[1] == [32, 32, 64, 64]
-    assert len({truth(name)[2] for name in FEATURES if not is_slow(name, "")}) == 11
+    assert len({truth(name)[2] for name in FEATURES if not is_slow(name, "")}) == 12
 
 
 def test_the_page_has_this_table_and_the_errors():
     page = PAGE.read_text()
-    rows = [["feature", *(f'`"{strategy}"`' for strategy in STRATEGIES)], ["---"] * 6]
+    rows = [["feature", *(f'`"{strategy}"`' for strategy in STRATEGIES)], ["---"] * 7]
     for name, feature in FEATURES.items():
         words = ["error" if (name, strategy) in ERRORS else "yes" for strategy in STRATEGIES]
-        rows.append([name, *(words if feature.close else ["its own"] * 4 + ["yes"])])
+        rows.append([name, *(words if feature.close else ["its own"] * 4 + ["yes"] * 2)])
     assert "\n".join("| " + " | ".join(row) + " |" for row in rows) in page
     for error in [ALONE, *ERRORS.values()]:
         assert error.strip(" ,") in " ".join(page.split())

@@ -28,6 +28,7 @@ from pardata import backward, fingerprint, unwrap, world, wrap_model
 from pardata.strategies.exact import _exact_sums, _ordered_sum
 
 SIZES = [1, 2, 3, 4]
+UNDER = ["exact"]  # the strategy of the scenarios that run
 REENTRANT = functools.partial(checkpoint, use_reentrant=True)
 
 
@@ -55,7 +56,15 @@ def smooth():
 def seeded(kind=Net, *args, dtype=None, **options):
     torch.manual_seed(0)
     net = kind(*args)
-    return wrap_model(net if dtype is None else net.to(dtype), "exact", **options)
+    return wrapped(net if dtype is None else net.to(dtype), **options)
+
+
+def wrapped(net, **options):
+    return wrap_model(net, UNDER[0], **options)
+
+
+def is_sharded():
+    return UNDER[0] == "exact_fsdp" and world().size > 1
 
 
 def rows_of(count, dtype=torch.float32):
@@ -67,14 +76,21 @@ def rows_of(count, dtype=torch.float32):
 def steps(count=22, batch_size=22, dtype=torch.float32):
     """Return a loader, of whose last step the last microbatch has two rows."""
     data = TensorDataset(*rows_of(count, dtype))
-    return pardata.make_loader(
-        data, batch_size, shuffle=True, drop_last=False, microbatch_size=4, seed=5, num_workers=0
-    )
+    return loader_of(data, batch_size, shuffle=True, drop_last=False, microbatch_size=4)
+
+
+def loader_of(data, batch_size, **options):
+    strided = UNDER[0] == "exact_fsdp"
+    return pardata.make_loader(data, batch_size, **options, strided=strided, seed=5, num_workers=0)
 
 
 def loss_fn(model, batch):
     rows, targets = batch
     return F.cross_entropy(model(rows), targets)
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def bits(tensor):
@@ -85,7 +101,7 @@ def bits(tensor):
 def outcome(model, loss):
     """Return all that a step leaves: the bits of the loss, the gradients and the buffers."""
     named = unwrap(model).named_parameters()
-    gradients = {name: None if p.grad is None else bits(p.grad) for name, p in named}
+    gradients = {name: None if p.grad is None else bits(whole(p.grad)) for name, p in named}
     buffers = {name: bits(buffer.reshape(-1)) for name, buffer in unwrap(model).named_buffers()}
     return {"loss": loss.item(), "loss bits": bits(loss.reshape(1)), **gradients, **buffers}
 
@@ -142,11 +158,11 @@ def checkpointed():
 def counted():
     """The first microbatch counts nothing, be its loss NaN, and others differ by 100 times."""
     (batch, *_) = steps()
-    counts = [0, 300, 3, 0, 70, 1][batch.first :]
-    count_of = {id(microbatch): count for microbatch, count in zip(batch, counts, strict=False)}
+    counts = [0, 300, 3, 0, 70, 1]
+    count_of = {id(held): counts[n] for held, n in zip(batch, batch.numbers, strict=True)}
 
     def poisoned(model, microbatch):
-        return loss_fn(model, microbatch) * (1 if count_of[id(microbatch)] else math.nan)
+        return loss_fn(model, microbatch) * (1 if count_of.get(id(microbatch)) else math.nan)
 
     model = seeded()
     loss = backward(model, poisoned, batch, count=lambda microbatch: count_of[id(microbatch)])
@@ -194,7 +210,7 @@ def generators():
     torch.manual_seed(9)
     random.seed(9)
     np.random.seed(9)  # noqa: NPY002  # the default generator is meant
-    model = wrap_model(Net(), "exact")
+    model = wrapped(Net())
 
     def drawing(model, batch):
         drawn = random.random() + np.random.rand() + torch.rand(())  # noqa: NPY002  # likewise
@@ -343,7 +359,7 @@ def bytes_sent():
     count = sum(p.numel() for p in model.parameters())
     size = world().size
     rows, _ = rows_of(24)
-    loader = pardata.make_loader(TensorDataset(rows), 24, microbatch_size=2, seed=5, num_workers=0)
+    loader = loader_of(TensorDataset(rows), 24, microbatch_size=2)
     with sends() as noted:
         told = one_step(model, mean_output, loader)
     sent = sum(nbytes for _, nbytes in noted)
@@ -451,16 +467,26 @@ def not_finite():
     for factor in (math.inf, -math.inf, math.nan, 1e15):
         model = seeded(Exploding, factor)
         assert one_step(model, mean_output)["loss"] < math.inf
-        assert model.calm.grad.isfinite().all()
-        told.append(model.wild.grad.tolist())
+        calm, wild = whole(model.calm.grad), whole(model.wild.grad)
+        assert calm.isfinite().all()
+        told.append(wild.tolist())
         torch.testing.assert_close(
-            model.wild.grad, torch.full((2,), factor * 2 / 22), equal_nan=True, rtol=1e-3, atol=0.0
+            wild, torch.full((2,), factor * 2 / 22), equal_nan=True, rtol=1e-3, atol=0.0
         )
     model = seeded(Exploding, 1.0)
     assert one_step(model, infinite)["loss"] == math.inf
     one_step(model, spoiling)
     assert model.seen.isnan()
     return told
+
+
+class Zero(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calm, self.other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+
+    def forward(self, factor):
+        return self.other.sum() if factor is None else (self.calm * factor).sum()
 
 
 def zeros_with_signs():
@@ -470,13 +496,12 @@ def zeros_with_signs():
         """Return whether the sum of what microbatches of these sizes leave has a sign."""
 
         def zero(model, batch):
-            model(batch[0])
-            factor = -0.0 if len(batch[0]) in sizes_of_minus else 0.0
-            return (model.calm * factor).sum() if len(batch[0]) != 4 or factor else model.wild.sum()
+            size = len(batch[0])
+            return model(-0.0 if size in sizes_of_minus else None if size == 4 else 0.0)
 
-        model = seeded(Exploding, 1.0)
+        model = seeded(Zero)
         one_step(model, zero)
-        return torch.signbit(model.calm.grad).tolist()
+        return torch.signbit(whole(model.calm.grad)).tolist()
 
     assert sign(2) == sign(2, 4) == [True] * 3
     assert sign(4) == [False] * 3
@@ -497,7 +522,7 @@ def kept_by_reference():
 
 def sparse():
     with refused(
-        "TypeError: gradients must be dense under strategy 'exact', but that of `weight` is ",
+        f"TypeError: gradients must be dense under strategy '{UNDER[0]}', but that of `weight` is ",
         "sparse: make the embedding with sparse=False",
     ):
         one_step(
@@ -520,7 +545,7 @@ def buffers_of_other_shapes():
         net.register_buffer("cache", torch.zeros(2))
         net.register_forward_pre_hook(lambda net, _, change=change: change(net))
         with refused(text, f" and is {shown}"):
-            one_step(wrap_model(net, "exact"))
+            one_step(wrapped(net))
 
 
 def failing_on_one_rank():
@@ -590,8 +615,17 @@ SCENARIOS = [
 ]
 
 
-def every_scenario():
-    return {scenario.__name__: told_by(scenario) for scenario in SCENARIOS}
+SHARDED = [
+    *(plain, low_precision, autocast, checkpointed, counted, added_to, unused, generators),
+    *(buffers, in_evaluation, compiled, not_finite, zeros_with_signs, kept_by_reference, sparse),
+    *(buffers_of_other_shapes, at_other_steps),
+]
+
+
+def every_scenario(strategy):
+    UNDER[0] = strategy
+    scenarios = SCENARIOS if strategy == "exact" else SHARDED
+    return {scenario.__name__: told_by(scenario) for scenario in scenarios}
 
 
 def told_by(scenario):
@@ -603,9 +637,9 @@ def told_by(scenario):
 
 
 @functools.cache
-def told_at(size):
+def told_at(size, strategy="exact"):
     """Return what each scenario tells, by name, on each rank."""
-    return run(every_scenario, world_size=size, timeout=200)
+    return run(every_scenario, strategy, world_size=size, timeout=200)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
@@ -617,6 +651,17 @@ def test_a_step_leaves_the_same_bits_on_every_rank_at_every_size(scenario):
             found, broken = facts[name]
             assert broken is None, f"rank {rank} of {size}: {broken}"
             assert repr(found) == repr(reference), (size, rank)  # NaN is equal to NaN
+
+
+@pytest.mark.parametrize("scenario", SHARDED, ids=lambda scenario: scenario.__name__)
+def test_a_step_of_a_sharded_model_leaves_the_bits_of_one_that_is_not(scenario):
+    name = scenario.__name__
+    reference, _ = told_at(1)[0][name]
+    for size in SIZES:
+        for rank, facts in enumerate(told_at(size, "exact_fsdp")):
+            found, broken = facts[name]
+            assert broken is None, f"rank {rank} of {size}: {broken}"
+            assert repr(found) == repr(reference), (size, rank)
 
 
 # In a single process

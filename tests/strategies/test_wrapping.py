@@ -225,7 +225,7 @@ def test_an_optimizer_of_the_parameters_before_sharding_is_refused_in_its_first_
         assert (early.type, is_trained) == ("RuntimeError", True)
         assert early.text == (
             "the optimizer must have the parameters of the wrapped model, but 4 of the 4 in SGD "
-            "are those that wrap_model(…, 'fsdp') has replaced, so that its steps would train "
+            "are those that wrap_model has replaced, so that its steps would train "
             "nothing: make the optimizer after wrap_model"
         )
     assert run(trained_by_an_optimizer, False, world_size=size) == [(None, True)] * size

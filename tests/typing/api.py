@@ -48,6 +48,8 @@ def the_world() -> None:
     assert_type(pardata.__version__, str)
     assert_type(pardata.init(), pardata.World)
     pardata.init(backend="gloo", timeout=timedelta(minutes=1), device="cpu", tune_cpu=False)
+    pardata.init(hang_after=timedelta(minutes=2))
+    pardata.init(hang_after=0)
     with pardata.init(device=torch.device("cpu")) as entered:
         assert_type(entered, pardata.World)
     here = pardata.world()

@@ -10,13 +10,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from pardata.cache._cache_files import Files, ensure, files_of
-from pardata.cache._original import facts_of, fields_of, filled, read_sample
+from pardata.cache._build import ensure
+from pardata.cache._cache_files import Files, files_of
+from pardata.cache._original import bytes_of, facts_of, fields_of, filled, is_numbers, read_sample
 from pardata.collective._agreement import agree, require_same
 from pardata.collective._rank_zero import rank_zero_first
-from pardata.data._whole_batches import ReadsBatches, rows_of
+from pardata.data._batch_parts import Ragged
+from pardata.data._whole_batches import ReadsBatches
 from pardata.ranks._world import require_world
 from pardata.seeds._generators import kept_generators
+from pardata.values._tree import leaves, mapped
 
 
 def cache_dataset(
@@ -32,10 +35,15 @@ def cache_dataset(
     progress bar by several processes, appear all at once when complete, and are built again where
     the source has changed: its length, class or transform, or what 8 of its samples contain.
 
-    Samples are what the dataset returns, in dicts, lists and tuples: tensors, arrays and numbers,
-    of the same shape and dtype in every sample, and images, which become uint8 tensors of shape
-    (bands, height, width). Random transforms would be frozen, and are warned about: leave them to
-    the `batch_transform` of `make_loader`.
+    Samples are what the dataset returns, in dicts, lists and tuples: tensors, arrays, numbers,
+    lists of numbers, bytes, and images, which become uint8 tensors of shape (bands, height, width).
+    Each part has the same dtype and number of dimensions in every sample. A batch has a tensor of
+    each part whose shape is the same too, and of others a list; a `collate_fn` gets the samples.
+    Random transforms would be frozen, and are warned about: leave them to the `batch_transform` of
+    `make_loader`.
+
+    Files that a disk has damaged are built again, with a warning: the first rank of each node
+    compares their checksums before they are read, which takes 0.35 seconds for a gigabyte.
 
     Collective in a world larger than one: the first rank of each node builds, the others wait.
 
@@ -49,8 +57,8 @@ def cache_dataset(
 
     Raises:
         TypeError: for a dataset without indices, or a part that cannot be stored; names it.
-        ValueError: for an empty dataset, and for a sample of other parts, shapes or dtypes than
-            the first; names it.
+        ValueError: for an empty dataset, and for a sample of other parts, dtypes or numbers of
+            dimensions than the first; names it.
         RuntimeError: for a sample that cannot be read, naming it, and where ranks disagree.
         OSError: if the directory is a file, or the disk is full or not writable; a cache that was
             there before stands. All on every rank of the node.
@@ -89,41 +97,61 @@ class CachedDataset(ReadsBatches):
         self._map()
         self._sample: Any = first
         self._sample = self[0]  # whose parts do not hang on to the source's memory
+        self._kinds = [leaf for _, leaf in leaves(self._sample, is_leaf=is_numbers)]
         # Of no values, as there are numbers that DataLoader refuses.
-        nothing = [torch.zeros((), device="cpu")] * len(files.fields)
-        self._batch: Any = default_collate([filled(self._sample, nothing)])
+        nothing = torch.zeros((), device="cpu")
+        self._batch: Any = default_collate([mapped(first, lambda *_: nothing, is_leaf=is_numbers)])
 
     def __len__(self) -> int:
         return self._files.length
 
     def __getitem__(self, index: int) -> Any:
-        return filled(self._sample, (field[index].clone() for field in self._fields))
+        return filled(self._sample, (column.part(index) for column in self._columns))
+
+    def __getitems__(self, indices: Tensor | Sequence[int]) -> list[Any]:
+        """Return the samples at `indices`, as ``DataLoader`` asks for them."""
+        return [filled(self._sample, parts) for parts in zip(*self._rows(indices), strict=True)]
 
     def read_batch(self, indices: Tensor | Sequence[int]) -> Any:
-        """Return the batch that ``default_collate`` would make of the samples at `indices`."""
-        rows = torch.as_tensor(indices, device="cpu")
-        return filled(self._batch, (rows_of(field, rows) for field in self._fields))
+        """Return the batch that ``default_collate`` would make of the samples at `indices`.
+
+        Of bytes, and of parts whose shapes differ, it has a list, with an item for each sample.
+        """
+        columns = map(_collated, self._kinds, self._rows(indices))
+        return mapped(self._batch, lambda *_: next(columns))
+
+    def _rows(self, indices: Tensor | Sequence[int]) -> list[Tensor | Ragged]:
+        chosen = torch.as_tensor(indices, device="cpu")
+        return [column.rows(chosen) for column in self._columns]
 
     def _map(self) -> None:
         try:
-            fields = self._files.mapped()
-        except (OSError, ValueError, RuntimeError) as error:  # gone, empty, shorter
+            self._columns = self._files.columns()
+        except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:  # gone, damaged
             raise RuntimeError(
                 f"the cache in {self.directory} must be of this dataset, but is of another or "
                 f"gone: give each dataset a directory of its own, pass the same dataset on every "
                 f"rank, and call cache_dataset again if files were removed or built anew"
             ) from error
-        self._fields = [fields[path] for path in self._files.fields]
 
     def __getstate__(self) -> dict[str, Any]:
         # The files are mapped again where it arrives: a copy of them, or of a source that has its
         # data in memory, would defeat the purpose.
-        here_alone = ("_fields", "source")
+        here_alone = ("_columns", "source")
         return {name: value for name, value in vars(self).items() if name not in here_alone}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, source=None)
         self._map()
+
+
+def _collated(leaf: Any, rows: Tensor | Ragged) -> Any:
+    """Return what a batch has of the parts that are like `leaf` in a sample."""
+    if isinstance(leaf, bytes):
+        return Ragged(map(bytes_of, rows))
+    if isinstance(leaf, list) and isinstance(rows, Tensor):
+        return list(rows.t().contiguous())  # a tensor for each place in a list of numbers
+    return rows
 
 
 def _plans(told: list[dict[str, Any]]) -> list[Any]:

@@ -1,5 +1,6 @@
 """The dataset that is cached: its samples, whether it has changed, and where its cache goes."""
 
+import ctypes
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -26,7 +27,7 @@ _log = get_logger(__name__)
 
 CHUNK = 64  # samples that a worker decodes at once
 _WORTH_WORKERS = 16 * CHUNK  # samples; with fewer, processes cost more than they bring
-_VERSION = 1
+_VERSION = 2
 _RANDOM = (
     "the samples of %s differ from one reading to the next, and the cache holds one reading for "
     "ever: take the random transform out, and give it to the `batch_transform` of make_loader"
@@ -34,8 +35,10 @@ _RANDOM = (
 _LOOKED_AT = 8  # samples, from the first to the last, that tell whether the source has changed
 _BANDS = ("L", "RGB", "RGBA", "CMYK", "YCbCr", "LA")  # image modes of 8 bits a band
 
-# The parts of every sample, by their paths: of these shapes and dtypes, and without numbers.
+# The parts of every sample, by their paths: of these dtypes and numbers of dimensions.
 Fields: TypeAlias = dict[str, Tensor]
+
+_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}  # a bool is an int, too
 
 
 def facts_of(dataset: Any, directory: Any, num_workers: Any, here: World) -> Facts:
@@ -136,16 +139,22 @@ def _transform_text(dataset: Any) -> str:
     return re.sub(r" at 0x[0-9a-fA-F]+", "", " ".join(map(repr, found)))
 
 
+def is_numbers(part: Any) -> bool:
+    """Whether this is a list of numbers of one type, which is one part: the tokens of a text."""
+    return type(part) is list and {*map(type, part)} in ({bool}, {int}, {float}, set())
+
+
 def parts_of(sample: Any) -> dict[str, Tensor]:
     """Return each part of `sample` as a tensor, by its path, as ``sample[0]['box']``.
 
     Raises:
-        TypeError: for a part that is no tensor, array, image or number, naming its path, and for
-            a sample without parts.
+        TypeError: for a part that cannot be stored, naming its path, and for a sample without
+            parts.
     """
-    named = {in_brackets("sample", path): leaf for path, leaf in leaves(sample)}
-    if not named:
+    found = leaves(sample, is_leaf=is_numbers)
+    if not found:
         raise TypeError(f"`sample` must have at least one part, but is {sample!r}")
+    named = {in_brackets("sample", path): leaf for path, leaf in found}
     return {name: _as_tensor(leaf, name) for name, leaf in named.items()}
 
 
@@ -154,46 +163,53 @@ def fields_of(parts: Mapping[str, Tensor]) -> Fields:
     return {path: torch.empty_like(part, device="meta") for path, part in parts.items()}
 
 
-def store(parts: Mapping[str, Tensor], into: Mapping[str, Tensor], row: int) -> None:
-    """Write the parts of a sample to row `row` of the tensor at each path.
+def check_alike(parts: Mapping[str, Tensor], fields: Fields, number: int) -> None:
+    """Refuse a sample of other parts than the first, or of other dtypes or dimensions.
 
-    Raises:
-        ValueError: where it is made of other parts than the first, or of other shapes or dtypes.
+    A part without values may have any dtype: of an empty list nobody knows it.
     """
-    kinds = {path: _kind_of(rows[row]) for path, rows in into.items()}
-    for path in {**kinds, **parts}:
-        own = _kind_of(parts[path]) if path in parts else "missing"
-        if own != (first := kinds.get(path, "missing")):
+    for path in {**fields, **parts}:
+        first, own = fields.get(path), parts.get(path)
+        if first is not None and own is not None and first.ndim == own.ndim:
+            own = own if own.numel() else own.to(first.dtype)
+        if _kind_of(own) != _kind_of(first):
             raise ValueError(
-                f"sample {row} cannot be stored: `{path}` must be {first}, as in the first sample, "
-                f"but is {own}: return the same parts for every sample, and resize, crop or "
-                f"convert them in the dataset's transform"
+                f"sample {number} cannot be stored: `{path}` must be {_kind_of(first)}, as in the "
+                f"first sample, but is {_kind_of(own)}: return the same parts for every sample, "
+                f"and convert them in the dataset's transform"
             )
-    for path, rows in into.items():
-        rows[row] = parts[path]
 
 
 def filled(template: Any, parts: Iterable[Tensor]) -> Any:
-    """Return a sample, or a batch, of these parts, each of the kind that it has in `template`.
+    """Return a sample of these parts, each of the kind that it has in `template`.
 
-    Tensors, arrays and numbers come back as such; an image stays a tensor.
+    Tensors, arrays, bytes, numbers and lists of them come back as such; an image stays a tensor.
     """
     following = iter(parts)
-    return mapped(template, lambda _, leaf: _of_kind(leaf, next(following)))
+    return mapped(template, lambda _, leaf: _of_kind(leaf, next(following)), is_leaf=is_numbers)
 
 
 def _of_kind(leaf: Any, tensor: Tensor) -> Any:
+    """Return a part of the kind of `leaf`."""
+    if isinstance(leaf, bytes):
+        return bytes_of(tensor)
     if hasattr(leaf, "dtype") and not isinstance(leaf, Tensor):
         array = tensor.numpy()
         return array[()] if isinstance(leaf, numpy_or_none().generic) else array
-    return tensor.item() if isinstance(leaf, int | float) else tensor
+    return tensor.tolist() if isinstance(leaf, int | float | list) else tensor
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """Return the bytes of a tensor as they lie in memory, without NumPy, which is not required."""
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    return ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.nbytes else b""
 
 
 def _as_tensor(leaf: Any, path: str) -> Tensor:
     """Return a part of a sample as a tensor: an image as uint8 of shape (bands, height, width).
 
     Raises:
-        TypeError: for what is no dense tensor, array, image or number.
+        TypeError: for what cannot be stored.
     """
     what = kind_of(leaf)
     try:
@@ -209,22 +225,32 @@ def _as_tensor(leaf: Any, path: str) -> Tensor:
             # A copy, in the usual order: PyTorch takes no other, and warns of read-only ones.
             plain = leaf.__array__()
             return torch.from_numpy(plain.astype(plain.dtype.newbyteorder("="), order="C"))
-        elif isinstance(leaf, int | float):
-            dtype = torch.float64 if isinstance(leaf, float) else None
+        elif isinstance(leaf, bytes):
+            return _of_bytes(leaf)
+        elif isinstance(leaf, int | float) or is_numbers(leaf):
+            number = next(iter(leaf), 0) if isinstance(leaf, list) else leaf
+            dtype = next(_DTYPES[kind] for kind in _DTYPES if isinstance(number, kind))
             return torch.tensor(leaf, dtype=dtype, device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         what += f" ({error})"
     raise TypeError(
-        f"`{path}` must be a dense tensor, an array, an image of 8 bits a band or a number, but is "
-        f"{what}: convert it in the dataset, or leave it out"
+        f"`{path}` must be a dense tensor, an array, an image of 8 bits a band, bytes, a number or "
+        f"a list of numbers of one type, but is {what}: convert it in the dataset, or leave it out"
     )
 
 
 def _of_image(image: Any) -> Tensor:
     width, height = image.size
-    flat = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
-    return flat.view(height, width, -1).permute(2, 0, 1)
+    return _of_bytes(image.tobytes()).view(height, width, -1).permute(2, 0, 1)
 
 
-def _kind_of(tensor: Tensor) -> str:
-    return f"{tensor.dtype} of shape {tuple(tensor.shape)}".removeprefix("torch.")
+def _of_bytes(values: bytes) -> Tensor:
+    if not values:  # of which PyTorch makes no tensor
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(bytearray(values), dtype=torch.uint8)
+
+
+def _kind_of(tensor: Tensor | None) -> str:
+    if tensor is None:
+        return "missing"
+    return f"{tensor.ndim}-dimensional {str(tensor.dtype).removeprefix('torch.')}"

@@ -1,4 +1,4 @@
-"""What all ranks do together; an error comes on all of them."""
+"""What all ranks do together; an error comes on all of them, a hang is told."""
 
 from pardata.collective._exchange import all_gather, broadcast
 from pardata.collective._rank_zero import barrier, rank_zero_call, rank_zero_first

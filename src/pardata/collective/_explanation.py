@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 import torch.distributed as dist
 
 from pardata.messages._call_site import call_site
+from pardata.messages._doing import doing
 from pardata.messages._failure import Failure, as_consequence, is_lost, is_timeout, one_line
 from pardata.messages._store import Channel, append, bounded
 from pardata.messages._table import ranks_text, table_of
@@ -109,23 +110,25 @@ def _add_who_waits(store: dist.Store, known: Explanation) -> None:
 class explained:  # noqa: N801  # reads as a word: with explained("all_gather")
     """A block whose lost connections and timeouts say which call it was and how the ranks stand.
 
-    Costs a look at the clock where nothing fails.
+    Costs a look at the clock, and two notes for who looks for hangs, where nothing fails.
 
     Args:
         place: the name of the call.
         batch: if it knows its epoch and step, the error says them.
     """
 
-    __slots__ = ("_batch", "_began", "_place")
+    __slots__ = ("_batch", "_before", "_began", "_place")
 
     def __init__(self, place: str, batch: object = None) -> None:
         self._place, self._batch = place, batch
 
     def __enter__(self) -> None:
         refuse_within(self._place)
+        self._before = doing.enter(self._place)
         self._began = time.monotonic()
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        doing.leave(self._before)
         if error is None or not is_lost(error):
             return
         better = None

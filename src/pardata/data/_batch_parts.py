@@ -9,6 +9,15 @@ from torch.nn.utils.rnn import PackedSequence
 from pardata.values._tree import TreePath, in_brackets, leaves, mapped
 
 
+class Ragged(list[Any]):
+    """A column of a batch whose rows differ in shape: an item for each sample."""
+
+
+def is_ragged(part: Any) -> bool:
+    """Whether this is such a column."""
+    return isinstance(part, Ragged)
+
+
 def is_list(part: Any) -> bool:
     """Whether this is a list or a tuple, but no named one."""
     return isinstance(part, list | tuple) and not hasattr(part, "_fields")
@@ -61,7 +70,7 @@ def emptied(batch: Any, *, lists_are_columns: bool) -> Any:
 
     def empty(path: TreePath, leaf: Any) -> Any:
         is_tensor = isinstance(leaf, Tensor)
-        if is_text(leaf) or (is_tensor and leaf.ndim):
+        if is_ragged(leaf) or is_text(leaf) or (is_tensor and leaf.ndim):
             return leaf[:0]
         what = f"{type(leaf).__name__}{' without dimensions' if is_tensor else ''}"
         if may_be_samples(leaf):
@@ -73,7 +82,10 @@ def emptied(batch: Any, *, lists_are_columns: bool) -> Any:
             f"drop_last=True, or a batch size that leaves every rank a sample"
         )
 
-    return mapped(batch, empty, is_leaf=lambda part: is_whole(part) or may_be_samples(part))
+    def is_leaf(part: Any) -> bool:
+        return is_ragged(part) or is_whole(part) or may_be_samples(part)
+
+    return mapped(batch, empty, is_leaf=is_leaf)
 
 
 def is_whole(batch: Any) -> bool:

@@ -1,6 +1,10 @@
 """How long a loop waits for its data."""
 
 import time
+from collections.abc import Iterator
+from typing import Any
+
+from pardata.messages._doing import Tell, doing
 
 
 class Clock:
@@ -11,8 +15,22 @@ class Clock:
         self._end: float | None = None
         self.samples, self.waited = 0, 0.0
 
+    def next_of(self, batches: Iterator[Any], end: Any, tell: Tell) -> Any:
+        """Return the next batch, whose step comes first in it, or `end`.
+
+        `tell` says what is waited for, to who looks for a hang.
+        """
+        asked, before, found = self.seconds(), doing.enter("its loader", tell), end
+        try:
+            found = next(batches, end)
+        finally:
+            doing.leave(before, found[0])
+        self.waited += self.seconds() - asked
+        return found
+
     def stop(self) -> None:
         self._end = time.perf_counter()
+        doing.leave(doing.enter(""), None)
 
     def seconds(self) -> float:
         end = time.perf_counter() if self._end is None else self._end

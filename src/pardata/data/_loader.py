@@ -12,9 +12,10 @@ from pardata.data._batch_parts import emptied
 from pardata.data._clock import Clock
 from pardata.data._microbatches import Microbatches
 from pardata.data._order import Requests, length_of
+from pardata.data._peers import ForPeers
 from pardata.data._placement import Placement
 from pardata.data._plan import Fetched, Plan, Step
-from pardata.data._position import Bookmark, Position, Recipe
+from pardata.data._position import Bookmark, Pass, Position, Recipe
 from pardata.data._sample_count import Read, delivered
 from pardata.data._whole_batches import is_read_whole
 from pardata.data._workers import Source
@@ -27,16 +28,15 @@ _LONG_SHARE = 0.3  # of an epoch
 _LONG = 1.0  # seconds: below, nobody waits
 _END = (None, None, None)  # no step, and no batch
 
-
 Parts: TypeAlias = tuple[Recipe, Source, Placement]
 
 
-class Loader:
+class Loader(ForPeers):
     """This rank's batches, epoch after epoch; made by `make_loader`.
 
-    Each ``iter()`` runs the next epoch, also after a ``break`` or an error, but for those in the
-    body of `epochs`, which run its epoch. Only one runs at a time: beginning the next ends the one
-    before. Saves and resumes as PyTorch's ``Stateful``.
+    Each ``iter()`` that is asked for a batch runs the next epoch, also after a ``break`` or an
+    error, but for those in the body of `epochs`, which run its epoch. Only one runs at a time:
+    beginning the next ends the one before. Saves and resumes as PyTorch's ``Stateful``.
 
     Attributes:
         dataset: as given.
@@ -181,24 +181,28 @@ class Loader:
         Collective only where a `sampler` was given, or an ``IterableDataset``.
         """
         begun = self._bookmark.begin()
+        run = self._delivered(self._begin(), self._clock, begun)
+        begun.run = weakref.ref(run)
+        return run
+
+    def _begin(self) -> Iterator[Any]:
         self._clock = clock = Clock()
         fetched = self._source.steps(self._bookmark.now)
         clock.waited = clock.seconds()  # for the order, and workers that start
-        run = self._delivered(self._placement.ahead(fetched, self._shaped), clock, begun)
-        self._bookmark.run = weakref.ref(run)
-        return run
+        return self._placement.ahead(fetched, self._shaped)
 
     def _delivered(
-        self, batches: Iterator[Any], clock: Clock, begun: object
+        self, batches: Iterator[Any], clock: Clock, begun: Pass
     ) -> Generator[Any, None, None]:
         """Yield each batch, with the samples of its step taken down as delivered."""
         bookmark = self._bookmark
+        bookmark.check(begun)
+        if bookmark.started(begun):  # elsewhere: Lightning sets the epoch after iter()
+            batches, clock = self._begin(), self._clock
         try:
             while True:
                 bookmark.check(begun)
-                asked = clock.seconds()
-                step, own, batch = next(batches, _END)
-                clock.waited += clock.seconds() - asked
+                step, own, batch = clock.next_of(batches, _END, self._source.reading)
                 if step is None:
                     break
                 clock.samples += step.samples
@@ -222,6 +226,7 @@ class Loader:
         if self._plan.microbatch_size is not None:
             where = {"epoch": step.epoch, "step": step.number, "first": step.first}
             whose = {"seed": self._recipe.facts["seed"], "size": self._plan.size}
+            whose["stride"] = step.stride
             own = batches if step.rows else ()
             counts = self._plan.counts_of(step.samples)
             found = Microbatches(own, **where, counts=counts, **whose, placeholder=batches[0])

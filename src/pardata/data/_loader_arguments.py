@@ -1,9 +1,7 @@
 """What make_loader is given: checked once, and found to be the same on every rank."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from multiprocessing.context import BaseContext
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.utils import data
@@ -11,8 +9,9 @@ from torch.utils import data
 from pardata.collective._agreement import agree, require_same
 from pardata.data._order import length_of
 from pardata.data._plan import Plan, share
+from pardata.data._settings import Arguments, Settings, WorkerOptions
 from pardata.data._uneven_shares import uneven_shares
-from pardata.data._workers import WorkerOptions, choose_workers
+from pardata.data._workers import choose_workers
 from pardata.ranks._device import checked_device, has_streams
 from pardata.ranks._logger import get_logger
 from pardata.ranks._world import World, require_world, single_world, world
@@ -22,64 +21,9 @@ from pardata.values._arguments import check_flag, check_integer, check_map_style
 _log = get_logger(__name__)
 
 _COMPARED = (
-    *("batch_size", "microbatch_size", "shuffle", "drop_last", "sharded"),
+    *("batch_size", "microbatch_size", "strided", "shuffle", "drop_last", "sharded"),
     *("reproducible", "seed", "prefetch"),
 )
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """What the user wrote: the parameters of `make_loader`."""
-
-    dataset: data.Dataset[object]
-    batch_size: int | None
-    distributed: bool | Literal["auto"]
-    shuffle: bool
-    drop_last: bool | None
-    microbatch_size: int | None
-    sampler: data.Sampler[object] | None
-    batch_sampler: Iterable[Sequence[object]] | None
-    sharded: bool
-    num_workers: int | Literal["auto"]
-    seed: int | None
-    reproducible: bool
-    device: torch.device | str | None
-    batch_transform: Callable[[object], object] | None
-    prefetch: int
-    collate_fn: Callable[[list[object]], object] | None
-    pin_memory: bool | None
-    timeout: float
-    worker_init_fn: Callable[[int], None] | None
-    multiprocessing_context: BaseContext | str | None
-    prefetch_factor: int | None
-    persistent_workers: bool | None
-
-    @property
-    def trains(self) -> bool:
-        """Whether the order says that this is training."""
-        return bool(self.shuffle) or self.sampler is not None
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What follows from the arguments on this rank. Nothing is left open.
-
-    Attributes:
-        here: this process, also if nothing is shared out.
-        ranks: those that share each global batch: this one alone if nothing is shared out.
-        pins: whether the batches are pinned here, and not by ``DataLoader``.
-        numbered: PyTorch's initial seed and the loader's number, of which a default seed is made.
-    """
-
-    given: Arguments
-    here: World
-    ranks: World
-    plan: Plan
-    device: torch.device
-    workers: WorkerOptions
-    pins: bool
-    seed: int
-    numbered: tuple[int, int] | None = None
 
 
 def agreed(given: Arguments) -> Settings:
@@ -135,7 +79,7 @@ def _settings(given: Arguments, here: World, ranks: World) -> Settings:
         _check_alone(given)
     drop_last = given.trains if given.drop_last is None else given.drop_last
     check_flag("drop_last", drop_last)
-    for name in ("shuffle", "sharded", "reproducible"):
+    for name in ("strided", "shuffle", "sharded", "reproducible"):
         check_flag(name, getattr(given, name))
     _check_data(given)
     plan = _plan(given, ranks, drop_last=drop_last)
@@ -256,9 +200,14 @@ def _plan(given: Arguments, ranks: World, *, drop_last: bool) -> Plan:
     """Return the plan; raise where the batch size does not go with the world or the dataset."""
     batch_size, microbatch_size = given.batch_size, given.microbatch_size
     sizes = _length_of(given), batch_size or 0, drop_last, microbatch_size
-    plan = Plan(*sizes, ranks.rank, ranks.size)
+    plan = Plan(*sizes, ranks.rank, ranks.size, strided=given.strided)
     if microbatch_size is not None:
         check_integer("microbatch_size", microbatch_size, least=1)
+    elif given.strided:
+        raise ValueError(
+            "`strided` must be False without a `microbatch_size`, because it says which "
+            "microbatches a rank gets, but is True: pass microbatch_size, or leave it out"
+        )
     if given.batch_sampler is not None:
         return plan
     least = ranks.size if microbatch_size is None else 1
@@ -296,7 +245,8 @@ def _look_at_shares(settings: Settings) -> None:
     # Without microbatches a rank gets single samples, at least one.
     pieces = -(-batch_size // (given.microbatch_size or 1))
     if pieces < ranks:
-        idle = ", ".join(str(rank) for rank in range(ranks) if not share(pieces, rank, ranks))
+        shares = [share(pieces, rank, ranks, strided=given.strided) for rank in range(ranks)]
+        idle = ", ".join(str(rank) for rank, own in enumerate(shares) if not own)
         text = (
             f"a `batch_size` of {batch_size} makes {pieces} microbatches of at most "
             f"{given.microbatch_size} samples for {ranks} ranks, so that rank(s) {idle} have "

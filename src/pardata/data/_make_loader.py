@@ -10,12 +10,13 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from pardata.data._loader import Loader, Parts
-from pardata.data._loader_arguments import Arguments, Settings, agreed
+from pardata.data._loader_arguments import agreed
 from pardata.data._order import Requests
 from pardata.data._placement import Placement
 from pardata.data._position import Recipe
 from pardata.data._reader import Collation, Reader
 from pardata.data._sample_seeds import Seeds
+from pardata.data._settings import Arguments, Settings
 from pardata.data._stream import Stream
 from pardata.data._streamed import Streamed
 from pardata.data._workers import Source
@@ -32,6 +33,7 @@ def make_loader(
     shuffle: bool = False,
     drop_last: bool | None = None,
     microbatch_size: int | None = None,
+    strided: bool = False,
     sampler: Sampler[Any] | None = None,
     batch_sampler: Iterable[Sequence[Any]] | None = None,
     sharded: bool = False,
@@ -79,6 +81,8 @@ def make_loader(
             `sampler` says that this is training, and keeps it otherwise.
         microbatch_size: cut each step into consecutive pieces of so many samples, whatever the
             world size, and give each rank a run of whole ones: it yields `Microbatches`.
+        strided: give rank r of W the microbatches r, r + W, r + 2W and so on, in place of a run:
+            strategy ``"exact_fsdp"`` adds them in this order. Steps hold the same samples.
         sampler: yields the order of the whole epoch, the same on every rank, in place of `shuffle`;
             drawn under a seed of its own, with ``set_epoch`` called where it has one. Its length
             may change between epochs. A sample that it repeats gets other random numbers.

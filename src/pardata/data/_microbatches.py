@@ -25,6 +25,7 @@ class Microbatches(Sequence[_T]):
         epoch: in which the step is.
         step: its number within the epoch.
         first: the number, within the step, of the first microbatch here.
+        stride: from the number of one microbatch here to that of the next.
         counts: how many samples each microbatch of the whole step has, over all ranks.
         seed: of the loader.
         size: how many ranks share the step.
@@ -41,12 +42,18 @@ class Microbatches(Sequence[_T]):
         counts: Iterable[int],
         seed: int = 0,
         size: int = 1,
+        stride: int = 1,
         placeholder: _T | None = None,
     ) -> None:
         self._batches, self.counts = tuple(batches), tuple(counts)
-        self.epoch, self.step, self.first = epoch, step, first
+        self.epoch, self.step, self.first, self.stride = epoch, step, first, stride
         self.seed, self.size, self.runs = seed, size, 0
         self._others = placeholder
+
+    @property
+    def numbers(self) -> range:
+        """The numbers, within the step, of the microbatches here."""
+        return range(self.first, self.first + len(self) * self.stride, self.stride)
 
     @cached_property
     def placeholder(self) -> _T | None:
@@ -62,7 +69,9 @@ class Microbatches(Sequence[_T]):
         return found
 
     @classmethod
-    def of(cls, batches: Iterable[_T], *, step: int, epoch: int = 0) -> "Microbatches[_T]":
+    def of(
+        cls, batches: Iterable[_T], *, step: int, epoch: int = 0, strided: bool = False
+    ) -> "Microbatches[_T]":
         """Return microbatches that no loader made: a step's share of this rank, for `backward`.
 
         Within the step they stand in the order of the ranks, each of which passes as many of them,
@@ -72,6 +81,8 @@ class Microbatches(Sequence[_T]):
             batches: of this rank, each of any kind that `backward` takes.
             step: another number in each step of the `epoch`, from which dropout draws its noise.
             epoch: as `step`.
+            strided: they stand as the shares of ``make_loader(…, strided=True)``: first that of
+                rank 0, then that of rank 1, and so on, and then the second ones.
 
         Raises:
             TypeError: where a batch does not tell how many samples it has.
@@ -92,11 +103,14 @@ class Microbatches(Sequence[_T]):
                     f"`batches` must be equally many on every rank, at least one, but are "
                     f"{numbers}, in rank order: divide them otherwise, or let a loader do it"
                 )
-            return [count for each in told for count in each["counts"]], told[0]["seed"]
+            shares = [each["counts"] for each in told]
+            steps = zip(*shares, strict=True) if strided else shares
+            return [count for each in steps for count in each], told[0]["seed"]
 
         counts, seed = agree(here, "Microbatches.of", state, decide)
-        where: dict[str, Any] = {"epoch": epoch, "step": step, "first": here.rank * len(own)}
-        return cls(own, **where, counts=tuple(counts), seed=seed, size=here.size)
+        first, stride = (here.rank, here.size) if strided else (here.rank * len(own), 1)
+        where: dict[str, Any] = {"epoch": epoch, "step": step, "first": first, "stride": stride}
+        return cls(own, **where, counts=counts, seed=seed, size=here.size)
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -110,4 +124,5 @@ class Microbatches(Sequence[_T]):
 
     def __repr__(self) -> str:
         own = f"{self.first} … {self.first + len(self) - 1}" if len(self) else "none"
+        own = ", ".join(map(str, self.numbers)) if len(self) and self.stride > 1 else own
         return f"Microbatches(epoch={self.epoch}, step={self.step}, {own} of {len(self.counts)})"

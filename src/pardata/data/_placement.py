@@ -34,7 +34,8 @@ class Placement(NamedTuple):
     def placed(self, fetched: Fetched) -> list[Any]:
         """Return the batches of a step on the device and transformed, one by one."""
         step = fetched.step
-        return [self._placed(batch, step, n) for n, batch in enumerate(fetched.batches, step.first)]
+        numbered = zip(step.numbers(), fetched.batches, strict=False)
+        return [self._placed(batch, step, n) for n, batch in numbered]
 
     def _placed(self, batch: Any, step: Step, microbatch: int) -> Any:
         if self.pins:

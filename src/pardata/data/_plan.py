@@ -1,21 +1,28 @@
 """Which sample goes where: pure arithmetic, without a process group or a dataset.
 
 N samples, global batch B, world size W. Epoch e has an order of the N samples. Step k is the
-positions kB … min((k+1)B, N)-1 of that order, whatever W is; each rank gets a run of them.
+positions kB … min((k+1)B, N)-1 of that order, whatever W is; each rank gets a share of them.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count as counted_from
 from typing import Any, NamedTuple
 
 
-def share(count: int, rank: int, size: int) -> range:
-    """Return this rank's run of `count` things: shares differ by at most one, the first has most.
+def share(count: int, rank: int, size: int, *, strided: bool = False) -> range:
+    """Return this rank's share of `count` things; shares differ by at most one.
 
-    Two or four ranks have a half or a quarter, as the sum of an exact step is made of halves.
+    A run of them: two or four ranks have a half or a quarter, as the sum of an exact step is made
+    of halves. Or, `strided`, every `size`-th of them.
 
     >>> [list(share(5, rank, 3)) for rank in range(3)]
     [[0, 1], [2, 3], [4]]
+    >>> [list(share(5, rank, 3, strided=True)) for rank in range(3)]
+    [[0, 3], [1, 4], [2]]
     """
+    if strided:
+        return range(rank, count, size)
     return range(-(-rank * count // size), -(-(rank + 1) * count // size))
 
 
@@ -27,6 +34,11 @@ class Step(NamedTuple):
     first: int  # the number, within the step, of this rank's first microbatch, else 0
     rows: int  # samples of this rank; where it has none, what it reads stands in for them
     samples: int  # of the whole step, over all ranks
+    stride: int = 1  # from the number of one of this rank's microbatches to the next
+
+    def numbers(self) -> Iterator[int]:
+        """Return the numbers of this rank's microbatches within the step, and on without end."""
+        return counted_from(self.first, self.stride)
 
 
 class Fetched(NamedTuple):
@@ -43,9 +55,9 @@ class Plan:
     """How the positions of an epoch become steps, and a step the shares of the ranks.
 
     With a `microbatch_size` a step is cut into microbatches, of which the last may be short, and a
-    share is a run of whole ones; without, it is one run of samples. A stream may have no `length`,
-    that of a sampler replaces the dataset's in each epoch, and a ``batch_sampler`` has its own
-    steps: then `batch_size` is 0.
+    share is a run of whole ones, or `strided`; without, it is one run of samples. A stream may have
+    no `length`, that of a sampler replaces the dataset's in each epoch, and a ``batch_sampler`` has
+    its own steps: then `batch_size` is 0.
     """
 
     length: int | None
@@ -54,6 +66,7 @@ class Plan:
     microbatch_size: int | None = None
     rank: int = 0
     size: int = 1
+    strided: bool = False
 
     def __len__(self) -> int:
         whole, rest = divmod(self.length or 0, self.batch_size)  # who asks has both
@@ -87,14 +100,15 @@ class Plan:
         Where that is nothing it reads what stands in for it: the first microbatch of the step, to
         be run where all ranks must run one, or the first sample, whose shape an empty batch takes.
         """
-        first, runs = 0, [share(samples, self.rank, self.size)]
+        first, stride, runs = 0, 1, [share(samples, self.rank, self.size)]
         if (size := self.microbatch_size) is not None:
-            numbers = share(-(-samples // size), self.rank, self.size)
-            first = numbers.start
+            count = -(-samples // size)
+            numbers = share(count, self.rank, self.size, strided=self.strided)
+            first, stride = numbers.start, numbers.step
             runs = [range(samples)[n * size : (n + 1) * size] for n in numbers]
         rows = sum(map(len, runs))
         runs = runs if rows else [range(samples)[: self.microbatch_size or 1]]
-        return Step(epoch, number, first, rows, samples), runs
+        return Step(epoch, number, first, rows, samples, stride), runs
 
     def counts_of(self, samples: int) -> tuple[int, ...]:
         """Return how many samples each microbatch of a step of so many has, over all ranks."""

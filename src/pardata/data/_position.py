@@ -4,7 +4,8 @@ import reprlib
 import weakref
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
-from inspect import GEN_CLOSED, getgeneratorstate
+from dataclasses import dataclass
+from inspect import GEN_RUNNING, GEN_SUSPENDED, getgeneratorstate
 from typing import Any, NamedTuple
 
 _VERSION = 1
@@ -25,90 +26,119 @@ class Position(NamedTuple):
     state: Any = None
 
 
+@dataclass(eq=False)
+class Pass:
+    """One pass through an epoch, or through the rest of it.
+
+    Attributes:
+        start: where it begins.
+        unused: that of the bookmark when the first batch was asked for.
+        run: what yields the batches. Only the loop keeps it alive: it dies if a loop is left.
+    """
+
+    start: Position
+    unused: Position
+    run: weakref.ref[Generator[Any, None, None]] | None = None
+
+    def is_running(self) -> bool:
+        run = None if self.run is None else self.run()
+        return run is not None and getgeneratorstate(run) in (GEN_RUNNING, GEN_SUSPENDED)
+
+
 class Bookmark:
     """Where a loader is. It knows no data: each method is a transition between positions.
 
-    A pass goes through an epoch, or through what is left of one. Only the newest pass counts.
-
     Attributes:
-        now: what the newest pass has delivered.
+        now: what the pass in progress, or the last one, has delivered.
         next: where the next iter() begins.
         unused: where `epochs` begins, which a look at a batch does not move.
         state: what `state_dict` tells.
-        run: what yields the batches of the newest pass. Only its loop keeps it alive.
     """
 
     def __init__(self) -> None:
-        self.now = self.next = self.unused = self.state = self._unused_before = Position(0)
-        self.run: weakref.ref[Generator[Any, None, None]] | None = None
-        self._newest = object()
-        self._bodies = 0  # of `epochs`, that are run: there each pass is through its epoch
+        self.now = self.next = self.unused = self.state = Position(0)
+        self._newest = Pass(self.next, self.unused)
+        self._bodies = 0  # bodies of `epochs` that are run: there each pass is through its epoch
 
     @property
     def epoch(self) -> int:
         """The epoch in progress, else the next one."""
-        return self.now.epoch if self._is_running() else self.next.epoch
+        return self.now.epoch if self._newest.is_running() else self.next.epoch
 
-    def begin(self) -> object:
-        """Begin the next epoch, or what is left of the one that was resumed; return the pass."""
-        self.now = start = self.next
-        if start.epoch >= self.unused.epoch:
-            self.state = start
-        if not self._bodies:
-            self.next = Position(start.epoch + 1)
-        self._unused_before, self.run, self._newest = self.unused, None, object()
+    def begin(self) -> Pass:
+        """Begin the next epoch, or what is left of the one that was resumed.
+
+        It is used up only when the first batch is asked for: `started`.
+        """
+        self._newest = Pass(self.next, self.unused)
+        self._take_up(self.next)
         return self._newest
 
-    def check(self, begun: object) -> None:
-        """Raise if a newer pass has begun: both would read from the same workers."""
+    def _take_up(self, start: Position) -> None:
+        self.now = start
+        if start.epoch >= self.unused.epoch:
+            self.state = start
+
+    def started(self, begun: Pass) -> bool:
+        """Use the epoch up. Return whether it is another than when the pass began."""
+        begun.unused = self.unused
+        moved = self.next is not begun.start
+        if moved:
+            self._take_up(self.next)
+        if not self._bodies:
+            self.next = Position(self.now.epoch + 1)
+        return moved
+
+    def check(self, begun: Pass) -> None:
+        """Raise if a newer pass has begun: two would read from the same workers."""
         if begun is not self._newest:
             raise RuntimeError(
                 "a loader must run one epoch at a time, but a newer iter() has begun: "
                 "make another loader for the loop inside"
             )
 
-    def delivered(self, begun: object, samples: int, digest: str | None, state: Any) -> None:
+    def delivered(self, begun: Pass, samples: int, digest: str | None, state: Any) -> None:
         """Count the samples of a step as delivered.
 
-        `state_dict` does not go back into an epoch that was done before, as in a second pass in
-        one body of `epochs`.
+        In an epoch that was done before, as in a second pass in one body of `epochs`, what
+        `state_dict` tells stays its end.
         """
         self.check(begun)  # again, because another thread may have begun a pass
         epoch, count, *_ = self.now
         self.now = Position(epoch, count + samples, digest, state)
-        if epoch >= self._unused_before.epoch:
+        if epoch >= begun.unused.epoch:
             self.state = self.now
 
-    def finished(self, begun: object) -> None:
+    def finished(self, begun: Pass) -> None:
         """Count the epoch as done."""
         self.check(begun)
-        if self.unused is self._unused_before:  # else a state was loaded meanwhile, or an epoch set
+        if self.unused is begun.unused:  # else a state was loaded meanwhile, or an epoch set
             self.unused = Position(self.now.epoch + 1)
             self.next = Position(self.now.epoch) if self._bodies else self.unused
         self.state = self.unused
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next pass go through this epoch; the rest of one that was resumed stays that."""
+        """Begin the next pass in this epoch; the rest of one that was resumed stays its rest."""
         is_there = epoch == self.next.epoch
         if not (is_there and self._bodies):  # `epochs` has set it already
             self.go_to(self.next if is_there else Position(epoch))
 
     def go_to(self, place: Position) -> None:
-        """Let the next pass begin there."""
+        """Begin the next pass there."""
         self.next = self.unused = place
-        if not self._is_running():
+        if not self._newest.is_running():
             self.state = place
 
     def resume_at(self, place: Position) -> None:
-        """Let the next pass begin there. What comes before has been delivered."""
+        """Begin the next pass there; what came before it has been delivered."""
         self.go_to(place)
         self.state = place
-        if not self._is_running():
+        if not self._newest.is_running():
             self.now = place
 
     @contextmanager
     def held(self, start: Position) -> Iterator[None]:
-        """Let each pass in this block begin at `start`; at its end go to the next epoch."""
+        """Begin each pass in this block at `start`, and after its end the next epoch."""
         self._bodies += 1
         try:
             yield
@@ -118,10 +148,6 @@ class Bookmark:
         finally:
             self._bodies -= 1
             self.next = self.unused
-
-    def _is_running(self) -> bool:
-        run = None if self.run is None else self.run()
-        return run is not None and getgeneratorstate(run) != GEN_CLOSED
 
 
 class Recipe(NamedTuple):

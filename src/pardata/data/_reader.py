@@ -81,9 +81,10 @@ class Reader(Dataset[Any]):
         if self._looks_twice:
             self._warn_of_a_generator_of_its_own(request)
         indices = [as_list(each) for each in asked]
-        wanted = enumerate(zip(indices, positions or indices, strict=True), step.first)
+        wanted = zip(indices, positions or indices, strict=True)
+        numbered = zip(step.numbers(), wanted, strict=False)
         with (kept := self._seeds.around_reading()):
-            found = [self._batch(step, *each, kept.states) for each in wanted]
+            found = [self._batch(step, *each, kept.states) for each in numbered]
         self._looks = False
         return Fetched(step, found)
 

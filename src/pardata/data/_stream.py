@@ -1,7 +1,9 @@
 """Iterable datasets: each sample on one rank and one worker, in the same steps at every size."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from copy import deepcopy
+from inspect import signature
 from itertools import count, islice
 from typing import Any
 
@@ -29,8 +31,8 @@ class Stream(IterableDataset[Fetched]):
     def __init__(self, dataset: Any, collation: Collation, plan: Plan, *, sharded: bool) -> None:
         self.dataset, self.plan = dataset, plan
         self.is_sharded = sharded
-        has_state = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
-        self.keeps_place = has_state and not sharded  # else the state would be another on each rank
+        # Else the state would be another on each rank.
+        self.keeps_place = _has_state(dataset) and not sharded
         self.collation = collation
         # After which sample to begin, also for workers that live on: they have copies of all else.
         self._start = torch.zeros(2, dtype=torch.int64, device="cpu").share_memory_()
@@ -58,7 +60,8 @@ class Stream(IterableDataset[Fetched]):
         batch_size = self.plan.batch_size
         samples, digest = self._after(epoch, delivered)
         if delivered % batch_size:  # an incomplete batch is the last one
-            if _next(samples, 1):
+            # A state that was taken at the end may be that of the next epoch's start.
+            if self._state is None and _next(samples, 1):
                 why = f"it continues there, in the middle of a batch of {batch_size}"
                 raise not_of_this_stream(delivered, why)
             return
@@ -107,7 +110,7 @@ class Stream(IterableDataset[Fetched]):
         state = (deepcopy(self.dataset.state_dict()),) if self.keeps_place else None
         first, batches = step.number * self.plan.batch_size, []
         with self.collation.seeds.around_reading():
-            for number, run in enumerate(runs, step.first):
+            for number, run in zip(step.numbers(), runs, strict=False):
                 own, named = [read[i] for i in run], [first + i for i in run]
                 batches.append(self.collation.batch_of(own, named, step, number))
         return Fetched(step, batches, digest, state)
@@ -138,6 +141,14 @@ class Stream(IterableDataset[Fetched]):
                 yield sample
         except Exception as error:  # user code: whatever it raises, say where
             raise self.collation.failed(f"{what} could not be read", error) from error
+
+
+def _has_state(dataset: Any) -> bool:
+    """Whether a dataset has a state for every caller: litdata's has one for its own loader only."""
+    with suppress(AttributeError, TypeError):
+        signature(dataset.state_dict).bind()
+        return hasattr(dataset, "load_state_dict")
+    return False
 
 
 def _next(samples: Iterator[Any], most: int) -> list[Any]:

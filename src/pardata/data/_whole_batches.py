@@ -4,14 +4,16 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
+from pardata.data._batch_parts import Ragged, is_ragged
 from pardata.ranks._device import has_streams
-from pardata.values._tree import leaves, mapped
+from pardata.values._tree import TreePath, leaves, mapped
 
 # --- looked at: whether a dataset is still what it was, and where tensors are made
 
@@ -54,7 +56,10 @@ class ReadsBatches(Dataset[Any]):
 
     @abstractmethod
     def read_batch(self, indices: Tensor) -> Any:
-        """Return the batch that ``default_collate`` would make of the samples at `indices`."""
+        """Return the batch that ``default_collate`` would make of the samples at `indices`.
+
+        Of parts whose shapes differ, which it would refuse, the batch has a `Ragged`.
+        """
 
 
 def whole_batch_reader(dataset: Any) -> Read | None:
@@ -132,10 +137,19 @@ def _joined(readers: list[Read], ends: list[int], indices: Tensor) -> Any:
         places.append(rows)
     if len(parts) == 1:
         return parts[0]
-    columns, order = [dict(leaves(part)) for part in parts], torch.cat(places).argsort()
+    columns, order = [dict(leaves(one, is_leaf=is_ragged)) for one in parts], torch.cat(places)
     if any(own.keys() != columns[0].keys() for own in columns):
         raise ValueError("the datasets of a ConcatDataset must return the same parts, but differ")
-    return mapped(parts[0], lambda path, _: rows_of(torch.cat([c[path] for c in columns]), order))
+    order = order.argsort()
+
+    def put_together(path: TreePath, _: Any) -> Any:
+        own = [column[path] for column in columns]
+        if not any(map(is_ragged, own)):
+            return rows_of(torch.cat(own), order)
+        rows = [*chain.from_iterable(own)]
+        return Ragged(rows[i] for i in order.tolist())
+
+    return mapped(parts[0], put_together, is_leaf=is_ragged)
 
 
 def _from_the_front(indices: Tensor, length: int) -> Tensor:

@@ -9,24 +9,30 @@ import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing import resource_tracker, util
+from types import FrameType
 from typing import Any
 
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from pardata.collective._stop_signal import may_stop
+from pardata.data._reading import EACH, leave
 
 _LAST = -200  # of all finalizers: the queues are closed before, and the temporary folder removed
 
 
-def started(loader: DataLoader[Any], init_fn: Callable[[int], None] | None) -> Iterator[Any]:
+def started(
+    loader: DataLoader[Any], init_fn: Callable[[int], None] | None, rows: Any
+) -> Iterator[Any]:
     """Return the steps of a loader; workers that start now pass over signals that stop the run.
+
+    They leave in `rows` what they do.
 
     A launcher sends its signal to all processes, and Python cannot tell who sent it. So a worker
     passes over it, and ends when its rank ends. Only SIGKILL ends one that is stuck.
     """
     numbers = [int(n) for n in signal.Signals if may_stop(n) and os.name != "nt"]
-    loader.worker_init_fn = partial(begin, init_fn, numbers)
+    loader.worker_init_fn = partial(begin, init_fn, numbers, rows)
     if not numbers or not loader.num_workers:
         return iter(loader)
     method = (loader.multiprocessing_context or multiprocessing).get_start_method()
@@ -74,7 +80,19 @@ def _kill(popen: Any) -> None:
     popen.kill()
 
 
-def begin(init_fn: Callable[[int], None] | None, numbers: list[int], worker: int) -> None:
+def awaited(steps: Any, frame: FrameType | None) -> tuple[int, int] | None:
+    """Return the worker that is waited for in the thread of a frame, if one is, and its process."""
+    while frame is not None and frame.f_code.co_name != "_get_data":
+        frame = frame.f_back
+    if frame is None or steps is None:
+        return None
+    worker: int = vars(steps)["_task_info"][vars(steps)["_rcvd_idx"]][0]
+    return worker, vars(steps)["_workers"][worker].pid
+
+
+def begin(
+    init_fn: Callable[[int], None] | None, numbers: list[int], rows: Any, worker: int
+) -> None:
     """Begin a worker: it passes over these signals, and ends as soon as its rank has ended.
 
     There ``get_worker_info().dataset`` is the user's, and not our reader.
@@ -87,7 +105,15 @@ def begin(init_fn: Callable[[int], None] | None, numbers: list[int], worker: int
         signal.siginterrupt(number, False)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
     util.Finalize(None, _end, exitpriority=_LAST)
-    threading.Thread(target=lambda: (rank.join(), os._exit(1)), daemon=True).start()
+    own = threading.get_ident()
+
+    def accompany() -> None:
+        while rank.is_alive():
+            leave(rows[worker], sys._current_frames()[own])  # noqa: SLF001  # its only name
+            rank.join(EACH)
+        os._exit(1)
+
+    threading.Thread(target=accompany, daemon=True).start()
     info: Any = get_worker_info()
     object.__setattr__(info, "dataset", info.dataset.dataset)  # it lets nobody else set anything
     if init_fn is not None:

@@ -2,7 +2,8 @@
 
 import os
 import socket
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -10,6 +11,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from pardata.collective._watch import Watch
 from pardata.launch._allocator import keep_freed_memory
 from pardata.launch._leaving import remember
 from pardata.launch._rendezvous import join, once_made
@@ -26,6 +28,8 @@ from pardata.values._arguments import checked_timeout
 
 _log = get_logger(__name__)
 
+_LEAST_HANG = timedelta(minutes=1)
+
 
 def init(
     *,
@@ -33,6 +37,7 @@ def init(
     timeout: timedelta | float | None = None,
     device: torch.device | str | None = None,
     tune_cpu: bool = True,
+    hang_after: timedelta | float | None = None,
 ) -> World:
     """Join the process group of whatever launched this process and return what was found.
 
@@ -65,6 +70,10 @@ def init(
             one process, of a wide MLP or ResNet-18 0.9, of a transformer 0.95 to 1; peak memory
             grows by up to 15 % (benchmarks/allocator.py).
             ``PARDATA_TUNE_CPU=0`` switches it off from outside.
+        hang_after: if a rank waits so long for others, or a step of a loader takes so long, a table
+            in the log tells where each rank is; in seconds or a `timedelta`. By default a tenth of
+            the group's timeout, at least a minute; 0 turns it off. Nothing is stopped.
+            ``PARDATA_HANG_AFTER`` in seconds takes precedence.
 
     Raises:
         ValueError: for launcher variables that are partial or contradictory.
@@ -79,7 +88,7 @@ def init(
         (0, 1)
     """
     try:
-        return _joined_world(backend, timeout, device, tune_cpu=tune_cpu)
+        return _joined_world(backend, timeout, device, hang_after, tune_cpu=tune_cpu)
     except Exception as error:
         leave_for_torchrun(f"{one_line(error)} ({call_site()})")  # there is no hook yet that would
         raise
@@ -89,10 +98,12 @@ def _joined_world(
     backend: str | None,
     timeout: timedelta | float | None,
     device: torch.device | str | None,
+    hang_after: timedelta | float | None,
     *,
     tune_cpu: bool,
 ) -> World:
     patience = None if timeout is None else checked_timeout(timeout)
+    hang_after = _checked_hang_after(hang_after)
     here, before = world(), joined()
     if here.backend is None and (is_child() or dist.group.WORLD is not None):
         return here  # beside a group that a child, or who opted out, does not touch
@@ -109,7 +120,7 @@ def _joined_world(
     with suppress(ValueError):  # whoever made the group need not have used a launcher's variables
         os.environ["PARDATA_JOINED"] = f"{os.getpid()} {detect(os.environ).identity}"
     if found.world.size > 1:
-        found.on_leaving = report_uncaught(found.group)
+        found.on_leaving = _looked_after(found, hang_after)
     remember(found)
     _log.info("%s", _found_text(found.world))
     if found.world.device.type == "cpu":
@@ -118,6 +129,30 @@ def _joined_world(
         if tune_cpu and os.environ.get("PARDATA_TUNE_CPU") != "0" and keep_freed_memory():
             _log.debug("the allocator keeps freed memory, unless PARDATA_TUNE_CPU=0", once=True)
     return found.world
+
+
+def _checked_hang_after(given: timedelta | float | None) -> timedelta | None:
+    name, text = "PARDATA_HANG_AFTER", os.environ.get("PARDATA_HANG_AFTER")
+    if text is None:
+        return None if given is None else checked_timeout(given, "hang_after", or_none=True)
+    try:
+        return checked_timeout(float(text), name, or_none=True)
+    except ValueError:
+        raise ValueError(
+            f"`{name}` must be a number of seconds, 0 to turn it off, but is {text!r}: correct it, "
+            f"or unset it"
+        ) from None
+
+
+def _looked_after(found: Joined, hang_after: timedelta | None) -> Callable[[], None]:
+    """Tell of exceptions and hangs from now on; return what ends that."""
+    ends = ExitStack()
+    ends.callback(report_uncaught(found.group))
+    if hang_after is None:
+        hang_after = max(found.channel.timeout / 10, _LEAST_HANG)
+    if hang_after:
+        ends.callback(Watch(found.channel, hang_after.total_seconds()).end)
+    return ends.close
 
 
 def _adopt(device: torch.device | str | None, timeout: timedelta | None) -> Joined:

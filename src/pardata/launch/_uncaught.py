@@ -1,6 +1,6 @@
 """An exception that nobody catches: one line that says whose fault it is, and nobody waits on.
 
-The end of a failure's way, which begins in ``ranks/_failure``.
+The end of a failure's way, which begins in ``messages/_failure``.
 """
 
 import ctypes

@@ -1,16 +1,28 @@
-"""Where in the user's own code a call was made, or an exception raised."""
+"""Where in the user's own code a call was made, an exception raised, or a thread is."""
 
 import functools
 import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 import torch
+
+_LIBRARIES = ("pardata", "torch", "Python")
+_GENERATED = ("torchinductor_", "<eval_with_key")  # of files that torch.compile and fx make
+
+
+class Call(NamedTuple):
+    """One of the calls that a thread is in: whose code it is ("" the user's own), and where."""
+
+    whose: str
+    place: str
+    function: str
 
 
 def call_site() -> str:
@@ -24,21 +36,56 @@ def raise_site(error: BaseException) -> str:
     return _last_of_the_users(traceback.walk_tb(error.__traceback__))
 
 
+def calls_of(frame: FrameType | None) -> list[Call]:
+    """Return the calls that the thread of `frame` is in, outermost first. Reads no file."""
+    found: list[Call] = []
+    while frame is not None:
+        whose, inside = _source(frame.f_code.co_filename)
+        file = inside if whose else _short(inside)
+        found.append(Call(whose, f"{file}:{frame.f_lineno}", frame.f_code.co_name))
+        frame = frame.f_back
+    return found[::-1]
+
+
+def own_call(calls: Sequence[Call]) -> int:
+    """Return which call is the innermost of the user's own code; else of a package, else of all."""
+    kinds = [(call.whose == "", call.whose not in _LIBRARIES) for call in calls]
+    return max(range(len(calls)), key=lambda n: (kinds[n], n))
+
+
+def standing(calls: Sequence[Call]) -> str:
+    """Return the user's line in which a thread is, and the innermost of all in brackets."""
+    own, last = calls[own_call(calls)], calls[-1]
+    return own.place if own is last else f"{own.place} ({last.function}, {last.place})"
+
+
 def _last_of_the_users(places: Iterable[tuple[FrameType, int]]) -> str:
     lines = [(frame.f_code.co_filename, line) for frame, line in places]
     if not lines:
         return "an unknown line"
-    file, line = ([place for place in lines if _is_the_users(place[0])] or lines)[-1]
+    users = [place for place in lines if _source(place[0])[0] not in _LIBRARIES]
+    file, line = (users or lines)[-1]
+    return f"{_short(file)}:{line}"
+
+
+def _short(file: str) -> str:
     with suppress(ValueError, OSError):  # elsewhere than we are, or that folder is gone
-        file = str(Path(file).relative_to(Path.cwd()))
-    return f"{file}:{line}"
+        return str(Path(file).relative_to(Path.cwd()))
+    return file
 
 
 @functools.cache
-def _is_the_users(file: str) -> bool:
-    """Return whether `file` is not of pardata, torch or Python's own library."""
+def _source(file: str) -> tuple[str, str]:
+    """Return whose code a file is, "" for the user's own, and its path in that of others."""
+    for root in Path(__file__).parents[1], Path(torch.__file__ or __file__).parent:
+        if Path(file).is_relative_to(root):
+            return root.name, str(Path(file).relative_to(root.parent))
+    _, is_installed, inside = file.rpartition(f"-packages{os.sep}")
+    if is_installed:
+        return Path(inside).parts[0].removesuffix(".py"), inside
+    if any(word in file for word in _GENERATED):
+        return "torch", file
     library = sysconfig.get_paths()["stdlib"] + os.sep
-    # Installed packages lie in the library's folder.
-    of_python = file.startswith("<frozen") or (file.startswith(library) and "-packages" not in file)
-    others = [Path(__file__).parents[1], Path(torch.__file__ or __file__).parent]
-    return not of_python and not any(map(Path(file).is_relative_to, others))
+    if file.startswith(("<frozen", library)):
+        return "Python", file.removeprefix(library)
+    return "", file

@@ -30,7 +30,7 @@ _LOST = re.compile("gloo/|Application timeout caused pair closure")
 _TIMED_OUT = re.compile(r"[Tt]imed out waiting|wait timeout|operation timeout|Socket Timeout")
 _LOST_BY_GPUS = re.compile(r"remote|connection|abort|time", re.IGNORECASE)
 # A table's row, and in what torch raises for a worker, below its traceback, the worker's own error.
-_ROW = re.compile(r"  (ranks? [\d, ]+): (.*)")
+_ROW = re.compile(r"  (ranks? [\d, -]+): (.*)")
 _OF_WORKER = re.compile(r"\A\w+: Caught \w+ in .*\n    .*?\n(?=\S)", re.DOTALL)
 _MOST_ROWS, _ROW_LENGTH, _LINE_LENGTH = 4, 80, 2000
 

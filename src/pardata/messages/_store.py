@@ -1,7 +1,8 @@
 """The process group's own key-value store, asked so that nobody waits for it without an end."""
 
 import threading
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -13,7 +14,7 @@ from pardata.messages._failure import as_consequence
 
 _T = TypeVar("_T")
 
-_SERVER = "the process that serves the group's store (rank 0, or torchrun's agent)"
+SERVER = "the process that serves the group's store (rank 0, or torchrun's agent)"
 _MARGIN = 5.0  # seconds beyond its timeout that a store may take to say that it is over
 
 
@@ -39,7 +40,7 @@ def answered(timeout: timedelta, work: Callable[[], _T]) -> _T:
         where = call_site()
         raise as_consequence(
             TimeoutError(
-                f"{_SERVER} must answer, but has not for {timeout}: is it stopped, or is the "
+                f"{SERVER} must answer, but has not for {timeout}: is it stopped, or is the "
                 f"network down? This rank is at {where}"
             ),
             f"{where}, timed out",
@@ -48,7 +49,7 @@ def answered(timeout: timedelta, work: Callable[[], _T]) -> _T:
     if isinstance(found, dist.DistNetworkError):
         raise as_consequence(
             RuntimeError(
-                f"{_SERVER} must be there as long as any rank, but has ended: look at its output "
+                f"{SERVER} must be there as long as any rank, but has ended: look at its output "
                 f"for an earlier error; this rank is at {call_site()}"
             )
         ) from found
@@ -91,3 +92,29 @@ def came(store: dist.Store, key: str, timeout: timedelta) -> bool:
 def append(store: dist.Store, key: str, line: str) -> None:
     """Add a line to those under `key`."""
     store.append(key, f"{line}\n")  # type: ignore[attr-defined]  # torch's stubs leave it out
+
+
+def texts_of(store: dist.Store, keys: Sequence[str]) -> list[str | None]:
+    """Return what is under these keys, and None for one that is not there."""
+    there = list(keys)
+    if not store.check(there):
+        there = [key for key in keys if store.check([key])]
+    found = dict(zip(there, store.multi_get(there), strict=True)) if there else {}
+    return [found[key].decode() if key in found else None for key in keys]
+
+
+def apart(line: Channel, name: str) -> dist.Store:
+    """Return a new part of the store, by a connection of its own. Every rank calls it as often.
+
+    A client of some versions of torch lets one thread ask at a time, also while that waits.
+    """
+    part = f"{name}/{line.store.add(f'{name}s of {line.rank}', 1)}"
+    base = line.store
+    while isinstance(base, dist.PrefixStore):
+        base = base.underlying_store
+    if not isinstance(base, dist.TCPStore):
+        return dist.PrefixStore(part, line.store)
+    # The prefixes of others that are around the store cannot be asked for.
+    word = line.store.compare_set(part, "", uuid.uuid4().hex).decode()
+    own = dist.TCPStore(base.host, base.port, None, False, line.timeout, wait_for_workers=False)
+    return dist.PrefixStore(word, own)

@@ -1,11 +1,18 @@
 """Who says what: ranks by number, and one line for each set of ranks that say the same."""
 
 from collections.abc import Sequence
+from itertools import groupby
+
+_LONG = 4  # ranks in a row, which are written from the first to the last
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Write ``[1]`` as "rank 1" and ``[1, 2]`` as "ranks 1, 2"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    """Write ``[1]`` as "rank 1" and ``[0, 2, 3, 4, 5]`` as "ranks 0, 2-5"."""
+    texts: list[str] = []
+    for _, numbered in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0]):
+        run = [rank for _, rank in numbered]
+        texts += [f"{run[0]}-{run[-1]}"] if len(run) >= _LONG else map(str, run)
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"
 
 
 def table_of(lines: Sequence[str]) -> str:

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from pardata.messages._call_site import call_site
+from pardata.messages._doing import doing
 from pardata.messages._failure import Failure, as_consequence, follows, text_of
 from pardata.messages._store import Channel, answered, came
 from pardata.messages._verdict import (
@@ -103,6 +104,7 @@ class Turn:
     own: Exception | None = None
     _number: int = 0
     _where: str = ""
+    _late: str = ""
 
     def heard(self, timeout: timedelta) -> Verdict:
         """Come, and return the verdict once it is there.
@@ -110,6 +112,13 @@ class Turn:
         As often as the group's timeout passes, the store must answer.
         """
         self._where = call_site()
+        before = doing.enter(self.call)
+        try:
+            return self._verdict(timeout)
+        finally:
+            doing.leave(before)
+
+    def _verdict(self, timeout: timedelta) -> Verdict:
         left, is_here = timeout, False
         while left:
             patience = min(left, self.line.timeout)
@@ -123,6 +132,7 @@ class Turn:
             if not self._gave_me_up(verdict):
                 return verdict
             left, is_here = timeout, False  # those who gave this rank up are in a later turn
+            self._late = f"; rank {verdict['rank']} came before, and gave up waiting for this rank"
         news = (
             f" within {timeout}, but has not: give `timeout=` a larger value if the work takes "
             f"that long, else look at rank 0's output"
@@ -171,7 +181,7 @@ class Turn:
         of_all = f"`{self.call}` must be reached by every rank"
         must = of_all if self.decide else f"rank 0 must finish its `{self.call}`"
         end = ", timed out" if kind is TimeoutError else ""
-        error = kind(f"{must}{news}; this rank waits at {self._where}")
+        error = kind(f"{must}{news}; this rank waits at {self._where}{self._late}")
         return as_consequence(error, f"{self.call} at {self._where}{end}")
 
     def _gave_me_up(self, verdict: Verdict) -> bool:

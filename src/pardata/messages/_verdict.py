@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from pardata.messages._store import texts_of
 from pardata.messages._table import ranks_text, table_of
 
 Entry = dict[str, Any]
@@ -26,10 +27,8 @@ ORDER = "every rank must make the same calls in the same order, but"
 
 def entries_of(store: dist.Store, size: int) -> list[Entry | None]:
     """Return the entries of all ranks, and None for one that was in no turn yet."""
-    keys = [f"at/{rank}" for rank in range(size)]
-    there = keys if store.check(keys) else [key for key in keys if store.check([key])]
-    found = dict(zip(there, store.multi_get(there), strict=True)) if there else {}
-    return [json.loads(found[key]) if key in found else None for key in keys]
+    texts = texts_of(store, [f"at/{rank}" for rank in range(size)])
+    return [None if text is None else json.loads(text) for text in texts]
 
 
 def key_of(turn: int) -> str:

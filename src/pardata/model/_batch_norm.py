@@ -16,8 +16,12 @@ def is_synchronised(module: nn.Module) -> bool:
     return own is _over_all_ranks or isinstance(module, nn.SyncBatchNorm)
 
 
-def with_synchronised_batch_norms(model: nn.Module) -> nn.Module:
+def with_synchronised_batch_norms(model: nn.Module, *, on_cpu: bool) -> nn.Module:
     """Return the model, with batch norms over all ranks.
+
+    Args:
+        model: in which there may be batch norms.
+        on_cpu: whether one of them is to run on a CPU, which PyTorch's refuses.
 
     Raises:
         ValueError: names the first that does more than PyTorch's: being replaced it would lose it.
@@ -31,10 +35,10 @@ def with_synchronised_batch_norms(model: nn.Module) -> nn.Module:
                 f"it, but `{names[module] or 'model'}` ({type(module).__name__}) has another: put "
                 f"what it adds into a module next to an nn.BatchNorm1d, 2d or 3d"
             )
-    if all(parameter.device.type != "cpu" for parameter in model.parameters()):
+    if not on_cpu:
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         return converted
-    for module in plain:  # ours, as PyTorch's refuses CPU tensors
+    for module in plain:
         # The forward alone: class, parameters, hooks, the mode and whoever holds the module stay.
         vars(module)["forward"] = partial(_over_all_ranks, module)  # a method would not be pickled
     return model

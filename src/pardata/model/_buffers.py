@@ -1,6 +1,6 @@
-"""Buffers, as batch norm's statistics, made equal on all ranks under "fsdp"."""
+"""Buffers, as batch norm's statistics, made equal on all ranks."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -19,6 +19,25 @@ def broadcast(tensors: Iterable[Tensor], group: Any = None) -> None:
     for tensor, whole in held:
         if not tensor.is_contiguous():
             tensor.copy_(whole)
+
+
+def after_backward(outputs: Iterable[Tensor], action: Callable[[], None]) -> None:
+    """Run `action` at the end of the first backward through any of the outputs of a forward.
+
+    At once if none of them can have a backward.
+    """
+    waiting = [action]
+
+    def begin(_gradient: Tensor) -> None:
+        if waiting:
+            engine = torch.autograd.Variable._execution_engine  # noqa: SLF001  # as DDP itself does
+            engine.queue_callback(waiting.pop())
+
+    ends = [tensor for tensor in outputs if tensor.requires_grad]
+    for tensor in ends:
+        tensor.register_hook(begin)
+    if not ends:
+        action()
 
 
 def average(buffers: Collection[Tensor], count: int, total: float | Tensor) -> None:

@@ -5,11 +5,13 @@ attributes, ``state_dict`` and ``load_state_dict`` are the module's.
 """
 
 import logging
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from pardata.model._state_dict import NO_ASSIGN, LoadedKeys, load_whole
 from pardata.model._unwrap import unwrap
@@ -24,6 +26,7 @@ class ReadThrough(nn.Module):
 
     module: nn.Module
     _inside: nn.Module
+    _load = staticmethod(load_whole)
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
@@ -92,7 +95,7 @@ class ReadThrough(nn.Module):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> LoadedKeys:
         """Load as `load_weights` does."""
-        return load_whole(self, state_dict, strict=strict, assign=assign)
+        return self._load(self, state_dict, strict=strict, assign=assign)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kw: Any) -> None:
         # Reached where the wrapper is a child of the module that loads. PyTorch continues to look
@@ -133,3 +136,37 @@ class ReadThrough(nn.Module):
                 level = logging.DEBUG if is_alike else level
             hides = f"{type(self).__name__} hides `{name}` of {type(self.module).__name__}"
             _log.log(level, "%s: read unwrap(model).%s", hides, name, ranks=[0], once=True)
+
+
+@contextmanager  # which decorates, too
+def refusing_forwards(wrapper: ReadThrough, name: str, runs: Callable[[], bool]) -> Iterator[None]:
+    """Raise in a block, or a method, that trains parts of a model whose gradients nobody syncs.
+
+    Args:
+        wrapper: the model in DDP. Not its module: dynamo of torch 2.6 refuses a hook that holds
+            a compiled one.
+        name: of the method.
+        runs: returns whether a forward of the wrapper runs, which is in order.
+    """
+
+    def refuse(module: nn.Module, _args: object) -> None:
+        if runs() or not torch.is_grad_enabled():
+            return
+        # A checkpointed part runs again in the backward of a forward that was in order.
+        if torch._C._current_graph_task_id() >= 0:  # noqa: SLF001  # torch has no public name
+            return
+        trains = any(parameter.requires_grad for parameter in module.parameters())
+        if trains and any(own is module for own in wrapper.module.modules()):
+            raise RuntimeError(
+                f"`{name}` must not train through DistributedDataParallel, but it runs "
+                f"{type(module).__name__} with gradients, which would not be synchronised: "
+                f"call it from the model's forward, or under torch.no_grad() if nothing is "
+                f"trained, or as unwrap(model).{name} if the ranks are meant to differ"
+            )
+
+    # One global hook for the time of the call costs the same for a module of any size.
+    handle = register_module_forward_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -3,9 +3,32 @@
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 # ruff: noqa: SLF001  # torch has no public names for what is read here
+
+
+@torch.no_grad()
+def place(module: nn.Module, device: torch.device) -> dict[Tensor, Tensor]:
+    """Move what is not sharded to a device. What is on the meta device gets memory there.
+
+    Return what had to be replaced, and by what: all that share a tensor share the new one, of
+    which PyTorch's ``to_empty()`` would make several.
+    """
+    made: dict[Tensor, Tensor] = {}
+    held: list[Any] = [h for part in module.modules() for h in (part._parameters, part._buffers)]
+    for own, name, tensor in [(h, name, t) for h in held for name, t in h.items()]:
+        if tensor is None or hasattr(tensor, "device_mesh") or tensor.device == device:
+            continue
+        if tensor not in made:
+            moved = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+            if torch._has_compatible_shallow_copy_type(tensor, moved):
+                tensor.data = moved
+                continue
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made[tensor] = nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
+        own[name] = made[tensor]
+    return made
 
 
 def shard_again(module: nn.Module, *_: object) -> None:
@@ -55,6 +78,11 @@ def unsharded(module: nn.Module) -> list[nn.Parameter]:
     return [p._unsharded_param for p in _sharded(module) if hasattr(p, "_unsharded_param")]
 
 
+def gathered_by(part: Any) -> list[Any]:
+    """Return what FSDP keeps of each parameter that this part of a module gathers."""
+    return [own for group in _groups_of(part._get_fsdp_state()) for own in group.fsdp_params]
+
+
 def _sharded(module: nn.Module) -> list[Any]:
     return [p for _, groups in _states(module) for group in groups for p in group.fsdp_params]
 
@@ -62,6 +90,10 @@ def _sharded(module: nn.Module) -> list[Any]:
 def _states(module: nn.Module) -> list[tuple[Any, list[Any]]]:
     parts: Any = [part for part in module.modules() if hasattr(part, "_get_fsdp_state")]
     states = [part._get_fsdp_state() for part in parts]
+    return [(state, _groups_of(state)) for state in states]
+
+
+def _groups_of(state: Any) -> list[Any]:
     name = "_fsdp_param_groups"  # of an older torch: one, without the "s"
-    groups = [getattr(s, name, None) or [getattr(s, name[:-1], None)] for s in states]
-    return [(s, [g for g in own if g]) for s, own in zip(states, groups, strict=True)]
+    groups = getattr(state, name, None) or [getattr(state, name[:-1], None)]
+    return [group for group in groups if group]

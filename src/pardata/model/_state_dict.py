@@ -33,9 +33,7 @@ def load_whole(model: nn.Module, given: object, *, strict: bool, assign: bool) -
     if assign and wrapped:
         raise ValueError(NO_ASSIGN)
     state = _read_state(given)
-    for layer in wrapped:
-        if isinstance(layer, Wrapper):
-            layer.check_state(state)
+    _check_state(state, wrapped)
     return LoadedKeys(*plain.load_state_dict(_renamed(state, plain), strict=strict, assign=assign))
 
 
@@ -44,13 +42,15 @@ def load_sharded(model: nn.Module, given: object, *, strict: bool, assign: bool)
     # Costs half a second, which whoever has a sharded model has paid already.
     from torch.distributed.checkpoint import state_dict as dcp  # noqa: PLC0415
 
-    *_, plain = layers(model)
+    *wrapped, plain = layers(model)
     found: list[tuple[dict[str, Any], LoadedKeys]] = []
 
     def check() -> dict[str, object]:
         if assign:
             raise ValueError(NO_ASSIGN)
-        state = _renamed(_read_state(given), plain)
+        read = _read_state(given)
+        _check_state(read, wrapped)
+        state = _renamed(read, plain)
         found.append((state, _keys_of(plain, state, strict=strict)))
         return {}
 
@@ -61,6 +61,13 @@ def load_sharded(model: nn.Module, given: object, *, strict: bool, assign: bool)
     options = dcp.StateDictOptions(full_state_dict=whole, strict=False)
     dcp.set_model_state_dict(plain, state, options=options)
     return keys
+
+
+def _check_state(state: Mapping[str, Any], wrapped: list[nn.Module]) -> None:
+    """Refuse weights that a wrapper of our own does not take."""
+    for layer in wrapped:
+        if isinstance(layer, Wrapper):
+            layer.check_state(state)
 
 
 def _read_state(state: object) -> Mapping[str, Any]:

@@ -21,9 +21,11 @@ def require_taken(device: torch.device, backend: str | None) -> None:
         RuntimeError: says what can be done there.
     """
     if not takes(backend, device.type):
+        alone = "train there in one process under strategy 'none', or pass 'cpu'"
+        cure = "leave out `backend`" if device.type == "cpu" else alone
         raise RuntimeError(
             f"`device` must be one from which ranks can send over {backend!r}, but is "
-            f"{str(device)!r}: train there in one process under strategy 'none', or pass 'cpu'"
+            f"{str(device)!r}: {cure}"
         )
 
 

@@ -15,6 +15,10 @@ _MASKS = (
     *("ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES"),
 )
 INTERFACE = "NCCL_SOCKET_IFNAME"  # the network's, by which GPUs send
+# Of PyTorch's flight recorder: how many collectives it keeps, and the file of each rank, without
+# its number. The newer name is first.
+_RECORDS = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_RECORDERS_FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 
 def visible_devices() -> list[torch.device]:
@@ -79,6 +83,15 @@ def widest(device: torch.device) -> torch.dtype:
 def masks() -> dict[str, str]:
     """Return the variables of this process that restrict which devices it sees."""
     return {name: os.environ[name] for name in _MASKS if name in os.environ}
+
+
+def flight_recorder() -> str:
+    """Say where PyTorch's flight recorder leaves the last collectives of a rank, if it is on."""
+    if {os.environ.get(name, "0") for name in _RECORDS} == {"0"}:
+        return ""
+    files = [os.environ[name] for name in _RECORDERS_FILE if name in os.environ]
+    file = (files or ["/tmp/nccl_trace_rank_"])[0]  # noqa: S108  # torch's default
+    return f"at the timeout PyTorch's flight recorder writes its file for each rank: {file}<rank>"
 
 
 def hidden_devices(root: Path = Path("/")) -> tuple[str, str] | None:

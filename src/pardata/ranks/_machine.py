@@ -1,4 +1,4 @@
-"""This machine: the cores that a rank may use."""
+"""This machine: the cores that a rank may use, and what another process of it does."""
 
 import os
 from contextlib import suppress
@@ -30,3 +30,18 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
             limit, period = " ".join((root / file).read_text() for file in files).split()
             return None if limit in ("max", "-1") else int(limit) / int(period)
     return None
+
+
+def state_of(pid: int) -> str:
+    """Say what a process of this machine does that does not answer."""
+    state = "?"
+    with suppress(OSError):  # there is no such file on macOS
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        state = "Z"  # as of one that its parent has not asked after
+    except PermissionError:
+        pass
+    states = {"Z": "is gone", "X": "is gone", "T": "is stopped", "t": "is stopped"}
+    return states.get(state, "lives, but runs no Python: C code in it may hold the GIL")

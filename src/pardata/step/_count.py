@@ -83,14 +83,14 @@ class Pieces(NamedTuple):
                 f"the ranks that train the model, {sharing.size}, must be those that share "
                 f"`batch`, but it is shared by {batch.size}: pass distributed='auto' to make_loader"
             )
-        held, first = batch[:], batch.first
-        planned = batch.counts[first : first + len(held)]
+        held = batch[:]
+        planned = tuple(batch.counts[number] for number in batch.numbers)
         if count is None:
             counts: Sequence[int] = tuple(map(samples_of, held, planned))
             expected = _known(sum(counts if sharing.size == 1 else batch.counts))
         else:
             counts, expected = _counted(held, count, sharing)
-        own = [Piece(*facts, first + n) for n, facts in enumerate(zip(held, counts, strict=True))]
+        own = list(map(Piece, held, counts, batch.numbers))
         most = -(-len(batch.counts) // sharing.size)
         wanted = max(sharing.least, most if sharing.equally_many else 0)
         if len(own) < wanted and batch.placeholder is None:

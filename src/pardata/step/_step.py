@@ -131,6 +131,8 @@ class SharedStep(Step):
             return
         found = [p.grad for p in self.module.parameters() if p.grad is not None]
         own: list[Any] = [g.to_local() if hasattr(g, "to_local") else g for g in found]
+        if isinstance(factor, Tensor) and own:  # which an offload_policy has put on the CPU
+            factor = factor.to(own[0].device)
         for kind in {g.dtype for g in own}:
             # Of one dtype it is one kernel. A factor in 16 bits would be too coarse.
             fast = isinstance(factor, Tensor) and kind.itemsize > 2

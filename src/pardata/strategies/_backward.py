@@ -12,6 +12,7 @@ from pardata.collective._explanation import explained
 from pardata.data._batch_parts import tensors_of
 from pardata.data._microbatches import Microbatches
 from pardata.data._sample_count import is_empty
+from pardata.messages._doing import doing
 from pardata.model._batch_norm import is_synchronised
 from pardata.model._before import AsFound, KeptBuffers
 from pardata.model._unwrap import is_parallel
@@ -49,65 +50,61 @@ def backward(
 ) -> _Returned:
     """Add to ``.grad`` the gradient of the mean loss over the global batch, and return that loss.
 
-    Runs ``loss_fn(model, microbatch)``, a mean over the samples of the microbatch, and its backward
-    for each microbatch, and synchronises once. Each sample of the global batch has the same weight,
-    however unevenly ranks and microbatches share them, under every strategy of `wrap_model`: the
-    same call accumulates over eight microbatches in one process, and runs one in each of eight. As
-    ``Tensor.backward`` it adds: what was in ``.grad`` before is counted once and not reduced again,
-    and a parameter that no microbatch uses keeps its ``.grad``. Gradients of a ``loss.backward()``
-    under ``no_sync()`` must not be in ``.grad``: no later step would reduce them. A step that ends
-    in an error leaves ``.grad`` and buffers as they were. Catch only errors that every rank raises:
-    after one of `loss_fn` on a single rank the others wait for that rank.
+    `backward` runs ``loss_fn(model, microbatch)`` and its backward for each microbatch of this
+    rank, and synchronises the ranks once. Each sample of the global batch has the same weight,
+    under every strategy of `wrap_model` and however unevenly the ranks share the batch. The same
+    call accumulates over eight microbatches in one process, and runs one in each of eight.
 
-    What `loss_fn` and the backward draw from PyTorch's default generators (dropout) is drawn under
-    a seed of its own, and the generators are put back: from that of `seed_everything` and, of
-    `Microbatches`, epoch, step, number in the step and how many calls have run them, so that it is
-    the same at every world size; of any other batch, the rank and how many there were since
-    `seed_everything`. Where that was not called, the loader's seed, or ``torch.initial_seed()``,
-    takes its place.
+    Like ``Tensor.backward`` it adds: it counts once what was in ``.grad`` before, and does not
+    reduce that again. A parameter that no microbatch uses keeps its ``.grad``. If a step ends in an
+    error, ``.grad`` and the buffers stay as they were. Catch only errors that every rank raises:
+    if `loss_fn` fails on a single rank, the others wait for that rank. Do not leave gradients of a
+    ``loss.backward()`` under ``no_sync()`` in ``.grad``: no later step reduces them.
 
-    Collective, except for ``"none"`` and ``"dp"``. In a single process it is gradient accumulation.
-    Warns in a model's first step where all ranks began with the same samples, as those of a plain
-    ``DataLoader`` are.
+    Dropout and all else that draws from PyTorch's default generators gets a seed of its own. For
+    `Microbatches` it is made of the seed of `seed_everything`, the epoch, the step, the number of
+    the microbatch, and how many calls have run it: the same at every world size. For any other
+    batch it is made of that seed, the rank, and the number of calls. Without `seed_everything` it
+    is made of the loader's seed, or of ``torch.initial_seed()``. Afterwards the generators are as
+    they were.
 
-    Loss, counts and metrics travel while the backward runs, under ``"ddp"`` at the end of the
-    gradients: they cost no collective of their own, and no GPU is waited for.
+    Collective, except under ``"none"`` and ``"dp"``. In a single process it is gradient
+    accumulation. In a model's first step `backward` warns if all ranks have the same samples, as
+    they have with a plain ``DataLoader``. Loss, counts and metrics travel while the backward runs,
+    under ``"ddp"`` together with the gradients, and no GPU is waited for.
 
     Args:
-        model: as `wrap_model` returned it. The loss must not train anything else: freeze other
-            models that `loss_fn` runs, or detach what they return. Their buffers are made equal
-            once, at the end of the step; under ``"exact"`` they are put back.
-        loss_fn: runs ``model`` and returns a mean over the samples, a tensor of one element; or
-            ``(loss, metrics)``, with nested dicts, lists and tuples of numbers and tensors that are
-            means likewise: an accuracy, parts of the loss.
-        batch: the `Microbatches` of a loader; or, except under ``"exact"``, one microbatch of any
-            kind. What a loader yields has as many samples as were read for it. In any other batch
-            the rows of the first tensor are the samples, or, if samples come as a list (images,
-            graphs, texts), its items. Pass `count` if a ``collate_fn`` leaves samples out, or if a
-            batch does not tell.
-        count: returns what a microbatch counts for instead of its samples, for example its tokens:
-            an integer from 0 up. The loss of one that counts 0 is ignored, even if it is NaN. Costs
-            a small collective, which runs during the forward.
-        scaler: scales what is run backward; what is returned is not scaled. Its ``unscale_``,
-            ``step`` and ``update`` stay yours.
+        model: what `wrap_model` returned. The loss must train nothing else: freeze other models
+            that `loss_fn` runs, or detach their outputs. `backward` makes their buffers equal at
+            the end of the step; under ``"exact"`` it puts them back.
+        loss_fn: runs ``model`` and returns a mean over the samples, a tensor of one element. It may
+            also return ``(loss, metrics)``. Metrics are numbers and tensors, nested in dicts, lists
+            and tuples, and means as well: an accuracy, the parts of a loss.
+        batch: the `Microbatches` of a loader or, except under ``"exact"``, one microbatch of any
+            kind. A batch of a loader counts the samples that were read for it. In any other batch
+            the rows of the first tensor are the samples or, in a list of samples, its items.
+        count: returns what a microbatch counts for in place of its samples, for example its tokens:
+            an integer from 0 up. The loss of a microbatch that counts 0 is ignored, even if it is
+            NaN. Pass it if a ``collate_fn`` leaves samples out, or if a batch does not tell. It
+            costs a small collective, which runs during the forward.
+        scaler: scales the losses before their backward, but not the loss that is returned. You
+            still call its ``unscale_``, ``step`` and ``update``.
 
     Returns:
-        The mean loss over the global batch, without dimensions and detached, at least float32, the
-        same on every rank; where `loss_fn` returned metrics too, the loss and their means, weighted
-        as the loss is. Tensors stay tensors, of their floating dtype or the default one; numbers
-        become floats, and reading them waits for the GPU.
+        The mean loss over the global batch: without dimensions, detached, at least float32, the
+        same on every rank. If `loss_fn` returned metrics, the loss and the means of the metrics,
+        weighted like the loss. A tensor stays a tensor, of its floating dtype or the default one. A
+        number becomes a float; it is read from the GPU, which waits.
 
     Raises:
-        TypeError, ValueError: for what is no model; for a `batch` that does not tell how many
-            samples it has; for a `count` that is no integer from 0 up, and counts that are all 0;
-            for a loss that is no tensor of one element, and metrics that are no numbers; under
+        TypeError: `model` is no module, the loss is no tensor of one element, a metric is no
+            number, or `batch` does not tell how many samples it has.
+        ValueError: a `count` is no integer from 0 up, all counts are 0, or the model is under
             ``no_sync()``.
-        RuntimeError: where `loss_fn` did not run `model`, in one process in the first step alone;
-            where the loss trains a parameter outside of `model`, seen in the first step, and in
-            each step of a wrapped model;
-            where metrics differ in structure between ranks, or ranks are at different steps of
-            `Microbatches`. On GPUs, which nobody waits for, that is so in the first step, and means
-            are NaN in later ones, as the loss of a step in which no rank had a sample.
+        RuntimeError: `loss_fn` did not run `model` (in one process that is checked in the first
+            step), the loss trains a parameter outside of `model`, the metrics differ in structure
+            between ranks, or the ranks are at different steps. On a GPU, which nobody waits for,
+            the last two are errors in the first step; later the means are NaN.
 
     >>> import torch
     >>> net, x = nn.Linear(1, 1), torch.arange(6.0).view(6, 1)
@@ -124,6 +121,7 @@ def backward(
     step.pieces = Pieces.of(batch, count, step)
     with explained("backward", batch), step.whole():
         for piece in step.pieces.own:
+            doing.get_on()
             with step.around(piece), forked_noise(noise_seed(batch, piece.number)):
                 (_run if piece.count else _run_placeholder)(step, model, loss_fn, piece)
     if type(step) is Step and step.size == 1:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.algorithms.join import _JoinConfig
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from pardata.data._batch_parts import tensors_of
 from pardata.data._uneven_shares import uneven_shares
 from pardata.model._before import GradientsAside, KeptBuffers, walked
-from pardata.model._buffers import broadcast
-from pardata.model._read_through import ReadThrough
+from pardata.model._buffers import after_backward, broadcast
+from pardata.model._read_through import ReadThrough, refusing_forwards
 from pardata.step._count import Piece, started
 from pardata.step._guests import Guests, role_of
 from pardata.step._step import SEEN, Replica, SharedStep
@@ -37,7 +37,7 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
             self._broadcast_buffers()  # older PyTorch does not do it when its flag is off
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module; after a training forward that will synchronise, equalise the buffers.
+        """Run the module; the backward of a training forward that synchronises equalises buffers.
 
         PyTorch broadcasts them before the *next* forward, so that healthy ranks differ in between
         and an evaluation communicates. This is the same broadcast, at the other end.
@@ -62,8 +62,15 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
             self.__dict__["_expects_backward"] = True
             if self._inside.training:
                 uneven_shares.warn()
-            self._equalise_buffers()
+            self._equalise_after_backward(output)
         return output
+
+    def _equalise_after_backward(self, output: Any) -> None:
+        """Equalise the buffers in the backward: a rank may run a forward alone, but not that."""
+        if self._has_unequal_buffers():
+            compiles = torch.compiler.is_compiling()
+            through = () if compiles else tensors_of(output)
+            after_backward(through, self._broadcast_buffers)
 
     def _check_trained(self) -> None:
         """Raise where others are trained than when DDP took down what it synchronises."""
@@ -79,9 +86,12 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
                 f"with find_unused_parameters=True, and freeze it then"
             )
 
-    def _equalise_buffers(self) -> None:
+    def _has_unequal_buffers(self) -> bool:
         # The mode is the module's: unwrap(model).train() does not reach the wrapper.
-        if self.broadcast_buffers and self.modules_buffers and self._inside.training:
+        return bool(self.broadcast_buffers and self.modules_buffers and self._inside.training)
+
+    def _equalise_buffers(self) -> None:
+        if self._has_unequal_buffers():
             self._broadcast_buffers()
 
     def will_sync_module_buffers(self) -> bool:
@@ -148,34 +158,8 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
         if isinstance(value, MethodType) and value.__self__ is self._inside:
-            return self._refusing_forwards(name)(value)
+            return refusing_forwards(self, name, lambda: self._forward_runs)(value)
         return value
-
-    @contextmanager  # which decorates, too
-    def _refusing_forwards(self, name: str) -> Iterator[None]:
-        """Raise in a block, or a method, that trains submodules whose gradients nobody syncs."""
-
-        def refuse(module: nn.Module, _args: object) -> None:
-            if self._forward_runs or not torch.is_grad_enabled():
-                return
-            # A checkpointed part runs again in the backward of a forward that was in order.
-            if torch._C._current_graph_task_id() >= 0:  # noqa: SLF001  # torch has no public name
-                return
-            trains = any(parameter.requires_grad for parameter in module.parameters())
-            if trains and any(own is module for own in self.module.modules()):
-                raise RuntimeError(
-                    f"`{name}` must not train through DistributedDataParallel, but it runs "
-                    f"{type(module).__name__} with gradients, which would not be synchronised: "
-                    f"call it from the model's forward, or under torch.no_grad() if nothing is "
-                    f"trained, or as unwrap(model).{name} if the ranks are meant to differ"
-                )
-
-        # One global hook for the time of the call costs the same for a module of any size.
-        handle = register_module_forward_pre_hook(refuse)
-        try:
-            yield
-        finally:
-            handle.remove()
 
 
 def _reset(model: Any) -> None:

@@ -1,5 +1,6 @@
 """Strategy "fsdp": PyTorch's fully_shard, with equal buffers."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,17 +10,26 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
+from pardata.collective._agreement import Facts
 from pardata.data._uneven_shares import uneven_shares
 from pardata.model._before import AsFound
 from pardata.model._buffers import average, broadcast, real_buffers
-from pardata.model._sharding import forget_step, reshard, shard_again
+from pardata.model._sharding import forget_step, place, reshard, shard_again
 from pardata.model._state_dict import load_sharded
 from pardata.model._unwrap import ShardedModule, unwrap
+from pardata.ranks._device import checked_device
+from pardata.ranks._logger import get_logger
 from pardata.step._count import Piece
 from pardata.step._guests import Guests, role_of
 from pardata.step._step import Replica, SharedStep
+from pardata.strategies._blocks import blocks_of, size_of
 from pardata.strategies._old_optimizers import refuse_old_optimizers
 from pardata.strategies._strategy import Settings, Strategy, broadcast_weights
+from pardata.values._arguments import check_integer
+
+_log = get_logger(__name__)
+
+_LARGE = 10**8  # parameters: from there on a model is not to be sharded at its root alone
 
 
 class FsdpStep(SharedStep):
@@ -37,19 +47,7 @@ class FsdpStep(SharedStep):
         super().__init__(replica, scaler, batch)
         # What a forward without a backward has left, as of an evaluation without no_grad().
         reshard(layer)
-        for name, parameter in layer.named_parameters():
-            mesh = getattr(parameter, "device_mesh", None)
-            if mesh is None and parameter.requires_grad:
-                raise RuntimeError(
-                    f"each trained parameter must be sharded under 'fsdp', but `{name}` is not, so "
-                    f"that no rank would synchronise it: build the model with it, wrap that, and "
-                    f"call load_weights(new, old.state_dict(), strict=False)"
-                )
-            if mesh is not None and mesh.size() != self.size:
-                raise ValueError(
-                    f"the model must be sharded over all {self.size} ranks, but is so over "
-                    f"{mesh.size()}: give fully_shard a mesh of all ranks"
-                )
+        check_sharded(layer, self.size)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -73,41 +71,161 @@ class FsdpStep(SharedStep):
             self.layer.set_requires_gradient_sync(True)
 
 
+def check_sharded(module: nn.Module, size: int) -> None:
+    """Refuse what is trained and not sharded, or not over all ranks."""
+    for name, parameter in module.named_parameters():
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh is None and parameter.requires_grad:
+            raise RuntimeError(
+                f"each trained parameter must be sharded under 'fsdp', but `{name}` is not, so "
+                f"that no rank would synchronise it: build the model with it, wrap that, and "
+                f"call load_weights(new, old.state_dict(), strict=False)"
+            )
+        if mesh is not None and mesh.size() != size:
+            raise ValueError(
+                f"the model must be sharded over all {size} ranks, but is so over "
+                f"{mesh.size()}: give fully_shard a mesh of all ranks"
+            )
+
+
 class FsdpStrategy(Strategy):
     name = "fsdp"
     step = FsdpStep
     wrapper = ShardedModule
-    takes_sharded_parts = True
+    takes_sharded_parts = places_model = True
+    own_options = frozenset({"blocks", "replicate"})
 
     def options_of(self) -> Callable[..., object]:
         from torch.distributed.fsdp import fully_shard  # noqa: PLC0415  # half a second
 
         return fully_shard
 
-    def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
-        from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415  # as above
+    def check(self, model: nn.Module, settings: Settings) -> None:
+        size, replicas = settings.here.size, settings.options.get("replicate", 1)
+        check_integer("replicate", replicas, least=1)
+        if size % replicas:
+            known = " or ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+            raise ValueError(
+                f"`replicate` must divide the number of ranks, {size}, but is {replicas}: pass "
+                f"{known}"
+            )
+        if {"replicate", "mesh"} <= settings.options.keys():
+            raise ValueError(
+                "`replicate` must be left out where `mesh` is given, but both are: give the mesh "
+                "two dimensions, of replicas and of shards, or leave it out"
+            )
+        empty = [name for name, one in model.named_parameters() if one.is_meta]
+        if empty and settings.here.is_main:
+            raise ValueError(
+                f"`model` must hold weights on rank 0, but `{empty[0]}` is on the meta device "
+                f"there: build the model without torch.device('meta') on rank 0, from where the "
+                f"others get it; or, if that is too large, call fully_shard on its blocks and on "
+                f"it and to_empty(device=…), and fill it by load_weights or Checkpointer.restore"
+            )
 
-        kind = next(model.parameters()).device.type
-        if kind == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):  # torch 2.6
+    def facts(self, model: nn.Module, settings: Settings) -> Facts:
+        return named_blocks(model, settings)
+
+    def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
+        target = checked_device(self.device(settings))
+        if target.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):  # torch 2.6
             raise RuntimeError(
                 f"strategy 'fsdp' on a CPU needs a newer torch, but this is {torch.__version__}, "
                 f"whose fully_shard needs a GPU: install a newer one, or use 'ddp'"
             )
-        # fully_shard shards what each rank has; unlike DDP it does not begin from rank 0's weights.
-        broadcast_weights(model)
-        # Inside torch.compile, as PyTorch advises: names and hooks are then those of the module.
-        size, module = settings.here.size, unwrap(model)
-        mesh = init_device_mesh(kind, (size,))
-        before = [ref(parameter) for parameter in module.parameters()]
-        self.options_of()(module, **{"mesh": mesh, **settings.options})
-        refuse_old_optimizers(module, before)
+        given = settings.options.items()
+        options = {name: value for name, value in given if name not in self.own_options}
+        module = shard(model, settings, target, lambda _: options)
         module.register_forward_pre_hook(_note_guest, prepend=True)
-        module.register_forward_hook(shard_again)
-        if size > 1:
+        if settings.here.size > 1:
             module.register_forward_hook(_equal_buffers)
         return model
 
     load = staticmethod(load_sharded)
+
+
+def named_blocks(model: nn.Module, settings: Settings) -> Facts:
+    """Return what the ranks compare of the blocks of a model."""
+    found = Counter(type(block).__name__ for block in _blocks(unwrap(model), settings))
+    return {"the blocks": dict(found)}
+
+
+def shard(
+    model: nn.Module,
+    settings: Settings,
+    target: torch.device,
+    options_of: Callable[[nn.Module], dict[str, Any]],
+) -> nn.Module:
+    """Move a model to the device `target`, shard it by parts, and return the module inside.
+
+    Args:
+        model: to shard; its blocks one by one, and then the rest.
+        settings: of which `blocks` and `replicate` are used.
+        target: where it is to be.
+        options_of: returns those of ``fully_shard`` for one part.
+    """
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415  # half a second
+
+    # Inside torch.compile, as PyTorch advises: names and hooks are then those of the module.
+    module = unwrap(model)
+    mesh, blocks = _mesh(target, settings), _blocks(module, settings)
+    _tell(module, blocks, settings)
+    before = [ref(parameter) for parameter in module.parameters()]
+    made: dict[Tensor, Tensor] = {}
+    for part in (*blocks, module):  # so no device holds more than one of them whole
+        made |= place(part, target)
+        # fully_shard shards what each rank has; unlike DDP it does not begin from rank 0's.
+        broadcast_weights(part)
+        options = {"mesh": mesh, **options_of(part)}
+        if ignored := options.get("ignored_params"):
+            options["ignored_params"] = {made.get(one, one) for one in ignored}
+        fully_shard(part, **options)
+    refuse_old_optimizers(module, before)
+    module.register_forward_hook(shard_again)
+    return module
+
+
+def _blocks(module: nn.Module, settings: Settings) -> list[nn.Module]:
+    """Return what is sharded before the rest, except what is sharded already."""
+    wanted = settings.options.get("blocks")
+    found = [] if wanted is None else blocks_of(module, wanted)
+    return [block for block in found if not isinstance(block, ShardedModule)]
+
+
+def _mesh(device: torch.device, settings: Settings) -> Any:
+    """Return who shards with whom: neighbours, which are on one node, if there are replicas."""
+    from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415  # half a second
+
+    torch.zeros(1, device=device)  # PyTorch makes another current if none has been used before
+    size, replicas = settings.here.size, settings.options.get("replicate", 1)
+    if replicas == 1:
+        return init_device_mesh(device.type, (size,))
+    names = ("replicate", "shard")
+    return init_device_mesh(device.type, (replicas, size // replicas), mesh_dim_names=names)
+
+
+def _tell(module: nn.Module, blocks: list[nn.Module], settings: Settings) -> None:
+    """Say which blocks ``"auto"`` has found, or what it costs that a large model has none."""
+    name = type(module).__name__
+    if settings.options.get("blocks") == "auto":
+        kinds = Counter(type(block).__name__ for block in blocks)
+        told = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
+        text = "%s is sharded in blocks: %s, the largest with %.1f of its %.1f million parameters"
+        most = max(map(size_of, blocks), default=0)
+        _log.info(text, name, told, most / 1e6, size_of(module) / 1e6, once=True)
+    if size_of(module) <= _LARGE or any(isinstance(m, ShardedModule) for m in module.modules()):
+        return
+    if not blocks:
+        kind = getattr(settings.options.get("mp_policy"), "param_dtype", None)
+        peak = sum(p.numel() * (kind or p.dtype).itemsize for p in module.parameters())
+        _log.warning(
+            "%s is sharded at its root alone: in each step a rank holds all of its parameters at "
+            "once, %.2f GB, and their gradients as well; pass blocks='auto', or the classes of its "
+            "blocks, and a rank holds those of one block at a time",
+            *(name, peak / 1e9),
+            ranks=[0],
+            once=True,
+        )
 
 
 def _note_guest(module: nn.Module, _args: object) -> None:
@@ -116,7 +234,7 @@ def _note_guest(module: nn.Module, _args: object) -> None:
 
 
 def _equal_buffers(module: nn.Module, _args: object, _output: object) -> None:
-    """Broadcast rank 0's buffers after a training forward, as under "ddp": a forward hook."""
+    """Broadcast rank 0's buffers after a training forward: a forward hook."""
     role = role_of(module, lambda: None)  # a guest is known from the hook above
     if role == "alone" and module.training and torch.is_grad_enabled():
         uneven_shares.warn()

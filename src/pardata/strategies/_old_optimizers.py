@@ -21,9 +21,8 @@ def refuse_old_optimizers(module: nn.Module, before: list[ref[nn.Parameter]]) ->
         if lost := len(old.intersection(own)):
             raise RuntimeError(
                 f"the optimizer must have the parameters of the wrapped model, but {lost} of the "
-                f"{len(own)} in {type(one).__name__} are those that wrap_model(…, 'fsdp') has "
-                f"replaced, so that its steps would train nothing: make the optimizer after "
-                f"wrap_model"
+                f"{len(own)} in {type(one).__name__} are those that wrap_model has replaced, so "
+                f"that its steps would train nothing: make the optimizer after wrap_model"
             )
         checked.add(one)
 

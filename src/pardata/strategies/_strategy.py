@@ -1,7 +1,7 @@
 """What a strategy is: what it refuses, where it puts a model, how it wraps it, and its step."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +36,8 @@ class Strategy(ABC):
         takes_all: whether the model may be one that has nothing to train.
         takes_sharded_parts: whether parts of the model may be wrapped before it, block by block.
         takes_devices: whether the model may be spread over several.
+        places_model: whether `wrap` moves the model to its device, part by part.
+        own_options: names of options that are not for what `options_of` returns.
         cure: for ranks that differ.
         step: the class of one step of `backward`.
     """
@@ -44,7 +46,8 @@ class Strategy(ABC):
     step: type[Step] = Step
     wrapper: type | tuple[()] = ()
     is_collective = needs_group = True
-    takes_all = takes_sharded_parts = takes_devices = False
+    takes_all = takes_sharded_parts = takes_devices = places_model = False
+    own_options: Collection[str] = ()
     cure = "Build the same model, in the same order, on every rank."
 
     def check(self, model: nn.Module, settings: Settings) -> None:  # noqa: B027  # for some only

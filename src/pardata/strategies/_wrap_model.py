@@ -46,9 +46,10 @@ def wrap_model(
     and written through, and ``state_dict()`` has the names of ``unwrap(model)``. All replicas start
     from rank 0's weights. Under ``"ddp"`` buffers (batch norm's statistics) are equal after every
     training step, and a forward without gradients never communicates; under ``"fsdp"`` every
-    forward is collective, `backward` averages the buffers over the ranks (a training forward
-    outside it broadcasts rank 0's), and a model of many blocks is sharded block by block if you
-    call ``fully_shard`` on those first (from equal weights). ``"exact"`` adds the gradients of
+    forward is collective, and `backward` averages the buffers over the ranks (a training forward
+    outside it broadcasts rank 0's). There, each step gathers all parameters on each rank, unless
+    ``blocks`` says what is sharded one by one; other ranks than 0 may pass a model on the meta
+    device. ``"exact"`` adds the gradients of
     microbatches in a fixed order, each computed from the step's buffers under a seed of its own,
     with a fixed number of threads: it sets that of the process. Collective under ``"ddp"``,
     ``"fsdp"`` and ``"exact"``. The first two need `init`, also with one process.
@@ -64,14 +65,19 @@ def wrap_model(
             in a single process.
         options: for the wrapped class. ``"ddp"``: ``find_unused_parameters``, ``bucket_cap_mb``,
             ``static_graph`` and so on. ``"dp"``: ``device_ids``, ``output_device``, ``dim``.
-            ``"fsdp"``: ``mesh``, ``mp_policy`` and so on. ``"exact"``: ``threads`` (1), the same
-            at every world size. Ignored by ``"none"``, so that one call serves every world size.
+            ``"fsdp"``: ``blocks``, classes of modules or their names, or ``"auto"`` for the modules
+            of the outermost lists that hold more than a tenth of the parameters; ``replicate``,
+            how many copies of the shards there are (1); and ``fully_shard``'s own, ``mesh``,
+            ``mp_policy``, ``offload_policy`` and so on. ``"exact"``: ``threads`` (1), the same at
+            every world size. ``"none"`` ignores those of ``"ddp"``, so that one call serves every
+            world size.
 
     Raises:
         TypeError: for what is not a module, or an unknown option.
         ValueError: for an unknown strategy, and a model that is already wrapped, has nothing to
-            train, or an embedding with ``max_norm``. PyTorch itself refuses one that is not
-            initialised, or on the meta device.
+            train, or an embedding with ``max_norm``; for ``blocks`` that are not in the model or
+            share parameters with the rest, and for ``replicate`` that does not divide the number
+            of ranks. PyTorch itself refuses a model that is not initialised, or on the meta device.
         RuntimeError: where the ranks hold different models (names the first parameter that
             differs), or there is no process group.
 
@@ -91,7 +97,7 @@ def wrap_model(
         target = checked_device(chosen.device(settings))
         if chosen.needs_group:
             require_taken(target, here.backend)
-        if len(_devices(model)) < 2:
+        if len(_devices(model)) < 2 and not chosen.places_model:
             model.to(target)  # else somebody placed its parts by hand
         if not chosen.is_collective:
             return {}
@@ -103,7 +109,9 @@ def wrap_model(
         same(here, "wrap_model", checked, _check_same_models)
     chosen = named(name)
     if sync_batchnorm and here.size > 1 and chosen.is_collective:
-        model = with_synchronised_batch_norms(model)
+        spread = _devices(model)  # else it will be at its target
+        kinds = spread if len(spread) > 1 else [str(checked_device(chosen.device(settings)))]
+        model = with_synchronised_batch_norms(model, on_cpu="cpu" in kinds)
     return chosen.wrap(model, settings)
 
 
@@ -121,7 +129,8 @@ def _check(model: nn.Module, chosen: Strategy, settings: Settings) -> None:
             f"`model` must not be wrapped yet, but is or holds a wrapped module "
             f"({type(model).__name__}): {cure}"
         )
-    known = inspect.signature(chosen.options_of()).parameters.keys() - {"module"}
+    options = inspect.signature(chosen.options_of()).parameters.keys()
+    known = {*options, *chosen.own_options} - {"module"}
     for name in sorted(settings.options.keys() - known):
         raise TypeError(
             f"`options` must be ones of strategy {chosen.name!r}, but {name!r} is not; there are "

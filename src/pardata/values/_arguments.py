@@ -69,17 +69,17 @@ def check_integer(name: str, value: object, *, least: int | None = None, why: st
         raise ValueError(msg)
 
 
-def checked_timeout(timeout: Any) -> timedelta:
-    """Return how long to wait: what is given in seconds, or as a `timedelta`."""
+def checked_timeout(timeout: Any, name: str = "timeout", *, or_none: bool = False) -> timedelta:
+    """Return how long to wait: what is given in seconds, or as a `timedelta`; `or_none`: 0."""
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
         raise TypeError(
-            f"`timeout` must be seconds or a datetime.timedelta, but is {timeout!r}: pass 300, say"
+            f"`{name}` must be seconds or a datetime.timedelta, but is {timeout!r}: pass 300, say"
         )
-    if not 0 < seconds < 1e8:  # torch's stores take 0 for no end, and no more than some three years
-        raise ValueError(
-            f"`timeout` must be more than 0 seconds, up to three years, but is {seconds:g}"
-        )
+    # torch's stores take 0 for no end, and no more than some three years.
+    if not 0 < seconds < 1e8 and not (or_none and seconds == 0):
+        least = "0, which turns it off, or more seconds" if or_none else "more than 0 seconds"
+        raise ValueError(f"`{name}` must be {least}, up to three years, but is {seconds:g}")
     return timedelta(seconds=seconds)
 
 

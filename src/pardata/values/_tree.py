@@ -19,7 +19,7 @@ _Test: TypeAlias = Callable[[Any], bool] | None
 
 _MAPPINGS = (dict, Mapping)  # the first is found at once
 _SEQUENCES = (list, tuple)
-_LEAVES = {Tensor, torch.nn.Parameter, int, float, str, bool, type(None)}  # most of all
+_LEAVES = {Tensor, torch.nn.Parameter, int, float, str, bytes, bool, type(None)}  # most of all
 
 
 def is_special(part: object) -> bool:

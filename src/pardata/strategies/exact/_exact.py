@@ -15,6 +15,7 @@ from pardata.model._batch_norm import is_synchronised
 from pardata.model._buffers import broadcast
 from pardata.model._read_through import ReadThrough
 from pardata.model._unwrap import Wrapper, layers, unwrap
+from pardata.ranks._device import checked_device
 from pardata.ranks._logger import get_logger
 from pardata.step._guests import role_of
 from pardata.strategies._strategy import Settings, Strategy, broadcast_weights
@@ -44,8 +45,11 @@ class ExactModel(ReadThrough, Wrapper):
 
     def __init__(self, module: nn.Module, *, threads: int = 1) -> None:
         # Not as attributes are set, which are the module's once it is wrapped.
-        self.__dict__["exact"] = Exactness(unwrap(module), threads)
+        self.__dict__["exact"] = self._made_for(unwrap(module), threads)
         super().__init__(module)
+
+    def _made_for(self, module: nn.Module, threads: int) -> Any:
+        return Exactness(module, threads)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""
@@ -63,7 +67,8 @@ class ExactModel(ReadThrough, Wrapper):
         if metadata is not None:
             # With a prefix where this is a child of the module that is asked.
             path = (args[1] if len(args) > 1 else kwargs.get("prefix", ""))[:-1]
-            metadata[path] = {**metadata.get(path, {}), _RECORD: kernels(self)}
+            device = next(self.parameters()).device
+            metadata[path] = {**metadata.get(path, {}), _RECORD: kernels(device)}
         return state
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -79,7 +84,7 @@ class ExactModel(ReadThrough, Wrapper):
         then = facts.get(_RECORD)
         if then is None:
             return
-        now = kernels(self)
+        now = kernels(next(self.parameters()).device)
         if differ := [name for name in now if then.get(name) != now[name]]:
             told = ", ".join(f"{key} was {then.get(key)!r} and is {now[key]!r}" for key in differ)
             raise ValueError(
@@ -109,7 +114,7 @@ class ExactStrategy(Strategy):
         torch.set_num_threads(threads := settings.options.get("threads", 1))
         if refusal := refused_kernels(model, threads):
             raise refusal
-        return kernels(model)
+        return kernels(checked_device(self.device(settings)))
 
     def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
         if settings.here.size > 1:

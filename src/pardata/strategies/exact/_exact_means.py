@@ -64,8 +64,8 @@ class Means:
             now[name].copy_(start)
         return [(after - self._before).masked_fill_(same, NOTHING)]
 
-    def send(self, count: int, first: int) -> None:
-        """Begin to add up those of all ranks. Collective, as is what follows.
+    def rows(self, count: int, first: int) -> Tensor:
+        """Return the pieces here, one row each, at least one.
 
         Args:
             count: the numbers of loss and metrics.
@@ -83,25 +83,27 @@ class Means:
             if piece is not None:
                 row[:size] = piece
         rows[0, size : size + len(halves)] = halves
-        self._sum = self._exchange.start(rows)
+        return rows
 
-    def apply(self, total: int) -> Tensor:
+    def apply(self, sums: Tensor, total: int) -> Tensor:
         """Set the buffers, and return the means of loss and metrics.
 
         Args:
+            sums: of the rows of all ranks.
             total: what the microbatches of all ranks count.
         """
-        self._sum.add()
         count = len(self._counts)
         sizes = [self._told, len(self._before), count, count]
-        told, changes, high, low = self._sum.result()[: sum(sizes)].split(sizes)
+        told, changes, high, low = sums[: sum(sizes)].split(sizes)
+        means: Tensor = told / total
+        if not self._start:
+            return means
         counts = self._counts + (high.long() << 32) + low.long()
         now = self._now()
         for names, flat in ((self._real, self._before + changes / total), (self._counting, counts)):
             parts = flat.split([self._start[name].numel() for name in names])
             for name, part in zip(names, parts, strict=True):
                 now[name].copy_(part.view(now[name].shape))
-        means: Tensor = told / total
         return means
 
     def _now(self) -> dict[str, Tensor]:

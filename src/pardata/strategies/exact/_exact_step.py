@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from pardata.collective._vote import Vote
@@ -28,6 +28,7 @@ from pardata.strategies.exact._exact_sums import Sums
 from pardata.strategies.exact._hooks import Exactness
 from pardata.strategies.exact._kernels import refused_kernels
 from pardata.strategies.exact._ordered_sum import Exchange
+from pardata.strategies.exact._riders import Heard, Riders
 
 _NONE = 2**53  # the number of a microbatch that there is not
 
@@ -66,6 +67,12 @@ class ExactStep(Step):
     _asked: Vote | None = None
     _answer: _Heard | None = None
     least = 1  # if a placeholder: by what it returns a rank that has none knows the metrics
+    may_ride = True  # what is told at the end, with the gradients
+    strided = False  # whether a rank's share is every `size`-th microbatch, and no run of them
+    wrong_shares = (
+        "`batch` must hold a run of microbatches under strategy 'exact', but is strided: leave out "
+        "strided=True where it is made, or wrap with 'exact_fsdp'"
+    )
 
     def __init__(self, replica: Replica, scaler: GradScaler | None, batch: Any) -> None:
         super().__init__(replica, scaler, batch)
@@ -76,6 +83,8 @@ class ExactStep(Step):
                 f"{type(batch).__name__}: pass microbatch_size to make_loader, so that pieces are "
                 f"the same at every world size"
             )
+        if self.size == batch.size > 1 and self.strided != (batch.stride > 1):
+            raise ValueError(self.wrong_shares)
         self._exact = self.layer.exact
         # Raised within the step, so that the others hear it.
         self._refusal: Exception | None = refused_kernels(replica.model, self._exact.threads)
@@ -83,39 +92,44 @@ class ExactStep(Step):
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Run the microbatches of this rank in the block; then set what all ranks have together."""
-        if self.pieces.left_out:
-            self._refusal = self._refusal or ValueError(
-                "a microbatch must have the samples that were read for it under strategy 'exact', "
-                "whose weights are planned, but `collate_fn` has left some out: pass `count`, to "
-                "tell how many there are"
-            )
         self._begin()
         failed: Exception | None = self._refusal  # also where this rank runs nothing
-        # What a guest does to its buffers depends on who runs which microbatch: that is undone.
-        self._guests = Guests(self.layer, keeps_buffers=True)
         with AsFound(self.module), self._guests:
             self._exact.receive = self._sums.receive
             try:
                 yield
             except Exception as error:  # noqa: BLE001  # raised below: the others wait for this rank
-                failed = _of_compiler(error)
+                failed = of_compiler(error)
             finally:
                 self._exact.receive = None
             self._conclude(failed)
 
     def _begin(self) -> None:
         """Make what is added to."""
-        self._exact.hook_parameters()
+        if self.pieces.left_out:
+            self._refusal = self._refusal or ValueError(
+                "a microbatch must have the samples that were read for it under strategy 'exact', "
+                "whose weights are planned, but `collate_fn` has left some out: pass `count`, to "
+                "tell how many there are"
+            )
+        # What a guest does to its buffers depends on who runs which microbatch: that is undone.
+        self._guests = Guests(self.layer, keeps_buffers=True)
         trained = {n: p for n, p in self._exact.module.named_parameters() if p.requires_grad}
-        sums = _sums_of.get(self._exact)
-        if sums is None or not sums.are_of(trained):
-            sums = _sums_of[self._exact] = Sums(trained)
+        sums = self._sums_for(trained)
         counting = (piece.number for piece in self.pieces.own if piece.count)
         self._first = min(counting, default=_NONE)
-        exchange = Exchange(len(self.batch.counts))
+        self._exchange = exchange = Exchange(len(self.batch.counts), strided=self.strided)
         device = next(self.module.parameters()).device
         self._sums, self._means = sums, Means(self._exact.module, device, exchange, self._first)
         sums.begin_step(exchange, lambda: self._heard().may_send)
+
+    def _sums_for(self, trained: dict[str, nn.Parameter]) -> Any:
+        """Return what adds up the gradients."""
+        self._exact.hook_parameters()
+        sums = _sums_of.get(self._exact)
+        if sums is None or not sums.are_of(trained):
+            sums = _sums_of[self._exact] = Sums(trained)
+        return sums
 
     def send(self) -> None:
         """Ask all ranks, before the last backward, whether they are about to send the same."""
@@ -154,6 +168,34 @@ class ExactStep(Step):
         """Add up what all ranks have, and set it, or raise. Collective."""
         if self._answer is None and self._asked is None:
             self._ask(failed=True)
+        heard = self._agreed(failed)
+        used = self._sums.used()
+        rows = self._means.rows(len(self.tally.last()), heard.first)
+        riders = Riders(self._exchange, rows, used)
+        if self.may_ride and riders.fit():
+            self._sums.send_rest(riders.told(failed=failed is not None))
+            self._sums.finish()
+            any_failed, of_any, sums = riders.heard(self._sums.told())
+        else:
+            any_failed, of_any, sums = self._heard_apart(rows, used, failed)
+        if any_failed:
+            raise failed or _failed_elsewhere()
+        self.tally.settle(self._means.apply(sums, self.pieces.expected()))
+        self._sums.set_gradients(of_any)
+
+    def _heard_apart(self, rows: Tensor, used: list[bool], failed: Exception | None) -> Heard:
+        """Add up, and hear, what does not ride with the gradients. Collective."""
+        self._sums.send_rest()
+        sums = self._exchange.start(rows)
+        vote = Vote(world(), "backward", [failed is not None, zlib.crc32(bytes(used))])
+        sums.add()
+        self._sums.finish()
+        (_, any_failed), (least, most) = vote.result()
+        is_alike = any_failed or least == most
+        return Heard(bool(any_failed), used if is_alike else _of_any(used), sums.result())
+
+    def _agreed(self, failed: Exception | None) -> _Heard:
+        """Return what all ranks have said; raise on each of them where they do not agree."""
         heard = self._heard()
         if not heard.is_same:
             msg = (
@@ -169,16 +211,7 @@ class ExactStep(Step):
             raise failed or _failed_elsewhere()
         if not heard.is_alike:
             self.tally.raise_of_structures()
-        used = self._sums.used()
-        self._sums.send(rest=True)
-        self._means.send(len(self.tally.last()), heard.first)
-        vote = Vote(world(), "backward", [failed is not None, zlib.crc32(bytes(used))])
-        self._sums.finish()
-        (_, any_failed), (least, most) = vote.result()
-        if any_failed:
-            raise failed or _failed_elsewhere()
-        self.tally.settle(self._means.apply(self.pieces.expected()))
-        self._sums.set_gradients(used if least == most else _of_any(used))
+        return heard
 
     def _key(self) -> int:
         """Return a number that is the same on all ranks which send the same at the same step."""
@@ -202,7 +235,7 @@ def _of_any(flags: list[bool]) -> list[bool]:
     return list(map(bool, told.tolist()))
 
 
-def _of_compiler(error: Exception) -> Exception:
+def of_compiler(error: Exception) -> Exception:
     """Return an error, in other words where it is that dynamo would compile no more."""
     if type(error).__name__ != "FailOnRecompileLimitHit":  # to import it takes a second
         return error

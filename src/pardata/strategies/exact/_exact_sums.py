@@ -80,10 +80,11 @@ class Bucket:
         gradient = gradient.detach()
         return (torch.view_as_real(gradient) if self._is_complex else gradient).to(self.dtype)
 
-    def send(self) -> None:
-        """Send the pieces here. Collective."""
-        exchange = self._exchange
-        rows = exchange.rows(self.length, self.dtype, self.parameters[0].device)
+    def send(self, riders: Tensor | None = None) -> None:
+        """Send the pieces here, and `riders` behind them. Collective."""
+        exchange, behind = self._exchange, 0 if riders is None else len(riders)
+        device = self.parameters[0].device
+        rows = exchange.rows(self.length + behind, self.dtype, device)
         # A rank that has failed has other pieces, and nobody will use the sum.
         for row, piece in zip_longest(rows, self._stack.values()[: len(rows)]):
             both = list(zip(self._parts(row), piece or [None], strict=False))
@@ -93,6 +94,9 @@ class Bucket:
             if found:
                 parts, gradients = map(list, zip(*found, strict=True))
                 torch._foreach_copy_(parts, gradients)  # as optimizers do
+        rows[:, self.length :] = NOTHING
+        if riders is not None:
+            rows[0, self.length : self.length + behind] = riders
         self._stack.pieces.clear()
         self.sum = exchange.start(rows)
 
@@ -104,6 +108,10 @@ class Bucket:
         """Wait for the sums."""
         assert self.sum is not None  # noqa: S101  # it was sent
         self._sums, self.sum = self.sum.result(), None
+
+    def told(self) -> Tensor:
+        """Return the sums of the riders of all ranks."""
+        return self._sums[self.length :]
 
     def set_gradients(self, used: Iterable[bool]) -> None:
         """Set the gradients of the parameters that are used to the sums."""
@@ -156,6 +164,9 @@ class Sums:
         self._may_send, self._sent, self._added = may_send, 0, 0
         for bucket in self.buckets:
             bucket.begin_step(exchange)
+        # On a CPU the last one takes along what is known only after the backward.
+        self._early = sum(not p.is_cpu for b in self.buckets[-1:] for p in b.parameters[:1])
+        self._early += len(self.buckets[:-1])
 
     def begin(self, piece: Piece, *, last: bool) -> None:
         """Begin a microbatch, whose gradients come to `receive`; what counts 0 leaves none."""
@@ -214,16 +225,22 @@ class Sums:
         if self._is_last:
             self.send()
 
-    def send(self, *, rest: bool = False) -> None:
-        """Send what is complete, or the `rest` as well. Collective, as is what follows."""
+    def send(self) -> None:
+        """Send what is complete. Collective, as is what follows."""
         # In the same order on every rank, whichever is complete first.
+        while self._sent < self._early and self.buckets[self._sent].is_taken and self._may_send():
+            self._send_next()
+
+    def send_rest(self, riders: Tensor | None = None) -> None:
+        """Send all that is left, and `riders` with the last of it."""
         while self._sent < len(self.buckets):
-            bucket = self.buckets[self._sent]
-            if not (rest or bucket.is_taken) or not self._may_send():
-                return
-            bucket.send()
-            self._sent += 1
-            self._add_up(self._sent - _AHEAD)
+            is_last = self._sent == len(self.buckets) - 1
+            self._send_next(riders if is_last else None)
+
+    def _send_next(self, riders: Tensor | None = None) -> None:
+        self.buckets[self._sent].send(riders)
+        self._sent += 1
+        self._add_up(self._sent - _AHEAD)
 
     def _add_up(self, count: int) -> None:
         """Add so many buckets, on their owners."""
@@ -237,6 +254,10 @@ class Sums:
         self._add_up(len(self.buckets))
         for bucket in self.buckets:
             bucket.finish()
+
+    def told(self) -> Tensor:
+        """Return the sums of the riders of all ranks."""
+        return self.buckets[-1].told()
 
     def used(self) -> list[bool]:
         """Return which parameters have had a gradient here, bucket by bucket."""

@@ -1,8 +1,8 @@
 """The fixed tree in which what the microbatches of a step leave is added, whoever runs them.
 
 Its leaves are the microbatches, and its shape depends on their number alone: a node is the sum of
-its halves. So the last bit does not depend on who adds what. A rank adds what it can of its run of
-leaves, and is left with whole subtrees, its pieces; between ranks those are added in the same tree.
+its halves. So the last bit does not depend on who adds what. A rank adds what it can of its share
+of leaves, and is left with whole subtrees, its pieces; between ranks those are added in the tree.
 """
 
 from collections.abc import Callable, Iterable
@@ -34,7 +34,7 @@ class Stack(Generic[_T]):
 
     def push(self, span: Span, value: _T | None) -> None:
         """Add what follows on the right; nothing changes no bit of what it is added to."""
-        while self.pieces and (self.pieces[-1][0][0], span[1]) in self._nodes:
+        while self.pieces and self._is_node(*self.pieces[-1][0], *span):
             (low, _), left = self.pieces.pop()
             span = low, span[1]
             if value is None or left is None:
@@ -42,6 +42,9 @@ class Stack(Generic[_T]):
             else:
                 value = self._add(left, value)
         self.pieces.append((span, value))
+
+    def _is_node(self, low: int, middle: int, start: int, high: int) -> bool:
+        return middle == start and (low, high) in self._nodes
 
     def values(self) -> list[_T | None]:
         """Return the sums alone."""
@@ -62,14 +65,14 @@ def _nodes(count: int) -> frozenset[Span]:
 
 
 @lru_cache
-def pieces_of(count: int, size: int) -> tuple[tuple[Span, ...], ...]:
+def pieces_of(count: int, size: int, *, strided: bool = False) -> tuple[tuple[Span, ...], ...]:
     """Return, for each of `size` ranks, the pieces that it is left with.
 
     >>> pieces_of(6, 2), pieces_of(4, 3)
     ((((0, 3),), ((3, 6),)), (((0, 2),), ((2, 3),), ((3, 4),)))
     """
-    runs = (share(count, rank, size) for rank in range(size))
-    return tuple(tuple(_merged(count, ((n, n + 1) for n in run))) for run in runs)
+    shares = (share(count, rank, size, strided=strided) for rank in range(size))
+    return tuple(tuple(_merged(count, ((n, n + 1) for n in own))) for own in shares)
 
 
 def _merged(count: int, spans: Iterable[Span]) -> list[Span]:

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from pardata.model._before import walked
+
 
 class Exactness:
     """What a step asks of an exact model: its options and its gradients.
@@ -29,7 +31,7 @@ class Exactness:
 
     def hook_parameters(self) -> None:
         """Hook every parameter that is not yet, frozen ones too: they may be trained later."""
-        for parameter in self.module.parameters():
+        for parameter in walked(self.module)[1]:
             can_be_trained = parameter.is_floating_point() or parameter.is_complex()
             if can_be_trained and parameter not in self._hooked and not parameter.is_inference():
                 trained = parameter.requires_grad

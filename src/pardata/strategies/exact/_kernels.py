@@ -1,10 +1,11 @@
 """What decides the last bit of a kernel's result, and what must not."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
 
+from pardata.model._before import walked
 from pardata.model._unwrap import unwrap
 from pardata.ranks._device import properties_of
 from pardata.strategies.exact._arithmetic import probe
@@ -13,9 +14,9 @@ from pardata.strategies.exact._arithmetic import probe
 _TIMED = "max_autotune", "max_autotune_gemm", "max_autotune_pointwise", "coordinate_descent_tuning"
 
 
-def kernels(model: nn.Module) -> dict[str, object]:
+def kernels(device: torch.device) -> dict[str, object]:
     """Return what decides the last bit of a kernel's result, except its input."""
-    device, cpu = next(model.parameters()).device, torch.backends.cpu.get_cpu_capability()
+    cpu = torch.backends.cpu.get_cpu_capability()
     return {
         "the number of threads": torch.get_num_threads(),
         "torch": str(torch.__version__),  # a class of its own, which compares in its own way
@@ -32,21 +33,23 @@ def refused_kernels(model: nn.Module, threads: int) -> RuntimeError | None:
     uncompiled what it has not met: on each rank other sizes. That is for the whole process, as an
     evaluation counts as well.
     """
-    if any("dynamo_ctx" in part.__dict__ for part in model.modules()):
+    parts, parameters = walked(model)
+    if any("dynamo_ctx" in part.__dict__ for part in parts):
         config = torch._dynamo.config  # noqa: SLF001  # torch has no public name
         new, old = "fail_on_recompile_limit_hit", "fail_on_cache_limit_hit"  # that of torch 2.6
         setattr(config, new if hasattr(config, new) else old, True)
-    texts = (*_wrong_settings(model, threads), *_wrong_compilations(model))
+    texts = (*_wrong_settings(parameters, threads), *_wrong_compilations(parts))
     return RuntimeError(f"under strategy 'exact' {texts[0]}") if texts else None
 
 
-def _wrong_settings(model: nn.Module, threads: int) -> Iterator[str]:
+def _wrong_settings(parameters: Iterable[nn.Parameter], threads: int) -> Iterator[str]:
     """Yield what lets kernels be chosen by their speed, or in other ways that no probe sees."""
     if torch.backends.cudnn.benchmark:
         yield "torch.backends.cudnn.benchmark must be False, but is True: set it to False"
     is_on = torch.are_deterministic_algorithms_enabled()
     only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    if (only_warns or not is_on) and not all(parameter.is_cpu for parameter in model.parameters()):
+    on_cpu = all(one.is_cpu or one.is_meta for one in parameters)
+    if (only_warns or not is_on) and not on_cpu:
         yield (
             f"a GPU must have deterministic algorithms, but they are "
             f"{'only warned of (warn_only=True)' if is_on else 'off'}: call "
@@ -59,9 +62,9 @@ def _wrong_settings(model: nn.Module, threads: int) -> Iterator[str]:
         )
 
 
-def _wrong_compilations(model: nn.Module) -> Iterator[str]:
+def _wrong_compilations(parts: Iterable[nn.Module]) -> Iterator[str]:
     """Yield how a part of the model was compiled so that others may get other kernels."""
-    for part in model.modules():
+    for part in parts:
         context = part.__dict__.get("dynamo_ctx")
         options = getattr(context, "compiler_config", None) or {}
         timed = [name for name in _TIMED if options.get(name) and not options.get("deterministic")]

@@ -1,5 +1,7 @@
 """A sum over ranks in the order of the fixed tree."""
 
+from collections.abc import Iterable
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -7,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pardata.ranks._world import world
-from pardata.strategies.exact._fixed_tree import Stack, pieces_of
+from pardata.strategies.exact._fixed_tree import Span, Stack, pieces_of
 
 # The second is the name until torch 2.14, where it warns.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -24,15 +26,16 @@ class Exchange:
 
     Attributes:
         own: how many pieces this rank has of each vector.
+        first: the place of the first of them among those of all ranks, in rank order.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, strided: bool = False) -> None:
         here = world()
         self.count, self.size = count, here.size
-        pieces = pieces_of(count, here.size)
+        pieces = pieces_of(count, here.size, strided=strided)
         self.spans = [span for own in pieces for span in own]
         self.counts = [len(own) for own in pieces]
-        self.own = self.counts[here.rank]
+        self.own, self.first = self.counts[here.rank], sum(self.counts[: here.rank])
         self.is_plain = here.size == 2 and max(self.counts) == 1
 
     def rows(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -44,6 +47,10 @@ class Exchange:
         rows = torch.empty(max(1, self.own), padded, dtype=dtype, device=device)
         rows[:, length:] = NOTHING
         return rows
+
+    def in_order(self, pieces: Iterable[Tensor]) -> list[tuple[Span, Tensor]]:
+        """Return the pieces of all ranks, which come in rank order, in the order of the tree."""
+        return sorted(zip(self.spans, pieces, strict=True), key=itemgetter(0))
 
     def start(self, rows: Tensor) -> "OrderedSum":
         """Begin to add up such rows, which are written to. Collective."""
@@ -80,7 +87,7 @@ class OrderedSum:
             return
         self._work.wait()
         stack = Stack[Tensor](how.count, Tensor.add_)
-        for span, part in zip(how.spans, self._received, strict=True):
+        for span, part in how.in_order(self._received):
             stack.push(span, part)
         ((_, own),) = stack.pieces
         assert own is not None  # noqa: S101  # there is at least one microbatch

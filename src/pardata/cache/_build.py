@@ -1,0 +1,172 @@
+"""Building a cache: several processes decode, one writes, and it appears as a whole."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from pardata.cache._cache_files import FILES, SOURCE, Files, record_of
+from pardata.cache._column import ColumnWriter, Shapes
+from pardata.cache._original import CHUNK, Fields, bytes_of, check_alike, read_sample
+from pardata.data._whole_batches import on_cpu
+from pardata.output._progress import progress
+from pardata.ranks._logger import get_logger
+from pardata.values._arguments import make_folder
+
+_log = get_logger(__name__)
+
+_LOCK = "pardata-lock"
+_BUILDING = "pardata-building"
+_CHUNK_BYTES = 2**24  # of samples that a worker decodes at once
+
+# Of one part of several samples: the bytes of all values, and the shape in each sample.
+_Packed: TypeAlias = tuple[bytes, Shapes]
+
+
+def ensure(dataset: Any, files: Files, source: dict[str, Any], workers: int) -> None:
+    """Build the cache of this source unless it is there."""
+    place = files.folder.parent
+    unfinished = place / _BUILDING
+    # Without the lock, for which the directory must be writable, unless there is something to do.
+    if files.are_there() and not (unfinished.exists() and os.access(place, os.W_OK)):
+        return
+    with _locked(place), on_cpu():
+        shutil.rmtree(unfinished, ignore_errors=True)  # what a killed process left
+        if files.are_there():  # another process may just have built it
+            return
+        _say_why(files, source)
+        try:
+            unfinished.mkdir()
+            shapes = _write(dataset, files, unfinished, workers)
+            _publish(unfinished, files.folder, {**source, "shapes": shapes})
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)  # nothing, once it is published
+
+
+def _say_why(files: Files, source: dict[str, Any]) -> None:
+    """Log why there is something to do."""
+    place = files.folder.parent
+    if files.folder.exists():
+        _log.warning("building the cache in %s because it is damaged", place)
+        return
+    why = "there is none"
+    for other in place.glob(f"{FILES}*"):
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            before = files._replace(folder=other).facts()
+            changed = [name for name in source if before[name] != source[name]]
+            why = f"the {' and the '.join(changed or ['shapes or dtypes'])} changed"
+    _log.info("building the cache in %s because %s", place, why)
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Let one process at a time build here; the lock goes with the process that holds it."""
+    make_folder(directory)
+    with (directory / _LOCK).open("a") as file:
+        # Not on Windows, where ranks are still one at a time, and file systems without locks.
+        with suppress(ImportError, OSError):
+            import fcntl  # noqa: PLC0415  # Windows has none
+
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                _log.info("waiting for another process that builds the cache in %s", directory)
+                fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+class _Parts(Dataset[dict[str, Tensor]]):
+    """The samples as they are stored, decoded here or in a worker."""
+
+    def __init__(self, dataset: Any, fields: Fields) -> None:
+        self._dataset, self._fields = dataset, fields
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        _, parts = read_sample(self._dataset, index)
+        check_alike(parts, self._fields, index)
+        return parts
+
+
+def _packed(samples: list[dict[str, Tensor]]) -> list[_Packed]:
+    """Return what is written of several samples, in the order of the paths of their parts.
+
+    Bytes, and no tensors: those would take shared memory, of which a container may have little.
+    """
+    columns = [[sample[path] for sample in samples] for path in sorted(samples[0])]
+    return [(b"".join(map(bytes_of, parts)), [part.shape for part in parts]) for parts in columns]
+
+
+def _write(dataset: Any, files: Files, folder: Path, workers: int) -> dict[str, Any]:
+    """Write the parts of all samples; return the shape of each part, or None if it differs."""
+    size = sum(field.nbytes for field in files.fields.values())
+    chunk = min(CHUNK, max(1, _CHUNK_BYTES // max(1, size)))
+    parts = _Parts(dataset, files.fields)
+    chunks = DataLoader(parts, chunk, num_workers=workers, collate_fn=_packed)
+    with ExitStack() as stack:
+        paths = files.paths(folder)
+        columns = [stack.enter_context(ColumnWriter(file)) for file in paths.values()]
+        written = _written(chunks, columns, files.length)
+        description = f"caching {type(dataset).__name__}"
+        for _ in progress(written, description, total=files.length, batch_size=1):
+            pass
+        shapes = {path: column.finish() for path, column in zip(paths, columns, strict=True)}
+    if ragged := [path for path, shape in shapes.items() if shape is None]:
+        _log.info("a batch has a list of each part whose shape differs: %s", ", ".join(ragged))
+    return shapes
+
+
+def _written(
+    chunks: DataLoader[dict[str, Tensor]], columns: list[ColumnWriter], length: int
+) -> Iterator[int]:
+    """Write what comes of all samples; yield something for each."""
+    try:
+        for number, packed in enumerate(chunks):
+            for column, part in zip(columns, packed, strict=True):
+                column.add(*part)
+            if number == 0:
+                _reserve(columns, length)
+            yield from range(len(packed[0][1]))
+    except Exception as error:
+        if chunks.num_workers == 0:
+            raise
+        # Its frames, which tell nothing of the sample, would keep the workers alive.
+        raise error.with_traceback(None) from error.__cause__
+
+
+def _reserve(columns: list[ColumnWriter], length: int) -> None:
+    """Take the disk for parts of one shape, so that a full one is an error now, not in hours.
+
+    Raises:
+        OSError: where they do not fit; says how much they take.
+    """
+    sizes = [column.expected(length) for column in columns]
+    try:
+        for column, size in zip(columns, sizes, strict=True):
+            column.reserve(size)
+    except OSError as error:
+        text = f"{error.strerror}, and the cache takes at least {sum(sizes):,} bytes"
+        raise OSError(error.errno, text, error.filename) from error
+
+
+def _publish(unfinished: Path, final: Path, facts: dict[str, Any]) -> None:
+    """Make what was built the cache, in one step, and remove what was there before."""
+    # Written before anything of the old cache goes: the disk may be full now.
+    facts["files"] = {path.name: record_of(path) for path in sorted(unfinished.iterdir())}
+    (unfinished / SOURCE).write_text(json.dumps(facts, indent=1))
+    for path in unfinished.iterdir():
+        with path.open("r+b") as file:
+            os.fsync(file.fileno())
+    shutil.rmtree(final, ignore_errors=True)  # of the same source, but damaged
+    unfinished.rename(final)
+    for older in final.parent.glob(FILES + "*"):
+        if older != final:
+            shutil.rmtree(older, ignore_errors=True)  # who reads it has it mapped

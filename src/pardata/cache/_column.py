@@ -1,0 +1,140 @@
+"""A column: one part of all samples, in a file; in another the shapes, if they differ."""
+
+import math
+import mmap
+import os
+import warnings
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from pardata.data._batch_parts import Ragged
+from pardata.data._whole_batches import rows_of
+
+Shapes: TypeAlias = Sequence[Sequence[int]]  # of one part, in each of several samples
+
+
+class Column(NamedTuple):
+    """One part of all samples, in tensors over its files, whose pages all processes share.
+
+    Writing to them would end the process: hand out copies only.
+
+    Attributes:
+        values: a row for each sample; or, where shapes differ, all values one after another.
+        places: where shapes differ: a row for each sample, its shape and then its first value.
+    """
+
+    values: Tensor
+    places: Tensor | None
+
+    @classmethod
+    def of(cls, path: Path, dtype: torch.dtype, length: int, shape: list[int] | None) -> Self:
+        """Return what is in the files: of this `shape`, or of other shapes in each sample."""
+        values = _mapped(path, dtype)
+        if shape is not None:
+            return cls(values.view(length, *shape), None)
+        return cls(values, _mapped(_places_of(path), torch.int64).view(length, -1))
+
+    def part(self, index: int) -> Tensor:
+        """Return the part of one sample."""
+        if self.places is None:
+            return self.values[index].clone()
+        return self._cut(self.places[index].tolist())
+
+    def rows(self, indices: Tensor) -> Tensor | Ragged:
+        """Return the parts of several samples."""
+        if self.places is None:
+            return rows_of(self.values, indices)
+        return Ragged(map(self._cut, rows_of(self.places, indices).tolist()))
+
+    def _cut(self, place: list[int]) -> Tensor:
+        *shape, first = place
+        return self.values[first : first + math.prod(shape)].view(shape).clone()
+
+
+class ColumnWriter:
+    """One part of all samples, written as they come; a context, at whose end the files close."""
+
+    def __init__(self, path: Path) -> None:
+        # Not kept back: an error comes where it is written.
+        self._values, self._places = path.open("wb", 0), _places_of(path).open("wb", 0)
+        self._count = self._first = 0  # of samples, of values
+        self._shape: Sequence[int] | None = ()  # of all samples so far; None if it differs
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._values.close()
+        self._places.close()
+
+    def add(self, values: bytes, shapes: Shapes) -> None:
+        """Write the values of the next samples, which have these shapes."""
+        if self._count == 0:
+            self._shape = shapes[0]
+        if any(shape != self._shape for shape in shapes):
+            self._shape = None
+        places = array("q")
+        for shape in shapes:
+            places.extend((*shape, self._first))
+            self._first += math.prod(shape)
+        self._count += len(shapes)
+        _put(values, self._values)
+        _put(places.tobytes(), self._places)
+
+    def expected(self, length: int) -> int:
+        """Return how many bytes so many samples take, if all have one shape; else 0."""
+        return 0 if self._shape is None else self._values.tell() // self._count * length
+
+    def reserve(self, size: int) -> None:
+        """Take so much of the disk.
+
+        Raises:
+            OSError: where there is not so much.
+        """
+        try:
+            if size and hasattr(os, "posix_fallocate"):  # not on macOS and Windows
+                os.posix_fallocate(self._values.fileno(), 0, size)
+        except OSError as error:
+            raise _at(self._values, error) from error
+
+    def finish(self) -> Sequence[int] | None:
+        """Return the shape that all samples have, of which the places tell nothing; or None."""
+        self._values.truncate()  # where more was reserved
+        if self._shape is not None:
+            Path(self._places.name).unlink()
+        return self._shape
+
+
+def _put(values: bytes, file: Any) -> None:
+    rest = memoryview(values)
+    try:
+        while rest:  # the last bytes of a disk are written before it is full
+            rest = rest[file.write(rest) :]
+    except OSError as error:
+        raise _at(file, error) from error
+
+
+def _at(file: Any, error: OSError) -> OSError:
+    """Return the error with the name of the file, which it lacks."""
+    return OSError(error.errno, error.strerror, file.name)
+
+
+def _places_of(path: Path) -> Path:
+    return path.with_suffix(".places.bin")
+
+
+def _mapped(path: Path, dtype: torch.dtype) -> Tensor:
+    if not path.stat().st_size:  # an empty file cannot be mapped
+        return torch.empty(0, dtype=dtype, device="cpu")
+    with path.open("rb") as file:
+        # A private mapping could be written to, but Linux refuses one larger than the memory.
+        pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's, that it knows no read-only tensors
+        return torch.frombuffer(pages, dtype=dtype)

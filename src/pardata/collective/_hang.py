@@ -1,0 +1,168 @@
+"""One hang, as all ranks tell of it on the store: where each is, and one table in the log.
+
+Each rank makes so many requests, at any number of ranks; one rank, which tells, reads what all say.
+"""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from threading import Event
+
+import torch.distributed as dist
+
+from pardata.collective._whereabouts import Whereabouts, folded, headline, stacks, table, whole
+from pardata.messages._store import texts_of
+from pardata.ranks._device import flight_recorder
+from pardata.ranks._logger import get_logger
+from pardata.ranks._machine import state_of
+
+_log = get_logger(__name__)
+
+_GRACE = 0.5  # seconds in which a rank that runs does what it is asked for
+_MOST = 4  # stacks in the log; the file has all
+_LEFT = '["", 0]'  # of a rank that has no process
+
+
+@dataclass
+class Seat:
+    """Which rank takes part, and by what: the watch's own part of the store.
+
+    Attributes:
+        tick: the seconds after which each rank that runs has looked.
+        ended: whether this rank leaves.
+    """
+
+    store: dist.Store
+    rank: int
+    size: int
+    tick: float
+    ended: Event
+
+    def sign(self, *, is_here: bool) -> None:
+        """Leave for the others which process this is, or that it has left."""
+        known = json.dumps([socket.gethostname(), os.getpid()]) if is_here else _LEFT
+        self.store.set(f"process/{self.rank}", known)
+
+
+class Hang:
+    """The hang of a number, which may be still to come.
+
+    Attributes:
+        is_told: whether this rank has said where it is.
+        is_one: whether it is a hang, or ranks wait for long work.
+    """
+
+    def __init__(self, seat: Seat, number: int) -> None:
+        self.number, self.is_told, self.is_one = number, False, False
+        self._seat, self._logs = seat, False
+        self._store = dist.PrefixStore(str(number), seat.store)
+
+    def has_news(self) -> bool:
+        """Return whether a rank has begun it; once it is told, whether it is over."""
+        there: bool = self._store.check(["over" if self.is_told else "began"])
+        return there
+
+    def begin(self) -> bool:
+        """Begin it; return whether no other rank has."""
+        return self._is_first("began")
+
+    def end(self, seconds: float) -> None:
+        """Say that it is over, as the rank that has begun it."""
+        self._store.set("over", f"{seconds:.0f}")
+
+    def seconds(self) -> int:
+        """Return how long it has taken, once it is over; who has told of it logs that."""
+        found = int(self._store.get("over"))
+        if self._logs:
+            _log.warning("the run goes on after %d s", found, ranks=[self._seat.rank])
+        return found
+
+    def tell(self, own: Whereabouts) -> None:
+        """Say where this rank is, and see to it that one rank logs where all are."""
+        seat, store = self._seat, self._store
+        seat.store.set(f"at/{seat.rank}", json.dumps(asdict(own)))
+        store.add("came", 1)
+        self.is_told = True
+        if seat.rank == 0:
+            self._until(lambda: store.add("came", 0) >= seat.size, seat.tick + _GRACE)
+        elif self._until(self._is_logged, seat.tick + 2 * _GRACE):
+            return self._look_for_silent()
+        if self._is_first("logs"):  # rank 0, or one that has waited for it in vain
+            return self._log_all()
+        if self._until(self._is_logged, 2 * _GRACE):
+            self._look_for_silent()
+        return None
+
+    def _is_logged(self) -> bool:
+        there: bool = self._store.check(["silent"])
+        return there
+
+    def _log_all(self) -> None:
+        seat, self._logs = self._seat, True
+        texts = texts_of(seat.store, [f"at/{rank}" for rank in range(seat.size)])
+        told = {rank: Whereabouts.of(json.loads(text)) for rank, text in enumerate(texts) if text}
+        found = {rank: one for rank, one in told.items() if one.hang == self.number}
+        silent = [rank for rank in range(seat.size) if rank not in found]
+        head, self.is_one = headline(found, silent)
+        self._store.set("silent", json.dumps([silent, self.is_one]))
+        lines = [head, *table(found, self._states(silent))]
+        if self.is_one:
+            file = _written(f"hang-{self.number}.txt", [*lines, *stacks(found, whole)])
+            several = stacks(found, folded)
+            lines += several[:_MOST]
+            lines += [f"and {len(several) - _MOST} stacks more"] if len(several) > _MOST else []
+            lines += [f"the whole stacks are in {file}"] if file else []
+            lines += [text] if (text := flight_recorder()) else []
+        _log.warning("\n".join(lines), ranks=[seat.rank])
+
+    def _states(self, silent: list[int]) -> dict[int, str]:
+        """Return what is known of ranks that do not answer."""
+        if not silent:
+            return {}
+        self._look_for_silent()
+        keys = [f"seen/{rank}" for rank in silent]
+        self._until(lambda: self._store.check(keys), _GRACE)
+        seen = zip(silent, texts_of(self._store, keys), strict=True)
+        return {rank: text or "does not answer, nor does any of its host" for rank, text in seen}
+
+    def _look_for_silent(self) -> None:
+        """Say what ranks of this host do that do not answer, and which have left."""
+        silent, self.is_one = json.loads(self._store.get("silent"))
+        if not silent:
+            return
+        known = texts_of(self._seat.store, [f"process/{rank}" for rank in silent])
+        for rank, text in zip(silent, known, strict=True):
+            host, pid = json.loads(text or _LEFT)
+            if host == socket.gethostname():
+                state = f"does not answer: its process {pid} on {host} {state_of(pid)}"
+                self._store.set(f"seen/{rank}", state)
+            elif not host:
+                self._store.set(f"seen/{rank}", "has left the group")
+
+    def _is_first(self, key: str) -> bool:
+        own = str(self._seat.rank)
+        return self._store.compare_set(key, "", own).decode() == own
+
+    def _until(self, holds: Callable[[], bool], seconds: float) -> bool:
+        """Wait until something holds; return whether it does in time."""
+        ended, end = self._seat.ended, time.monotonic() + seconds
+        while not (found := holds()) and time.monotonic() < end:
+            if ended.wait(self._seat.tick / 10):
+                raise RuntimeError  # this rank leaves
+        return found
+
+
+def _written(name: str, lines: list[str]) -> Path | None:
+    """Write a file where torchrun looks for errors; return it if there is such a place."""
+    if not (beside := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+        return None
+    file = Path(beside).parent / name
+    try:
+        file.write_text("\n".join(lines) + "\n")
+    except OSError:
+        return None
+    return file

@@ -1,0 +1,105 @@
+"""A thread of each rank that looks for hangs: it sleeps, and looks once in a tick.
+
+A rank that waits for long says so on the store, where all look. Then each says where it is, and one
+logs a table (`Hang`). Nothing is stopped.
+"""
+
+import atexit
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from weakref import ref
+
+import torch.distributed as dist
+
+from pardata.collective._hang import Hang, Seat
+from pardata.collective._whereabouts import whereabouts
+from pardata.messages._doing import Note, doing
+from pardata.messages._store import SERVER, Channel, answered, apart, bounded
+from pardata.ranks._logger import get_logger
+
+_log = get_logger(__name__)
+
+_TICK = 1.5  # seconds, at most
+_LATE = 5.0  # seconds by which a look is late only if the process was stopped
+
+
+class Watch:
+    """Watches the thread that makes it until `end`, or until its group ends.
+
+    Args:
+        line: of the group.
+        after: the seconds after which a rank that waits says so.
+    """
+
+    def __init__(self, line: Channel, after: float) -> None:
+        self._after, self._most = after, line.timeout.total_seconds() / 2
+        self._looked, self._awake = time.monotonic(), 0.0
+        self._group, self._pid = ref(dist.group.WORLD), os.getpid()
+        store = answered(line.timeout, lambda: apart(line, "watch"))
+        tick = min(_TICK, after / 4)
+        self._seat = Seat(store, line.rank, line.size, tick, threading.Event())
+        self._hang = Hang(self._seat, 1)
+        self._began: Note | None = None  # the wait by which this rank has begun the hang
+        doing.begin()
+        self._watched = doing.thread
+        self._thread = threading.Thread(target=self._run, name="pardata: watch", daemon=True)
+        self._thread.start()
+        atexit.register(self.end)
+
+    def end(self) -> None:
+        """End, except in a forked child, which has no such thread."""
+        atexit.unregister(self.end)
+        if os.getpid() == self._pid:
+            doing.thread = 0
+            self._seat.ended.set()
+            self._thread.join(_LATE)
+
+    def _run(self) -> None:
+        with suppress(RuntimeError):  # of a store that is gone, which the ranks see themselves
+            self._seat.sign(is_here=True)
+            while not self._seat.ended.wait(self._pause()) and self._has_group() and self._look():
+                pass
+            self._seat.sign(is_here=False)
+
+    def _has_group(self) -> bool:
+        return dist.group.WORLD is not None and dist.group.WORLD is self._group()
+
+    def _pause(self) -> float:
+        left = self._after - self._waited(doing.now)
+        return min(left, self._seat.tick) if left > 0 else self._seat.tick
+
+    def _waited(self, note: Note) -> float:
+        """Return for how many seconds this rank has been in one call, or step."""
+        call, since, _, step = note
+        return time.monotonic() - max(since, self._awake) if call or step is not None else 0.0
+
+    def _look(self) -> bool:
+        """Look whether this rank waits for long, or another says so; return whether to go on."""
+        hang, note, now = self._hang, doing.now, time.monotonic()
+        frame = sys._current_frames().get(self._watched)  # noqa: SLF001  # its only name
+        if frame is None:
+            return False
+        if now - self._looked > self._seat.tick + _LATE:
+            self._awake = now
+        self._looked = now
+        if self._began is not None and note is not self._began:
+            hang.end(note[1] - self._began[1])
+            self._began = None
+        found = bounded(max(self._after, _LATE), hang.has_news)
+        if not found:
+            where = whereabouts(hang.number, note, frame).text
+            _log.warning("%s does not answer; this rank %s", SERVER, where)
+        if found not in ([False], [True]):
+            return False
+        if hang.is_told and found[0]:
+            seconds, self._hang = hang.seconds(), Hang(self._seat, hang.number + 1)
+            if hang.is_one:  # which may be what each step takes
+                self._after = max(self._after, min(2.0 * seconds, self._most))
+        elif not hang.is_told and (found[0] or self._waited(note) >= self._after):
+            if not found[0] and hang.begin():
+                self._began = note
+            hang.tell(whereabouts(hang.number, note, frame))
+        return True

@@ -1,0 +1,146 @@
+"""Where the ranks are when a run does not go on: what each says of itself, and one table of all."""
+
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import groupby
+from time import monotonic
+from types import FrameType
+from typing import Any, TypeAlias, TypeVar
+
+from pardata.messages._call_site import Call, calls_of, own_call, standing
+from pardata.messages._doing import Note
+from pardata.messages._table import ranks_text
+from pardata.messages._turn import leading
+
+_K = TypeVar("_K", bound=Hashable)
+
+_PLURAL = {"is": "are", "waits": "wait", "reads": "read", "works": "work", "compiles": "compile"}
+
+
+@dataclass
+class Whereabouts:
+    """Where a rank is, as plain data that fits in JSON.
+
+    Attributes:
+        hang: in which one it says so: they are numbered.
+        kind: "waits" for the others, "leads" while they wait, "compiles", or "" for anything else.
+        text: what it does, and at which line.
+        call: of pardata, that it is in, or leads.
+        step: of a loader, that it is in.
+        seconds: since it has got on.
+        stack: the calls that its thread is in, outermost first.
+    """
+
+    hang: int
+    kind: str
+    text: str
+    call: str
+    step: str
+    seconds: float
+    stack: list[Call]
+
+    @classmethod
+    def of(cls, told: dict[str, Any]) -> "Whereabouts":
+        """Return what another rank has told in JSON."""
+        return cls(**{**told, "stack": [Call(*call) for call in told["stack"]]})
+
+
+Found: TypeAlias = Mapping[int, Whereabouts]  # by ranks
+
+
+def whereabouts(hang: int, note: Note, frame: FrameType) -> Whereabouts:
+    """Say where this rank is, from its note and the innermost frame of the thread that trains."""
+    call, since, tell, step = note
+    calls = calls_of(frame)
+    own = own_call(calls)
+    # Else pardata has called code of the user's, which is at work.
+    is_inside = any(one.whose == "pardata" for one in calls[own:])
+    kind, does = "", "is"
+    if any(one.whose == "torch" and _compiles(one) for one in calls):
+        kind = does = "compiles"
+    elif leading.call:
+        kind, call = "leads", leading.call
+        does = f"works in {call}"
+    elif tell is not None:
+        does = "waits for its loader"
+        with suppress(Exception):  # what it looks at is changing
+            does = tell(frame) or does
+    elif call:
+        kind = "waits" if is_inside else ""
+        does = f"{kind or 'is'} in {call}"
+    text = f"{does} at {calls[own].place if is_inside else standing(calls)}"
+    of_step = (
+        f"{'after ' * (tell is not None)}step {step.number} of epoch {step.epoch}" if step else ""
+    )
+    return Whereabouts(hang, kind, text, call, of_step, monotonic() - since, calls)
+
+
+def _compiles(call: Call) -> bool:
+    """Return whether torch.compile is at work, and not what it has made."""
+    return "/convert_frame.py:" in call.place or call.function.startswith("compile_fx")
+
+
+def headline(found: Found, silent: Collection[int]) -> tuple[str, bool]:
+    """Return who waits for whom, and whether that is a hang."""
+    waits = [rank for rank in found if found[rank].kind == "waits"]
+    others = sorted([*silent, *(rank for rank in found if rank not in waits)])
+    kinds = {found[rank].kind if rank in found else "silent" for rank in others}
+    places = {(found[rank].call, found[rank].step) for rank in waits}
+    # Of `rank_zero_call` who waits also says the function.
+    led = tuple(one.call for one in found.values() if one.kind == "leads")
+    seconds = f"{max(found[rank].seconds for rank in waits or found):.0f} s so far"
+    has_reason = all(call.startswith(led or call) for call, _ in places)
+    if others and kinds <= {"leads", "compiles"} and has_reason:
+        return f"no hang, but long work on {ranks_text(others)}, {seconds}:", False
+    who = "a step does not end"
+    if waits and others:
+        who = f"{ranks_text(waits)} wait{'s' * (len(waits) == 1)} for {ranks_text(others)}"
+    elif waits:
+        who = f"all ranks wait in {'the same call' if len(places) == 1 else 'different calls'}"
+    return f"{who}, {seconds}; nothing is stopped:", True
+
+
+def table(found: Found, silent: Mapping[int, str]) -> list[str]:
+    """Return a line for each set of ranks that are at the same place, and for who is silent."""
+    lines = [(rank, f"  rank {rank} {text}") for rank, text in silent.items()]
+    for ranks in _alike(found, lambda one: (one.text, one.step)):
+        first = found[ranks[0]]
+        verb, _, rest = first.text.partition(" ")
+        verb = _PLURAL.get(verb, verb) if len(ranks) > 1 else verb
+        seconds = f"{max(found[rank].seconds for rank in ranks):.0f} s"
+        more = ", ".join(filter(None, [first.step, seconds]))
+        text = f"{rest[:-1]}; {more})" if rest.endswith(")") else f"{rest} ({more})"
+        lines.append((ranks[0], f"  {ranks_text(ranks)} {verb} {text}"))
+    return [line for _, line in sorted(lines)]
+
+
+def stacks(found: Found, fold: Callable[[list[Call]], list[str]]) -> list[str]:
+    """Return the stacks, once for each set of ranks that have the same."""
+    return [
+        "\n".join([f"{ranks_text(ranks)}:", *fold(found[ranks[0]].stack)])
+        for ranks in _alike(found, lambda one: tuple(fold(one.stack)))
+    ]
+
+
+def folded(stack: list[Call]) -> list[str]:
+    """Return a stack in lines, one for what is of one library, except for the innermost call."""
+    lines: list[str] = []
+    for whose, calls in groupby(stack[:-1], lambda call: call.whose):
+        many = list(calls)
+        count = f"  … {len(many)} frame{'s' * (len(many) > 1)} of {whose}"
+        lines += [count] if whose else whole(many)
+    return lines + whole(stack[-1:])
+
+
+def whole(stack: list[Call]) -> list[str]:
+    """Return a stack in lines."""
+    return [f"  {call.place} in {call.function}" for call in stack]
+
+
+def _alike(found: Found, key: Callable[[Whereabouts], _K]) -> Iterator[list[int]]:
+    """Yield the ranks by what their `key` is."""
+    sets: dict[_K, list[int]] = {}
+    for rank, one in found.items():
+        sets.setdefault(key(one), []).append(rank)
+    yield from sets.values()

@@ -1,0 +1,128 @@
+"""The blocks of a model: its modules that repeat, such as the layers of a transformer."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+from torch import Tensor, nn
+
+from pardata.model._unwrap import layers
+from pardata.values._arguments import kind_of, meant
+
+Kind: TypeAlias = type[nn.Module] | str
+Blocks: TypeAlias = Kind | Sequence[Kind]
+
+_PART = 0.1  # of the parameters: what a list holds more than, if its modules are blocks
+
+
+def blocks_of(module: nn.Module, blocks: Blocks) -> list[nn.Module]:
+    """Return the blocks of a module, inner ones before those that hold them.
+
+    Args:
+        module: which is not wrapped.
+        blocks: classes of modules, or their names; or ``"auto"``: the modules of the outermost
+            lists that hold more than a tenth of the parameters each. A list is an
+            ``nn.ModuleList``, or an ``nn.Sequential`` if there is no such ``nn.ModuleList``.
+
+    Raises:
+        TypeError: for what is neither.
+        ValueError: where nothing is found, and for a parameter that is in a block and outside.
+    """
+    found = list(_listed(module) if blocks == "auto" else _named(module, blocks))
+    _check_shared(module, found)
+    depths = {one: name.count(".") for name, one in module.named_modules()}
+    return sorted(dict.fromkeys(found), key=lambda one: -depths[one])
+
+
+def size_of(module: nn.Module) -> int:
+    """Return how many elements the parameters of a module have."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _listed(module: nn.Module) -> list[nn.Module]:
+    """Return the modules of the lists that hold many parameters."""
+    for kind in (nn.ModuleList, nn.Sequential):
+        lists = [one for one in _outermost(module, kind) if size_of(one) > _PART * size_of(module)]
+        if found := [part for one in lists for part in _parts(one)]:
+            return found
+    raise ValueError(
+        f"`blocks` must name the classes of {type(module).__name__}'s blocks, because it has no "
+        f"nn.ModuleList and no nn.Sequential with more than a tenth of its parameters, but is "
+        f"'auto': there are {_classes(module)}; or leave `blocks` out"
+    )
+
+
+def _outermost(module: nn.Module, kind: type[nn.Module]) -> Iterator[nn.Module]:
+    if isinstance(module, kind):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost(child, kind)
+
+
+def _parts(one: nn.Module) -> Iterator[nn.Module]:
+    """Yield what a list holds that has a forward, and parameters."""
+    for part in one.children():
+        if type(part).forward is nn.Module.forward:  # a list of lists
+            yield from _parts(part)
+        elif size_of(part):
+            yield layers(part)[-1]  # inside torch.compile
+
+
+def _named(module: nn.Module, blocks: Blocks) -> Iterator[nn.Module]:
+    """Yield the modules of the classes that are given."""
+    kinds = [blocks] if isinstance(blocks, type | str) else blocks
+    if not (isinstance(kinds, Sequence) and kinds and all(map(_is_kind, kinds))):
+        given = kind_of(blocks) if isinstance(blocks, nn.Module) else repr(blocks)
+        raise TypeError(
+            f"`blocks` must be 'auto', or classes of modules or their names, but is {given}: pass "
+            f"one or several of {_classes(module)}"
+        )
+    inner = [one for one in module.modules() if one is not module and size_of(one)]
+    for kind in kinds:
+        named = kind if isinstance(kind, str) else kind.__name__
+        found = [
+            one
+            for one in inner
+            if (type(one).__name__ == kind if isinstance(kind, str) else isinstance(one, kind))
+            and type(one).forward is not nn.Module.forward
+        ]
+        if not found:
+            known = [type(one).__name__ for one in inner]
+            raise ValueError(
+                f"`blocks` must be classes of modules in {type(module).__name__} that have a "
+                f"forward and parameters, but it has none of {named!r}{meant(named, known)}: there "
+                f"are {_classes(module)}"
+            )
+        yield from found
+
+
+def _is_kind(kind: object) -> bool:
+    return isinstance(kind, str) or (isinstance(kind, type) and issubclass(kind, nn.Module))
+
+
+def _classes(module: nn.Module) -> str:
+    """Return the names of the classes that can be blocks, and how many modules each has."""
+    parts = [one for one in module.modules() if one is not module and size_of(one)]
+    names = Counter(
+        type(one).__name__ for one in parts if type(one).forward is not nn.Module.forward
+    )
+    return ", ".join(f"{name} ({number})" for name, number in names.most_common()) or "none"
+
+
+def _check_shared(module: nn.Module, found: list[nn.Module]) -> None:
+    """Refuse a parameter that is in a block and outside: there would be two of it."""
+    holders: dict[Tensor, dict[str, nn.Module]] = {}
+    for name, one in module.named_modules():
+        for own, parameter in one.named_parameters(recurse=False):
+            holders.setdefault(parameter, {})[f"{name}.{own}".lstrip(".")] = one
+    shared = {parameter: names for parameter, names in holders.items() if len(names) > 1}
+    for block in found if shared else []:
+        inside = set(block.modules())
+        for names in shared.values():
+            if 0 < sum(one in inside for one in names.values()) < len(names):
+                raise ValueError(
+                    f"`blocks` must not share parameters with the rest of the model, but "
+                    f"{' and '.join(map(repr, names))} are one, and a {type(block).__name__} holds "
+                    f"only some of these: pass classes that hold all, or leave `blocks` out"
+                )

@@ -1,0 +1,168 @@
+"""The site as a reader sees it: built, looked at in a real browser, and searched.
+
+The photographs go to the test's temporary folder. `-m soak` takes all of them: each page, wide and
+on a phone, light and dark, down to its end.
+"""
+
+import json
+import re
+import sys
+from importlib.util import find_spec
+
+import pytest
+from browser import chromium, tab
+from places import DOCS
+from processes import run
+
+soak = pytest.mark.soak
+pytestmark = pytest.mark.skipif(
+    not all(map(find_spec, ("sphinx", "furo", "myst_parser", "sphinx_copybutton"))),
+    reason="builds the documentation: needs `pip install torch-pardata[docs]`",
+)
+needs_chromium = pytest.mark.skipif(
+    chromium() is None, reason="looks at pages in Chromium, which is not installed"
+)
+
+WIDE, PHONE = (1400, 900), (400, 800)
+VIEWS = [(*WIDE, "light"), (*WIDE, "dark"), (*PHONE, "light"), (*PHONE, "dark")]
+BACKGROUND = {"light": range(200, 256), "dark": range(60)}  # of red, green and blue
+LONGEST = 12_000  # pixels: a taller photograph is no use to anybody
+
+# What a page must not have, as the reader's browser sees it.
+LOOK = """({
+    sideways: document.documentElement.scrollWidth - innerWidth,
+    broken: [...document.images].filter(i => !i.complete || !i.naturalWidth).map(i => i.src),
+    cut: [...document.querySelectorAll("[role=main] table")]
+        .filter(t => t.getBoundingClientRect().right > innerWidth + 1)
+        .filter(t => !["auto", "scroll"].includes(getComputedStyle(t.parentElement).overflowX))
+        .map(t => t.innerText.slice(0, 40)),
+    background: getComputedStyle(document.body).backgroundColor,
+    height: document.documentElement.scrollHeight,
+})"""
+TROUBLE = ("Network.loadingFailed", "Runtime.exceptionThrown", "Log.entryAdded")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder of the site. A warning of Sphinx is an error."""
+    folder = tmp_path_factory.mktemp("site")
+    options = ["-W", "--keep-going", "--quiet", "-b", "html", "-d", folder / "doctrees"]
+    run(sys.executable, "-m", "sphinx", *options, DOCS, folder / "html")
+    return folder / "html"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with tab(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+def wrong_with(seen, scheme):
+    """Say what a reader would complain of."""
+    colors = map(int, re.findall(r"\d+", seen["background"])[:3])
+    if not all(color in BACKGROUND[scheme] for color in colors):
+        yield f"a background of {seen['background']}"
+    if seen["sideways"] > 0:
+        yield f"it is {seen['sideways']} pixels wider than the window"
+    yield from (f"a broken picture: {source}" for source in seen["broken"])
+    yield from (f"a table that is cut: {text}" for text in seen["cut"])
+
+
+@needs_chromium
+@pytest.mark.parametrize(
+    "views", [pytest.param(VIEWS, marks=soak, id="all"), pytest.param(VIEWS[::3], id="two")]
+)
+def test_every_page_can_be_read_wide_and_on_a_phone_light_and_dark(views, site, browser, tmp_path):
+    complaints, pages = [], sorted(site.glob("*.html"))
+    assert len(pages) >= len(list(DOCS.glob("*.md")))
+    for page in pages:
+        browser.open(page.as_uri())
+        events = browser.events("Network.requestWillBeSent", *TROUBLE)
+        asked = [event["request"]["url"] for event in events if "request" in event]
+        complaints += [(page.name, event) for event in events if "request" not in event]
+        complaints += [(page.name, url) for url in asked if not url.startswith(("file:", "data:"))]
+        for width, height, scheme in views:
+            browser.show(width, height, scheme)
+            seen = browser.ask(LOOK)
+            view = f"{page.stem}-{width}-{scheme}"
+            complaints += [(view, complaint) for complaint in wrong_with(seen, scheme)]
+            if len(views) == len(VIEWS):
+                browser.photograph(tmp_path / f"{view}.png", min(seen["height"], LONGEST))
+    assert complaints == []
+
+
+@needs_chromium
+def test_a_bad_page_is_found(browser, tmp_path):
+    page = tmp_path / "bad.html"
+    page.write_text(
+        "<body style='background: #777'><img src=none.png><div role=main><div>"
+        "<table style='width: 900px'><td>wide</table></div></div>"
+    )
+    browser.open(page.as_uri())
+    assert len(browser.events(*TROUBLE)) >= 1
+    browser.show(*PHONE, "dark")
+    complaints = "; ".join(wrong_with(browser.ask(LOOK), "dark"))
+    assert re.fullmatch(
+        "a background of .*; it is .* wider.*; a broken picture: .*none.png; a table .*: wide",
+        complaints,
+    )
+
+
+@needs_chromium
+def test_the_readmes_table_is_a_list_on_a_phone(site, browser):
+    browser.open((site / "index.html").as_uri())
+    browser.show(*PHONE, "light")
+    cells = "[...document.querySelectorAll('#what-it-does table:first-of-type td')]"
+    edges = browser.ask(f"{cells}.map(cell => cell.getBoundingClientRect().right)")
+    assert len(edges) > 40
+    assert max(edges) <= PHONE[0]
+
+
+# -------------------------------------------------------------------------------- search
+
+# What people look for, and a page that must be among the first results.
+SOUGHT = {
+    "exact": "exact",
+    "HSDP": "works-with",
+    "Windows": "works-with",
+    "wandb": "howto-trackers",
+    "MLflow": "howto-trackers",
+    "torchft": "comparison",
+}
+FIRST = 5
+
+
+@pytest.mark.parametrize(("word", "page"), SOUGHT.items())
+def test_the_index_of_the_search_has_what_people_look_for(word, page, site):
+    from sphinx.search.en import SearchEnglish
+
+    text = (site / "searchindex.js").read_text(encoding="utf-8")
+    index = json.loads(text[text.index("(") + 1 : text.rindex(")")])
+    term = SearchEnglish({}).stem(word.lower())
+    found = [index[kind].get(term, []) for kind in ("terms", "titleterms")]
+    numbers = [n for each in found for n in (each if isinstance(each, list) else [each])]
+    assert page in [index["docnames"][number] for number in numbers]
+
+
+@needs_chromium
+@pytest.mark.parametrize(("word", "page"), SOUGHT.items())
+def test_the_search_lists_it_among_the_first(word, page, site, browser):
+    browser.open(f"{(site / 'search.html').as_uri()}?q={word}")
+    links = """new Promise(done => {
+        const look = () => {
+            const said = document.querySelector(".search-summary")?.innerText;
+            if (!/found|did not match/.test(said)) return setTimeout(look, 20);
+            done([...document.querySelectorAll("#search-results li a")].map(link => link.href));
+        };
+        look();
+    })"""
+    found = [address.rpartition("/")[2].partition(".html")[0] for address in browser.ask(links)]
+    assert page in list(dict.fromkeys(found))[:FIRST]
+
+
+def test_the_style_of_a_section_is_that_of_a_section_on_a_page(site):
+    style = (site / "_static" / "pardata.css").read_text(encoding="utf-8")
+    named = set(re.findall(r"#([a-z][\w-]*-[\w-]+|[a-z]{3,})(?=[\s,):])", style))
+    assert len(named) > 10
+    there = "".join(page.read_text(encoding="utf-8") for page in site.glob("*.html"))
+    assert {name for name in named if f'<section id="{name}"' not in there} == set()

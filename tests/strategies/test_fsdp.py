@@ -1,0 +1,290 @@
+"""Strategy "fsdp" in one call: block by block, in replicas of shards, from rank 0's weights."""
+
+import logging
+import re
+import weakref
+
+import pytest
+import torch
+from logged import log_of
+from on_ranks import caught, run
+from sharding import needs_fsdp, whole
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import TensorDataset
+
+from pardata import (
+    backward,
+    check_in_sync,
+    fingerprint,
+    load_weights,
+    make_loader,
+    world,
+    wrap_model,
+)
+from pardata.model._unwrap import ShardedModule
+from pardata.strategies import _fsdp
+from pardata.strategies._blocks import blocks_of
+
+pytestmark = needs_fsdp
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(width, width), nn.Tanh())
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+class Net(nn.Module):
+    """Blocks between two layers with one weight, and a buffer that is in no state dict."""
+
+    def __init__(self, width=8, blocks=3):
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.last = nn.Linear(width, width)
+        self.last.weight = self.first.weight
+        self.register_buffer("scale", torch.rand(width), persistent=False)
+
+    def forward(self, x):
+        x = self.first(x) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def seeded(seed=0, **sizes):
+    torch.manual_seed(seed)
+    return Net(**sizes).double()
+
+
+def mean_loss(model, batch):
+    return model(batch[0]).square().mean()
+
+
+def train(model):
+    """Return the losses, of shares that differ, and the gradients and weights at the end."""
+    rows = torch.randn(26, 8, generator=torch.Generator().manual_seed(1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for batch in make_loader(TensorDataset(rows), 10, microbatch_size=2, drop_last=False):
+        optimizer.zero_grad()
+        losses.append(backward(model, mean_loss, batch))
+        optimizer.step()
+    check_in_sync(model)
+    gradients = [whole(p.grad) for p in model.parameters()]
+    return torch.stack(losses), *gradients, *(whole(p.detach()) for p in model.parameters())
+
+
+def trained(strategy, options):
+    return train(wrap_model(seeded(), strategy, **options))
+
+
+def alike(found, expected):
+    pairs = zip(found, expected, strict=True)
+    return all(torch.allclose(one, other, rtol=1e-12, atol=1e-12) for one, other in pairs)
+
+
+# --- block by block
+
+
+def sharded_parts(blocks):
+    with log_of("pardata", logging.INFO) as log:
+        for _ in range(2):
+            model = wrap_model(seeded(), "fsdp", blocks=blocks)
+    parts = [name for name, part in model.named_modules() if isinstance(part, ShardedModule)]
+    return parts, [line for line in log.lines if "blocks" in line]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "parts"),
+    [
+        (None, []),
+        ("auto", ["blocks.0", "blocks.1", "blocks.2"]),
+        (Block, ["blocks.0", "blocks.1", "blocks.2"]),
+        ("Block", ["blocks.0", "blocks.1", "blocks.2"]),
+        ([Block, "Sequential"], [f"blocks.{n}{end}" for n in range(3) for end in ("", ".inner")]),
+    ],
+    ids=str,
+)
+def test_blocks_are_sharded_before_the_root_and_auto_says_once_which(blocks, parts):
+    text = "Net is sharded in blocks: 3 Block, the largest with 0.0 of its 0.0 million parameters"
+    told = run(sharded_parts, blocks, world_size=2)
+    assert told == [
+        (["", *parts], [f"[0/2] {text}"] if blocks == "auto" and rank == 0 else [])
+        for rank in range(2)
+    ]
+
+
+def listed(*modules):
+    return nn.ModuleList(modules)
+
+
+def test_auto_takes_the_modules_of_the_outermost_lists_that_hold_a_tenth():
+    net = nn.Module()
+    net.many = listed(Block(8), listed(Block(8), nn.ReLU()), nn.Sequential(*listed(Block(8))))
+    net.few = listed(nn.Linear(4, 4))
+    net.rest = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    many = net.many
+    # Inner ones first: sharding goes from the inside to the outside.
+    assert blocks_of(net, "auto") == [many[1][0], many[0], many[2]]
+    del net.many  # a list with a tenth is left
+    assert blocks_of(net, "auto") == [net.few[0]]
+    del net.few
+    assert blocks_of(net, "auto") == [*net.rest]
+    compiled = torch.compile(Block(8), backend="eager")
+    assert blocks_of(nn.Sequential(compiled), "auto") == [compiled._orig_mod]
+
+
+def by_hand_and_named():
+    from torch.distributed.fsdp import fully_shard
+
+    net = seeded()
+    fully_shard(net.blocks[1])
+    return train(wrap_model(net, "fsdp", blocks="auto"))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_gradient_is_that_of_ddp_in_blocks_and_in_replicas(size):
+    expected = run(trained, "ddp", {}, world_size=size)[0]
+    replicas = [n for n in (2, 4) if size % n == 0]
+    ways = [{"blocks": "auto"}, *({"blocks": Block, "replicate": n} for n in replicas)]
+    if size == 4:
+        ways.append({"replicate": 2})
+    for options in ways:
+        for found in run(trained, "fsdp", options, world_size=size):
+            assert alike(found, expected), options
+    for found in run(by_hand_and_named, world_size=size):
+        assert alike(found, expected)
+
+
+def layout(replicate):
+    model = wrap_model(seeded(), "fsdp", replicate=replicate, blocks="auto")
+    meshes = {str(p.device_mesh.mesh.tolist()) for p in model.parameters()}
+    return meshes, {str(p.placements) for p in model.parameters()}
+
+
+def test_neighbours_share_one_replica():
+    two = {"[[0, 1], [2, 3]]"}, {"(Replicate(), Shard(dim=0))"}
+    assert run(layout, 2, world_size=4) == [two] * 4
+    assert run(layout, 1, world_size=4) == [({"[0, 1, 2, 3]"}, {"(Shard(dim=0),)"})] * 4
+
+
+def warned(largest, options):
+    _fsdp._LARGE = largest
+    try:
+        with log_of("pardata") as log:
+            for _ in range(2):
+                wrap_model(Net(width=2_000, blocks=4), "fsdp", **options)
+    finally:
+        _fsdp._LARGE = 10**8
+    return [line for line in log.lines if "root" in line]
+
+
+def test_a_large_model_that_is_sharded_at_its_root_alone_is_warned_of_with_its_peak():
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    text = (
+        "[0/2] Net is sharded at its root alone: in each step a rank holds all of its parameters "
+        "at once, {} GB, and their gradients as well; pass blocks='auto', or the classes of its "
+        "blocks, and a rank holds those of one block at a time"
+    )
+    half = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+    for most, options, lines in [
+        (2.1e7, {}, []),
+        (2e7, {}, [text.format("0.08")]),
+        (2e7, half, [text.format("0.04")]),
+        (2e7, {"blocks": "auto"}, []),
+    ]:
+        assert run(warned, most, options, world_size=2) == [lines, []]
+
+
+# --- from rank 0's weights alone
+
+
+class Peak(TorchDispatchMode):
+    """Counts the bytes that tensors hold at once, as far as they are made within."""
+
+    def __init__(self):
+        super().__init__()
+        self.most = self._now = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        made = op(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if is_real(t)}
+        for storage in {t.untyped_storage() for t in tree_leaves(made) if is_real(t)}:
+            if storage._cdata not in given:
+                self._add(storage.nbytes())
+                weakref.finalize(storage, self._add, -storage.nbytes())
+        return made
+
+    def _add(self, size):
+        self._now += size
+        self.most = max(self.most, self._now)
+
+
+def is_real(value):
+    return isinstance(value, torch.Tensor) and not value.is_meta
+
+
+def wrapped_from_meta(**options):
+    """Wrap a model with weights on rank 0 alone; return it, its bytes and how many were made."""
+    with torch.device("cpu" if world().is_main else "meta"):
+        net = seeded(width=64, blocks=16)
+    size = sum(p.nbytes for p in net.parameters())
+    with Peak() as peak:
+        model = wrap_model(net, "fsdp", **options)
+    return model, size, peak.most
+
+
+def filled_from_rank_0():
+    model, size, most = wrapped_from_meta(blocks="auto", replicate=world().size // 4 or 1)
+    _, _, of_whole = wrapped_from_meta()
+    check_in_sync(model)
+    same = model.first.weight is model.last.weight
+    return fingerprint(model), same, most / size, of_whole / size
+
+
+def test_the_weights_of_rank_0_fill_models_on_the_meta_device_block_by_block():
+    for found, is_shared, part, of_whole in run(filled_from_rank_0, world_size=4):
+        assert found == fingerprint(seeded(width=64, blocks=16))
+        assert is_shared
+        assert part < 0.6
+        assert of_whole > 1
+
+
+def trained_from_meta():
+    with torch.device("cpu" if world().is_main else "meta"):
+        net = seeded()
+    return train(wrap_model(net, "fsdp", blocks="auto"))
+
+
+def test_what_was_filled_trains():
+    expected = run(trained, "ddp", {}, world_size=2)[0]
+    assert all(alike(found, expected) for found in run(trained_from_meta, world_size=2))
+
+
+def filled_from_a_state(state):
+    """Do what the error of a model says that is on the meta device everywhere."""
+    from torch.distributed.fsdp import fully_shard
+
+    with torch.device("meta"):
+        net = seeded()
+    raised = caught(wrap_model, net, "fsdp")
+    for block in net.blocks:
+        fully_shard(block)
+    fully_shard(net).to_empty(device="cpu")
+    net.scale.copy_(seeded().scale)  # of which no state dict knows
+    load_weights(net, state)
+    return str(raised), train(net)
+
+
+def test_a_model_on_the_meta_device_everywhere_is_refused_with_a_cure_that_works():
+    expected = run(trained, "ddp", {}, world_size=2)[0]
+    for raised, found in run(filled_from_a_state, seeded().state_dict(), world_size=2):
+        assert re.search("must hold weights on rank 0, but `first.weight` is on the meta", raised)
+        assert alike(found, expected)

@@ -1,0 +1,70 @@
+"""What ranks tell each other behind the gradients of an exact step: nothing of it is rounded."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pardata.strategies.exact import _ordered_sum
+from pardata.strategies.exact._fixed_tree import Stack
+from pardata.strategies.exact._ordered_sum import Exchange
+from pardata.strategies.exact._riders import Riders
+
+special = st.sampled_from([0.0, -0.0, math.inf, -math.inf, math.nan, 5e-324, 1e308, 1 + 2**-52])
+numbers = st.one_of(special, st.floats())
+
+
+def exchange_of(count, rank, size):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_ordered_sum, "world", lambda: SimpleNamespace(rank=rank, size=size))
+        return Exchange(count)
+
+
+def heard_by_all(pieces, size, used, failed):
+    """Tell as each rank does, add, and return what all hear: `pieces` are those of all ranks."""
+    hows = [exchange_of(len(pieces), rank, size) for rank in range(size)]
+    rows = [[[piece] for piece in pieces_of(how, pieces)] or [[0.0]] for how in hows]
+    told_by = zip(hows, rows, used, strict=True)
+    riders = [Riders(how, torch.tensor(own, dtype=torch.float64), u) for how, own, u in told_by]
+    told = [each.told(failed=r in failed) for r, each in enumerate(riders)]
+    return riders[0].heard(torch.stack(told).sum(0))
+
+
+def pieces_of(how, leaves):
+    """Return what a rank has added up of the leaves of its spans."""
+    return [folded(leaves, span) for span in how.spans[how.first : how.first + how.own]]
+
+
+def folded(leaves, span=None):
+    low, high = span or (0, len(leaves))
+    stack = Stack(len(leaves), lambda left, right: left + right)
+    for number in range(low, high):
+        stack.push((number, number + 1), torch.tensor(leaves[number], dtype=torch.float64))
+    ((_, total),) = stack.pieces
+    return total.item()
+
+
+@given(st.lists(numbers, min_size=4, max_size=20), st.integers(2, 4), st.data())
+def test_all_hear_who_failed_what_was_used_and_the_bits_of_the_tree(leaves, size, data):
+    flags = st.lists(st.booleans(), min_size=3, max_size=3)
+    used = [data.draw(flags) for _ in range(size)]
+    failed = data.draw(st.sets(st.integers(0, size - 1)))
+    heard = heard_by_all(leaves, size, used, failed)
+    assert heard.has_failed == bool(failed)
+    assert heard.used == [any(column) for column in zip(*used, strict=True)]
+    expected = torch.tensor([folded(leaves)], dtype=torch.float64)
+    same = heard.sums.view(torch.int64) == expected.view(torch.int64)
+    # Which of two NaN is the sum of both, processors may decide.
+    assert same.all() or bool(heard.sums.isnan().all() and expected.isnan().all())
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "width", "fits"),
+    [(8, 1, 1, False), (8, 2, 1, True), (1, 2, 1, True), (2, 3, 1, False), (8, 4, 5000, False)],
+)
+def test_they_ride_where_they_are_few_and_all_ranks_send(count, size, width, fits):
+    how = exchange_of(count, 0, size)
+    assert Riders(how, torch.zeros(1, width, dtype=torch.float64), [True]).fit() == fits

@@ -1,6 +1,7 @@
 """The random numbers of samples and microbatches: seeded, put back, or forbidden."""
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -32,10 +33,14 @@ class Seeds(NamedTuple):
         if not self.reproducible:
             return nullcontext()
         if self.microbatches:
-            place = step.epoch, step.number, microbatch
-            seed = mix(self.seed, *place, *user.encode())
+            seed = mix(self.seed, step.epoch, step.number, microbatch, _number_of(user))
             if device is not None:
                 return generators.forked_seed(seed, device)
             generators.seed_generators(seed)
             return nullcontext()
         return generators.no_draws(user, device)
+
+
+@cache
+def _number_of(user: str) -> int:
+    return mix(*user.encode())

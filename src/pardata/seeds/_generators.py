@@ -69,6 +69,7 @@ class _NumPy:
 
     def __init__(self, numpy: Any) -> None:
         self._random = numpy.random
+        self._get_bits = getattr(self._random, "get_bit_generator", lambda: None)  # NumPy 1.24
         self._bits: Any = self  # which bit generator was looked at: none yet
         self._memory: list[Any] = []
 
@@ -76,32 +77,31 @@ class _NumPy:
         try:
             self._random.seed(number % 2**32)
         except TypeError:  # it seeds an MT19937 alone, and the user has set another kind
-            self._random.set_bit_generator(type(self._look())(number))
+            bits: Any = self._get_bits()
+            self._random.set_bit_generator(type(bits)(number))
 
     def state(self) -> tuple[Any, ...]:
-        bits = self._look()
+        if (bits := self._get_bits()) is not self._bits:
+            self._look_at(bits)
         if not self._memory:
             return bits, pickle.dumps(self._random.get_state(legacy=False))
-        return bits, *(part.raw for part in self._memory)
+        words, second = self._memory
+        return bits, words.raw, second.raw
 
     def restore(self, state: tuple[Any, ...]) -> None:
-        bits, *saved = state
-        if bits is not self._look():
+        if (bits := state[0]) is not self._get_bits():
             self._random.set_bit_generator(bits)
-            self._look()
-        if not self._memory:
-            self._random.set_state(pickle.loads(saved[0]))  # noqa: S301  # it was dumped here
-            return
-        with bits.lock:  # another thread may draw
-            for part, own in zip(self._memory, saved, strict=True):
-                part.raw = own
-
-    def _look(self) -> Any:
-        """Return the bit generator. If it is another one, find its state in memory."""
-        bits = getattr(self._random, "get_bit_generator", lambda: None)()  # from NumPy 1.24 on
         if bits is not self._bits:
-            self._bits, self._memory = bits, [] if bits is None else self._found(bits)
-        return bits
+            self._look_at(bits)
+        if not self._memory:
+            self._random.set_state(pickle.loads(state[1]))  # noqa: S301  # it was dumped here
+            return
+        words, second = self._memory
+        with bits.lock:  # another thread may draw
+            words.raw, second.raw = state[1:]
+
+    def _look_at(self, bits: Any) -> None:
+        self._bits, self._memory = bits, [] if bits is None else self._found(bits)
 
     def _found(self, bits: Any) -> list[Any]:
         own, like = self._random.standard_normal.__self__, self._random.RandomState(0)

@@ -1,8 +1,10 @@
 """make_loader: its arguments, and what a bad one gets, on every rank."""
 
 import gc
+import inspect
 import multiprocessing
 import sys
+from dataclasses import fields
 from functools import partial
 
 import pytest
@@ -22,6 +24,7 @@ from torch.utils.data import (
 )
 
 from pardata import Loader, backward, make_loader, wrap_model
+from pardata.data._settings import Arguments, Settings, WorkerOptions
 
 
 class WhoAmI(Numbers):
@@ -33,6 +36,21 @@ class WhoAmI(Numbers):
 
 def batches(*args, **options):
     return [batch.tolist() for batch in make_loader(*args, **{"num_workers": 0, **options})]
+
+
+# --- the arguments as they are kept ---
+
+
+def _types(annotations):
+    return {name: str(told).replace("typing.Any", "object") for name, told in annotations}
+
+
+def test_what_the_user_wrote_is_kept_by_the_parameters_of_make_loader_and_their_types():
+    parameters = inspect.signature(make_loader).parameters.items()
+    kept = [(field.name, field.type) for field in fields(Arguments)]
+    assert _types(kept) == _types((name, one.annotation) for name, one in parameters)
+    found = [str(field.type) for kind in (Arguments, Settings) for field in fields(kind)]
+    assert "Any" not in "".join(found) + str(WorkerOptions.__annotations__)
 
 
 # --- datasets ---

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from data_zoo import Buffer, Drawing, Numbers, joined, loader_of, rows, states, steps
+from data_zoo import Buffer, Drawing, Numbers, flat, joined, loader_of, rows, states, steps
 from on_ranks import caught, run
 from torch.utils.data import (
     ConcatDataset,
@@ -18,6 +18,7 @@ from torch.utils.data import (
 )
 
 from pardata import make_loader, seed_everything
+from pardata.seeds._mix import mix, mixed
 
 
 class DrawingSometimes(Drawing):
@@ -131,6 +132,59 @@ def test_a_sample_that_a_sampler_repeats_is_augmented_anew_and_the_same_everywhe
         rest = joined([[_flat(step) for step, _ in found] for found in ranks])
         after = 0 if begun is None else begun + 1
         assert rest == [_flat(step) for step, _ in whole[after:]]
+
+
+# --- which generators it draws from: looked at in the first batch, and watched from there on ---
+
+
+class Late(Numbers):
+    """Draws at some samples only, and raises if these numbers are not those of their seeds."""
+
+    def __init__(self, since, seeds=None):
+        super().__init__(13)
+        self.since, self.seeds = since, seeds
+
+    def __getitem__(self, index):
+        number = super().__getitem__(index)
+        if index < self.since:
+            return float(number)
+        drawn = random.random()
+        if self.seeds is not None and drawn != random.Random(self.seeds[index]).random():
+            raise ValueError("drawn from the run's own numbers")
+        return number + drawn
+
+
+FIRST = 2  # the first sample is read twice more, to see whether it is reproducible
+
+
+def test_what_draws_in_the_first_batch_is_read_once():
+    data = Late(0)
+    whole = epochs_of(data, 1)
+    assert data.read == 13 + FIRST
+    assert whole == epochs_of(data, 1)
+
+
+@pytest.mark.parametrize("since", [5, 12])
+def test_a_batch_in_which_a_generator_is_first_used_is_read_again_and_only_that(since):
+    data = Late(since)
+    (late,) = epochs_of(data, 1)
+    assert data.read == 13 + FIRST + (4 if since == 5 else 1)
+    (always,) = epochs_of(Late(0), 1)
+    assert flat(late)[since:] == flat(always)[since:]
+    assert flat(late)[:since] == [*range(since)]
+
+
+def test_an_error_that_comes_of_numbers_that_nobody_seeded_is_none():
+    data = Late(6, mixed(mix(1, 0), range(13)))
+    before = states()
+    (found,) = epochs_of(data, 1)
+    assert found == epochs_of(Late(6), 1)[0]
+    assert states() == before
+
+
+def test_an_error_of_a_sample_comes_once_all_that_it_draws_from_is_seeded():
+    raised = caught(epochs_of, Late(6, [0] * 13), 1)
+    assert "sample 6 could not be read on rank 0: ValueError: drawn from" in str(raised)
 
 
 # --- the training process ---

@@ -1,6 +1,7 @@
 """make_loader: agrees on its arguments with the other ranks, and builds a Loader."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from multiprocessing.context import BaseContext
 from typing import Any, Literal
@@ -9,16 +10,16 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from pardata.data._loader import Loader, Parts
-from pardata.data._loader_arguments import Arguments, agreed
+from pardata.data._loader_arguments import agreed
 from pardata.data._order import Requests
 from pardata.data._placement import Placement
 from pardata.data._position import Recipe
 from pardata.data._reader import Collation, Reader
 from pardata.data._sample_seeds import Seeds
+from pardata.data._settings import Arguments, Settings
 from pardata.data._stream import Stream
 from pardata.data._streamed import Streamed
 from pardata.data._workers import Source
-from pardata.ranks._device import has_streams
 from pardata.seeds._default_seeds import default_seed, take_number
 from pardata.values._arguments import suggesting
 
@@ -130,57 +131,53 @@ def make_loader(
     >>> [batch.tolist() for (batch,) in make_loader(data, batch_size=2)]
     [[0, 1], [2, 3], [4]]
     """
-    args = agreed(**locals())
-    loader = Loader(args.plan, _parts(args), partial(_with_seed, args))
-    if args.initial_seed is not None:
-        take_number(torch.initial_seed(), args.number, loader)
+    settings = agreed(Arguments(**locals()))
+    loader = Loader(settings.plan, _parts(settings), partial(_with_seed, settings))
+    if settings.numbered is not None:
+        take_number(torch.initial_seed(), settings.numbered[1], loader)
     return loader
 
 
-def _parts(args: Arguments) -> Parts:
+def _parts(settings: Settings) -> Parts:
     """Return what the arguments, which have been checked and agreed on, describe."""
-    ranks, plan = args.ranks, args.plan
-    seeds = Seeds(args.seed, args.reproducible, args.microbatch_size is not None)
-    collation = Collation(args.collate_fn, seeds, args.here.rank)
-    loader_pins, we_pin = _who_pins(args)
-    workers = {"pin_memory": loader_pins, **args.workers}
+    given, ranks, plan, workers = settings.given, settings.ranks, settings.plan, settings.workers
+    seeds = Seeds(settings.seed, given.reproducible, given.microbatch_size is not None)
+    collation = Collation(given.collate_fn, seeds, settings.here.rank)
     source: Source
-    if isinstance(args.dataset, IterableDataset):
-        stream = Stream(args.dataset, collation, plan, sharded=args.sharded)
-        source = Streamed(stream, None, ranks, **workers)
+    if isinstance(given.dataset, IterableDataset):
+        stream = Stream(given.dataset, collation, plan, sharded=given.sharded)
+        source = Streamed(stream, None, ranks, workers)
     else:
-        sampler = args.sampler if args.batch_sampler is None else args.batch_sampler
-        to_workers = args.num_workers > 0
-        requests = Requests(plan, ranks, args.seed, args.shuffle, sampler, to_workers)
-        source = Source(Reader(args.dataset, collation), requests, ranks, **workers)
-    placement = Placement(args.device, args.batch_transform, seeds, args.prefetch, we_pin)
-    return _recipe(args), source, placement
+        sampler = given.sampler if given.batch_sampler is None else given.batch_sampler
+        to_workers = workers["num_workers"] > 0
+        requests = Requests(plan, ranks, settings.seed, given.shuffle, sampler, to_workers)
+        source = Source(Reader(given.dataset, collation), requests, ranks, workers)
+    places = settings.device, given.batch_transform, seeds, given.prefetch, settings.pins
+    return _recipe(settings), source, Placement(*places)
 
 
-def _with_seed(args: Arguments, seed: object) -> Parts | None:
+def _with_seed(settings: Settings, seed: Any) -> Parts | None:
     """Return the parts with the seed that another loader of this run got, if it got none itself."""
-    initial = args.initial_seed
+    initial, _ = settings.numbered or (None, 0)
     if initial is None or all(default_seed(initial, number) != seed for number in range(1000)):
         return None
-    return _parts(Arguments(**{**vars(args), "seed": seed}))
+    return _parts(replace(settings, seed=seed))
 
 
-def _recipe(args: Arguments) -> Recipe:
-    names = ("length", "batch_size", "microbatch_size", "shuffle", "drop_last", "seed")
-    facts = {name: getattr(args, name) for name in names}
+def _recipe(settings: Settings) -> Recipe:
+    given, plan = settings.given, settings.plan
+    names = ("batch_size", "microbatch_size", "shuffle")
+    facts = {
+        "length": plan.length,
+        **{name: getattr(given, name) for name in names},
+        "drop_last": plan.drop_last,
+        "seed": settings.seed,
+    }
     for name in ("sampler", "batch_sampler"):
-        given = getattr(args, name)
-        facts[name] = None if given is None else type(given).__name__
-        if given is not None:
+        drawn_by = getattr(given, name)
+        facts[name] = None if drawn_by is None else type(drawn_by).__name__
+        if drawn_by is not None:
             facts["length"] = None  # may change from epoch to epoch: the order is compared
-    shards = f"{args.ranks.size} ranks with {args.num_workers} workers"
-    facts["shards"] = shards if args.sharded else None
-    return Recipe(facts, isinstance(args.dataset, IterableDataset))
-
-
-def _who_pins(args: Arguments) -> tuple[bool, bool]:
-    """Return whether ``DataLoader`` pins the batches, and whether we do."""
-    pin_memory = has_streams(args.device) if args.pin_memory is None else args.pin_memory
-    # DataLoader refuses a tensor that is on a GPU already, which none that comes from a worker is.
-    ours = pin_memory and args.num_workers == 0 and torch.accelerator.is_available()
-    return pin_memory and not ours, ours
+    shards = f"{plan.size} ranks with {settings.workers['num_workers']} workers"
+    facts["shards"] = shards if given.sharded else None
+    return Recipe(facts, isinstance(given.dataset, IterableDataset))

@@ -2,11 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import repeat
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from pardata.data._order import Request, as_list
@@ -15,7 +13,7 @@ from pardata.data._sample_seeds import Seeds
 from pardata.data._whole_batches import is_read_whole, on_cpu, whole_batch_reader
 from pardata.ranks._logger import get_logger
 from pardata.seeds import _generators as generators
-from pardata.seeds._mix import mix
+from pardata.seeds._mix import mix, mixed
 from pardata.values._tree import digest_of
 
 _log = get_logger(__name__)
@@ -62,7 +60,8 @@ class Reader(Dataset[Any]):
         # Shared, so that workers which are started anew for each epoch look only once.
         looks = seeds.reproducible and per_sample and collation.rank == 0
         self._looks_twice = torch.tensor(looks, device="cpu").share_memory_()
-        # The generators that the dataset has been seen using.
+        # At first it looks at each sample: which generators does the dataset draw from?
+        self._looks = seeds.reproducible
         self._drawn_from: list[generators.Default] = []
         self._epoch = -1  # that the dataset was told
 
@@ -85,7 +84,9 @@ class Reader(Dataset[Any]):
         wanted = zip(indices, positions or indices, strict=True)
         numbered = zip(step.numbers(), wanted, strict=False)
         with (kept := self._seeds.around_reading()):
-            return Fetched(step, [self._batch(step, *each, kept.states) for each in numbered])
+            found = [self._batch(step, *each, kept.states) for each in numbered]
+        self._looks = False
+        return Fetched(step, found)
 
     def _tell(self, epoch: int) -> None:
         """Tell the dataset the epoch, if it asks for that: a worker has a copy of its own."""
@@ -110,30 +111,50 @@ class Reader(Dataset[Any]):
     def _samples(self, epoch: int, wanted: Wanted, states: States) -> list[Any]:
         """Return samples, each read with the generators seeded for its place.
 
-        Those that the dataset has never drawn from, which are in one of these `states`, are left
-        alone, which saves most of the time. If it has now drawn from one, all is read again.
+        Only those that the dataset was seen drawing from are seeded, which saves most of the time.
+        If it has drawn from another, which is in one of these `states`, all is read again.
         """
         while True:
-            states = [own for own in states if own[0] not in self._drawn_from]
-            found = list(map(self._sample, repeat(epoch), *wanted))
-            if not (drawn := generators.moved(states)):
-                return found
+            among = generators.default_generators() if self._looks else self._drawn_from
+            rest = [own for own in states if own[0] not in among]
+            try:
+                found = self._read(epoch, wanted, among)
+            except RuntimeError:
+                if not (drawn := generators.moved(rest)):
+                    raise  # else it may come of numbers that nobody seeded
+            else:
+                if not (drawn := generators.moved(rest)):
+                    return found
             self._drawn_from += drawn
 
-    def _sample(self, epoch: int, index: Any, place: int) -> Any:
-        if self._drawn_from:
-            seed = mix(mix(self._seeds.seed, epoch), place)
-            generators.seed_generators(seed, among=self._drawn_from)
-        return self._got(self.dataset.__getitem__, index)
-
-    def _got(self, get: Callable[[Any], Any], index: Any) -> Any:
-        """Return ``get(index)``; say where, if that raises."""
+    def _read(self, epoch: int, wanted: Wanted, among: Sequence[generators.Default]) -> list[Any]:
+        """Return samples, each read after these generators were seeded for its place."""
+        indices, places = wanted
+        seeds = mixed(mix(self._seeds.seed, epoch), places) if among else places
+        get, looks, found = self.dataset.__getitem__, self._looks, []
         try:
-            return get(index)
+            for index, seed in zip(indices, seeds, strict=True):
+                for own in among:
+                    own.seed(seed)
+                states = generators.states_of(among) if looks else []
+                found.append(get(index))
+                if looks:
+                    drawn = generators.moved(states)
+                    self._drawn_from += [own for own in drawn if own not in self._drawn_from]
         except Exception as error:  # user code: whatever it raises
-            many = isinstance(index, Sequence | Tensor)
-            what = f"{'samples' if many else 'sample'} {as_list(index)} could not be read"
-            raise self.collation.failed(what, error) from error
+            raise self._unread(indices[len(found)], error) from error
+        return found
+
+    def _got(self, get: Callable[[Any], Any], indices: Any) -> Any:
+        """Return ``get(indices)``; say where, if that raises."""
+        try:
+            return get(indices)
+        except Exception as error:  # as above
+            raise self._unread(as_list(indices), error) from error
+
+    def _unread(self, index: Any, error: Exception) -> RuntimeError:
+        what = f"{'samples' if isinstance(index, list) else 'sample'} {index} could not be read"
+        return self.collation.failed(what, error)
 
     def _warn_of_a_generator_of_its_own(self, request: Request) -> None:
         """Read one sample twice under one seed: what differs is not reproducible."""

@@ -1,6 +1,7 @@
 """The random numbers of samples and microbatches: seeded, put back, or forbidden."""
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -8,8 +9,6 @@ import torch
 from pardata.data._plan import Step
 from pardata.seeds import _generators as generators
 from pardata.seeds._mix import mix
-
-_THOROUGH_EACH = 16  # steps: looking at every generator takes as long as a small batch
 
 
 class Seeds(NamedTuple):
@@ -34,10 +33,14 @@ class Seeds(NamedTuple):
         if not self.reproducible:
             return nullcontext()
         if self.microbatches:
-            place = step.epoch, step.number, microbatch
-            seed = mix(self.seed, *place, *user.encode())
+            seed = mix(self.seed, step.epoch, step.number, microbatch, _number_of(user))
             if device is not None:
                 return generators.forked_seed(seed, device)
             generators.seed_generators(seed)
             return nullcontext()
-        return generators.no_draws(user, device, thorough=step.number % _THOROUGH_EACH == 0)
+        return generators.no_draws(user, device)
+
+
+@cache
+def _number_of(user: str) -> int:
+    return mix(*user.encode())

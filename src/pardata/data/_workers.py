@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from pardata.data._position import Position
 from pardata.data._reading import left, read_in, rows_for
+from pardata.data._settings import WorkerOptions
 from pardata.data._whole_batches import is_read_whole, on_cpu, outline
 from pardata.data._worker_processes import awaited, started
 from pardata.ranks._machine import usable_cores
@@ -63,7 +64,7 @@ class Source:
         workers: where copies of it read, and what they bring is pinned; None if it reads here.
     """
 
-    def __init__(self, reader: Any, requests: Any, ranks: World, **options: Any) -> None:
+    def __init__(self, reader: Any, requests: Any, ranks: World, options: WorkerOptions) -> None:
         self.reader, self.requests = reader, requests
         self._ranks, self._options = ranks, options
         self.digest: str | None = None

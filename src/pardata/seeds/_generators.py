@@ -2,9 +2,12 @@
 
 import ctypes
 import json
+import pickle
 import random
+import struct
 import sys
 import zlib
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -13,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from pardata.seeds._run_seed import run_seed
+
+_WORDS = 4 * 625  # bytes of a Mersenne twister: its words, and the position among them
 
 
 class Default(NamedTuple):
@@ -24,80 +29,99 @@ class Default(NamedTuple):
 
     def moved_since(self, state: Any) -> bool:
         """Return whether somebody drew from it, or seeded it."""
-        now = self.state()
-        return not (torch.equal(now, state) if isinstance(now, torch.Tensor) else now == state)
+        return bool(_bytes(self.state()) != _bytes(state))
 
 
-class _NumPyState(NamedTuple):
-    """NumPy's state, and its words as they lie in memory, if nothing else belongs to it."""
+def _bytes(state: Any) -> Any:
+    """Return a state that can be compared: torch.equal takes four times as long."""
+    is_tensor = isinstance(state, torch.Tensor)
+    return _memory(state.data_ptr(), state.nbytes).raw if is_tensor else state
 
-    whole: tuple[Any, ...]
-    words: bytes
-    address: int
+
+def _memory(address: int, size: int) -> Any:
+    """Return a piece of memory: its `raw` bytes are read and written where they lie."""
+    return (ctypes.c_char * size).from_address(address)
+
+
+def _of_python() -> Default:
+    """Return Python's. To hand out its state takes it 10 microseconds, and to take one 4.
+
+    So its words are read and written in memory, if they are seen to be there.
+    """
+    own: Any = vars(random)["_inst"]
+    memory = _memory(id(own) + object.__basicsize__, _WORDS)
+    *words, position = random.getstate()[1]
+    if memory.raw != array("I", [position, *words]).tobytes():
+        return Default(random.seed, random.getstate, random.setstate)
+
+    def restore(state: tuple[bytes, float | None]) -> None:
+        memory.raw, own.gauss_next = state
+
+    return Default(random.seed, lambda: (memory.raw, own.gauss_next), restore)
 
 
 class _NumPy:
     """NumPy's, which takes 35 microseconds to hand out its state, and 40 to take one.
 
-    So where the words in memory are seen to be those that it hands out, they are read and written
-    there. (To exchange its bit generator takes less than one, but forgets the second of two normal
-    numbers, of which only the whole state tells.)
+    So its words, and the second of two normal numbers that it keeps, are read and written in
+    memory, if they are seen to be there.
     """
 
     def __init__(self, numpy: Any) -> None:
-        self._numpy = numpy
-        self._last: _NumPyState | None = None
+        self._random = numpy.random
+        self._get_bits = getattr(self._random, "get_bit_generator", lambda: None)  # NumPy 1.24
+        self._bits: Any = self  # which bit generator was looked at: none yet
+        self._memory: list[Any] = []
 
     def seed(self, number: int) -> None:
-        self._numpy.random.seed(number % 2**32)
+        try:
+            self._random.seed(number % 2**32)
+        except TypeError:  # it seeds an MT19937 alone, and the user has set another kind
+            bits: Any = self._get_bits()
+            self._random.set_bit_generator(type(bits)(number))
 
-    def state(self) -> _NumPyState:
-        if self._last is not None and self._is_in_memory(self._last):
-            return self._with_second_normal(self._last)
-        kind, words, position, has_normal, normal = self._numpy.random.get_state()
-        whole = kind, words.tobytes(), position, has_normal, normal
-        raw = whole[1] + position.to_bytes(4, sys.byteorder)
-        found = _NumPyState(whole, raw, self._address() if kind == "MT19937" else 0)
-        is_plain = not has_normal and self._is_in_memory(found)
-        self._last = found if is_plain else found._replace(words=b"")
-        return self._last
+    def state(self) -> tuple[Any, ...]:
+        if (bits := self._get_bits()) is not self._bits:
+            self._look_at(bits)
+        if not self._memory:
+            return bits, pickle.dumps(self._random.get_state(legacy=False))
+        words, second = self._memory
+        return bits, words.raw, second.raw
 
-    def _with_second_normal(self, last: _NumPyState) -> _NumPyState:
-        """Return the state of these words: the last one, or one that holds a second normal number.
+    def restore(self, state: tuple[Any, ...]) -> None:
+        if (bits := state[0]) is not self._get_bits():
+            self._random.set_bit_generator(bits)
+        if bits is not self._bits:
+            self._look_at(bits)
+        if not self._memory:
+            self._random.set_state(pickle.loads(state[1]))  # noqa: S301  # it was dumped here
+            return
+        words, second = self._memory
+        with bits.lock:  # another thread may draw
+            words.raw, second.raw = state[1:]
 
-        No word tells of it, but a draw does, which takes it and no word.
-        """
-        normal = self._numpy.random.standard_normal()
-        is_held = self._is_in_memory(last)
-        found = last._replace(whole=(*last.whole[:3], 1, normal), words=b"") if is_held else last
-        self.restore(found)
-        return found
+    def _look_at(self, bits: Any) -> None:
+        self._bits, self._memory = bits, [] if bits is None else self._found(bits)
 
-    def restore(self, state: _NumPyState) -> None:
-        self._last = state
-        if state.words and self._address() == state.address:
-            self._numpy.random.seed(0)  # forgets the second of two normal numbers
-            with self._numpy.random.get_bit_generator().lock:
-                ctypes.memmove(state.address, state.words, len(state.words))
-        else:
-            kind, words, *rest = state.whole
-            words = self._numpy.frombuffer(words, self._numpy.uint32)
-            self._numpy.random.set_state((kind, words, *rest))
-
-    def _is_in_memory(self, state: _NumPyState) -> bool:
-        known = state.words and 0 != self._address() == state.address
-        return bool(known and ctypes.string_at(state.address, len(state.words)) == state.words)
-
-    def _address(self) -> int:
-        if not hasattr(self._numpy.random, "get_bit_generator"):  # NumPy before 1.24
-            return 0
-        return int(self._numpy.random.get_bit_generator().ctypes.state_address)
+    def _found(self, bits: Any) -> list[Any]:
+        own, like = self._random.standard_normal.__self__, self._random.RandomState(0)
+        like.standard_normal()
+        laid_out = ctypes.string_at(id(like), type(like).__basicsize__)
+        # The second normal number stands 8 bytes after the flag that says whether there is one.
+        flag = laid_out.find(struct.pack("d", like.get_state()[4])) - 8
+        found = self._random.get_state(legacy=False)
+        if found["bit_generator"] != "MT19937" or flag < 0 or laid_out[flag] != 1:
+            return []
+        words = _memory(bits.ctypes.state_address, _WORDS)
+        key, position = found["state"]["key"], found["state"]["pos"]
+        is_there = words.raw == key.tobytes() + position.to_bytes(4, sys.byteorder)
+        return [words, _memory(id(own) + flag, 16)] if is_there else []
 
 
 @cache
 def default_generators() -> tuple[Default, ...]:
     """Return those of this process: Python's, NumPy's where it is installed, PyTorch's."""
-    found = [Default(random.seed, random.getstate, random.setstate)]
+    found = [_of_python()]
     if (numpy := numpy_or_none()) is not None:
         numpys = _NumPy(numpy)
         found.append(Default(numpys.seed, numpys.state, numpys.restore))
@@ -200,16 +224,13 @@ def restore_generators(states: Iterable[int], device: torch.device, *, only_seed
 
 
 @contextmanager
-def no_draws(what: str, device: torch.device | None = None, *, thorough: bool) -> Iterator[None]:
+def no_draws(what: str, device: torch.device | None = None) -> Iterator[None]:
     """Raise, after the block, where it drew from a default generator.
-
-    PyTorch's are always looked at; the others, which takes longer, if `thorough`.
 
     Raises:
         RuntimeError: says that `what` drew, and how to let it.
     """
-    *others, default = default_generators()
-    states = states_of((*(others if thorough else ()), default, *_of(device)))
+    states = states_of((*default_generators(), *_of(device)))
     yield
     if moved(states):
         raise RuntimeError(

@@ -33,9 +33,11 @@ def _parts(tree: Any, is_leaf: _Test, *, by_text: bool) -> Iterable[tuple[Any, A
     """Return what a container holds, with key or index, and `None` for a leaf."""
     if type(tree) in _LEAVES or (is_leaf is not None and is_leaf(tree)):
         return None
-    if isinstance(tree, _MAPPINGS):
-        return [(key, tree[key]) for key in (sorted(tree, key=repr) if by_text else tree)]
-    return enumerate(tree) if isinstance(tree, _SEQUENCES) else None
+    if isinstance(tree, _SEQUENCES):  # before mappings, which are an abstract class
+        return enumerate(tree)
+    if not isinstance(tree, _MAPPINGS):
+        return None
+    return [(key, tree[key]) for key in (sorted(tree, key=repr) if by_text else tree)]
 
 
 def leaves(
@@ -100,7 +102,7 @@ def in_brackets(name: str, path: TreePath) -> str:
 
 def _like(tree: Any, items: dict[Any, Any]) -> Any:
     """Return a container as `tree` that holds `items`, by key or index."""
-    if isinstance(tree, Mapping):
+    if not isinstance(tree, _SEQUENCES):
         if type(tree) is dict or not isinstance(tree, MutableMapping):
             return items
         other = copy(tree)

@@ -1,0 +1,251 @@
+"""Where a loader is, whatever is done to it in whatever order: against a model."""
+
+import threading
+
+import pytest
+from data_zoo import Numbers, at, loader_of, place, steps
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+LENGTH, BATCH = 10, 5
+NEWER = "must run one epoch at a time, but a newer iter"
+
+
+class Torn(Numbers):
+    """Cannot be read while it is torn."""
+
+    torn = False
+
+    def __getitem__(self, index):
+        if self.torn:
+            raise ValueError("torn")
+        return index
+
+
+class Model:
+    """Places are pairs; `changes` counts how often where `epochs` begins was changed."""
+
+    def __init__(self):
+        self.now = self.next = self.unused = self.told = 0, 0
+        self.runs, self.has_started, self.changes, self.bodies = False, False, 0, []
+
+    def change(self, unused):
+        self.unused, self.changes = unused, self.changes + 1
+
+    def begin(self):
+        self.now, self.runs, self.has_started = self.next, False, False
+        self.told = self.now if self.now[0] >= self.unused[0] else self.told
+
+    def start(self):
+        """Let the newest pass be asked for its first batch: only this uses an epoch up."""
+        self.begin()
+        self.runs = self.has_started = True
+        self.done, self.before = self.unused[0], self.changes
+        self.next = self.next if self.bodies else (self.now[0] + 1, 0)
+
+    def deliver(self):
+        self.now = self.now[0], self.now[1] + BATCH
+        self.told = self.now if self.now[0] >= self.done else self.told
+
+    def finish(self):
+        self.runs = False
+        if self.before == self.changes:
+            self.change((self.now[0] + 1, 0))
+            self.next = (self.now[0], 0) if self.bodies else self.unused
+        self.told = self.unused
+
+    def go_to(self, where, *, changes=True):
+        if changes or where != self.unused:
+            self.change(where)
+        self.next, self.told = where, self.told if self.runs else where
+
+    def set_epoch(self, epoch):
+        if epoch != self.next[0]:
+            self.go_to((epoch, 0))
+        elif not self.bodies:
+            self.go_to(self.next, changes=False)
+
+    def load(self, where):
+        self.go_to(where)
+        self.told, self.now = where, self.now if self.runs else where
+
+    def enter(self, count):
+        """Return the epoch whose body begins, or None if none is left."""
+        epoch, delivered = self.unused
+        self.go_to((epoch + 1, 0) if delivered == LENGTH else self.unused, changes=False)
+        return self.unused[0] if self.unused[0] < count else None
+
+    def leave(self, epoch, changes, *, at_end):
+        self.bodies.pop()
+        if at_end and changes == self.changes:
+            self.change((epoch + 1, 0))
+        self.next = self.unused
+
+
+reference = loader_of(LENGTH, BATCH, shuffle=True)
+ORDERS = [steps(reference) for _ in range(9)]
+epochs = st.integers(0, 2)
+
+
+class Loops(RuleBasedStateMachine):
+    """Drives a loader: at most two passes and two loops of `epochs` are open at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.data, self.model = Torn(LENGTH), Model()
+        self.loader = loader_of(self.data, BATCH, shuffle=True)
+        self.passes, self.newest, self.loops = [], None, []
+
+    @invariant()
+    def it_is_where_the_model_is(self):
+        model = self.model
+        assert place(self.loader) == model.told
+        assert self.loader.epoch == (model.now if model.runs else model.next)[0]
+        at(reference, *model.now)
+        assert self.loader.fingerprint() == reference.fingerprint()
+
+    @precondition(lambda self: self.model.next[0] < len(ORDERS) and len(self.passes) < 2)
+    @rule()
+    def iterate(self):
+        self.newest = iter(self.loader)
+        self.passes.append(self.newest)
+        self.model.begin()
+
+    @precondition(lambda self: self.passes)
+    @rule(which=st.integers(0, 1), torn=st.booleans())
+    def step(self, which, torn):
+        chosen = self.passes[which % len(self.passes)]
+        if chosen is self.newest and not self.model.has_started:
+            self.model.start()
+        epoch, delivered = self.model.now
+        self.data.torn = torn
+        if chosen is not self.newest or not self.model.runs:
+            over = StopIteration if chosen is self.newest else (RuntimeError, StopIteration)
+            with pytest.raises(over) as raised:
+                next(chosen)
+            assert raised.type is StopIteration or NEWER in str(raised.value)
+        elif delivered == LENGTH:
+            assert next(chosen, None) is None
+            self.model.finish()
+        elif torn:
+            with pytest.raises(RuntimeError, match="could not be read"):
+                next(chosen)
+            self.model.runs = False
+        else:
+            assert next(chosen).tolist() == ORDERS[epoch][delivered // BATCH]
+            self.model.deliver()
+        self.data.torn = False
+
+    @precondition(lambda self: self.model.next[0] < len(ORDERS) and len(self.passes) < 2)
+    @rule(whole=st.booleans())
+    def read_an_epoch(self, whole):
+        self.iterate()
+        while not self.model.has_started or (whole and self.model.runs):
+            self.step(len(self.passes) - 1, torn=False)
+        self.leave(len(self.passes) - 1)
+
+    @precondition(lambda self: self.passes)
+    @rule(which=st.integers(0, 1))
+    def leave(self, which):
+        left = self.passes.pop(which % len(self.passes))
+        if left is self.newest:
+            self.newest, self.model.runs = None, False
+        del left
+
+    @precondition(lambda self: len(self.loops) < 2)
+    @rule(more=epochs)
+    def begin_epochs(self, more):
+        count = self.model.unused[0] + more
+        self.go_on(self.loader.epochs(count), count)
+
+    @precondition(lambda self: self.loops)
+    @rule(which=st.integers(0, 1))
+    def end_body(self, which):
+        loop, count, epoch, changes = self.loops.pop(which % len(self.loops))
+        self.model.leave(epoch, changes, at_end=True)
+        self.go_on(loop, count)
+
+    def go_on(self, loop, count):
+        epoch = self.model.enter(count)
+        assert next(loop, None) == epoch
+        if epoch is not None:
+            self.model.bodies.append(epoch)
+            self.loops.append((loop, count, epoch, self.model.changes))
+
+    @precondition(lambda self: self.loops)
+    @rule(which=st.integers(0, 1), error=st.booleans())
+    def break_epochs(self, which, error):
+        loop, _, epoch, changes = self.loops.pop(which % len(self.loops))
+        if error:
+            with pytest.raises(LookupError):
+                loop.throw(LookupError())
+        loop.close()
+        self.model.leave(epoch, changes, at_end=False)
+
+    @rule(epoch=epochs)
+    def set_epoch(self, epoch):
+        self.loader.set_epoch(epoch)
+        self.model.set_epoch(epoch)
+
+    @rule(epoch=epochs, number=st.integers(0, LENGTH // BATCH))
+    def load(self, epoch, number):
+        at(self.loader, epoch, number * BATCH)
+        self.model.load((epoch, number * BATCH))
+
+
+Loops.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestLoops = Loops.TestCase
+
+
+# --- threads
+
+
+class Waiting(Numbers):
+    """Its sample 5 waits until it is let go."""
+
+    def __init__(self):
+        super().__init__(LENGTH)
+        self.asked, self.go = threading.Event(), threading.Event()
+
+    def __getitem__(self, index):
+        if index == BATCH and threading.current_thread() is not threading.main_thread():
+            self.asked.set()
+            self.go.wait()
+        return index
+
+
+def test_a_thread_whose_loop_another_thread_took_over_delivers_nothing_more():
+    data, raised, seen = Waiting(), [], []
+    loader = loader_of(data, BATCH)
+
+    def loop():
+        try:
+            seen.extend(batch.tolist() for batch in loader)
+        except RuntimeError as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    data.asked.wait()
+    batches = iter(loader)
+    assert next(batches).tolist() == [0, 1, 2, 3, 4]
+    data.go.set()
+    thread.join()
+    assert seen == [[0, 1, 2, 3, 4]]
+    assert NEWER in raised[0]
+    assert place(loader) == (1, BATCH)
+    assert [len(batch) for batch in batches] == [BATCH]
+
+
+def test_two_threads_cannot_share_one_iterator():
+    data = Waiting()
+    batches = iter(loader_of(data, BATCH))
+    next(batches)
+    thread = threading.Thread(target=next, args=(batches,))
+    thread.start()
+    data.asked.wait()
+    with pytest.raises(ValueError, match="generator already executing"):
+        next(batches)
+    data.go.set()
+    thread.join()

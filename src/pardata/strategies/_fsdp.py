@@ -171,13 +171,14 @@ def shard(
     mesh, blocks = _mesh(target, settings), _blocks(module, settings)
     _tell(module, blocks, settings)
     before = [ref(parameter) for parameter in module.parameters()]
-    made: dict[Tensor, Tensor] = {}
+    made: dict[Tensor, Tensor] = {}  # of what is ignored alone: it keeps tensors in memory
     for part in (*blocks, module):  # so no device holds more than one of them whole
-        made |= place(part, target)
+        options = {"mesh": mesh, **options_of(part)}
+        ignored = options.get("ignored_params") or set()
+        made |= {old: new for old, new in place(part, target).items() if old in ignored}
         # fully_shard shards what each rank has; unlike DDP it does not begin from rank 0's.
         broadcast_weights(part)
-        options = {"mesh": mesh, **options_of(part)}
-        if ignored := options.get("ignored_params"):
+        if ignored:
             options["ignored_params"] = {made.get(one, one) for one in ignored}
         fully_shard(part, **options)
     refuse_old_optimizers(module, before)

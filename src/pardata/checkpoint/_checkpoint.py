@@ -42,12 +42,13 @@ Likes: TypeAlias = Mapping[TreePath, Tensor]
 
 @dataclass(frozen=True)
 class Restored:
-    """What `Checkpointer.restore` found: true where there was a checkpoint.
+    """What `Checkpointer.restore` found: true if there was a checkpoint.
 
     Attributes:
-        step: at which it was saved, and 0 where there was none.
+        step: at which it was saved; 0 if there was none.
         values: by name, what was saved that has no state of its own; tensors on the CPU. Of what
-            was saved `per_rank`, this rank's, and nothing if there are more or fewer ranks now.
+            was saved `per_rank` it has this rank's, and nothing if there are more or fewer ranks
+            now.
     """
 
     step: int = 0

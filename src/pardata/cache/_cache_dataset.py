@@ -39,7 +39,7 @@ def cache_dataset(
     lists of numbers, bytes and images. Images become uint8 tensors of shape (bands, height, width).
     Each part has the same dtype and number of dimensions in every sample. A batch has a tensor of
     each part whose shape is the same too, and a list of any other. A `collate_fn` gets the samples.
-    A warning names random transforms, because the cache would freeze them: leave them to the
+    The cache would freeze random transforms, and a warning says so: leave them to the
     `batch_transform` of `make_loader`.
 
     Files that a disk has damaged are built again, with a warning. The first rank of each node

@@ -1,7 +1,7 @@
 """Which process am I? Asking about the process group.
 
-What `init` found is kept beside torch's own group and valid only for that group and this process,
-so a group that somebody else destroys, or a fork, cannot leave a stale answer.
+What `init` found is kept next to torch's own group and valid only for that group and this process.
+So a group that somebody else destroys, or a fork, cannot leave a stale answer.
 """
 
 import os
@@ -41,9 +41,9 @@ class World(AbstractContextManager["World"]):
         node_rank: number of this node.
         num_nodes: number of nodes.
         device: where this process computes.
-        backend: of the process group, as ``"cuda:nccl,cpu:gloo"``; ``None`` where there is none.
-        launcher: ``"torchrun"``, ``"slurm"``, ``"mpi"``, ``"existing"`` (the group was there
-            before `init`) or ``"single"``.
+        backend: of the process group, as ``"cuda:nccl,cpu:gloo"``; ``None`` if there is no group.
+        launcher: ``"torchrun"``, ``"slurm"``, ``"mpi"``, ``"existing"`` (the group was there before
+            `init`) or ``"single"``.
     """
 
     rank: int
@@ -110,7 +110,7 @@ def is_alone() -> bool:
 def world() -> World:
     """Return the current world: the single-process one if no group was joined.
 
-    Cheap, not collective, and never joins. A group that was made without `init` is seen too.
+    It is cheap, not collective, and never joins. It also sees a group that was made without `init`.
     DataLoader workers and forked children are a world of their own.
 
     >>> world().size

@@ -23,9 +23,9 @@ _log = get_logger(__name__)
 
 _LOCK = "pardata-lock"
 _BUILDING = "pardata-building"
-_CHUNK_BYTES = 2**24  # of samples that a worker decodes at once
+_CHUNK_BYTES = 2**24  # a worker decodes samples of so many bytes at once
 
-# Of one part of several samples: the bytes of all values, and the shape in each sample.
+# One part of several samples: the bytes of all values, and the shape in each sample.
 _Packed: TypeAlias = tuple[bytes, Shapes]
 
 
@@ -165,7 +165,7 @@ def _publish(unfinished: Path, final: Path, facts: dict[str, Any]) -> None:
     for path in unfinished.iterdir():
         with path.open("r+b") as file:
             os.fsync(file.fileno())
-    shutil.rmtree(final, ignore_errors=True)  # of the same source, but damaged
+    shutil.rmtree(final, ignore_errors=True)  # a cache of the same source, but damaged
     unfinished.rename(final)
     for older in final.parent.glob(FILES + "*"):
         if older != final:

@@ -98,7 +98,7 @@ class CachedDataset(ReadsBatches):
         self._sample: Any = first
         self._sample = self[0]  # whose parts do not hang on to the source's memory
         self._kinds = [leaf for _, leaf in leaves(self._sample, is_leaf=is_numbers)]
-        # Of no values, as there are numbers that DataLoader refuses.
+        # The batch has no values, because there are numbers that DataLoader refuses.
         nothing = torch.zeros((), device="cpu")
         self._batch: Any = default_collate([mapped(first, lambda *_: nothing, is_leaf=is_numbers)])
 

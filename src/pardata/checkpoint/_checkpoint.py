@@ -146,7 +146,7 @@ class Checkpoint(NamedTuple):
         sharded = [at for at in self.contents["sharded"] if at[0] in trees]
         if not sharded:
             return trees
-        # Of a model it has the very place, of an optimizer that of the parameter's whole state.
+        # A model's is under the very path, an optimizer's under that of the parameter's state.
         targets = {at: likes.get(at, likes.get(at[:-1])) for at in sharded}
         tensors = shards.read(self.path, targets, alone=alone)
         return mapped(trees, tensors.get, is_leaf=is_special)
@@ -228,8 +228,8 @@ def _read(path: Path, manifest: dict[str, Any], here: World) -> Checkpoint:
     """Map the file that all ranks read, whose memory those of a node share, and this rank's own."""
     load = partial(torch.load, map_location="cpu", weights_only=True, mmap=True)
     try:
-        # Of a sparse tensor torch warns that it looks at it: where warnings are errors, a whole
-        # checkpoint would be passed over.
+        # torch warns that it looks at a sparse tensor. If warnings are errors, `restore` would skip
+        # a whole checkpoint.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Validating sparse tensor")
             contents = load(str(path / STATE))  # torch 2.6 maps no other path

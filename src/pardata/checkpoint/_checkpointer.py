@@ -82,7 +82,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self._options = {"directory": str(directory), "asynchronous": asynchronous, **kept}
         self._folder = Folder(self._directory, self._retention)
         self._background: Background | None = None
-        self._group: Any = None  # for messages in the background
+        self._group: Any = None  # the group of messages in the background
 
     def save(
         self,

@@ -25,7 +25,7 @@ from pardata.ranks._logger import get_logger
 
 _log = get_logger(__name__)
 
-_UNFINISHED = ".unfinished-"  # of what is being written, or removed
+_UNFINISHED = ".unfinished-"  # begins the name of what is being written, or removed
 
 
 class Attempt:
@@ -79,7 +79,7 @@ class Attempt:
             )
         newest, text = max(claims.items())
         if text != self._text:
-            who = text.partition("\n")[0] or "by another process"  # which has not written yet
+            who = text.partition("\n")[0] or "by another process"  # it has not written its name yet
             raise RuntimeError(
                 f"one run at a time must write to {self._directory}, but this is attempt "
                 f"{self.number} and attempt {newest} has begun ({who}): this run is the "
@@ -138,7 +138,7 @@ class Folder:
                 # A step that comes again is newer than the first one all the same.
                 self._attempt.claim()
             self._attempt.check()
-            self._remove_unfinished()  # of a save that stopped half-way, or was killed
+            self._remove_unfinished()  # a save left it that stopped half-way, or was killed
             self._name = Name(self._attempt.number, step)
             path = self._directory / f"{_UNFINISHED}{self._name}"
             path.mkdir()

@@ -14,7 +14,7 @@ from pardata.values._arguments import check_integer
 
 _log = get_logger(__name__)
 
-_ALIKE = 0.8  # of 1, as difflib counts: one of five letters is another one
+_ALIKE = 0.8  # difflib's ratio, up to 1: one of five letters is another one
 
 
 class Name(NamedTuple):
@@ -144,7 +144,7 @@ class Retention:
         if self._by is not None:
             known: dict[Name, float] = {}
             for name in there:
-                with suppress(UnusableError, OSError):  # of no use, or removed meanwhile
+                with suppress(UnusableError, OSError):  # unusable, or removed meanwhile
                     value = read_manifest(directory / str(name))["numbers"].get(self._by)
                     if value is not None and not isnan(value):
                         known[name] = self._sign * value

@@ -182,7 +182,7 @@ def _require_safe(path: TreePath, part: Any) -> None:
     except Exception as error:  # whatever the user's own pickling raises
         inner = without.items() if isinstance(without, dict) else ()
         for key, each in enumerate(without) if type(without) in (list, tuple) else inner:
-            _require_safe((*path, key), each)  # which raises, if the fault is in it alone
+            _require_safe((*path, key), each)  # raises if the fault is in it alone
         text = textwrap.shorten(repr(part), 100)
         kind = f"{type(part).__module__}.{type(part).__qualname__}"
         raise TypeError(

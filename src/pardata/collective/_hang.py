@@ -24,7 +24,7 @@ _log = get_logger(__name__)
 
 _GRACE = 0.5  # seconds in which a rank that runs does what it is asked for
 _MOST = 4  # stacks in the log; the file has all
-_LEFT = '["", 0]'  # of a rank that has no process
+_LEFT = '["", 0]'  # the stack of a rank that has no process
 
 
 @dataclass

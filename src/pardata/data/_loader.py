@@ -24,8 +24,8 @@ from pardata.values._arguments import check_integer
 
 _log = get_logger(__name__)
 
-_LONG_SHARE = 0.3  # of an epoch
-_LONG = 1.0  # seconds: below, nobody waits
+_LONG_SHARE = 0.3  # the part of an epoch from which waiting is long
+_LONG = 1.0  # the seconds from which it is
 _END = (None, None, None)  # no step, and no batch
 
 Parts: TypeAlias = tuple[Recipe, Source, Placement]
@@ -194,7 +194,7 @@ class Loader(ForPeers):
     def _begin(self) -> Iterator[Any]:
         self._clock = clock = Clock()
         fetched = self._source.steps(self._bookmark.now)
-        clock.waited = clock.seconds()  # for the order, and workers that start
+        clock.waited = clock.seconds()  # until the order is drawn, and workers start
         return self._placement.ahead(fetched, self._shaped)
 
     def _delivered(
@@ -247,7 +247,7 @@ class Loader(ForPeers):
     def _speak_of_waiting(self, clock: Clock) -> None:
         stats = clock.stats()
         if self._has_spoken or not stats["samples"]:
-            return  # of none: nothing was left of the epoch that was loaded
+            return  # nothing was left of the epoch that was loaded
         self._has_spoken = True
         if stats["wait_seconds"] < _LONG or stats["wait_share"] < _LONG_SHARE:
             return

@@ -32,8 +32,8 @@ class Step(NamedTuple):
     epoch: int
     number: int  # within the epoch
     first: int  # the number, within the step, of this rank's first microbatch, else 0
-    rows: int  # samples of this rank; where it has none, what it reads stands in for them
-    samples: int  # of the whole step, over all ranks
+    rows: int  # samples of this rank; if it has none, it reads a placeholder
+    samples: int  # samples of the whole step, over all ranks
     stride: int = 1  # from the number of one of this rank's microbatches to the next
 
     def numbers(self) -> Iterator[int]:
@@ -46,8 +46,8 @@ class Fetched(NamedTuple):
 
     step: Step
     batches: list[Any]  # one for each microbatch, or that of the whole share
-    digest: str = ""  # of a stream: a hash of what its reader read first in this epoch
-    state: Any = None  # of a stream that has one: its own, after this step
+    digest: str = ""  # if a stream: a hash of what its reader read first in this epoch
+    state: Any = None  # the dataset's own after this step, if it is a stream that has one
 
 
 @dataclass(eq=False)

@@ -62,7 +62,7 @@ def all_say(line: Channel, call: str, say: Say, decide: Decide, *, timeout: Pati
     except Exception as error:
         if turn.own is None or error is turn.own:
             raise
-        raise error from turn.own  # which may be why the others did not come
+        raise error from turn.own  # it may be why the others did not come
     finally:
         turn.own = None  # held by a frame of its own it would live until a garbage collection
 

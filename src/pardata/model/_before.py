@@ -35,7 +35,7 @@ class AsFound:
     def __init__(self, module: nn.Module) -> None:
         self._module, self._buffers = module, None
         found, parts, seen = [], [module], {module}
-        for part in parts:  # which grow
+        for part in parts:  # the loop appends to them
             for parameter in part._parameters.values():
                 if parameter is not None and (gradient := parameter.grad) is not None:
                     found.append((parameter, gradient))

@@ -106,7 +106,7 @@ def _remove_later(file: Path, step: int) -> None:
     """Leave the lines up to a step in a file, which is whole at any moment."""
     kept = []
     for line in file.read_text(encoding="utf-8").splitlines():
-        with suppress(ValueError):  # of a line that was cut off, as its run was killed
+        with suppress(ValueError):  # a line was cut off when its run was killed
             if json.loads(line)["step"] <= step:
                 kept.append(line)
     changed = file.with_name(f".unfinished-{file.name}")

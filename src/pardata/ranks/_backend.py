@@ -72,7 +72,7 @@ def timeout_of(group: Any) -> timedelta | None:
     """Return how long a collective on the CPU may take in `group`, if its backend says that."""
     own = [kind for kind in group._device_types if kind.type == "cpu"]  # noqa: SLF001  # torch has no public way
     # What torch puts around a backend to debug it says nothing.
-    options = getattr(group._get_backend(own[0]), "options", None) if own else None  # noqa: SLF001  # as above
+    options = getattr(group._get_backend(own[0]), "options", None) if own else None  # noqa: SLF001  # torch has no public name
     found: timedelta | None = getattr(options, "_timeout", None)
     return found
 
@@ -85,4 +85,4 @@ def backends() -> list[Any]:
     the interpreter up. https://github.com/pytorch/pytorch/pull/154976
     """
     groups = dist.distributed_c10d._world.pg_map  # noqa: SLF001  # torch has no public way
-    return [group._get_backend(kind) for group in groups for kind in group._device_types]  # noqa: SLF001  # as above
+    return [group._get_backend(kind) for group in groups for kind in group._device_types]  # noqa: SLF001  # torch has no public name

@@ -15,8 +15,8 @@ _MASKS = (
     *("ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES"),
 )
 INTERFACE = "NCCL_SOCKET_IFNAME"  # the network's, by which GPUs send
-# Of PyTorch's flight recorder: how many collectives it keeps, and the file of each rank, without
-# its number. The newer name is first.
+# How many collectives PyTorch's flight recorder keeps, and the file of each rank, without its
+# number. The newer name is first.
 _RECORDS = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _RECORDERS_FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 

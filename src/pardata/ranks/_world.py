@@ -23,7 +23,7 @@ from pardata.ranks._backend import takes
 from pardata.ranks._device import current_device, require_visible, visible_devices
 from pardata.ranks._launcher import detect, launcher_text, numbers_told
 
-_AtTheEnd = Callable[[BaseException | None], None]  # of ``with init()``: told of the exception
+_AtTheEnd = Callable[[BaseException | None], None]  # ``with init()`` tells it of the exception
 _CPU = torch.device("cpu")
 
 
@@ -180,7 +180,7 @@ def existing_world(device: torch.device | None, hosts: Sequence[str] = ()) -> Wo
         hosts: of all ranks, in their order; one for all where they were not asked for.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
-    # What Ray Train and torchrun say beside the group.
+    # Ray Train and torchrun say this in addition to the group.
     told = numbers_told(os.environ, ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"))
     hosts = hosts or [""] * size
     local_rank = told.get("LOCAL_RANK", hosts[:rank].count(hosts[rank]))
@@ -213,7 +213,7 @@ def way_of_counts(here: World) -> tuple[Any, torch.device]:
 
 def new_channel(timeout: timedelta | None) -> Channel:
     """Return the store of the default group, and how long to wait on it by default."""
-    # torch has no public way to the store of a group that somebody else made.
-    store = distributed_c10d._get_default_store()  # noqa: SLF001
+    # The group may be somebody else's.
+    store = distributed_c10d._get_default_store()  # noqa: SLF001  # torch has no public way
     wait = distributed_c10d.default_pg_timeout if timeout is None else timeout
     return Channel(dist.PrefixStore("pardata", store), wait, dist.get_rank(), dist.get_world_size())

@@ -39,11 +39,11 @@ def seed_everything(seed: int, *, per_rank: bool = False, deterministic: bool = 
     check_flag("per_rank", per_rank)
     check_flag("deterministic", deterministic)
     loaders.clear()
-    run_seed.seed, run_seed.calls = seed, 0  # without the rank: the noise has that mixed in anyway
+    run_seed.seed, run_seed.calls = seed, 0  # without the rank: `backward` mixes that in anyway
     if per_rank:
         seed = mix(seed, require_world("seed_everything(per_rank=True)").rank)
     seed_generators(seed)
-    torch.manual_seed(seed)  # of every device
+    torch.manual_seed(seed)  # seeds every device
     if deterministic:
         # cuBLAS reads it when it starts; see torch.use_deterministic_algorithms.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -25,7 +25,7 @@ _log = get_logger(__name__)
 Count = Callable[[Any], int]
 Total = Callable[[], int]
 
-_USUAL = "_pardata_usual_count"  # of the layer of a model by which its strategy is known
+_USUAL = "_pardata_usual_count"  # set on the layer of a model that shows its strategy
 
 
 class Sharing:
@@ -134,7 +134,7 @@ def _counted(held: Sequence[Any], count: Count, sharing: Sharing) -> tuple[Seque
         counts = [checked_count(count(microbatch)) for microbatch in held]
     except Exception as raised:  # noqa: BLE001  # raised again once all ranks know
         error = raised
-    # Of what no `count` was given for, this is a model's first step: are all on the same samples?
+    # Without a `count` this is a model's first step: do all ranks have the same samples?
     seen = hashes(_beginning(held[0], sharing), sharing.size) if count is samples_of else []
     sums = _start_sum([sum(counts), error is not None, *seen], sharing)
 

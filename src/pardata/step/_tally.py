@@ -40,7 +40,7 @@ class Tally:
     _metrics: Any = None
     _paths: tuple[TreePath, ...] = ()
     _error: Exception | None = None
-    _means: list[Tensor] | None = None  # of the loss, and of the leaves of metrics
+    _means: list[Tensor] | None = None  # those of the loss, and of the leaves of metrics
 
     def __init__(self) -> None:
         self._seen: list[tuple[list[Leaf], int]] = []

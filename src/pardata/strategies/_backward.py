@@ -37,7 +37,7 @@ LossFn: TypeAlias = Callable[[nn.Module, Any], _Returned]
 _trained_alone = WeakSet[nn.Module]()
 
 _LEFT_OUT: Any = None  # as in `backward(loss)`, which is told what to call
-_TOGETHER = "_pardata_normalises_together"  # of the layer of a model by which its strategy is known
+_TOGETHER = "_pardata_normalises_together"  # set on the layer of a model that shows its strategy
 
 
 def backward(
@@ -161,7 +161,7 @@ def _alone(
     """Run the only microbatch of a step whose model nobody else trains: it is the global batch."""
     first, microbatch = (batch.first, batch[0]) if isinstance(batch, Microbatches) else (0, batch)
     if count is not None:
-        positive(checked_count(count(microbatch)))  # of how many, its mean does not tell
+        positive(checked_count(count(microbatch)))  # a mean does not tell of how many it is
     elif is_empty(microbatch):
         positive(0)
     with AsFound(model), forked_noise(noise_seed(batch, first)):
@@ -169,7 +169,7 @@ def _alone(
         if not isinstance(returned, Tensor):
             tally = Tally()
             loss = tally.add(returned, 1)
-        else:  # which is its own mean
+        else:  # a loss alone is its own mean
             tally, loss = None, checked(returned)
         (loss if scaler is None else scaler.scale(loss)).backward()
     means: Any = wide(loss.detach()) if tally is None else tally.result()
@@ -232,7 +232,7 @@ def _run_placeholder(step: Step, model: nn.Module, loss_fn: LossFn[Any], piece: 
         if piece is step.pieces.own[-1]:
             step.send()
         if step.scaler is not None:
-            step.scaler.scale(loss.detach())  # which it must have done once
+            step.scaler.scale(loss.detach())  # a scaler must have scaled once
         add_zeros(outputs, loss, everywhere=not shared)
 
 

@@ -74,6 +74,6 @@ def parcel_for(model: DistributedDataParallel) -> Parcel | None:
         with suppress(RuntimeError):  # there can be one hook, and the user has his own
             parcel = Parcel(model.process_group)
             # Not by the method, which keeps what is registered and would pickle it.
-            dist._register_comm_hook(model.reducer, parcel, _mean_with_parcel)  # noqa: SLF001  # as above
+            dist._register_comm_hook(model.reducer, parcel, _mean_with_parcel)  # noqa: SLF001  # torch has no public name
             return parcel
     return None

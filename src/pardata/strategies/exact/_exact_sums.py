@@ -15,7 +15,7 @@ from pardata.strategies.exact._ordered_sum import NOTHING, Exchange, OrderedSum
 _BUCKET = 2**20  # numbers that are sent together: 4 MiB
 _AHEAD = 2  # buckets that are sent before the first of them is added: what is received takes room
 
-# Of each parameter of a bucket; None where it was not used.
+# A gradient for each parameter of a bucket; None if it was not used.
 _Gradients: TypeAlias = list[Tensor | None]
 
 
@@ -221,7 +221,7 @@ class Sums:
             if self._counts:
                 bucket.waits = bucket.has_several
         for parameter in self.parameters.values():
-            parameter.grad = None  # of what does not count
+            parameter.grad = None  # what it came from does not count
         if self._is_last:
             self.send()
 

@@ -14,7 +14,7 @@ from pardata.strategies.exact._fixed_tree import Stack
 from pardata.strategies.exact._ordered_sum import Exchange
 
 _MOST = 2**14  # numbers: more take longer than a collective of their own
-_WORDS = 4  # of 16 bits in a float64, each of which a float32 holds
+_WORDS = 4  # a float64 is four words of 16 bits, and a float32 holds one exactly
 
 
 class Heard(NamedTuple):

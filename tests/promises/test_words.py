@@ -23,10 +23,11 @@ BANNED = (
 )
 BAD_WORD = re.compile(rf"\b({'|'.join(BANNED)})\b", re.IGNORECASE)
 BAD_BEGINNING = re.compile(r"(of|which|for|but)\b", re.IGNORECASE)
-NO_REASON = re.compile(r"(noqa|type: ignore|pyright: ignore)(: ?[A-Z0-9, ]+|\[[\w, -]*\])?\s*$")
+MARK = r"(noqa|type: ignore|pyright: ignore)(: ?[A-Z0-9, ]+|\[[\w, -]*\])?"
+NO_REASON = re.compile(rf"(# )?{MARK}(\s*# {MARK})*\s*(# (likewise|as above).*)?$")
 # A line that begins something else: code, a table, an example, a list, or an argument with its text.
-CODE = re.compile(r"\s*(>>>|\.\.\. |=====|\||\$ )")
-ENTRY = re.compile(r"\s*([*-] |\*{0,2}\w+: |``\S+``  )")
+CODE = re.compile(r"\s*(>>>|=====|\||Examples?:)")
+ENTRY = re.compile(r"\s*([*-] |\w+(, \w+)*: |\w+ {2})")
 
 
 def docstrings(text):
@@ -40,15 +41,15 @@ def docstrings(text):
 
 def sentences(docstring):
     """Yield the sentences of a docstring, with each piece of code as one word."""
-    for paragraph in re.split(r"\n\s*\n|::\n(?=\n)", re.sub(r"``.*?``|`.*?`", "X", docstring, flags=re.S)):
+    for paragraph in re.split(r"\n\s*\n", re.sub(r"``.*?``|`.*?`", "X", docstring, flags=re.S)):
         lines = paragraph.splitlines()
         if CODE.match(lines[0]):
             continue
         entries = [""]
         for line in lines:
-            if ENTRY.match(line) or entries[-1].rstrip().endswith(":") and len(entries) == 1:
+            if ENTRY.match(line):
                 entries.append("")
-            entries[-1] += line.strip() + " "
+            entries[-1] += ENTRY.sub("", line, count=1).strip() + " "
         for entry in entries:
             yield from re.split(r"(?<=[.!?])[)\"]*\s+", entry)
 

@@ -54,7 +54,7 @@ class Files(NamedTuple):
 
     def are_there(self) -> bool:
         """Whether they are complete, and each byte as it was written: reads them all."""
-        # Anything may stand in a damaged file.
+        # A damaged file may hold anything.
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError):
             self.columns()
             written = self.facts()["files"]
@@ -74,8 +74,8 @@ def files_of(place: Path, source: dict[str, Any], fields: Fields) -> Files:
 def record_of(path: Path) -> list[int]:
     """Return how many bytes a file has, and their CRC-32.
 
-    That finds a flipped bit as surely as a SHA-256, in a quarter of the time: 0.35 s for a
-    gigabyte, about as long as a disk takes to read it.
+    That finds a flipped bit as surely as a SHA-256, in a quarter of the time. A gigabyte takes
+    0.35 s, about as long as a disk takes to read it.
     """
     checksum = 0
     with path.open("rb") as file:

@@ -246,7 +246,7 @@ def _read(path: Path, manifest: dict[str, Any], here: World) -> Checkpoint:
 
 
 def _is_loader(thing: object) -> bool:
-    """Whether a thing says that a run goes on, and not only what it has learnt."""
+    """Whether a thing shows that a run resumes, and not only what the run has learnt."""
     return hasattr(thing, "__iter__") and not isinstance(thing, nn.Module)
 
 

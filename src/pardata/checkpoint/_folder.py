@@ -1,11 +1,11 @@
 """The directory of a run's checkpoints, as rank 0 writes to it: each is complete or not there.
 
-A checkpoint is written below a name of its own, synced to the disk, and renamed; so whatever is
-killed when, what has a checkpoint's name is whole.
+A checkpoint is written below a name of its own, synced to the disk, and renamed. So what has a
+checkpoint's name is complete, whatever is killed when.
 
 A name begins with the number of an attempt at the run. A writer claims the next number by a file
-that must not exist yet, and looks for a higher one before it adds or removes anything. So of two
-writers the older stops, and what it had still to add is neither newer than what the other one wrote
+that must not exist yet. It looks for a higher number before it adds or removes anything. So the
+older of two writers stops. What it had still to add is neither newer than what the other one wrote
 nor in its place.
 """
 
@@ -90,7 +90,7 @@ class Attempt:
         return self._directory / f"attempt-{number:04d}.txt"
 
     def _write_claim(self, number: int) -> bool:
-        """Claim a number, and return whether nobody else has."""
+        """Claim a number, and return whether no other process has."""
         path = self._path(number)
         try:
             with path.open("x") as file:
@@ -104,7 +104,7 @@ class Attempt:
 
 
 def _claims(directory: Path) -> dict[int, str]:
-    """Return what stands in each claim, by its number."""
+    """Return the text of each claim, by its number."""
     found = {}
     for path in entries(directory):
         if match := re.fullmatch(r"attempt-(\d{4,})\.txt", path.name):
@@ -138,7 +138,7 @@ class Folder:
                 # A step that comes again is newer than the first one all the same.
                 self._attempt.claim()
             self._attempt.check()
-            self._remove_unfinished()  # a save left it that stopped half-way, or was killed
+            self._remove_unfinished()  # left by one that stopped half-way, or was killed
             self._name = Name(self._attempt.number, step)
             path = self._directory / f"{_UNFINISHED}{self._name}"
             path.mkdir()

@@ -72,9 +72,9 @@ def _check_directory(directory: Path) -> None:
     Warn where it may be one: a folder in it has checkpoints. They may be those of an earlier phase,
     or a run's best, which was saved before the first of its other checkpoints.
 
-    A run that is really new must not be stopped. So next to others a directory is one only if it is
-    not there at all, and its name is nearly another's, as "frist"; not if they tell runs from each
-    other by numbers or single letters, as "seed-1" and "seed-2", "run-a" and "run-b".
+    A run that is really new must not be stopped. So a directory next to others is a mistake only if
+    it is not there at all, and its name is nearly another's, as "frist". It is none if numbers or
+    single letters tell runs from each other, as "seed-1" and "seed-2", "run-a" and "run-b".
     """
     path = directory.absolute()
     if Name.parse(path.name) is not None:

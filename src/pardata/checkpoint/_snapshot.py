@@ -27,8 +27,8 @@ class Snapshot:
         trees: by name; `None` stands for what is sharded.
         own: those of `per_rank`.
         parts: sharded tensors, by where they are in the trees.
-        texts: what must be the same on every rank, by where it is; of the tensors of models and
-            optimizers, which are many, all but the bits.
+        texts: what must be the same on every rank, by where it is. The tensors of models and
+            optimizers, which are many, are there without their bits.
         facts: what the manifest says of the objects.
 
     Args:

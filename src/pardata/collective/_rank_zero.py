@@ -141,7 +141,7 @@ def rank_zero_call(fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs)
 
 @contextmanager
 def _led(turn: Turn, place: str, rank: int) -> Iterator[None]:
-    """Lead a turn: tell the waiting ranks of any exception, and let it go on."""
+    """Lead a turn: tell the waiting ranks of any exception, and raise it again."""
     turn.come()
     before, leading.call = leading.call, place
     try:

@@ -77,7 +77,7 @@ class Watch:
         return time.monotonic() - max(since, self._awake) if call or step is not None else 0.0
 
     def _look(self) -> bool:
-        """Look whether this rank waits for long, or another says so; return whether to go on."""
+        """Look whether this rank waits for long, or another says so; return whether to continue."""
         hang, note, now = self._hang, doing.now, time.monotonic()
         frame = sys._current_frames().get(self._watched)  # noqa: SLF001  # its only name
         if frame is None:

@@ -1,4 +1,4 @@
-"""Where the ranks are when a run does not go on: what each says of itself, and one table of all."""
+"""Where the ranks are when a run hangs: what each says of itself, and one table of all."""
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import suppress

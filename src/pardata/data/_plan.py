@@ -54,10 +54,10 @@ class Fetched(NamedTuple):
 class Plan:
     """How the positions of an epoch become steps, and a step the shares of the ranks.
 
-    With a `microbatch_size` a step is cut into microbatches, of which the last may be short, and a
-    share is a run of whole ones, or `strided`; without, it is one run of samples. A stream may have
-    no `length`, that of a sampler replaces the dataset's in each epoch, and a ``batch_sampler`` has
-    its own steps: then `batch_size` is 0.
+    With a `microbatch_size` a step is cut into microbatches, of which the last may be short. A
+    share is then a run of whole ones, or `strided`. Otherwise a share is one run of samples. A
+    stream may have no `length`. A sampler's length replaces the dataset's in each epoch. A
+    ``batch_sampler`` has its own steps: then `batch_size` is 0.
     """
 
     length: int | None
@@ -97,8 +97,8 @@ class Plan:
     def share_of(self, samples: int, epoch: int = 0, number: int = 0) -> tuple[Step, list[range]]:
         """Return a step of so many samples, and this rank's runs of them, one a microbatch.
 
-        Where that is nothing it reads what stands in for it: the first microbatch of the step, to
-        be run where all ranks must run one, or the first sample, whose shape an empty batch takes.
+        If it has none, it reads a placeholder. That is the first microbatch of the step, to be run
+        if all ranks must run one, or the first sample, whose shape an empty batch takes.
         """
         first, stride, runs = 0, 1, [share(samples, self.rank, self.size)]
         if (size := self.microbatch_size) is not None:

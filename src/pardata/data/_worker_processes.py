@@ -65,8 +65,8 @@ def _let_the_fork_server_unblock() -> None:
 def _end() -> None:
     """End a spawned worker as forked ones end: without the end of its interpreter.
 
-    There Python takes its handlers back, so that SIGTERM would end the worker after all, and ends
-    threads that are in C++, which says "terminate called without an active exception".
+    There Python takes its handlers back, so that SIGTERM would end the worker after all. It also
+    ends threads that are in C++, which says "terminate called without an active exception".
     """
     if sys.exc_info()[0] is None:  # else the error is printed
         sys.stdout.flush()

@@ -47,7 +47,7 @@ def init(
     Called there, it makes a group of one, for strategies that need a group.
 
     `init` adopts a group that exists, and never leaves it. Its GPU is the one to which the group is
-    bound, or else the current one, or else that of the local rank, which becomes current.
+    bound, or else the current one, or else the local rank's, which becomes current.
 
     Idempotent. Collective: every rank calls it. Usable as ``with init() as world:``, which leaves
     the group at the end. Without that the process leaves it when it exits normally. DataLoader
@@ -71,7 +71,7 @@ def init(
             grows by up to 15 % (benchmarks/allocator.py). ``PARDATA_TUNE_CPU=0`` switches it off
             from outside.
         hang_after: seconds or a `timedelta`. If a rank waits so long for others, or a step of a
-            loader takes so long, a table in the log tells where each rank is. The default is a
+            loader takes so long; then a table in the log tells where each rank is. The default is a
             tenth of the group's timeout, at least a minute; 0 turns it off. Nothing is stopped.
             ``PARDATA_HANG_AFTER`` in seconds takes precedence.
 
@@ -103,7 +103,7 @@ def _joined_world(
     hang_after = _checked_hang_after(hang_after)
     here, before = world(), joined()
     if here.backend is None and (is_child() or dist.group.WORLD is not None):
-        return here  # beside a group that a child, or who opted out, does not touch
+        return here  # there is a group, which a child, or who opted out, does not touch
     if before is not None:
         _refuse_change(before.world, backend, device)
         return replace(before.world, _at_the_end=None)

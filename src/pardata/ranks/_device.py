@@ -58,7 +58,7 @@ def can_be_bound(device: torch.device) -> bool:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Return whether work runs there on streams beside the host, copies of pinned memory too."""
+    """Return whether work runs there on streams next to the host, copies of pinned memory too."""
     # On mps, which has streams from torch 2.15 on, a copy that nobody waits for reads what is gone:
     # pytorch/pytorch#139550.
     has_none = device.type in ("cpu", "mps")

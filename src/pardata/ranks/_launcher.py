@@ -53,7 +53,7 @@ class Launcher(NamedTuple):
         families: beginnings of the names of all variables that it may set.
         started: whether the variables are those of one of its processes.
         read: makes a `Launch` of them.
-        cores: the variable that says how many cores the job has here, "" where none does; None
+        cores: the variable that says how many cores the job has here, "" if none does. It is None
             for a launcher that never gives a process cores of its own.
     """
 

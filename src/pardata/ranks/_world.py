@@ -175,8 +175,8 @@ def existing_world(device: torch.device | None, hosts: Sequence[str] = ()) -> Wo
     """Describe a group that somebody else made, which says nothing about nodes.
 
     Args:
-        device: where to compute; the GPU of this rank, if it has no number, or if it is not given
-            and the group is one of GPUs.
+        device: where to compute. It is the GPU of this rank if it has no number, or if it is not
+            given and the group is one of GPUs.
         hosts: of all ranks, in their order; one for all where they were not asked for.
     """
     rank, size = dist.get_rank(), dist.get_world_size()

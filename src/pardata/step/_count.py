@@ -29,7 +29,7 @@ _USUAL = "_pardata_usual_count"  # set on the layer of a model that shows its st
 
 
 class Sharing:
-    """Who runs the microbatches of a step together: here nobody but this process.
+    """Who runs the microbatches of a step together: here only this process.
 
     Attributes:
         size: how many ranks.
@@ -61,9 +61,9 @@ class Pieces(NamedTuple):
     Attributes:
         own: what is run, in this order.
         most: the microbatches of the rank that has most.
-        expected: returns what the microbatches of all ranks count, by the plan, or, where there is
-            none, in the model's first such step: the same number on all ranks. Raises, on every
-            rank, where a `count` failed, or all counted are 0.
+        expected: returns what the microbatches of all ranks count, the same number on all ranks. It
+            goes by the plan or, without one, by the model's first such step. It raises, on every
+            rank, if a `count` failed, or all counts are 0.
         left_out: whether fewer samples are here than planned.
     """
 

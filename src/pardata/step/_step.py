@@ -96,7 +96,7 @@ class Step(Sharing):
 class SharedStep(Step):
     """Of ranks whose gradients are averaged by another's hand: PyTorch's.
 
-    What all of them count is only known with the gradients, where no plan says it: these are then
+    If no plan says what all of them count, that is only known with the gradients. These are then
     off by one factor, the same everywhere.
     """
 

@@ -62,8 +62,8 @@ def backward(
     ``loss.backward()`` under ``no_sync()`` in ``.grad``: no later step reduces them.
 
     Dropout and all else that draws from PyTorch's default generators gets a seed of its own. For
-    `Microbatches` it is made of the seed of `seed_everything`, the epoch, the step, the number of
-    the microbatch, and how many calls have run it: the same at every world size. For any other
+    `Microbatches` it is the same at every world size. It is made of the seed of `seed_everything`,
+    the epoch, the step, the number of the microbatch, and how many calls have run it. For any other
     batch it is made of that seed, the rank, and the number of calls. Without `seed_everything` it
     is made of the loader's seed, or of ``torch.initial_seed()``. Afterwards the generators are as
     they were.
@@ -97,14 +97,14 @@ def backward(
         number becomes a float; it is read from the GPU, which waits.
 
     Raises:
-        TypeError: `model` is no module, the loss is no tensor of one element, a metric is no
-            number, or `batch` does not tell how many samples it has.
+        TypeError: `model` is no module, the loss is no tensor of one element, or a metric is no
+            number. Or `batch` does not tell how many samples it has.
         ValueError: a `count` is no integer from 0 up, all counts are 0, or the model is under
             ``no_sync()``.
-        RuntimeError: `loss_fn` did not run `model` (in one process that is checked in the first
-            step), the loss trains a parameter outside of `model`, the metrics differ in structure
-            between ranks, or the ranks are at different steps. On a GPU, which nobody waits for,
-            the last two are errors in the first step; later the means are NaN.
+        RuntimeError: `loss_fn` did not run `model` (one process checks that in the first step), or
+            the loss trains a parameter outside of `model`. Or the metrics differ in structure
+            between ranks, or the ranks are at different steps. On a GPU these two are errors in the
+            first step alone; later the means are NaN, because no step waits for the GPU.
 
     >>> import torch
     >>> net, x = nn.Linear(1, 1), torch.arange(6.0).view(6, 1)

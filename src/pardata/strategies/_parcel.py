@@ -19,8 +19,8 @@ class Parcel:
     model's take longer to copy than that, and PyTorch reduces them best without a hook.
 
     Gradients are added in float32, which is not enough for a time or a large count. So each rank's
-    float64 numbers have places of their own, as whole numbers of 16 bits, to which the other ranks
-    add zeros: that is exact, also for what is infinite or NaN.
+    float64 numbers have places of their own, as whole numbers of 16 bits. The other ranks add zeros
+    to them: that is exact, also for what is infinite or NaN.
     """
 
     def __init__(self, group: Any) -> None:

@@ -87,8 +87,8 @@ def wrap_model(
             or has an embedding with ``max_norm``. Or ``blocks`` are not in the model or share
             parameters with the rest, or ``replicate`` does not divide the number of ranks. PyTorch
             itself refuses a model that is not initialised, or on the meta device.
-        RuntimeError: the ranks hold different models (the error names the first parameter that
-            differs), there is no process group, or torch is too old for the strategy.
+        RuntimeError: the ranks hold different models; it names the first parameter that differs. Or
+            there is no process group, or torch is too old for the strategy.
 
     >>> net = wrap_model(nn.Linear(2, 2))
     >>> type(net).__name__  # a single process

@@ -149,7 +149,7 @@ class ExactStep(Step):
 
     @contextmanager
     def around(self, piece: Piece) -> Iterator[None]:
-        """Seed Python's and NumPy's generators beside PyTorch's: they show in the last bit."""
+        """Seed Python's and NumPy's generators as well as PyTorch's: they show in the last bit."""
         if self._refusal is not None:
             raise self._refusal
         self._guests.put_back_buffers()

@@ -48,7 +48,7 @@ class Riders:
         self.length = self._flags + len(exchange.spans) * self._width * _WORDS
 
     def fit(self) -> bool:
-        """Whether they are few, and each rank sends a piece that they can ride with."""
+        """Whether they are few, and each rank sends a sum that they can ride with."""
         how = self._exchange
         reaches = how.is_plain or min(how.counts) > 0
         return how.size > 1 and reaches and self._rows.is_cpu and self.length <= _MOST

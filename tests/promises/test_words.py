@@ -25,9 +25,10 @@ BAD_WORD = re.compile(rf"\b({'|'.join(BANNED)})\b", re.IGNORECASE)
 BAD_BEGINNING = re.compile(r"(of|which|for|but)\b", re.IGNORECASE)
 MARK = r"(noqa|type: ignore|pyright: ignore)(: ?[A-Z0-9, ]+|\[[\w, -]*\])?"
 NO_REASON = re.compile(rf"(# )?{MARK}(\s*# {MARK})*\s*(# (likewise|as above).*)?$")
-# A line that begins something else: code, a table, an example, a list, or an argument with its text.
-CODE = re.compile(r"\s*(>>>|=====|\||Examples?:)")
-ENTRY = re.compile(r"\s*([*-] |\w+(, \w+)*: |\w+ {2})")
+CODE = re.compile(r"\s*(>>>|=====|Examples?:)")
+SECTION = re.compile(r"(Args|Attributes|Raises|Returns):$")
+# What begins a sentence in any case: an argument, with its name, and an item of a list.
+ENTRY, ITEM = re.compile(r" {4}\w+(, \w+)*: "), re.compile(r"\s*([*-]|\d\.|\w+ ) +")
 
 
 def docstrings(text):
@@ -40,16 +41,18 @@ def docstrings(text):
 
 
 def sentences(docstring):
-    """Yield the sentences of a docstring, with each piece of code as one word."""
-    for paragraph in re.split(r"\n\s*\n", re.sub(r"``.*?``|`.*?`", "X", docstring, flags=re.S)):
+    """Yield the sentences of a docstring, with each name in it as one word, and no code."""
+    text = re.sub(r"``.*?``|`.*?`", "X", docstring, flags=re.DOTALL)
+    for paragraph in re.split(r"\n\s*\n", text):
         lines = paragraph.splitlines()
         if CODE.match(lines[0]):
             continue
+        begins = ENTRY if SECTION.match(lines[0]) else ITEM
         entries = [""]
         for line in lines:
-            if ENTRY.match(line):
+            if beginning := begins.match(line):
                 entries.append("")
-            entries[-1] += ENTRY.sub("", line, count=1).strip() + " "
+            entries[-1] += line[beginning.end() if beginning else 0 :].strip() + " "
         for entry in entries:
             yield from re.split(r"(?<=[.!?])[)\"]*\s+", entry)
 

@@ -97,8 +97,8 @@ class Plan:
     def share_of(self, samples: int, epoch: int = 0, number: int = 0) -> tuple[Step, list[range]]:
         """Return a step of so many samples, and this rank's runs of them, one a microbatch.
 
-        If it has none, it reads a placeholder. That is the first microbatch of the step, to be run
-        if all ranks must run one, or the first sample, whose shape an empty batch takes.
+        If it has none, it reads a placeholder. That is the step's first microbatch, to be run if
+        all ranks must run one, or the first sample, whose shape an empty batch takes.
         """
         first, stride, runs = 0, 1, [share(samples, self.rank, self.size)]
         if (size := self.microbatch_size) is not None:

@@ -70,8 +70,8 @@ def init(
             one process. A wide MLP or ResNet-18 takes 0.9, a transformer 0.95 to 1. Peak memory
             grows by up to 15 % (benchmarks/allocator.py). ``PARDATA_TUNE_CPU=0`` switches it off
             from outside.
-        hang_after: seconds or a `timedelta`. If a rank waits so long for others, or a step of a
-            loader takes so long; then a table in the log tells where each rank is. The default is a
+        hang_after: seconds or a `timedelta`. If a rank waits so long for others, or for a step
+            of a loader, a table in the log tells where each rank is. The default is a
             tenth of the group's timeout, at least a minute; 0 turns it off. Nothing is stopped.
             ``PARDATA_HANG_AFTER`` in seconds takes precedence.
 
@@ -82,7 +82,9 @@ def init(
             of a rank. It comes on every rank.
         TimeoutError: ranks did not come; it names them.
 
-    Example: >>> with init() as world: ...     world.rank, world.size (0, 1)
+    >>> with init() as world:
+    ...     world.rank, world.size
+    (0, 1)
     """
     try:
         return _joined_world(backend, timeout, device, hang_after, tune_cpu=tune_cpu)

@@ -2,10 +2,10 @@
 
 All turns of a group are one numbered sequence over its store. A rank counts itself in, and leaves
 an entry under ``at/{rank}``: in which turn and call it is, and what it says. Then it waits for one
-key, the verdict. It makes as many requests at any number of ranks. The first verdict stands,
-whoever gives it: the last rank to come, rank 0 that has done its work, a rank whose patience ends,
-or one that fails. Nothing here is a collective of the backend: who does not come is named, and the group is usable
-afterwards.
+key, the verdict. It makes as many requests at any number of ranks. The first verdict stands. It
+comes from the last rank to come, rank 0 that has done its work, a rank whose patience ends, or one
+that fails. Nothing here is a collective of the backend: who does not come is named, and the group
+is usable afterwards.
 """
 
 import json

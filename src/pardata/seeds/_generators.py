@@ -63,8 +63,8 @@ def _of_python() -> Default:
 class _NumPy:
     """NumPy's, which takes 35 microseconds to hand out its state, and 40 to take one.
 
-    So we read and write its words in memory, if they are seen to be there, and the second of two
-    normal numbers that it keeps.
+    So we read and write its words in memory, and the second of two normal numbers that it keeps.
+    We do so only if they are seen to be there.
     """
 
     def __init__(self, numpy: Any) -> None:

@@ -95,3 +95,19 @@ def faults(text):
 def test_the_words_are_plain(name):
     found = [f"{name}:{line}: {fault}" for line, fault in faults((SOURCE / name).read_text())]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f'"""Say {"one more " * 12}word too many."""',
+        f'def f():\n    """Say it.\n\n    Args:\n        name: {"one more " * 13}word.\n    """',
+        '"""Let the run go on."""',
+        "x = 1  # of the others",
+        "# It goes\n# on.",
+        "import torch  # noqa: PLC0415",
+        "import torch  # type: ignore[attr-defined]  # noqa: SLF001  # likewise",
+    ],
+)
+def test_a_fault_is_found(text):
+    assert len(list(faults(text))) == 1

@@ -53,7 +53,7 @@ def _say_why(files: Files, source: dict[str, Any]) -> None:
     """Log why there is something to do."""
     place = files.folder.parent
     if files.folder.exists():
-        _log.warning("building the cache in %s because it is damaged", place)
+        _log.warning("pardata builds the cache in %s because it is damaged", place)
         return
     why = "there is none"
     for other in place.glob(f"{FILES}*"):
@@ -61,7 +61,7 @@ def _say_why(files: Files, source: dict[str, Any]) -> None:
             before = files._replace(folder=other).facts()
             changed = [name for name in source if before[name] != source[name]]
             why = f"the {' and the '.join(changed or ['shapes or dtypes'])} changed"
-    _log.info("building the cache in %s because %s", place, why)
+    _log.info("pardata builds the cache in %s because %s", place, why)
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def _locked(directory: Path) -> Iterator[None]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                _log.info("waiting for another process that builds the cache in %s", directory)
+                _log.info("another process builds the cache in %s: this one waits", directory)
                 fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

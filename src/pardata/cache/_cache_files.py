@@ -60,7 +60,8 @@ class Files(NamedTuple):
             written = self.facts()["files"]
             if (total := sum(size for size, _ in written.values())) >= _LONG:
                 place = self.folder.parent
-                _log.info("comparing the %d bytes of the cache in %s with checksums", total, place)
+                text = "pardata compares the %d bytes of the cache in %s with checksums"
+                _log.info(text, total, place)
             return all(record_of(self.folder / name) == written[name] for name in written)
         return False
 

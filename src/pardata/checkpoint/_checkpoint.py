@@ -104,9 +104,9 @@ class Checkpoint(NamedTuple):
         agree(here, "Checkpointer.restore (loading)", load)
         self._tell(here, lost)
         if things and not goes_on:
-            _log.info("left seed and random generators as they are: no loader is restored")
+            _log.info("pardata left seed and random generators as they are: no loader is restored")
         elif goes_on and not is_alike:
-            text = "restored the seed, but not the random generators: %d process(es) saved theirs"
+            text = "the seed is restored, but no random generators: %d process(es) saved theirs"
             _log.info(f"{text}, and there are %d now", len(saved), here.size)
         return Restored(self.manifest["step"], {n: trees[n] for n in values}, _is_there=True)
 
@@ -114,11 +114,11 @@ class Checkpoint(NamedTuple):
         """Log what is restored, and what is not."""
         step, saved = self.manifest["step"], self.manifest["identity"]
         strategies = [f", {name} under {kind!r}" for name, kind in saved["strategies"].items()]
-        text = "restored step %d of %s, saved by %d process(es)%s with torch %s"
+        text = "pardata restored step %d of %s, saved by %d process(es)%s with torch %s"
         told = saved["processes"], "".join(strategies), saved["torch"]
         _log.info(text, step, self.path.parent, *told)
         if lost:
-            text = "did not restore %s: each of %d process(es) saved its own, and there are %d now"
+            text = "pardata restored no %s: each of %d process(es) saved its own, now there are %d"
             names = ", ".join(f"`{name}`" for name in lost)
             _log.warning(text, names, saved["processes"], here.size, ranks=[0])
 
@@ -192,7 +192,7 @@ def newest(place: str, at: int | None, given: Mapping[str, Any], facts: Facts) -
             if isinstance(found, Checkpoint):
                 return found
             passed_over[name] = found
-            _log.warning("skipped checkpoint %s because %s", path, found, ranks=[0])
+            _log.warning("checkpoint %s was skipped because %s", path, found, ranks=[0])
     return None
 
 

@@ -180,7 +180,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         found = newest("Checkpointer.restore", at, objects, self._options)
         if found is not None:
             return found.give(here, objects)
-        _log.info("no checkpoint in %s, starting from step 0", self._directory)
+        _log.info("there is no checkpoint in %s: the run starts from step 0", self._directory)
         return Restored()
 
     def steps(self) -> list[int]:

@@ -164,7 +164,7 @@ class Folder:
             sync(self._directory)
             self._prune()
         told = step, self._directory, size / 1e6, time.perf_counter() - self._began
-        self._log(f"saved step %d to %s, %.1f MB in %.2f s{self._later}", *told)
+        self._log(f"pardata saved step %d to %s, %.1f MB in %.2f s{self._later}", *told)
         self._log, self._later = _log.debug, ""
 
     def _remove_unfinished(self) -> None:
@@ -195,6 +195,6 @@ class Folder:
                 self._attempt.check()  # it may know why
                 if error.errno is not None:
                     text = f"{error.strerror}, while saving step {step}: the checkpoints before it"
-                    text += f" stand in {self._directory}"
+                    text += f" are still in {self._directory}"
                     raise OSError(error.errno, text, error.filename) from error
             raise

@@ -84,7 +84,7 @@ def _check_directory(directory: Path) -> None:
         )
     below = (found for found in path.glob("*/attempt-*") if Name.parse(found.name))
     if (one := next(below, None)) is not None:
-        text = "no checkpoint in %s, but %s has some: pass that to resume its run"
+        text = "there is no checkpoint in %s, but %s has some: pass that to resume its run"
         _log.warning(text, directory, directory / one.parent.name)
     if path.exists():
         return

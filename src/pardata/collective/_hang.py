@@ -78,7 +78,7 @@ class Hang:
         """Return how long it has taken, once it is over; who has told of it logs that."""
         found = int(self._store.get("over"))
         if self._logs:
-            _log.warning("the run goes on after %d s", found, ranks=[self._seat.rank])
+            _log.warning("the run continues after %d s", found, ranks=[self._seat.rank])
         return found
 
     def tell(self, own: Whereabouts) -> None:

@@ -147,7 +147,7 @@ class Loader(ForPeers):
         self._bookmark.resume_at(place)
         self._recipe, self._source, self._placement = parts
         if self._recipe.is_stream and place.delivered and place.state is None:
-            _log.info("reading %d samples again, to resume after them", place.delivered)
+            _log.info("the loader reads %d samples again, to resume after them", place.delivered)
 
     def stats(self, *, reduce: bool = False) -> dict[str, float]:
         """Return how this rank's time was spent since the epoch in progress, or the last, began.

@@ -210,4 +210,4 @@ def _found_text(found: World) -> str:
     launcher = known.get(found.launcher, f"launched by {found.launcher}")
     gpus = f" of {len(visible_devices())} GPU(s)" if found.device.type != "cpu" else ""
     device = f"device {found.device}{gpus} on {socket.gethostname()}"
-    return f"{processes} on {nodes}, {launcher}, backend {found.backend}, {device}"
+    return f"this run has {processes} on {nodes}, {launcher}, backend {found.backend}, {device}"

@@ -80,7 +80,7 @@ class ExactStep(Step):
         if not isinstance(batch, Microbatches):
             raise TypeError(
                 f"`batch` must be Microbatches under strategy 'exact', but is a "
-                f"{type(batch).__name__}: pass microbatch_size to make_loader, so that pieces are "
+                f"{type(batch).__name__}: pass microbatch_size to make_loader, so that they are "
                 f"the same at every world size"
             )
         if self.size == batch.size > 1 and self.strided != (batch.stride > 1):

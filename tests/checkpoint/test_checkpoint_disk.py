@@ -57,7 +57,7 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, mon
 # How it begins, for one who writes, which returns how it ends; and what every rank is told.
 GONE = "must stay, but {} is gone: was it removed, or its"
 NEWER = "but this is attempt 1 and attempt 2 has begun (process"
-NO_ROOM = "[Errno 27] File too large, while saving step 2: the checkpoints before it are still in {}"
+NO_ROOM = "[Errno 27] File too large, while saving step 2: earlier checkpoints are still in {}"
 NO_ROOM_FOR_SHARDS = "not all ranks could read or write their parts: rank 1: "
 TROUBLES = {
     "no room": (fill, "OSError", ""),

@@ -194,7 +194,7 @@ class Folder:
             if isinstance(error, OSError):
                 self._attempt.check()  # it may know why
                 if error.errno is not None:
-                    text = f"{error.strerror}, while saving step {step}: the checkpoints before it"
+                    text = f"{error.strerror}, while saving step {step}: earlier checkpoints"
                     text += f" are still in {self._directory}"
                     raise OSError(error.errno, text, error.filename) from error
             raise

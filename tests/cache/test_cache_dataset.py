@@ -278,7 +278,7 @@ def test_a_changed_source_is_built_again_and_the_log_says_why(tmp_path, name, to
         new = Samples(pair)
         new.target_transform = abs
     cached = cache_dataset(new, tmp_path)
-    assert lines(told) == [f"building the cache in {tmp_path} because {what} changed"]
+    assert lines(told) == [f"pardata builds the cache in {tmp_path} because {what} changed"]
     assert equal([cached[i] for i in range(len(new))], [new[i] for i in range(len(new))])
     assert len(list(tmp_path.glob("pardata-files-*"))) == 1
     told.clear()
@@ -288,7 +288,7 @@ def test_a_changed_source_is_built_again_and_the_log_says_why(tmp_path, name, to
 
 def test_an_unchanged_source_is_not_built_again(tmp_path, told, capsys):
     cache_dataset(Samples(pair, transform=scaled_by(2)), tmp_path)
-    assert lines(told) == [f"building the cache in {tmp_path} because there is none"]
+    assert lines(told) == [f"pardata builds the cache in {tmp_path} because there is none"]
     assert re.fullmatch(
         r"caching Samples: 10/10 in \d+\.\d s, samples/s [\d,]+\n", capsys.readouterr().err
     )
@@ -324,7 +324,7 @@ def test_what_an_older_cache_says_of_its_source_may_be_damaged(tmp_path, told, t
     said.write_text(text, encoding="latin-1")
     told.clear()
     assert len(cache_dataset(Samples(pair, 11), tmp_path)) == 11
-    assert lines(told) == [f"building the cache in {tmp_path} because there is none"]
+    assert lines(told) == [f"pardata builds the cache in {tmp_path} because there is none"]
 
 
 def test_another_subset_is_a_change_though_the_samples_looked_at_are_the_same(tmp_path, told):
@@ -366,7 +366,7 @@ def test_a_damaged_cache_is_built_again_with_a_warning(tmp_path, told, name):
     assert contents(place) != before
     told.clear()
     cached = cache_dataset(Samples(pair), place)
-    assert lines(told) == [f"building the cache in {place} because it is damaged"]
+    assert lines(told) == [f"pardata builds the cache in {place} because it is damaged"]
     assert [record.levelname for record in told.records] == ["WARNING"]
     assert before.items() <= contents(place).items()
     assert cached[9][1] == 9
@@ -379,7 +379,7 @@ def test_to_compare_a_large_cache_is_said_to_take_time(tmp_path, told, monkeypat
         cache_dataset(Samples(pair, length), tmp_path)
         told.clear()
         cache_dataset(Samples(pair, length), tmp_path)
-        text = f"comparing the 320 bytes of the cache in {tmp_path} with checksums"
+        text = f"pardata compares the 320 bytes of the cache in {tmp_path} with checksums"
         assert lines(told) == [text] * said
 
 
@@ -521,13 +521,13 @@ def test_of_two_that_build_at_once_the_second_waits_and_reads_or_builds(tmp_path
     with build_in_progress(tmp_path) as (first, to_first):
         second.start()
         assert to_second.poll(60)
-        text = f"waiting for another process that builds the cache in {tmp_path}"
+        text = f"another process builds the cache in {tmp_path}: this one waits"
         assert to_second.recv() == text
         assert not list(tmp_path.glob("pardata-files-*"))
         if killed:
             first.kill()  # its lock goes with it
             assert to_second.poll(60)
-            assert "building the cache in" in to_second.recv()
+            assert "builds the cache in" in to_second.recv()
         else:
             to_first.send("go on")
         assert to_second.poll(60)

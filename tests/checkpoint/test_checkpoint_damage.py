@@ -118,8 +118,8 @@ def test_one_that_is_not_what_was_written_is_passed_over_and_it_is_said_why(
     with log_of("pardata", logging.INFO) as log:
         assert restored(directory) == 2
     told, found = log.lines
-    assert told.startswith(f"skipped checkpoint {paths(directory)[-1]} because {why}")
-    assert found.startswith(f"restored step 2 of {directory}, saved by 1 process(es) with ")
+    assert told.startswith(f"checkpoint {paths(directory)[-1]} was skipped because {why}")
+    assert found.startswith(f"pardata restored step 2 of {directory}, saved by 1 process(es) with ")
 
 
 def test_where_none_is_whole_all_are_listed_on_every_rank(saved, tmp_path):
@@ -148,7 +148,7 @@ def test_a_directory_without_checkpoints_gives_nothing(tmp_path):
         with log_of("pardata", logging.INFO) as log:
             found = Checkpointer(directory).restore()
         assert (bool(found), found.step, found.values) == (False, 0, {})
-        assert log.lines == [f"no checkpoint in {directory}, starting from step 0"]
+        assert log.lines == [f"there is no checkpoint in {directory}: the run starts from step 0"]
         assert Checkpointer(directory).steps() == []
 
 
@@ -161,8 +161,8 @@ def test_the_parent_of_a_runs_directory_begins_anew_and_the_log_names_that_direc
         assert not Checkpointer(tmp_path).restore()
     meant = f"{tmp_path / 'first'} has some: pass that to resume its run"
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-        ("WARNING", f"no checkpoint in {tmp_path}, but {meant}"),
-        ("INFO", f"no checkpoint in {tmp_path}, starting from step 0"),
+        ("WARNING", f"there is no checkpoint in {tmp_path}, but {meant}"),
+        ("INFO", f"there is no checkpoint in {tmp_path}: the run starts from step 0"),
     ]
 
 

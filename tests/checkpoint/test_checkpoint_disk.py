@@ -57,7 +57,7 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, mon
 # How it begins, for one who writes, which returns how it ends; and what every rank is told.
 GONE = "must stay, but {} is gone: was it removed, or its"
 NEWER = "but this is attempt 1 and attempt 2 has begun (process"
-NO_ROOM = "[Errno 27] File too large, while saving step 2: the checkpoints before it stand in {}"
+NO_ROOM = "[Errno 27] File too large, while saving step 2: earlier checkpoints are still in {}"
 NO_ROOM_FOR_SHARDS = "not all ranks could read or write their parts: rank 1: "
 TROUBLES = {
     "no room": (fill, "OSError", ""),
@@ -155,7 +155,7 @@ def test_the_log_says_of_the_first_save_where_it_went_and_of_the_others_if_asked
     with caplog.at_level("DEBUG", logger="pardata"):
         save_steps(tmp_path, 5, 6, 7)
     for number, record in enumerate(caplog.records):
-        text = f"saved step {5 + number} to {tmp_path}, 0.0 MB in 0."
+        text = f"pardata saved step {5 + number} to {tmp_path}, 0.0 MB in 0."
         assert record.getMessage().startswith(text)
         assert record.levelname == ("DEBUG" if number else "INFO")
         later = "" if number else "; later saves are logged at DEBUG"

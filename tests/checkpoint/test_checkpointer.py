@@ -234,7 +234,7 @@ def restore_a_run(directory, *names):
 def test_seed_and_generators_come_back_only_if_a_loader_says_that_the_run_goes_on(tmp_path):
     for size in (1, 2):
         run(save_a_run, tmp_path / str(size), 5, world_size=size)
-    told = "left seed and random generators as they are: no loader is restored"
+    told = "pardata left seed and random generators as they are: no loader is restored"
     seed = {number: noise_seed_under(number, calls) for number, calls in [(5, 1), (8, 0)]}
     for size, before in [(1, 1), (2, 2), (3, 2), (1, 2)]:
         for names in [("model",), ()]:
@@ -250,7 +250,7 @@ def test_at_another_size_a_loader_brings_the_seed_and_the_log_says_what_it_does_
         found = run(restore_a_run, tmp_path, "model", "position", world_size=size)
         for rank, (left, noise, lines) in enumerate(found):
             assert (left, noise) == (size != 2, noise_seed_under(5, 1)[rank])
-            told = "restored the seed, but not the random generators: 2 process(es) saved theirs, "
+            told = "the seed is restored, but no random generators: 2 process(es) saved theirs, "
             expected = [f"{told}and there are {size} now"] * (rank == 0 and size != 2)
             assert [line.removeprefix(f"[0/{size}] ") for line in lines] == expected
 

@@ -77,8 +77,8 @@ def test_each_rank_gets_its_own_back_and_other_sizes_are_told_what_they_do_not(
         assert (saved[rank][0], critic) == ([0, 2, 3], saved[rank][1])
     other = 3 - size or 1
     told = (
-        f"did not restore `hidden`, `buffer`, `rows`, `critic`: each of {size} process(es) saved "
-        f"its own, and there are {other} now"
+        f"pardata restored no `hidden`, `buffer`, `rows`, `critic`: each of {size} process(es) "
+        f"saved its own, now there are {other}"
     )
     for rank, found in enumerate(run_caught(restore_own, tmp_path, world_size=other)):
         restored, buffer, rows, _, lines = found

@@ -60,7 +60,7 @@ class Log(logging.Handler):
         if not TOLD.exists() and re.search(self.expected, text):
             TOLD.touch()
             self.then()
-        elif TOLD.exists() and "the run goes on after" in text:
+        elif TOLD.exists() and "the run continues after" in text:
             OVER.touch()
 
 
@@ -282,5 +282,5 @@ def told(scene, size, tmp_path, expected):
     (texts, seconds), *_ = run(scene, str(tmp_path), expected, world_size=size)
     assert seconds < LATEST, texts
     text = next(text for text in texts if re.search(expected, text))
-    assert re.fullmatch(r"\[0/\d\] the run goes on after \d+ s", texts[texts.index(text) + 1])
+    assert re.fullmatch(r"\[0/\d\] the run continues after \d+ s", texts[texts.index(text) + 1])
     return re.sub(r"^\[0/\d\] ", "", text, flags=re.MULTILINE)

@@ -211,7 +211,7 @@ def test_that_a_stream_must_be_read_again_is_said_and_what_is_read_is_not_kept()
         loader = at(loader_of(Heavy(), collate_fn=len), 0)
         assert log.lines == []
         at(loader, 0, 100)
-    assert log.lines == ["reading 100 samples again, to resume after them"]
+    assert log.lines == ["the loader reads 100 samples again, to resume after them"]
     assert list(loader) == [3]
     assert max(most) <= 5
 

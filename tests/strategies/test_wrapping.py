@@ -142,7 +142,7 @@ def warned():
 
 
 def test_none_in_a_larger_world_warns_on_rank_0_that_ranks_train_apart():
-    text = "[0/2] strategy 'none' in a world of 2: each rank trains a model of its own"
+    text = "[0/2] under strategy 'none' each of the 2 ranks trains a model of its own"
     assert run(warned, world_size=2) == [[text], []]
 
 

@@ -23,9 +23,9 @@ _log = get_logger(__name__)
 
 _LOCK = "pardata-lock"
 _BUILDING = "pardata-building"
-_CHUNK_BYTES = 2**24  # of samples that a worker decodes at once
+_CHUNK_BYTES = 2**24  # a worker decodes samples of so many bytes at once
 
-# Of one part of several samples: the bytes of all values, and the shape in each sample.
+# One part of several samples: the bytes of all values, and the shape in each sample.
 _Packed: TypeAlias = tuple[bytes, Shapes]
 
 
@@ -53,7 +53,7 @@ def _say_why(files: Files, source: dict[str, Any]) -> None:
     """Log why there is something to do."""
     place = files.folder.parent
     if files.folder.exists():
-        _log.warning("building the cache in %s because it is damaged", place)
+        _log.warning("pardata builds the cache in %s because it is damaged", place)
         return
     why = "there is none"
     for other in place.glob(f"{FILES}*"):
@@ -61,7 +61,7 @@ def _say_why(files: Files, source: dict[str, Any]) -> None:
             before = files._replace(folder=other).facts()
             changed = [name for name in source if before[name] != source[name]]
             why = f"the {' and the '.join(changed or ['shapes or dtypes'])} changed"
-    _log.info("building the cache in %s because %s", place, why)
+    _log.info("pardata builds the cache in %s because %s", place, why)
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def _locked(directory: Path) -> Iterator[None]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                _log.info("waiting for another process that builds the cache in %s", directory)
+                _log.info("another process builds the cache in %s: this one waits", directory)
                 fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -165,7 +165,7 @@ def _publish(unfinished: Path, final: Path, facts: dict[str, Any]) -> None:
     for path in unfinished.iterdir():
         with path.open("r+b") as file:
             os.fsync(file.fileno())
-    shutil.rmtree(final, ignore_errors=True)  # of the same source, but damaged
+    shutil.rmtree(final, ignore_errors=True)  # a cache of the same source, but damaged
     unfinished.rename(final)
     for older in final.parent.glob(FILES + "*"):
         if older != final:

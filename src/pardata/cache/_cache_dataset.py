@@ -31,37 +31,37 @@ def cache_dataset(
     """Decode `dataset` once into memory-mapped files, and return a dataset that reads those.
 
     `make_loader` reads it by whole batches, some hundred times as fast. All ranks and workers of a
-    node share one copy of the pages, and the next run finds the files. They are built with a
-    progress bar by several processes, appear all at once when complete, and are built again where
-    the source has changed: its length, class or transform, or what 8 of its samples contain.
+    node share one copy of the pages, and the next run finds the files. Several processes build
+    them, with a progress bar; all files appear at once when complete. They are built again if the
+    source has changed: its length, class or transform, or what 8 of its samples contain.
 
     Samples are what the dataset returns, in dicts, lists and tuples: tensors, arrays, numbers,
-    lists of numbers, bytes, and images, which become uint8 tensors of shape (bands, height, width).
+    lists of numbers, bytes and images. Images become uint8 tensors of shape (bands, height, width).
     Each part has the same dtype and number of dimensions in every sample. A batch has a tensor of
-    each part whose shape is the same too, and of others a list; a `collate_fn` gets the samples.
-    Random transforms would be frozen, and are warned about: leave them to the `batch_transform` of
-    `make_loader`.
+    each part whose shape is the same too, and a list of any other. A `collate_fn` gets the samples.
+    The cache would freeze random transforms, and a warning says so: leave them to the
+    `batch_transform` of `make_loader`.
 
-    Files that a disk has damaged are built again, with a warning: the first rank of each node
+    Files that a disk has damaged are built again, with a warning. The first rank of each node
     compares their checksums before they are read, which takes 0.35 seconds for a gigabyte.
 
     Collective in a world larger than one: the first rank of each node builds, the others wait.
 
     Args:
         dataset: map-style, with ``__getitem__`` and ``__len__``.
-        directory: where the files go, one directory for each dataset; other files in it are left
-            alone. By default a folder below ``$PARDATA_CACHE``, or else in the user's cache
-            directory, named after all that tells one dataset from another: a changed one gets
-            another folder, and the old one stays until you remove it.
+        directory: where the files go, one directory for each dataset. Other files in it are left
+            alone. By default it is a folder below ``$PARDATA_CACHE``, or else in the user's cache
+            directory. Its name holds all that tells one dataset from another: a changed one gets
+            another folder. The old one stays until you remove it.
         num_workers: processes that decode; ``"auto"`` takes the cores of the node.
 
     Raises:
-        TypeError: for a dataset without indices, or a part that cannot be stored; names it.
-        ValueError: for an empty dataset, and for a sample of other parts, dtypes or numbers of
-            dimensions than the first; names it.
-        RuntimeError: for a sample that cannot be read, naming it, and where ranks disagree.
-        OSError: if the directory is a file, or the disk is full or not writable; a cache that was
-            there before stands. All on every rank of the node.
+        TypeError: the dataset has no indices, or a part, which it names, cannot be stored.
+        ValueError: the dataset is empty, or a sample, which it names, has other parts, dtypes or
+            numbers of dimensions than the first.
+        RuntimeError: a sample, which it names, cannot be read, or ranks disagree.
+        OSError: the directory is a file, or the disk is full or not writable. A cache that was
+            there before stays. All errors come on every rank of the node.
 
     >>> import tempfile, torch
     >>> squares = [(torch.tensor([i, i * i]), i) for i in range(5)]
@@ -86,8 +86,8 @@ class CachedDataset(ReadsBatches):
     """The samples of a dataset, read from files; made by `cache_dataset`.
 
     Attributes:
-        source: the dataset that was cached, for its ``classes`` and the like; ``None`` in a
-            process to which this was sent, a worker that is started by ``"spawn"`` for one.
+        source: the dataset that was cached, for its ``classes`` and the like. It is ``None`` in a
+            process to which this was sent, as a worker that ``"spawn"`` starts.
         directory: where the files are.
     """
 
@@ -98,7 +98,7 @@ class CachedDataset(ReadsBatches):
         self._sample: Any = first
         self._sample = self[0]  # whose parts do not hang on to the source's memory
         self._kinds = [leaf for _, leaf in leaves(self._sample, is_leaf=is_numbers)]
-        # Of no values, as there are numbers that DataLoader refuses.
+        # The batch has no values, because there are numbers that DataLoader refuses.
         nothing = torch.zeros((), device="cpu")
         self._batch: Any = default_collate([mapped(first, lambda *_: nothing, is_leaf=is_numbers)])
 
@@ -115,7 +115,7 @@ class CachedDataset(ReadsBatches):
     def read_batch(self, indices: Tensor | Sequence[int]) -> Any:
         """Return the batch that ``default_collate`` would make of the samples at `indices`.
 
-        Of bytes, and of parts whose shapes differ, it has a list, with an item for each sample.
+        It has a list, with an item for each sample, of bytes and of parts whose shapes differ.
         """
         columns = map(_collated, self._kinds, self._rows(indices))
         return mapped(self._batch, lambda *_: next(columns))

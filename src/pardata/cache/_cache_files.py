@@ -54,13 +54,14 @@ class Files(NamedTuple):
 
     def are_there(self) -> bool:
         """Whether they are complete, and each byte as it was written: reads them all."""
-        # Anything may stand in a damaged file.
+        # A damaged file may hold anything.
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError):
             self.columns()
             written = self.facts()["files"]
             if (total := sum(size for size, _ in written.values())) >= _LONG:
                 place = self.folder.parent
-                _log.info("comparing the %d bytes of the cache in %s with checksums", total, place)
+                text = "pardata compares the %d bytes of the cache in %s with checksums"
+                _log.info(text, total, place)
             return all(record_of(self.folder / name) == written[name] for name in written)
         return False
 
@@ -74,8 +75,8 @@ def files_of(place: Path, source: dict[str, Any], fields: Fields) -> Files:
 def record_of(path: Path) -> list[int]:
     """Return how many bytes a file has, and their CRC-32.
 
-    That finds a flipped bit as surely as a SHA-256, in a quarter of the time: 0.35 s for a
-    gigabyte, about as long as a disk takes to read it.
+    That finds a flipped bit as surely as a SHA-256, in a quarter of the time. A gigabyte takes
+    0.35 s, about as long as a disk takes to read it.
     """
     checksum = 0
     with path.open("rb") as file:

@@ -16,7 +16,7 @@ from typing_extensions import Self
 from pardata.data._batch_parts import Ragged
 from pardata.data._whole_batches import rows_of
 
-Shapes: TypeAlias = Sequence[Sequence[int]]  # of one part, in each of several samples
+Shapes: TypeAlias = Sequence[Sequence[int]]  # a part's shape in each of several samples
 
 
 class Column(NamedTuple):
@@ -63,8 +63,8 @@ class ColumnWriter:
     def __init__(self, path: Path) -> None:
         # Not kept back: an error comes where it is written.
         self._values, self._places = path.open("wb", 0), _places_of(path).open("wb", 0)
-        self._count = self._first = 0  # of samples, of values
-        self._shape: Sequence[int] | None = ()  # of all samples so far; None if it differs
+        self._count = self._first = 0  # how many samples, how many values
+        self._shape: Sequence[int] | None = ()  # that of all samples so far; None if it differs
 
     def __enter__(self) -> Self:
         return self

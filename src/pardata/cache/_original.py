@@ -245,7 +245,7 @@ def _of_image(image: Any) -> Tensor:
 
 
 def _of_bytes(values: bytes) -> Tensor:
-    if not values:  # of which PyTorch makes no tensor
+    if not values:  # PyTorch makes no tensor of them
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(bytearray(values), dtype=torch.uint8)
 

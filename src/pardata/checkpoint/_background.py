@@ -50,7 +50,7 @@ class Background:
     def join(self) -> None:
         """Wait for the end."""
         if self._thread.is_alive():
-            # Of a thread whose join Ctrl-C interrupts, Python before 3.13 thinks that it has ended.
+            # If Ctrl-C interrupts the join, Python before 3.13 thinks that the thread has ended.
             self._ended.wait()
             self._thread.join()
 

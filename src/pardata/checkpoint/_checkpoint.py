@@ -42,12 +42,13 @@ Likes: TypeAlias = Mapping[TreePath, Tensor]
 
 @dataclass(frozen=True)
 class Restored:
-    """What `Checkpointer.restore` found: true where there was a checkpoint.
+    """What `Checkpointer.restore` found: true if there was a checkpoint.
 
     Attributes:
-        step: at which it was saved, and 0 where there was none.
+        step: at which it was saved; 0 if there was none.
         values: by name, what was saved that has no state of its own; tensors on the CPU. Of what
-            was saved `per_rank`, this rank's, and nothing if there are more or fewer ranks now.
+            was saved `per_rank` it has this rank's, and nothing if there are more or fewer ranks
+            now.
     """
 
     step: int = 0
@@ -103,9 +104,9 @@ class Checkpoint(NamedTuple):
         agree(here, "Checkpointer.restore (loading)", load)
         self._tell(here, lost)
         if things and not goes_on:
-            _log.info("left seed and random generators as they are: no loader is restored")
+            _log.info("pardata left seed and random generators as they are: no loader is restored")
         elif goes_on and not is_alike:
-            text = "restored the seed, but not the random generators: %d process(es) saved theirs"
+            text = "the seed is restored, but no random generators: %d process(es) saved theirs"
             _log.info(f"{text}, and there are %d now", len(saved), here.size)
         return Restored(self.manifest["step"], {n: trees[n] for n in values}, _is_there=True)
 
@@ -113,11 +114,11 @@ class Checkpoint(NamedTuple):
         """Log what is restored, and what is not."""
         step, saved = self.manifest["step"], self.manifest["identity"]
         strategies = [f", {name} under {kind!r}" for name, kind in saved["strategies"].items()]
-        text = "restored step %d of %s, saved by %d process(es)%s with torch %s"
+        text = "pardata restored step %d of %s, saved by %d process(es)%s with torch %s"
         told = saved["processes"], "".join(strategies), saved["torch"]
         _log.info(text, step, self.path.parent, *told)
         if lost:
-            text = "did not restore %s: each of %d process(es) saved its own, and there are %d now"
+            text = "pardata restored no %s: each of %d process(es) saved its own, now there are %d"
             names = ", ".join(f"`{name}`" for name in lost)
             _log.warning(text, names, saved["processes"], here.size, ranks=[0])
 
@@ -145,7 +146,7 @@ class Checkpoint(NamedTuple):
         sharded = [at for at in self.contents["sharded"] if at[0] in trees]
         if not sharded:
             return trees
-        # Of a model it has the very place, of an optimizer that of the parameter's whole state.
+        # A model's is under the very path, an optimizer's under that of the parameter's state.
         targets = {at: likes.get(at, likes.get(at[:-1])) for at in sharded}
         tensors = shards.read(self.path, targets, alone=alone)
         return mapped(trees, tensors.get, is_leaf=is_special)
@@ -191,7 +192,7 @@ def newest(place: str, at: int | None, given: Mapping[str, Any], facts: Facts) -
             if isinstance(found, Checkpoint):
                 return found
             passed_over[name] = found
-            _log.warning("skipped checkpoint %s because %s", path, found, ranks=[0])
+            _log.warning("checkpoint %s was skipped because %s", path, found, ranks=[0])
     return None
 
 
@@ -227,8 +228,8 @@ def _read(path: Path, manifest: dict[str, Any], here: World) -> Checkpoint:
     """Map the file that all ranks read, whose memory those of a node share, and this rank's own."""
     load = partial(torch.load, map_location="cpu", weights_only=True, mmap=True)
     try:
-        # Of a sparse tensor torch warns that it looks at it: where warnings are errors, a whole
-        # checkpoint would be passed over.
+        # torch warns that it looks at a sparse tensor. If warnings are errors, `restore` would skip
+        # a whole checkpoint.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Validating sparse tensor")
             contents = load(str(path / STATE))  # torch 2.6 maps no other path
@@ -245,7 +246,7 @@ def _read(path: Path, manifest: dict[str, Any], here: World) -> Checkpoint:
 
 
 def _is_loader(thing: object) -> bool:
-    """Whether a thing says that a run goes on, and not only what it has learnt."""
+    """Whether a thing shows that a run resumes, and not only what the run has learnt."""
     return hasattr(thing, "__iter__") and not isinstance(thing, nn.Module)
 
 

@@ -34,27 +34,27 @@ _log = get_logger(__name__)
 class Checkpointer(AbstractContextManager["Checkpointer"]):
     """Saves the state of a run to a directory, and restores the newest complete checkpoint.
 
-    Every rank makes one and calls everything; rank 0 writes, and of sharded parameters (``"fsdp"``)
-    each rank its part. Nodes share the disk. A process killed at any moment leaves what was
-    complete. Where two runs write to one directory, as when a job is started again while a process
-    of the last attempt is still there, the older one gets an error and changes nothing any more.
-    Making one is not collective, touches nothing, and is the same in a single process. Usable as a
-    context manager, which waits at its end for an asynchronous save.
+    Every rank makes one and calls every method. Rank 0 writes; each rank writes its part of sharded
+    parameters (``"fsdp"``). All nodes share the disk. A process that is killed at any moment leaves
+    the complete checkpoints as they were. Two runs may write to one directory, for example if a job
+    starts again before its last attempt has ended. Then the older run gets an error and changes
+    nothing more. Making a `Checkpointer` is not collective, touches nothing, and is the same in a
+    single process. As a context manager it waits at its end for an asynchronous save.
 
     Args:
-        directory: made by the first `save`; a folder on a disk that all nodes share.
-        keep: how many of the newest to keep; older ones go once a newer one is complete.
+        directory: a folder on a disk that all nodes share. The first `save` makes it.
+        keep: how many of the newest to keep. An older one goes once a newer one is complete.
         keep_every: also keep those of steps that are multiples of this.
-        keep_best: also keep the best by this value, which each `save` is given: "accuracy", or
-            "-loss" where less is better.
+        keep_best: also keep the best by this value, which each `save` is given. Write "accuracy",
+            or "-loss" if less is better.
         asynchronous: let `save` return when the state is copied, and write in the background, one
-            at a time. An error there is raised by the next call on every rank, and a process that
-            ends before ends with status 1. The interpreter waits for the last one.
+            at a time. The next call raises an error from there on every rank. If the process ends
+            first, it ends with status 1. The interpreter waits for the last save.
 
     Raises:
-        ValueError: for a `keep` or `keep_every` below 1, and a URL as `directory`.
-        TypeError: for one that is no integer, for a `keep_best` that is no name, and for an
-            `asynchronous` that is no bool.
+        ValueError: `keep` or `keep_every` is below 1, or `directory` is a URL.
+        TypeError: `keep` or `keep_every` is no integer, `keep_best` no name, or `asynchronous` no
+            bool.
 
     >>> import tempfile, torch
     >>> model = torch.nn.Linear(2, 2)
@@ -82,7 +82,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self._options = {"directory": str(directory), "asynchronous": asynchronous, **kept}
         self._folder = Folder(self._directory, self._retention)
         self._background: Background | None = None
-        self._group: Any = None  # for messages in the background
+        self._group: Any = None  # the group of messages in the background
 
     def save(
         self,
@@ -93,26 +93,27 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
     ) -> None:
         """Save the state of `objects`, then remove what is older than `keep` others. Collective.
 
-        The states of the default random generators of every rank are saved with them.
+        It also saves the states of the default random generators of every rank.
 
         Args:
             step: of the run, from 0.
             unnamed: nothing, because each thing is saved under a name.
             per_rank: objects that each rank has of its own, by name: the hidden state of an RNN, a
                 replay buffer, environments. Each rank saves its own, in a file of its own.
-            objects: by name. Of an object with ``state_dict`` and ``load_state_dict`` (a model
-                under any strategy, an optimizer, a scheduler, a loader) the state is saved. Of
-                anything else the value is saved: tensors, numbers, strings, None, and dicts, lists
-                and tuples of them. All must be the same on every rank. `save` compares all but the
-                numbers in models and optimizers.
+            objects: by name. `save` takes the state of what has ``state_dict`` and
+                ``load_state_dict``: a model under any strategy, an optimizer, a scheduler, a
+                loader. Of anything else it takes the value: tensors, numbers, strings, None, and
+                dicts, lists and tuples of them. All must be the same on every rank. `save` compares
+                all but the numbers in models and optimizers.
 
         Raises:
-            TypeError: for what could be loaded only by running code; names it. For a thing without
-                a name, a `per_rank` that is no dict of other names, a step that is no integer, and
-                if the value of `keep_best` is missing or no number.
-            ValueError: for a step below 0.
-            RuntimeError: if ranks differ, and if another run has taken over the directory.
-            OSError: on every rank, if it cannot be written; what was there before stands.
+            TypeError: an object, which the error names, could be loaded only by running code. Or a
+                thing has no name, `per_rank` is no dict of other names, or `step` is no integer. Or
+                the value of `keep_best` is missing or no number.
+            ValueError: `step` is below 0.
+            RuntimeError: ranks differ, or another run has taken over the directory.
+            OSError: the checkpoint cannot be written. Every rank raises it, and what was there
+                before stays.
         """
         _refuse("save(step, ", unnamed)
         here = require_world("Checkpointer.save")
@@ -142,12 +143,12 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
     def restore(self, *unnamed: Never, at: int | None = None, **objects: Any) -> Restored:
         """Give `objects` the state of the newest complete checkpoint. Collective.
 
-        The strategy and the number of processes may be others than when it was saved. `restore`
-        skips checkpoints that are not complete, and logs the reason. It verifies what it reads, and
-        runs no code from it.
+        The strategy and the number of processes may differ from those of the save. `restore` skips
+        checkpoints that are not complete, and logs the reason. It verifies what it reads, and runs
+        no code from it.
 
-        If a loader is among `objects`, the run goes on: `restore` also restores the seed of
-        `seed_everything`, and, if there are as many ranks as then, the default random generators of
+        If a loader is among `objects`, the run resumes. `restore` then also restores the seed of
+        `seed_everything` and, if there are as many ranks as then, the default random generators of
         each rank. Otherwise a new run starts from old weights, and `restore` leaves both alone. A
         loader is what can be iterated and is no module: torchdata's ``StatefulDataLoader`` too.
 
@@ -159,18 +160,19 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
         Returns:
             The step and the values that were saved. If there is no checkpoint it is false, with
-            step 0. What was saved `per_rank` is restored only on as many ranks as then; else its
-            values are not there, its objects stay as they are, and a warning names both.
+            step 0. `restore` gives back what was saved `per_rank` only on as many ranks as then.
+            Otherwise its values are missing, its objects stay as they are, and a warning names
+            both.
 
         Raises:
-            ValueError: for a name that was not saved, and a step of which there is none. If the
-                directory is one checkpoint itself, or is not there and nearly has the name of one
-                next to it that has checkpoints.
-            TypeError: for a value: those are returned. For a thing without a name.
-            RuntimeError: if there are checkpoints and none is complete, and if ranks differ. If a
-                state does not fit its object, which the error names: some of the objects may have
-                their new state then, so make all of them anew.
-            NotADirectoryError: if the directory is a file.
+            ValueError: a name was not saved, or there is no checkpoint of step `at`. Or the
+                directory is one checkpoint itself. Or it does not exist, and its name is nearly
+                that of one next to it that has checkpoints.
+            TypeError: an object is a value (`restore` returns those), or has no name.
+            RuntimeError: there are checkpoints and none is complete, or ranks differ. Or a state
+                does not fit its object, which the error names. Some objects may have their new
+                state then, so make all of them anew.
+            NotADirectoryError: the directory is a file.
         """
         _refuse("restore(", unnamed)
         here = require_world("Checkpointer.restore")
@@ -178,7 +180,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         found = newest("Checkpointer.restore", at, objects, self._options)
         if found is not None:
             return found.give(here, objects)
-        _log.info("no checkpoint in %s, starting from step 0", self._directory)
+        _log.info("there is no checkpoint in %s: the run starts from step 0", self._directory)
         return Restored()
 
     def steps(self) -> list[int]:
@@ -192,8 +194,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
     ) -> None:
         """Write the bare weights of the newest complete checkpoint to a file. Collective.
 
-        With the names that the module itself gives its parameters, for `load_weights` and
-        ``module.load_state_dict`` alike; as safetensors where the file is named so, else as
+        The parameters have the names that the module itself gives them, for `load_weights` and
+        ``module.load_state_dict`` alike. A file that is named so is safetensors; any other is as
         ``torch.save`` writes. The file is there as a whole or not at all.
 
         Args:
@@ -202,10 +204,10 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             at: the step of the checkpoint to take, as for `restore`.
 
         Raises:
-            FileNotFoundError: where there is no checkpoint.
-            ValueError: where nothing was saved under this name, or at this step.
-            TypeError: where that is no model.
-            ImportError: for safetensors, where they are not installed.
+            FileNotFoundError: there is no checkpoint.
+            ValueError: nothing was saved under this name, or at this step.
+            TypeError: what was saved under this name is no model.
+            ImportError: safetensors is not installed.
         """
         self.wait()
         found = newest("Checkpointer.export", at, {}, {"name": name, **self._options})

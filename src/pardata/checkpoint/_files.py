@@ -170,7 +170,7 @@ def write_weights(path: Path, state: Any) -> None:
     unfinished.unlink(missing_ok=True)  # if it is a link, another file would be written
     try:
         if path.suffix == ".safetensors":
-            # Of tied weights each has its own, as the format wants.
+            # The format wants tied weights apart, so each gets memory of its own.
             own = {name: tensor.clone().contiguous() for name, tensor in state.items()}
             safetensors_for(path).save_file(own, unfinished)
         else:

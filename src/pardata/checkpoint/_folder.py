@@ -1,11 +1,11 @@
 """The directory of a run's checkpoints, as rank 0 writes to it: each is complete or not there.
 
-A checkpoint is written below a name of its own, synced to the disk, and renamed; so whatever is
-killed when, what has a checkpoint's name is whole.
+A checkpoint is written below a name of its own, synced to the disk, and renamed. So what has a
+checkpoint's name is complete, whatever is killed when.
 
 A name begins with the number of an attempt at the run. A writer claims the next number by a file
-that must not exist yet, and looks for a higher one before it adds or removes anything. So of two
-writers the older stops, and what it had still to add is neither newer than what the other one wrote
+that must not exist yet. It looks for a higher number before it adds or removes anything. So the
+older of two writers stops. What it had still to add is neither newer than what the other one wrote
 nor in its place.
 """
 
@@ -25,7 +25,7 @@ from pardata.ranks._logger import get_logger
 
 _log = get_logger(__name__)
 
-_UNFINISHED = ".unfinished-"  # of what is being written, or removed
+_UNFINISHED = ".unfinished-"  # begins the name of what is being written, or removed
 
 
 class Attempt:
@@ -79,7 +79,7 @@ class Attempt:
             )
         newest, text = max(claims.items())
         if text != self._text:
-            who = text.partition("\n")[0] or "by another process"  # which has not written yet
+            who = text.partition("\n")[0] or "by another process"  # it has not written its name yet
             raise RuntimeError(
                 f"one run at a time must write to {self._directory}, but this is attempt "
                 f"{self.number} and attempt {newest} has begun ({who}): this run is the "
@@ -90,7 +90,7 @@ class Attempt:
         return self._directory / f"attempt-{number:04d}.txt"
 
     def _write_claim(self, number: int) -> bool:
-        """Claim a number, and return whether nobody else has."""
+        """Claim a number, and return whether no other process has."""
         path = self._path(number)
         try:
             with path.open("x") as file:
@@ -104,7 +104,7 @@ class Attempt:
 
 
 def _claims(directory: Path) -> dict[int, str]:
-    """Return what stands in each claim, by its number."""
+    """Return the text of each claim, by its number."""
     found = {}
     for path in entries(directory):
         if match := re.fullmatch(r"attempt-(\d{4,})\.txt", path.name):
@@ -138,7 +138,7 @@ class Folder:
                 # A step that comes again is newer than the first one all the same.
                 self._attempt.claim()
             self._attempt.check()
-            self._remove_unfinished()  # of a save that stopped half-way, or was killed
+            self._remove_unfinished()  # left by one that stopped half-way, or was killed
             self._name = Name(self._attempt.number, step)
             path = self._directory / f"{_UNFINISHED}{self._name}"
             path.mkdir()
@@ -164,7 +164,7 @@ class Folder:
             sync(self._directory)
             self._prune()
         told = step, self._directory, size / 1e6, time.perf_counter() - self._began
-        self._log(f"saved step %d to %s, %.1f MB in %.2f s{self._later}", *told)
+        self._log(f"pardata saved step %d to %s, %.1f MB in %.2f s{self._later}", *told)
         self._log, self._later = _log.debug, ""
 
     def _remove_unfinished(self) -> None:
@@ -194,7 +194,7 @@ class Folder:
             if isinstance(error, OSError):
                 self._attempt.check()  # it may know why
                 if error.errno is not None:
-                    text = f"{error.strerror}, while saving step {step}: the checkpoints before it"
-                    text += f" stand in {self._directory}"
+                    text = f"{error.strerror}, while saving step {step}: earlier checkpoints"
+                    text += f" are still in {self._directory}"
                     raise OSError(error.errno, text, error.filename) from error
             raise

@@ -14,7 +14,7 @@ from pardata.values._arguments import check_integer
 
 _log = get_logger(__name__)
 
-_ALIKE = 0.8  # of 1, as difflib counts: one of five letters is another one
+_ALIKE = 0.8  # difflib's ratio, up to 1: one of five letters is another one
 
 
 class Name(NamedTuple):
@@ -72,9 +72,9 @@ def _check_directory(directory: Path) -> None:
     Warn where it may be one: a folder in it has checkpoints. They may be those of an earlier phase,
     or a run's best, which was saved before the first of its other checkpoints.
 
-    A run that is really new must not be stopped. So next to others a directory is one only if it is
-    not there at all, and its name is nearly another's, as "frist"; not if they tell runs from each
-    other by numbers or single letters, as "seed-1" and "seed-2", "run-a" and "run-b".
+    A run that is really new must not be stopped. So a directory next to others is a mistake only if
+    it is not there at all, and its name is nearly another's, as "frist". It is none if numbers or
+    single letters tell runs from each other, as "seed-1" and "seed-2", "run-a" and "run-b".
     """
     path = directory.absolute()
     if Name.parse(path.name) is not None:
@@ -84,7 +84,7 @@ def _check_directory(directory: Path) -> None:
         )
     below = (found for found in path.glob("*/attempt-*") if Name.parse(found.name))
     if (one := next(below, None)) is not None:
-        text = "no checkpoint in %s, but %s has some: pass that to resume its run"
+        text = "there is no checkpoint in %s, but %s has some: pass that to resume its run"
         _log.warning(text, directory, directory / one.parent.name)
     if path.exists():
         return
@@ -144,7 +144,7 @@ class Retention:
         if self._by is not None:
             known: dict[Name, float] = {}
             for name in there:
-                with suppress(UnusableError, OSError):  # of no use, or removed meanwhile
+                with suppress(UnusableError, OSError):  # unusable, or removed meanwhile
                     value = read_manifest(directory / str(name))["numbers"].get(self._by)
                     if value is not None and not isnan(value):
                         known[name] = self._sign * value

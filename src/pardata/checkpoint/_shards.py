@@ -35,7 +35,7 @@ def placed(whole: Tensor, like: Any) -> Tensor | None:
     own = whole.to(like.device, copy=True)
     if not is_sharded(like):
         return own
-    from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415
+    from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415  # slow to import
 
     return distribute_tensor(own, like.device_mesh, like.placements)
 
@@ -51,7 +51,7 @@ def writing(checkpoint: Path, parts: Mapping[TreePath, Tensor], group: Any) -> W
         group: if they are to be copied now, and written in the background: of all ranks, for
             messages between CPUs, that nobody else uses meanwhile.
     """
-    import torch.distributed.checkpoint as dcp  # noqa: PLC0415
+    import torch.distributed.checkpoint as dcp  # noqa: PLC0415  # slow to import
 
     digests: dict[str, tuple[int, str]] = {}
     folder = checkpoint / _FOLDER
@@ -88,10 +88,10 @@ def read(path: Path, targets: Mapping[TreePath, Any], *, alone: bool) -> dict[Tr
 
     Of a checkpoint that was checked. Collective, unless one rank alone reads.
     """
-    import torch.distributed.checkpoint as dcp  # noqa: PLC0415
+    import torch.distributed.checkpoint as dcp  # noqa: PLC0415  # slow to import
 
-    # What dcp.load calls, which cannot be told in older PyTorch that one rank reads alone.
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict  # noqa: PLC0415
+    # dcp.load calls it. Older PyTorch cannot tell dcp.load that one rank reads alone.
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict  # noqa: PLC0415  # slow to import
 
     class Reader(dcp.FileSystemReader):
         def read_metadata(self, *_: Any, **__: Any) -> Any:  # newer torch passes more
@@ -109,7 +109,7 @@ def read(path: Path, targets: Mapping[TreePath, Any], *, alone: bool) -> dict[Tr
 @contextmanager
 def _failures_as_errors() -> Iterator[None]:
     """Raise PyTorch's account of which ranks failed, no Exception, as an `OSError`."""
-    from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415
+    from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415  # slow to import
 
     try:
         yield
@@ -135,7 +135,7 @@ def read_metadata(checkpoint: Path) -> Any:
     Raises:
         UnusableError: where that cannot be; says why.
     """
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # noqa: PLC0415
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # noqa: PLC0415  # slow to import
 
     try:
         with (checkpoint / _FOLDER / _METADATA).open("rb") as file:
@@ -164,6 +164,6 @@ def _is_plain(found: object) -> bool:
     """Whether this is a constant, or a class of data only, of which making one does nothing."""
     if not isinstance(found, type):
         # The last is what a layout is pickled as.
-        return isinstance(found, torch.dtype) or found is torch.serialization._get_layout  # noqa: SLF001
+        return isinstance(found, torch.dtype) or found is torch.serialization._get_layout  # noqa: SLF001  # torch has no public name
     is_data = dataclasses.is_dataclass(found) or issubclass(found, Enum)
     return issubclass(found, PurePath | torch.Size) or (is_data and found.__module__ in _MODULES)

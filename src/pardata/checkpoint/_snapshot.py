@@ -27,8 +27,8 @@ class Snapshot:
         trees: by name; `None` stands for what is sharded.
         own: those of `per_rank`.
         parts: sharded tensors, by where they are in the trees.
-        texts: what must be the same on every rank, by where it is; of the tensors of models and
-            optimizers, which are many, all but the bits.
+        texts: what must be the same on every rank, by where it is. The tensors of models and
+            optimizers, which are many, are there without their bits.
         facts: what the manifest says of the objects.
 
     Args:
@@ -182,7 +182,7 @@ def _require_safe(path: TreePath, part: Any) -> None:
     except Exception as error:  # whatever the user's own pickling raises
         inner = without.items() if isinstance(without, dict) else ()
         for key, each in enumerate(without) if type(without) in (list, tuple) else inner:
-            _require_safe((*path, key), each)  # which raises, if the fault is in it alone
+            _require_safe((*path, key), each)  # raises if the fault is in it alone
         text = textwrap.shorten(repr(part), 100)
         kind = f"{type(part).__module__}.{type(part).__qualname__}"
         raise TypeError(

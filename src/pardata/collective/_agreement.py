@@ -19,8 +19,8 @@ def agree(
     """Return what `decide` makes of what `state()` gives on every rank, in rank order. Collective.
 
     All hear the decision alone, which is nothing by default. It and the values must be JSON-like.
-    An exception that `state` raises on one rank is raised there, and sent to the others, so that a
-    bad argument on one rank leaves nobody waiting; one that `decide` raises is raised on all. The
+    An exception that `state` raises on one rank is raised there, and sent to the others. So no rank
+    waits because of a bad argument on another. One that `decide` raises is raised on all. The
     group's timeout holds if none is given.
     """
     if here.size > 1:

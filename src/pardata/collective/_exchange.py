@@ -27,28 +27,29 @@ def all_gather(value: _T, dim: int = 0, *, differentiable: bool = False) -> list
 
     `value` is a tensor, a number, anything else, or nested dicts, lists and tuples of them. Tensors
     may differ between ranks in dimension `dim` (zero rows included) and in nothing else. They keep
-    their dtype and device; numbers become ``int``, ``float`` or ``bool``. Any part without tensors
-    and numbers, as a text or a list of texts of any length, is pickled; tensors inside other
-    objects come on the CPU. Two small collectives and one of all the data, whatever the number of
-    leaves. In a single process: ``[value]``, copied.
+    their dtype and device; numbers become ``int``, ``float`` or ``bool``. `all_gather` pickles any
+    part without tensors and numbers, as a text or a list of texts of any length. Tensors inside
+    other objects come on the CPU. It takes two small collectives and one of all the data, whatever
+    the number of leaves. In a single process it returns ``[value]``, copied.
 
     Args:
         value: what this rank has.
-        dim: the dimension in which tensors may differ: 1 for hidden states of shape (layers,
-            batch, hidden), say.
-        differentiable: whether gradients flow back to the rank that has the tensor; by default
-            tensors carry none. A rank's tensor gets the sum of the gradients of all ranks' losses.
-            So `backward`, and ``loss.backward()`` under ``"ddp"``, give the gradient of the mean of
+        dim: the dimension in which tensors may differ: 1 for hidden states of shape (layers, batch,
+            hidden), say.
+        differentiable: let gradients flow back to the rank that has the tensor; by default tensors
+            carry none. A rank's tensor gets the sum of the gradients of all ranks' losses. So
+            `backward`, and ``loss.backward()`` under ``"ddp"``, give the gradient of the mean of
             these losses. Every rank must run the backward, which is collective, once for each
             tensor. It has no gradient itself.
 
     Raises:
-        Exception: for what cannot be pickled, as `pickle` raises it.
-        TypeError: for a sparse or complex tensor; names its path. For a wrong `dim` or flag.
-        IndexError: for a tensor without the dimension `dim`.
-        ValueError: if a rank has no rows of a tensor that carries a gradient.
-        RuntimeError: if structures, dtypes or other dimensions differ, with a table. All errors
-            are raised on every rank, and the group is usable afterwards.
+        Exception: a value cannot be pickled; `pickle` raises it.
+        TypeError: a tensor, whose path the error names, is sparse or complex. Or `dim` or the flag
+            is wrong.
+        IndexError: a tensor has no dimension `dim`.
+        ValueError: a rank has no rows of a tensor that carries a gradient.
+        RuntimeError: structures, dtypes or other dimensions differ; the error has a table. All
+            errors come on every rank, and the group is usable afterwards.
 
     >>> all_gather({"rows": torch.arange(3), "names": ["a", "b"]})
     [{'rows': tensor([0, 1, 2]), 'names': ['a', 'b']}]

@@ -1,8 +1,8 @@
 """A collective that fails says who did not come, who failed first and where this rank waits.
 
-All of it on the way out of an error, so that what succeeds pays nothing: a rank whose collective
-failed leaves its `Failure` in the group's store and reads what the others left. What comes of it
-goes with the error as its `Explanation`, for ``launch/_uncaught`` to report.
+All of this runs on the way out of an error, so that what succeeds pays nothing. A rank whose
+collective failed leaves its `Failure` in the group's store and reads what the others left. The
+error takes the result along as its `Explanation`, which ``launch/_uncaught`` reports.
 """
 
 import json

@@ -24,7 +24,7 @@ _log = get_logger(__name__)
 
 _GRACE = 0.5  # seconds in which a rank that runs does what it is asked for
 _MOST = 4  # stacks in the log; the file has all
-_LEFT = '["", 0]'  # of a rank that has no process
+_LEFT = '["", 0]'  # the stack of a rank that has no process
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Hang:
         """Return how long it has taken, once it is over; who has told of it logs that."""
         found = int(self._store.get("over"))
         if self._logs:
-            _log.warning("the run goes on after %d s", found, ranks=[self._seat.rank])
+            _log.warning("the run continues after %d s", found, ranks=[self._seat.rank])
         return found
 
     def tell(self, own: Whereabouts) -> None:

@@ -2,7 +2,7 @@
 
 gloo left to itself returns wrong sums, or ends the process, where sizes differ between ranks, and
 others hang or continue. So the first collective always has one fixed size, and carries a hash of
-the structure: only when all ranks agree is anything sent whose size depends on the value.
+the structure. Only if all ranks agree, they send what has a size that depends on the value.
 """
 
 import functools

@@ -26,18 +26,18 @@ _HOURS = timedelta(hours=2)
 def barrier(name: str = "", timeout: timedelta | float | None = None) -> None:
     """Wait until every rank is here. Collective; returns at once in a single process.
 
-    Waits on the group's store and not in a collective of the backend, so it can say who is
+    It waits on the group's store and not in a collective of the backend. So it can say who is
     missing, and the group is usable afterwards. It does not wait for work queued on a GPU.
 
     Args:
-        name: shown in errors; ranks that wait at barriers of different names get an error.
+        name: shown in errors. Ranks that wait at barriers of different names get an error.
         timeout: seconds or a `timedelta`; the group's own if not given.
 
     Raises:
-        TypeError: for a `timeout` that is no time.
-        ValueError: for one that is not more than 0.
-        TimeoutError: names the ranks that did not come.
-        RuntimeError: where other ranks are in another call.
+        TypeError: `timeout` is no time.
+        ValueError: `timeout` is not more than 0.
+        TimeoutError: ranks did not come; it names them.
+        RuntimeError: other ranks are in another call.
 
     >>> barrier("data is ready")
     """
@@ -51,19 +51,19 @@ def rank_zero_first(*, local: bool = False, timeout: timedelta | float = _HOURS)
     """Run a block on rank 0 first and on the other ranks once it is done there, as for a download.
 
     An exception on rank 0, ``SystemExit`` and ``KeyboardInterrupt`` included, is raised on every
-    rank, with its origin, and the other ranks do not run the block. Collective; in a single
+    rank, with its origin. The other ranks do not run the block then. Collective; in a single
     process the block simply runs.
 
     Args:
-        local: let the first rank *of each node* go first, once all ranks are here, for files on
-            disks that nodes do not share.
-        timeout: how long the others wait, in seconds or a `timedelta`. Long on purpose and
+        local: let the first rank *of each node* go first, once all ranks are here. This is for
+            files on disks that nodes do not share.
+        timeout: how long the others wait, in seconds or a `timedelta`. It is long on purpose and
             independent of the group's, within which they notice that the host of the group's store
             is gone.
 
     Raises:
-        TimeoutError: on the waiting ranks.
-        RuntimeError: where other ranks are in another call.
+        TimeoutError: rank 0 took too long; raised on the waiting ranks.
+        RuntimeError: other ranks are in another call.
 
     >>> with rank_zero_first(local=True):
     ...     pass  # download, unless the files are there
@@ -105,19 +105,19 @@ def call_off_everywhere(here: World, line: Channel, news: str) -> None:
 def rank_zero_call(fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
     """Run ``fn(*args, **kwargs)`` on rank 0 only and return its result on every rank.
 
-    The result travels by pickle over the group's store: for small things. On the other ranks its
-    tensors come on the CPU, whatever device they were on. An exception on rank 0,
+    The result travels by pickle over the group's store, so it should be small. On the other ranks
+    its tensors come on the CPU, whatever device they were on. An exception on rank 0,
     ``SystemExit`` and ``KeyboardInterrupt`` included, is raised on every rank, with its origin.
     Collective; in a single process it is a plain call.
 
     Args:
         fn: what to run.
         args: handed to it.
-        kwargs: likewise.
+        kwargs: handed to it.
 
     Raises:
-        TimeoutError: on the waiting ranks, after two hours.
-        RuntimeError: where other ranks are in another call, or pass another function.
+        TimeoutError: rank 0 took more than two hours; raised on the waiting ranks.
+        RuntimeError: other ranks are in another call, or pass another function.
 
     >>> rank_zero_call(sorted, [2, 1])
     [1, 2]
@@ -141,7 +141,7 @@ def rank_zero_call(fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs)
 
 @contextmanager
 def _led(turn: Turn, place: str, rank: int) -> Iterator[None]:
-    """Lead a turn: tell the waiting ranks of any exception, and let it go on."""
+    """Lead a turn: tell the waiting ranks of any exception, and raise it again."""
     turn.come()
     before, leading.call = leading.call, place
     try:

@@ -30,22 +30,22 @@ def all_reduce_mean(value: Any, weight: float | Tensor = 1) -> Any:
     """Return the mean of `value` over all ranks, weighted by each rank's `weight`. Collective.
 
     `value` is a number, a tensor, or nested dicts, lists and tuples of them; the result has the
-    same structure. It takes one collective, or two for more than 57 numbers in all; tensors on GPUs
-    travel in one of their own, and no GPU is waited for, except for a `weight` on one. Sums are in
-    float64. Floating-point tensors keep their dtype and device, integer and bool tensors become
+    same structure. One collective sends up to 57 numbers in all, and a second one the rest. Tensors
+    on GPUs travel in one of their own. No GPU is waited for, except for a `weight` on one. Sums are
+    in float64. Floating-point tensors keep their dtype and device, integer and bool tensors become
     the default floating dtype, numbers become ``float``. The input is not changed and the result
     carries no gradient. In a single process the value itself is the mean.
 
     Args:
         value: what to average. A number on one rank may be a tensor without dimensions on another.
-        weight: how much this rank's value counts, for example its number of samples. With 0 it
-            does not count at all, not even NaN.
+        weight: how much this rank's value counts, for example its number of samples. With 0 it does
+            not count at all, not even NaN.
 
     Raises:
-        TypeError: for a leaf or a weight that is no number; names its path.
-        ValueError: for a weight that is negative or not finite, or if all weights are 0.
-        RuntimeError: where the structures or shapes differ between ranks, with a table. All
-            errors are raised on every rank, and the group is usable afterwards.
+        TypeError: a leaf, whose path the error names, or a weight is no number.
+        ValueError: a weight is negative or not finite, or all weights are 0.
+        RuntimeError: structures or shapes differ between ranks; the error has a table. All errors
+            come on every rank, and the group is usable afterwards.
 
     >>> all_reduce_mean({"loss": 0.5, "correct": torch.tensor([3.0, 1.0])}, weight=8)
     {'loss': 0.5, 'correct': tensor([3., 1.])}
@@ -67,15 +67,15 @@ def all_reduce_mean(value: Any, weight: float | Tensor = 1) -> Any:
 def all_reduce_sum(value: _T) -> _T:
     """Return the sum of `value` over all ranks. Collective.
 
-    As `all_reduce_mean` in everything but this: there is no weight, and whole numbers stay whole:
-    integer and bool tensors become int64, as with ``torch.sum``.
+    It does as `all_reduce_mean`, except that there is no weight, and whole numbers stay whole.
+    Integer and bool tensors become int64, as with ``torch.sum``.
 
     Raises:
-        TypeError: for a leaf that is no number; names its path.
-        OverflowError: for whole numbers or a sum of them from 2**53 up, where float64 is no longer
-            exact; those on GPUs are added in int64, in a collective of their own.
-        RuntimeError: where the structures or shapes differ between ranks, with a table. All
-            errors are raised on every rank, and the group is usable afterwards.
+        TypeError: a leaf, whose path the error names, is no number.
+        OverflowError: whole numbers or a sum of them reach 2**53, from where float64 is not exact.
+            Whole numbers on GPUs cannot: a collective of their own adds them in int64.
+        RuntimeError: structures or shapes differ between ranks; the error has a table. All errors
+            come on every rank, and the group is usable afterwards.
 
     >>> all_reduce_sum([3, torch.tensor([1.5, 2.5])])
     [3, tensor([1.5000, 2.5000])]
@@ -86,15 +86,15 @@ def all_reduce_sum(value: _T) -> _T:
 def all_reduce_max(value: _T) -> _T:
     """Return the largest `value` of all ranks, number by number. Collective.
 
-    As `all_reduce_sum` in everything but this: it takes one collective more, and where any rank
-    has NaN the result is NaN. Floating-point tensors keep their dtype; whole numbers stay whole,
-    and integer and bool tensors become int64.
+    It does as `all_reduce_sum`, except that it takes one collective more, and the result is NaN if
+    any rank has NaN. Floating-point tensors keep their dtype. Whole numbers stay whole, and integer
+    and bool tensors become int64.
 
     Raises:
-        TypeError: for a leaf that is no number; names its path.
-        OverflowError: for whole numbers from 2**53 up that are not on a GPU.
-        RuntimeError: where the structures or shapes differ between ranks, with a table. All
-            errors are raised on every rank, and the group is usable afterwards.
+        TypeError: a leaf, whose path the error names, is no number.
+        OverflowError: whole numbers that are not on a GPU reach 2**53.
+        RuntimeError: structures or shapes differ between ranks; the error has a table. All errors
+            come on every rank, and the group is usable afterwards.
 
     >>> all_reduce_max({"seconds": 1.5, "length": torch.tensor([3, 4])})
     {'seconds': 1.5, 'length': tensor([3, 4])}
@@ -105,7 +105,7 @@ def all_reduce_max(value: _T) -> _T:
 def all_reduce_min(value: _T) -> _T:
     """Return the smallest `value` of all ranks, number by number. Collective.
 
-    As `all_reduce_max` in everything else, errors included.
+    It does as `all_reduce_max` in everything else, errors included.
 
     >>> all_reduce_min([3, torch.tensor([1.5, 2.5])])
     [3, tensor([1.5000, 2.5000])]

@@ -25,17 +25,17 @@ _REPEATED_WITHIN = 1.0  # seconds; on the cluster of the tests it took 4 to 20 m
 class StopSignal:
     """Within the block, a signal asks the run to stop, and `agreed` tells all ranks when.
 
-    The first signal is only noted; a second one acts as if this block were not there: SIGTERM ends
-    the process at once. The same signal again within a second counts as the first one, because
-    launchers repeat it. Blocks around this one note its signals too. In another thread than the
-    main one, as under Ray Train, Python cannot listen to signals, which is logged once; `agreed`
-    still hears of those of the other ranks.
+    The block only notes the first signal. A second one acts as if this block were not there:
+    SIGTERM ends the process at once. The same signal again within a second counts as the first one,
+    because launchers repeat it. Blocks around this one note its signals too. In another thread than
+    the main one, as under Ray Train, Python cannot listen to signals. That is logged once, and
+    `agreed` still hears of the other ranks' signals.
 
     Args:
         signals: SIGTERM and SIGUSR2 if none are given.
 
     Raises:
-        ValueError: for what is no signal that can be caught.
+        ValueError: one of `signals` is no signal that can be caught.
 
     >>> with StopSignal() as stop:
     ...     for step in range(3):
@@ -54,19 +54,19 @@ class StopSignal:
 
     @property
     def requested(self) -> bool:
-        """Whether this very process was asked."""
+        """Whether this very process got a signal."""
         return self._received is not None
 
     def agreed(self) -> bool:
         """Return whether all ranks stop now: true at the same call on every rank. Collective.
 
-        To be called once a step, on every rank. What a rank was asked is sent in the background and
-        read by the next call, so no step waits; the answer is then one step late, and stays true.
-        In a single process it is true at once.
+        Call it once a step, on every rank. It sends in the background whether this rank got a
+        signal, and the next call reads that, so no step waits. The answer is then one step late,
+        and stays true. In a single process it is true at once.
 
         Raises:
-            RuntimeError: before the block. On every rank, if one calls it again and another leaves
-                the block.
+            RuntimeError: it is called before the block. Or one rank calls it again and another
+                leaves the block; then every rank raises it.
         """
         here = require_world("StopSignal.agreed")
         if not self._is_entered:
@@ -88,7 +88,7 @@ class StopSignal:
         """Raise, because it would always be true.
 
         Raises:
-            TypeError: says what to ask in its place.
+            TypeError: always; it says what to ask instead.
         """
         raise TypeError("a StopSignal must not be taken for True or False: call its `agreed()`")
 

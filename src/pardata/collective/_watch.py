@@ -58,7 +58,7 @@ class Watch:
             self._thread.join(_LATE)
 
     def _run(self) -> None:
-        with suppress(RuntimeError):  # of a store that is gone, which the ranks see themselves
+        with suppress(RuntimeError):  # the store is gone, and the ranks see it
             self._seat.sign(is_here=True)
             while not self._seat.ended.wait(self._pause()) and self._has_group() and self._look():
                 pass
@@ -77,7 +77,7 @@ class Watch:
         return time.monotonic() - max(since, self._awake) if call or step is not None else 0.0
 
     def _look(self) -> bool:
-        """Look whether this rank waits for long, or another says so; return whether to go on."""
+        """Look whether this rank waits for long, or another says so; return whether to continue."""
         hang, note, now = self._hang, doing.now, time.monotonic()
         frame = sys._current_frames().get(self._watched)  # noqa: SLF001  # its only name
         if frame is None:
@@ -96,7 +96,7 @@ class Watch:
             return False
         if hang.is_told and found[0]:
             seconds, self._hang = hang.seconds(), Hang(self._seat, hang.number + 1)
-            if hang.is_one:  # which may be what each step takes
+            if hang.is_one:  # each step may take that long
                 self._after = max(self._after, min(2.0 * seconds, self._most))
         elif not hang.is_told and (found[0] or self._waited(note) >= self._after):
             if not found[0] and hang.begin():

@@ -1,4 +1,4 @@
-"""Where the ranks are when a run does not go on: what each says of itself, and one table of all."""
+"""Where the ranks are when a run hangs: what each says of itself, and one table of all."""
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import suppress
@@ -87,7 +87,7 @@ def headline(found: Found, silent: Collection[int]) -> tuple[str, bool]:
     others = sorted([*silent, *(rank for rank in found if rank not in waits)])
     kinds = {found[rank].kind if rank in found else "silent" for rank in others}
     places = {(found[rank].call, found[rank].step) for rank in waits}
-    # Of `rank_zero_call` who waits also says the function.
+    # A rank that waits in `rank_zero_call` also says the function.
     led = tuple(one.call for one in found.values() if one.kind == "leads")
     seconds = f"{max(found[rank].seconds for rank in waits or found):.0f} s so far"
     has_reason = all(call.startswith(led or call) for call, _ in places)

@@ -24,8 +24,8 @@ from pardata.values._arguments import check_integer
 
 _log = get_logger(__name__)
 
-_LONG_SHARE = 0.3  # of an epoch
-_LONG = 1.0  # seconds: below, nobody waits
+_LONG_SHARE = 0.3  # the part of an epoch from which waiting is long
+_LONG = 1.0  # the seconds from which it is
 _END = (None, None, None)  # no step, and no batch
 
 Parts: TypeAlias = tuple[Recipe, Source, Placement]
@@ -34,13 +34,18 @@ Parts: TypeAlias = tuple[Recipe, Source, Placement]
 class Loader(ForPeers):
     """This rank's batches, epoch after epoch; made by `make_loader`.
 
-    Each ``iter()`` that is asked for a batch runs the next epoch, also after a ``break`` or an
-    error, but for those in the body of `epochs`, which run its epoch. Only one runs at a time:
-    beginning the next ends the one before. Saves and resumes as PyTorch's ``Stateful``.
+    An ``iter()`` begins the next epoch when it is asked for its first batch, also after a ``break``
+    or an error. In the body of `epochs` it runs that epoch instead. One epoch runs at a time: the
+    next one ends the one before. A loader saves and resumes as PyTorch's ``Stateful``.
 
     Attributes:
         dataset: as given.
-        batch_size: samples of a step, over all ranks; None where a `batch_sampler` decides.
+        batch_size: samples of a step, over all ranks; None if a `batch_sampler` decides.
+
+    >>> from pardata import make_loader
+    >>> loader = make_loader(range(5), batch_size=2)
+    >>> len(loader), loader.epoch, loader.batch_size
+    (3, 0, 2)
     """
 
     def __init__(self, plan: Plan, parts: Parts, again: Callable[[object], Parts | None]) -> None:
@@ -69,21 +74,21 @@ class Loader(ForPeers):
 
     @property
     def epoch(self) -> int:
-        """The epoch in progress, else the one that the next ``iter()`` will run."""
+        """The epoch in progress, or else the one that the next ``iter()`` will run."""
         return self._bookmark.epoch
 
     def epochs(self, count: int) -> Iterator[int]:
         """Run what is left of `count` epochs: ``for epoch in loader.epochs(count)``.
 
-        It begins at the first epoch, or where a state was taken that was loaded: in the middle of
-        an epoch, with the rest of it, at its very end, with the next one. Of an IterableDataset
-        only reading tells the end: there the rest may have no batch. Epochs that have run to their
-        end count as done, also those of an earlier loop. One that was left before, as by a look at
-        a batch, does not.
+        A new loader begins at the first epoch. After `load_state_dict` it runs the rest of the
+        epoch in which the state was saved, or the next epoch if nothing is left. Only reading shows
+        the end of an ``IterableDataset``, so there the rest may have no batch. Epochs that ran to
+        their end count as done, also in an earlier loop. An epoch that was left before its end does
+        not, such as one of which you only looked at a batch.
 
-        In the body each ``iter()`` runs `epoch`, however many there are: only the end of the body
-        moves to the next one, whether or not all batches were taken. `epoch` is also
-        ``loader.epoch`` there. Collective only with a sampler, where a state was loaded.
+        In the body each ``iter()`` runs the same epoch, however often you call it. The end of the
+        body moves to the next epoch, even if you did not take all batches. ``loader.epoch`` is
+        `epoch` there too. Collective only with a sampler, if a state was loaded.
 
         >>> from pardata import make_loader
         >>> loader = make_loader(range(4), batch_size=2)
@@ -108,9 +113,9 @@ class Loader(ForPeers):
                 yield start.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next ``iter()`` run this epoch. Not needed: epochs advance by themselves.
+        """Let the next ``iter()`` run this epoch. Not needed, because epochs advance by themselves.
 
-        The rest of the epoch that was loaded stays its rest.
+        After `load_state_dict`, the epoch of that state still runs only its rest.
         """
         check_integer("epoch", epoch, least=0)
         self._bookmark.set_epoch(epoch)
@@ -118,21 +123,21 @@ class Loader(ForPeers):
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader is, as a few numbers that are the same on every rank.
 
-        A batch counts as delivered once the loop has it: in the body of step k that step counts,
-        and so it does after a ``break`` there. What was read ahead does not. Not collective.
+        A step counts as delivered once the loop has its batch: in the body of step k, and after a
+        ``break`` there. Batches that were read ahead do not count. Not collective.
         """
         return self._recipe.state(self._bookmark.state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next ``iter()`` resume where `state` was taken, at any world size and at once.
 
-        It yields the rest of that epoch: the samples not yet delivered, in the same global
-        batches. ``len()`` stays that of a whole epoch. Not collective. An ``IterableDataset`` is
-        read again up to there, and where it ends before, that ``iter()`` raises a ValueError.
+        It yields the rest of that epoch: the samples not yet delivered, in the same global batches.
+        ``len()`` stays that of a whole epoch. The loader reads an ``IterableDataset`` again up to
+        there. If that ends before, the ``iter()`` raises a ValueError. Not collective.
 
         Raises:
-            ValueError: for the state of another dataset, seed, batch size or order, naming it,
-                and for what is no state of a loader.
+            ValueError: `state` is that of another dataset, seed, batch size or order, which the
+                error names, or it is no state of a loader.
         """
         seed = state.get("seed") if isinstance(state, Mapping) else None
         parts = self._recipe, self._source, self._placement
@@ -142,13 +147,14 @@ class Loader(ForPeers):
         self._bookmark.resume_at(place)
         self._recipe, self._source, self._placement = parts
         if self._recipe.is_stream and place.delivered and place.state is None:
-            _log.info("reading %d samples again, to resume after them", place.delivered)
+            _log.info("the loader reads %d samples again, to resume after them", place.delivered)
 
     def stats(self, *, reduce: bool = False) -> dict[str, float]:
         """Return how this rank's time was spent since the epoch in progress, or the last, began.
 
-        ``seconds`` in all; ``wait_seconds`` and ``wait_share`` of it waiting for data; ``samples``
-        delivered over all ranks, and ``samples_per_second``. The rest of the time is the loop's.
+        ``seconds`` is the whole time. ``wait_seconds`` of it, the part ``wait_share``, were spent
+        waiting for data; the loop took the rest. ``samples`` is how many were delivered over all
+        ranks, with ``samples_per_second``.
 
         Args:
             reduce: return the stats of the rank that waited longest; collective then.
@@ -160,12 +166,12 @@ class Loader(ForPeers):
     def fingerprint(self) -> str:
         """Return a hash of the samples delivered in the epoch in progress, or the last.
 
-        Of their indices, in the order of the epoch: the same on every rank, at every world size,
-        and after resuming. Takes 0.3 seconds for a million samples. Not collective, unless a
-        `sampler` is asked for the order of an epoch that has not begun here.
+        It hashes their indices, in the order of the epoch. So it is the same on every rank, at
+        every world size, and after resuming. A million samples take 0.3 seconds. Not collective,
+        unless it must ask a `sampler` for the order of an epoch that has not begun here.
 
         Raises:
-            TypeError: for an ``IterableDataset``, whose samples have no indices.
+            TypeError: the dataset is an ``IterableDataset``, whose samples have no indices.
         """
         requests: Requests | None = self._source.requests
         if requests is None:
@@ -178,7 +184,7 @@ class Loader(ForPeers):
     def __iter__(self) -> Iterator[Any]:
         """Run the next epoch, or the rest of the one that was loaded.
 
-        Collective only where a `sampler` was given, or an ``IterableDataset``.
+        Collective only with a `sampler` or an ``IterableDataset``.
         """
         begun = self._bookmark.begin()
         run = self._delivered(self._begin(), self._clock, begun)
@@ -188,7 +194,7 @@ class Loader(ForPeers):
     def _begin(self) -> Iterator[Any]:
         self._clock = clock = Clock()
         fetched = self._source.steps(self._bookmark.now)
-        clock.waited = clock.seconds()  # for the order, and workers that start
+        clock.waited = clock.seconds()  # until the order is drawn, and workers start
         return self._placement.ahead(fetched, self._shaped)
 
     def _delivered(
@@ -241,7 +247,7 @@ class Loader(ForPeers):
     def _speak_of_waiting(self, clock: Clock) -> None:
         stats = clock.stats()
         if self._has_spoken or not stats["samples"]:
-            return  # of none: nothing was left of the epoch that was loaded
+            return  # nothing was left of the epoch that was loaded
         self._has_spoken = True
         if stats["wait_seconds"] < _LONG or stats["wait_share"] < _LONG_SHARE:
             return

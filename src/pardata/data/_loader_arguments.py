@@ -127,7 +127,7 @@ def _workers(given: Arguments, here: World, device: torch.device) -> tuple[Worke
 
 
 def _check_alone(given: Arguments) -> None:
-    """Raise where a `batch_sampler` comes with what it stands in place of."""
+    """Raise where a `batch_sampler` comes with what it replaces."""
     others = {"batch_size": None, "shuffle": False, "sampler": None, "drop_last": None}
     told = [f"`{name}`" for name, unset in others.items() if getattr(given, name) is not unset]
     if told:

@@ -53,64 +53,67 @@ def make_loader(
 ) -> Loader:
     """Return a loader of this rank's share of each *global* batch of `batch_size` samples.
 
-    Step k of an epoch holds the same samples at every world size; each rank gets a run of them,
-    counts differing by at most one, collated as ``DataLoader`` would and moved to the device. All
-    ranks yield the same number of batches. No sample is repeated, and in an ordered loader none is
-    left out, so that an evaluation counts each exactly once. Epochs advance by themselves, and
-    ``state_dict()`` resumes at any step and any world size.
+    Step k of an epoch holds the same samples at every world size. Each rank gets consecutive
+    samples of it, and the ranks' counts differ by at most one. The loader collates as
+    ``DataLoader`` does, and moves each batch to the device. All ranks yield the same number of
+    batches. No sample is repeated. An ordered loader leaves none out, so an evaluation counts each
+    exactly once. Epochs advance by themselves, and ``state_dict()`` resumes at any step and any
+    world size.
 
-    A ``TensorDataset``, what `cache_dataset` returns, and a ``Subset`` or ``ConcatDataset`` of
-    such are read by whole batches, and so is what has ``__getitems__``: the list of samples that
-    it returns is collated, a batch in the form of a tensor, tuple or dict is taken as it is.
+    The loader reads by whole batches if the dataset is a ``TensorDataset``, what `cache_dataset`
+    returns, a ``Subset`` or ``ConcatDataset`` of such, or has ``__getitems__``. It collates the
+    list of samples that ``__getitems__`` returns. It takes a tensor, tuple or dict as the batch.
 
-    Collective: every rank must call it (unless ``distributed=False``). Iterating is not collective,
-    with two exceptions: ranks compare the order of a `sampler` at the start of each epoch, and
-    agree on the start and the end of an ``IterableDataset``. In a single process it is a
-    ``DataLoader`` with epochs.
+    Collective: every rank must call it, unless ``distributed=False``. Iterating is collective in
+    two cases. Ranks compare the order of a `sampler` at the start of each epoch, and agree on the
+    start and the end of an ``IterableDataset``. In a single process it is a ``DataLoader`` with
+    epochs.
 
     Args:
-        dataset: map-style, with ``__getitem__`` and ``__len__``, or an ``IterableDataset``, which
-            every rank and worker reads whole to keep its own part (but see `sharded`). Its
-            ``set_epoch``, if it has one, is called where it is read, in workers too.
+        dataset: map-style, with ``__getitem__`` and ``__len__``, or an ``IterableDataset``. Every
+            rank and worker reads all of that, and keeps its own part (but see `sharded`). The
+            loader calls its ``set_epoch``, if it has one, in each process that reads it.
         batch_size: samples of one optimizer step, over all ranks. Required, unless there is a
             `batch_sampler`.
-        distributed: ``"auto"`` shares out in a world larger than one; ``True`` insists on a
-            launcher; ``False`` gives this process everything.
-        shuffle: a new order each epoch, from `seed` and the epoch alone, in constant memory.
-        drop_last: of an incomplete last global batch. ``None`` drops it where `shuffle` or a
-            `sampler` says that this is training, and keeps it otherwise.
-        microbatch_size: cut each step into consecutive pieces of so many samples, whatever the
-            world size, and give each rank a run of whole ones: it yields `Microbatches`.
-        strided: give rank r of W the microbatches r, r + W, r + 2W and so on, in place of a run:
-            strategy ``"exact_fsdp"`` adds them in this order. Steps hold the same samples.
-        sampler: yields the order of the whole epoch, the same on every rank, in place of `shuffle`;
-            drawn under a seed of its own, with ``set_epoch`` called where it has one. Its length
-            may change between epochs. A sample that it repeats gets other random numbers.
-        batch_sampler: yields the *global* batches of the whole epoch, each a list of indices, the
-            same on every rank, in place of `batch_size`, `shuffle`, `sampler` and `drop_last`;
-            drawn as a `sampler` is. Without `microbatch_size` each must have one for every rank.
+        distributed: ``"auto"`` shares the samples out in a world larger than one. ``True`` requires
+            a launcher. ``False`` gives this process everything.
+        shuffle: take a new order in each epoch. It follows from `seed` and the epoch alone, in
+            constant memory.
+        drop_last: drop an incomplete last global batch. ``None`` drops it with `shuffle` or a
+            `sampler`, because that is training, and keeps it otherwise.
+        microbatch_size: cut each step into consecutive microbatches of this many samples, at every
+            world size. Each rank gets whole ones, in a row, as `Microbatches`.
+        strided: give rank r of W the microbatches r, r + W, r + 2W and so on, in place of a row.
+            Strategy ``"exact_fsdp"`` adds them in this order. Steps hold the same samples.
+        sampler: yields the order of the whole epoch, the same on every rank, in place of `shuffle`.
+            It draws under a seed of its own, after its ``set_epoch`` if it has one. Its length may
+            change between epochs. A sample that it repeats gets other random numbers.
+        batch_sampler: yields the *global* batches of the whole epoch, lists of indices that are the
+            same on every rank. It replaces `batch_size`, `shuffle`, `sampler` and `drop_last`, and
+            draws as a `sampler` does. Without `microbatch_size` each batch must have a sample for
+            every rank.
         sharded: the ``IterableDataset`` yields, on each rank and worker, samples that no other
-            yields: batched as they come, until no rank has any (with `drop_last`: until one has
-            no whole share). A worker is told its number by ``get_worker_info()``; the rank must
-            be taken from `world` when the dataset is made.
-        num_workers: per rank. ``"auto"``: 0 for a dataset that is indexed by whole batches, else
-            the cores this rank may use, less one, at most 8.
+            yields. They are batched as they come, until no rank has any; with `drop_last`, until
+            one rank has no whole share. ``get_worker_info()`` tells a worker its number. Take the
+            rank from `world` when you make the dataset.
+        num_workers: per rank. ``"auto"`` is 0 for a dataset that is read by whole batches.
+            Otherwise it is the number of cores that this rank may use, less one, at most 8.
         seed: of the order, the samples and the workers. ``None`` is rank 0's
-            ``torch.initial_seed()`` for the first loader; each further one gets another seed, made
-            of that and of its number. `seed_everything` begins to count anew.
-        reproducible: seed the default generators of Python, NumPy and PyTorch before each sample
-            is read, from `seed`, the epoch and the sample, and put them back after each batch: an
-            augmentation depends neither on the workers nor on the world size. For an
-            ``IterableDataset`` they are seeded before each batch, in any case. `collate_fn`,
-            `batch_transform` and ``__getitems__`` are seeded for each microbatch; without
-            microbatches they may not draw.
-        device: where the batches go; ``"auto"`` is the world's, ``None`` leaves them on the CPU.
+            ``torch.initial_seed()`` for the first loader. Each further loader gets another seed,
+            made of that and of its number. `seed_everything` begins to count anew.
+        reproducible: seed the default generators of Python, NumPy and PyTorch before each sample,
+            from `seed`, the epoch and the sample. Each batch puts them back. So an augmentation
+            depends neither on the workers nor on the world size. An ``IterableDataset`` is always
+            seeded before each batch instead. `collate_fn`, `batch_transform` and ``__getitems__``
+            are seeded for each microbatch; without microbatches they must not draw.
+        device: where the batches go. ``"auto"`` is the world's device; ``None`` leaves them on the
+            CPU.
         batch_transform: applied to each batch, or microbatch, on the device.
         prefetch: on a GPU, how many batches are copied and transformed ahead of the loop, on a
-            stream of their own; 0 for none.
+            stream of their own. 0 is none.
         collate_fn: as in ``DataLoader``.
-        pin_memory: as in ``DataLoader``, but what is on a GPU already stays there; ``None`` pins
-            where batches go to a GPU.
+        pin_memory: as in ``DataLoader``, but what is on a GPU already stays there. ``None`` pins if
+            batches go to a GPU.
         timeout: as in ``DataLoader``.
         worker_init_fn: as in ``DataLoader``.
         multiprocessing_context: as in ``DataLoader``.
@@ -118,14 +121,13 @@ def make_loader(
         persistent_workers: as in ``DataLoader``; ``None`` keeps workers across epochs.
 
     Raises:
-        TypeError: for a dataset that cannot be indexed, and for sizes that are no integers.
-        ValueError: for a batch size that is not positive, smaller than the world, or larger than a
-            dataset of which incomplete batches are dropped; for `strided` without a
-            `microbatch_size`; for `shuffle` with a `sampler`, or
-            either, or a batch size, with a `batch_sampler`; for a shuffled last batch with fewer
-            samples than ranks.
-        RuntimeError: where ranks disagree, with a table of who has what, or no group was joined.
-            All on every rank.
+        TypeError: the dataset cannot be indexed, or a size is no integer.
+        ValueError: the batch size is not positive, smaller than the world, or larger than a dataset
+            whose incomplete batches are dropped. Or `strided` comes without a `microbatch_size`,
+            `shuffle` with a `sampler`, or either of them or a batch size with a `batch_sampler`. Or
+            a shuffled last batch has fewer samples than ranks.
+        RuntimeError: ranks disagree (a table says who has what), or no group was joined. All errors
+            come on every rank.
 
     >>> data = torch.utils.data.TensorDataset(torch.arange(5))
     >>> [batch.tolist() for (batch,) in make_loader(data, batch_size=2)]

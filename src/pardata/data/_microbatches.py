@@ -1,4 +1,4 @@
-"""A rank's share of a step, as pieces whose size does not depend on the number of ranks."""
+"""A rank's share of a step, as microbatches whose size does not depend on the number of ranks."""
 
 from collections.abc import Iterable, Sequence
 from copy import copy
@@ -19,8 +19,8 @@ _T = TypeVar("_T")
 class Microbatches(Sequence[_T]):
     """This rank's microbatches of one step: what a loader with a `microbatch_size` yields.
 
-    A sequence of what ``collate_fn`` returns for each, and empty on a rank that has none. Made by
-    loaders; of batches that no loader made, `Microbatches.of` makes one.
+    A sequence of what ``collate_fn`` returns for each; it is empty on a rank that has none. Loaders
+    make them. `Microbatches.of` makes them of batches that no loader made.
 
     Attributes:
         epoch: in which the step is.
@@ -31,6 +31,10 @@ class Microbatches(Sequence[_T]):
         seed: of the loader.
         size: how many ranks share the step.
         runs: how many calls of `backward` have run it: each draws other random numbers.
+
+    >>> from pardata import make_loader
+    >>> [batch.counts for batch in make_loader(range(5), 4, microbatch_size=2)]
+    [(2, 2), (1,)]
     """
 
     def __init__(
@@ -58,10 +62,11 @@ class Microbatches(Sequence[_T]):
 
     @cached_property
     def placeholder(self) -> _T | None:
-        """A microbatch of the step, to run where all ranks must run one, and not to be counted.
+        """A microbatch of the step that counts nothing, to run if all ranks must run one.
 
-        On a rank that has none, one of another's; else a copy of the first one here. So a `loss_fn`
-        that keeps a state knows by ``microbatch is batch.placeholder`` when it must not.
+        On a rank that has no microbatch it is one of another rank's; otherwise it is a copy of the
+        first one here. A `loss_fn` that keeps a state knows by ``microbatch is batch.placeholder``
+        when it must not.
         """
         if not self._batches:
             return self._others
@@ -75,19 +80,19 @@ class Microbatches(Sequence[_T]):
     ) -> "Microbatches[_T]":
         """Return microbatches that no loader made: a step's share of this rank, for `backward`.
 
-        Within the step they stand in the order of the ranks, each of which passes as many of them,
-        at least one. Samples are counted as `backward` counts them. Collective.
+        Within the step they are in the order of the ranks. Each rank passes the same number of
+        them, at least one. `of` counts samples as `backward` does. Collective.
 
         Args:
             batches: of this rank, each of any kind that `backward` takes.
-            step: another number in each step of the `epoch`, from which dropout draws its noise.
+            step: another number in each step of the `epoch`, from which dropout draws its numbers.
             epoch: as `step`.
-            strided: they stand as the shares of ``make_loader(…, strided=True)``: first that of
-                rank 0, then that of rank 1, and so on, and then the second ones.
+            strided: order them as the shares of ``make_loader(…, strided=True)``: first the first
+                one of each rank, in rank order, then the second ones.
 
         Raises:
-            TypeError: where a batch does not tell how many samples it has.
-            ValueError: where ranks have none, or not equally many.
+            TypeError: a batch does not tell how many samples it has.
+            ValueError: ranks have none, or not equally many.
 
         >>> Microbatches.of([torch.ones(2, 3), torch.ones(1, 3)], step=5)
         Microbatches(epoch=0, step=5, 0 … 1 of 2)

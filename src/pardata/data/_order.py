@@ -114,7 +114,7 @@ class Requests(Sampler[Request]):
 
     def __iter__(self) -> Iterator[Request]:
         plan, steps = self.plan, self.epoch.steps
-        shares: dict[int, tuple[Step, list[range]]] = {}  # of steps of so many samples
+        shares: dict[int, tuple[Step, list[range]]] = {}  # by how many samples a step has
         together = max(1, _AHEAD * plan.size // (plan.batch_size or _AHEAD))
         for start in range(self._first, len(steps), together):
             requested = []

@@ -32,8 +32,8 @@ class Step(NamedTuple):
     epoch: int
     number: int  # within the epoch
     first: int  # the number, within the step, of this rank's first microbatch, else 0
-    rows: int  # samples of this rank; where it has none, what it reads stands in for them
-    samples: int  # of the whole step, over all ranks
+    rows: int  # samples of this rank; if it has none, it reads a placeholder
+    samples: int  # samples of the whole step, over all ranks
     stride: int = 1  # from the number of one of this rank's microbatches to the next
 
     def numbers(self) -> Iterator[int]:
@@ -46,18 +46,18 @@ class Fetched(NamedTuple):
 
     step: Step
     batches: list[Any]  # one for each microbatch, or that of the whole share
-    digest: str = ""  # of a stream: a hash of what its reader read first in this epoch
-    state: Any = None  # of a stream that has one: its own, after this step
+    digest: str = ""  # if a stream: a hash of what its reader read first in this epoch
+    state: Any = None  # the dataset's own after this step, if it is a stream that has one
 
 
 @dataclass(eq=False)
 class Plan:
     """How the positions of an epoch become steps, and a step the shares of the ranks.
 
-    With a `microbatch_size` a step is cut into microbatches, of which the last may be short, and a
-    share is a run of whole ones, or `strided`; without, it is one run of samples. A stream may have
-    no `length`, that of a sampler replaces the dataset's in each epoch, and a ``batch_sampler`` has
-    its own steps: then `batch_size` is 0.
+    With a `microbatch_size` a step is cut into microbatches, of which the last may be short. A
+    share is then a run of whole ones, or `strided`. Otherwise a share is one run of samples. A
+    stream may have no `length`. A sampler's length replaces the dataset's in each epoch. A
+    ``batch_sampler`` has its own steps: then `batch_size` is 0.
     """
 
     length: int | None
@@ -97,8 +97,8 @@ class Plan:
     def share_of(self, samples: int, epoch: int = 0, number: int = 0) -> tuple[Step, list[range]]:
         """Return a step of so many samples, and this rank's runs of them, one a microbatch.
 
-        Where that is nothing it reads what stands in for it: the first microbatch of the step, to
-        be run where all ranks must run one, or the first sample, whose shape an empty batch takes.
+        If it has none, it reads a placeholder. That is the step's first microbatch, to be run if
+        all ranks must run one, or the first sample, whose shape an empty batch takes.
         """
         first, stride, runs = 0, 1, [share(samples, self.rank, self.size)]
         if (size := self.microbatch_size) is not None:

@@ -195,7 +195,7 @@ class Recipe(NamedTuple):
     def _ends_a_batch(self, delivered: int) -> bool:
         batch_size, drop_last = self.facts["batch_size"], self.facts["drop_last"]
         if batch_size is None:
-            return True  # of a batch_sampler, whose order is compared when it is drawn
+            return True  # ranks compare the order of a batch_sampler when it is drawn
         whole = delivered % batch_size == 0
         if self.is_stream or self.facts["sampler"]:
             # It may end anywhere, whatever its __len__ says; of one of which every rank has its

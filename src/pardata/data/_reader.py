@@ -28,14 +28,14 @@ class Collation(NamedTuple):
 
     collate_fn: Callable[[list[Any]], Any] | None
     seeds: Seeds
-    rank: int  # of this process, also where nothing is shared out
+    rank: int  # this process's, also if nothing is shared out
 
     def batch_of(self, samples: Any, indices: Any, step: Step, microbatch: int) -> Any:
         if self.collate_fn is None:
             try:
                 with on_cpu():
                     return default_collate(samples)
-            except Exception as error:  # of samples that differ, or of a kind that it does not know
+            except Exception as error:  # samples differ, or are of an unknown kind
                 raise self.failed(f"samples {indices} could not be collated", error) from error
         with self.seeds.around("collate_fn", step, microbatch):
             return self.collate_fn(samples)
@@ -149,7 +149,7 @@ class Reader(Dataset[Any]):
         """Return ``get(indices)``; say where, if that raises."""
         try:
             return get(indices)
-        except Exception as error:  # as above
+        except Exception as error:  # user code: whatever it raises
             raise self._unread(as_list(indices), error) from error
 
     def _unread(self, index: Any, error: Exception) -> RuntimeError:

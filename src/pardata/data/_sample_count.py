@@ -81,7 +81,7 @@ def _columns(batch: Any) -> list[Any]:
 
 
 def _first(batch: Any) -> Any:
-    """Return the first tensor or object in `batch`, soonest where it stands in front."""
+    """Return the first tensor or object in `batch`; it takes least time if that is in front."""
     part = batch
     while isinstance(part, list | tuple | dict) and part:
         part = next(iter(part.values())) if isinstance(part, dict) else part[0]

@@ -20,10 +20,10 @@ _WORD = 2**31 - 1  # words of 31 bits: times a constant below 2**32 they stay wi
 class Shuffle:
     """The numbers 0 … `length` - 1 in a random order that `key` decides.
 
-    In constant memory, whatever the length: above 65,536 a number is found from its position by a
-    generalised Feistel network of 8 rounds over a grid of rows and columns that is just large
-    enough, walking on until it is in range (Black and Rogaway, "Ciphers with arbitrary finite
-    domains", CT-RSA 2002, methods 2 and 3).
+    It takes constant memory, whatever the length. Above 65,536 a generalised Feistel network of 8
+    rounds finds a number from its position. It works on a grid of rows and columns that is just
+    large enough, and walks until the number is in range. These are methods 2 and 3 of Black and
+    Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002.
 
     >>> Shuffle(5, key=1).at(torch.arange(5)).sort().values
     tensor([0, 1, 2, 3, 4])

@@ -22,10 +22,10 @@ _END = object()
 class Stream(IterableDataset[Fetched]):
     """An iterable dataset as the loader's workers see it: it yields whole steps.
 
-    Unless the dataset is `sharded`, every rank and every worker goes through all of it and keeps
-    its own part, so that the samples of a step are the same at every size; worker *w* of *n* makes
-    the steps *w*, *w* + *n* and so on. A `sharded` one yields, on each rank and worker, samples
-    that no other yields: they are batched as they come.
+    Unless the dataset is `sharded`, every rank and every worker reads all of it and keeps its own
+    part. So the samples of a step are the same at every size. Worker *w* of *n* makes the steps
+    *w*, *w* + *n* and so on. A `sharded` one yields, on each rank and worker, samples that no other
+    yields: they are batched as they come.
     """
 
     def __init__(self, dataset: Any, collation: Collation, plan: Plan, *, sharded: bool) -> None:

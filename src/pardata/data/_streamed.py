@@ -24,7 +24,7 @@ class Streamed(Source):
         stream: Stream = self.reader
         batch_size = stream.plan.batch_size
         first = -(-start.delivered // batch_size)
-        # Of streams that differ only reading again tells which worker delivered how much of its.
+        # If streams differ, only reading again shows how much of its each worker delivered.
         again = first if stream.is_sharded else 0
         state = start.state if stream.keeps_place else None
         if state is not None:
@@ -69,7 +69,7 @@ class Streamed(Source):
                 agree(here, _NEXT, coming.samples, _none_on if stream.is_sharded else _ended_on)
             if last is None and coming.fetched:
                 self._compare(coming.fetched, before)
-            # Of the shape of this rank's last step, without rows: at the first step all have one.
+            # It has the shape of this rank's last step, without rows. All have a first step.
             last = coming.fetched or last._replace(step=last.step._replace(rows=0))
             coming = _Coming(own, here)
             yield last

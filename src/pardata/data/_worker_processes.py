@@ -18,7 +18,7 @@ from torch.utils.data._utils import worker as torch_worker
 from pardata.collective._stop_signal import may_stop
 from pardata.data._reading import EACH, leave
 
-_LAST = -200  # of all finalizers: the queues are closed before, and the temporary folder removed
+_LAST = -200  # after finalizers that close the queues and remove the temporary folder
 
 
 def started(
@@ -39,7 +39,7 @@ def started(
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         if method != "fork":
-            resource_tracker.ensure_running()  # which unblocks SIGTERM, up to Python 3.13
+            resource_tracker.ensure_running()  # unblocks SIGTERM, up to Python 3.13
             signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
         if method == "forkserver":
             _let_the_fork_server_unblock()
@@ -65,8 +65,8 @@ def _let_the_fork_server_unblock() -> None:
 def _end() -> None:
     """End a spawned worker as forked ones end: without the end of its interpreter.
 
-    There Python takes its handlers back, so that SIGTERM would end the worker after all, and ends
-    threads that are in C++, which says "terminate called without an active exception".
+    There Python takes its handlers back, so that SIGTERM would end the worker after all. It also
+    ends threads that are in C++, which says "terminate called without an active exception".
     """
     if sys.exc_info()[0] is None:  # else the error is printed
         sys.stdout.flush()

@@ -41,51 +41,50 @@ def init(
 ) -> World:
     """Join the process group of whatever launched this process and return what was found.
 
-    Launchers are looked for in this order: a process group that already exists (Ray Train, your
+    `init` looks for launchers in this order: a process group that already exists (Ray Train, your
     own), torchrun, Open MPI, a SLURM step, MPICH, none. ``PARDATA_LAUNCHER`` (``auto``,
-    ``torchrun``, ``slurm``, ``mpi``, ``none``) overrides. A single process never needs `init`;
-    called there it makes a group of one, for strategies that need a group.
+    ``torchrun``, ``slurm``, ``mpi``, ``none``) overrides that. A single process never needs `init`.
+    Called there, it makes a group of one, for strategies that need a group.
 
-    A group that exists is adopted with the GPU to which it is bound, else the current one, else
-    that of the local rank, which is made current; it is never left.
+    `init` adopts a group that exists, and never leaves it. Its GPU is the one to which the group is
+    bound, or else the current one, or else the local rank's, which becomes current.
 
     Idempotent. Collective: every rank calls it. Usable as ``with init() as world:``, which leaves
-    the group at the end; without that it is left when the process exits normally. DataLoader
+    the group at the end. Without that the process leaves it when it exits normally. DataLoader
     workers and forked children get the single-process world and never touch the group.
 
-    With several processes, an uncaught exception is logged in one line on every rank, which says
-    which rank failed first, and ranks that wait for this one learn of it. Then the previous
-    ``sys.excepthook`` runs, which is restored when the group ends. If that is Python's own, one
-    rank prints a traceback that several raise, without the frames of pardata;
-    ``PARDATA_TRACEBACK=full`` prints all of it on each.
+    With several processes, every rank logs an uncaught exception in one line, which says which rank
+    failed first. Ranks that wait for this one learn of it. Then the previous ``sys.excepthook``
+    runs, which is restored when the group ends. If that is Python's own, one rank prints a
+    traceback that several raise, without the frames of pardata. ``PARDATA_TRACEBACK=full`` prints
+    all of it on each.
 
     Args:
-        backend: of ``torch.distributed``; ``cuda:nccl,cpu:gloo`` on a GPU and ``gloo`` on a CPU
-            by default.
+        backend: of ``torch.distributed``; ``cuda:nccl,cpu:gloo`` on a GPU and ``gloo`` on a CPU by
+            default.
         timeout: of the group's collectives and of joining, in seconds or a `timedelta`; PyTorch's
             default if not given.
         device: where to compute; by default the GPU of this local rank, else the CPU.
         tune_cpu: on a CPU, under glibc, tell the allocator to keep freed memory. Results do not
             change. A step of a small convolutional net or an LSTM takes 0.6 to 0.7 of its time in
-            one process, of a wide MLP or ResNet-18 0.9, of a transformer 0.95 to 1; peak memory
-            grows by up to 15 % (benchmarks/allocator.py).
-            ``PARDATA_TUNE_CPU=0`` switches it off from outside.
-        hang_after: if a rank waits so long for others, or a step of a loader takes so long, a table
-            in the log tells where each rank is; in seconds or a `timedelta`. By default a tenth of
-            the group's timeout, at least a minute; 0 turns it off. Nothing is stopped.
+            one process. A wide MLP or ResNet-18 takes 0.9, a transformer 0.95 to 1. Peak memory
+            grows by up to 15 % (benchmarks/allocator.py). ``PARDATA_TUNE_CPU=0`` switches it off
+            from outside.
+        hang_after: seconds or a `timedelta`. If a rank waits so long for others, or for a step
+            of a loader, a table in the log tells where each rank is. The default is a
+            tenth of the group's timeout, at least a minute; 0 turns it off. Nothing is stopped.
             ``PARDATA_HANG_AFTER`` in seconds takes precedence.
 
     Raises:
-        ValueError: for launcher variables that are partial or contradictory.
-        RuntimeError: on every rank, where one of them cannot take part (no GPU left for it, two on
-            one GPU), where the address does not resolve or the port is taken, and in a subprocess
-            that inherited the variables of a rank.
-        TimeoutError: names the ranks that did not come.
+        ValueError: launcher variables are partial or contradictory.
+        RuntimeError: a rank cannot take part, because it has no GPU left or shares one. Or the
+            address does not resolve, or the port is taken. Or a subprocess inherited the variables
+            of a rank. It comes on every rank.
+        TimeoutError: ranks did not come; it names them.
 
-    Example:
-        >>> with init() as world:
-        ...     world.rank, world.size
-        (0, 1)
+    >>> with init() as world:
+    ...     world.rank, world.size
+    (0, 1)
     """
     try:
         return _joined_world(backend, timeout, device, hang_after, tune_cpu=tune_cpu)
@@ -106,7 +105,7 @@ def _joined_world(
     hang_after = _checked_hang_after(hang_after)
     here, before = world(), joined()
     if here.backend is None and (is_child() or dist.group.WORLD is not None):
-        return here  # beside a group that a child, or who opted out, does not touch
+        return here  # there is a group, which a child, or who opted out, does not touch
     if before is not None:
         _refuse_change(before.world, backend, device)
         return replace(before.world, _at_the_end=None)
@@ -211,4 +210,4 @@ def _found_text(found: World) -> str:
     launcher = known.get(found.launcher, f"launched by {found.launcher}")
     gpus = f" of {len(visible_devices())} GPU(s)" if found.device.type != "cpu" else ""
     device = f"device {found.device}{gpus} on {socket.gethostname()}"
-    return f"{processes} on {nodes}, {launcher}, backend {found.backend}, {device}"
+    return f"this run has {processes} on {nodes}, {launcher}, backend {found.backend}, {device}"

@@ -44,7 +44,7 @@ def leave_at_the_end(error: BaseException | None) -> None:
 
 def _call_off(found: Joined) -> None:
     """Tell who waits for this rank, or will, that it comes no more."""
-    with suppress(RuntimeError):  # of a store that is gone
+    with suppress(RuntimeError):  # the store may be gone
         here = found.world
         call_off(
             found.channel,

@@ -39,8 +39,8 @@ def join(
     """Make the process group that `launch` describes, and one for small numbers if it needs it.
 
     Returns both, and whether the store lives here. Collective. A rank that cannot take part says so
-    over the store before any group exists, so that the error is raised on every rank instead of
-    leaving the others to wait.
+    over the store before any group exists. So the error is raised on every rank, and no other rank
+    waits.
     """
     patience = distributed_c10d.default_pg_timeout if timeout is None else timeout
     store, hosts_store = store_of(launch, patience)

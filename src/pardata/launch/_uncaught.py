@@ -146,4 +146,4 @@ def _part(found: Joined, news: str) -> None:
     if found.hosts_store:
         own = Failure(found.world.rank, "", "")  # has been left
         asked(found.channel, own, patience=_GRACE, settle=_GRACE, leave=False)
-        time.sleep(0.2)  # for the last one to read the last note
+        time.sleep(0.2)  # until the last one has read the last note

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 _LIBRARIES = ("pardata", "torch", "Python")
-_GENERATED = ("torchinductor_", "<eval_with_key")  # of files that torch.compile and fx make
+_GENERATED = ("torchinductor_", "<eval_with_key")  # in names of files of torch.compile and fx
 
 
 class Call(NamedTuple):

@@ -1,8 +1,8 @@
 """A failure: one record, from the exception to the last line of the log.
 
-It is made here of what a rank raised, told in a ``_turn`` or left in the store for those who wait
-in a collective (``collective/_explanation``), and logged on each rank, where nobody catches what
-comes of it (``launch/_uncaught``).
+It is made here of what a rank raised. A ``_turn`` tells it, or ``collective/_explanation`` leaves
+it in the store for ranks that wait in a collective. ``launch/_uncaught`` logs it on each rank if
+the program does not catch the error that comes of it.
 """
 
 import base64
@@ -180,8 +180,8 @@ def text_of(error: BaseException) -> str:
 def one_line(error: BaseException) -> str:
     """Return the first line of what `text_of` returns, without torch's advice to look elsewhere.
 
-    Of an error that has a table below its first line, the line also says the rows and the cure; of
-    an error in a DataLoader's worker, what the worker raised.
+    If an error has a table below its first line, the line also says the rows and the cure. If it is
+    that of a DataLoader's worker, the line says what the worker raised.
     """
     first, *below = _OF_WORKER.sub("", text_of(error)).split("\n")
     if first.endswith(":") and any(below):

@@ -61,8 +61,9 @@ def answered(timeout: timedelta, work: Callable[[], _T]) -> _T:
 def bounded(seconds: float, work: Callable[[], _T]) -> list[_T | BaseException]:
     """Run `work` on the store for so long; return what came of it, and nothing if it hangs.
 
-    In a thread, which can be left behind: torch waits without an end for a store whose process is
-    stopped, or is behind a link that was cut: https://github.com/pytorch/pytorch/issues/129367
+    It runs in a thread, which can be left behind. torch waits without an end for a store whose
+    process is stopped, or is behind a link that was cut.
+    https://github.com/pytorch/pytorch/issues/129367
     """
     outcome: list[_T | BaseException] = []
 

@@ -1,11 +1,11 @@
 """A turn: every rank says something, one decides, and all hear the one verdict.
 
-All turns of a group are one numbered sequence over its store. A rank counts itself in, leaves an
-entry under ``at/{rank}`` (in which turn and call it is, and what it says), and waits for one key,
-the verdict: so many requests at any number of ranks. The first verdict stands, whoever gives it:
-the last rank to come, rank 0 that has done its work, a rank whose patience ends, or one that fails.
-Nothing here is a collective of the backend: who does not come is named, and the group is usable
-afterwards.
+All turns of a group are one numbered sequence over its store. A rank counts itself in, and leaves
+an entry under ``at/{rank}``: in which turn and call it is, and what it says. Then it waits for one
+key, the verdict. It makes as many requests at any number of ranks. The first verdict stands. It
+comes from the last rank to come, rank 0 that has done its work, a rank whose patience ends, or one
+that fails. Nothing here is a collective of the backend: who does not come is named, and the group
+is usable afterwards.
 """
 
 import json
@@ -62,7 +62,7 @@ def all_say(line: Channel, call: str, say: Say, decide: Decide, *, timeout: Pati
     except Exception as error:
         if turn.own is None or error is turn.own:
             raise
-        raise error from turn.own  # which may be why the others did not come
+        raise error from turn.own  # it may be why the others did not come
     finally:
         turn.own = None  # held by a frame of its own it would live until a garbage collection
 

@@ -1,10 +1,11 @@
 """What is decided in a turn, on the entries that the ranks have left: plain data.
 
-An entry says in which ``turn`` a rank is, in which ``call``, ``where`` in the user's code, how it
-``failed``, if it did (a `Failure`), and else its ``value``.
-A verdict names the ``rank`` that gave it and its ``call``, and says one thing more: the
-``decision``; the ``error`` that the decision raised; how ranks have ``failed``, causes first, or
-rank 0 alone, which worked for all; or why it is all ``off``, and who is ``missing``.
+An entry says in which ``turn`` and ``call`` a rank is, and ``where`` in the user's code. It also
+has the rank's ``value`` or, if the rank ``failed``, the `Failure`.
+A verdict names the ``rank`` that gave it and its ``call``. It says one thing more: the
+``decision``, or the ``error`` that the decision raised. Or it says how ranks have ``failed``,
+causes first, or rank 0 alone, which worked for all. Or it says why all is ``off``, and which ranks
+are ``missing``.
 """
 
 import json

@@ -51,9 +51,9 @@ def _over_all_ranks(norm: _BatchNorm, rows: Tensor) -> Tensor:
     they are shared, of none included. In evaluation, and where there is one process, it is the
     batch norm that it was.
 
-    Sergey Ioffe and Christian Szegedy, "Batch Normalization", ICML 2015; the statistics of the
-    ranks are put together as in Chan, Golub and LeVeque, "Updating formulae and a pairwise
-    algorithm for computing sample variances", 1979.
+    Sergey Ioffe and Christian Szegedy, "Batch Normalization", ICML 2015. The
+    ranks' statistics are put together as in Chan, Golub and LeVeque, "Updating formulae and a
+    pairwise algorithm for computing sample variances", 1979.
     """
     if not (norm.training and dist.is_initialized() and dist.get_world_size() > 1):
         return _BatchNorm.forward(norm, rows)

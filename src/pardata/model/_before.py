@@ -29,13 +29,13 @@ class AsFound:
     """A block that finds no gradients of a module, and adds its own to those that were there.
 
     None of them must be reduced again. If the block ends in an error, it leaves gradients and
-    buffers as they were, except for a large buffer that changes for the first time.
+    buffers as they were. The exception is a large buffer that changes for the first time.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._buffers = module, None
         found, parts, seen = [], [module], {module}
-        for part in parts:  # which grow
+        for part in parts:  # the loop appends to them
             for parameter in part._parameters.values():
                 if parameter is not None and (gradient := parameter.grad) is not None:
                     found.append((parameter, gradient))

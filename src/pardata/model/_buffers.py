@@ -15,7 +15,7 @@ def broadcast(tensors: Iterable[Tensor], group: Any = None) -> None:
     if held:
         sent = [whole.view(-1).view(torch.uint8) for _, whole in held]
         group = group or dist.group.WORLD
-        dist._broadcast_coalesced(group, sent, 250 * 2**20, 0)  # noqa: SLF001  # likewise
+        dist._broadcast_coalesced(group, sent, 250 * 2**20, 0)  # noqa: SLF001  # torch has no public name
     for tensor, whole in held:
         if not tensor.is_contiguous():
             tensor.copy_(whole)

@@ -138,7 +138,7 @@ class ReadThrough(nn.Module):
             _log.log(level, "%s: read unwrap(model).%s", hides, name, ranks=[0], once=True)
 
 
-@contextmanager  # which decorates, too
+@contextmanager  # also used as a decorator
 def refusing_forwards(wrapper: Any, name: str) -> Iterator[None]:
     """Raise in a block, or a method, that trains parts of a model whose gradients nobody syncs.
 

@@ -94,6 +94,6 @@ def _states(module: nn.Module) -> list[tuple[Any, list[Any]]]:
 
 
 def _groups_of(state: Any) -> list[Any]:
-    name = "_fsdp_param_groups"  # of an older torch: one, without the "s"
+    name = "_fsdp_param_groups"  # an older torch has one, without the "s"
     groups = getattr(state, name, None) or [getattr(state, name[:-1], None)]
     return [group for group in groups if group]

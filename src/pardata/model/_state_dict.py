@@ -39,8 +39,8 @@ def load_whole(model: nn.Module, given: object, *, strict: bool, assign: bool) -
 
 def load_sharded(model: nn.Module, given: object, *, strict: bool, assign: bool) -> LoadedKeys:
     """Load into the module inside `model`, of which each rank has a part. Collective."""
-    # Costs half a second, which whoever has a sharded model has paid already.
-    from torch.distributed.checkpoint import state_dict as dcp  # noqa: PLC0415
+    # Whoever has a sharded model has paid for this import already.
+    from torch.distributed.checkpoint import state_dict as dcp  # noqa: PLC0415  # takes 0.5 s
 
     *wrapped, plain = layers(model)
     found: list[tuple[dict[str, Any], LoadedKeys]] = []
@@ -92,7 +92,7 @@ def _read_state(state: object) -> Mapping[str, Any]:
 def _renamed(state: Mapping[str, Any], plain: nn.Module) -> dict[str, Any]:
     """Give the entries of `state` the names that `plain` uses."""
     renamed: OrderedDict[str, Any] = OrderedDict()
-    # Which version of each module wrote `state`: what may be missing goes by that.
+    # What may be missing depends on which version of each module wrote `state`.
     versions = {_core(path): facts for path, facts in getattr(state, "_metadata", {}).items()}
     renamed._metadata = {  # type: ignore[attr-defined]  # noqa: SLF001  # PyTorch's place for it
         path: versions.get(_core(path), {}) for path, _ in plain.named_modules()
@@ -166,7 +166,7 @@ def read_weights(path: str | os.PathLike[str]) -> Any:
     except OSError:
         raise
     except Exception as error:
-        # Of a damaged file, torch and safetensors raise almost anything, and name no file.
+        # torch and safetensors raise almost anything if a file is damaged, and name no file.
         # What torch says after its first sentence is how to run the code in it all the same.
         sentence = str(error).partition("\n")[0].partition(". ")[0]
         raise RuntimeError(

@@ -18,21 +18,21 @@ _log = get_logger(__name__)
 
 
 class MetricWriter(AbstractContextManager["MetricWriter"]):
-    """Writes scalars on rank 0 to ``metrics.jsonl``, and for TensorBoard where it is installed.
+    """Writes scalars on rank 0 to ``metrics.jsonl``, and for TensorBoard if it is installed.
 
     Every rank may call everything; the others write nothing. Not collective: write what
-    `all_reduce_mean` returned, or it is rank 0's share alone. Lines are appended, each one flushed,
-    so a run that resumes in the same directory appends to the same file. Usable as a context
+    `all_reduce_mean` returned, or it is rank 0's share alone. It appends lines and flushes each
+    one, so a run that resumes in the same directory appends to the same file. Usable as a context
     manager.
 
     Args:
         directory: made if it is not there.
-        after: the step after which the run resumes, as restored: lines of later steps, which were
-            written after the last save and are written again, are removed. All stay if not given.
+        after: the step after which the run resumes, as restored. The lines of later steps, which
+            the run will write again, are removed. All stay if not given.
 
     Raises:
-        OSError: on rank 0, where the directory cannot be written.
-        TypeError: for an `after` that is no integer.
+        OSError: the directory cannot be written; on rank 0.
+        TypeError: `after` is no integer.
 
     >>> import tempfile
     >>> with MetricWriter(tempfile.mkdtemp()) as writer:
@@ -58,9 +58,9 @@ class MetricWriter(AbstractContextManager["MetricWriter"]):
         """Write the `values` of one step. A NaN or infinity is written as text, as ``"nan"``.
 
         Raises:
-            TypeError: for a step that is no integer and values without names; on rank 0, for a
-                value that is not one number, naming it.
-            ValueError: for a value named ``"step"``; on rank 0, after `close`.
+            TypeError: the step is no integer, or values have no names. On rank 0, if a value, which
+                it names, is not one number.
+            ValueError: a value is named ``"step"``. On rank 0, after `close`.
         """
         check_integer("step", step)
         if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
@@ -106,7 +106,7 @@ def _remove_later(file: Path, step: int) -> None:
     """Leave the lines up to a step in a file, which is whole at any moment."""
     kept = []
     for line in file.read_text(encoding="utf-8").splitlines():
-        with suppress(ValueError):  # of a line that was cut off, as its run was killed
+        with suppress(ValueError):  # a line was cut off when its run was killed
             if json.loads(line)["step"] <= step:
                 kept.append(line)
     changed = file.with_name(f".unfinished-{file.name}")

@@ -23,21 +23,21 @@ def progress(
 ) -> "Progress[T]":
     """Iterate over `iterable` with a progress bar on rank 0, quiet on the other ranks.
 
-    On a terminal it is a ``tqdm`` bar; where there is no terminal, or no tqdm, a line every ten
-    seconds and one at the end. All on standard error. ``show(loss=…)`` on the result adds values;
-    tensors are read only when they are drawn, some ten times a second, so showing a loss does
-    not make a GPU wait at each step. Not collective.
+    On a terminal it is a ``tqdm`` bar. Without a terminal, or without tqdm, it is a line every ten
+    seconds and one at the end. All goes to standard error. ``show(loss=…)`` on the result adds
+    values. It reads tensors only when it draws them, some ten times a second. So showing a loss
+    does not make a GPU wait at each step. Not collective.
 
     Args:
         iterable: what to iterate over, a loader for example.
         description: stands before the bar.
-        total: number of items; ``len(iterable)`` if it has one, which the loader of a stream may
-            not.
-        batch_size: samples in an item, over all ranks, for the samples per second; the loader's
-            own for a loader.
+        total: number of items. It is ``len(iterable)`` if not given, which the loader of a stream
+            may not have.
+        batch_size: samples in an item, over all ranks, for the samples per second; the loader's own
+            for a loader.
 
     Raises:
-        TypeError, ValueError: for what cannot be iterated over, and for what is no integer from 0
+        TypeError, ValueError: `iterable` cannot be iterated over, or a number is no integer from 0
             up; on every rank.
 
     >>> bar = progress([1, 2], "adding")
@@ -74,7 +74,7 @@ class Progress(Generic[T]):
         """Show these values (numbers, tensors of one number, text) with the next drawing.
 
         Raises:
-            TypeError: for a tensor or array of more than one number; names it.
+            TypeError: a tensor or array, which it names, has more than one number.
         """
         for name, value in values.items():
             count = value.numel() if isinstance(value, Tensor) else getattr(value, "size", 1)
@@ -91,7 +91,7 @@ class Progress(Generic[T]):
         return len(cast("Sized", self._iterable))
 
     def __iter__(self) -> Iterator[T]:
-        """Iterate, once."""
+        """Iterate over the items, once."""
         if not self._is_shown:
             yield from self._iterable
             return

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 def backend_for(device: torch.device) -> str:
-    """Return the backend of ranks that compute on such devices: torch's own, beside gloo."""
+    """Return the backend of ranks that compute on such devices: torch's own, and gloo."""
     own = dist.Backend.default_device_backend_map.get(device.type, "gloo")
     return f"{device.type}:{own},cpu:gloo" if runs_on_gpus(own) else "gloo"
 
@@ -49,7 +49,7 @@ def _parts(backend: str) -> Iterator[tuple[str | None, Collection[str]]]:
 
 
 def sends_numbers_apart(backend: str | None, device: torch.device) -> bool:
-    """Return whether a group with this backend sends numbers on the CPU beside its gradients.
+    """Return whether a group with this backend sends numbers on the CPU next to its gradients.
 
     The gradients are of a model on `device`, whose own backend sends them; gloo sends the numbers.
     """
@@ -57,10 +57,10 @@ def sends_numbers_apart(backend: str | None, device: torch.device) -> bool:
 
 
 def new_gloo_group(timeout: timedelta | None = None) -> Any:
-    """Make a gloo group beside the default one, for what is on the CPU. Collective.
+    """Make a gloo group in addition to the default one, for what is on the CPU. Collective.
 
-    It must not meet gradients on one connection: gloo ends a process that is sent more than it
-    expects, which is so where a rank reduces a number and the others are in `backward`.
+    Numbers must not meet gradients on one connection. gloo ends a process that is sent more than it
+    expects: that happens if a rank reduces a number and the others are in `backward`.
     """
     # Where the default group is bound to a device, torch asks each group for its backend there.
     bound = getattr(dist.group.WORLD, "bound_device_id", None)
@@ -71,8 +71,8 @@ def new_gloo_group(timeout: timedelta | None = None) -> Any:
 def timeout_of(group: Any) -> timedelta | None:
     """Return how long a collective on the CPU may take in `group`, if its backend says that."""
     own = [kind for kind in group._device_types if kind.type == "cpu"]  # noqa: SLF001  # torch has no public way
-    # What torch puts around a backend to debug it says nothing.
-    options = getattr(group._get_backend(own[0]), "options", None) if own else None  # noqa: SLF001  # as above
+    # Under TORCH_DISTRIBUTED_DEBUG torch wraps the backend, and the wrapper has no options.
+    options = getattr(group._get_backend(own[0]), "options", None) if own else None  # noqa: SLF001  # torch has no public name
     found: timedelta | None = getattr(options, "_timeout", None)
     return found
 
@@ -81,8 +81,8 @@ def backends() -> list[Any]:
     """Return the backends of all groups: held while the groups are destroyed, they end last.
 
     A gloo group waits at its end for its threads, and a thread that drops a tensor needs the
-    interpreter, which torch keeps meanwhile up to 2.7: no end comes. A backend's own handle gives
-    the interpreter up. https://github.com/pytorch/pytorch/pull/154976
+    interpreter. Up to 2.7 torch keeps that meanwhile, and waits for ever. A backend's own handle
+    gives the interpreter up. https://github.com/pytorch/pytorch/pull/154976
     """
     groups = dist.distributed_c10d._world.pg_map  # noqa: SLF001  # torch has no public way
-    return [group._get_backend(kind) for group in groups for kind in group._device_types]  # noqa: SLF001  # as above
+    return [group._get_backend(kind) for group in groups for kind in group._device_types]  # noqa: SLF001  # torch has no public name

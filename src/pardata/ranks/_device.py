@@ -15,8 +15,8 @@ _MASKS = (
     *("ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES"),
 )
 INTERFACE = "NCCL_SOCKET_IFNAME"  # the network's, by which GPUs send
-# Of PyTorch's flight recorder: how many collectives it keeps, and the file of each rank, without
-# its number. The newer name is first.
+# How many collectives PyTorch's flight recorder keeps, and the file of each rank, without its
+# number. The newer name is first.
 _RECORDS = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _RECORDERS_FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
@@ -58,7 +58,7 @@ def can_be_bound(device: torch.device) -> bool:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Return whether work runs there on streams beside the host, copies of pinned memory too."""
+    """Return whether work runs there on streams next to the host, copies of pinned memory too."""
     # On mps, which has streams from torch 2.15 on, a copy that nobody waits for reads what is gone:
     # pytorch/pytorch#139550.
     has_none = device.type in ("cpu", "mps")

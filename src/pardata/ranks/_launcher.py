@@ -53,7 +53,7 @@ class Launcher(NamedTuple):
         families: beginnings of the names of all variables that it may set.
         started: whether the variables are those of one of its processes.
         read: makes a `Launch` of them.
-        cores: the variable that says how many cores the job has here, "" where none does; None
+        cores: the variable that says how many cores the job has here, "" if none does. It is None
             for a launcher that never gives a process cores of its own.
     """
 
@@ -98,7 +98,7 @@ def launcher_of(env: Env) -> Launcher | None:
         )
     among = [launcher for launcher in LAUNCHERS if choice in ("auto", launcher.name)]
     found = [launcher for launcher in among if launcher.started(env)]
-    if choice == "auto":  # a part of torchrun's own is refused when it is read
+    if choice == "auto":  # reading refuses a part of torchrun's own
         among = LAUNCHERS[:1] if any(name in env for name in LAUNCHERS[0].own) else []
     return next(iter(found or among), None)
 
@@ -126,7 +126,7 @@ def _torchrun(env: Env) -> Launch:
     rank, size, local_rank, local_size = _numbers(env, TORCHRUN, "torchrun")
     told = numbers_told(env, ("GROUP_RANK", "GROUP_WORLD_SIZE"))
     node, nodes = told.get("GROUP_RANK"), told.get("GROUP_WORLD_SIZE")
-    address, port = env["MASTER_ADDR"], _port(env, 0)  # which is set
+    address, port = env["MASTER_ADDR"], _port(env, 0)  # the address is set
     return Launch("torchrun", rank, size, local_rank, local_size, node, nodes, address, port)
 
 

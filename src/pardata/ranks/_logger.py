@@ -51,15 +51,15 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # none befor
 def get_logger(name: str) -> RankLogger:
     """Return an adapter of ``logging.getLogger(name)`` that writes ``[rank/size]`` before a line.
 
-    A single process writes no such prefix. Records below WARNING are written on rank 0 only,
-    WARNING and above on every rank. Each call takes two more arguments: ``ranks="all"`` or a list
-    of ranks writes there instead, and ``once=True`` writes a line the first time only. File and
-    line are the caller's.
+    A single process writes no such prefix. Rank 0 alone writes records below WARNING; every rank
+    writes WARNING and above. Each call takes two more arguments. ``ranks="all"`` or a list of ranks
+    writes there instead, and ``once=True`` writes a line the first time only. File and line are the
+    caller's.
 
     A line does not run into a bar of tqdm, as `progress` draws one: the bar moves below it.
 
-    Works before `init`: the rank then comes from the launcher's variables. No level, handler or
-    other logger is touched: configure ``logging`` as usual. Not collective.
+    It works before `init`: the rank then comes from the launcher's variables. It touches no level,
+    handler or other logger: configure ``logging`` as usual. Not collective.
 
     >>> get_logger("train").info("epoch %d", 1, once=True)
     """

@@ -19,7 +19,7 @@ def usable_cores(here: World) -> int:
     # A launcher that binds each task has given this rank a set of its own; else the ranks share.
     bound = known is not None and known.cores is not None and allowed < everyones
     share = allowed if bound else min(allowed, everyones) // here.local_size
-    quota = cpu_quota()  # of the container, for all its ranks
+    quota = cpu_quota()  # the container's, for all its ranks
     return max(1, share if quota is None else min(share, int(quota / here.local_size)))
 
 

@@ -1,7 +1,7 @@
 """Which process am I? Asking about the process group.
 
-What `init` found is kept beside torch's own group and valid only for that group and this process,
-so a group that somebody else destroys, or a fork, cannot leave a stale answer.
+What `init` found is kept next to torch's own group and valid only for that group and this process.
+So a group that somebody else destroys, or a fork, cannot leave a stale answer.
 """
 
 import os
@@ -23,7 +23,7 @@ from pardata.ranks._backend import takes
 from pardata.ranks._device import current_device, require_visible, visible_devices
 from pardata.ranks._launcher import detect, launcher_text, numbers_told
 
-_AtTheEnd = Callable[[BaseException | None], None]  # of ``with init()``: told of the exception
+_AtTheEnd = Callable[[BaseException | None], None]  # ``with init()`` tells it of the exception
 _CPU = torch.device("cpu")
 
 
@@ -41,9 +41,9 @@ class World(AbstractContextManager["World"]):
         node_rank: number of this node.
         num_nodes: number of nodes.
         device: where this process computes.
-        backend: of the process group, as ``"cuda:nccl,cpu:gloo"``; ``None`` where there is none.
-        launcher: ``"torchrun"``, ``"slurm"``, ``"mpi"``, ``"existing"`` (the group was there
-            before `init`) or ``"single"``.
+        backend: of the process group, as ``"cuda:nccl,cpu:gloo"``; ``None`` if there is no group.
+        launcher: ``"torchrun"``, ``"slurm"``, ``"mpi"``, ``"existing"`` (the group was there before
+            `init`) or ``"single"``.
     """
 
     rank: int
@@ -110,7 +110,7 @@ def is_alone() -> bool:
 def world() -> World:
     """Return the current world: the single-process one if no group was joined.
 
-    Cheap, not collective, and never joins. A group that was made without `init` is seen too.
+    It is cheap, not collective, and never joins. It also sees a group that was made without `init`.
     DataLoader workers and forked children are a world of their own.
 
     >>> world().size
@@ -175,12 +175,12 @@ def existing_world(device: torch.device | None, hosts: Sequence[str] = ()) -> Wo
     """Describe a group that somebody else made, which says nothing about nodes.
 
     Args:
-        device: where to compute; the GPU of this rank, if it has no number, or if it is not given
-            and the group is one of GPUs.
+        device: where to compute. It is the GPU of this rank if it has no number, or if it is not
+            given and the group is one of GPUs.
         hosts: of all ranks, in their order; one for all where they were not asked for.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
-    # What Ray Train and torchrun say beside the group.
+    # Ray Train and torchrun say this in addition to the group.
     told = numbers_told(os.environ, ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"))
     hosts = hosts or [""] * size
     local_rank = told.get("LOCAL_RANK", hosts[:rank].count(hosts[rank]))
@@ -213,7 +213,7 @@ def way_of_counts(here: World) -> tuple[Any, torch.device]:
 
 def new_channel(timeout: timedelta | None) -> Channel:
     """Return the store of the default group, and how long to wait on it by default."""
-    # torch has no public way to the store of a group that somebody else made.
-    store = distributed_c10d._get_default_store()  # noqa: SLF001
+    # The group may be somebody else's.
+    store = distributed_c10d._get_default_store()  # noqa: SLF001  # torch has no public way
     wait = distributed_c10d.default_pg_timeout if timeout is None else timeout
     return Channel(dist.PrefixStore("pardata", store), wait, dist.get_rank(), dist.get_world_size())

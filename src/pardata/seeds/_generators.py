@@ -39,7 +39,7 @@ def _bytes(state: Any) -> Any:
 
 
 def _memory(address: int, size: int) -> Any:
-    """Return a piece of memory: its `raw` bytes are read and written where they lie."""
+    """Return a part of memory: its `raw` bytes are read and written where they lie."""
     return (ctypes.c_char * size).from_address(address)
 
 
@@ -63,14 +63,14 @@ def _of_python() -> Default:
 class _NumPy:
     """NumPy's, which takes 35 microseconds to hand out its state, and 40 to take one.
 
-    So its words, and the second of two normal numbers that it keeps, are read and written in
-    memory, if they are seen to be there.
+    So we read and write its words in memory, and the second of two normal numbers that it keeps.
+    We do so only if they are seen to be there.
     """
 
     def __init__(self, numpy: Any) -> None:
         self._random = numpy.random
         self._get_bits = getattr(self._random, "get_bit_generator", lambda: None)  # NumPy 1.24
-        self._bits: Any = self  # which bit generator was looked at: none yet
+        self._bits: Any = self  # the bit generator that was looked at: none yet
         self._memory: list[Any] = []
 
     def seed(self, number: int) -> None:
@@ -244,7 +244,7 @@ def no_draws(what: str, device: torch.device | None = None) -> Iterator[None]:
 def numpy_or_none() -> Any:
     """Return NumPy if it is installed: pardata does not require it."""
     with suppress(ImportError):
-        import numpy as np  # noqa: PLC0415
+        import numpy as np  # noqa: PLC0415  # it may be missing
 
         return np
     return None

@@ -1,4 +1,4 @@
-"""The seed of the run, from which each microbatch draws its noise."""
+"""The seed of the run, from which each microbatch draws its random numbers."""
 
 from dataclasses import dataclass
 

@@ -15,20 +15,20 @@ from pardata.values._arguments import check_flag, check_integer
 def seed_everything(seed: int, *, per_rank: bool = False, deterministic: bool = False) -> int:
     """Seed Python's, NumPy's (if installed) and PyTorch's generators, on all devices.
 
-    Returns the seed that was used. Not collective. One call, before the model is built, is enough:
-    `backward` draws the noise of a model (dropout, say) from seeds made of this one, which differ
-    between ranks, and the loader's order and workers are seeded from the loader's own.
+    It returns the seed that was used. Not collective. One call, before the model is built, is
+    enough. `backward` draws a model's random numbers (for dropout, say) from seeds made of this
+    one, which differ between ranks. The loader seeds its order and workers from its own seed.
 
     Args:
         seed: 0 to 2**63 - 1. Equal on all ranks, so that they build equal models.
-        per_rank: mix the rank in, for what you draw yourself and must differ between ranks: in a
-            loop that runs ``loss.backward()``, dropout too. In a single process that is rank 0.
+        per_rank: mix the rank in, for what you draw yourself and must differ between ranks. In a
+            loop that runs ``loss.backward()`` that is dropout too. In a single process the rank is
+            0.
         deterministic: also ask PyTorch for deterministic algorithms (an operation that has none
             then raises) and switch cuDNN's autotuning off. Slower on a GPU.
 
     Raises:
-        TypeError, ValueError: for a seed that is no integer or out of range, and flags that are no
-            bools.
+        TypeError, ValueError: the seed is no integer or out of range, or a flag is no bool.
 
     >>> seed_everything(0)
     0
@@ -39,11 +39,11 @@ def seed_everything(seed: int, *, per_rank: bool = False, deterministic: bool = 
     check_flag("per_rank", per_rank)
     check_flag("deterministic", deterministic)
     loaders.clear()
-    run_seed.seed, run_seed.calls = seed, 0  # without the rank: the noise has that mixed in anyway
+    run_seed.seed, run_seed.calls = seed, 0  # without the rank: `backward` mixes that in anyway
     if per_rank:
         seed = mix(seed, require_world("seed_everything(per_rank=True)").rank)
     seed_generators(seed)
-    torch.manual_seed(seed)  # of every device
+    torch.manual_seed(seed)  # seeds every device
     if deterministic:
         # cuBLAS reads it when it starts; see torch.use_deterministic_algorithms.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -25,11 +25,11 @@ _log = get_logger(__name__)
 Count = Callable[[Any], int]
 Total = Callable[[], int]
 
-_USUAL = "_pardata_usual_count"  # of the layer of a model by which its strategy is known
+_USUAL = "_pardata_usual_count"  # set on the layer of a model that shows its strategy
 
 
 class Sharing:
-    """Who runs the microbatches of a step together: here nobody but this process.
+    """Who runs the microbatches of a step together: here only this process.
 
     Attributes:
         size: how many ranks.
@@ -61,9 +61,9 @@ class Pieces(NamedTuple):
     Attributes:
         own: what is run, in this order.
         most: the microbatches of the rank that has most.
-        expected: returns what the microbatches of all ranks count, by the plan, or, where there is
-            none, in the model's first such step: the same number on all ranks. Raises, on every
-            rank, where a `count` failed, or all counted are 0.
+        expected: returns what the microbatches of all ranks count, the same number on all ranks. It
+            goes by the plan or, without one, by the model's first such step. It raises, on every
+            rank, if a `count` failed, or all counts are 0.
         left_out: whether fewer samples are here than planned.
     """
 
@@ -134,7 +134,7 @@ def _counted(held: Sequence[Any], count: Count, sharing: Sharing) -> tuple[Seque
         counts = [checked_count(count(microbatch)) for microbatch in held]
     except Exception as raised:  # noqa: BLE001  # raised again once all ranks know
         error = raised
-    # Of what no `count` was given for, this is a model's first step: are all on the same samples?
+    # Without a `count` this is a model's first step: do all ranks have the same samples?
     seen = hashes(_beginning(held[0], sharing), sharing.size) if count is samples_of else []
     sums = _start_sum([sum(counts), error is not None, *seen], sharing)
 

@@ -1,4 +1,4 @@
-"""The noise of a microbatch, as dropout's: drawn under a seed of its own, whoever runs it."""
+"""The random numbers of a microbatch, as dropout's: its own seed decides them on any rank."""
 
 from functools import lru_cache
 from typing import Any

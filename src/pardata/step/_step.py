@@ -18,7 +18,7 @@ from pardata.step._guests import Guests
 from pardata.step._tally import Tally
 
 _NOTHING = nullcontext()
-SEEN = "_pardata_trains_alone"  # of the layer of a model by which its strategy is known
+SEEN = "_pardata_trains_alone"  # set on the layer of a model that shows its strategy
 
 
 class Replica(NamedTuple):
@@ -65,7 +65,7 @@ class Step(Sharing):
         with AsFound(self.module):
             yield
 
-    def around(self, piece: Piece) -> AbstractContextManager[None]:  # noqa: ARG002
+    def around(self, piece: Piece) -> AbstractContextManager[None]:  # noqa: ARG002  # the exact step uses it
         """Return the context of the forward and backward of one microbatch."""
         return _NOTHING
 
@@ -96,7 +96,7 @@ class Step(Sharing):
 class SharedStep(Step):
     """Of ranks whose gradients are averaged by another's hand: PyTorch's.
 
-    What all of them count is only known with the gradients, where no plan says it: these are then
+    If no plan says what all of them count, that is only known with the gradients. These are then
     off by one factor, the same everywhere.
     """
 
@@ -131,10 +131,10 @@ class SharedStep(Step):
             return
         found = [p.grad for p in self.module.parameters() if p.grad is not None]
         own: list[Any] = [g.to_local() if hasattr(g, "to_local") else g for g in found]
-        if isinstance(factor, Tensor) and own:  # which an offload_policy has put on the CPU
+        if isinstance(factor, Tensor) and own:  # an offload_policy has put the gradients on the CPU
             factor = factor.to(own[0].device)
         for kind in {g.dtype for g in own}:
-            # Of one dtype it is one kernel. A factor in 16 bits would be too coarse.
+            # One dtype takes one kernel. A factor in 16 bits would be too coarse.
             fast = isinstance(factor, Tensor) and kind.itemsize > 2
             by = cast("Tensor", factor).to(kind) if fast else factor
             with torch.no_grad():

@@ -40,7 +40,7 @@ class Tally:
     _metrics: Any = None
     _paths: tuple[TreePath, ...] = ()
     _error: Exception | None = None
-    _means: list[Tensor] | None = None  # of the loss, and of the leaves of metrics
+    _means: list[Tensor] | None = None  # those of the loss, and of the leaves of metrics
 
     def __init__(self) -> None:
         self._seen: list[tuple[list[Leaf], int]] = []
@@ -81,8 +81,8 @@ class Tally:
     def told(self, size: int, layer: nn.Module) -> Tensor:
         """Return the sums here, in a vector whose length is the same on each of `size` ranks.
 
-        Collective on a GPU where what has no place in it was not compared for this model: there
-        nobody knows of the others' hashes before it is sent.
+        Collective on a GPU, if what has no place in it was not yet compared for this model. No rank
+        knows of the others' hashes before the vector is sent.
         """
         values = self.sums()
         self._rest = values[_ROOM:]

@@ -37,7 +37,7 @@ LossFn: TypeAlias = Callable[[nn.Module, Any], _Returned]
 _trained_alone = WeakSet[nn.Module]()
 
 _LEFT_OUT: Any = None  # as in `backward(loss)`, which is told what to call
-_TOGETHER = "_pardata_normalises_together"  # of the layer of a model by which its strategy is known
+_TOGETHER = "_pardata_normalises_together"  # set on the layer of a model that shows its strategy
 
 
 def backward(
@@ -62,8 +62,8 @@ def backward(
     ``loss.backward()`` under ``no_sync()`` in ``.grad``: no later step reduces them.
 
     Dropout and all else that draws from PyTorch's default generators gets a seed of its own. For
-    `Microbatches` it is made of the seed of `seed_everything`, the epoch, the step, the number of
-    the microbatch, and how many calls have run it: the same at every world size. For any other
+    `Microbatches` it is the same at every world size. It is made of the seed of `seed_everything`,
+    the epoch, the step, the number of the microbatch, and how many calls have run it. For any other
     batch it is made of that seed, the rank, and the number of calls. Without `seed_everything` it
     is made of the loader's seed, or of ``torch.initial_seed()``. Afterwards the generators are as
     they were.
@@ -97,14 +97,14 @@ def backward(
         number becomes a float; it is read from the GPU, which waits.
 
     Raises:
-        TypeError: `model` is no module, the loss is no tensor of one element, a metric is no
-            number, or `batch` does not tell how many samples it has.
+        TypeError: `model` is no module, the loss is no tensor of one element, or a metric is no
+            number. Or `batch` does not tell how many samples it has.
         ValueError: a `count` is no integer from 0 up, all counts are 0, or the model is under
             ``no_sync()``.
-        RuntimeError: `loss_fn` did not run `model` (in one process that is checked in the first
-            step), the loss trains a parameter outside of `model`, the metrics differ in structure
-            between ranks, or the ranks are at different steps. On a GPU, which nobody waits for,
-            the last two are errors in the first step; later the means are NaN.
+        RuntimeError: `loss_fn` did not run `model` (one process checks that in the first step), or
+            the loss trains a parameter outside of `model`. Or the metrics differ in structure
+            between ranks, or the ranks are at different steps. On a GPU these two are errors in the
+            first step alone; later the means are NaN, because no step waits for the GPU.
 
     >>> import torch
     >>> net, x = nn.Linear(1, 1), torch.arange(6.0).view(6, 1)
@@ -161,7 +161,7 @@ def _alone(
     """Run the only microbatch of a step whose model nobody else trains: it is the global batch."""
     first, microbatch = (batch.first, batch[0]) if isinstance(batch, Microbatches) else (0, batch)
     if count is not None:
-        positive(checked_count(count(microbatch)))  # of how many, its mean does not tell
+        positive(checked_count(count(microbatch)))  # a mean does not tell of how many it is
     elif is_empty(microbatch):
         positive(0)
     with AsFound(model), forked_noise(noise_seed(batch, first)):
@@ -169,7 +169,7 @@ def _alone(
         if not isinstance(returned, Tensor):
             tally = Tally()
             loss = tally.add(returned, 1)
-        else:  # which is its own mean
+        else:  # a loss alone is its own mean
             tally, loss = None, checked(returned)
         (loss if scaler is None else scaler.scale(loss)).backward()
     means: Any = wide(loss.detach()) if tally is None else tally.result()
@@ -232,7 +232,7 @@ def _run_placeholder(step: Step, model: nn.Module, loss_fn: LossFn[Any], piece: 
         if piece is step.pieces.own[-1]:
             step.send()
         if step.scaler is not None:
-            step.scaler.scale(loss.detach())  # which it must have done once
+            step.scaler.scale(loss.detach())  # a scaler must have scaled once
         add_zeros(outputs, loss, everywhere=not shared)
 
 

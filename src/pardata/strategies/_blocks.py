@@ -12,7 +12,7 @@ from pardata.values._arguments import kind_of, meant
 Kind: TypeAlias = type[nn.Module] | str
 Blocks: TypeAlias = Kind | Sequence[Kind]
 
-_PART = 0.1  # of the parameters: what a list holds more than, if its modules are blocks
+_PART = 0.1  # the part of the parameters that a list exceeds if its modules are blocks
 
 
 def blocks_of(module: nn.Module, blocks: Blocks) -> list[nn.Module]:

@@ -114,7 +114,7 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        state.pop("_parcel", None)  # of the reducer, which is made anew
+        state.pop("_parcel", None)  # it belongs to the reducer, which is made anew
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -170,7 +170,7 @@ def _reset(model: Any) -> None:
     """
     if model._has_rebuilt_buckets:  # noqa: SLF001  # torch has no public name
         model.__dict__["_stays_arranged"] = True
-    model.reducer._reset_state()  # noqa: SLF001  # likewise
+    model.reducer._reset_state()  # noqa: SLF001  # torch has no public name
 
 
 @contextmanager
@@ -198,9 +198,9 @@ def _one_step(model: DistributedDataParallel, forwards: int) -> Iterator[None]:
         raise
     finally:
         if (parcel := model.__dict__.get("_parcel")) is not None:
-            parcel.numbers = None  # of a step that has failed
+            parcel.numbers = None  # a failed step left them
     if isinstance(model, ReadThroughDDP):
-        model._equalise_buffers()  # noqa: SLF001  # likewise
+        model._equalise_buffers()  # noqa: SLF001  # our own class's
 
 
 class DdpStep(SharedStep):

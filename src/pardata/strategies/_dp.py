@@ -25,13 +25,13 @@ class ReadThroughDP(ReadThrough, DataParallel[nn.Module]):
         self._rows: list[int] = []
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
-        """Split the batch as PyTorch does, and remember the sizes of the pieces."""
+        """Split the batch as PyTorch does, and remember the sizes of the parts."""
         chunks, chunk_kwargs = super().scatter(inputs, kwargs, device_ids)
         self._rows = [_rows(pair, self.dim) for pair in zip(chunks, chunk_kwargs, strict=True)]
         return chunks, chunk_kwargs
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
-        """Join the outputs as PyTorch does, but a scalar of each piece to their weighted mean."""
+        """Join the outputs as PyTorch does, but a scalar of each part to their weighted mean."""
         first = outputs[0]
         if isinstance(first, Tensor) and first.ndim == 0 and first.is_floating_point():
             return self._mean(outputs, output_device)
@@ -40,7 +40,7 @@ class ReadThroughDP(ReadThrough, DataParallel[nn.Module]):
             keys = (key for key, *_ in zip(*outputs, strict=True))  # equally many in each
             columns = ((key, [output[key] for output in outputs]) for key in keys)
             return type(first)((key, self.gather(own, output_device)) for key, own in columns)  # type: ignore[call-arg]  # dict and its kind
-        if is_dataclass(first):  # of which PyTorch knows nothing
+        if is_dataclass(first):  # PyTorch does not know them
             items = ((name, [getattr(o, name) for o in outputs]) for name in vars(first))
             changed = {name: self.gather(own, output_device) for name, own in items}
             return replace(first, **changed)  # type: ignore[type-var]  # no class
@@ -50,7 +50,7 @@ class ReadThroughDP(ReadThrough, DataParallel[nn.Module]):
         return super().gather(outputs, output_device)
 
     def _mean(self, scalars: list[Tensor], device: Any) -> Tensor:
-        # Pieces may be unequal; the loss of the batch weights them by their rows.
+        # Parts may be unequal; the loss of the batch weights them by their rows.
         stacked = torch.stack([scalar.to(device) for scalar in scalars])
         # No rows are seen where the model takes no tensors; then there is nothing to weight by.
         rows = self._rows if any(self._rows) else [1] * len(scalars)

@@ -37,7 +37,7 @@ def named(name: object) -> Strategy:
             return strategy
     known = get_args(StrategyName)
     names, given = ", ".join(map(repr, known)), f"{name!r}{meant(str(name), known)}"
-    if isinstance(name, torch.optim.Optimizer):  # which other libraries wrap with the model
+    if isinstance(name, torch.optim.Optimizer):  # other libraries wrap it with the model
         given = "an optimizer: make that after wrapping, of what wrap_model returns"
     raise ValueError(f"`strategy` must be one of {names}, but is {given}")
 

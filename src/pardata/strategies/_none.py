@@ -15,6 +15,6 @@ class NoneStrategy(Strategy):
 
     def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
         if settings.here.size > 1:
-            text = "strategy 'none' in a world of %d: each rank trains a model of its own"
+            text = "under strategy 'none' each of the %d ranks trains a model of its own"
             _log.warning(text, settings.here.size, ranks=[0], once=True)
         return model

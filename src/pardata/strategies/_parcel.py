@@ -19,8 +19,8 @@ class Parcel:
     model's take longer to copy than that, and PyTorch reduces them best without a hook.
 
     Gradients are added in float32, which is not enough for a time or a large count. So each rank's
-    float64 numbers have places of their own, as whole numbers of 16 bits, to which the other ranks
-    add zeros: that is exact, also for what is infinite or NaN.
+    float64 numbers have places of their own, as whole numbers of 16 bits. The other ranks add zeros
+    to them: that is exact, also for what is infinite or NaN.
     """
 
     def __init__(self, group: Any) -> None:
@@ -74,6 +74,6 @@ def parcel_for(model: DistributedDataParallel) -> Parcel | None:
         with suppress(RuntimeError):  # there can be one hook, and the user has his own
             parcel = Parcel(model.process_group)
             # Not by the method, which keeps what is registered and would pickle it.
-            dist._register_comm_hook(model.reducer, parcel, _mean_with_parcel)  # noqa: SLF001  # as above
+            dist._register_comm_hook(model.reducer, parcel, _mean_with_parcel)  # noqa: SLF001  # torch has no public name
             return parcel
     return None

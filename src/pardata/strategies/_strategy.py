@@ -50,10 +50,10 @@ class Strategy(ABC):
     own_options: Collection[str] = ()
     cure = "Build the same model, in the same order, on every rank."
 
-    def check(self, model: nn.Module, settings: Settings) -> None:  # noqa: B027  # for some only
+    def check(self, model: nn.Module, settings: Settings) -> None:  # noqa: B027  # some strategies have nothing to check
         """Refuse a model or settings that this strategy cannot take, but others can."""
 
-    def facts(self, model: nn.Module, settings: Settings) -> Facts:  # noqa: ARG002  # for some only
+    def facts(self, model: nn.Module, settings: Settings) -> Facts:  # noqa: ARG002  # some strategies use them
         """Return what must be the same on all ranks, in addition to a model at its place."""
         return {}
 

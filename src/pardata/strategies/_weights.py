@@ -25,22 +25,22 @@ def load_weights(
 ) -> LoadedKeys:
     """Load weights into `model`, from plain, ``module.`` or ``_orig_mod.`` names alike.
 
-    Works for every strategy, and for a module that is not wrapped. Every rank loads the same
-    complete weights; collective where parameters are sharded.
+    It works for every strategy, and for a module that is not wrapped. Every rank loads the same
+    complete weights. Collective if parameters are sharded.
 
     Args:
         model: what `wrap_model` returned, or any module.
-        state_or_path: a state dict, or a file that holds one: safetensors by its name, else what
-            ``torch.save`` wrote, read on the CPU with ``weights_only=True``.
-        strict: raise where names are missing or unexpected.
-        assign: as in ``nn.Module.load_state_dict``; refused for a wrapped model, whose
-            parameters must stay the objects that the wrapper and the optimizer know.
+        state_or_path: a state dict, or a file that holds one. The file is safetensors by its name,
+            or else what ``torch.save`` wrote, read on the CPU with ``weights_only=True``.
+        strict: raise an error if names are missing or unexpected.
+        assign: as in ``nn.Module.load_state_dict``. A wrapped model refuses it, because the wrapper
+            and the optimizer know its parameters.
 
     Raises:
-        TypeError: where there is no mapping of names to tensors, or no module.
-        ValueError: where two names stand for one parameter, or `assign` for a wrapped model.
-        RuntimeError: as ``nn.Module.load_state_dict``, for names and shapes that do not match.
-            Under ``"fsdp"`` all are raised on every rank.
+        TypeError: `state_or_path` gives no mapping of names to tensors, or `model` is no module.
+        ValueError: two names stand for one parameter, or `assign` is true for a wrapped model.
+        RuntimeError: names or shapes do not match, as in ``nn.Module.load_state_dict``. Under
+            ``"fsdp"`` all errors come on every rank.
 
     >>> import torch
     >>> net = nn.Linear(1, 1)
@@ -54,9 +54,9 @@ def fingerprint(model: nn.Module) -> str:
     """Return a SHA-256 of the names, dtypes and bits of what is in ``state_dict()``.
 
     That is all parameters and buffers, except buffers that are registered with
-    ``persistent=False``. Takes them in the order of ``unwrap(model).state_dict()``, so equal
-    weights give equal values under every strategy and world size. Collective under
-    ``"fsdp"``, where each rank has a part; otherwise of this rank's own weights, and the same in a
+    ``persistent=False``. It takes them in the order of ``unwrap(model).state_dict()``, so equal
+    weights give equal values under every strategy and world size. Collective under ``"fsdp"``,
+    because each rank has a part. Otherwise it is that of this rank's own weights, and the same in a
     single process.
 
     >>> fingerprint(nn.Identity())[:8]
@@ -69,14 +69,15 @@ def fingerprint(model: nn.Module) -> str:
 def check_in_sync(model: nn.Module) -> None:
     """Raise on every rank if parameters or buffers differ between ranks. Collective.
 
-    Compares bits, so NaN equals NaN and 0.0 is not -0.0. Compares also buffers that are registered
-    with ``persistent=False``. Under ``"fsdp"`` what every rank holds
-    whole is compared, and shards that several ranks hold, by a mesh of two dimensions; others have
-    no second copy to differ from. In a single process there is nothing to differ.
+    It compares bits, so NaN equals NaN and 0.0 is not -0.0, and also buffers that are registered
+    with ``persistent=False``. Under ``"fsdp"`` it compares what every rank holds whole, and the
+    shards that a mesh of two dimensions puts on several ranks. Other shards have no second copy to
+    differ from. In a single process there is nothing to compare.
 
     Raises:
-        TypeError: for what is no module, on every rank.
-        RuntimeError: names the first parameter that differs, how many do, and the ranks.
+        TypeError: `model` is no module; on every rank.
+        RuntimeError: a parameter or buffer differs. The error names the first one, how many differ,
+            and the ranks.
 
     >>> check_in_sync(nn.Linear(2, 2))
     """

@@ -42,48 +42,53 @@ def wrap_model(
     ``"exact"`` gradients by `backward` alone: the same to the last bit at every world size
     =========== ========================================================================
 
-    ``"exact_fsdp"`` shards as ``"fsdp"`` and has the bits of ``"exact"``, at every world size; of
-    one process it is that. It takes `Microbatches` of a loader with ``strided=True``.
+    ``"exact_fsdp"`` shards as ``"fsdp"`` and has the bits of ``"exact"`` at every world size. With
+    one process it is ``"exact"``. It takes `Microbatches` of a loader with ``strided=True``.
 
-    Under ``"ddp"`` and ``"dp"`` the result is a subclass of PyTorch's class. Attributes are read
-    and written through, and ``state_dict()`` has the names of ``unwrap(model)``. All replicas start
-    from rank 0's weights. Under ``"ddp"`` buffers (batch norm's statistics) are equal after every
-    training step, and a forward without gradients never communicates; under ``"fsdp"`` every
-    forward is collective, and `backward` averages the buffers over the ranks (a training forward
-    outside it broadcasts rank 0's). There, each step gathers all parameters on each rank, unless
-    ``blocks`` says what is sharded one by one; other ranks than 0 may pass a model on the meta
-    device. ``"exact"`` adds the gradients of
-    microbatches in a fixed order, each computed from the step's buffers under a seed of its own,
-    with a fixed number of threads: it sets that of the process. Collective, except under ``"none"``
-    and ``"dp"``. ``"ddp"`` and ``"fsdp"`` need `init`, also with one process.
+    All replicas start from rank 0's weights. Under ``"ddp"`` and ``"dp"`` the result is a subclass
+    of PyTorch's class. You read and write the module's attributes through it, and ``state_dict()``
+    has the names of ``unwrap(model)``. Under ``"ddp"`` buffers (batch norm's statistics) are equal
+    after every training step, and a forward without gradients never communicates.
+
+    Under ``"fsdp"`` every forward is collective. `backward` averages the buffers over the ranks; a
+    training forward outside it broadcasts rank 0's. Each step gathers all parameters on each rank,
+    unless ``blocks`` says what is sharded one by one. Other ranks than 0 may pass a model on the
+    meta device.
+
+    ``"exact"`` adds the gradients of microbatches in a fixed order. It computes each from the
+    step's buffers, under a seed of its own, with a fixed number of threads, which it sets for the
+    process.
+
+    Collective, except under ``"none"`` and ``"dp"``. ``"ddp"`` and ``"fsdp"`` need `init`, also
+    with one process.
 
     Args:
-        model: any module, not yet wrapped. One that is spread over several devices stays where
-            it is.
+        model: any module that is not yet wrapped. One that is spread over several devices stays
+            where it is.
         strategy: see the table.
         device: the world's device if not given; under ``"dp"`` the first of ``device_ids``.
-        sync_batchnorm: batch norm over the samples of all ranks: by PyTorch's ``SyncBatchNorm`` on
-            GPUs, by our own on CPUs, where that does not run. Every forward of a batch norm in
-            training mode is then collective, and `backward` takes no `Microbatches`. Nothing to do
-            in a single process.
+        sync_batchnorm: let batch norm use the samples of all ranks. On GPUs PyTorch's
+            ``SyncBatchNorm`` does it; on CPUs, where that does not run, our own. Every forward of a
+            batch norm in training mode is then collective, and `backward` takes no `Microbatches`.
+            It changes nothing in a single process.
         options: for the wrapped class. ``"ddp"``: ``find_unused_parameters``, ``bucket_cap_mb``,
             ``static_graph`` and so on. ``"dp"``: ``device_ids``, ``output_device``, ``dim``.
-            ``"fsdp"``: ``blocks``, classes of modules or their names, or ``"auto"`` for the modules
-            of the outermost lists that hold more than a tenth of the parameters; ``replicate``,
-            how many copies of the shards there are (1); and ``fully_shard``'s own, ``mesh``,
-            ``mp_policy``, ``offload_policy`` and so on. ``"exact"``: ``threads`` (1), the same at
-            every world size. ``"exact_fsdp"``: that, ``blocks`` as under ``"fsdp"``, and
-            ``reshard_after_forward``. ``"none"`` ignores those of the others, so that one call
-            serves every world size.
+            ``"fsdp"``: ``blocks``, ``replicate``, and ``fully_shard``'s own, as ``mesh``,
+            ``mp_policy`` and ``offload_policy``. ``blocks`` are classes of modules or their names.
+            ``"auto"`` takes the modules of the outermost lists that hold more than a tenth of the
+            parameters. ``replicate`` is how many copies of the shards there are (1). ``"exact"``:
+            ``threads`` (1), the same at every world size. ``"exact_fsdp"``: ``threads``, ``blocks``
+            and ``reshard_after_forward``. ``"none"`` ignores the options of the others, so that one
+            call serves every world size.
 
     Raises:
-        TypeError: for what is not a module, or an unknown option.
-        ValueError: for an unknown strategy, and a model that is already wrapped, has nothing to
-            train, or an embedding with ``max_norm``; for ``blocks`` that are not in the model or
-            share parameters with the rest, and for ``replicate`` that does not divide the number
-            of ranks. PyTorch itself refuses a model that is not initialised, or on the meta device.
-        RuntimeError: where the ranks hold different models (names the first parameter that
-            differs), or there is no process group; where torch is too old for the strategy.
+        TypeError: `model` is no module, or an option is unknown.
+        ValueError: the strategy is unknown. Or the model is already wrapped, has nothing to train,
+            or has an embedding with ``max_norm``. Or ``blocks`` are not in the model or share
+            parameters with the rest, or ``replicate`` does not divide the number of ranks. PyTorch
+            itself refuses a model that is not initialised, or on the meta device.
+        RuntimeError: the ranks hold different models; it names the first parameter that differs. Or
+            there is no process group, or torch is too old for the strategy.
 
     >>> net = wrap_model(nn.Linear(2, 2))
     >>> type(net).__name__  # a single process

@@ -1,7 +1,7 @@
 """Your own tests on several ranks.
 
-``run(fn, world_size=3)`` returns what `fn` returned on each rank; a failure on one comes back with
-its rank and traceback, and nobody hangs. ``assert_same_at_every_world_size(train)`` says at which
+``run(fn, world_size=3)`` returns what `fn` returned on each rank. A failure on one comes back with
+its rank and traceback, and no rank hangs. ``assert_same_at_every_world_size(train)`` says at which
 step and in which tensor training first differs between world sizes, and by how much.
 """
 

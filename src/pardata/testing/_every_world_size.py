@@ -40,26 +40,25 @@ def assert_same_at_every_world_size(
     ``train(*args)`` is your training function, with ``yield model`` after ``optimizer.step()``: a
     generator function. It runs at each of the sizes, on processes of its own as with `run`, to its
     end: let it take a few steps. What each rank yields is compared, step by step, with what rank 0
-    yielded at the first size. Of a model these are its parameters and buffers, under every
-    strategy; for anything else, gradients or losses say, yield a dict of tensors or numbers.
+    yielded at the first size. Of a model its parameters and buffers are compared, under every
+    strategy. For anything else, as gradients or losses, yield a dict of tensors or numbers.
 
     Args:
         train: importable by name, as for `run`.
         args: handed to it.
-        sizes: numbers of processes; all are compared with rank 0 of the first, its other ranks
-            too.
+        sizes: numbers of processes. All ranks are compared with rank 0 of the first size, its other
+            ranks too.
         rtol: by how much a floating-point number may differ, relative to what it is compared with.
-            With 0 and an `atol` of 0 every bit must be the same, but for NaN and the sign of 0.
+            With 0 and an `atol` of 0 every bit must be the same, except for NaN and the sign of 0.
             Whole numbers must always be equal.
         atol: by how much beyond that.
         timeout: seconds for each size.
 
     Raises:
-        AssertionError: names the first step after which there is a difference, at which size and
-            on which rank, and the tensors that differ, by how much.
-        TypeError: where `train` yields neither a module nor a dict of tensors or numbers.
-        ValueError: for fewer than two sizes, a tolerance that is none, and where `train` yields
-            nothing.
+        AssertionError: training differs. The error names the first such step, the size, the rank,
+            and the tensors that differ, by how much.
+        TypeError: `train` yields neither a module nor a dict of tensors or numbers.
+        ValueError: there are fewer than two sizes, a tolerance is none, or `train` yields nothing.
         BaseException: what `train` raises, as from `run`.
 
     >>> assert_same_at_every_world_size(iter, [{"weight": torch.ones(2)}], sizes=(1, 2))

@@ -40,8 +40,8 @@ def run(
     """Run ``fn(*args)`` on `world_size` processes with a gloo group; return each rank's result.
 
     The group exists when `fn` starts (``pardata.world().launcher`` is ``"existing"``, and `init`
-    adopts it), meets over a file and is destroyed at the end. `fn`, its arguments and its results
-    travel by pickle: `fn` must be importable by name, so define it in a module. Each rank
+    adopts it). It meets over a file and is destroyed at the end. `fn`, its arguments and its
+    results travel by pickle: `fn` must be importable by name, so define it in a module. Each rank
     computes on one thread. The processes come from a server that has imported torch already; the
     first call pays for that.
 
@@ -53,13 +53,13 @@ def run(
         env: environment variables to add on every rank.
 
     Raises:
-        ValueError: for a `world_size` below 1, and a `timeout` that is not above 0.
-        TypeError: for a `world_size` that is no integer, a `timeout` that is no time, an `env` that
-            holds anything but text, and a function that cannot be pickled, or is of a notebook's
-            cell, or of a script that was read from standard input.
-        TimeoutError: names the ranks that did not finish, and where each of them was.
-        BaseException: what the first rank to fail raised, with that rank's traceback as its
-            cause; a `RuntimeError` naming the rank where it cannot be pickled, or where a process
+        ValueError: `world_size` is below 1, or `timeout` is not above 0.
+        TypeError: `world_size` is no integer, `timeout` is no time, or `env` holds anything but
+            text. Or the function cannot be pickled, or is of a notebook's cell, or of a script that
+            was read from standard input.
+        TimeoutError: ranks did not finish; it names them, and where each of them was.
+        BaseException: what the first rank to fail raised, with that rank's traceback as its cause.
+            It is a `RuntimeError` that names the rank if the error cannot be pickled, or a process
             died.
 
     >>> run(max, 1, 2, world_size=1)

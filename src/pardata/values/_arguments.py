@@ -42,7 +42,7 @@ def check_map_style(dataset: object, otherwise: str) -> None:
             f"of it"
         )
     has_both = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    if isinstance(dataset, IterableDataset) or not has_both:  # which inherits the first
+    if isinstance(dataset, IterableDataset) or not has_both:  # it inherits `__getitem__`
         raise TypeError(
             f"`dataset` must have `__getitem__` and `__len__`{otherwise}, but is "
             f"{kind_of(dataset)}: pass a list, or a Dataset with both"

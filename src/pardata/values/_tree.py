@@ -109,7 +109,7 @@ def _like(tree: Any, items: dict[Any, Any]) -> Any:
         other.update(items)
         return other
     parts = list(items.values())
-    if isinstance(tree, torch.Size):  # which holds integers only
+    if isinstance(tree, torch.Size):  # it holds integers only
         return tuple(parts)
     return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
 

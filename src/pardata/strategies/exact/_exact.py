@@ -1,7 +1,7 @@
 """Strategy "exact": training that is the same to the last bit on any number of processes.
 
-Only `backward` fills the gradients: a hook on every parameter tells that a microbatch's gradient is
-there to be added (`_exact_step`), and refuses any other backward (`_hooks`).
+Only `backward` fills the gradients. A hook on every parameter tells when a microbatch's gradient is
+ready to be added (`_exact_step`). It refuses any other backward (`_hooks`).
 """
 
 from collections.abc import Mapping

@@ -14,8 +14,8 @@ class Means:
     """The means of what microbatches make of a module's buffers, each from the start of the step.
 
     Floating-point buffers, as batch norm's statistics, become the mean of what each microbatch
-    leaves, weighted like gradients; others, which count, become what the first of them leaves.
-    Those of loss and metrics travel with them, all in float64 where there is that.
+    leaves, weighted like gradients. Others, which count, become what the first of them leaves. The
+    means of loss and metrics travel with them, all in float64 if the device has that.
 
     Args:
         module: whose buffers.
@@ -65,7 +65,7 @@ class Means:
         return [(after - self._before).masked_fill_(same, NOTHING)]
 
     def rows(self, count: int, first: int) -> Tensor:
-        """Return the pieces here, one row each, at least one.
+        """Return the subtrees' sums here, one row each, at least one.
 
         Args:
             count: the numbers of loss and metrics.
@@ -78,7 +78,7 @@ class Means:
         size = self._told + len(self._before)
         rows = self._exchange.rows(size + len(halves), self._dtype, self._device)
         rows.fill_(NOTHING)
-        # A rank that has failed has other pieces, and nobody will use the sum.
+        # A rank that has failed has other subtrees, and no rank will use the sum.
         for row, piece in zip(rows, self._stack.values(), strict=False):
             if piece is not None:
                 row[:size] = piece

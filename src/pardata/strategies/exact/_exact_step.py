@@ -80,7 +80,7 @@ class ExactStep(Step):
         if not isinstance(batch, Microbatches):
             raise TypeError(
                 f"`batch` must be Microbatches under strategy 'exact', but is a "
-                f"{type(batch).__name__}: pass microbatch_size to make_loader, so that pieces are "
+                f"{type(batch).__name__}: pass microbatch_size to make_loader, so that they are "
                 f"the same at every world size"
             )
         if self.size == batch.size > 1 and self.strided != (batch.stride > 1):
@@ -149,7 +149,7 @@ class ExactStep(Step):
 
     @contextmanager
     def around(self, piece: Piece) -> Iterator[None]:
-        """Seed Python's and NumPy's generators beside PyTorch's: they show in the last bit."""
+        """Seed Python's and NumPy's generators as well as PyTorch's: they show in the last bit."""
         if self._refusal is not None:
             raise self._refusal
         self._guests.put_back_buffers()

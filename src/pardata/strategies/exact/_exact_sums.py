@@ -15,7 +15,7 @@ from pardata.strategies.exact._ordered_sum import NOTHING, Exchange, OrderedSum
 _BUCKET = 2**20  # numbers that are sent together: 4 MiB
 _AHEAD = 2  # buckets that are sent before the first of them is added: what is received takes room
 
-# Of each parameter of a bucket; None where it was not used.
+# A gradient for each parameter of a bucket; None if it was not used.
 _Gradients: TypeAlias = list[Tensor | None]
 
 
@@ -81,11 +81,11 @@ class Bucket:
         return (torch.view_as_real(gradient) if self._is_complex else gradient).to(self.dtype)
 
     def send(self, riders: Tensor | None = None) -> None:
-        """Send the pieces here, and `riders` behind them. Collective."""
+        """Send the subtrees' sums here, and `riders` behind them. Collective."""
         exchange, behind = self._exchange, 0 if riders is None else len(riders)
         device = self.parameters[0].device
         rows = exchange.rows(self.length + behind, self.dtype, device)
-        # A rank that has failed has other pieces, and nobody will use the sum.
+        # A rank that has failed has other subtrees, and no rank will use the sum.
         for row, piece in zip_longest(rows, self._stack.values()[: len(rows)]):
             both = list(zip(self._parts(row), piece or [None], strict=False))
             found = [(part, gradient) for part, gradient in both if gradient is not None]
@@ -221,7 +221,7 @@ class Sums:
             if self._counts:
                 bucket.waits = bucket.has_several
         for parameter in self.parameters.values():
-            parameter.grad = None  # of what does not count
+            parameter.grad = None  # what it came from does not count
         if self._is_last:
             self.send()
 

@@ -2,7 +2,7 @@
 
 Its leaves are the microbatches, and its shape depends on their number alone: a node is the sum of
 its halves. So the last bit does not depend on who adds what. A rank adds what it can of its share
-of leaves, and is left with whole subtrees, its pieces; between ranks those are added in the tree.
+of leaves, and is left with whole subtrees. Between ranks the tree adds their sums.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,7 +25,8 @@ class Stack(Generic[_T]):
         add: returns the sum of the two, in the memory of the left one if it likes.
 
     Attributes:
-        pieces: what is left: of each its leaves, and their sum; None where they left nothing.
+        pieces: the subtrees that are left: the leaves and the sum of each. The sum is None if the
+            leaves left nothing.
     """
 
     def __init__(self, count: int, add: Callable[[_T, _T], _T]) -> None:
@@ -66,7 +67,7 @@ def _nodes(count: int) -> frozenset[Span]:
 
 @lru_cache
 def pieces_of(count: int, size: int, *, strided: bool = False) -> tuple[tuple[Span, ...], ...]:
-    """Return, for each of `size` ranks, the pieces that it is left with.
+    """Return, for each of `size` ranks, the subtrees that it is left with.
 
     >>> pieces_of(6, 2), pieces_of(4, 3)
     ((((0, 3),), ((3, 6),)), (((0, 2),), ((2, 3),), ((3, 4),)))

@@ -44,14 +44,14 @@ class _Hook:
     """Hands a gradient on to the step that is run, and refuses it where none is."""
 
     def __init__(self, exact: Exactness) -> None:
-        self.exact = weakref.ref(exact)  # for the parameter may outlive its wrapper
+        self.exact = weakref.ref(exact)  # the parameter may outlive its wrapper
 
     def __call__(self, parameter: Any) -> None:
         exact = self.exact()
         if exact is not None and exact.receive is not None:
             exact.receive(parameter)
         elif exact is not None and not _is_received(parameter):
-            parameter.grad = None  # of this rank alone: a later `backward` would add to it
+            parameter.grad = None  # it is this rank's alone, and a later `backward` would add to it
             named = exact.module.named_parameters()
             name = next((name for name, p in named if p is parameter), "a former parameter")
             raise RuntimeError(

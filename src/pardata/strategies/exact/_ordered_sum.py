@@ -21,11 +21,11 @@ NOTHING = -0.0
 class Exchange:
     """How the ranks add up vectors in a step of `count` microbatches.
 
-    Each element is added by one rank, its owner: all ranks send it their pieces, and it sends them
-    the sum. Two ranks that hold a piece each add them by an all-reduce, which is the same.
+    One rank, its owner, adds each element: all ranks send it the sums of their subtrees, and it
+    sends them the whole sum. Two ranks with a subtree each use an all-reduce, which is the same.
 
     Attributes:
-        own: how many pieces this rank has of each vector.
+        own: how many subtrees' sums this rank has of each vector.
         first: the place of the first of them among those of all ranks, in rank order.
     """
 
@@ -39,9 +39,9 @@ class Exchange:
         self.is_plain = here.size == 2 and max(self.counts) == 1
 
     def rows(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return room for this rank's pieces of a vector, one row at least.
+        """Return room for the sums of this rank's subtrees, one row at least.
 
-        Longer than that, for each rank owns equally much.
+        It is longer than a vector, because each rank owns equally much.
         """
         padded = -(-max(length, 1) // self.size) * self.size
         rows = torch.empty(max(1, self.own), padded, dtype=dtype, device=device)
@@ -49,7 +49,7 @@ class Exchange:
         return rows
 
     def in_order(self, pieces: Iterable[Tensor]) -> list[tuple[Span, Tensor]]:
-        """Return the pieces of all ranks, which come in rank order, in the order of the tree."""
+        """Return the sums of all ranks, which come in rank order, in the order of the tree."""
         return sorted(zip(self.spans, pieces, strict=True), key=itemgetter(0))
 
     def start(self, rows: Tensor) -> "OrderedSum":
@@ -72,7 +72,7 @@ class OrderedSum:
             self._send(rows[: how.own])
 
     def _send(self, rows: Tensor) -> None:
-        """Send each owner its part of each piece."""
+        """Send each owner its part of each sum."""
         how, chunk = self._how, self._length // self._how.size
         self._received = rows.new_empty(len(how.spans), chunk)
         self._sent = rows.view(how.own, how.size, chunk).transpose(0, 1).reshape(-1)

@@ -14,7 +14,7 @@ from pardata.strategies.exact._fixed_tree import Stack
 from pardata.strategies.exact._ordered_sum import Exchange
 
 _MOST = 2**14  # numbers: more take longer than a collective of their own
-_WORDS = 4  # of 16 bits in a float64, each of which a float32 holds
+_WORDS = 4  # a float64 is four words of 16 bits, and a float32 holds one exactly
 
 
 class Heard(NamedTuple):
@@ -48,7 +48,7 @@ class Riders:
         self.length = self._flags + len(exchange.spans) * self._width * _WORDS
 
     def fit(self) -> bool:
-        """Whether they are few, and each rank sends a piece that they can ride with."""
+        """Whether they are few, and each rank sends a sum that they can ride with."""
         how = self._exchange
         reaches = how.is_plain or min(how.counts) > 0
         return how.size > 1 and reaches and self._rows.is_cpu and self.length <= _MOST

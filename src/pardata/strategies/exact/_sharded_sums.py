@@ -1,7 +1,7 @@
 """The gradients of a step of a sharded model: each part is added, in the fixed tree, by its owner.
 
-FSDP calls a `Group` in place of its reduce-scatter: in each backward, as soon as the gradients of
-the parameters that it gathers together are there.
+FSDP calls a `Group` in place of its reduce-scatter. It does so in each backward, as soon as the
+gradients of the parameters are there that it gathers together.
 """
 
 import zlib

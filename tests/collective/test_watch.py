@@ -187,7 +187,7 @@ def told_by(size, folder=None, stacks=1):
 
     def tell(rank):
         stack = [Call("", f"a.py:{rank % stacks}", "f"), *[Call("torch", "t.py:1", "g")] * 3]
-        seat = Seat(store, rank, size, 0.1, threading.Event())
+        seat = Seat(store, rank, size, 0.1)
         hang = Hang(seat, 1)
         hang.begin()
         hang.tell(one(rank, stack=stack))

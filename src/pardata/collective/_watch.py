@@ -40,7 +40,7 @@ class Watch:
         self._group, self._pid = ref(dist.group.WORLD), os.getpid()
         store = answered(line.timeout, lambda: apart(line, "watch"))
         tick = min(_TICK, after / 4)
-        self._seat = Seat(store, line.rank, line.size, tick, threading.Event())
+        self._seat, self._ended = Seat(store, line.rank, line.size, tick), threading.Event()
         self._hang = Hang(self._seat, 1)
         self._began: Note | None = None  # the wait by which this rank has begun the hang
         doing.begin()
@@ -54,13 +54,13 @@ class Watch:
         atexit.unregister(self.end)
         if os.getpid() == self._pid:
             doing.thread = 0
-            self._seat.ended.set()
+            self._ended.set()
             self._thread.join(_LATE)
 
     def _run(self) -> None:
         with suppress(RuntimeError):  # of a store that is gone, which the ranks see themselves
             self._seat.sign(is_here=True)
-            while not self._seat.ended.wait(self._pause()) and self._has_group() and self._look():
+            while not self._ended.wait(self._pause()) and self._has_group() and self._look():
                 pass
             self._seat.sign(is_here=False)
 

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,13 @@ from ranks_zoo import together
 
 import pardata
 from pardata.collective._hang import Hang, Seat
+from pardata.collective._watch import Watch
 from pardata.collective._whereabouts import Whereabouts, headline, table
 from pardata.messages._call_site import Call
 from pardata.messages._doing import doing
 from pardata.ranks._device import flight_recorder
 from pardata.ranks._machine import state_of
+from pardata.ranks._world import joined
 
 
 def watches():
@@ -117,6 +120,25 @@ def joined_with(after, variable):
 def test_there_is_one_as_long_as_the_group_unless_it_is_turned_off(after, variable, number):
     found = launched(joined_with, after, variable, size=2)
     assert found == [(number, 0, 0, 0)] * 2
+
+
+def pauses(after):
+    """Return how long a rank sleeps between two looks, and before a wait has taken so long."""
+    pardata.init(hang_after=0)
+    watch = Watch(joined().channel, after)
+    try:
+        idle, doing.now = watch._pause(), ("barrier()", time.monotonic(), None, None)
+        return watch._seat.tick, idle, watch._pause() if after < 1 else None
+    finally:
+        watch.end()
+
+
+@pytest.mark.parametrize(
+    ("after", "tick", "waiting"),
+    [(0.001, 0.1, 0.1), (0.2, 0.1, 0.1), (4, 1, None), (60, 1.5, None)],
+)
+def test_it_asks_the_store_ten_times_a_second_at_most(after, tick, waiting):
+    assert launched(pauses, after, size=2) == [(tick, tick, waiting)] * 2
 
 
 def joined_alone():

@@ -1,5 +1,6 @@
 """The thread that looks for hangs: who tells, what is known of the silent, and that it ends."""
 
+import json
 import logging
 import os
 import re
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -219,6 +221,29 @@ def told_by(size, folder=None, stacks=1):
         assert together(tell, size) == [True] * size
     (text,) = log.lines
     return text
+
+
+class Checks(dist.HashStore):
+    """A store that counts how often it is asked whether keys are there."""
+
+    count = 0
+
+    def check(self, keys):
+        self.count += 1
+        return super().check(keys)
+
+
+def test_who_logs_does_not_ask_for_each_rank_where_one_is_silent():
+    store = Checks()
+    seats = [Seat(store, rank, 64, 0.1) for rank in range(64)]
+    for seat in seats:
+        seat.sign(is_here=True)
+    for seat in seats[1:-1]:
+        store.set(f"at/{seat.rank}", json.dumps(asdict(one(seat.rank))))
+    with log_of("pardata.collective._hang") as log:
+        Hang(seats[0], 1).tell(one(0))
+    assert "ranks 0-62 wait for rank 63" in log.lines[0]
+    assert store.count <= 4
 
 
 def test_the_log_has_a_few_stacks_folded_and_torchruns_folder_all_of_them(tmp_path, monkeypatch):

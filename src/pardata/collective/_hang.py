@@ -41,6 +41,8 @@ class Seat:
     def sign(self, *, is_here: bool) -> None:
         """Leave for the others which process this is, or that it has left."""
         known = json.dumps([socket.gethostname(), os.getpid()]) if is_here else _LEFT
+        if is_here:
+            self.store.set(f"at/{self.rank}", "")  # else who logs asks for each rank
         self.store.set(f"process/{self.rank}", known)
 
 

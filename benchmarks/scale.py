@@ -17,8 +17,10 @@ results/scale-before.json.
 
 import functools
 import json
+import logging
 import math
 import multiprocessing
+import sys
 import tempfile
 import threading
 import time
@@ -39,9 +41,13 @@ from torch.utils.data import TensorDataset
 
 from pardata import Checkpointer, barrier, make_loader, rank_zero_call, wrap_model
 from pardata.checkpoint import _checkpointer
+from pardata.collective import _hang
+from pardata.collective._hang import Hang, Seat
 from pardata.collective._rank_zero import call_off_everywhere
+from pardata.collective._whereabouts import whereabouts
 from pardata.launch import _address, _rendezvous, _uncaught
 from pardata.launch._leaving import remember
+from pardata.messages._doing import Note
 from pardata.ranks import _world
 from pardata.ranks._launcher import Launch
 from pardata.ranks._world import Joined
@@ -59,7 +65,8 @@ FACTS = _wrap_model._facts_of  # noqa: SLF001  # see `simulation`
 HAND = "by hand: add, wait"
 JOIN, TURN, WRAP, LOADER = "init, without the backend's group", "barrier", "wrap_model", "loader"
 CALL, SAVE, FAILURE = "rank_zero_call", "Checkpointer.save", "one rank fails, all know"
-OPERATIONS = [HAND, JOIN, TURN, WRAP, LOADER, CALL, SAVE, FAILURE]
+LOOK, HANG = "the watch looks once", "a hang is told"
+OPERATIONS = [HAND, JOIN, TURN, WRAP, LOADER, CALL, SAVE, LOOK, HANG, FAILURE]
 
 
 class Call(NamedTuple):
@@ -136,6 +143,8 @@ class Simulated:
     def __init__(self, launch: Launch, directory: str) -> None:
         self.store = Counted(launch.master_port)
         self._launch = launch
+        store = dist.PrefixStore("watch", self.store)
+        self._hang = Hang(Seat(store, launch.rank, launch.size, 1.5), 1)
         self.operations: dict[str, Callable[[], object]] = {
             HAND: self._meet_by_hand,
             JOIN: self._join,
@@ -144,6 +153,8 @@ class Simulated:
             LOADER: lambda: make_loader(DATA, 4 * launch.size, shuffle=True, seed=0, num_workers=0),
             CALL: lambda: rank_zero_call(len, "four"),
             SAVE: lambda: Checkpointer(directory).save(0, weights=torch.zeros(8), epoch=3),
+            LOOK: self._hang.has_news,
+            HANG: self._tell_of_a_hang,
             FAILURE: self._fail,
         }
 
@@ -161,6 +172,12 @@ class Simulated:
         store = dist.PrefixStore("pardata", self.store)
         line = _world.Channel(store, PATIENCE, launch.rank, launch.size)
         remember(Joined(replace(found, backend="gloo"), line, hosts_store))
+
+    def _tell_of_a_hang(self) -> None:
+        note: Note = ("barrier()", time.monotonic() - 60, None, None)
+        self._hang.begin()
+        self._hang.tell(whereabouts(1, note, sys._getframe()))  # noqa: SLF001  # its only name
+        require(holds=self._hang.is_one, what="a rank was not told that it is a hang")
 
     def _fail(self) -> None:
         found: Any = _world.joined()
@@ -219,6 +236,8 @@ def simulation() -> Iterator[None]:
             (_wrap_model, "require_taken", lambda *_: None),  # nothing is sent
             (nn.Module, "to", lambda model, _: model),
             (DdpStrategy, "wrap", lambda _, model, __: model),
+            # So many threads on a few cores come late, and a rank that does not come is silent.
+            (_hang, "_GRACE", PATIENCE.total_seconds() / 4),
         ):
             stack.enter_context(patch.object(where, name, what))
         _world.process.__class__ = EachThread
@@ -228,6 +247,7 @@ def simulation() -> Iterator[None]:
 def simulate(launches: list[Launch], directory: str, meet: Any, answers: Any) -> None:
     """Run in a process of its own: be these ranks."""
     torch.set_num_threads(1)
+    logging.getLogger("pardata.collective._hang").setLevel(logging.ERROR)
     calls: dict[str, list[Call]] = {name: [] for name in OPERATIONS}
     together = threading.Barrier(len(launches), action=meet.wait)
     connecting = threading.Lock()  # not all at once, as the server's queue is short
@@ -325,7 +345,7 @@ def draw(directory: Path) -> None:
         for version, file in files.items()
         if (directory / file).exists()
     }
-    figure, axes = plt.subplots(3, 3, figsize=(10, 8), sharex=True, layout="constrained")
+    figure, axes = plt.subplots(3, 4, figsize=(13, 8), sharex=True, layout="constrained")
     for axis, name in zip(axes.flat, OPERATIONS, strict=False):
         for version, operations in curves.items():
             if name not in operations:
@@ -336,7 +356,8 @@ def draw(directory: Path) -> None:
         axis.grid(alpha=0.3)
     handles, labels = axes.flat[1].get_legend_handles_labels()
     axes.flat[-1].legend(handles, labels, loc="center", frameon=False)
-    axes.flat[-1].axis("off")
+    for axis in axes.flat[len(OPERATIONS) :]:
+        axis.axis("off")
     figure.savefig(directory / "scale.png", dpi=150)
 
 

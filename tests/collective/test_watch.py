@@ -1,11 +1,14 @@
 """The thread that looks for hangs: who tells, what is known of the silent, and that it ends."""
 
+import json
 import logging
 import os
 import re
 import signal
 import subprocess
 import threading
+import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -16,11 +19,13 @@ from ranks_zoo import together
 
 import pardata
 from pardata.collective._hang import Hang, Seat
+from pardata.collective._watch import Watch
 from pardata.collective._whereabouts import Whereabouts, headline, table
 from pardata.messages._call_site import Call
 from pardata.messages._doing import doing
 from pardata.ranks._device import flight_recorder
 from pardata.ranks._machine import state_of
+from pardata.ranks._world import joined
 
 
 def watches():
@@ -119,6 +124,25 @@ def test_there_is_one_as_long_as_the_group_unless_it_is_turned_off(after, variab
     assert found == [(number, 0, 0, 0)] * 2
 
 
+def pauses(after):
+    """Return how long a rank sleeps between two looks, and before a wait has taken so long."""
+    pardata.init(hang_after=0)
+    watch = Watch(joined().channel, after)
+    try:
+        idle, doing.now = watch._pause(), ("barrier()", time.monotonic(), None, None)
+        return watch._seat.tick, idle, watch._pause() if after < 1 else None
+    finally:
+        watch.end()
+
+
+@pytest.mark.parametrize(
+    ("after", "tick", "waiting"),
+    [(0.001, 0.1, 0.1), (0.2, 0.1, 0.1), (4, 1, None), (60, 1.5, None)],
+)
+def test_it_asks_the_store_ten_times_a_second_at_most(after, tick, waiting):
+    assert launched(pauses, after, size=2) == [(tick, tick, waiting)] * 2
+
+
 def joined_alone():
     with pardata.init():
         return watches()
@@ -187,7 +211,7 @@ def told_by(size, folder=None, stacks=1):
 
     def tell(rank):
         stack = [Call("", f"a.py:{rank % stacks}", "f"), *[Call("torch", "t.py:1", "g")] * 3]
-        seat = Seat(store, rank, size, 0.1, threading.Event())
+        seat = Seat(store, rank, size, 0.1)
         hang = Hang(seat, 1)
         hang.begin()
         hang.tell(one(rank, stack=stack))
@@ -197,6 +221,29 @@ def told_by(size, folder=None, stacks=1):
         assert together(tell, size) == [True] * size
     (text,) = log.lines
     return text
+
+
+class Checks(dist.HashStore):
+    """A store that counts how often it is asked whether keys are there."""
+
+    count = 0
+
+    def check(self, keys):
+        self.count += 1
+        return super().check(keys)
+
+
+def test_who_logs_does_not_ask_for_each_rank_where_one_is_silent():
+    store = Checks()
+    seats = [Seat(store, rank, 64, 0.1) for rank in range(64)]
+    for seat in seats:
+        seat.sign(is_here=True)
+    for seat in seats[1:-1]:
+        store.set(f"at/{seat.rank}", json.dumps(asdict(one(seat.rank))))
+    with log_of("pardata.collective._hang") as log:
+        Hang(seats[0], 1).tell(one(0))
+    assert "ranks 0-62 wait for rank 63" in log.lines[0]
+    assert store.count <= 4
 
 
 def test_the_log_has_a_few_stacks_folded_and_torchruns_folder_all_of_them(tmp_path, monkeypatch):

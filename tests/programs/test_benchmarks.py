@@ -96,7 +96,7 @@ def test_training_loop_compares_the_readme_with_loops_by_hand(tmp_path):
 def test_scale_prints_what_each_operation_costs_by_the_number_of_ranks(tmp_path):
     text = output_of(tmp_path, "scale.py", "--rounds", 1, "--sizes", 2, 3, "--save", tmp_path)
     costs = saved(tmp_path, "scale")["costs"]
-    assert [list(costs[name]) for name in costs] == [["2", "3"]] * 8
+    assert [list(costs[name]) for name in costs] == [["2", "3"]] * 10
     for name, (two, three) in ((name, by_size.values()) for name, by_size in costs.items()):
         assert f"| {name} |" in text
         assert min(*two, *three) > 0

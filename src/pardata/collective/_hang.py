@@ -6,16 +6,14 @@ Each rank makes so many requests, at any number of ranks; one rank, which tells,
 import json
 import os
 import socket
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
-from threading import Event
 
 import torch.distributed as dist
 
 from pardata.collective._whereabouts import Whereabouts, folded, headline, stacks, table, whole
-from pardata.messages._store import texts_of
+from pardata.messages._store import came, texts_of
 from pardata.ranks._device import flight_recorder
 from pardata.ranks._logger import get_logger
 from pardata.ranks._machine import state_of
@@ -33,18 +31,18 @@ class Seat:
 
     Attributes:
         tick: the seconds after which each rank that runs has looked.
-        ended: whether this rank leaves.
     """
 
     store: dist.Store
     rank: int
     size: int
     tick: float
-    ended: Event
 
     def sign(self, *, is_here: bool) -> None:
         """Leave for the others which process this is, or that it has left."""
         known = json.dumps([socket.gethostname(), os.getpid()]) if is_here else _LEFT
+        if is_here:
+            self.store.set(f"at/{self.rank}", "")  # else who logs asks for each rank
         self.store.set(f"process/{self.rank}", known)
 
 
@@ -85,21 +83,18 @@ class Hang:
         """Say where this rank is, and see to it that one rank logs where all are."""
         seat, store = self._seat, self._store
         seat.store.set(f"at/{seat.rank}", json.dumps(asdict(own)))
-        store.add("came", 1)
+        if store.add("came", 1) == seat.size:
+            store.set("all", "")
         self.is_told = True
         if seat.rank == 0:
-            self._until(lambda: store.add("came", 0) >= seat.size, seat.tick + _GRACE)
-        elif self._until(self._is_logged, seat.tick + 2 * _GRACE):
+            self._come(["all"], seat.tick + _GRACE)
+        elif self._come(["silent"], seat.tick + 2 * _GRACE):
             return self._look_for_silent()
         if self._is_first("logs"):  # rank 0, or one that has waited for it in vain
             return self._log_all()
-        if self._until(self._is_logged, 2 * _GRACE):
+        if self._come(["silent"], 2 * _GRACE):
             self._look_for_silent()
         return None
-
-    def _is_logged(self) -> bool:
-        there: bool = self._store.check(["silent"])
-        return there
 
     def _log_all(self) -> None:
         seat, self._logs = self._seat, True
@@ -125,7 +120,7 @@ class Hang:
             return {}
         self._look_for_silent()
         keys = [f"seen/{rank}" for rank in silent]
-        self._until(lambda: self._store.check(keys), _GRACE)
+        self._come(keys, _GRACE)
         seen = zip(silent, texts_of(self._store, keys), strict=True)
         return {rank: text or "does not answer, nor does any of its host" for rank, text in seen}
 
@@ -147,13 +142,8 @@ class Hang:
         own = str(self._seat.rank)
         return self._store.compare_set(key, "", own).decode() == own
 
-    def _until(self, holds: Callable[[], bool], seconds: float) -> bool:
-        """Wait until something holds; return whether it does in time."""
-        ended, end = self._seat.ended, time.monotonic() + seconds
-        while not (found := holds()) and time.monotonic() < end:
-            if ended.wait(self._seat.tick / 10):
-                raise RuntimeError  # this rank leaves
-        return found
+    def _come(self, keys: list[str], seconds: float) -> bool:
+        return came(self._store, keys, timedelta(seconds=seconds))
 
 
 def _written(name: str, lines: list[str]) -> Path | None:

@@ -22,7 +22,7 @@ from pardata.ranks._logger import get_logger
 
 _log = get_logger(__name__)
 
-_TICK = 1.5  # seconds, at most
+_TICK, _LEAST = 1.5, 0.1  # seconds, at most and at least: each is a request
 _LATE = 5.0  # seconds by which a look is late only if the process was stopped
 
 
@@ -39,8 +39,8 @@ class Watch:
         self._looked, self._awake = time.monotonic(), 0.0
         self._group, self._pid = ref(dist.group.WORLD), os.getpid()
         store = answered(line.timeout, lambda: apart(line, "watch"))
-        tick = min(_TICK, after / 4)
-        self._seat = Seat(store, line.rank, line.size, tick, threading.Event())
+        tick = min(_TICK, max(after / 4, _LEAST))
+        self._seat, self._ended = Seat(store, line.rank, line.size, tick), threading.Event()
         self._hang = Hang(self._seat, 1)
         self._began: Note | None = None  # the wait by which this rank has begun the hang
         doing.begin()
@@ -54,13 +54,13 @@ class Watch:
         atexit.unregister(self.end)
         if os.getpid() == self._pid:
             doing.thread = 0
-            self._seat.ended.set()
+            self._ended.set()
             self._thread.join(_LATE)
 
     def _run(self) -> None:
         with suppress(RuntimeError):  # the store is gone, and the ranks see it
             self._seat.sign(is_here=True)
-            while not self._seat.ended.wait(self._pause()) and self._has_group() and self._look():
+            while not self._ended.wait(self._pause()) and self._has_group() and self._look():
                 pass
             self._seat.sign(is_here=False)
 
@@ -69,7 +69,7 @@ class Watch:
 
     def _pause(self) -> float:
         left = self._after - self._waited(doing.now)
-        return min(left, self._seat.tick) if left > 0 else self._seat.tick
+        return min(max(left, _LEAST), self._seat.tick) if left > 0 else self._seat.tick
 
     def _waited(self, note: Note) -> float:
         """Return for how many seconds this rank has been in one call, or step."""

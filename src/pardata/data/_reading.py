@@ -20,7 +20,8 @@ _LOOP = "_worker_loop"  # PyTorch's: around it a forked worker has the calls of 
 
 # Where samples are read, the name of what says which: looked up when asked, so it takes no time.
 _READS: dict[CodeType, str] = {
-    Reader._got.__code__: "index",  # noqa: SLF001  # a public name would be nobody else's
+    Reader._read.__code__: "index",  # noqa: SLF001  # a public name would be for this alone
+    Reader._got.__code__: "indices",  # noqa: SLF001  # a public name would be for this alone
     Stream._seeded.__code__: "number",  # noqa: SLF001  # a public name would be for this alone
 }
 
@@ -55,9 +56,9 @@ def read_in(frame: FrameType | None) -> str:
     """Say what is read in the thread of this innermost frame; "" if nothing is."""
     while frame is not None and frame.f_code not in _READS:
         frame = frame.f_back
-    if frame is None:
+    found = {} if frame is None else frame.f_locals
+    if frame is None or _READS[frame.f_code] not in found:  # it reads no sample yet
         return ""
-    found = frame.f_locals
     which, dataset = as_list(found[_READS[frame.f_code]]), found["self"].dataset
     several = "s" if isinstance(which, Sequence) and not isinstance(which, str) else ""
     return f"reads sample{several} {reprlib.repr(which)} of {type(dataset).__name__}"

@@ -94,7 +94,7 @@ def _require_own(store: dist.Store, launch: Launch, timeout: timedelta) -> None:
     if launch.rank == 0:
         theirs = store.compare_set(_RUN, "", own).decode()
         store.set(_RUN, theirs)  # wakes who waits, which the line above does not everywhere
-    elif came(store, _RUN, timeout):
+    elif came(store, [_RUN], timeout):
         theirs = store.get(_RUN).decode()
     else:
         raise not_met([0], launch, timeout)

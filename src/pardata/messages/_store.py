@@ -79,10 +79,10 @@ def bounded(seconds: float, work: Callable[[], _T]) -> list[_T | BaseException]:
     return outcome[:1]
 
 
-def came(store: dist.Store, key: str, timeout: timedelta) -> bool:
-    """Wait for `key`; return whether it came in time."""
+def came(store: dist.Store, keys: list[str], timeout: timedelta) -> bool:
+    """Wait for all `keys`; return whether they came in time."""
     try:
-        store.wait([key], timeout)
+        store.wait(keys, timeout)
     except dist.DistNetworkError:
         raise
     except RuntimeError:

@@ -194,7 +194,7 @@ class Turn:
         if comes:
             self._come()
         key = key_of(self._number)
-        if came(self.line.store, key, patience):
+        if came(self.line.store, [key], patience):
             verdict: Verdict = json.loads(self.line.store.get(key))
             return verdict
         return None if ends is None else self._judged(ends)

@@ -15,6 +15,7 @@ SYMPTOMS = dict(re.findall(r"^### (.*)\n((?:.*\n)*?)(?=^##|\Z)", PAGE, flags=re.
 OF_OTHERS = (
     *("cannot import name 'init' from 'pardata'", "DataLoader worker (pid …) is killed by"),
     "cannot reshape tensor of 0 elements",
+    "rank … waits for rank …",  # of several parts: compared with what is logged, below
 )
 
 
@@ -60,7 +61,7 @@ def test_each_message_is_quoted_as_it_is_and_has_a_cause_and_a_fix(title):
 
 
 def test_the_page_is_short_enough_to_be_read_and_every_symptom_is_found():
-    assert 20 <= len(SYMPTOMS) <= 26
+    assert 20 <= len(SYMPTOMS) <= 27
     assert len(SYMPTOMS) == PAGE.count("\n### ")
 
 

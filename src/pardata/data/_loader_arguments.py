@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils import data
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from pardata.collective._agreement import agree, require_same
 from pardata.data._order import length_of
@@ -93,7 +93,7 @@ def _settings(given: Arguments, here: World, ranks: World) -> Settings:
     asked = "cpu" if given.device is None else given.device
     device = here.device if asked == "auto" else checked_device(asked)
     workers, pins = _workers(given, here, device)
-    data.DataLoader(given.dataset, **workers)  # refuses what it does while others listen
+    DataLoader(given.dataset, **workers)  # refuses what it does while others listen
     return Settings(given, here, ranks, plan, device, workers, pins, seed)
 
 
@@ -140,13 +140,13 @@ def _check_alone(given: Arguments) -> None:
 def _check_data(given: Arguments) -> None:
     """Raise where the dataset cannot be read, or not in the order that is asked for."""
     dataset, kind = given.dataset, type(given.dataset).__name__
-    if isinstance(dataset, data.DataLoader):
+    if isinstance(dataset, DataLoader):
         raise TypeError(
             "`dataset` must be what a DataLoader reads from, but is a DataLoader: pass "
             "loader.dataset, and its batch_size times the number of ranks, as that counts the "
             "samples of all ranks here"
         )
-    if isinstance(dataset, data.IterableDataset):
+    if isinstance(dataset, IterableDataset):
         if given.trains or given.batch_sampler is not None:
             raise ValueError(
                 f"`shuffle`, `sampler` and `batch_sampler` must be left out for an "
@@ -166,12 +166,12 @@ def _check_data(given: Arguments) -> None:
 
 def _check_sampler(given: Arguments) -> None:
     sampler, name = given.sampler, type(given.sampler).__name__
-    if isinstance(sampler, data.DistributedSampler):
+    if isinstance(sampler, DistributedSampler):
         raise ValueError(
             "`sampler` must yield the order of the whole dataset, but is a DistributedSampler, "
             "which yields one rank's part: leave it out and pass shuffle=True"
         )
-    if isinstance(sampler, data.BatchSampler):
+    if isinstance(sampler, BatchSampler):
         raise ValueError(
             f"`sampler` must yield single indices, but is a {name}, which yields lists of them: "
             f"pass it as `batch_sampler`, and no `batch_size`"
@@ -188,7 +188,7 @@ def _length_of(given: Arguments) -> int | None:
     try:
         return len(given.dataset)  # type: ignore[arg-type]  # which is what the error is for
     except (TypeError, NotImplementedError) as error:
-        if isinstance(error, TypeError) and isinstance(given.dataset, data.IterableDataset):
+        if isinstance(error, TypeError) and isinstance(given.dataset, IterableDataset):
             return None  # it may have none
         raise TypeError(
             f"`dataset` must know its length, but len() of {type(given.dataset).__name__} failed: "

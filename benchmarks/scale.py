@@ -47,6 +47,7 @@ from pardata.collective._rank_zero import call_off_everywhere
 from pardata.collective._whereabouts import whereabouts
 from pardata.launch import _address, _rendezvous, _uncaught
 from pardata.launch._leaving import remember
+from pardata.messages import _turn
 from pardata.messages._doing import Note
 from pardata.ranks import _world
 from pardata.ranks._launcher import Launch
@@ -135,6 +136,22 @@ class EachThread(_world.Process):
     def joined(self, found: object) -> None:
         """Keep it for this thread."""
         self._kept.joined = found
+
+
+class LeadingEachThread(_turn.Leading):
+    """The call that a rank is in while the others wait, kept for each thread."""
+
+    _kept = threading.local()
+
+    @property  # type: ignore[override]  # a plain attribute in a process of one rank
+    def call(self) -> str:
+        """That of this thread."""
+        return getattr(self._kept, "call", "")
+
+    @call.setter
+    def call(self, call: str) -> None:
+        """Keep it for this thread."""
+        self._kept.call = call
 
 
 class Simulated:
@@ -241,6 +258,7 @@ def simulation() -> Iterator[None]:
         ):
             stack.enter_context(patch.object(where, name, what))
         _world.process.__class__ = EachThread
+        _turn.leading.__class__ = LeadingEachThread
         yield
 
 

@@ -257,7 +257,7 @@ MUTATIONS = {
         "collective/_vote.py",
         "self._work.wait()",
         "pass",
-        "tests/collective tests/data/test_streaming.py",
+        "tests/collective tests/data/test_stream.py",
     ),
     "small numbers travel with gradients, on the GPU": Mutation(
         "ranks/_world.py",

@@ -459,7 +459,7 @@ def test_a_parameter_that_no_microbatch_uses_keeps_its_gradient_on_every_rank(st
         assert max(errors) < CLOSE
 
 
-# --- what a step costs; of "ddp": test_travelling.py ---
+# --- what a step costs; of "ddp": test_tally.py ---
 
 
 def reductions():

@@ -81,7 +81,7 @@ def come_late(call, after):
 def places(call):
     """Return the name of the call in its errors, and a pattern for this rank's line."""
     place = "backward (epoch 0, step 1)" if call == "backward" else call
-    return place, rf"{re.escape(place)} at \S*test_trouble\.py:\d+, (timed out|lost a connection) "
+    return place, rf"{re.escape(place)} at \S*test_explanation\.py:\d+, (timed out|lost a connection) "
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -204,7 +204,7 @@ def test_a_rank_that_reduces_while_the_others_are_in_backward_is_told_so_on_all(
         assert raised.type in ("TimeoutError", "RuntimeError"), raised
         assert raised.text.startswith(f"`{call}` must be reached by every rank, but the ranks are ")
         assert "in different calls: make the same calls in the same order on each" in raised.text
-        where = r"at \S*test_trouble\.py:\d+, (timed out|lost a connection) after \d+\.\d s"
+        where = r"at \S*test_explanation\.py:\d+, (timed out|lost a connection) after \d+\.\d s"
         assert re.search(rf"\n  rank {culprit}: all_reduce_sum {where}\n", raised.text)
         assert re.search(rf"\n  ranks? 0[\d, ]*: backward {where}\n", raised.text)
 

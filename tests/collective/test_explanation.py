@@ -81,7 +81,10 @@ def come_late(call, after):
 def places(call):
     """Return the name of the call in its errors, and a pattern for this rank's line."""
     place = "backward (epoch 0, step 1)" if call == "backward" else call
-    return place, rf"{re.escape(place)} at \S*test_explanation\.py:\d+, (timed out|lost a connection) "
+    return (
+        place,
+        rf"{re.escape(place)} at \S*test_explanation\.py:\d+, (timed out|lost a connection) ",
+    )
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -28,6 +28,7 @@ FILES = {
 }
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 LONGEST_FILE, LONGEST_FUNCTION = 300, 40
+MOST_LINES = 10_650  # of all of the source: 8,000 is the aim, and this number may only fall
 
 
 def imported(name):
@@ -187,3 +188,7 @@ def test_files_and_functions_are_short(name):
         if isinstance(node, ast.FunctionDef):
             body = range(node.body[0].lineno, node.end_lineno + 1)
             assert len(lines & set(body)) <= LONGEST_FUNCTION, f"{name}.{node.name}"
+
+
+def test_the_source_does_not_grow():
+    assert sum(len(code_lines(path)) for path in FILES.values()) <= MOST_LINES

@@ -45,8 +45,9 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         directory: a folder on a disk that all nodes share. The first `save` makes it.
         keep: how many of the newest to keep. An older one goes once a newer one is complete.
         keep_every: also keep those of steps that are multiples of this.
-        keep_best: also keep the best by this value, which each `save` is given. Write "accuracy",
-            or "-loss" if less is better.
+        keep_best: also keep the one checkpoint with the highest value of this name. Give each
+            `save` that value: ``save(step, model=model, accuracy=0.9)``. Write "accuracy", or
+            "-loss" if less is better.
         asynchronous: let `save` return when the state is copied, and write in the background, one
             at a time. The next call raises an error from there on every rank. If the process ends
             first, it ends with status 1. The interpreter waits for the last save.
@@ -149,7 +150,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
         If a loader is among `objects`, the run resumes. `restore` then also restores the seed of
         `seed_everything` and, if there are as many ranks as then, the default random generators of
-        each rank. Otherwise a new run starts from old weights, and `restore` leaves both alone. A
+        each rank. Without a loader it is a new run from old weights: `restore` leaves both alone. A
         loader is what can be iterated and is no module: torchdata's ``StatefulDataLoader`` too.
 
         Args:
@@ -195,8 +196,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         """Write the bare weights of the newest complete checkpoint to a file. Collective.
 
         The parameters have the names that the module itself gives them, for `load_weights` and
-        ``module.load_state_dict`` alike. A file that is named so is safetensors; any other is as
-        ``torch.save`` writes. The file is there as a whole or not at all.
+        ``module.load_state_dict`` alike. If `path` ends in ``.safetensors`` it writes safetensors,
+        or else what ``torch.save`` writes. The file is there as a whole or not at all.
 
         Args:
             path: of the file.

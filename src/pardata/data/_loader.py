@@ -83,12 +83,13 @@ class Loader(ForPeers):
         A new loader begins at the first epoch. After `load_state_dict` it runs the rest of the
         epoch in which the state was saved, or the next epoch if nothing is left. Only reading shows
         the end of an ``IterableDataset``, so there the rest may have no batch. Epochs that ran to
-        their end count as done, also in an earlier loop. An epoch that was left before its end does
-        not, such as one of which you only looked at a batch.
+        their end count as done, also in an earlier loop. If you leave this loop in the middle of an
+        epoch, or look at a batch outside of it, that epoch is not done. The next loop runs it.
 
         In the body each ``iter()`` runs the same epoch, however often you call it. The end of the
-        body moves to the next epoch, even if you did not take all batches. ``loader.epoch`` is
-        `epoch` there too. Collective only with a sampler, if a state was loaded.
+        body moves to the next epoch, even if a ``break`` left some batches. ``loader.epoch`` is
+        `epoch` there too. Not collective, with one exception: if there is a `sampler` or a
+        `batch_sampler`, and a state was loaded, every rank must run it.
 
         >>> from pardata import make_loader
         >>> loader = make_loader(range(4), batch_size=2)

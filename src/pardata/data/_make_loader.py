@@ -57,12 +57,13 @@ def make_loader(
     samples of it, and the ranks' counts differ by at most one. The loader collates as
     ``DataLoader`` does, and moves each batch to the device. All ranks yield the same number of
     batches. No sample is repeated. An ordered loader leaves none out, so an evaluation counts each
-    exactly once. Epochs advance by themselves, and ``state_dict()`` resumes at any step and any
-    world size.
+    exactly once. If its last batch has fewer samples than ranks, some ranks get an empty one.
+    Epochs advance by themselves, and ``state_dict()`` resumes at any step and any world size.
 
     The loader reads by whole batches if the dataset is a ``TensorDataset``, what `cache_dataset`
-    returns, a ``Subset`` or ``ConcatDataset`` of such, or has ``__getitems__``. It collates the
-    list of samples that ``__getitems__`` returns. It takes a tensor, tuple or dict as the batch.
+    returns, a ``Subset`` or ``ConcatDataset`` of such, or has ``__getitems__``. If
+    ``__getitems__`` returns a list of samples, the loader collates it. It takes a tensor, tuple or
+    dict as the batch itself.
 
     Collective: every rank must call it, unless ``distributed=False``. Iterating is collective in
     two cases. Ranks compare the order of a `sampler` at the start of each epoch, and agree on the
@@ -105,7 +106,7 @@ def make_loader(
             from `seed`, the epoch and the sample. Each batch puts them back. So an augmentation
             depends neither on the workers nor on the world size. An ``IterableDataset`` is always
             seeded before each batch instead. `collate_fn`, `batch_transform` and ``__getitems__``
-            are seeded for each microbatch; without microbatches they must not draw.
+            are seeded for each microbatch. Without `microbatch_size` it is an error if they draw.
         device: where the batches go. ``"auto"`` is the world's device; ``None`` leaves them on the
             CPU.
         batch_transform: applied to each batch, or microbatch, on the device.

@@ -55,18 +55,19 @@ def backward(
     under every strategy of `wrap_model` and however unevenly the ranks share the batch. The same
     call accumulates over eight microbatches in one process, and runs one in each of eight.
 
-    Like ``Tensor.backward`` it adds: it counts once what was in ``.grad`` before, and does not
-    reduce that again. A parameter that no microbatch uses keeps its ``.grad``. If a step ends in an
-    error, ``.grad`` and the buffers stay as they were. Catch only errors that every rank raises:
-    if `loss_fn` fails on a single rank, the others wait for that rank. Do not leave gradients of a
-    ``loss.backward()`` under ``no_sync()`` in ``.grad``: no later step reduces them.
+    Like ``Tensor.backward`` it adds: what was in ``.grad`` before stays, and only the new gradient
+    is averaged over the ranks. A parameter that no microbatch uses keeps its ``.grad``. If a step
+    ends in an error, ``.grad`` and the buffers stay as they were. Catch only errors that every rank
+    raises: if `loss_fn` fails on a single rank, the others wait for that rank until it ends. If it
+    continues with another step of `Microbatches`, all raise an error. Do not leave gradients of
+    a ``loss.backward()`` under ``no_sync()`` in ``.grad``: no later step reduces them.
 
     Dropout and all else that draws from PyTorch's default generators gets a seed of its own. For
     `Microbatches` it is the same at every world size. It is made of the seed of `seed_everything`,
-    the epoch, the step, the number of the microbatch, and how many calls have run it. For any other
-    batch it is made of that seed, the rank, and the number of calls. Without `seed_everything` it
-    is made of the loader's seed, or of ``torch.initial_seed()``. Afterwards the generators are as
-    they were.
+    the epoch, the step, the number of the microbatch, and how many calls have run this batch.
+    So a second call draws other numbers. For any other batch it is made of that seed, the rank,
+    and the number of calls. Without `seed_everything` it is made of the loader's seed, or of
+    ``torch.initial_seed()``. Afterwards the generators are as they were.
 
     Collective, except under ``"none"`` and ``"dp"``. In a single process it is gradient
     accumulation. In a model's first step `backward` warns if all ranks have the same samples, as
@@ -74,15 +75,18 @@ def backward(
     under ``"ddp"`` together with the gradients, and no GPU is waited for.
 
     Args:
-        model: what `wrap_model` returned. The loss must train nothing else: freeze other models
-            that `loss_fn` runs, or detach their outputs. `backward` makes their buffers equal at
-            the end of the step; under the exact strategies it puts them back.
-        loss_fn: runs ``model`` and returns a mean over the samples, a tensor of one element. It may
-            also return ``(loss, metrics)``. Metrics are numbers and tensors, nested in dicts, lists
-            and tuples, and means as well: an accuracy, the parts of a loss.
+        model: what `wrap_model` returned. The loss must train nothing else. If `loss_fn` runs other
+            models, freeze them, or detach their outputs, or hold all in one module and wrap that.
+            At the end of the step the buffers of other wrapped models are equal on all ranks. Under
+            the exact strategies they are as before the step.
+        loss_fn: runs ``model`` and returns the mean over the samples of the microbatch, a tensor of
+            one element. With `count` it is the mean over what that counts: for tokens, their sum
+            divided by their number. It may also return ``(loss, metrics)``. Metrics are numbers and
+            tensors, nested in dicts, lists and tuples, and means as well: an accuracy, the parts of
+            a loss.
         batch: the `Microbatches` of a loader or, except under the exact strategies, one microbatch
             of any kind. A batch of a loader counts the samples that were read for it. In any other
-            batch the rows of the first tensor are the samples or, in a list, its items.
+            batch their number is the length of the first tensor or, of a list of samples, its own.
         count: returns what a microbatch counts for in place of its samples, for example its tokens:
             an integer from 0 up. The loss of a microbatch that counts 0 is ignored, even if it is
             NaN. Pass it if a ``collate_fn`` leaves samples out, or if a batch does not tell. It
@@ -104,7 +108,8 @@ def backward(
         RuntimeError: `loss_fn` did not run `model` (one process checks that in the first step), or
             the loss trains a parameter outside of `model`. Or the metrics differ in structure
             between ranks, or the ranks are at different steps. On a GPU these two are errors in the
-            first step alone; later the means are NaN, because no step waits for the GPU.
+            first step alone. Later the loss and metrics that it returns are NaN instead, because no
+            step waits for the GPU.
 
     >>> import torch
     >>> net, x = nn.Linear(1, 1), torch.arange(6.0).view(6, 1)

@@ -171,7 +171,7 @@ def shard(
     mesh, blocks = _mesh(target, settings), _blocks(module, settings)
     _tell(module, blocks, settings)
     before = [ref(parameter) for parameter in module.parameters()]
-    made: dict[Tensor, Tensor] = {}  # of what is ignored alone: it keeps tensors in memory
+    made: dict[Tensor, Tensor] = {}  # keeps tensors in memory: only those that are ignored
     for part in (*blocks, module):  # so no device holds more than one of them whole
         options = {"mesh": mesh, **options_of(part)}
         ignored = options.get("ignored_params") or set()

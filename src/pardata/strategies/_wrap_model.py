@@ -45,19 +45,21 @@ def wrap_model(
     ``"exact_fsdp"`` shards as ``"fsdp"`` and has the bits of ``"exact"`` at every world size. With
     one process it is ``"exact"``. It takes `Microbatches` of a loader with ``strided=True``.
 
-    All replicas start from rank 0's weights. Under ``"ddp"`` and ``"dp"`` the result is a subclass
-    of PyTorch's class. You read and write the module's attributes through it, and ``state_dict()``
-    has the names of ``unwrap(model)``. Under ``"ddp"`` buffers (batch norm's statistics) are equal
-    after every training step, and a forward without gradients never communicates.
+    Make the optimizer after `wrap_model`. All replicas start from rank 0's weights. Under ``"ddp"``
+    and ``"dp"`` the result is a subclass of PyTorch's class. You read and write the module's
+    attributes through it, and ``state_dict()`` has the names of ``unwrap(model)``. Under ``"ddp"``
+    buffers (batch norm's statistics) are equal after every training step, and a forward without
+    gradients never communicates.
 
     Under ``"fsdp"`` every forward is collective. `backward` averages the buffers over the ranks; a
-    training forward outside it broadcasts rank 0's. Each step gathers all parameters on each rank,
-    unless ``blocks`` says what is sharded one by one. Other ranks than 0 may pass a model on the
+    training forward outside it broadcasts rank 0's. By default each step holds all parameters on
+    each rank at once. With ``blocks``, as ``blocks=[Layer]``, it holds those of one block at a
+    time, and those outside of the blocks. Other ranks than 0 may pass a model on the
     meta device.
 
-    ``"exact"`` adds the gradients of microbatches in a fixed order. It computes each from the
-    step's buffers, under a seed of its own, with a fixed number of threads, which it sets for the
-    process.
+    ``"exact"`` needs a loader with a `microbatch_size`, whose gradients it adds in a fixed order.
+    It computes each from the step's buffers, under a seed of its own, with a fixed number of
+    threads, which it sets for the process.
 
     Collective, except under ``"none"`` and ``"dp"``. ``"ddp"`` and ``"fsdp"`` need `init`, also
     with one process.
@@ -74,12 +76,12 @@ def wrap_model(
         options: for the wrapped class. ``"ddp"``: ``find_unused_parameters``, ``bucket_cap_mb``,
             ``static_graph`` and so on. ``"dp"``: ``device_ids``, ``output_device``, ``dim``.
             ``"fsdp"``: ``blocks``, ``replicate``, and ``fully_shard``'s own, as ``mesh``,
-            ``mp_policy`` and ``offload_policy``. ``blocks`` are classes of modules or their names.
-            ``"auto"`` takes the modules of the outermost lists that hold more than a tenth of the
-            parameters. ``replicate`` is how many copies of the shards there are (1). ``"exact"``:
-            ``threads`` (1), the same at every world size. ``"exact_fsdp"``: ``threads``, ``blocks``
-            and ``reshard_after_forward``. ``"none"`` ignores the options of the others, so that one
-            call serves every world size.
+            ``mp_policy`` and ``offload_policy``. ``blocks`` are a class of modules or its name, or
+            a list of them. ``"auto"`` takes the modules of the outermost lists that hold more than
+            a tenth of the parameters. ``replicate`` is how many copies of the shards there are (1).
+            ``"exact"``: ``threads`` (1), the same at every world size. ``"exact_fsdp"``:
+            ``threads``, ``blocks`` and ``reshard_after_forward``. ``"none"`` ignores the options of
+            the others, so that one call serves every world size.
 
     Raises:
         TypeError: `model` is no module, or an option is unknown.
@@ -87,8 +89,8 @@ def wrap_model(
             or has an embedding with ``max_norm``. Or ``blocks`` are not in the model or share
             parameters with the rest, or ``replicate`` does not divide the number of ranks. PyTorch
             itself refuses a model that is not initialised, or on the meta device.
-        RuntimeError: the ranks hold different models; it names the first parameter that differs. Or
-            there is no process group, or torch is too old for the strategy.
+        RuntimeError: the models of the ranks differ in names, shapes or dtypes; it names the first
+            parameter that does. Or there is no process group, or torch is too old for the strategy.
 
     >>> net = wrap_model(nn.Linear(2, 2))
     >>> type(net).__name__  # a single process

@@ -138,11 +138,12 @@ class ReadThrough(nn.Module):
 
 
 @contextmanager  # which decorates, too
-def refusing_forwards(model: nn.Module, name: str, runs: Callable[[], bool]) -> Iterator[None]:
+def refusing_forwards(wrapper: ReadThrough, name: str, runs: Callable[[], bool]) -> Iterator[None]:
     """Raise in a block, or a method, that trains parts of a model whose gradients nobody syncs.
 
     Args:
-        model: the module inside DDP.
+        wrapper: the model in DDP. Not its module: dynamo of torch 2.6 refuses a hook that holds
+            a compiled one.
         name: of the method.
         runs: returns whether a forward of the wrapper runs, which is in order.
     """
@@ -154,7 +155,7 @@ def refusing_forwards(model: nn.Module, name: str, runs: Callable[[], bool]) -> 
         if torch._C._current_graph_task_id() >= 0:  # noqa: SLF001  # torch has no public name
             return
         trains = any(parameter.requires_grad for parameter in module.parameters())
-        if trains and any(own is module for own in model.modules()):
+        if trains and any(own is module for own in wrapper.module.modules()):
             raise RuntimeError(
                 f"`{name}` must not train through DistributedDataParallel, but it runs "
                 f"{type(module).__name__} with gradients, which would not be synchronised: "

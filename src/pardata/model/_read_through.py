@@ -5,7 +5,7 @@ attributes, ``state_dict`` and ``load_state_dict`` are the module's.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -138,18 +138,17 @@ class ReadThrough(nn.Module):
 
 
 @contextmanager  # which decorates, too
-def refusing_forwards(wrapper: ReadThrough, name: str, runs: Callable[[], bool]) -> Iterator[None]:
+def refusing_forwards(wrapper: Any, name: str) -> Iterator[None]:
     """Raise in a block, or a method, that trains parts of a model whose gradients nobody syncs.
 
     Args:
         wrapper: the model in DDP. Not its module: dynamo of torch 2.6 refuses a hook that holds
             a compiled one.
         name: of the method.
-        runs: returns whether a forward of the wrapper runs, which is in order.
     """
 
     def refuse(module: nn.Module, _args: object) -> None:
-        if runs() or not torch.is_grad_enabled():
+        if wrapper._forward_runs or not torch.is_grad_enabled():  # noqa: SLF001  # a public name would hide the module's
             return
         # A checkpointed part runs again in the backward of a forward that was in order.
         if torch._C._current_graph_task_id() >= 0:  # noqa: SLF001  # torch has no public name

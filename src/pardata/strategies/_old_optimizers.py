@@ -1,10 +1,11 @@
 """An optimizer of parameters that sharding has replaced: its steps would train nothing."""
 
-from weakref import WeakSet, finalize, ref
+from weakref import WeakSet, ref
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from pardata.strategies._optimizer_steps import before_steps
 
 
 def refuse_old_optimizers(module: nn.Module, before: list[ref[nn.Parameter]]) -> None:
@@ -13,7 +14,7 @@ def refuse_old_optimizers(module: nn.Module, before: list[ref[nn.Parameter]]) ->
     replaced = [one for one in before if one() not in new]
     checked = WeakSet[Optimizer]()
 
-    def look(one: Optimizer, *_: object) -> None:
+    def look(one: Optimizer) -> None:
         if one in checked:
             return
         old = {id(parameter) for alive in replaced if (parameter := alive()) is not None}
@@ -26,4 +27,4 @@ def refuse_old_optimizers(module: nn.Module, before: list[ref[nn.Parameter]]) ->
             )
         checked.add(one)
 
-    finalize(module, register_optimizer_step_pre_hook(look).remove)
+    before_steps(module, look)

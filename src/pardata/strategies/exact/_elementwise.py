@@ -4,12 +4,13 @@ from collections import defaultdict
 from contextlib import suppress
 from copy import copy
 from typing import Any
-from weakref import WeakSet, finalize, ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from pardata.strategies._optimizer_steps import before_steps
 
 
 def refuse_mixing_optimizers(module: nn.Module) -> None:
@@ -20,7 +21,7 @@ def refuse_mixing_optimizers(module: nn.Module) -> None:
     """
     checked, alive = WeakSet[Optimizer](), ref(module)
 
-    def look(one: Optimizer, *_: object) -> None:
+    def look(one: Optimizer) -> None:
         own = alive()
         if own is None or one in checked:
             return
@@ -36,7 +37,7 @@ def refuse_mixing_optimizers(module: nn.Module) -> None:
                 )
         checked.add(one)
 
-    finalize(module, register_optimizer_step_pre_hook(look).remove)
+    before_steps(module, look)
 
 
 def _mixes(one: Optimizer, group: dict[str, Any], like: Tensor) -> bool:

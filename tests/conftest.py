@@ -26,7 +26,7 @@ MARKS |= dict.fromkeys(
     ),
     "oldest",
 )
-ARITHMETIC = {"test_same_batches.py", "test_plan.py"}  # of integers, alike on all versions
+ARITHMETIC = {"test_same_batches.py", "test_plan.py", "test_position.py"}
 # Files of few tests that take long, the longest first.
 LONGEST = (
     "test_kills.py",

@@ -260,7 +260,7 @@ def test_the_log_has_a_few_stacks_folded_and_torchruns_folder_all_of_them(tmp_pa
 @pytest.mark.parametrize(
     ("name", "value", "file"),
     [
-        ("TORCH_FR_BUFFER_SIZE", "2000", "/tmp/nccl_trace_rank_<rank>"),  # torch's default
+        ("TORCH_FR_BUFFER_SIZE", "2000", "set TORCH_FR_DUMP_TEMP_FILE to say where"),
         ("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000", "/x_<rank>"),
         ("TORCH_NCCL_TRACE_BUFFER_SIZE", "0", None),
     ],

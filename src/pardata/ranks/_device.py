@@ -90,8 +90,9 @@ def flight_recorder() -> str:
     if {os.environ.get(name, "0") for name in _RECORDS} == {"0"}:
         return ""
     files = [os.environ[name] for name in _RECORDERS_FILE if name in os.environ]
-    file = (files or ["/tmp/nccl_trace_rank_"])[0]  # noqa: S108  # torch's default
-    return f"at the timeout PyTorch's flight recorder writes its file for each rank: {file}<rank>"
+    # By default it goes to a folder that is another one from version to version of torch.
+    where = f"{files[0]}<rank>" if files else "set TORCH_FR_DUMP_TEMP_FILE to say where"
+    return f"at the timeout PyTorch's flight recorder writes its file for each rank: {where}"
 
 
 def hidden_devices(root: Path = Path("/")) -> tuple[str, str] | None:

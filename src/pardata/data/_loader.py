@@ -81,10 +81,12 @@ class Loader(ForPeers):
         """Run what is left of `count` epochs: ``for epoch in loader.epochs(count)``.
 
         A new loader begins at the first epoch. After `load_state_dict` it runs the rest of the
-        epoch in which the state was saved, or the next epoch if nothing is left. Only reading shows
-        the end of an ``IterableDataset``, so there the rest may have no batch. Epochs that ran to
+        epoch in which the state was saved, or the next epoch if nothing is left. The
+        loader knows the end of an ``IterableDataset`` only when it reads that far. So if the state
+        was saved after its last batch, the rest of the epoch has no batch. Epochs that ran to
         their end count as done, also in an earlier loop. If you leave this loop in the middle of an
-        epoch, or look at a batch outside of it, that epoch is not done. The next loop runs it.
+        epoch, or look at a batch outside of it, that epoch is not done. The next loop runs it from
+        its first batch.
 
         In the body each ``iter()`` runs the same epoch, however often you call it. The end of the
         body moves to the next epoch, even if a ``break`` left some batches. ``loader.epoch`` is

@@ -56,9 +56,10 @@ def make_loader(
     Step k of an epoch holds the same samples at every world size. Each rank gets consecutive
     samples of it, and the ranks' counts differ by at most one. The loader collates as
     ``DataLoader`` does, and moves each batch to the device. All ranks yield the same number of
-    batches. No sample is repeated. An ordered loader leaves none out, so an evaluation counts each
-    exactly once. If its last batch has fewer samples than ranks, some ranks get an empty one.
-    Epochs advance by themselves, and ``state_dict()`` resumes at any step and any world size.
+    batches. No sample is repeated. Without `shuffle` and `sampler` the loader leaves none out, so
+    an evaluation counts each exactly once. If then the last batch has fewer samples than ranks,
+    some ranks get an empty one. Epochs advance by themselves, and ``state_dict()`` resumes at any
+    step and any world size.
 
     The loader reads by whole batches if the dataset is a ``TensorDataset``, what `cache_dataset`
     returns, a ``Subset`` or ``ConcatDataset`` of such, or has ``__getitems__``. If
@@ -94,19 +95,21 @@ def make_loader(
             draws as a `sampler` does. Without `microbatch_size` each batch must have a sample for
             every rank.
         sharded: the ``IterableDataset`` yields, on each rank and worker, samples that no other
-            yields. They are batched as they come, until no rank has any; with `drop_last`, until
-            one rank has no whole share. ``get_worker_info()`` tells a worker its number. Take the
-            rank from `world` when you make the dataset.
+            yields. Each rank batches them in the order in which they come. The epoch ends when all
+            ranks have run out, and a rank that ran out before gets empty batches. With `drop_last`
+            it ends as soon as one rank cannot fill its share. ``get_worker_info()`` tells a worker
+            its number. Take the rank from `world` when you make the dataset.
         num_workers: per rank. ``"auto"`` is 0 for a dataset that is read by whole batches.
             Otherwise it is the number of cores that this rank may use, less one, at most 8.
         seed: of the order, the samples and the workers. ``None`` is rank 0's
-            ``torch.initial_seed()`` for the first loader. Each further loader gets another seed,
-            made of that and of its number. `seed_everything` begins to count anew.
+            ``torch.initial_seed()`` for the first loader that a run makes. Each further one gets a
+            seed made of that and of its number. `seed_everything` starts the numbering anew.
         reproducible: seed the default generators of Python, NumPy and PyTorch before each sample,
-            from `seed`, the epoch and the sample. Each batch puts them back. So an augmentation
-            depends neither on the workers nor on the world size. An ``IterableDataset`` is always
-            seeded before each batch instead. `collate_fn`, `batch_transform` and ``__getitems__``
-            are seeded for each microbatch. Without `microbatch_size` it is an error if they draw.
+            from `seed`, the epoch and the sample. After each batch they are put back. An
+            augmentation that draws from these generators depends neither on the workers nor on the
+            world size. An ``IterableDataset`` is always seeded before each batch instead.
+            `collate_fn`, `batch_transform` and ``__getitems__`` are seeded for each microbatch.
+            Without `microbatch_size` it is an error if they draw.
         device: where the batches go. ``"auto"`` is the world's device; ``None`` leaves them on the
             CPU.
         batch_transform: applied to each batch, or microbatch, on the device.

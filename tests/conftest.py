@@ -7,10 +7,10 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+import forked
 import on_ranks
 import pytest
 import torch
-from forked import forking
 from hypothesis import HealthCheck, settings
 
 from pardata import __version__
@@ -104,11 +104,10 @@ def short_tmp():
         yield directory
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def programs():
-    """What starts programs, which is there as long as a file's tests."""
-    with forking() as programs:
-        yield programs
+    """What starts programs, without the time that importing torch takes."""
+    return forked.the_programs()
 
 
 @pytest.fixture(autouse=True)
@@ -122,4 +121,5 @@ def _clean(monkeypatch):
 
 
 def pytest_sessionfinish():
+    forked.end_all()
     on_ranks.end_all()

@@ -29,8 +29,8 @@ CHUNK = 64  # samples that a worker decodes at once
 _WORTH_WORKERS = 16 * CHUNK  # samples; with fewer, processes cost more than they bring
 _VERSION = 2
 _RANDOM = (
-    "the samples of %s differ from one reading to the next, and the cache holds one reading for "
-    "ever: take the random transform out, and give it to the `batch_transform` of make_loader"
+    "the samples of %s differ at each reading, and the cache keeps one: move the random transform "
+    "to the `batch_transform` of make_loader"
 )
 _LOOKED_AT = 8  # samples, from the first to the last, that tell whether the source has changed
 _BANDS = ("L", "RGB", "RGBA", "CMYK", "YCbCr", "LA")  # image modes of 8 bits a band

@@ -14,7 +14,7 @@ from pardata.data._microbatches import Microbatches
 from pardata.data._order import Requests, length_of
 from pardata.data._peers import ForPeers
 from pardata.data._placement import Placement
-from pardata.data._plan import Fetched, Plan, Step
+from pardata.data._plan import Fetched, GlobalStep, Plan
 from pardata.data._position import Bookmark, Pass, Position, Recipe
 from pardata.data._sample_count import Read, delivered
 from pardata.data._whole_batches import is_read_whole
@@ -144,11 +144,11 @@ class Loader(ForPeers):
         parts = self._recipe, self._source, self._placement
         if seed != self._recipe.facts["seed"]:
             parts = self._with_seed(seed) or parts  # those of another loader of this run
-        place = parts[0].position(state)
-        self._bookmark.resume_at(place)
+        start = parts[0].position(state)
+        self._bookmark.resume_at(start)
         self._recipe, self._source, self._placement = parts
-        if self._recipe.is_stream and place.delivered and place.state is None:
-            _log.info("the loader reads %d samples again, to resume after them", place.delivered)
+        if self._recipe.is_stream and start.delivered and start.state is None:
+            _log.info("the loader reads %d samples again, to resume after them", start.delivered)
 
     def stats(self, *, reduce: bool = False) -> dict[str, float]:
         """Return how this rank's time was spent since the epoch in progress, or the last, began.
@@ -160,9 +160,10 @@ class Loader(ForPeers):
         Args:
             reduce: return the stats of the rank that waited longest; collective then.
         """
-        own = self._clock.stats()
-        told = all_gather(own) if reduce else [own]
-        return max(told, key=lambda stats: stats["wait_seconds"])
+        stats = self._clock.stats()
+        if reduce:
+            return max(all_gather(stats), key=lambda each: each["wait_seconds"])
+        return stats
 
     def fingerprint(self) -> str:
         """Return a hash of the samples delivered in the epoch in progress, or the last.
@@ -209,11 +210,11 @@ class Loader(ForPeers):
         try:
             while True:
                 bookmark.check(begun)
-                step, own, batch = clock.next_of(batches, _END, self._source.reading)
+                step, state, batch = clock.next_of(batches, _END, self._source.reading)
                 if step is None:
                     break
                 clock.samples += step.samples
-                bookmark.delivered(begun, step.samples, self._source.digest, own)
+                bookmark.delivered(begun, step.samples, self._source.digest, state)
                 if self._plan.microbatch_size is None:  # else the batch says it itself
                     delivered.add(batch, Read(step.rows, self._plan.size))
                 yield batch
@@ -223,7 +224,7 @@ class Loader(ForPeers):
         finally:
             clock.stop()
 
-    def _shaped(self, fetched: Fetched) -> tuple[Step, Any, Any]:
+    def _shaped(self, fetched: Fetched) -> tuple[GlobalStep, Any, Any]:
         """Return a step, the dataset's own state after it, and what the loop gets.
 
         That is microbatches, or one batch.
@@ -231,13 +232,11 @@ class Loader(ForPeers):
         step = fetched.step
         batches = self._placement.placed(fetched)
         if self._plan.microbatch_size is not None:
-            where = {"epoch": step.epoch, "step": step.number, "first": step.first}
-            whose = {"seed": self._recipe.facts["seed"], "size": self._plan.size}
-            whose["stride"] = step.stride
-            own = batches if step.rows else ()
-            counts = self._plan.counts_of(step.samples)
-            found = Microbatches(own, **where, counts=counts, **whose, placeholder=batches[0])
-            return step, fetched.state, found
+            facts: dict[str, Any] = {"epoch": step.epoch, "step": step.number, "first": step.first}
+            facts |= {"stride": step.stride, "counts": self._plan.counts_of(step.samples)}
+            facts |= {"seed": self._recipe.facts["seed"], "size": self._plan.size}
+            read = batches if step.rows else ()
+            return step, fetched.state, Microbatches(read, **facts, placeholder=batches[0])
         (batch,) = batches
         if step.rows == 0 or step.samples < self._plan.size:
             # On every rank, so that a batch that cannot be emptied is an error on all of them.
@@ -254,9 +253,8 @@ class Loader(ForPeers):
             return
         workers = 0 if self._source.workers is None else self._source.workers.num_workers
         text = (
-            f"the first epoch spent {100 * stats['wait_share']:.0f} % of its "
-            f"{stats['seconds']:.1f} s waiting for data: more num_workers (now {workers}) read in "
-            f"parallel"
+            f"the first epoch waited {stats['wait_share']:.0%} of its {stats['seconds']:.1f} s "
+            f"for data: more num_workers (now {workers}) read in parallel"
         )
         if not is_read_whole(self.dataset):
             text += ", cache_dataset decodes once, and batch_transform does a whole batch at a time"

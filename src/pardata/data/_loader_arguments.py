@@ -20,10 +20,8 @@ from pardata.values._arguments import check_flag, check_integer, check_map_style
 
 _log = get_logger(__name__)
 
-_COMPARED = (
-    *("batch_size", "microbatch_size", "strided", "shuffle", "drop_last", "sharded"),
-    *("reproducible", "seed", "prefetch"),
-)
+_FLAGS = ("strided", "shuffle", "sharded", "reproducible")
+_COMPARED = ("batch_size", "microbatch_size", "drop_last", *_FLAGS, "seed", "prefetch")
 
 
 def agreed(given: Arguments) -> Settings:
@@ -37,23 +35,22 @@ def agreed(given: Arguments) -> Settings:
     shared = given.distributed is not False
     here = _world_for(given.distributed) if shared else world()
     ranks = here if shared else single_world()
-    found: list[Settings] = []
+    made: list[Settings] = []
 
     def facts() -> dict[str, object]:
-        found.append(own := _settings(given, here, ranks))
-        compared = {name: getattr(given, name) for name in _COMPARED}
-        compared["drop_last"] = own.plan.drop_last
-        initial = torch.initial_seed()
-        numbers = [initial, next_number(initial)]
-        return {"the length": own.plan.length, **compared, "loaders": numbers}
+        made.append(_settings(given, here, ranks))
+        plan, initial = made[0].plan, torch.initial_seed()
+        compared = {"the length": plan.length, **{name: getattr(given, name) for name in _COMPARED}}
+        return {**compared, "drop_last": plan.drop_last, "loaders": [initial, next_number(initial)]}
 
-    def decide(told: list[dict[str, Any]]) -> list[int]:
-        counts: list[list[int]] = [each.pop("loaders") for each in told]  # may differ: rank 0's
-        require_same("make_loader", told, "Pass the same dataset and arguments on every rank.")
-        return counts[0]
+    def decide(facts_of_ranks: list[dict[str, Any]]) -> list[int]:
+        loaders: list[list[int]] = [each.pop("loaders") for each in facts_of_ranks]  # may differ
+        cure = "Pass the same dataset and arguments on every rank."
+        require_same("make_loader", facts_of_ranks, cure)
+        return loaders[0]
 
     initial, number = agree(ranks, "make_loader", facts, decide)
-    (settings,) = found
+    (settings,) = made
     _look_at_shares(settings)
     if given.seed is not None:
         return settings
@@ -79,7 +76,7 @@ def _settings(given: Arguments, here: World, ranks: World) -> Settings:
         _check_alone(given)
     drop_last = given.trains if given.drop_last is None else given.drop_last
     check_flag("drop_last", drop_last)
-    for name in ("strided", "shuffle", "sharded", "reproducible"):
+    for name in _FLAGS:
         check_flag(name, getattr(given, name))
     _check_data(given)
     plan = _plan(given, ranks, drop_last=drop_last)
@@ -143,15 +140,13 @@ def _check_data(given: Arguments) -> None:
     if isinstance(dataset, DataLoader):
         raise TypeError(
             "`dataset` must be what a DataLoader reads from, but is a DataLoader: pass "
-            "loader.dataset, and its batch_size times the number of ranks, as that counts the "
-            "samples of all ranks here"
+            "loader.dataset, and its batch_size times the number of ranks"
         )
     if isinstance(dataset, IterableDataset):
         if given.trains or given.batch_sampler is not None:
             raise ValueError(
                 f"`shuffle`, `sampler` and `batch_sampler` must be left out for an "
-                f"IterableDataset, whose order is its own, but are given for {kind}: shuffle "
-                f"inside the dataset"
+                f"IterableDataset, but are given for {kind}: shuffle inside the dataset"
             )
         return
     if given.sharded:
@@ -243,14 +238,13 @@ def _look_at_shares(settings: Settings) -> None:
     if batch_size is None:
         return  # only the batch_sampler knows
     # Without microbatches a rank gets single samples, at least one.
-    pieces = -(-batch_size // (given.microbatch_size or 1))
-    if pieces < ranks:
-        shares = [share(pieces, rank, ranks, strided=given.strided) for rank in range(ranks)]
-        idle = ", ".join(str(rank) for rank, own in enumerate(shares) if not own)
+    count = -(-batch_size // (given.microbatch_size or 1))
+    if count < ranks:
+        shares = [share(count, rank, ranks, strided=given.strided) for rank in range(ranks)]
+        idle = ", ".join(str(rank) for rank in range(ranks) if not shares[rank])
         text = (
-            f"a `batch_size` of {batch_size} makes {pieces} microbatches of at most "
-            f"{given.microbatch_size} samples for {ranks} ranks, so that rank(s) {idle} have "
-            f"nothing to do; make `microbatch_size` smaller"
+            f"a `microbatch_size` of {given.microbatch_size} makes {count} microbatches of "
+            f"{batch_size} samples for {ranks} ranks, so that rank(s) {idle} idle: make it smaller"
         )
         _log.warning(text, ranks=[0], once=True)
     elif given.microbatch_size is None and given.trains and batch_size % ranks:

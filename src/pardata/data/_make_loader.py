@@ -53,7 +53,7 @@ def make_loader(
 ) -> Loader:
     """Return a loader of this rank's share of each *global* batch of `batch_size` samples.
 
-    Step k of an epoch holds the same samples at every world size. Each rank gets consecutive
+    GlobalStep k of an epoch holds the same samples at every world size. Each rank gets consecutive
     samples of it, and the ranks' counts differ by at most one. The loader collates as
     ``DataLoader`` does, and moves each batch to the device. All ranks yield the same number of
     batches. No sample is repeated. An ordered loader leaves none out, so an evaluation counts each
@@ -146,15 +146,14 @@ def _parts(settings: Settings) -> Parts:
     given, ranks, plan, workers = settings.given, settings.ranks, settings.plan, settings.workers
     seeds = Seeds(settings.seed, given.reproducible, given.microbatch_size is not None)
     collation = Collation(given.collate_fn, seeds, settings.here.rank)
-    source: Source
-    if isinstance(given.dataset, IterableDataset):
-        stream = Stream(given.dataset, collation, plan, sharded=given.sharded)
-        source = Streamed(stream, None, ranks, workers)
-    else:
+    if not isinstance(given.dataset, IterableDataset):
         sampler = given.sampler if given.batch_sampler is None else given.batch_sampler
         to_workers = workers["num_workers"] > 0
         requests = Requests(plan, ranks, settings.seed, given.shuffle, sampler, to_workers)
         source = Source(Reader(given.dataset, collation), requests, ranks, workers)
+    else:
+        stream = Stream(given.dataset, collation, plan, sharded=given.sharded)
+        source = Streamed(stream, None, ranks, workers)
     places = settings.device, given.batch_transform, seeds, given.prefetch, settings.pins
     return _recipe(settings), source, Placement(*places)
 
@@ -169,13 +168,9 @@ def _with_seed(settings: Settings, seed: Any) -> Parts | None:
 
 def _recipe(settings: Settings) -> Recipe:
     given, plan = settings.given, settings.plan
-    names = ("batch_size", "microbatch_size", "shuffle")
-    facts = {
-        "length": plan.length,
-        **{name: getattr(given, name) for name in names},
-        "drop_last": plan.drop_last,
-        "seed": settings.seed,
-    }
+    facts: dict[str, Any] = {"length": plan.length, "batch_size": given.batch_size}
+    facts |= {"microbatch_size": given.microbatch_size, "shuffle": given.shuffle}
+    facts |= {"drop_last": plan.drop_last, "seed": settings.seed}
     for name in ("sampler", "batch_sampler"):
         drawn_by = getattr(given, name)
         facts[name] = None if drawn_by is None else type(drawn_by).__name__

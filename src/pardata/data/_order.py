@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from pardata.collective._agreement import agree, require_same
-from pardata.data._plan import Plan, Step
+from pardata.data._plan import GlobalStep, Plan
 from pardata.data._position import Position
 from pardata.data._shuffle import Shuffle
 from pardata.data._whole_batches import on_cpu
@@ -48,10 +48,7 @@ class Epoch(NamedTuple):
         """Return the indices of the samples at each of these runs of positions."""
         if (drawn := self.drawn) is not None:
             return [[drawn[i] for i in run] for run in runs]
-        if all(one.stop == other.start for one, other in pairwise(runs)):  # one rank's are
-            positions = torch.arange(runs[0].start, runs[-1].stop, device="cpu")
-        else:
-            positions = torch.cat([torch.arange(r.start, r.stop, device="cpu") for r in runs])
+        positions = torch.cat([torch.arange(r.start, r.stop, device="cpu") for r in runs])
         indices = positions if self.shuffle is None else self.shuffle.at(positions)
         return list(indices.split([len(run) for run in runs]))
 
@@ -64,7 +61,7 @@ class Request(NamedTuple):
             random numbers of its own.
     """
 
-    step: Step
+    step: GlobalStep
     indices: list[Indices]
     positions: list[range] | None
 
@@ -106,15 +103,14 @@ class Requests(Sampler[Request]):
         delivered = steps[self._first - 1].stop if self._first else 0
         if start.digest not in (None, self.epoch.digest) or start.delivered != delivered:
             raise ValueError(
-                f"`state` must have been taken with the order that `{self.name}` yields, but "
-                f"that of epoch {start.epoch} is another one now: make it of the same data and "
-                f"arguments as then"
+                f"`state` must have been taken with the order that `{self.name}` yields, but epoch "
+                f"{start.epoch} has another now: make it of the same data and arguments"
             )
         return self._first < len(steps)
 
     def __iter__(self) -> Iterator[Request]:
         plan, steps = self.plan, self.epoch.steps
-        shares: dict[int, tuple[Step, list[range]]] = {}  # by how many samples a step has
+        shares: dict[int, tuple[GlobalStep, list[range]]] = {}  # by how many samples a step has
         together = max(1, _AHEAD * plan.size // (plan.batch_size or _AHEAD))
         for start in range(self._first, len(steps), together):
             requested = []
@@ -123,7 +119,7 @@ class Requests(Sampler[Request]):
                 if (samples := len(positions)) not in shares:
                     shares[samples] = plan.share_of(samples)
                 step, runs = shares[samples]
-                step = Step(self._number, number, *step[2:])  # _replace takes twice as long
+                step = GlobalStep(self._number, number, *step[2:])  # _replace takes twice as long
                 requested.append((step, [positions[run.start : run.stop] for run in runs]))
             found = iter(self.epoch.look_up([run for _, runs in requested for run in runs]))
             if self.to_workers:
@@ -179,8 +175,7 @@ class Requests(Sampler[Request]):
                     f"`{self.name}` must yield the same order each time it is read in epoch "
                     f"{epoch}, but {type(self.sampler).__name__} yielded two orders: let its "
                     f"__iter__ keep nothing for the next one (shuffle a copy, count epochs by "
-                    f"set_epoch), and draw from the default generators (generator=None), which are "
-                    f"seeded for each epoch"
+                    f"set_epoch), and draw from the default generators (generator=None)"
                 )
             self._looks_twice = False
             return {"the order": hashlib.sha256(repr(drawn).encode()).hexdigest()[:16]}
@@ -219,9 +214,8 @@ class Requests(Sampler[Request]):
         least = 1 if self.plan.microbatch_size else self.plan.size
         if len(batch) < least:
             raise ValueError(
-                f"`batch_sampler` must yield at least {least} indices for each global batch, one "
-                f"for each rank, but yielded {batch!r}: let it join small batches, or pass "
-                f"`microbatch_size`"
+                f"`batch_sampler` must yield at least {least} indices in each batch, one for each "
+                f"rank, but yielded {batch!r}: join small batches, or pass `microbatch_size`"
             )
         return list(batch)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pardata.data._batch_parts import is_whole, tensors_of
-from pardata.data._plan import Fetched, Step
+from pardata.data._plan import Fetched, GlobalStep
 from pardata.data._sample_seeds import Seeds
 from pardata.ranks._device import has_streams
 from pardata.values._tree import TreePath, mapped
@@ -37,7 +37,7 @@ class Placement(NamedTuple):
         numbered = zip(step.numbers(), fetched.batches, strict=False)
         return [self._placed(batch, step, n) for n, batch in numbered]
 
-    def _placed(self, batch: Any, step: Step, microbatch: int) -> Any:
+    def _placed(self, batch: Any, step: GlobalStep, microbatch: int) -> Any:
         if self.pins:
             batch = pinned(batch)
         batch = moved(batch, self.device)

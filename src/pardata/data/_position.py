@@ -186,9 +186,8 @@ class Recipe(NamedTuple):
         epoch, delivered = state["epoch"], state["delivered"]
         if not (_is_count(epoch) and _is_count(delivered) and self._ends_a_batch(delivered)):
             raise ValueError(
-                f"`state` must be at the end of a batch of {self.facts['batch_size']}, but is at "
-                f"sample {reprlib.repr(delivered)} of epoch {reprlib.repr(epoch)}: look at what "
-                f"was saved"
+                f"`state` must end a batch of {self.facts['batch_size']}, but is at sample "
+                f"{reprlib.repr(delivered)} of epoch {reprlib.repr(epoch)}: look at what was saved"
             )
         return Position(epoch, delivered, state["digest"], state["state"])
 

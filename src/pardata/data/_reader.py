@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from pardata.data._order import Request, as_list
-from pardata.data._plan import Fetched, Step
+from pardata.data._plan import Fetched, GlobalStep
 from pardata.data._sample_seeds import Seeds
 from pardata.data._whole_batches import is_read_whole, on_cpu, whole_batch_reader
 from pardata.ranks._logger import get_logger
@@ -30,7 +30,7 @@ class Collation(NamedTuple):
     seeds: Seeds
     rank: int  # this process's, also if nothing is shared out
 
-    def batch_of(self, samples: Any, indices: Any, step: Step, microbatch: int) -> Any:
+    def batch_of(self, samples: Any, indices: Any, step: GlobalStep, microbatch: int) -> Any:
         if self.collate_fn is None:
             try:
                 with on_cpu():
@@ -67,14 +67,15 @@ class Reader(Dataset[Any]):
 
     def look_again(self) -> None:
         """Find out how to read whole batches, once the dataset has changed, too."""
-        plainly = self.collation.collate_fn is None
-        self._read_whole = whole_batch_reader(self.dataset) if plainly else None
+        collates = self.collation.collate_fn is not None
+        self._read_whole = None if collates else whole_batch_reader(self.dataset)
 
     def __getitem__(self, request: Request) -> Fetched:
         """Return what is asked for."""
         step, asked, positions = request
-        if step.epoch != self._epoch:
-            self._tell(step.epoch)
+        if step.epoch != self._epoch and hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(step.epoch)  # here too: a worker has a copy of its own
+        self._epoch = step.epoch
         if (read := self._read_whole) is not None:
             found = [self._got(read, torch.as_tensor(each, device="cpu")) for each in asked]
             return Fetched(step, found)
@@ -88,13 +89,7 @@ class Reader(Dataset[Any]):
         self._looks = False
         return Fetched(step, found)
 
-    def _tell(self, epoch: int) -> None:
-        """Tell the dataset the epoch, if it asks for that: a worker has a copy of its own."""
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
-        self._epoch = epoch
-
-    def _batch(self, step: Step, microbatch: int, wanted: Wanted, states: States) -> Any:
+    def _batch(self, step: GlobalStep, microbatch: int, wanted: Wanted, states: States) -> Any:
         """Return what ``collate_fn`` makes of the samples that are `wanted`."""
         indices, _ = wanted
         if self._by_items:
@@ -104,7 +99,7 @@ class Reader(Dataset[Any]):
                 return samples  # a whole batch: PyTorch's protocol has a list of samples
         else:
             if microbatch > step.first and self.collation.collate_fn is not None:
-                states = generators.states_of(own for own, _ in states)  # it was seeded, to draw
+                states = generators.states_of(each for each, _ in states)  # it was seeded, to draw
             samples = self._samples(step.epoch, wanted, states)
         return self.collation.batch_of(samples, indices, step, microbatch)
 
@@ -116,7 +111,7 @@ class Reader(Dataset[Any]):
         """
         while True:
             among = generators.default_generators() if self._looks else self._drawn_from
-            rest = [own for own in states if own[0] not in among]
+            rest = [state for state in states if state[0] not in among]
             try:
                 found = self._read(epoch, wanted, among)
             except RuntimeError:
@@ -134,13 +129,13 @@ class Reader(Dataset[Any]):
         get, looks, found = self.dataset.__getitem__, self._looks, []
         try:
             for index, seed in zip(indices, seeds, strict=True):
-                for own in among:
-                    own.seed(seed)
+                for generator in among:
+                    generator.seed(seed)
                 states = generators.states_of(among) if looks else []
                 found.append(get(index))
                 if looks:
                     drawn = generators.moved(states)
-                    self._drawn_from += [own for own in drawn if own not in self._drawn_from]
+                    self._drawn_from += [each for each in drawn if each not in self._drawn_from]
         except Exception as error:  # user code: whatever it raises
             raise self._unread(indices[len(found)], error) from error
         return found
@@ -166,12 +161,11 @@ class Reader(Dataset[Any]):
         self._looks_twice.fill_(False)
         text = (
             "sample %s of %s differs when read twice with the same seed, so that runs at other "
-            "sizes will not be the same: draw from the default generators of Python, NumPy or "
-            "PyTorch, or pass reproducible=False"
+            "sizes differ: draw from the default generators, or pass reproducible=False"
         )
         # A user's objects may raise anything: this is advice, and must not end a run.
         with (kept := generators.kept_generators()), suppress(Exception):
-            own = (first, positions[0] if positions else first), kept.states
-            one, other = (digest_of(self._samples(step.epoch, *own)) for _ in range(2))
-            if one != other:
+            wanted = first, positions[0] if positions else first
+            reads = (self._samples(step.epoch, wanted, kept.states) for _ in range(2))
+            if len({*map(digest_of, reads)}) > 1:
                 _log.warning(text, first[0], type(self.dataset).__name__)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from pardata.data._plan import Step
+from pardata.data._plan import GlobalStep
 from pardata.seeds import _generators as generators
 from pardata.seeds._mix import mix
 
@@ -23,7 +23,7 @@ class Seeds(NamedTuple):
         return generators.Kept(generators.default_generators() if self.reproducible else ())
 
     def around(
-        self, user: str, step: Step, microbatch: int, device: torch.device | None = None
+        self, user: str, step: GlobalStep, microbatch: int, device: torch.device | None = None
     ) -> AbstractContextManager[None]:
         """Return the context in which `user` sees one microbatch, or one rank's share.
 

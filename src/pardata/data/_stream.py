@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from pardata.data._plan import Fetched, Plan, Step, share
+from pardata.data._plan import Fetched, GlobalStep, Plan, share
 from pardata.data._reader import Collation
 from pardata.seeds._generators import kept_generators, seed_generators
 from pardata.seeds._mix import mix
@@ -96,7 +96,7 @@ class Stream(IterableDataset[Fetched]):
         for number, read in zip(steps, self._shares(samples, rows), strict=False):
             digest = digest or digest_of([read[0], read[-1]])
             # It knows only how many samples the whole step should have.
-            step = Step(epoch, number, 0, len(read), plan.batch_size)
+            step = GlobalStep(epoch, number, 0, len(read), plan.batch_size)
             yield self._fetched(step, [range(len(read))], read, digest)
 
     def _shares(self, samples: Iterator[Any], rows: int) -> Iterator[list[Any]]:
@@ -105,7 +105,9 @@ class Stream(IterableDataset[Fetched]):
             if len(read) == rows or not self.plan.drop_last:
                 yield read
 
-    def _fetched(self, step: Step, runs: list[range], read: list[Any], digest: str) -> Fetched:
+    def _fetched(
+        self, step: GlobalStep, runs: list[range], read: list[Any], digest: str
+    ) -> Fetched:
         # A copy, as the dataset may change its own; in a tuple, see `Position`.
         state = (deepcopy(self.dataset.state_dict()),) if self.keeps_place else None
         first, batches = step.number * self.plan.batch_size, []

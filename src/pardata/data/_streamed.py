@@ -97,10 +97,9 @@ class Streamed(Source):
         self.digest = digest_of(digests)
         if before not in (None, self.digest):
             raise ValueError(
-                f"`dataset` must yield the same samples when an epoch is read again to resume, but "
-                f"{type(self.reader.dataset).__name__} begins with others: let it draw from the "
-                f"default generators alone, or, without `sharded`, give it state_dict() and "
-                f"load_state_dict()"
+                f"`dataset` must yield the same samples when read again to resume, but "
+                f"{type(self.reader.dataset).__name__} does not: draw from the default generators "
+                f"alone, or, without `sharded`, give it state_dict() and load_state_dict()"
             )
 
 

@@ -81,8 +81,7 @@ class Progress(Generic[T]):
             if hasattr(value, "item") and count != 1:
                 kind = "a tensor" if isinstance(value, Tensor) else kind_of(value)
                 raise TypeError(
-                    f"`{name}` must be one number to be shown, but is {kind} of {count}: take its "
-                    f"mean, say"
+                    f"`{name}` must be one number, but is {kind} of {count}: take its mean, say"
                 )
             # Drawn later: its graph need not live until then.
             self._values[name] = value.detach() if isinstance(value, Tensor) else value

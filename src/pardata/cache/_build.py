@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -113,7 +113,7 @@ def _write(dataset: Any, files: Files, folder: Path, workers: int) -> dict[str, 
     chunks = DataLoader(parts, chunk, num_workers=workers, collate_fn=_packed)
     with ExitStack() as stack:
         paths = files.paths(folder)
-        columns = [stack.enter_context(ColumnWriter(file)) for file in paths.values()]
+        columns = [stack.enter_context(closing(ColumnWriter(file))) for file in paths.values()]
         written = _written(chunks, columns, files.length)
         description = f"caching {type(dataset).__name__}"
         for _ in progress(written, description, total=files.length, batch_size=1):

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from pardata.data._batch_parts import Ragged
 from pardata.data._whole_batches import rows_of
@@ -33,7 +32,7 @@ class Column(NamedTuple):
     places: Tensor | None
 
     @classmethod
-    def of(cls, path: Path, dtype: torch.dtype, length: int, shape: list[int] | None) -> Self:
+    def of(cls, path: Path, dtype: torch.dtype, length: int, shape: list[int] | None) -> "Column":
         """Return what is in the files: of this `shape`, or of other shapes in each sample."""
         values = _mapped(path, dtype)
         if shape is not None:
@@ -58,7 +57,7 @@ class Column(NamedTuple):
 
 
 class ColumnWriter:
-    """One part of all samples, written as they come; a context, at whose end the files close."""
+    """One part of all samples, written as they come."""
 
     def __init__(self, path: Path) -> None:
         # Not kept back: an error comes where it is written.
@@ -66,10 +65,8 @@ class ColumnWriter:
         self._count = self._first = 0  # how many samples, how many values
         self._shape: Sequence[int] | None = ()  # that of all samples so far; None if it differs
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Close the files."""
         self._values.close()
         self._places.close()
 

@@ -69,10 +69,9 @@ def emptied(batch: Any, *, lists_are_columns: bool) -> Any:
         return is_list(part) and len(part) == 1 and not lists_are_columns
 
     def empty(path: TreePath, leaf: Any) -> Any:
-        is_tensor = isinstance(leaf, Tensor)
-        if is_ragged(leaf) or is_text(leaf) or (is_tensor and leaf.ndim):
+        if is_ragged(leaf) or is_text(leaf) or (isinstance(leaf, Tensor) and leaf.ndim):
             return leaf[:0]
-        what = f"{type(leaf).__name__}{' without dimensions' if is_tensor else ''}"
+        what = type(leaf).__name__ + " without dimensions" * isinstance(leaf, Tensor)
         if may_be_samples(leaf):
             what += " of one item, which may be a sample"
         raise TypeError(

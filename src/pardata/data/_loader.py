@@ -3,7 +3,8 @@
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, TypeAlias
+from types import SimpleNamespace
+from typing import Any, NoReturn, TypeAlias
 
 from torch.utils.data import Dataset
 
@@ -12,7 +13,6 @@ from pardata.data._batch_parts import emptied
 from pardata.data._clock import Clock
 from pardata.data._microbatches import Microbatches
 from pardata.data._order import Requests, length_of
-from pardata.data._peers import ForPeers
 from pardata.data._placement import Placement
 from pardata.data._plan import Fetched, GlobalStep, Plan
 from pardata.data._position import Bookmark, Pass, Position, Recipe
@@ -31,7 +31,7 @@ _END = (None, None, None)  # no step, and no batch
 Parts: TypeAlias = tuple[Recipe, Source, Placement]
 
 
-class Loader(ForPeers):
+class Loader:
     """This rank's batches, epoch after epoch; made by `make_loader`.
 
     An ``iter()`` begins the next epoch when it is asked for its first batch, also after a ``break``
@@ -76,6 +76,21 @@ class Loader(ForPeers):
     def epoch(self) -> int:
         """The epoch in progress, or else the one that the next ``iter()`` will run."""
         return self._bookmark.epoch
+
+    @property
+    def sampler(self) -> NoReturn:
+        """Nothing, for whoever needs one shares out or skips, as the loader itself does."""
+        raise AttributeError(
+            "a loader must be used as it is, because it shares out and resumes by itself, but was "
+            "asked for its `sampler`, as by accelerate's `skip_first_batches` and "
+            "`prepare_data_loader`: leave these out, and save and load the loader's state_dict() "
+            "(with transformers' Trainer pass ignore_data_skip=True)"
+        )
+
+    @property
+    def batch_sampler(self) -> SimpleNamespace:
+        """What has the loader as its `sampler`: there Lightning finds ``set_epoch``."""
+        return SimpleNamespace(sampler=self)
 
     def epochs(self, count: int) -> Iterator[int]:
         """Run what is left of `count` epochs: ``for epoch in loader.epochs(count)``.

@@ -14,8 +14,7 @@ from pardata.data._loader_arguments import agreed
 from pardata.data._order import Requests
 from pardata.data._placement import Placement
 from pardata.data._position import Recipe
-from pardata.data._reader import Collation, Reader
-from pardata.data._sample_seeds import Seeds
+from pardata.data._reader import Collation, Reader, Seeds
 from pardata.data._settings import Arguments, Settings
 from pardata.data._stream import Stream
 from pardata.data._streamed import Streamed

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pardata.data._batch_parts import is_whole, tensors_of
 from pardata.data._plan import Fetched, GlobalStep
-from pardata.data._sample_seeds import Seeds
+from pardata.data._reader import Seeds
 from pardata.ranks._device import has_streams
 from pardata.values._tree import TreePath, mapped
 

@@ -1,7 +1,8 @@
 """Reading a rank's part of a step, in a worker or here: seeded, collated, and errors say where."""
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -9,7 +10,6 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from pardata.data._order import Request, as_list
 from pardata.data._plan import Fetched, GlobalStep
-from pardata.data._sample_seeds import Seeds
 from pardata.data._whole_batches import is_read_whole, on_cpu, whole_batch_reader
 from pardata.ranks._logger import get_logger
 from pardata.seeds import _generators as generators
@@ -21,6 +21,36 @@ _log = get_logger(__name__)
 # The indices of samples, and what each is seeded by: its index, or its position.
 Wanted: TypeAlias = tuple[Sequence[Any], Sequence[int]]
 States: TypeAlias = list[tuple[generators.Default, Any]]
+
+
+class Seeds(NamedTuple):
+    """From where randomness comes: `reproducible` seeds each sample and each microbatch."""
+
+    seed: int
+    reproducible: bool
+    microbatches: bool
+
+    def around_reading(self) -> generators.Kept:
+        """Return the context in which the samples of a step are read and collated."""
+        return generators.Kept(generators.default_generators() if self.reproducible else ())
+
+    def around(
+        self, user: str, step: GlobalStep, microbatch: int, device: torch.device | None = None
+    ) -> AbstractContextManager[None]:
+        """Return the context in which `user` sees one microbatch, or one rank's share.
+
+        A `user` is an argument or a method, by its name: each draws other numbers. Without a
+        `device` it is within `around_reading`, which puts the generators back.
+        """
+        if not self.reproducible:
+            return nullcontext()
+        if self.microbatches:
+            seed = mix(self.seed, step.epoch, step.number, microbatch, _number_of(user))
+            if device is not None:
+                return generators.forked_seed(seed, device)
+            generators.seed_generators(seed)
+            return nullcontext()
+        return generators.no_draws(user, device)
 
 
 class Collation(NamedTuple):
@@ -169,3 +199,8 @@ class Reader(Dataset[Any]):
             reads = (self._samples(step.epoch, wanted, kept.states) for _ in range(2))
             if len({*map(digest_of, reads)}) > 1:
                 _log.warning(text, first[0], type(self.dataset).__name__)
+
+
+@cache
+def _number_of(user: str) -> int:
+    return mix(*user.encode())

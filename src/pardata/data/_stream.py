@@ -51,12 +51,11 @@ class Stream(IterableDataset[Fetched]):
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         if self.is_sharded:
-            return self._own_steps(epoch, number, workers)
-        return self._common_steps(epoch, delivered, number, workers)
+            return self._sharded(epoch, number, workers)
+        return self._shared(epoch, delivered, number, workers)
 
-    def _common_steps(
-        self, epoch: int, delivered: int, worker: int, workers: int
-    ) -> Iterator[Fetched]:
+    def _shared(self, epoch: int, delivered: int, worker: int, workers: int) -> Iterator[Fetched]:
+        """Yield a worker's steps of samples that all ranks and workers read."""
         batch_size = self.plan.batch_size
         samples, digest = self._after(epoch, delivered)
         if delivered % batch_size:  # an incomplete batch is the last one
@@ -87,7 +86,8 @@ class Stream(IterableDataset[Fetched]):
             raise not_of_this_stream(delivered, f"it ended after {read}")
         return samples, digest
 
-    def _own_steps(self, epoch: int, worker: int, workers: int) -> Iterator[Fetched]:
+    def _sharded(self, epoch: int, worker: int, workers: int) -> Iterator[Fetched]:
+        """Yield a worker's steps of samples that it alone reads."""
         plan = self.plan
         rows = len(share(plan.batch_size, plan.rank, plan.size))
         # A worker of its own seed, as the dataset is to yield other samples in each.

@@ -31,12 +31,12 @@ _Packed: TypeAlias = tuple[bytes, Shapes]
 
 def ensure(dataset: Any, files: Files, source: dict[str, Any], workers: int) -> None:
     """Build the cache of this source unless it is there."""
-    place = files.folder.parent
-    unfinished = place / _BUILDING
+    directory = files.folder.parent
+    unfinished = directory / _BUILDING
     # Without the lock, for which the directory must be writable, unless there is something to do.
-    if files.are_there() and not (unfinished.exists() and os.access(place, os.W_OK)):
+    if files.are_there() and not (unfinished.exists() and os.access(directory, os.W_OK)):
         return
-    with _locked(place), on_cpu():
+    with _locked(directory), on_cpu():
         shutil.rmtree(unfinished, ignore_errors=True)  # what a killed process left
         if files.are_there():  # another process may just have built it
             return
@@ -51,17 +51,17 @@ def ensure(dataset: Any, files: Files, source: dict[str, Any], workers: int) -> 
 
 def _say_why(files: Files, source: dict[str, Any]) -> None:
     """Log why there is something to do."""
-    place = files.folder.parent
+    directory = files.folder.parent
     if files.folder.exists():
-        _log.warning("pardata builds the cache in %s because it is damaged", place)
+        _log.warning("pardata builds the cache in %s because it is damaged", directory)
         return
     why = "there is none"
-    for other in place.glob(f"{FILES}*"):
+    for other in directory.glob(f"{FILES}*"):
         with suppress(OSError, ValueError, TypeError, KeyError):
             before = files._replace(folder=other).facts()
             changed = [name for name in source if before[name] != source[name]]
             why = f"the {' and the '.join(changed or ['shapes or dtypes'])} changed"
-    _log.info("pardata builds the cache in %s because %s", place, why)
+    _log.info("pardata builds the cache in %s because %s", directory, why)
 
 
 @contextmanager

@@ -51,8 +51,8 @@ class Column(NamedTuple):
             return rows_of(self.values, indices)
         return Ragged(map(self._cut, rows_of(self.places, indices).tolist()))
 
-    def _cut(self, place: list[int]) -> Tensor:
-        *shape, first = place
+    def _cut(self, entry: list[int]) -> Tensor:
+        *shape, first = entry
         return self.values[first : first + math.prod(shape)].view(shape).clone()
 
 

@@ -43,14 +43,14 @@ def tensors_of(batch: Any, seen: dict[int, Any] | None = None) -> Iterator[Tenso
 
 def _inside(part: Any) -> list[Any]:
     """Return what is in the attributes of an object, and in it if it is a collection too."""
-    found = list(getattr(part, "__dict__", {}).values())
+    held = list(getattr(part, "__dict__", {}).values())
     slots = (name for kind in type(part).__mro__ for name in getattr(kind, "__slots__", ()))
-    found += [getattr(part, name) for name in slots if hasattr(part, name)]
+    held += [getattr(part, name) for name in slots if hasattr(part, name)]
     # Microbatches, say, hold a placeholder next to what they are made of.
-    is_own = isinstance(part, Sequence) and hasattr(part, "__dict__")
-    if is_own or isinstance(part, set | frozenset):
-        found += part
-    return found + list(part.values()) if isinstance(part, Mapping) else found
+    is_collection = isinstance(part, Sequence) and hasattr(part, "__dict__")
+    if is_collection or isinstance(part, set | frozenset):
+        held += part
+    return held + list(part.values()) if isinstance(part, Mapping) else held
 
 
 def emptied(batch: Any, *, lists_are_columns: bool) -> Any:

@@ -53,8 +53,6 @@ class Loader:
         self._recipe, self._source, self._placement = parts
         self.dataset: Dataset[Any] = self._source.reader.dataset
         self.batch_size: int | None = plan.batch_size or None
-        # Those that `default_collate` makes.
-        self._lists_are_columns = self._source.reader.collation.collate_fn is None
         self._bookmark = Bookmark()
         self._clock = Clock()
         self._has_spoken = False
@@ -255,7 +253,8 @@ class Loader:
         (batch,) = batches
         if step.rows == 0 or step.samples < self._plan.size:
             # On every rank, so that a batch that cannot be emptied is an error on all of them.
-            empty = emptied(batch, lists_are_columns=self._lists_are_columns)
+            default_collates = self._source.reader.collation.collate_fn is None
+            empty = emptied(batch, lists_are_columns=default_collates)
             batch = batch if step.rows else empty
         return step, fetched.state, batch
 

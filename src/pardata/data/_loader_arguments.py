@@ -126,11 +126,11 @@ def _workers(given: Arguments, here: World, device: torch.device) -> tuple[Worke
 def _check_alone(given: Arguments) -> None:
     """Raise where a `batch_sampler` comes with what it replaces."""
     others = {"batch_size": None, "shuffle": False, "sampler": None, "drop_last": None}
-    told = [f"`{name}`" for name, unset in others.items() if getattr(given, name) is not unset]
-    if told:
+    extra = [f"`{name}`" for name, unset in others.items() if getattr(given, name) is not unset]
+    if extra:
         raise ValueError(
-            f"`batch_sampler` must come without {', '.join(told)}, as it yields whole batches in "
-            f"their order, but both are given: leave {' and '.join(told)} out"
+            f"`batch_sampler` must come without {', '.join(extra)}, as it yields whole batches in "
+            f"their order, but both are given: leave {' and '.join(extra)} out"
         )
 
 
@@ -211,17 +211,16 @@ def _plan(given: Arguments, ranks: World, *, drop_last: bool) -> Plan:
         raise TypeError(f"`batch_size` is missing: pass {what}")
     why = ", one for each rank, as it counts the samples of all ranks together" if least > 1 else ""
     check_integer("batch_size", batch_size, least=least, why=why)
-    if microbatch_size is not None:
-        if microbatch_size > batch_size:
-            raise ValueError(
-                f"`microbatch_size` must be at most the `batch_size` of {batch_size}, but "
-                f"is {microbatch_size}: make it smaller"
-            )
-        if given.sharded:
-            raise ValueError(
-                f"`microbatch_size` must be left out with `sharded`, as the steps of such data "
-                f"depend on the number of ranks, but is {microbatch_size}: choose one"
-            )
+    if microbatch_size is not None and microbatch_size > batch_size:
+        raise ValueError(
+            f"`microbatch_size` must be at most the `batch_size` of {batch_size}, but is "
+            f"{microbatch_size}: make it smaller"
+        )
+    if microbatch_size is not None and given.sharded:
+        raise ValueError(
+            f"`microbatch_size` must be left out with `sharded`, as the steps of such data "
+            f"depend on the number of ranks, but is {microbatch_size}: choose one"
+        )
     length = plan.length if given.sampler is None else length_of(given.sampler)
     if length is not None:
         replace(plan, length=length).check(trains=given.trains)

@@ -171,10 +171,10 @@ def _recipe(settings: Settings) -> Recipe:
     facts |= {"microbatch_size": given.microbatch_size, "shuffle": given.shuffle}
     facts |= {"drop_last": plan.drop_last, "seed": settings.seed}
     for name in ("sampler", "batch_sampler"):
-        drawn_by = getattr(given, name)
-        facts[name] = None if drawn_by is None else type(drawn_by).__name__
-        if drawn_by is not None:
-            facts["length"] = None  # may change from epoch to epoch: the order is compared
+        facts[name] = None
+        if (drawn_by := getattr(given, name)) is not None:
+            # The length may change from epoch to epoch: ranks compare the order.
+            facts |= {name: type(drawn_by).__name__, "length": None}
     shards = f"{plan.size} ranks with {settings.workers['num_workers']} workers"
     facts["shards"] = shards if given.sharded else None
     return Recipe(facts, isinstance(given.dataset, IterableDataset))

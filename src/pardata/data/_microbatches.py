@@ -71,8 +71,8 @@ class Microbatches(Sequence[_T]):
         if not self._batches:
             return self._others
         # A copy of a tuple would be the tuple.
-        found: _T = mapped(self._batches[0], lambda path, leaf: leaf if path else copy(leaf))
-        return found
+        copied: _T = mapped(self._batches[0], lambda path, leaf: leaf if path else copy(leaf))
+        return copied
 
     @classmethod
     def of(
@@ -103,8 +103,8 @@ class Microbatches(Sequence[_T]):
             check_flag("strided", strided)
             return {"counts": [samples_of(batch) for batch in share], "seed": torch.initial_seed()}
 
-        def decide(told: list[dict[str, Any]]) -> tuple[list[int], int]:
-            shares = [each["counts"] for each in told]
+        def decide(facts: list[dict[str, Any]]) -> tuple[list[int], int]:
+            shares = [one["counts"] for one in facts]
             numbers = [*map(len, shares)]
             if min(numbers) == 0 or min(numbers) < max(numbers):
                 raise ValueError(
@@ -112,7 +112,7 @@ class Microbatches(Sequence[_T]):
                     f"{numbers}, in rank order: divide them otherwise, or let a loader do it"
                 )
             steps = zip(*shares, strict=True) if strided else shares
-            return [count for each in steps for count in each], told[0]["seed"]
+            return [count for one in steps for count in one], facts[0]["seed"]
 
         counts, seed = agree(here, "Microbatches.of", state, decide)
         first, stride = (here.rank, here.size) if strided else (here.rank * len(share), 1)

@@ -121,13 +121,13 @@ class Requests(Sampler[Request]):
                 step, runs = shares[samples]
                 step = GlobalStep(self._number, number, *step[2:])  # _replace takes twice as long
                 requested.append((step, [positions[run.start : run.stop] for run in runs]))
-            found = iter(self.epoch.look_up([run for _, runs in requested for run in runs]))
+            indices = iter(self.epoch.look_up([run for _, runs in requested for run in runs]))
             if self.to_workers:
                 # A tensor would cross as shared memory: a file and a system call each.
-                found = map(as_list, found)
+                indices = map(as_list, indices)
             for step, runs in requested:
                 drawn_at = None if self.sampler is None else runs
-                yield Request(step, list(islice(found, len(runs))), drawn_at)
+                yield Request(step, list(islice(indices, len(runs))), drawn_at)
 
     def fingerprint(self, epoch: int, delivered: int) -> str:
         """Return a hash of the indices at the first `delivered` positions of this epoch."""
@@ -180,10 +180,10 @@ class Requests(Sampler[Request]):
             self._looks_twice = False
             return {"the order": hashlib.sha256(repr(drawn).encode()).hexdigest()[:16]}
 
-        def decide(told: list[dict[str, object]]) -> object:
+        def decide(facts: list[dict[str, object]]) -> object:
             cure = "Make the sampler of the same arguments on every rank."
-            require_same(f"make_loader({self.name}=…)", told, cure)
-            return told[0]["the order"]
+            require_same(f"make_loader({self.name}=…)", facts, cure)
+            return facts[0]["the order"]
 
         return drawn, agree(self.ranks, "iter(loader) with a sampler", draw, decide)
 

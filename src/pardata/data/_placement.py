@@ -33,9 +33,8 @@ class Placement(NamedTuple):
 
     def placed(self, fetched: Fetched) -> list[Any]:
         """Return the batches of a step on the device and transformed, one by one."""
-        step = fetched.step
-        numbered = zip(step.numbers(), fetched.batches, strict=False)
-        return [self._placed(batch, step, n) for n, batch in numbered]
+        numbered = zip(fetched.step.numbers(), fetched.batches, strict=False)
+        return [self._placed(batch, fetched.step, number) for number, batch in numbered]
 
     def _placed(self, batch: Any, step: GlobalStep, microbatch: int) -> Any:
         if self.pins:

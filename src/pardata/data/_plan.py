@@ -69,8 +69,8 @@ class Plan:
     strided: bool = False
 
     def __len__(self) -> int:
-        whole, rest = divmod(self.length or 0, self.batch_size)  # who asks has both
-        return whole + (rest > 0 and not self.drop_last)
+        full, rest = divmod(self.length or 0, self.batch_size)  # who asks has both
+        return full + (rest > 0 and not self.drop_last)
 
     def __getitem__(self, number: int) -> range:
         """Return the positions of the global batch of step `number`."""

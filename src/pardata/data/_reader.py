@@ -107,17 +107,17 @@ class Reader(Dataset[Any]):
             self.dataset.set_epoch(step.epoch)  # here too: a worker has a copy of its own
         self._epoch = step.epoch
         if (read := self._read_whole) is not None:
-            found = [self._got(read, torch.as_tensor(each, device="cpu")) for each in asked]
-            return Fetched(step, found)
+            batches = [self._got(read, torch.as_tensor(each, device="cpu")) for each in asked]
+            return Fetched(step, batches)
         if self._looks_twice:
             self._warn_of_a_generator_of_its_own(request)
         indices = [as_list(each) for each in asked]
         wanted = zip(indices, positions or indices, strict=True)
         numbered = zip(step.numbers(), wanted, strict=False)
         with (kept := self._seeds.around_reading()):
-            found = [self._batch(step, *each, kept.states) for each in numbered]
+            batches = [self._batch(step, *each, kept.states) for each in numbered]
         self._looks = False
-        return Fetched(step, found)
+        return Fetched(step, batches)
 
     def _batch(self, step: GlobalStep, microbatch: int, wanted: Wanted, states: States) -> Any:
         """Return what ``collate_fn`` makes of the samples that are `wanted`."""
@@ -143,32 +143,32 @@ class Reader(Dataset[Any]):
             among = generators.default_generators() if self._looks else self._drawn_from
             rest = [state for state in states if state[0] not in among]
             try:
-                found = self._read(epoch, wanted, among)
+                samples = self._read(epoch, wanted, among)
             except RuntimeError:
                 if not (drawn := generators.moved(rest)):
                     raise  # else it may come of numbers that nobody seeded
             else:
                 if not (drawn := generators.moved(rest)):
-                    return found
+                    return samples
             self._drawn_from += drawn
 
     def _read(self, epoch: int, wanted: Wanted, among: Sequence[generators.Default]) -> list[Any]:
         """Return samples, each read after these generators were seeded for its place."""
         indices, places = wanted
         seeds = mixed(mix(self._seeds.seed, epoch), places) if among else places
-        get, looks, found = self.dataset.__getitem__, self._looks, []
+        get, looks, samples = self.dataset.__getitem__, self._looks, []
         try:
             for index, seed in zip(indices, seeds, strict=True):
                 for generator in among:
                     generator.seed(seed)
                 states = generators.states_of(among) if looks else []
-                found.append(get(index))
+                samples.append(get(index))
                 if looks:
                     drawn = generators.moved(states)
                     self._drawn_from += [each for each in drawn if each not in self._drawn_from]
         except Exception as error:  # user code: whatever it raises
-            raise self._unread(indices[len(found)], error) from error
-        return found
+            raise self._unread(indices[len(samples)], error) from error
+        return samples
 
     def _got(self, get: Callable[[Any], Any], indices: Any) -> Any:
         """Return ``get(indices)``; say where, if that raises."""

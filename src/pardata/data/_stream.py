@@ -113,18 +113,18 @@ class Stream(IterableDataset[Fetched]):
         first, batches = step.number * self.plan.batch_size, []
         with self.collation.seeds.around_reading():
             for number, run in zip(step.numbers(), runs, strict=False):
-                own, named = [read[i] for i in run], [first + i for i in run]
-                batches.append(self.collation.batch_of(own, named, step, number))
+                samples, indices = [read[i] for i in run], [first + i for i in run]
+                batches.append(self.collation.batch_of(samples, indices, step, number))
         return Fetched(step, batches, digest, state)
 
-    def _seeded(self, epoch: int, together: int, *own: int, first: int = 0) -> Iterator[Any]:
+    def _seeded(self, epoch: int, together: int, *reader: int, first: int = 0) -> Iterator[Any]:
         """Yield the samples, so many `together` under one seed, wherever and by whom they are read.
 
         To seed for each sample takes as long as to decode a small one. The default generators are
         left seeded: keep them around the reading of those that are read together.
         """
         seed = self.collation.seeds.seed
-        key = mix(mix(seed, *own) if own else seed, epoch)
+        key = mix(mix(seed, *reader) if reader else seed, epoch)
         what = "the iterable dataset"
         try:
             if hasattr(self.dataset, "set_epoch"):

@@ -39,14 +39,14 @@ class Streamed(Source):
         fetched = shared(fetched, before)
         return _after(fetched, again, batch_size) if again else fetched
 
-    def _alone(self, own: Iterator[Fetched], before: str | None) -> Iterator[Fetched]:
+    def _alone(self, steps: Iterator[Fetched], before: str | None) -> Iterator[Fetched]:
         """Yield the steps of one rank that is alone, after the first was compared."""
-        for number, current in enumerate(own):
+        for number, current in enumerate(steps):
             if number == 0:
                 self._compare(current, before)
             yield current
 
-    def _together(self, own: Iterator[Fetched], before: str | None) -> Iterator[Fetched]:
+    def _together(self, steps: Iterator[Fetched], before: str | None) -> Iterator[Fetched]:
         """Yield this rank's `own` steps, and imitate the last where only others have one left.
 
         Collective, without waiting at a step for that step: ranks tell each other what they have
@@ -58,7 +58,7 @@ class Streamed(Source):
         """
         stream, here = self.reader, self._ranks
         last: Any = None  # no step yet
-        coming = _Coming(own, here)
+        coming = _Coming(steps, here)
         while True:
             (fewest, most), (_, any_failed) = coming.vote.result()
             is_over = not most or (not fewest and stream.is_sharded and stream.plan.drop_last)
@@ -71,7 +71,7 @@ class Streamed(Source):
                 self._compare(coming.fetched, before)
             # It has the shape of this rank's last step, without rows. All have a first step.
             last = coming.fetched or last._replace(step=last.step._replace(rows=0))
-            coming = _Coming(own, here)
+            coming = _Coming(steps, here)
             yield last
 
     def _compare(self, first: Fetched, before: str | None) -> None:
@@ -82,18 +82,18 @@ class Streamed(Source):
             ValueError: where it is read again, and yields something else.
         """
 
-        def decide(told: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        def decide(facts: list[dict[str, Any]]) -> list[dict[str, Any]]:
             if self.reader.is_sharded:
-                return told
+                return facts
             cure = (
                 "Let the dataset yield the same samples everywhere, drawing from the default "
                 "generators alone, or pass sharded=True if each rank and worker has its own."
             )
-            require_same("make_loader(IterableDataset)", told, cure)
-            return told[:1]
+            require_same("make_loader(IterableDataset)", facts, cure)
+            return facts[:1]
 
-        place = "iter(loader) of an IterableDataset"
-        digests = agree(self._ranks, place, lambda: {"first samples": first.digest}, decide)
+        call = "iter(loader) of an IterableDataset"
+        digests = agree(self._ranks, call, lambda: {"first samples": first.digest}, decide)
         self.digest = digest_of(digests)
         if before not in (None, self.digest):
             raise ValueError(
@@ -129,11 +129,11 @@ class _Coming:
     Of how many samples it is, none where there is none, is voted on while the step before runs.
     """
 
-    def __init__(self, own: Iterator[Fetched], here: World) -> None:
+    def __init__(self, steps: Iterator[Fetched], here: World) -> None:
         self.fetched: Fetched | None = None
         self._error: Exception | None = None
         try:
-            self.fetched = next(own, None)
+            self.fetched = next(steps, None)
         except Exception as error:  # noqa: BLE001  # raised again, on every rank
             self._error = error
         self._count = 0 if self.fetched is None else self.fetched.step.samples

@@ -87,9 +87,9 @@ class Source:
                 **self._options,
             )
 
-    def has_left(self, place: Position) -> bool:
+    def has_left(self, start: Position) -> bool:
         """Whether a step is left; of a stream only reading tells. Collective as `steps` is."""
-        return self.requests is None or self.requests.start_at(place)
+        return self.requests is None or self.requests.start_at(start)
 
     def steps(self, start: Position) -> Iterator[Any]:
         """Yield the steps after those delivered. Collective where the order is a sampler's."""
@@ -105,8 +105,8 @@ class Source:
 
     def _begun(self, epoch: int, here: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Return what is read of this epoch, `here` without workers; those begin at once."""
-        if (found := outline(self.reader.dataset)) != self._outline:
-            self._outline = found  # workers that live on have copies of what it was
+        if (outline_now := outline(self.reader.dataset)) != self._outline:
+            self._outline = outline_now  # workers that live on have copies of what it was
             if self.requests is not None:
                 self.reader.look_again()
             self.renew_workers()
@@ -122,9 +122,9 @@ class Source:
 
     def reading(self, frame: FrameType) -> str:
         """Say what is waited for in the thread of this innermost frame: a sample, or a worker."""
-        if self._rows is None or (found := awaited(self._steps(), frame)) is None:
+        if self._rows is None or (waited_for := awaited(self._steps(), frame)) is None:
             return read_in(frame)
-        worker, pid = found
+        worker, pid = waited_for
         return f"waits for worker {worker}, which {left(self._rows[worker], pid)},"
 
 

@@ -108,11 +108,11 @@ class _NumPy:
         laid_out = ctypes.string_at(id(like), type(like).__basicsize__)
         # The second normal number stands 8 bytes after the flag that says whether there is one.
         flag = laid_out.find(struct.pack("d", like.get_state()[4])) - 8
-        found = self._random.get_state(legacy=False)
-        if found["bit_generator"] != "MT19937" or flag < 0 or laid_out[flag] != 1:
+        state = self._random.get_state(legacy=False)
+        if state["bit_generator"] != "MT19937" or flag < 0 or laid_out[flag] != 1:
             return []
         words = _memory(bits.ctypes.state_address, _WORDS)
-        key, position = found["state"]["key"], found["state"]["pos"]
+        key, position = state["state"]["key"], state["state"]["pos"]
         is_there = words.raw == key.tobytes() + position.to_bytes(4, sys.byteorder)
         return [words, _memory(id(drawn_from) + flag, 16)] if is_there else []
 

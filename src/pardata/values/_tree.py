@@ -58,13 +58,13 @@ def leaves(
     parts = _parts(tree, is_leaf, by_text=by_text)
     if parts is None:
         return [(path, tree)]
-    found: list[tuple[TreePath, Any]] = []
+    pairs: list[tuple[TreePath, Any]] = []
     for key, part in parts:
         if type(part) in _LEAVES:  # most are: to go into each takes as long again
-            found.append(((*path, key), part))
+            pairs.append(((*path, key), part))
         else:
-            found += leaves(part, is_leaf=is_leaf, by_text=by_text, path=(*path, key))
-    return found
+            pairs += leaves(part, is_leaf=is_leaf, by_text=by_text, path=(*path, key))
+    return pairs
 
 
 def mapped(
@@ -119,8 +119,8 @@ def digest_of(tree: Any) -> str:
 
     Nothing is known of what else is in it but its type.
     """
-    found = leaves(tree, by_text=True)
-    return sha256_of((f"{path} {_form(leaf)}", leaf) for path, leaf in found)[:16]
+    pairs = leaves(tree, by_text=True)
+    return sha256_of((f"{path} {_form(leaf)}", leaf) for path, leaf in pairs)[:16]
 
 
 def sha256_of(named: Iterable[tuple[str, Any]]) -> str:

@@ -33,7 +33,7 @@ def ensure(dataset: Any, files: Files, source: dict[str, Any], workers: int) -> 
     """Build the cache of this source unless it is there."""
     directory = files.folder.parent
     unfinished = directory / _BUILDING
-    # Without the lock, for which the directory must be writable, unless there is something to do.
+    # If there is nothing to do, no lock is needed: for a lock the directory must be writable.
     if files.are_there() and not (unfinished.exists() and os.access(directory, os.W_OK)):
         return
     with _locked(directory), on_cpu():

@@ -18,7 +18,7 @@ FILES = "pardata-files-"
 SOURCE = "source.json"
 
 _BLOCK = 2**22  # bytes that are read at once
-_LONG = 2**32  # bytes of which somebody waits for the checksums
+_LONG = 2**32  # bytes: their checksums take so long that a line says so
 
 
 class Files(NamedTuple):

@@ -60,7 +60,7 @@ class ColumnWriter:
     """One part of all samples, written as they come."""
 
     def __init__(self, path: Path) -> None:
-        # Not kept back: an error comes where it is written.
+        # Unbuffered: an error comes where the values are written.
         self._values, self._places = path.open("wb", 0), _places_of(path).open("wb", 0)
         self._count = self._first = 0  # how many samples, how many values
         self._shape: Sequence[int] | None = ()  # that of all samples so far; None if it differs
@@ -101,7 +101,7 @@ class ColumnWriter:
             raise _at(self._values, error) from error
 
     def finish(self) -> Sequence[int] | None:
-        """Return the shape that all samples have, of which the places tell nothing; or None."""
+        """Return the shape that all samples have, so that no places are needed; or None."""
         self._values.truncate()  # where more was reserved
         if self._shape is not None:
             Path(self._places.name).unlink()

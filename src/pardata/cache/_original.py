@@ -151,10 +151,9 @@ def parts_of(sample: Any) -> dict[str, Tensor]:
         TypeError: for a part that cannot be stored, naming its path, and for a sample without
             parts.
     """
-    pairs = leaves(sample, is_leaf=is_numbers)
-    if not pairs:
+    named = {in_brackets("sample", path): leaf for path, leaf in leaves(sample, is_leaf=is_numbers)}
+    if not named:
         raise TypeError(f"`sample` must have at least one part, but is {sample!r}")
-    named = {in_brackets("sample", path): leaf for path, leaf in pairs}
     return {name: _as_tensor(leaf, name) for name, leaf in named.items()}
 
 
@@ -216,7 +215,8 @@ def _as_tensor(leaf: Any, path: str) -> Tensor:
         if type(leaf).__module__.startswith("PIL.") and hasattr(leaf, "mode"):
             what += f" of mode {leaf.mode}"
             if leaf.mode in _BANDS:
-                return _of_image(leaf)
+                width, height = leaf.size
+                return _of_bytes(leaf.tobytes()).view(height, width, -1).permute(2, 0, 1)
         elif isinstance(leaf, Tensor):
             what += " that is sparse, quantized or nested"
             if leaf.layout == torch.strided and not (leaf.is_quantized or leaf.is_nested):
@@ -237,11 +237,6 @@ def _as_tensor(leaf: Any, path: str) -> Tensor:
         f"`{path}` must be a dense tensor, an array, an image of 8 bits a band, bytes, a number or "
         f"a list of numbers of one type, but is {what}: convert it in the dataset, or leave it out"
     )
-
-
-def _of_image(image: Any) -> Tensor:
-    width, height = image.size
-    return _of_bytes(image.tobytes()).view(height, width, -1).permute(2, 0, 1)
 
 
 def _of_bytes(values: bytes) -> Tensor:

@@ -82,11 +82,11 @@ def emptied(batch: Any, *, lists_are_columns: bool) -> Any:
         )
 
     def is_leaf(part: Any) -> bool:
-        return is_ragged(part) or is_whole(part) or may_be_samples(part)
+        return is_ragged(part) or is_indivisible(part) or may_be_samples(part)
 
     return mapped(batch, empty, is_leaf=is_leaf)
 
 
-def is_whole(batch: Any) -> bool:
-    """Whether this is no collection of parts, but text or a tensor in disguise."""
+def is_indivisible(batch: Any) -> bool:
+    """Whether this looks like a collection, but is text, or a tensor in disguise."""
     return isinstance(batch, PackedSequence) or is_text(batch)

@@ -21,7 +21,7 @@ from pardata.values._arguments import check_flag, check_integer, check_map_style
 _log = get_logger(__name__)
 
 _FLAGS = ("strided", "shuffle", "sharded", "reproducible")
-_COMPARED = ("batch_size", "microbatch_size", "drop_last", *_FLAGS, "seed", "prefetch")
+_COMPARED = ("batch_size", "microbatch_size", *_FLAGS, "drop_last", "seed", "prefetch")
 
 
 def agreed(given: Arguments) -> Settings:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from pardata.data._batch_parts import is_whole, tensors_of
+from pardata.data._batch_parts import is_indivisible, tensors_of
 from pardata.data._plan import Fetched, GlobalStep
 from pardata.data._reader import Seeds
 from pardata.ranks._device import has_streams
@@ -64,7 +64,7 @@ def moved(batch: Any, device: torch.device) -> Any:
             return leaf.to(device, non_blocking=has_streams(device))
         return leaf.to(device) if hasattr(leaf, "to") else leaf
 
-    return batch if device.type == "cpu" else mapped(batch, move, is_leaf=is_whole)
+    return batch if device.type == "cpu" else mapped(batch, move, is_leaf=is_indivisible)
 
 
 def pinned(batch: Any) -> Any:
@@ -77,7 +77,7 @@ def pinned(batch: Any) -> Any:
         stays = isinstance(leaf, Tensor) and leaf.device.type != "cpu"
         return leaf if stays or not hasattr(leaf, "pin_memory") else leaf.pin_memory()
 
-    return mapped(batch, pin, is_leaf=is_whole)
+    return mapped(batch, pin, is_leaf=is_indivisible)
 
 
 def _ahead(

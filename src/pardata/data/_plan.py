@@ -69,7 +69,7 @@ class Plan:
     strided: bool = False
 
     def __len__(self) -> int:
-        full, rest = divmod(self.length or 0, self.batch_size)  # who asks has both
+        full, rest = divmod(self.length or 0, self.batch_size)  # callers have both
         return full + (rest > 0 and not self.drop_last)
 
     def __getitem__(self, number: int) -> range:

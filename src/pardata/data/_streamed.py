@@ -24,7 +24,7 @@ class Streamed(Source):
         stream: Stream = self.reader
         batch_size = stream.plan.batch_size
         first = -(-start.delivered // batch_size)
-        # If streams differ, only reading again shows how much of its each worker delivered.
+        # If streams differ, only reading again shows how much each worker has delivered.
         again = first if stream.is_sharded else 0
         state = start.state if stream.keeps_place else None
         if state is not None:
@@ -40,21 +40,21 @@ class Streamed(Source):
         return _after(fetched, again, batch_size) if again else fetched
 
     def _alone(self, steps: Iterator[Fetched], before: str | None) -> Iterator[Fetched]:
-        """Yield the steps of one rank that is alone, after the first was compared."""
+        """Yield the steps of a rank that is alone, and compare the first with `before`."""
         for number, current in enumerate(steps):
             if number == 0:
                 self._compare(current, before)
             yield current
 
     def _together(self, steps: Iterator[Fetched], before: str | None) -> Iterator[Fetched]:
-        """Yield this rank's `own` steps, and imitate the last where only others have one left.
+        """Yield this rank's `steps`. If only others have one left, repeat the last without rows.
 
         Collective, without waiting at a step for that step: ranks tell each other what they have
         for the next one while this one is computed.
 
         Raises:
             RuntimeError: where a dataset that all ranks read whole ends at different steps, or a
-                rank has nothing at all; on every rank. So does an error that `own` raises.
+                rank has nothing at all; on every rank. So does an error that `steps` raises.
         """
         stream, here = self.reader, self._ranks
         last: Any = None  # no step yet
@@ -126,7 +126,7 @@ def _alike(fetched: Iterator[Fetched], first: int) -> Iterator[Fetched]:
 class _Coming:
     """The next step of this rank, if there is one, or the error that it ended in.
 
-    Of how many samples it is, none where there is none, is voted on while the step before runs.
+    While the step before runs, ranks vote on how many samples it has: 0 if there is none.
     """
 
     def __init__(self, steps: Iterator[Fetched], here: World) -> None:
@@ -140,7 +140,7 @@ class _Coming:
         self.vote = Vote(here, _NEXT, [self._count, self._error is not None])
 
     def samples(self) -> int:
-        """Return of how many samples it is, or raise the error."""
+        """Return how many samples it has, or raise the error."""
         error, self._error = self._error, None  # it holds frames that hold this
         if error is not None:
             raise error

@@ -146,7 +146,7 @@ def moved(states: list[tuple[Default, Any]]) -> list[Default]:
 class Kept:
     """Puts generators back, after a block, to where they are now; seeds them for it, if told to.
 
-    No context manager of contextlib, which takes as long again: `backward` needs one a microbatch.
+    A context manager of contextlib takes twice as long, and `backward` needs one a microbatch.
     """
 
     def __init__(self, generators: Iterable[Default], seed: int | None = None) -> None:
@@ -173,9 +173,10 @@ def forked_seed(number: int, device: torch.device | None = None) -> Kept:
 
 
 def forked_torch_seed(number: int) -> Kept:
-    """Seed what a model draws from for a block, and put it back: PyTorch's default generators.
+    """Seed PyTorch's default generators for a block, and put them back after it.
 
-    That of the CPU, and those of accelerators in use, which are numbers on the host: no GPU waits.
+    These are the CPU's, and those of accelerators in use. Their states are on the host, so no GPU
+    waits.
     """
     return Kept((default_generators()[-1], *_of_kind(torch.get_device_module())), number)
 
@@ -225,7 +226,7 @@ def restore_generators(states: Iterable[int], device: torch.device, *, only_seed
 
 @contextmanager
 def no_draws(what: str, device: torch.device | None = None) -> Iterator[None]:
-    """Raise, after the block, where it drew from a default generator.
+    """Raise, after the block, if it drew from a default generator.
 
     Raises:
         RuntimeError: says that `what` drew, and how to let it.

@@ -419,7 +419,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_was_never_written_is_refused(name):
-    text = "cannot restore the random generators: the saved state is invalid"
+    text = "cannot restore the random generators, as their saved state is invalid"
     with pytest.raises(RuntimeError, match=text):
         restore_generators(WRONG[name], CPU, only_seed=False)
     assert 0 <= np.random.rand() < 1

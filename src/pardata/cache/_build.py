@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -24,9 +24,6 @@ _log = get_logger(__name__)
 _LOCK = "pardata-lock"
 _BUILDING = "pardata-building"
 _CHUNK_BYTES = 2**24  # a worker decodes samples of so many bytes at once
-
-# One part of several samples: the bytes of all values, and the shape in each sample.
-_Packed: TypeAlias = tuple[bytes, Shapes]
 
 
 def ensure(dataset: Any, files: Files, source: dict[str, Any], workers: int) -> None:
@@ -96,10 +93,10 @@ class _Parts(Dataset[dict[str, Tensor]]):
         return parts
 
 
-def _packed(samples: list[dict[str, Tensor]]) -> list[_Packed]:
-    """Return what is written of several samples, in the order of the paths of their parts.
+def _packed(samples: list[dict[str, Tensor]]) -> list[tuple[bytes, Shapes]]:
+    """Return the values of each part of several samples, and its shapes, in the order of paths.
 
-    Bytes, and no tensors: those would take shared memory, of which a container may have little.
+    Values are bytes: tensors would take shared memory, of which a container may have little.
     """
     columns = [[sample[path] for sample in samples] for path in sorted(samples[0])]
     return [(b"".join(map(bytes_of, parts)), [part.shape for part in parts]) for parts in columns]

@@ -151,8 +151,7 @@ def _check_data(given: Arguments) -> None:
         return
     if given.sharded:
         raise ValueError(
-            f"`sharded` must be False for a dataset that has indices, which are shared out here, "
-            f"but is True for {kind}: leave it out"
+            f"`sharded` must be False for data with indices, but is True for {kind}: leave it out"
         )
     check_map_style(dataset, ", or be an IterableDataset")
     if given.sampler is not None:

@@ -93,8 +93,7 @@ class Bookmark:
         """Raise if a newer pass has begun: two would read from the same workers."""
         if begun is not self._newest:
             raise RuntimeError(
-                "a loader must run one epoch at a time, but a newer iter() has begun: "
-                "make another loader for the loop inside"
+                "a loader must run one epoch at a time, but a newer iter() has begun: make another"
             )
 
     def delivered(self, begun: Pass, samples: int, digest: str | None, state: Any) -> None:

@@ -48,7 +48,7 @@ def on_cpu() -> AbstractContextManager[Any]:
 
 
 # From the indices of samples to their batch.
-Read: TypeAlias = Callable[[Tensor], Any]
+ReadRows: TypeAlias = Callable[[Tensor], Any]
 
 
 class ReadsBatches(Dataset[Any]):
@@ -62,7 +62,7 @@ class ReadsBatches(Dataset[Any]):
         """
 
 
-def whole_batch_reader(dataset: Any) -> Read | None:
+def whole_batch_reader(dataset: Any) -> ReadRows | None:
     """Return what reads a whole batch, or None if there is nothing that could.
 
     Only for datasets whose own way of reading is known: a subclass that has its own is left alone.
@@ -122,11 +122,11 @@ def _columns(dataset: TensorDataset, indices: Tensor) -> Any:
     return [rows_of(tensor, indices) for tensor in dataset.tensors]
 
 
-def _chosen(inner: Read, chosen: Tensor, indices: Tensor) -> Any:
+def _chosen(inner: ReadRows, chosen: Tensor, indices: Tensor) -> Any:
     return inner(chosen[indices])
 
 
-def _joined(readers: list[Read], ends: list[int], indices: Tensor) -> Any:
+def _joined(readers: list[ReadRows], ends: list[int], indices: Tensor) -> Any:
     indices = _from_the_front(indices, ends[-1])
     parts, places = [], []
     owners = torch.bucketize(indices, torch.tensor(ends, device="cpu"), right=True)

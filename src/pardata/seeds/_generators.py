@@ -219,8 +219,7 @@ def restore_generators(states: Iterable[int], device: torch.device, *, only_seed
             generator.restore(torch.tensor(state, dtype=torch.uint8, device="cpu"))
     except (zlib.error, LookupError, ArithmeticError, TypeError, ValueError, RuntimeError) as error:
         raise RuntimeError(
-            f"cannot restore the random generators: the saved state is invalid "
-            f"({type(error).__name__}: {error})"
+            f"cannot restore the random generators, as their saved state is invalid: {error!r}"
         ) from error
 
 

@@ -17,8 +17,6 @@ TreePath: TypeAlias = tuple[Any, ...]
 
 _Test: TypeAlias = Callable[[Any], bool] | None
 
-_MAPPINGS = (dict, Mapping)  # the first is found at once
-_SEQUENCES = (list, tuple)
 _LEAVES = {Tensor, torch.nn.Parameter, int, float, str, bytes, bool, type(None)}  # most of all
 
 
@@ -33,9 +31,9 @@ def _parts(tree: Any, is_leaf: _Test, *, by_text: bool) -> Iterable[tuple[Any, A
     """Return what a container holds, with key or index, and `None` for a leaf."""
     if type(tree) in _LEAVES or (is_leaf is not None and is_leaf(tree)):
         return None
-    if isinstance(tree, _SEQUENCES):  # before mappings, which are an abstract class
+    if isinstance(tree, (list, tuple)):  # before mappings, which are an abstract class
         return enumerate(tree)
-    if not isinstance(tree, _MAPPINGS):
+    if not isinstance(tree, (dict, Mapping)):  # a dict is found at once
         return None
     return [(key, tree[key]) for key in (sorted(tree, key=repr) if by_text else tree)]
 
@@ -102,7 +100,7 @@ def in_brackets(name: str, path: TreePath) -> str:
 
 def _like(tree: Any, items: dict[Any, Any]) -> Any:
     """Return a container as `tree` that holds `items`, by key or index."""
-    if not isinstance(tree, _SEQUENCES):
+    if not isinstance(tree, (list, tuple)):
         if type(tree) is dict or not isinstance(tree, MutableMapping):
             return items
         other = copy(tree)

@@ -61,10 +61,9 @@ def facts_of(dataset: Any, directory: Any, num_workers: Any, here: World) -> Fac
 
 
 def _workers(num_workers: Any, dataset: Any, here: World) -> int:
-    node = replace(here, local_size=1)  # the other ranks wait: their cores are free
     if num_workers != "auto":
-        return choose_workers(num_workers, dataset, node)
-    cores = usable_cores(node)
+        return choose_workers(num_workers, dataset, here)
+    cores = usable_cores(replace(here, local_size=1))  # the other ranks wait: theirs are free
     return cores if cores > 1 and len(dataset) >= _WORTH_WORKERS else 0
 
 

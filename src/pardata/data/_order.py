@@ -48,7 +48,10 @@ class Epoch(NamedTuple):
         """Return the indices of the samples at each of these runs of positions."""
         if (drawn := self.drawn) is not None:
             return [[drawn[i] for i in run] for run in runs]
-        positions = torch.cat([torch.arange(r.start, r.stop, device="cpu") for r in runs])
+        if all(one.stop == other.start for one, other in pairwise(runs)):  # one rank's are
+            positions = torch.arange(runs[0].start, runs[-1].stop, device="cpu")
+        else:
+            positions = torch.cat([torch.arange(r.start, r.stop, device="cpu") for r in runs])
         indices = positions if self.shuffle is None else self.shuffle.at(positions)
         return list(indices.split([len(run) for run in runs]))
 

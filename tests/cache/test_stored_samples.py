@@ -184,7 +184,7 @@ def test_any_nesting_comes_back_and_has_the_batch_of_the_data_loader(structure):
 
 USUAL = {"x": torch.zeros(2, 3), "y": 1}
 FIRST = "as in the first sample, but is"
-CURE = "return the same parts for every sample, and convert them in the dataset's transform"
+CURE = "make all samples alike in the transform"
 UNLIKE = [
     ({**USUAL, "x": torch.zeros(6)}, f"{FIRST} 1-dimensional float32: {CURE}"),
     ({**USUAL, "x": torch.zeros(2, 3).double()}, "but is 2-dimensional float64: return"),

@@ -173,8 +173,7 @@ def check_alike(parts: Mapping[str, Tensor], fields: Fields, number: int) -> Non
         if _kind_of(part) != _kind_of(first):
             raise ValueError(
                 f"sample {number} cannot be stored: `{path}` must be {_kind_of(first)}, as in the "
-                f"first sample, but is {_kind_of(part)}: return the same parts for every sample, "
-                f"and convert them in the dataset's transform"
+                f"first sample, but is {_kind_of(part)}: make all samples alike in the transform"
             )
 
 

@@ -174,9 +174,8 @@ class Loader:
             reduce: return the stats of the rank that waited longest; collective then.
         """
         stats = self._clock.stats()
-        if reduce:
-            return max(all_gather(stats), key=lambda each: each["wait_seconds"])
-        return stats
+        every = all_gather(stats) if reduce else [stats]
+        return max(every, key=lambda each: each["wait_seconds"])
 
     def fingerprint(self) -> str:
         """Return a hash of the samples delivered in the epoch in progress, or the last.

@@ -89,8 +89,7 @@ class Plan:
         if trains and 0 < last < self.size:
             raise ValueError(
                 f"the last batch must have a sample for each of the {self.size} ranks, but has "
-                f"{last} of {length}: a rank without one would leave the others waiting for "
-                f"its gradient; pass drop_last=True, `microbatch_size` or another batch_size"
+                f"{last} of {length}: pass drop_last=True, `microbatch_size` or another batch_size"
             )
 
     def share_of(

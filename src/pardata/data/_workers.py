@@ -49,9 +49,8 @@ def _check_they_can_send() -> None:
     longest = _LONGEST_SOCKET - len("/listener-12345678")  # as multiprocessing.connection names it
     if len(os.fsencode(directory)) > longest:
         raise ValueError(
-            f"the temporary directory must have a name of at most {longest} characters for "
-            f"`num_workers` above 0, as a worker hands over by a socket in it, but is "
-            f"{directory!r}: set TMPDIR to one with a shorter name, or pass num_workers=0"
+            f"the temporary directory must have a name of at most {longest} characters, for workers' "
+            f"sockets, but is {directory!r}: set TMPDIR to a shorter one, or pass num_workers=0"
         )
 
 

@@ -49,7 +49,7 @@ def _check_they_can_send() -> None:
     longest = _LONGEST_SOCKET - len("/listener-12345678")  # as multiprocessing.connection names it
     if len(os.fsencode(directory)) > longest:
         raise ValueError(
-            f"the temporary directory must have a name of at most {longest} characters, for workers' "
+            f"the temporary directory must have a name of at most {longest} characters, for its "
             f"sockets, but is {directory!r}: set TMPDIR to a shorter one, or pass num_workers=0"
         )
 

@@ -77,7 +77,7 @@ def test_workers_send_over_the_longest_socket_and_a_longer_one_is_refused_at_onc
     for outcome in run_caught(_load_below, longer, world_size=2):
         assert str(outcome).startswith("ValueError: the temporary directory must have a name of at")
         assert "most 89 characters" in outcome.text
-        assert "set TMPDIR to one with a shorter name" in outcome.text
+        assert "set TMPDIR to a shorter one" in outcome.text
 
 
 # --- what becomes of them when signals come, and when their rank ends

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from pardata.seeds._generators import (
     default_generators,
-    forked_noise,
     forked_seed,
+    forked_torch_seed,
     generator_states,
     kept_generators,
     no_draws,
@@ -112,8 +112,7 @@ def test_a_normal_number_of_numpys_that_an_inner_block_saw_used_up_is_in_reserve
 
 MESSAGE = (
     "`collate_fn` must draw no random numbers from a batch whose size depends on the number of "
-    "ranks, but did: pass `microbatch_size`, so that it gets the same "
-    "microbatches at every world size, each seeded alike, or reproducible=False"
+    "ranks, but did: pass `microbatch_size` or reproducible=False"
 )
 
 
@@ -226,7 +225,7 @@ def test_an_accelerator_without_generators_of_its_own_to_hand_out_is_seeded_and_
         assert draw_from(own) == draw_from(torch.Generator().manual_seed(8))
     assert torch.equal(own.get_state(), state)
     monkeypatch.setattr(torch, "get_device_module", lambda _=None: torch.mps)
-    with forked_noise(9):
+    with forked_torch_seed(9):
         assert draw_from(own) == draw_from(torch.Generator().manual_seed(9))
     assert torch.equal(own.get_state(), state)
     with (
@@ -419,7 +418,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_was_never_written_is_refused(name):
-    text = "cannot restore the random generators: the saved state is invalid"
+    text = "cannot restore the random generators, as their saved state is invalid"
     with pytest.raises(RuntimeError, match=text):
         restore_generators(WRONG[name], CPU, only_seed=False)
     assert 0 <= np.random.rand() < 1

@@ -14,8 +14,7 @@ from pardata.data._loader_arguments import agreed
 from pardata.data._order import Requests
 from pardata.data._placement import Placement
 from pardata.data._position import Recipe
-from pardata.data._reader import Collation, Reader
-from pardata.data._sample_seeds import Seeds
+from pardata.data._reader import Collation, Reader, Seeds
 from pardata.data._settings import Arguments, Settings
 from pardata.data._stream import Stream
 from pardata.data._streamed import Streamed
@@ -53,7 +52,7 @@ def make_loader(
 ) -> Loader:
     """Return a loader of this rank's share of each *global* batch of `batch_size` samples.
 
-    Step k of an epoch holds the same samples at every world size. Each rank gets consecutive
+    GlobalStep k of an epoch holds the same samples at every world size. Each rank gets consecutive
     samples of it, and the ranks' counts differ by at most one. The loader collates as
     ``DataLoader`` does, and moves each batch to the device. All ranks yield the same number of
     batches. No sample is repeated. Without `shuffle` and `sampler` the loader leaves none out, so
@@ -149,15 +148,14 @@ def _parts(settings: Settings) -> Parts:
     given, ranks, plan, workers = settings.given, settings.ranks, settings.plan, settings.workers
     seeds = Seeds(settings.seed, given.reproducible, given.microbatch_size is not None)
     collation = Collation(given.collate_fn, seeds, settings.here.rank)
-    source: Source
-    if isinstance(given.dataset, IterableDataset):
-        stream = Stream(given.dataset, collation, plan, sharded=given.sharded)
-        source = Streamed(stream, None, ranks, workers)
-    else:
+    if not isinstance(given.dataset, IterableDataset):
         sampler = given.sampler if given.batch_sampler is None else given.batch_sampler
         to_workers = workers["num_workers"] > 0
         requests = Requests(plan, ranks, settings.seed, given.shuffle, sampler, to_workers)
         source = Source(Reader(given.dataset, collation), requests, ranks, workers)
+    else:
+        stream = Stream(given.dataset, collation, plan, sharded=given.sharded)
+        source = Streamed(stream, None, ranks, workers)
     places = settings.device, given.batch_transform, seeds, given.prefetch, settings.pins
     return _recipe(settings), source, Placement(*places)
 
@@ -172,18 +170,14 @@ def _with_seed(settings: Settings, seed: Any) -> Parts | None:
 
 def _recipe(settings: Settings) -> Recipe:
     given, plan = settings.given, settings.plan
-    names = ("batch_size", "microbatch_size", "shuffle")
-    facts = {
-        "length": plan.length,
-        **{name: getattr(given, name) for name in names},
-        "drop_last": plan.drop_last,
-        "seed": settings.seed,
-    }
+    facts: dict[str, Any] = {"length": plan.length, "batch_size": given.batch_size}
+    facts |= {"microbatch_size": given.microbatch_size, "shuffle": given.shuffle}
+    facts |= {"drop_last": plan.drop_last, "seed": settings.seed}
     for name in ("sampler", "batch_sampler"):
-        drawn_by = getattr(given, name)
-        facts[name] = None if drawn_by is None else type(drawn_by).__name__
-        if drawn_by is not None:
-            facts["length"] = None  # may change from epoch to epoch: the order is compared
+        facts[name] = None
+        if (drawn_by := getattr(given, name)) is not None:
+            # The length may change from epoch to epoch: ranks compare the order.
+            facts |= {name: type(drawn_by).__name__, "length": None}
     shards = f"{plan.size} ranks with {settings.workers['num_workers']} workers"
     facts["shards"] = shards if given.sharded else None
     return Recipe(facts, isinstance(given.dataset, IterableDataset))

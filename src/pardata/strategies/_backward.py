@@ -18,7 +18,7 @@ from pardata.model._before import AsFound, KeptBuffers
 from pardata.model._unwrap import is_parallel
 from pardata.ranks._logger import get_logger
 from pardata.ranks._world import World, is_alone, require_world
-from pardata.seeds._generators import forked_noise, kept_generators
+from pardata.seeds._generators import forked_torch_seed, kept_generators
 from pardata.step._count import Count, Piece, Pieces, checked_count, positive
 from pardata.step._forward import add_zeros, forward_of
 from pardata.step._noise import count_run, noise_seed
@@ -129,7 +129,7 @@ def backward(
     with explained("backward", batch), step.whole():
         for piece in step.pieces.own:
             doing.get_on()
-            with step.around(piece), forked_noise(noise_seed(batch, piece.number)):
+            with step.around(piece), forked_torch_seed(noise_seed(batch, piece.number)):
                 (_run if piece.count else _run_placeholder)(step, model, loss_fn, piece)
     if type(step) is Step and step.size == 1:
         _trained_alone.add(model)
@@ -171,7 +171,7 @@ def _alone(
         positive(checked_count(count(microbatch)))  # a mean does not tell of how many it is
     elif is_empty(microbatch):
         positive(0)
-    with AsFound(model), forked_noise(noise_seed(batch, first)):
+    with AsFound(model), forked_torch_seed(noise_seed(batch, first)):
         returned = loss_fn(model, microbatch)
         if not isinstance(returned, Tensor):
             tally = Tally()

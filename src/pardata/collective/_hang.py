@@ -6,14 +6,15 @@ Each rank makes so many requests, at any number of ranks; one rank, which tells,
 import json
 import os
 import socket
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
 
 from pardata.collective._whereabouts import Whereabouts, folded, headline, stacks, table, whole
-from pardata.messages._store import came, texts_of
+from pardata.messages._store import Channel, came, texts_of
 from pardata.ranks._device import flight_recorder
 from pardata.ranks._logger import get_logger
 from pardata.ranks._machine import state_of
@@ -25,25 +26,12 @@ _MOST = 4  # stacks in the log; the file has all
 _LEFT = '["", 0]'  # the stack of a rank that has no process
 
 
-@dataclass
-class Seat:
-    """Which rank takes part, and by what: the watch's own part of the store.
-
-    Attributes:
-        tick: the seconds after which each rank that runs has looked.
-    """
-
-    store: dist.Store
-    rank: int
-    size: int
-    tick: float
-
-    def sign(self, *, is_here: bool) -> None:
-        """Leave for the others which process this is, or that it has left."""
-        known = json.dumps([socket.gethostname(), os.getpid()]) if is_here else _LEFT
-        if is_here:
-            self.store.set(f"at/{self.rank}", "")  # else who logs asks for each rank
-        self.store.set(f"process/{self.rank}", known)
+def sign(channel: Channel, *, is_here: bool) -> None:
+    """Leave for the others which process this is, or that it has left."""
+    process = json.dumps([socket.gethostname(), os.getpid()]) if is_here else _LEFT
+    if is_here:
+        channel.store.set(f"at/{channel.rank}", "")  # else who logs asks for each rank
+    channel.store.set(f"process/{channel.rank}", process)
 
 
 class Hang:
@@ -52,17 +40,20 @@ class Hang:
     Attributes:
         is_told: whether this rank has said where it is.
         is_one: whether it is a hang, or ranks wait for long work.
+
+    Args:
+        channel: the watch's own; after its timeout each rank that runs has looked.
+        number: from 1.
     """
 
-    def __init__(self, seat: Seat, number: int) -> None:
+    def __init__(self, channel: Channel, number: int) -> None:
         self.number, self.is_told, self.is_one = number, False, False
-        self._seat, self._logs = seat, False
-        self._store = dist.PrefixStore(str(number), seat.store)
+        self._channel, self._logs = channel, False
+        self._store = dist.PrefixStore(str(number), channel.store)
 
     def has_news(self) -> bool:
         """Return whether a rank has begun it; once it is told, whether it is over."""
-        there: bool = self._store.check(["over" if self.is_told else "began"])
-        return there
+        return self._store.check(["over" if self.is_told else "began"])
 
     def begin(self) -> bool:
         """Begin it; return whether no other rank has."""
@@ -74,21 +65,21 @@ class Hang:
 
     def seconds(self) -> int:
         """Return how long it has taken, once it is over; who has told of it logs that."""
-        found = int(self._store.get("over"))
+        seconds = int(self._store.get("over"))
         if self._logs:
-            _log.warning("the run continues after %d s", found, ranks=[self._seat.rank])
-        return found
+            _log.warning("the run continues after %d s", seconds, ranks=[self._channel.rank])
+        return seconds
 
     def tell(self, own: Whereabouts) -> None:
         """Say where this rank is, and see to it that one rank logs where all are."""
-        seat, store = self._seat, self._store
-        seat.store.set(f"at/{seat.rank}", json.dumps(asdict(own)))
-        if store.add("came", 1) == seat.size:
-            store.set("all", "")
+        channel, tick = self._channel, self._channel.timeout.total_seconds()
+        channel.store.set(f"at/{channel.rank}", json.dumps(asdict(own)))
+        if self._store.add("came", 1) == channel.size:
+            self._store.set("all", "")
         self.is_told = True
-        if seat.rank == 0:
-            self._come(["all"], seat.tick + _GRACE)
-        elif self._come(["silent"], seat.tick + 2 * _GRACE):
+        if channel.rank == 0:
+            self._come(["all"], tick + _GRACE)
+        elif self._come(["silent"], tick + 2 * _GRACE):
             return self._look_for_silent()
         if self._is_first("logs"):  # rank 0, or one that has waited for it in vain
             return self._log_all()
@@ -97,11 +88,11 @@ class Hang:
         return None
 
     def _log_all(self) -> None:
-        seat, self._logs = self._seat, True
-        texts = texts_of(seat.store, [f"at/{rank}" for rank in range(seat.size)])
+        ranks, self._logs = range(self._channel.size), True
+        texts = texts_of(self._channel.store, [f"at/{rank}" for rank in ranks])
         told = {rank: Whereabouts.of(json.loads(text)) for rank, text in enumerate(texts) if text}
         found = {rank: one for rank, one in told.items() if one.hang == self.number}
-        silent = [rank for rank in range(seat.size) if rank not in found]
+        silent = [rank for rank in ranks if rank not in found]
         head, self.is_one = headline(found, silent)
         self._store.set("silent", json.dumps([silent, self.is_one]))
         lines = [head, *table(found, self._states(silent))]
@@ -112,7 +103,7 @@ class Hang:
             lines += [f"and {len(several) - _MOST} stacks more"] if len(several) > _MOST else []
             lines += [f"the whole stacks are in {file}"] if file else []
             lines += [text] if (text := flight_recorder()) else []
-        _log.warning("\n".join(lines), ranks=[seat.rank])
+        _log.warning("\n".join(lines), ranks=[self._channel.rank])
 
     def _states(self, silent: list[int]) -> dict[int, str]:
         """Return what is known of ranks that do not answer."""
@@ -129,17 +120,15 @@ class Hang:
         silent, self.is_one = json.loads(self._store.get("silent"))
         if not silent:
             return
-        known = texts_of(self._seat.store, [f"process/{rank}" for rank in silent])
-        for rank, text in zip(silent, known, strict=True):
+        processes = texts_of(self._channel.store, [f"process/{rank}" for rank in silent])
+        for rank, text in zip(silent, processes, strict=True):
             host, pid = json.loads(text or _LEFT)
-            if host == socket.gethostname():
+            if host in ("", socket.gethostname()):
                 state = f"does not answer: its process {pid} on {host} {state_of(pid)}"
-                self._store.set(f"seen/{rank}", state)
-            elif not host:
-                self._store.set(f"seen/{rank}", "has left the group")
+                self._store.set(f"seen/{rank}", state if host else "has left the group")
 
     def _is_first(self, key: str) -> bool:
-        own = str(self._seat.rank)
+        own = str(self._channel.rank)
         return self._store.compare_set(key, "", own).decode() == own
 
     def _come(self, keys: list[str], seconds: float) -> bool:
@@ -148,11 +137,9 @@ class Hang:
 
 def _written(name: str, lines: list[str]) -> Path | None:
     """Write a file where torchrun looks for errors; return it if there is such a place."""
-    if not (beside := os.environ.get("TORCHELASTIC_ERROR_FILE")):
-        return None
-    file = Path(beside).parent / name
-    try:
-        file.write_text("\n".join(lines) + "\n")
-    except OSError:
-        return None
-    return file
+    if errors := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        file = Path(errors).parent / name
+        with suppress(OSError):
+            file.write_text("\n".join(lines) + "\n")
+            return file
+    return None

@@ -10,11 +10,13 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
 from weakref import ref
 
 import torch.distributed as dist
 
-from pardata.collective._hang import Hang, Seat
+from pardata.collective._hang import Hang, sign
 from pardata.collective._whereabouts import whereabouts
 from pardata.messages._doing import Note, doing
 from pardata.messages._store import SERVER, Channel, answered, apart, bounded
@@ -30,18 +32,18 @@ class Watch:
     """Watches the thread that makes it until `end`, or until its group ends.
 
     Args:
-        line: of the group.
+        channel: of the group.
         after: the seconds after which a rank that waits says so.
     """
 
-    def __init__(self, line: Channel, after: float) -> None:
-        self._after, self._most = after, line.timeout.total_seconds() / 2
+    def __init__(self, channel: Channel, after: float) -> None:
+        self._after, self._most = after, channel.timeout.total_seconds() / 2
         self._looked, self._awake = time.monotonic(), 0.0
-        self._group, self._pid = ref(dist.group.WORLD), os.getpid()
-        store = answered(line.timeout, lambda: apart(line, "watch"))
-        tick = min(_TICK, max(after / 4, _LEAST))
-        self._seat, self._ended = Seat(store, line.rank, line.size, tick), threading.Event()
-        self._hang = Hang(self._seat, 1)
+        self._group, self._pid, self._ended = ref(dist.group.WORLD), os.getpid(), threading.Event()
+        store = answered(channel.timeout, lambda: apart(channel, "watch"))
+        self._tick = min(_TICK, max(after / 4, _LEAST))
+        self._channel = replace(channel, store=store, timeout=timedelta(seconds=self._tick))
+        self._hang = Hang(self._channel, 1)
         self._began: Note | None = None  # the wait by which this rank has begun the hang
         doing.begin()
         self._watched = doing.thread
@@ -59,17 +61,14 @@ class Watch:
 
     def _run(self) -> None:
         with suppress(RuntimeError):  # the store is gone, and the ranks see it
-            self._seat.sign(is_here=True)
-            while not self._ended.wait(self._pause()) and self._has_group() and self._look():
+            sign(self._channel, is_here=True)
+            while not self._ended.wait(self._pause()) and self._look():
                 pass
-            self._seat.sign(is_here=False)
-
-    def _has_group(self) -> bool:
-        return dist.group.WORLD is not None and dist.group.WORLD is self._group()
+            sign(self._channel, is_here=False)
 
     def _pause(self) -> float:
         left = self._after - self._waited(doing.now)
-        return min(max(left, _LEAST), self._seat.tick) if left > 0 else self._seat.tick
+        return min(max(left, _LEAST), self._tick) if left > 0 else self._tick
 
     def _waited(self, note: Note) -> float:
         """Return for how many seconds this rank has been in one call, or step."""
@@ -80,9 +79,10 @@ class Watch:
         """Look whether this rank waits for long, or another says so; return whether to continue."""
         hang, note, now = self._hang, doing.now, time.monotonic()
         frame = sys._current_frames().get(self._watched)  # noqa: SLF001  # its only name
-        if frame is None:
+        group = self._group()
+        if frame is None or group is None or dist.group.WORLD is not group:
             return False
-        if now - self._looked > self._seat.tick + _LATE:
+        if now - self._looked > self._tick + _LATE:
             self._awake = now
         self._looked = now
         if self._began is not None and note is not self._began:
@@ -95,7 +95,7 @@ class Watch:
         if found not in ([False], [True]):
             return False
         if hang.is_told and found[0]:
-            seconds, self._hang = hang.seconds(), Hang(self._seat, hang.number + 1)
+            seconds, self._hang = hang.seconds(), Hang(self._channel, hang.number + 1)
             if hang.is_one:  # each step may take that long
                 self._after = max(self._after, min(2.0 * seconds, self._most))
         elif not hang.is_told and (found[0] or self._waited(note) >= self._after):

@@ -42,7 +42,7 @@ from torch.utils.data import TensorDataset
 from pardata import Checkpointer, barrier, make_loader, rank_zero_call, wrap_model
 from pardata.checkpoint import _checkpointer
 from pardata.collective import _hang
-from pardata.collective._hang import Hang, Seat
+from pardata.collective._hang import Hang
 from pardata.collective._rank_zero import call_off_everywhere
 from pardata.collective._whereabouts import whereabouts
 from pardata.launch import _address, _rendezvous, _uncaught
@@ -161,7 +161,9 @@ class Simulated:
         self.store = Counted(launch.master_port)
         self._launch = launch
         store = dist.PrefixStore("watch", self.store)
-        self._hang = Hang(Seat(store, launch.rank, launch.size, 1.5), 1)
+        self._hang = Hang(
+            _world.Channel(store, timedelta(seconds=1.5), launch.rank, launch.size), 1
+        )
         self.operations: dict[str, Callable[[], object]] = {
             HAND: self._meet_by_hand,
             JOIN: self._join,

@@ -19,8 +19,7 @@ from logged import log_of
 from ranks_zoo import together
 
 import pardata
-from pardata.collective._hang import Hang, sign
-from pardata.collective._watch import Watch
+from pardata.collective._hang import Hang, Watch, sign
 from pardata.collective._whereabouts import Whereabouts, headline, table
 from pardata.messages._call_site import Call
 from pardata.messages._doing import doing

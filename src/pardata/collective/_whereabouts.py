@@ -1,6 +1,6 @@
 """Where the ranks are when a run hangs: what each says of itself, and one table of all."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -111,22 +111,23 @@ def table(found: Found, silent: Mapping[int, str]) -> list[str]:
     return [line for _, line in sorted(lines)]
 
 
-def stacks(found: Found, fold: Callable[[list[Call]], list[str]]) -> list[str]:
+def stacks(found: Found, *, fold: bool) -> list[str]:
     """Return the stacks, once for each set of ranks that have the same."""
-    alike = ranks_by((rank, tuple(fold(one.stack))) for rank, one in found.items())
+    lines_of = _folded if fold else _unfolded
+    alike = ranks_by((rank, tuple(lines_of(one.stack))) for rank, one in found.items())
     return ["\n".join([f"{ranks_text(ranks)}:", *lines]) for lines, ranks in alike.items()]
 
 
-def folded(stack: list[Call]) -> list[str]:
+def _folded(stack: list[Call]) -> list[str]:
     """Return a stack in lines, one for what is of one library, except for the innermost call."""
     lines: list[str] = []
     for whose, calls in groupby(stack[:-1], lambda call: call.whose):
         many = list(calls)
         count = f"  … {len(many)} frame{'s' * (len(many) > 1)} of {whose}"
-        lines += [count] if whose else whole(many)
-    return lines + whole(stack[-1:])
+        lines += [count] if whose else _unfolded(many)
+    return lines + _unfolded(stack[-1:])
 
 
-def whole(stack: list[Call]) -> list[str]:
+def _unfolded(stack: list[Call]) -> list[str]:
     """Return a stack in lines."""
     return [f"  {call.place} in {call.function}" for call in stack]

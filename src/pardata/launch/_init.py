@@ -11,7 +11,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from pardata.collective._watch import Watch
+from pardata.collective._hang import Watch
 from pardata.launch._allocator import keep_freed_memory
 from pardata.launch._leaving import remember
 from pardata.launch._rendezvous import join, once_made

@@ -16,7 +16,7 @@ from launched import agent, launched, reserved_port, slurm_variables, torchrun_v
 from logged import kept
 
 import pardata
-from pardata.launch._uncaught import folded, report_uncaught
+from pardata.launch._leaving import folded, report_uncaught
 
 SCRIPT = """
 import sys, time, torch, pardata
@@ -323,7 +323,7 @@ def test_an_error_before_init_reaches_torchrun_too(said):
 
 
 def is_ours():
-    return sys.excepthook.__module__ == "pardata.launch._uncaught"
+    return sys.excepthook.__module__ == "pardata.launch._leaving"
 
 
 def where_it_is():
@@ -362,7 +362,7 @@ def fail_in_a_second_group():
     pardata.init(timeout=timedelta(seconds=30))
     dist.destroy_process_group()
     pardata.init(timeout=timedelta(seconds=30))
-    _, keeper = kept("pardata.launch._uncaught")
+    _, keeper = kept("pardata.launch._leaving")
     sys.excepthook(ValueError, ValueError("boom"), None)
     dist.destroy_process_group()
     return keeper.lines
@@ -374,7 +374,7 @@ def boom():
 
 def fail_on_rank_0(call):
     pardata.init(timeout=timedelta(seconds=30))
-    _, keeper = kept("pardata.launch._uncaught")
+    _, keeper = kept("pardata.launch._leaving")
     try:
         call()
     except (ValueError, TypeError, RuntimeError) as error:

@@ -218,7 +218,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             )
 
         def write() -> None:
-            write_weights(checked_path("path", path), found.states_of([name], {}, alone=True)[name])
+            write_weights(checked_path("path", path), found.trees_of([name], {}, alone=True)[name])
 
         rank_zero_call(write)
 

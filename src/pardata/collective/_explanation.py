@@ -2,7 +2,7 @@
 
 All of this runs on the way out of an error, so that what succeeds pays nothing. A rank whose
 collective failed leaves its `Failure` in the group's store and reads what the others left. The
-error takes the result along as its `Explanation`, which ``launch/_uncaught`` reports.
+error takes the result along as its `Explanation`, which ``launch/_leaving`` reports.
 """
 
 import json

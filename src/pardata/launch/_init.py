@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -13,9 +13,8 @@ import torch.distributed as dist
 
 from pardata.collective._hang import Watch
 from pardata.launch._allocator import keep_freed_memory
-from pardata.launch._leaving import remember
+from pardata.launch._leaving import remember, report_uncaught
 from pardata.launch._rendezvous import join, once_made
-from pardata.launch._uncaught import report_uncaught
 from pardata.messages._call_site import call_site
 from pardata.messages._failure import leave_for_torchrun, one_line
 from pardata.messages._turn import all_say
@@ -87,40 +86,28 @@ def init(
     (0, 1)
     """
     try:
-        return _joined_world(backend, timeout, device, hang_after, tune_cpu=tune_cpu)
+        patience = None if timeout is None else checked_timeout(timeout)
+        hang_after = _checked_hang_after(hang_after)
+        here, before = world(), joined()
+        if here.backend is None and (is_child() or dist.group.WORLD is not None):
+            return here  # there is a group, which a child, or who opted out, does not touch
+        if before is not None:
+            _refuse_change(before.world, backend, device)
+            return replace(before.world, _at_the_end=None)
+        if dist.group.WORLD is not None:
+            found = _adopt(device, patience)
+        else:
+            launch = detect(os.environ)
+            _refuse_inherited(launch)
+            found = join(launch, backend=backend, timeout=patience, device=device)
+        with suppress(ValueError):  # who made the group need not have used a launcher's variables
+            os.environ["PARDATA_JOINED"] = f"{os.getpid()} {detect(os.environ).identity}"
+        if found.world.size > 1:
+            found.on_leaving = _looked_after(found, hang_after)
+        remember(found)
     except Exception as error:
         leave_for_torchrun(f"{one_line(error)} ({call_site()})")  # there is no hook yet that would
         raise
-
-
-def _joined_world(
-    backend: str | None,
-    timeout: timedelta | float | None,
-    device: torch.device | str | None,
-    hang_after: timedelta | float | None,
-    *,
-    tune_cpu: bool,
-) -> World:
-    patience = None if timeout is None else checked_timeout(timeout)
-    hang_after = _checked_hang_after(hang_after)
-    here, before = world(), joined()
-    if here.backend is None and (is_child() or dist.group.WORLD is not None):
-        return here  # there is a group, which a child, or who opted out, does not touch
-    if before is not None:
-        _refuse_change(before.world, backend, device)
-        return replace(before.world, _at_the_end=None)
-    if dist.group.WORLD is not None:
-        found = _adopt(device, patience)
-    else:
-        launch = detect(os.environ)
-        _refuse_inherited(launch)
-        here, counts, serves = join(launch, backend=backend, timeout=patience, device=device)
-        found = Joined(here, new_channel(patience), serves, counts)
-    with suppress(ValueError):  # whoever made the group need not have used a launcher's variables
-        os.environ["PARDATA_JOINED"] = f"{os.getpid()} {detect(os.environ).identity}"
-    if found.world.size > 1:
-        found.on_leaving = _looked_after(found, hang_after)
-    remember(found)
     _log.info("%s", _found_text(found.world))
     if found.world.device.type == "cpu":
         if device is None:
@@ -155,23 +142,22 @@ def _looked_after(found: Joined, hang_after: timedelta | None) -> Callable[[], N
 
 
 def _adopt(device: torch.device | str | None, timeout: timedelta | None) -> Joined:
-    line, counts = new_channel(timeout), None
+    channel, counts = new_channel(timeout), None
 
-    def named() -> torch.device | None:
-        return None if device is None else named_device(device)
+    def found(hosts: Sequence[str] = ()) -> World:
+        return existing_world(None if device is None else named_device(device), hosts)
 
     def arrive() -> tuple[str, bool]:
-        here = existing_world(named())
-        return socket.gethostname(), sends_numbers_apart(here.backend, here.device)
+        return socket.gethostname(), sends_numbers_apart(found().backend, found().device)
 
-    hosts, apart = zip(*all_say(line, "init", arrive, list), strict=True)
-    found = existing_world(named(), hosts)
-    if found.device in visible_devices():
-        torch.accelerator.set_device_index(found.device)
-    if found.size > 1 and not all(apart):
-        patience = timeout or timeout_of(dist.group.WORLD) or line.timeout
-        counts = once_made(line, partial(new_gloo_group, patience))
-    return Joined(found, line, group_of_counts=counts)
+    hosts, apart = zip(*all_say(channel, "init", arrive, list), strict=True)
+    here = found(hosts)
+    if here.device in visible_devices():
+        torch.accelerator.set_device_index(here.device)
+    if here.size > 1 and not all(apart):
+        patience = timeout or timeout_of(dist.group.WORLD) or channel.timeout
+        counts = once_made(channel, partial(new_gloo_group, patience))
+    return Joined(here, channel, group_of_counts=counts)
 
 
 def _refuse_inherited(launch: Launch) -> None:

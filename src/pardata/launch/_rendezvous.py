@@ -18,11 +18,11 @@ from pardata.collective._agreement import require_same
 from pardata.launch._address import not_met, store_of
 from pardata.launch._leaving import check_out, leave_at_the_end
 from pardata.messages._store import Channel, append
-from pardata.messages._table import ranks_text
+from pardata.messages._table import ranks_by, ranks_text
 from pardata.messages._turn import all_say
 from pardata.ranks import _backend, _device
 from pardata.ranks._launcher import Launch
-from pardata.ranks._world import World
+from pardata.ranks._world import Joined, World, new_channel
 
 _T = TypeVar("_T")
 
@@ -35,10 +35,10 @@ def join(
     backend: str | None,
     timeout: timedelta | None,
     device: torch.device | str | None,
-) -> tuple[World, Any, bool]:
+) -> Joined:
     """Make the process group that `launch` describes, and one for small numbers if it needs it.
 
-    Returns both, and whether the store lives here. Collective. A rank that cannot take part says so
+    Collective. A rank that cannot take part says so
     over the store before any group exists. So the error is raised on every rank, and no other rank
     waits.
     """
@@ -72,8 +72,8 @@ def join(
         raise
     node = hosts.index(own["host"]) if launch.node_rank is None else launch.node_rank
     nodes = len(hosts) if launch.num_nodes is None else launch.num_nodes
-    numbers, launcher = (*launch[1:5], node, nodes), launch.launcher
-    return World(*numbers, device, backend, launcher, leave_at_the_end), counts, hosts_store
+    here = World(*launch[1:5], node, nodes, device, backend, launch.launcher, leave_at_the_end)
+    return Joined(here, new_channel(timeout), hosts_store, counts)
 
 
 def once_made(line: Channel, make: Callable[[], _T]) -> _T:
@@ -187,12 +187,9 @@ def _agreed(arrivals: list[dict[str, Any]]) -> tuple[list[str], bool, bool]:
     """
     backends: list[dict[str, object]] = [{"backend": told["backend"]} for told in arrivals]
     require_same("init", backends, "Is a GPU driver missing on a node? Else pass `backend`.")
-    users: dict[tuple[str, str], list[int]] = {}
-    for rank, told in enumerate(arrivals):
-        if told["gpu"]:
-            users.setdefault((told["host"], told["gpu"]), []).append(rank)
-    for (host, _), ranks in users.items():
-        if len(ranks) > 1:
+    gpus = ((rank, (told["host"], told["gpu"])) for rank, told in enumerate(arrivals))
+    for (host, gpu), ranks in ranks_by(gpus).items():
+        if gpu and len(ranks) > 1:
             raise RuntimeError(
                 f"every rank must have a GPU of its own, but {ranks_text(ranks)} "
                 f"on {host} share one: start one process per GPU, or pass "

@@ -1,7 +1,7 @@
 """A failure: one record, from the exception to the last line of the log.
 
 It is made here of what a rank raised. A ``_turn`` tells it, or ``collective/_explanation`` leaves
-it in the store for ranks that wait in a collective. ``launch/_uncaught`` logs it on each rank if
+it in the store for ranks that wait in a collective. ``launch/_leaving`` logs it on each rank if
 the program does not catch the error that comes of it.
 """
 

@@ -97,8 +97,8 @@ class Checkpoint(NamedTuple):
             for name, thing in things.items():
                 _load(name, thing, trees[name])
             if resumes:
-                own = saved[here.rank if is_alike else 0]
-                restore_generators(own, here.device, only_seed=not is_alike)
+                states = saved[here.rank if is_alike else 0]
+                restore_generators(states, here.device, only_seed=not is_alike)
 
         agree(here, "Checkpointer.restore (loading)", load)
         self._tell(here, lost)
@@ -114,8 +114,8 @@ class Checkpoint(NamedTuple):
         step, saved = self.manifest["step"], self.manifest["identity"]
         strategies = [f", {name} under {kind!r}" for name, kind in saved["strategies"].items()]
         text = "pardata restored step %d of %s, saved by %d process(es)%s with torch %s"
-        told = saved["processes"], "".join(strategies), saved["torch"]
-        _log.info(text, step, self.path.parent, *told)
+        details = saved["processes"], "".join(strategies), saved["torch"]
+        _log.info(text, step, self.path.parent, *details)
         if lost:
             text = "pardata restored no %s: each of %d process(es) saved its own, now there are %d"
             names = ", ".join(f"`{name}`" for name in lost)
@@ -151,11 +151,11 @@ class Checkpoint(NamedTuple):
         return mapped(trees, tensors.get, is_leaf=is_special)
 
 
-def newest(place: str, at: int | None, given: Mapping[str, Any], facts: Facts) -> Checkpoint | None:
+def newest(call: str, at: int | None, given: Mapping[str, Any], facts: Facts) -> Checkpoint | None:
     """Read the newest checkpoint that is whole, of step `at` if given, or None. Collective.
 
     Args:
-        place: the call, for errors.
+        call: its name, for errors.
         at: of which step.
         given: what is to be restored.
         facts: of the call, with the `directory`, in which rank 0 looks.
@@ -166,7 +166,7 @@ def newest(place: str, at: int | None, given: Mapping[str, Any], facts: Facts) -
         RuntimeError: where ranks pass what differs, where there are checkpoints and none is whole,
             and where not all ranks see what rank 0 sees.
     """
-    here, directory = require_world(place), Path(str(facts["directory"]))
+    here, directory = require_world(call), Path(str(facts["directory"]))
 
     def tell() -> Facts:
         if at is not None:
@@ -174,7 +174,7 @@ def newest(place: str, at: int | None, given: Mapping[str, Any], facts: Facts) -
         check_stateful(given)
         return {**facts, "at": at, "objects": list(given)}
 
-    agree(here, place, tell, lambda told: require_same(place, told, CURE))
+    agree(here, call, tell, lambda all_facts: require_same(call, all_facts, CURE))
     passed_over: dict[Name, str] = {}
     while there := rank_zero_call(candidates, directory, at):
         if there == [*passed_over]:  # else one was added or removed meanwhile
@@ -200,27 +200,27 @@ def _looked_at(here: World, path: Path, step: int) -> Checkpoint | str:
 
     The ranks share the files to be verified, for a disk is faster than one of them.
     """
-    found: list[Checkpoint] = []
+    read: list[Checkpoint] = []
 
     def look() -> str | None:
         if not path.exists():
             return None
         try:
-            found.append(_read(path, verified(path, step, here.rank, here.size), here))
+            read.append(_read(path, verified(path, step, here.rank, here.size), here))
         except UnusableError as error:
             return str(error)
         return ""
 
-    def judge(told: list[str | None]) -> str:
-        unseeing = [rank for rank, why in enumerate(told) if why is None]
-        if unseeing and len(unseeing) < len(told):
+    def judge(reasons: list[str | None]) -> str:
+        unseeing = [rank for rank, why in enumerate(reasons) if why is None]
+        if unseeing and len(unseeing) < len(reasons):
             raise RuntimeError(
                 f"every rank must see the checkpoints, but {path} is not there for "
                 f"{ranks_text(unseeing)}: save to a disk that all nodes share"
             )
-        return "it is gone" if unseeing else next(filter(None, told), "")
+        return "it is gone" if unseeing else next(filter(None, reasons), "")
 
-    return agree(here, "Checkpointer (verifying)", look, judge, _PATIENCE) or found[0]
+    return agree(here, "Checkpointer (verifying)", look, judge, _PATIENCE) or read[0]
 
 
 def _read(path: Path, manifest: dict[str, Any], here: World) -> Checkpoint:
@@ -251,14 +251,14 @@ def _owned(trees: Any, things: Mapping[str, Any], likes: Likes) -> Any:
     """
     copies = Copies()
 
-    def own(at: TreePath, leaf: Any) -> Any:
+    def owned(at: TreePath, leaf: Any) -> Any:
         is_copied = isinstance(things.get(at[0]), nn.Module) and "_extra_state" not in str(at[1])
         if is_copied or shards.is_sharded(leaf) or not isinstance(leaf, Tensor):
             return leaf
         placed = shards.placed(leaf, likes.get(at[:-1]))
         return copies.of(leaf) if placed is None else placed
 
-    return mapped(trees, own, is_leaf=is_special)
+    return mapped(trees, owned, is_leaf=is_special)
 
 
 def _load(name: str, thing: Any, tree: Any) -> None:

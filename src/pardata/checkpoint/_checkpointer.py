@@ -272,7 +272,7 @@ def _refuse(call: str, unnamed: tuple[object, ...]) -> None:
         raise TypeError(f"`objects` must be named, but {kind} is not: call {call}model=model)")
 
 
-def _raise_of_what_differs(told: list[dict[str, Any]]) -> None:
+def _raise_of_what_differs(all_facts: list[dict[str, Any]]) -> None:
     """Raise where ranks differ in options, or in details, of which each may have its own."""
     for kind in ("options", "details"):
-        require_same("Checkpointer.save", [facts[kind] for facts in told], CURE)
+        require_same("Checkpointer.save", [facts[kind] for facts in all_facts], CURE)

@@ -163,8 +163,8 @@ class Folder:
             path.rename(self._directory / str(self._name))
             sync(self._directory)
             self._prune()
-        told = step, self._directory, size / 1e6, time.perf_counter() - self._began
-        self._log(f"pardata saved step %d to %s, %.1f MB in %.2f s{self._later}", *told)
+        figures = step, self._directory, size / 1e6, time.perf_counter() - self._began
+        self._log(f"pardata saved step %d to %s, %.1f MB in %.2f s{self._later}", *figures)
         self._log, self._later = _log.debug, ""
 
     def _remove_unfinished(self) -> None:

@@ -28,16 +28,16 @@ _DCP = "torch.distributed.checkpoint"
 _MODULES = ("torch", "torch.serialization", f"{_DCP}.metadata", f"{_DCP}.filesystem")
 
 
-def placed(whole: Tensor, like: Any) -> Tensor | None:
+def placed(tensor: Tensor, like: Any) -> Tensor | None:
     """Return a copy where the parameter `like` is that it is of, if it is of one."""
-    if like is None or whole.shape != like.shape:
+    if like is None or tensor.shape != like.shape:
         return None
-    own = whole.to(like.device, copy=True)
+    moved = tensor.to(like.device, copy=True)
     if not is_sharded(like):
-        return own
+        return moved
     from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415  # slow to import
 
-    return distribute_tensor(own, like.device_mesh, like.placements)
+    return distribute_tensor(moved, like.device_mesh, like.placements)
 
 
 def writing(checkpoint: Path, parts: Mapping[TreePath, Tensor], group: Any) -> Written:
@@ -114,8 +114,8 @@ def _failures_as_errors() -> Iterator[None]:
     try:
         yield
     except CheckpointException as failed:
-        told = "; ".join(f"rank {rank}: {error[0]!r}" for rank, error in failed.failures.items())
-        raise OSError(f"not all ranks could read or write their parts: {told}") from failed
+        reasons = "; ".join(f"rank {rank}: {error[0]!r}" for rank, error in failed.failures.items())
+        raise OSError(f"not all ranks could read or write their parts: {reasons}") from failed
 
 
 def _empty(stored: Any, target: Any) -> Tensor:

@@ -177,8 +177,8 @@ class Hang:
     def _log_all(self) -> None:
         ranks, self._logs = range(self._channel.size), True
         texts = texts_of(self._channel.store, [f"at/{rank}" for rank in ranks])
-        told = {rank: Whereabouts.of(json.loads(text)) for rank, text in enumerate(texts) if text}
-        found = {rank: one for rank, one in told.items() if one.hang == self.number}
+        said = {rank: Whereabouts.of(json.loads(text)) for rank, text in enumerate(texts) if text}
+        found = {rank: one for rank, one in said.items() if one.hang == self.number}
         silent = [rank for rank in ranks if rank not in found]
         head, self.is_one = headline(found, silent)
         self._store.set("silent", json.dumps([silent, self.is_one]))

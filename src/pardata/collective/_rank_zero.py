@@ -131,8 +131,8 @@ def rank_zero_call(fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs)
     name = getattr(fn, "__qualname__", type(fn).__qualname__)
     turn = Turn(channel(), f"rank_zero_call({name})")
     if not here.is_main:
-        told: _T = unpickled(base64.b64decode(turn.decision(turn.heard(_HOURS))))
-        return told
+        received: _T = unpickled(base64.b64decode(turn.decision(turn.heard(_HOURS))))
+        return received
     with _led(turn, "rank_zero_call", here.rank):
         result = fn(*args, **kwargs)
         data = pickled(result)
@@ -141,14 +141,14 @@ def rank_zero_call(fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs)
 
 
 @contextmanager
-def _led(turn: Turn, place: str, rank: int) -> Iterator[None]:
+def _led(turn: Turn, call: str, rank: int) -> Iterator[None]:
     """Lead a turn: tell the waiting ranks of any exception, and raise it again."""
     turn.come()
-    before, doing.leads = doing.leads, place
+    before, doing.leads = doing.leads, call
     try:
         yield
     except BaseException as error:
-        failure = Failure.of(error, rank=rank, place=place)
+        failure = Failure.of(error, rank=rank, call=call)
         with suppress(Exception):  # the first error says more
             turn.tell(failed=[asdict(failure)])
         raise

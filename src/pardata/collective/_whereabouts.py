@@ -38,9 +38,9 @@ class Whereabouts:
     stack: list[Call]
 
     @classmethod
-    def of(cls, told: dict[str, Any]) -> "Whereabouts":
+    def of(cls, facts: dict[str, Any]) -> "Whereabouts":
         """Return what another rank has told in JSON."""
-        return cls(**{**told, "stack": [Call(*call) for call in told["stack"]]})
+        return cls(**{**facts, "stack": [Call(*call) for call in facts["stack"]]})
 
 
 Found: TypeAlias = Mapping[int, Whereabouts]  # by ranks

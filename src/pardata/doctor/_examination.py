@@ -98,9 +98,9 @@ def _examine_together(command: str, own: Account, show: _Show, timeout: float) -
 
 def _reported(command: str, own: Account, show: _Show, patience: timedelta) -> list[Account]:
     """Let rank 0 print what all ranks found, and return it when it has. Collective."""
-    told = all_say(channel(), f"pardata {command}", lambda: own, list, timeout=patience)
+    said = all_say(channel(), f"pardata {command}", lambda: own, list, timeout=patience)
     # JSON has made lists of them.
-    accounts = [Account._make([*who, [Finding(*one) for one in found]]) for *who, found in told]
+    accounts = [Account._make([*who, [Finding(*one) for one in found]]) for *who, found in said]
     if own.rank == 0:
         show(accounts)
     barrier("the report is printed", patience)

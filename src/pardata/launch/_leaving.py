@@ -126,11 +126,11 @@ def report_uncaught(group: object) -> Callable[[], None]:
     """
     # Weak, for a thread keeps the hook that it finds until after it was joined. It must not be the
     # last to know the group, whose end needs the interpreter, which may have ended by then.
-    following, own = sys.excepthook, ref(group)
+    following, watched = sys.excepthook, ref(group)
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         found, news, is_told = joined(), "", False
-        if found is None or found.group is not own() or is_child():
+        if found is None or found.group is not watched() or is_child():
             following(kind, error, trace)
             return
         with suppress(Exception):  # the traceback is printed whatever happens here
@@ -160,19 +160,19 @@ def _report(error: BaseException, found: Joined) -> tuple[str, bool]:
     """
     here = found.world
     short, known = consequence(error)
-    line = one_line(error) if short else f"{one_line(error)} ({raise_site(error)})"
+    summary = one_line(error) if short else f"{one_line(error)} ({raise_site(error)})"
     if known is None:
-        own = Failure(here.rank, "", short or line, is_cause=not follows(error))
-        patience = 0.0 if own.is_cause else _GRACE
-        known = asked(found.channel, own, patience=patience, settle=0.0)
+        failure = Failure(here.rank, "", short or summary, is_cause=not follows(error))
+        patience = 0.0 if failure.is_cause else _GRACE
+        known = asked(found.channel, failure, patience=patience, settle=0.0)
     first = known.first
     news = what_is_wrong(known)
-    before = takewhile(lambda one: one.rank != here.rank, known.there)
-    is_told = line in [one.text for one in before]
+    before = takewhile(lambda one: one.rank != here.rank, known.failures)
+    is_told = summary in [one.text for one in before]
     if isinstance(error, KeyboardInterrupt):
         _log.warning("stopped by Ctrl-C (%s)", raise_site(error))
     elif first is None:
-        _log.error("failed: %s", line)
+        _log.error("failed: %s", summary)
     else:
         # What others raise too, or are told of by name, is said once.
         is_same = one_line(error).endswith(first.text.rpartition(" (")[0])
@@ -181,7 +181,7 @@ def _report(error: BaseException, found: Joined) -> tuple[str, bool]:
         is_told = is_same
     if (first or known.own).is_cause:
         text = "".join(format_exception(error))
-        leave_for_torchrun(news if first else line if is_told else folded(text))
+        leave_for_torchrun(news if first else summary if is_told else folded(text))
     # Else torch would only print where in its code it saw that the store is gone.
     return "" if known.store_is_gone else news, is_told
 
@@ -216,6 +216,6 @@ def _part(found: Joined, news: str) -> None:
     # one reference is never given back.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(backends()))
     if found.hosts_store:
-        own = Failure(found.world.rank, "", "")  # has been left
-        asked(found.channel, own, patience=_GRACE, settle=_GRACE, leave=False)
+        left = Failure(found.world.rank, "", "")  # has been left
+        asked(found.channel, left, patience=_GRACE, settle=_GRACE, leave=False)
         time.sleep(0.2)  # until the last one has read the last note

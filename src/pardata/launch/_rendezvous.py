@@ -45,10 +45,10 @@ def join(
     patience = distributed_c10d.default_pg_timeout if timeout is None else timeout
     store, hosts_store = store_of(launch, patience)
     store = _fresh_part(store, launch, patience)
-    line = Channel(dist.PrefixStore("pardata/join", store), patience, launch.rank, launch.size)
+    channel = Channel(dist.PrefixStore("pardata/join", store), patience, launch.rank, launch.size)
     arrive = cache(partial(_arrival, launch, backend, device))
     try:
-        hosts, binds, apart = all_say(line, "init", arrive, _agreed)
+        hosts, binds, apart = all_say(channel, "init", arrive, _agreed)
         own = arrive()
         device, backend = torch.device(own["device"]), own["backend"]
 
@@ -62,8 +62,8 @@ def join(
             # Lets it connect at once; a group of one has nobody to connect to.
             device_id=device if binds and launch.size > 1 else None,
         )
-        once_made(line, make)
-        counts = None if apart else once_made(line, partial(_backend.new_gloo_group, patience))
+        once_made(channel, make)
+        counts = None if apart else once_made(channel, partial(_backend.new_gloo_group, patience))
     except Exception:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -76,7 +76,7 @@ def join(
     return Joined(here, new_channel(timeout), hosts_store, counts)
 
 
-def once_made(line: Channel, make: Callable[[], _T]) -> _T:
+def once_made(channel: Channel, make: Callable[[], _T]) -> _T:
     """Return the group that `make` makes, once every rank has made it. Collective.
 
     torch does not wait: a rank that leaves at once closes connections that another is still making
@@ -84,7 +84,7 @@ def once_made(line: Channel, make: Callable[[], _T]) -> _T:
     failed for as long as the timeout.
     """
     made: list[_T] = []
-    later = replace(line, timeout=line.timeout + _MARGIN)
+    later = replace(channel, timeout=channel.timeout + _MARGIN)
     all_say(later, "init", lambda: made.append(make()), lambda _: None)
     return made[0]
 
@@ -185,9 +185,9 @@ def _agreed(arrivals: list[dict[str, Any]]) -> tuple[list[str], bool, bool]:
 
     Whether it binds GPUs, and whether small numbers travel apart in it by themselves.
     """
-    backends: list[dict[str, object]] = [{"backend": told["backend"]} for told in arrivals]
+    backends: list[dict[str, object]] = [{"backend": arrival["backend"]} for arrival in arrivals]
     require_same("init", backends, "Is a GPU driver missing on a node? Else pass `backend`.")
-    gpus = ((rank, (told["host"], told["gpu"])) for rank, told in enumerate(arrivals))
+    gpus = ((rank, (arrival["host"], arrival["gpu"])) for rank, arrival in enumerate(arrivals))
     for (host, gpu), ranks in ranks_by(gpus).items():
         if gpu and len(ranks) > 1:
             raise RuntimeError(
@@ -197,7 +197,7 @@ def _agreed(arrivals: list[dict[str, Any]]) -> tuple[list[str], bool, bool]:
             )
     # All ranks or none, for those that are bound connect at once; and none where a process has
     # several, over which a model may be spread: a group that is bound takes no other GPU.
-    binds = all(told["one"] for told in arrivals)
-    ways = [(told["backend"], torch.device(told["device"])) for told in arrivals]
+    binds = all(arrival["one"] for arrival in arrivals)
+    ways = [(arrival["backend"], torch.device(arrival["device"])) for arrival in arrivals]
     apart = len(ways) == 1 or all(_backend.sends_numbers_apart(*way) for way in ways)
-    return list(dict.fromkeys(told["host"] for told in arrivals)), binds, apart
+    return list(dict.fromkeys(arrival["host"] for arrival in arrivals)), binds, apart

@@ -181,15 +181,15 @@ def existing_world(device: torch.device | None, hosts: Sequence[str] = ()) -> Wo
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     # Ray Train and torchrun say this in addition to the group.
-    told = numbers_told(os.environ, ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"))
+    env = numbers_told(os.environ, ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"))
     hosts = hosts or [""] * size
-    local_rank = told.get("LOCAL_RANK", hosts[:rank].count(hosts[rank]))
-    local_size = told.get("LOCAL_WORLD_SIZE", hosts.count(hosts[rank]))
+    local_rank = env.get("LOCAL_RANK", hosts[:rank].count(hosts[rank]))
+    local_size = env.get("LOCAL_WORLD_SIZE", hosts.count(hosts[rank]))
     node, nodes = rank // local_size, -(-size // local_size)
-    if "LOCAL_WORLD_SIZE" not in told:
+    if "LOCAL_WORLD_SIZE" not in env:
         names = list(dict.fromkeys(hosts))
         node, nodes = names.index(hosts[rank]), len(names)
-    node = told.get("GROUP_RANK", told.get("NODE_RANK", node))
+    node = env.get("GROUP_RANK", env.get("NODE_RANK", node))
     parts = dict(part.split(":") for part in dist.get_backend_config().split(","))
     backend = (
         dist.get_backend_config() if len(set(parts.values())) > 1 else next(iter(parts.values()))

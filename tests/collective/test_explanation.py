@@ -160,9 +160,9 @@ def test_a_rank_that_takes_the_store_with_it_is_told_so(tmp_path):
     kind, seconds, text = (tmp_path / "outcome").read_text().split(" ", 2)
     assert (kind, float(seconds) < 20) == ("RuntimeError", True)
     assert text.startswith(
-        "`all_reduce_mean` must be reached by every rank, but a connection is lost and the group's "
-        "store with it: the process that serves it (rank 0, or torchrun's agent) has ended or does "
-        "not answer; look at its output for an earlier error; this rank waits at "
+        "`all_reduce_mean` must be reached by every rank, but a connection is lost: the "
+        "process that serves the group's store (rank 0, or torchrun's agent) has ended or does "
+        "not answer; look at its output; this rank waits at "
     )
 
 

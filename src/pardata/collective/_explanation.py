@@ -15,7 +15,7 @@ import torch.distributed as dist
 from pardata.messages._call_site import call_site
 from pardata.messages._doing import doing
 from pardata.messages._failure import Failure, as_consequence, is_lost, is_timeout, one_line
-from pardata.messages._store import Channel, append, bounded
+from pardata.messages._store import SERVER, Channel, append, bounded
 from pardata.messages._table import ranks_text, table_of
 from pardata.messages._turn import refuse_within
 from pardata.messages._verdict import entries_of, key_of, who_did_not_come
@@ -83,8 +83,8 @@ def asked(
 def _listen(store: dist.Store, known: Explanation, patience: float, settle: float) -> None:
     deadline, pause = time.monotonic() + patience, 0.02
     while True:
-        left = store.get("failures").splitlines()
-        known.failures = [Failure(**json.loads(one)) for one in left]
+        lines = store.get("failures").splitlines()
+        known.failures = [Failure(**json.loads(line)) for line in lines]
         if any(one.is_cause for one in known.failures):
             deadline = min(deadline, time.monotonic() + settle)
         if not known.missing or time.monotonic() >= deadline:
@@ -165,11 +165,7 @@ def what_is_wrong(known: Explanation) -> str:
     if cause is not None:
         return f"rank {cause.rank} of {size} {cause.fault}"
     if known.store_is_gone and len(failures) <= 1:
-        return (
-            "a connection is lost and the group's store with it: the process that serves it (rank "
-            "0, or torchrun's agent) has ended or does not answer; look at its output for an "
-            "earlier error"
-        )
+        return f"a connection is lost: {SERVER} has ended or does not answer; look at its output"
     if missing and failures:
         # Who only waits for this rank learns of it when this one ends, or came later than it.
         waits = ", or wait for one that did not" if len(missing) > 1 else ""

@@ -165,8 +165,7 @@ def _refuse_inherited(launch: Launch) -> None:
     if launch.size > 1 and pid != str(os.getpid()) and identity == launch.identity:
         raise RuntimeError(
             f"this process inherited the variables of rank {launch.rank}, which process {pid} has "
-            f"already joined as: start it with PARDATA_LAUNCHER=none in its environment to run as "
-            f"a single process, or with a launcher of its own"
+            f"joined as: start it with PARDATA_LAUNCHER=none to run alone, or with its own launcher"
         )
 
 

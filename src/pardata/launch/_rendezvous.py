@@ -126,8 +126,8 @@ def own_device(launch: Launch, wanted: torch.device | None) -> torch.device:
     if launch.local_rank >= visible:
         raise RuntimeError(
             f"the local rank must be less than the number of visible GPUs, {visible}, but is "
-            f"{launch.local_rank} of {launch.local_size} on {socket.gethostname()}: start {visible} "
-            f"per node (torchrun --nproc-per-node, srun --ntasks-per-node), or pass device='cpu'"
+            f"{launch.local_rank} of {launch.local_size} on {socket.gethostname()}: start {visible}"
+            f" per node (torchrun --nproc-per-node, srun --ntasks-per-node), or pass device='cpu'"
         )
     return seen[launch.local_rank]
 

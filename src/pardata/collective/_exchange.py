@@ -171,10 +171,10 @@ def _gathered(matching: Matching, parts: list[Tensor], dim: int) -> list[Any]:
     own = torch.cat([part.view(torch.uint8).to(device) for part in flat])
     padded = pad(own, (0, max(map(sum, sizes)) - len(own)))
     sent = zip(_gather(matching, padded), sizes, strict=True)
-    pieces = [row[: sum(size)].split(size) for row, size in sent]
-    both = zip(zip(*all_rows, strict=True), zip(*pieces, strict=True), strict=True)
+    received = [row[: sum(size)].split(size) for row, size in sent]
+    both = zip(zip(*all_rows, strict=True), zip(*received, strict=True), strict=True)
     return [
-        [_from_bytes(leaf, part, *own, dim) for own in zip(*column, strict=True)]
+        [_from_bytes(leaf, part, n, data, dim) for n, data in zip(*column, strict=True)]
         for leaf, part, column in zip(matching.leaves, parts, both, strict=True)
     ]
 

@@ -26,7 +26,7 @@ from pardata.doctor._surroundings import examine_launcher, place, surroundings
 from pardata.launch._init import init
 from pardata.messages._turn import all_say
 from pardata.ranks._device import INTERFACE, visible_devices
-from pardata.ranks._launcher import SINGLE, Launch
+from pardata.ranks._launcher import SINGLE
 from pardata.ranks._world import World, channel
 from pardata.testing._run import run
 
@@ -54,7 +54,10 @@ def examine(command: str, *, timeout: float, as_json: bool = False) -> int:
     report = report_json if as_json else report_text
     show: _Show = lambda accounts: print(report(command, accounts), flush=True)  # noqa: E731  # short
     launch, findings = examine_launcher(os.environ)
-    here = _before_joining(launch or SINGLE)
+    # As its launcher described this process: whether it will be so is not known yet.
+    known = launch or SINGLE
+    nodes = known.num_nodes or -(-known.size // known.local_size)
+    here = World(*known[1:5], 0, nodes, torch.device("cpu"), None, known.launcher)
     # A check shows only what may explain a failure.
     findings += [found for found in surroundings(here) if command == "env" or found.cure]
     own = Account(here.rank, here.size, socket.gethostname(), findings)
@@ -66,12 +69,6 @@ def examine(command: str, *, timeout: float, as_json: bool = False) -> int:
         accounts = [own]
         show(accounts)
     return int(any(account.errors for account in accounts))
-
-
-def _before_joining(launch: Launch) -> World:
-    """Describe this process as its launcher did: whether it will be so is not known yet."""
-    num_nodes = launch.num_nodes or -(-launch.size // launch.local_size)
-    return World(*launch[1:5], 0, num_nodes, torch.device("cpu"), None, launch.launcher)
 
 
 def _examine_together(command: str, own: Account, show: _Show, timeout: float) -> list[Account]:
@@ -142,8 +139,7 @@ def trial_of_two(timeout: float) -> list[Finding]:
         first, second = run(_as_rank, timeout, world_size=2, timeout=timeout)
     except Exception as error:  # noqa: BLE001  # whatever goes wrong is what is looked for
         return [found_error("two processes", error, _NETWORK_CURE)]
-    seconds = time.monotonic() - began
-    text = f"started, joined and left, in {seconds:.1f} s, on the CPU"
+    text = f"started, joined and left, in {time.monotonic() - began:.1f} s, on the CPU"
     # Two processes cannot share a GPU, and to which it belongs is a launcher's task.
     gpus = len(visible_devices())
     if gpus > 1:

@@ -95,26 +95,26 @@ def init(
             _refuse_change(before.world, backend, device)
             return replace(before.world, _at_the_end=None)
         if dist.group.WORLD is not None:
-            found = _adopt(device, patience)
+            ours = _adopt(device, patience)
         else:
             launch = detect(os.environ)
             _refuse_inherited(launch)
-            found = join(launch, backend=backend, timeout=patience, device=device)
+            ours = join(launch, backend=backend, timeout=patience, device=device)
         with suppress(ValueError):  # who made the group need not have used a launcher's variables
             os.environ["PARDATA_JOINED"] = f"{os.getpid()} {detect(os.environ).identity}"
-        if found.world.size > 1:
-            found.on_leaving = _looked_after(found, hang_after)
-        remember(found)
+        if ours.world.size > 1:
+            ours.on_leaving = _looked_after(ours, hang_after)
+        remember(ours)
     except Exception as error:
         leave_for_torchrun(f"{one_line(error)} ({call_site()})")  # there is no hook yet that would
         raise
-    _log.info("%s", _found_text(found.world))
-    if found.world.device.type == "cpu":
+    _log.info("%s", _found_text(ours.world))
+    if ours.world.device.type == "cpu":
         if device is None:
             _warn_of_hidden_gpus()
         if tune_cpu and os.environ.get("PARDATA_TUNE_CPU") != "0" and keep_freed_memory():
             _log.debug("the allocator keeps freed memory, unless PARDATA_TUNE_CPU=0", once=True)
-    return found.world
+    return ours.world
 
 
 def _checked_hang_after(given: timedelta | float | None) -> timedelta | None:
@@ -130,28 +130,28 @@ def _checked_hang_after(given: timedelta | float | None) -> timedelta | None:
         ) from None
 
 
-def _looked_after(found: Joined, hang_after: timedelta | None) -> Callable[[], None]:
+def _looked_after(ours: Joined, hang_after: timedelta | None) -> Callable[[], None]:
     """Tell of exceptions and hangs from now on; return what ends that."""
     ends = ExitStack()
-    ends.callback(report_uncaught(found.group))
+    ends.callback(report_uncaught(ours.group))
     if hang_after is None:
-        hang_after = max(found.channel.timeout / 10, _LEAST_HANG)
+        hang_after = max(ours.channel.timeout / 10, _LEAST_HANG)
     if hang_after:
-        ends.callback(Watch(found.channel, hang_after.total_seconds()).end)
+        ends.callback(Watch(ours.channel, hang_after.total_seconds()).end)
     return ends.close
 
 
 def _adopt(device: torch.device | str | None, timeout: timedelta | None) -> Joined:
     channel, counts = new_channel(timeout), None
 
-    def found(hosts: Sequence[str] = ()) -> World:
+    def world_of(hosts: Sequence[str] = ()) -> World:
         return existing_world(None if device is None else named_device(device), hosts)
 
     def arrive() -> tuple[str, bool]:
-        return socket.gethostname(), sends_numbers_apart(found().backend, found().device)
+        return socket.gethostname(), sends_numbers_apart(world_of().backend, world_of().device)
 
     hosts, apart = zip(*all_say(channel, "init", arrive, list), strict=True)
-    here = found(hosts)
+    here = world_of(hosts)
     if here.device in visible_devices():
         torch.accelerator.set_device_index(here.device)
     if here.size > 1 and not all(apart):
@@ -188,11 +188,11 @@ def _warn_of_hidden_gpus() -> None:
         _log.warning(text, *hidden, ranks=[0], once=True)
 
 
-def _found_text(found: World) -> str:
-    nodes = f"{found.num_nodes} node{'s' if found.num_nodes > 1 else ''}"
-    processes = f"{found.size} process{'es' if found.size > 1 else ''}"
+def _found_text(here: World) -> str:
+    nodes = f"{here.num_nodes} node{'s' if here.num_nodes > 1 else ''}"
+    processes = f"{here.size} process{'es' if here.size > 1 else ''}"
     known = {"existing": "group already there", "single": "no launcher"}
-    launcher = known.get(found.launcher, f"launched by {found.launcher}")
-    gpus = f" of {len(visible_devices())} GPU(s)" if found.device.type != "cpu" else ""
-    device = f"device {found.device}{gpus} on {socket.gethostname()}"
-    return f"this run has {processes} on {nodes}, {launcher}, backend {found.backend}, {device}"
+    launcher = known.get(here.launcher, f"launched by {here.launcher}")
+    gpus = f" of {len(visible_devices())} GPU(s)" if here.device.type != "cpu" else ""
+    device = f"device {here.device}{gpus} on {socket.gethostname()}"
+    return f"this run has {processes} on {nodes}, {launcher}, backend {here.backend}, {device}"

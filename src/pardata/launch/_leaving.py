@@ -44,11 +44,11 @@ _FRAME = rf'  File "{re.escape(str(Path(__file__).parents[1]))}'
 _FRAMES = re.compile(rf"^(.*){_FRAME}.*\n(?:\1    .*\n|\1{_FRAME}.*\n)*", re.MULTILINE)
 
 
-def remember(found: Joined) -> None:
+def remember(ours: Joined) -> None:
     """Keep what `init` found, and leave at exit the group that it made."""
-    if found.world.launcher != "existing":
+    if ours.world.launcher != "existing":
         atexit.register(_leave_at_exit)
-    process.joined = found
+    process.joined = ours
 
 
 def leave_at_the_end(error: BaseException | None) -> None:
@@ -60,23 +60,23 @@ def leave_at_the_end(error: BaseException | None) -> None:
         leave()
         return
     atexit.unregister(_leave_at_exit)  # a SystemExit is forgotten by then
-    found = joined()
+    ours = joined()
     # `sys.excepthook` never hears of this one.
-    if not isinstance(error, SystemExit) or found is None or found.world.size == 1 or is_child():
+    if not isinstance(error, SystemExit) or ours is None or ours.world.size == 1 or is_child():
         return
     with suppress(Exception):  # the process ends whatever happens here
         if error.code:
-            _part(found, _report(error, found)[0])
+            _part(ours, _report(error, ours)[0])
         else:
-            _call_off(found)
+            _call_off(ours)
 
 
-def _call_off(found: Joined) -> None:
+def _call_off(ours: Joined) -> None:
     """Tell who waits for this rank, or will, that it comes no more."""
     cure = "see where its script ends, and make this call on every rank, or on none"
     with suppress(RuntimeError):  # the store may be gone
-        who = f"rank {found.world.rank} of {found.world.size}"
-        call_off(found.channel, f"{who} has left the group: {cure}")
+        who = f"rank {ours.world.rank} of {ours.world.size}"
+        call_off(ours.channel, f"{who} has left the group: {cure}")
 
 
 def leave() -> None:
@@ -129,12 +129,12 @@ def report_uncaught(group: object) -> Callable[[], None]:
     following, watched = sys.excepthook, ref(group)
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        found, news, is_told = joined(), "", False
-        if found is None or found.group is not watched() or is_child():
+        ours, news, is_told = joined(), "", False
+        if ours is None or ours.group is not watched() or is_child():
             following(kind, error, trace)
             return
         with suppress(Exception):  # the traceback is printed whatever happens here
-            news, is_told = _report(error, found)
+            news, is_told = _report(error, ours)
         # What another hook makes of an error is its own.
         is_ours = _only_prints(following) and not _wants_all()
         with redirect_stderr(io.StringIO()) if is_ours else nullcontext() as printed:
@@ -142,7 +142,7 @@ def report_uncaught(group: object) -> Callable[[], None]:
         if printed is not None and not is_told:
             print(folded(printed.getvalue()), end="", file=sys.stderr, flush=True)
         with suppress(Exception):
-            _part(found, news)
+            _part(ours, news)
 
     def remove() -> None:
         if sys.excepthook is hook:
@@ -152,19 +152,19 @@ def report_uncaught(group: object) -> Callable[[], None]:
     return remove
 
 
-def _report(error: BaseException, found: Joined) -> tuple[str, bool]:
+def _report(error: BaseException, ours: Joined) -> tuple[str, bool]:
     """Log one line, and leave a text for torchrun.
 
     Returns the news for who waits for this rank, "" if the store is gone, and whether another rank
     prints the same traceback.
     """
-    here = found.world
+    here = ours.world
     short, known = consequence(error)
     summary = one_line(error) if short else f"{one_line(error)} ({raise_site(error)})"
     if known is None:
         failure = Failure(here.rank, "", short or summary, is_cause=not follows(error))
         patience = 0.0 if failure.is_cause else _GRACE
-        known = asked(found.channel, failure, patience=patience, settle=0.0)
+        known = asked(ours.channel, failure, patience=patience, settle=0.0)
     first = known.first
     news = what_is_wrong(known)
     before = takewhile(lambda one: one.rank != here.rank, known.failures)
@@ -208,14 +208,14 @@ def _only_prints(hook: Any) -> bool:
     return hook is sys.__excepthook__
 
 
-def _part(found: Joined, news: str) -> None:
+def _part(ours: Joined, news: str) -> None:
     """Leave without waiting for the dead, but not before the living have read the store."""
     if news:
-        bounded(_GRACE, lambda: call_off_everywhere(found.world, found.channel, news))
+        bounded(_GRACE, lambda: call_off_everywhere(ours.world, ours.channel, news))
     # In torch 2.6 the end of a gloo backend waits for all that is under way, so it must not come:
     # one reference is never given back.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(backends()))
-    if found.hosts_store:
-        left = Failure(found.world.rank, "", "")  # has been left
-        asked(found.channel, left, patience=_GRACE, settle=_GRACE, leave=False)
+    if ours.hosts_store:
+        left = Failure(ours.world.rank, "", "")  # has been left
+        asked(ours.channel, left, patience=_GRACE, settle=_GRACE, leave=False)
         time.sleep(0.2)  # until the last one has read the last note

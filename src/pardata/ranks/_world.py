@@ -91,7 +91,6 @@ class Joined:
     on_leaving: Callable[[], None] = lambda: None
 
 
-@dataclass
 class Process:
     """What `init` found in this process; `joined` tells whether it still holds."""
 
@@ -191,9 +190,8 @@ def existing_world(device: torch.device | None, hosts: Sequence[str] = ()) -> Wo
         node, nodes = names.index(hosts[rank]), len(names)
     node = env.get("GROUP_RANK", env.get("NODE_RANK", node))
     parts = dict(part.split(":") for part in dist.get_backend_config().split(","))
-    backend = (
-        dist.get_backend_config() if len(set(parts.values())) > 1 else next(iter(parts.values()))
-    )
+    distinct = set(parts.values())
+    backend = dist.get_backend_config() if len(distinct) > 1 else distinct.pop()
     kinds = [kind for kind, name in parts.items() if not takes(name, "cpu")]
     device = device or torch.device(*kinds or ["cpu"])
     if device.index is None and any(device.type == seen.type for seen in visible_devices()):

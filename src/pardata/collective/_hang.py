@@ -164,15 +164,12 @@ class Hang:
         if self._store.add("came", 1) == channel.size:
             self._store.set("all", "")
         self.is_told = True
-        if channel.rank == 0:
-            self._come(["all"], tick + _GRACE)
-        elif self._come(["silent"], tick + 2 * _GRACE):
-            return self._look_for_silent()
+        news, grace = ("all", _GRACE) if channel.rank == 0 else ("silent", 2 * _GRACE)
+        self._come([news], tick + grace)
         if self._is_first("logs"):  # rank 0, or one that has waited for it in vain
-            return self._log_all()
-        if self._come(["silent"], 2 * _GRACE):
+            self._log_all()
+        elif self._come(["silent"], 2 * _GRACE):
             self._look_for_silent()
-        return None
 
     def _log_all(self) -> None:
         ranks, self._logs = range(self._channel.size), True

@@ -161,22 +161,16 @@ def _packed(matching: Matching, way: Any, weight: float) -> Values:
         parts = [part.cpu() if isinstance(part, Tensor) else part for part in parts]
         for part in filter(_is_integer_kind, parts if matching.exact else []):
             _require_exact(part)
-        numbers = [_number(part) for part in parts]
         # 0 * NaN is NaN: what does not count is not multiplied.
-        if None not in numbers:
-            return [number * weight if weight else 0.0 for number in numbers if number is not None]
+        if not any(getattr(part, "ndim", 0) for part in parts):
+            # Not float of a tensor, which warns of one with a gradient.
+            numbers = [part.item() if isinstance(part, Tensor) else part for part in parts]
+            return [float(number) * weight if weight else 0.0 for number in numbers]
         dtype, device = torch.float64, matching.device
     # The dtype at once: a float would become a float32 first.
     wide = [torch.as_tensor(part, dtype=dtype, device=device) for part in parts]
     flat = torch.cat([part.detach().reshape(-1) for part in wide])
     return flat.mul_(weight) if weight else flat.zero_()
-
-
-def _number(part: Leaf) -> float | None:
-    """Return the number that `part` is, unless it has several."""
-    if isinstance(part, Tensor):  # not float, which warns of one with a gradient
-        return None if part.ndim else float(part.item())
-    return float(part)
 
 
 def _sent(matching: Matching, values: Values, op: Any) -> Tensor:

@@ -79,7 +79,7 @@ class Checkpoint(NamedTuple):
 
         Raises:
             ValueError: for a name that was not saved.
-            RuntimeError: where a state does not fit its thing.
+            RuntimeError: if a state does not fit its thing.
         """
         objects, saved = self.contents["objects"], self.contents["generators"]
         lost = [name for name in self.manifest["per_rank"] if name not in objects]
@@ -162,9 +162,9 @@ def newest(call: str, at: int | None, given: Mapping[str, Any], facts: Facts) ->
 
     Raises:
         TypeError: for a thing without a state, and an `at` that is no integer.
-        ValueError: where the step is not there, and where another directory must be meant.
-        RuntimeError: where ranks pass what differs, where there are checkpoints and none is whole,
-            and where not all ranks see what rank 0 sees.
+        ValueError: if the step is not there, or another directory must be meant.
+        RuntimeError: if ranks pass what differs, if there are checkpoints and none is complete,
+            or if not all ranks see what rank 0 sees.
     """
     here, directory = require_world(call), Path(str(facts["directory"]))
 

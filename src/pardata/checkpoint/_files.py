@@ -54,7 +54,7 @@ def verified(folder: Path, step: int, rank: int = 0, ranks: int = 1) -> Manifest
     each its part of the others.
 
     Raises:
-        UnusableError: where anything is not as it was written; says what.
+        UnusableError: if anything is not as it was written; says what.
     """
     try:
         manifest = read_manifest(folder)
@@ -87,7 +87,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _require(condition: object, why: str) -> None:
-    """Raise where a condition does not hold, without which a checkpoint is of no use."""
+    """Raise if a condition does not hold, without which a checkpoint is of no use."""
     if not condition:
         raise UnusableError(why)
 
@@ -107,7 +107,7 @@ def size_and_digest(path: Path) -> tuple[int, str]:
 
 
 def save(thing: Any, path: Path) -> None:
-    """Write as ``torch.save`` does, and raise an `OSError` where the disk is full.
+    """Write as ``torch.save`` does, and raise an `OSError` if the disk is full.
 
     PyTorch raises a `RuntimeError` then, about positions in the file.
     """

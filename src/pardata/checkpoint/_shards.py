@@ -29,7 +29,7 @@ _MODULES = ("torch", "torch.serialization", f"{_DCP}.metadata", f"{_DCP}.filesys
 
 
 def placed(tensor: Tensor, like: Any) -> Tensor | None:
-    """Return a copy where the parameter `like` is that it is of, if it is of one."""
+    """Return a copy on the device of the parameter `like` to which it belongs, if it does."""
     if like is None or tensor.shape != like.shape:
         return None
     moved = tensor.to(like.device, copy=True)
@@ -41,7 +41,7 @@ def placed(tensor: Tensor, like: Any) -> Tensor | None:
 
 
 def writing(checkpoint: Path, parts: Mapping[TreePath, Tensor], group: Any) -> Written:
-    """Return what writes this rank's parts, and raises where any rank failed; all call it.
+    """Return what writes this rank's parts, and raises if any rank failed; all call it.
 
     On rank 0 that returns what a manifest records of the files of all ranks.
 
@@ -84,7 +84,7 @@ def writing(checkpoint: Path, parts: Mapping[TreePath, Tensor], group: Any) -> W
 
 
 def read(path: Path, targets: Mapping[TreePath, Any], *, alone: bool) -> dict[TreePath, Tensor]:
-    """Return tensors by path, each sharded like its target, or whole where that is not sharded.
+    """Return tensors by path, each sharded like its target, or whole if that is not sharded.
 
     Of a checkpoint that was checked. Collective, unless one rank alone reads.
     """
@@ -133,7 +133,7 @@ def read_metadata(checkpoint: Path) -> Any:
     """Return what PyTorch has written there as a pickle, without running what it may say.
 
     Raises:
-        UnusableError: where that cannot be; says why.
+        UnusableError: if that cannot be; says why.
     """
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # noqa: PLC0415  # slow to import
 

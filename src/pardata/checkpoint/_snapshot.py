@@ -38,7 +38,7 @@ class Snapshot:
         copy: whether to take what may change, and is written by this rank, in memory of its own.
 
     Raises:
-        TypeError: where an object holds what no checkpoint may: names it.
+        TypeError: if an object holds what no checkpoint may: names it.
     """
 
     def __init__(self, here: World, objects: _Named, per_rank: _Named, *, copy: bool) -> None:

@@ -31,7 +31,7 @@ def agree(
 def same(here: World, call: str, state: Callable[[], Facts], differ: Decide) -> None:
     """Require that `state()` gives the same on every rank, however long it is. Collective.
 
-    A digest travels; only where digests differ, what they are of: to one rank, which raises on all
+    A digest travels; only if digests differ, what they are of: to one rank, which raises on all
     what `differ` raises.
     """
     facts: dict[str, object] = {}

@@ -114,7 +114,7 @@ def broadcast(value: _T) -> _T:
     Raises:
         Exception: for what cannot be pickled, as `pickle` raises it; all errors are raised on every
             rank, and the group is usable afterwards.
-        RuntimeError: where other ranks are in another call.
+        RuntimeError: other ranks are in another call.
 
     >>> broadcast({"seed": 3, "order": torch.tensor([2, 0, 1])})
     {'seed': 3, 'order': tensor([2, 0, 1])}
@@ -142,7 +142,7 @@ def gathered(here: World, value: _T, group: Any = None) -> list[_T]:
 
 
 def pickled(value: object) -> bytearray:
-    """Return `value` in bytes; fail here, with the cause, where other ranks could not read it."""
+    """Return `value` in bytes; fail here, with the cause, if other ranks could not read it."""
     torch.save(value, buffer := io.BytesIO())
     unpickled(data := bytearray(buffer.getbuffer()))
     return data

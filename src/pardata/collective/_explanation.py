@@ -33,7 +33,7 @@ _MOST = 64  # that are left, in addition to causes: the first one is among the f
 
 @dataclass
 class Explanation:
-    """What is known of an error; goes with that of `explained` where it is pickled.
+    """What is known of an error; goes with that of `explained` if that is pickled.
 
     Attributes:
         own: what this rank has left.
@@ -110,7 +110,7 @@ def _add_who_waits(store: dist.Store, known: Explanation) -> None:
 class explained:  # noqa: N801  # reads as a word: with explained("all_gather")
     """A block whose lost connections and timeouts say which call it was and how the ranks stand.
 
-    Costs a look at the clock, and two notes for who looks for hangs, where nothing fails.
+    Costs a look at the clock, and two notes for who looks for hangs, if nothing fails.
 
     Args:
         call: the name of the call.
@@ -159,7 +159,7 @@ class explained:  # noqa: N801  # reads as a word: with explained("all_gather")
 
 
 def what_is_wrong(known: Explanation) -> str:
-    """Say whose fault it is: never that of a rank which only waits, where one is known to fail."""
+    """Say whose fault it is: never that of a rank which only waits, if one is known to fail."""
     size, failures, missing = known.size, known.failures, known.missing
     cause = known.own if known.own.is_cause else known.first
     if cause is not None:

@@ -1,6 +1,6 @@
 """A sum over ranks that first makes sure that every rank brings the like.
 
-gloo left to itself returns wrong sums, or ends the process, where sizes differ between ranks, and
+gloo left to itself returns wrong sums, or ends the process, if sizes differ between ranks, and
 others hang or continue. So the first collective always has one fixed size, and carries a hash of
 the structure. Only if all ranks agree, they send what has a size that depends on the value.
 """
@@ -66,7 +66,7 @@ class Matching:
         self.ways = [self._way(leaf) if apart else None for leaf in self.leaves]
 
     def guarded(self, work: Callable[[], Any], otherwise: Any) -> Any:
-        """Return what `work` returns; where it fails, `all_reduce` raises that, on every rank."""
+        """Return what `work` returns; if it fails, `all_reduce` raises that, on every rank."""
         try:
             return work()
         except Exception as error:  # noqa: BLE001  # whatever it is, the other ranks are waiting
@@ -79,7 +79,7 @@ class Matching:
         Where a leaf is on a GPU on some ranks only, nothing travels apart: `pack` is called again.
 
         Raises:
-            RuntimeError: on every rank, where one refused its value or the structures differ; the
+            RuntimeError: on every rank, if one refused its value or the structures differ; the
                 rank that refused raises its own error.
         """
         numbers: list[float] = self.guarded(pack, [])

@@ -190,7 +190,7 @@ def _sent(matching: Matching, values: Values, op: Any) -> Tensor:
 
 
 def like(leaf: Leaf, value: Tensor | float, dtype: torch.dtype | None = None) -> Leaf:
-    """Return `value` as a float, or as a new tensor where `leaf` is, of its dtype if of floats."""
+    """Return `value` as a float, or as a new tensor if `leaf` is one, of its dtype if of floats."""
     if not isinstance(leaf, Tensor):
         return float(value)
     kind = leaf.dtype if leaf.is_floating_point() else dtype or torch.get_default_dtype()
@@ -201,7 +201,7 @@ def like(leaf: Leaf, value: Tensor | float, dtype: torch.dtype | None = None) ->
 
 def _exactly_like(leaf: Leaf, total: Tensor | float) -> Leaf:
     """Return `total` as the kind of number that `leaf` is, unless that would change its value."""
-    # A fraction where a float was on another rank; else int64 as torch.sum, for a sum of uint8 is
+    # A fraction if a float was on another rank; else int64 as torch.sum, for a sum of uint8 is
     # soon beyond 255.
     if not _is_integer_kind(leaf) or not _is_integral(total):
         return like(leaf, total, torch.float64)

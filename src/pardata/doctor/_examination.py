@@ -48,7 +48,7 @@ _SAMPLE = 2**20  # 4 MiB that a worker hands over
 def examine(command: str, *, timeout: float, as_json: bool = False) -> int:
     """Run `command`, "env" or "check", print its report, and return the exit status.
 
-    It is 1 where any rank found an error, on every rank. Collective where a launcher started
+    It is 1 if any rank found an error, on every rank. Collective if a launcher started
     several processes: rank 0 prints.
     """
     report = report_json if as_json else report_text
@@ -105,7 +105,7 @@ def _reported(command: str, own: Account, show: _Show, patience: timedelta) -> l
 
 
 def _end_alone(command: str, own: Account, show: _Show) -> NoReturn:
-    """Say what this process knows, where the ranks cannot tell each other, and end it."""
+    """Say what this process knows, if the ranks cannot tell each other, and end it."""
     if own.rank == 0:
         show([own])
     else:
@@ -183,7 +183,7 @@ def _median_seconds(tensor: Tensor, times: int) -> float:
 def _worker(here: World, timeout: float) -> Finding:
     """Take a tensor from a DataLoader's worker."""
     try:
-        choose_workers(1, None, here)  # raises where a worker could not send it
+        choose_workers(1, None, here)  # raises if a worker could not send it
         samples = [torch.ones(_SAMPLE)]
         (sample,) = DataLoader(samples, batch_size=None, num_workers=1, timeout=timeout)  # type: ignore[arg-type]  # a list is a dataset
     except (RuntimeError, ValueError) as error:

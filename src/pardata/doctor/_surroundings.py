@@ -29,7 +29,7 @@ _CURE = "correct it, or set PARDATA_LAUNCHER=none to run as a single process"
 
 
 def examine_launcher(env: Mapping[str, str]) -> tuple[Launch | None, list[Finding]]:
-    """Return what a launcher told this process, `None` where that is wrong, and the findings."""
+    """Return what a launcher told this process, `None` if that is wrong, and the findings."""
     there = {one.text: [name for name in one.marks if name in env] for one in LAUNCHERS}
     seen = {family: f"{', '.join(names)} ({family})" for family, names in there.items() if names}
     try:

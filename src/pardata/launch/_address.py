@@ -39,7 +39,7 @@ def _opened(launch: Launch, timeout: timedelta) -> tuple[dist.Store, bool]:
     """Return the store at the address that the launcher named, and whether it lives here.
 
     Raises:
-        RuntimeError: where the address does not resolve, its port is taken, or nobody listens.
+        RuntimeError: if the address does not resolve, its port is taken, or nobody listens.
     """
     if not launch.master_addr:
         return dist.HashStore(), True

@@ -81,7 +81,7 @@ def _call_off(ours: Joined) -> None:
 
 def leave() -> None:
     """Leave the group that `init` made in this process, once no rank needs its store."""
-    left, process.joined = joined(), None  # nothing where the user has destroyed the group already
+    left, process.joined = joined(), None  # nothing if the user has destroyed the group already
     if left is None or left.world.launcher == "existing" or left.pid != os.getpid():
         return
     os.environ.pop("PARDATA_JOINED", None)
@@ -97,7 +97,7 @@ def leave() -> None:
 
 
 def check_out(store: dist.Store, size: int, *, hosts_store: bool) -> bool:
-    """Say that this rank needs the store no more; where it lives here, wait until none does.
+    """Say that this rank needs the store no more; if it lives here, wait until none does.
 
     Returns whether all ranks said so. It is no turn: a turn asks the store in a thread, and from
     Python 3.12 on none can be started at exit.
@@ -122,7 +122,7 @@ def report_uncaught(group: object) -> Callable[[], None]:
     """Log an exception that nobody catches while `group` is there, and tell the other ranks of it.
 
     Stands before the `sys.excepthook` that it finds, and hands every exception on to it. Returns
-    what takes this back; where another hook stands before this one by then, it only hands on.
+    what takes this back; if another hook stands before this one by then, it only hands on.
     """
     # Weak, for a thread keeps the hook that it finds until after it was joined. It must not be the
     # last to know the group, whose end needs the interpreter, which may have ended by then.

@@ -110,7 +110,7 @@ def own_device(launch: Launch, wanted: torch.device | None) -> torch.device:
     """Return the device of this local rank.
 
     Raises:
-        RuntimeError: where it is not here, or no GPU is left for it.
+        RuntimeError: if it is not here, or no GPU is left for it.
     """
     seen = _device.visible_devices()
     kind = torch.device(seen[0].type if seen else "cpu")
@@ -193,7 +193,7 @@ def _agreed(arrivals: list[dict[str, Any]]) -> tuple[list[str], bool, bool]:
                 f"on {host} share one: start one process per GPU, or pass "
                 f'`init(backend="gloo")`, which can share (slowly)'
             )
-    # All ranks or none, for those that are bound connect at once; and none where a process has
+    # All ranks or none, for those that are bound connect at once; and none if a process has
     # several, over which a model may be spread: a group that is bound takes no other GPU.
     binds = all(arrival["one"] for arrival in arrivals)
     ways = [(arrival["backend"], torch.device(arrival["device"])) for arrival in arrivals]

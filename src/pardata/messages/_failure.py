@@ -43,8 +43,8 @@ class Failure:
         rank: whose it is.
         call: the name of the call that the rank was in, if it was in one.
         text: type and text of the exception; in the store, one line that also says where.
-        traceback: of the exception, and `pickled` the exception itself if that is safe, where
-            other ranks raise it.
+        traceback: of the exception, and `pickled` the exception itself if that is safe, if
+            other ranks are to raise it.
         is_cause: whether the rank failed by itself, and not because another one was gone.
         seconds: how long it was in a collective.
         timed_out: whether it waited there in vain.
@@ -80,7 +80,7 @@ class Failure:
         """Raise this failure here, with its origin as the cause.
 
         Raises:
-            BaseException: the same exception where it can be pickled, else a `RuntimeError`
+            BaseException: the same exception if it can be pickled, else a `RuntimeError`
                 with its type and text.
         """
         origin = RuntimeError(f"raised on rank {self.rank} in `{self.call}`:\n\n{self.traceback}")

@@ -32,8 +32,8 @@ def answered(timeout: timedelta, work: Callable[[], _T]) -> _T:
     """Return what `work` finds in the store.
 
     Raises:
-        TimeoutError: where the store does not answer.
-        RuntimeError: where it is gone.
+        TimeoutError: if the store does not answer.
+        RuntimeError: if it is gone.
     """
     outcome = bounded(timeout.total_seconds() + _MARGIN, work)
     if not outcome:

@@ -38,8 +38,8 @@ def all_say(channel: Channel, call: str, say: Say, decide: Decide, timeout: Pati
 
     Raises:
         TimeoutError: names the ranks that did not come, or says that the store does not answer.
-        RuntimeError: where ranks are in different calls (says which rank is in which), where one
-            has failed (see `call_off`), and where the store is gone.
+        RuntimeError: if ranks are in different calls (says which rank is in which), if one
+            has failed (see `call_off`), or if the store is gone.
     """
     refuse_within(call)
     turn = Turn(channel, call, decide)
@@ -59,7 +59,7 @@ def all_say(channel: Channel, call: str, say: Say, decide: Decide, timeout: Pati
 
 
 def refuse_within(call: str) -> None:
-    """Refuse a call of all ranks where the others wait until this one has done its work."""
+    """Refuse a call of all ranks if the others wait until this one has done its work."""
     if doing.leads:
         raise RuntimeError(
             f"`{call}` must be reached by every rank, but the others wait until this rank has done "
@@ -166,7 +166,7 @@ class Turn:
     def _listened(
         self, patience: timedelta, ends: timedelta | None, *, comes: bool
     ) -> Verdict | None:
-        """Return the verdict if it comes in time; give one where all patience ends, if all say."""
+        """Return the verdict if it comes in time; give one if all patience ends, if all say."""
         if comes:
             self._come()
         key = key_of(self._number)
@@ -192,7 +192,7 @@ class Turn:
     def _judge(self, timeout: timedelta) -> Verdict | None:
         """Give a verdict, as the last one to come, or as one whose patience ends.
 
-        Returns the one that stands; None where rank 0 is still to give it.
+        Returns the one that stands; None if rank 0 is still to give it.
         """
         entries = entries_of(self._channel.store, self._channel.size)
         verdict = judge(entries, self._number, self.decide, timeout)
@@ -207,6 +207,6 @@ def call_off(channel: Channel, news: str) -> None:
     """Let all who wait, now or later, for this rank read `news` instead: it comes no more."""
     verdict = {"rank": channel.rank, "call": "", "off": news}
     turn = channel.store.add(f"turn/{channel.rank}", 0) + 1
-    # Others may be turns ahead of this rank, where rank 0 decided, or where they gave it up.
+    # Others may be turns ahead of this rank, if rank 0 decided, or if they gave it up.
     while give(channel.store, turn, verdict)["call"]:  # one that calls off is of none
         turn += 1

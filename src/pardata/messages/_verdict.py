@@ -50,7 +50,7 @@ def give(store: dist.Store, turn: int, verdict: Verdict) -> Verdict:
 def judge(
     entries: Sequence[Entry | None], turn: int, decide: Decide | None, timeout: timedelta
 ) -> Verdict | None:
-    """Return the verdict on a turn; None where rank 0 is still to give it."""
+    """Return the verdict on a turn; None if rank 0 is still to give it."""
     behind = [rank for rank, entry in enumerate(entries) if entry is None or entry["turn"] < turn]
     if behind:
         news = who_did_not_come(behind, len(entries), f" within {timeout}")

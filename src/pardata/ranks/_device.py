@@ -25,7 +25,7 @@ def visible_devices() -> list[torch.device]:
     """Return the accelerators that torch sees: none on a machine with a CPU alone."""
     if not torch.accelerator.is_available():
         return []
-    found: Any = torch.accelerator.current_accelerator()  # in torch 2.6 it raises where none is
+    found: Any = torch.accelerator.current_accelerator()  # in torch 2.6 it raises if there is none
     return [torch.device(found.type, n) for n in range(torch.accelerator.device_count())]
 
 
@@ -77,7 +77,7 @@ def properties_of(device: torch.device) -> Any:
 
 @cache
 def widest(device: torch.device) -> torch.dtype:
-    """Return float64, or float32 where a device has no float64."""
+    """Return float64, or float32 if a device has no float64."""
     has_it = properties_of(device).has_fp64 if device.type == "xpu" else device.type != "mps"
     return torch.float64 if has_it else torch.float32
 
@@ -98,7 +98,7 @@ def flight_recorder() -> str:
 
 
 def hidden_devices(root: Path = Path("/")) -> tuple[str, str] | None:
-    """Return that torch sees none of the GPUs that are here, and the cure, where that is so."""
+    """Return that torch sees none of the GPUs that are here, and the cure, if that is so."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")  # torch warns of a driver that is too old
         if visible_devices():

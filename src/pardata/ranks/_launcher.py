@@ -72,7 +72,7 @@ class Launcher(NamedTuple):
 
 
 def detect(env: Env) -> Launch:
-    """Read the launcher's variables, or return ``SINGLE`` where none started this process.
+    """Read the launcher's variables, or return ``SINGLE`` if none started this process.
 
     Raises:
         ValueError: for a set that is partial, contradictory or not numeric, and for an unknown
@@ -176,7 +176,7 @@ def first_host(text: str) -> str:
     """Return the first host of a SLURM node list: ``a03`` of ``"a[03-11,20],b2"``.
 
     Raises:
-        ValueError: where any of the text is no node list.
+        ValueError: if any of the text is no node list.
     """
     number = "[0-9]{1,18}"  # int() would take the digits of every script
     item = f"{number}(?:-{number})?"
@@ -191,7 +191,7 @@ def first_host(text: str) -> str:
 
 
 def _numbers(env: Env, names: tuple[str, ...], launcher: str) -> list[int]:
-    """Return the first four variables, numbers all, where none of `names` is missing."""
+    """Return the first four variables, numbers all, if none of `names` is missing."""
     there = [f"`{name}`" for name in names if env.get(name)]
     missing = [f"`{name}`" for name in names if not env.get(name)]
     if missing:

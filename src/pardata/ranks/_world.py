@@ -77,7 +77,7 @@ class Joined:
     """What `init` found, for which group and process, and what it left to be done.
 
     Attributes:
-        group_of_counts: by which small numbers travel, where they would meet gradients in `group`,
+        group_of_counts: by which small numbers travel, if they would meet gradients in `group`,
             or it takes no tensors on the CPU.
         on_leaving: called before the group is left.
     """
@@ -124,10 +124,10 @@ def world() -> World:
 
 
 def require_world(what: str) -> World:
-    """Return the current world, or raise where `what` needs a group that was not joined.
+    """Return the current world, or raise if `what` needs a group that was not joined.
 
     Raises:
-        RuntimeError: where a launcher started several processes and `init` was not called.
+        RuntimeError: if a launcher started several processes and `init` was not called.
     """
     found = world()
     if found.backend is not None or is_child():
@@ -176,7 +176,7 @@ def existing_world(device: torch.device | None, hosts: Sequence[str] = ()) -> Wo
     Args:
         device: where to compute. It is the GPU of this rank if it has no number, or if it is not
             given and the group is one of GPUs.
-        hosts: of all ranks, in their order; one for all where they were not asked for.
+        hosts: of all ranks, in their order; one for all if they were not asked for.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     # Ray Train and torchrun say this in addition to the group.

@@ -44,18 +44,16 @@ def same(here: World, call: str, state: Callable[[], Facts], differ: Decide) -> 
         agree(here, f"{call} (in detail)", lambda: facts, differ)
 
 
-def require_same(call: str, all_facts: list[dict[str, object]], cure: str) -> None:
+def require_same(call: str, rows: list[dict[str, object]], cure: str) -> None:
     """Raise a `RuntimeError` with a table of the facts in which ranks differ, if they do.
 
     Of a fact that a rank does not have, the table says so.
     """
-    known = dict.fromkeys(name for facts in all_facts for name in facts)
-    all_facts = [{name: facts.get(name, "(nothing)") for name in known} for facts in all_facts]
-    names = [name for name in known if len({repr(facts[name]) for facts in all_facts}) > 1]
+    known = dict.fromkeys(name for facts in rows for name in facts)
+    rows = [{name: facts.get(name, "(nothing)") for name in known} for facts in rows]
+    names = [name for name in known if len({repr(facts[name]) for facts in rows}) > 1]
     if names:
-        table = table_of(
-            [", ".join(f"{name}={facts[name]!r}" for name in names) for facts in all_facts]
-        )
+        table = table_of([", ".join(f"{name}={facts[name]!r}" for name in names) for facts in rows])
         what = f"{', '.join(f'`{name}`' for name in names)} differ{'s' if len(names) == 1 else ''}"
         raise RuntimeError(
             f"every rank must pass the same to `{call}`, but {what}:\n{table}\n{cure}"

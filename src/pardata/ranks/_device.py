@@ -43,15 +43,13 @@ def require_visible(device: torch.device) -> None:
         )
 
 
-def current_device(number: int) -> torch.device:
-    """Return the accelerator that is current, else number `own`: the first is also unchosen."""
+def current_device(n: int) -> torch.device:
+    """Return the accelerator that is current, else number `n`: the first is also unchosen."""
     seen = visible_devices()
     of_kind = torch.get_device_module(seen[0])
     # Where none is in use, to ask which one is current would begin to use it.
     in_use = hasattr(of_kind, "is_initialized") and of_kind.is_initialized()
-    return seen[
-        (of_kind.current_device() if in_use else 0) or (number if number < len(seen) else 0)
-    ]
+    return seen[(of_kind.current_device() if in_use else 0) or (n if n < len(seen) else 0)]
 
 
 def can_be_bound(device: torch.device) -> bool:

@@ -53,9 +53,9 @@ def join(
         device, backend = torch.device(own["device"]), own["backend"]
 
         how: dict[str, Any] = {"rank": launch.rank, "world_size": launch.size, "timeout": timeout}
-        if binds and launch.size > 1:  # it connects at once then; one rank has no peer
-            how["device_id"] = device
         how["store"] = dist.PrefixStore("group", store)
+        # Lets it connect at once; a group of one has nobody to connect to.
+        how["device_id"] = device if binds and launch.size > 1 else None
         once_made(channel, partial(dist.init_process_group, backend, **how))
         counts = None if apart else once_made(channel, partial(_backend.new_gloo_group, patience))
     except Exception:

@@ -221,7 +221,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             )
 
         def write() -> None:
-            write_weights(checked_path("path", path), found.states_of([name], {}, alone=True)[name])
+            write_weights(checked_path("path", path), found.trees_of([name], {}, alone=True)[name])
 
         rank_zero_call(write)
 
@@ -269,13 +269,13 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
 
 def _refuse(call: str, unnamed: tuple[object, ...]) -> None:
-    """Raise where something has no name, under which it could be saved."""
+    """Raise if something has no name, under which it could be saved."""
     if unnamed:
         kind = kind_of(unnamed[0])
         raise TypeError(f"`objects` must be named, but {kind} is not: call {call}model=model)")
 
 
-def _raise_of_what_differs(told: list[dict[str, Any]]) -> None:
-    """Raise where ranks differ in options, or in details, of which each may have its own."""
+def _raise_of_what_differs(all_facts: list[dict[str, Any]]) -> None:
+    """Raise if ranks differ in options, or in details, of which each may have its own."""
     for kind in ("options", "details"):
-        require_same("Checkpointer.save", [facts[kind] for facts in told], CURE)
+        require_same("Checkpointer.save", [facts[kind] for facts in all_facts], CURE)

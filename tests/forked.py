@@ -104,7 +104,8 @@ SERVER = """if True:
         runpy._run_module_as_main(code)
     else:
         sys.path[0] = "" if kind == "-c" else os.path.dirname(os.path.abspath(sys.argv[0]))
-        main.__file__ = sys.argv[0]
+        if os.path.exists(sys.argv[0]):  # what is spawned reads it too
+            main.__file__ = os.path.abspath(sys.argv[0])
         exec(compile(code, sys.argv[0], "exec"), vars(main))
 """
 

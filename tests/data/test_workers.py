@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from contextlib import contextmanager
 from multiprocessing.connection import arbitrary_address
@@ -14,8 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import the_programs
 from on_ranks import run, run_caught
-from processes import descendants, ended, wait_for
+from processes import descendants, wait_for
 from torch.utils.data import Dataset, TensorDataset
 
 from pardata import Checkpointer, make_loader, world
@@ -87,13 +87,11 @@ def test_workers_send_over_the_longest_socket_and_a_longer_one_is_refused_at_onc
 def started(tmp_path, *command):
     """Start a program in a session of its own; yield it, and what reads all that it printed."""
     file = tmp_path / "printed"
-    with file.open("w") as output:
-        job = subprocess.Popen(
-            list(map(str, [sys.executable, *command])),
-            stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-    with ended(job):
+    job = the_programs().start(*command, output=file)
+    try:
         yield job, file.read_text
+    finally:
+        job.kill()
 
 
 def wait_until_printed(text, job, printed):
@@ -119,7 +117,7 @@ STOPPED = [
 @pytest.mark.parametrize(("starts", "name", "persistent"), STOPPED)
 def test_a_signal_to_all_processes_stops_a_run_that_has_workers(starts, name, persistent, tmp_path):
     arguments = [starts, persistent, tmp_path / "run"]
-    with started(tmp_path, "-W", "error", STOPPING, *arguments) as (job, printed):
+    with started(tmp_path, STOPPING, *arguments) as (job, printed):
         wait_until_printed("reads", job, printed)
         os.killpg(job.pid, getattr(signal, name))
         assert job.wait(100) == 0, printed()
@@ -152,7 +150,7 @@ def test_a_worker_that_hangs_ends_when_its_rank_is_killed(starts, tmp_path):
         wait_until_printed("hangs", job, printed)
         own = descendants(job.pid)
         assert own
-        job.kill()
+        os.kill(job.pid, signal.SIGKILL)  # it alone
         wait_for(lambda: not any(map(lives, own)), 60)
 
 

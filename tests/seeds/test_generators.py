@@ -145,6 +145,21 @@ def test_a_whole_round_of_numpys_words_is_noticed():
     assert np.random.get_state()[2:] == before[2:]
 
 
+@pytest.mark.skipif(not hasattr(np.random, "set_bit_generator"), reason="NumPy before 1.24")
+@pytest.mark.parametrize("kind", [np.random.MT19937, np.random.PCG64])
+def test_numpys_state_comes_back_whatever_generator_it_draws_from(kind):
+    before = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(kind(1))
+        np.random.randn()  # which keeps another number in reserve
+        saved = generator_states(torch.device("cpu"))
+        drawn = np.random.randn(3).tolist()
+        restore_generators(saved, torch.device("cpu"), only_seed=False)
+        assert np.random.randn(3).tolist() == drawn
+    finally:
+        np.random.set_bit_generator(before)
+
+
 # --- without NumPy ---
 
 

@@ -193,9 +193,8 @@ def generator_states(device: torch.device) -> bytes:
         "PyTorch": [generator.state().tolist() for generator in of_torch],
     }
     if (numpy := numpy_or_none()) is not None:
-        kind, words, *rest = numpy.random.get_state()
-        saved["NumPy"] = [kind, words.tolist(), *rest]
-    return zlib.compress(json.dumps(saved).encode())
+        saved["NumPy"] = numpy.random.get_state(legacy=False)
+    return zlib.compress(json.dumps(saved, default=lambda array: array.tolist()).encode())
 
 
 def restore_generators(states: Iterable[int], device: torch.device, *, only_seed: bool) -> None:
@@ -212,7 +211,7 @@ def restore_generators(states: Iterable[int], device: torch.device, *, only_seed
         version, words, normal = saved["Python"]
         random.setstate((version, tuple(words), normal))
         if "NumPy" in saved and (numpy := numpy_or_none()) is not None:
-            numpy.random.set_state(tuple(saved["NumPy"]))
+            numpy.random.set_state(saved["NumPy"])
         of_torch = default_generators()[-1], *_of(device)
         # A GPU may be here or not.
         for generator, state in zip(of_torch, saved["PyTorch"], strict=False):

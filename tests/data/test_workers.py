@@ -134,9 +134,10 @@ def test_so_does_one_while_workers_start(starts, tmp_path):
     assert printed() == "begins\nstopped after 1\nended well\n"
 
 
-def test_so_does_one_while_workers_end(tmp_path):
+@pytest.mark.parametrize("starts", ["fork", pytest.param("spawn", marks=SOAK)])
+def test_so_does_one_while_workers_end(starts, tmp_path):
     # Where they are forked no interpreter ends in them, and a spawned one must not either.
-    with started(tmp_path, STOPPING, "spawn", 0, tmp_path / "run", "ends") as (job, printed):
+    with started(tmp_path, STOPPING, starts, 0, tmp_path / "run", "ends") as (job, printed):
         assert job.wait(100) == 0, printed()
     # The log's advice to take more workers may come between; an epoch has 10 steps.
     assert re.fullmatch(

@@ -97,7 +97,7 @@ def backward(
             still call its ``unscale_``, ``step`` and ``update``.
 
     Returns:
-        The mean loss over the global batch: without dimensions, detached, at least float32, the
+        The mean loss over the global batch, without dimensions, detached, at least float32, the
         same on every rank. If `loss_fn` returned metrics, the loss and the means of the metrics,
         weighted like the loss. A tensor stays a tensor, of its floating dtype or the default one. A
         number becomes a float; it is read from the GPU, which waits.

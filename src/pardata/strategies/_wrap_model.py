@@ -33,17 +33,18 @@ def wrap_model(
 ) -> nn.Module:
     """Move `model` to its device and wrap it, so that training keeps all replicas equal.
 
-    =========== ========================================================================
-    ``"auto"``  ``"ddp"`` in a world larger than one, else ``"none"``
-    ``"none"``  the module itself, moved and not wrapped: no cost at all
-    ``"dp"``    `torch.nn.DataParallel`: one process, several GPUs
-    ``"ddp"``   `torch.nn.parallel.DistributedDataParallel`: one process per device
-    ``"fsdp"``  ``torch.distributed.fsdp.fully_shard``: parameters sharded, in place
-    ``"exact"`` gradients by `backward` alone: the same to the last bit at every world size
-    =========== ========================================================================
+    ================ ========================================================================
+    ``"auto"``       ``"ddp"`` in a world larger than one, else ``"none"``
+    ``"none"``       the module itself, moved and not wrapped: no cost at all
+    ``"dp"``         `torch.nn.DataParallel`: one process, several GPUs
+    ``"ddp"``        `torch.nn.parallel.DistributedDataParallel`: one process per device
+    ``"fsdp"``       ``torch.distributed.fsdp.fully_shard``: parameters sharded, in place
+    ``"exact"``      gradients by `backward` alone: the same to the last bit at every world size
+    ``"exact_fsdp"`` parameters sharded as under ``"fsdp"``, with the bits of ``"exact"``
+    ================ ========================================================================
 
-    ``"exact_fsdp"`` shards as ``"fsdp"`` and has the bits of ``"exact"`` at every world size. It
-    takes `Microbatches` of a loader with ``strided=True``. With one process it is ``"exact"``.
+    ``"exact_fsdp"`` takes `Microbatches` of a loader with ``strided=True``. With one process it is
+    ``"exact"``.
 
     Make the optimizer after `wrap_model`, which may replace the parameters. All replicas start from
     rank 0's weights. Under ``"ddp"`` and ``"dp"`` the result is a subclass of PyTorch's class. You

@@ -42,13 +42,12 @@ from torch.utils.data import TensorDataset
 from pardata import Checkpointer, barrier, make_loader, rank_zero_call, wrap_model
 from pardata.checkpoint import _checkpointer
 from pardata.collective import _hang
-from pardata.collective._hang import Hang, Seat
+from pardata.collective._hang import Hang
 from pardata.collective._rank_zero import call_off_everywhere
 from pardata.collective._whereabouts import whereabouts
-from pardata.launch import _address, _rendezvous, _uncaught
+from pardata.launch import _address, _leaving, _rendezvous
 from pardata.launch._leaving import remember
-from pardata.messages import _turn
-from pardata.messages._doing import Note
+from pardata.messages._doing import Doing, Note, doing
 from pardata.ranks import _world
 from pardata.ranks._launcher import Launch
 from pardata.ranks._world import Joined
@@ -138,20 +137,20 @@ class EachThread(_world.Process):
         self._kept.joined = found
 
 
-class LeadingEachThread(_turn.Leading):
-    """The call that a rank is in while the others wait, kept for each thread."""
+class DoingEachThread(Doing):
+    """What a rank does: the call in which it works while others wait, kept for each thread."""
 
     _kept = threading.local()
 
     @property  # type: ignore[override]  # a plain attribute in a process of one rank
-    def call(self) -> str:
+    def leads(self) -> str:
         """That of this thread."""
-        return getattr(self._kept, "call", "")
+        return getattr(self._kept, "leads", "")
 
-    @call.setter
-    def call(self, call: str) -> None:
+    @leads.setter
+    def leads(self, call: str) -> None:
         """Keep it for this thread."""
-        self._kept.call = call
+        self._kept.leads = call
 
 
 class Simulated:
@@ -161,7 +160,9 @@ class Simulated:
         self.store = Counted(launch.master_port)
         self._launch = launch
         store = dist.PrefixStore("watch", self.store)
-        self._hang = Hang(Seat(store, launch.rank, launch.size, 1.5), 1)
+        self._hang = Hang(
+            _world.Channel(store, timedelta(seconds=1.5), launch.rank, launch.size), 1
+        )
         self.operations: dict[str, Callable[[], object]] = {
             HAND: self._meet_by_hand,
             JOIN: self._join,
@@ -183,12 +184,12 @@ class Simulated:
     def _join(self) -> None:
         launch = self._launch
         with patch.dict(_address._opened_stores, {launch.identity: (self.store, launch.rank == 0)}):  # noqa: SLF001  # see `simulation`
-            found, _, hosts_store = _rendezvous.join(
+            found = _rendezvous.join(
                 launch, backend="gloo", timeout=PATIENCE, device=torch.device("cpu")
             )
         store = dist.PrefixStore("pardata", self.store)
         line = _world.Channel(store, PATIENCE, launch.rank, launch.size)
-        remember(Joined(replace(found, backend="gloo"), line, hosts_store))
+        remember(Joined(replace(found.world, backend="gloo"), line, found.hosts_store))
 
     def _tell_of_a_hang(self) -> None:
         note: Note = ("barrier()", time.monotonic() - 60, None, None)
@@ -203,7 +204,7 @@ class Simulated:
                 Path("photo-17.jpg").read_bytes()
             except FileNotFoundError as error:
                 # As at the end of a process, which does not come here.
-                news, _ = _uncaught._report(error, found)  # noqa: SLF001
+                news, _ = _leaving._report(error, found)  # noqa: SLF001
                 call_off_everywhere(found.world, found.channel, news)
             return
         try:
@@ -246,6 +247,7 @@ def simulation() -> Iterator[None]:
         for where, name, what in (
             (dist, "init_process_group", lambda *_, **__: None),
             (dist, "new_group", lambda *_, **__: None),
+            (_rendezvous, "new_channel", lambda _: None),
             (_checkpointer, "gathered", lambda here, own, *_: [own] * here.size),
             (_world, "world", lambda: _world.process.joined.world),
             (_wrap_model, "_facts_of", lambda *_: told),
@@ -258,7 +260,7 @@ def simulation() -> Iterator[None]:
         ):
             stack.enter_context(patch.object(where, name, what))
         _world.process.__class__ = EachThread
-        _turn.leading.__class__ = LeadingEachThread
+        doing.__class__ = DoingEachThread
         yield
 
 

@@ -1,7 +1,9 @@
 """How Sphinx builds the site: `sphinx-build -W --keep-going -b html docs docs/_build`."""
 
 import re
+from html import unescape
 from importlib.metadata import metadata
+from itertools import chain
 
 from docutils import nodes
 from sphinx.addnodes import desc_signature, pending_xref
@@ -115,9 +117,54 @@ def readable_fields(_app: Sphinx, page: nodes.document) -> None:
                 text.parent.replace(text, nodes.Text(shown))
 
 
+# Where a narrow column may break code: after "a.", "=", "(" and ",", and in names if they are long.
+BREAKS = re.compile(r"(?<=[a-zA-Z)\]]\.)(?=[a-zA-Z_])|(?<=[=(,])(?=[^=),])")
+IN_NAMES = re.compile(r"(?<=[a-zA-Z0-9]_)(?=[a-zA-Z0-9])|(?<=[a-z]{4})(?=[A-Z][a-z]{3})")
+WORD = re.compile(r'<span class="pre">([^<]*)</span>')  # in HTML
+UNIT = re.compile(r"(?<=\d) (?=±|%[\s,.;:)<])|(?<=±) ")  # the spaces of "11.0 ± 1.6" and "90 %"
+COLUMN, LINE = 16, 36  # letters of code that a narrow column has room for, and a line on a phone
+
+
+def whole(text: str) -> str:
+    """Return a word of code that is not broken after its hyphens: ``--nproc-per-node``."""
+    return f'<span class="whole">{text}</span>' if "-" in text and len(text) <= LINE else text
+
+
+def unbroken(code: re.Match[str]) -> str:
+    """Return a word of code outside of tables."""
+    return f'<span class="pre">{whole(code[1])}</span>'
+
+
+def breakable(code: re.Match[str]) -> str:
+    """Return a word of a table's code that breaks between its parts, if it is long."""
+    parts = [code[1]]
+    for places in (BREAKS, IN_NAMES):
+        split = (places.split(part) if len(unescape(part)) > COLUMN else [part] for part in parts)
+        parts = list(chain.from_iterable(split))
+    return f'<span class="pre">{"<wbr>".join(map(whole, parts))}</span>'
+
+
+def readable_on_a_phone(
+    _app: Sphinx, _page: str, _template: str, context: dict[str, str], _doctree: object
+) -> None:
+    """Say where code may break, and link a picture of several panels to itself in full size.
+
+    A number is on one line with its uncertainty or "%".
+    """
+    if "body" not in context:
+        return
+    body = UNIT.sub("&nbsp;", context["body"])
+    parts = re.split(r"(<table.*?</table>)", body, flags=re.DOTALL)
+    for number, part in enumerate(parts):
+        parts[number] = WORD.sub(breakable if part.startswith("<table") else unbroken, part)
+    picture = r'<p>(<img [^>]*src="(_images/[^"]*\.png)"[^>]*>)\s*</p>'
+    context["body"] = re.sub(picture, r'<p><a class="picture" href="\2">\1</a></p>', "".join(parts))
+
+
 def setup(app: Sphinx) -> None:
     """Connect what is above; Sphinx calls this."""
     app.connect("missing-reference", link_outside)
     app.connect("autodoc-process-signature", valid_signature)
     app.connect("doctree-read", public_type_variables)
     app.connect("doctree-read", readable_fields)
+    app.connect("html-page-context", readable_on_a_phone)

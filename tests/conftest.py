@@ -7,10 +7,10 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+import forked
 import on_ranks
 import pytest
 import torch
-from forked import forking
 from hypothesis import HealthCheck, settings
 
 from pardata import __version__
@@ -89,8 +89,15 @@ def pytest_report_header():
 def pytest_itemcollected(item):
     if HERE in item.path.parents and item.get_closest_marker("soak") is None:
         folder = item.path.relative_to(HERE).parts[0]
-        if folder in MARKS and item.path.name not in ARITHMETIC:
+        if folder in MARKS and item.path.name not in ARITHMETIC and not _is_of_many_ranks(item):
             item.add_marker(MARKS[folder])
+
+
+def _is_of_many_ranks(item):
+    """Return whether a test of a room runs on 3 ranks or more: versions show themselves on 2."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    is_of_room = MARKS.get(item.path.relative_to(HERE).parts[0]) == "oldest"
+    return is_of_room and isinstance(size := parameters.get("size"), int) and size > 2
 
 
 @pytest.fixture
@@ -104,11 +111,10 @@ def short_tmp():
         yield directory
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def programs():
-    """What starts programs, which is there as long as a file's tests."""
-    with forking() as programs:
-        yield programs
+    """What starts programs, without the time that importing torch takes."""
+    return forked.the_programs()
 
 
 @pytest.fixture(autouse=True)
@@ -122,4 +128,5 @@ def _clean(monkeypatch):
 
 
 def pytest_sessionfinish():
+    forked.end_all()
     on_ranks.end_all()

@@ -1,16 +1,19 @@
-"""Programs that end as any does, without the seconds that importing torch takes.
+"""Programs that end as any program does, without the seconds that importing torch takes.
 
-An interpreter that has imported torch forks each one, which falls through to the end of its code.
+An interpreter that has imported torch forks each one. `Programs.python` is a command that runs them
+as ``python`` would: what takes seconds is then not the imports, also under torchrun.
 """
 
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -20,47 +23,150 @@ import torch
 _LEFT_BY_TORCH = ["-W", "ignore:Implicitly cleaning up <TemporaryDirectory:ResourceWarning"]
 _WARNINGS = ["-W", "error", *(_LEFT_BY_TORCH if torch.__version__ < "2.8" else [])]
 
+# What the first DDP of a process imports, what the first `fully_shard` does, and torchrun.
+_SLOW = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.launcher.api")
+
 SERVER = """if True:
-    import gc, importlib, json, os, sys, warnings
+    import gc, importlib, json, os, runpy, select, signal, socket, sys, types, warnings
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(sys.argv[1] + ".new")
+    listener.listen(99)
+    os.rename(sys.argv[1] + ".new", sys.argv[1])
+    plain = list(warnings.filters)
     import torch, pardata
+    of_torch = [entry for entry in warnings.filters if entry not in plain]
+    sys.modules["triton"] = None  # it says at the end of each program what it has not freed
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what other people's modules do
-        for name in sys.argv[1:]:
+        for name in sys.argv[3:]:
             importlib.import_module(name)
+    del sys.modules["triton"]
     gc.freeze()  # or each program walks all of torch as it ends, which takes a second
-    for line in sys.stdin:
-        asked = json.loads(line)
-        if isinstance(asked, int):
-            ended, status = os.waitpid(asked, os.WNOHANG)
-            print(json.dumps(os.waitstatus_to_exitcode(status) if ended else None), flush=True)
-            continue
-        pid = os.fork()
-        if pid == 0:
-            break
-        print(pid, flush=True)
-    else:
-        os._exit(0)
+    waiting = {}  # who waits for a program, by its pid
+    woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(waker)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    while True:
+        ready = select.select([0, woken, listener, *waiting.values()], [], [])[0]
+        if 0 in ready:  # the tests have ended
+            os._exit(0)
+        for pid, connection in list(waiting.items()):
+            if connection in ready:  # who waits was killed: so is the program, with what it started
+                waiting.pop(pid).close()
+                os.killpg(pid, signal.SIGKILL)
+        if woken in ready:
+            os.read(woken, 4096)
+            for pid in list(waiting):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    with waiting.pop(pid) as connection:
+                        connection.sendall(b"%d " % os.waitstatus_to_exitcode(status))
+        if listener in ready:
+            connection, _ = listener.accept()
+            _, outputs, _, _ = socket.recv_fds(connection, 1, 3)
+            asked = json.loads(connection.makefile().readline())
+            pid = os.fork()
+            if pid == 0:
+                break
+            waiting[pid] = connection
+            for number in outputs:
+                os.close(number)
+            connection.sendall(b"%d " % pid)
     os.setsid()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number, output in enumerate(outputs):
+        os.dup2(output, number)
+    for file in (listener, connection, *waiting.values()):
+        file.close()
+    os.closerange(woken, waker + 1)
     os.chdir(asked["folder"])
     os.environ.clear()
     os.environ.update(asked["env"])
-    for number, name in enumerate([os.devnull, asked["output"], asked["errors"]]):
-        os.dup2(os.open(name, os.O_CREAT | os.O_APPEND | os.O_RDWR), number)
-    sys.argv = asked["argv"]
-    exec(compile(asked["code"], sys.argv[0], "exec"))
+    if "OMP_NUM_THREADS" in os.environ:  # which is read on import
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    sys.executable = sys.argv[2]
+    arguments = asked["argv"]
+    if asked["warnings"] is not None:
+        warnings.filters[:] = plain
+        warnings._processoptions(asked["warnings"])
+        warnings.filters[:0] = of_torch
+        warnings._filters_mutated_lock_held() if hasattr(
+            warnings, "_filters_mutated_lock_held"
+        ) else warnings._filters_mutated()
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    sys.argv = arguments
+    kind, code = asked["kind"], asked["code"]
+    del asked, arguments, outputs
+    if kind == "-m":
+        sys.path[0] = os.getcwd()
+        runpy._run_module_as_main(code)
+    else:
+        sys.path[0] = "" if kind == "-c" else os.path.dirname(os.path.abspath(sys.argv[0]))
+        if os.path.exists(sys.argv[0]):  # what is spawned reads it too
+            main.__file__ = os.path.abspath(sys.argv[0])
+        exec(compile(code, sys.argv[0], "exec"), vars(main))
+"""
+
+TORCHRUN = '#!/bin/sh\nexec "$(dirname "$0")/python" -m torch.distributed.run "$@"\n'
+
+# Runs a program as `python` would, and ends as that does.
+PYTHON = """#!{executable} -IS
+import json, os, signal, socket, sys
+arguments, options = sys.argv[1:], []
+while arguments and arguments[0] in ("-u", "-W"):
+    if arguments.pop(0) == "-W":
+        options.append(arguments.pop(0))
+kind = arguments.pop(0) if arguments[0] in ("-c", "-m") else ""
+code = arguments[0]
+if kind == "-c":
+    arguments[0] = "-c"
+elif not kind:
+    code = open(code).read()
+asked = dict(argv=arguments, kind=kind, code=code, warnings=options)
+asked |= dict(folder=os.getcwd(), env=dict(os.environ))
+with socket.socket(socket.AF_UNIX) as connection:
+    connection.connect({address!r})
+    socket.send_fds(connection, [b" "], [0, 1, 2])
+    connection.sendall(json.dumps(asked).encode() + b"\\n")
+    said = connection.makefile()
+    pid = 0
+    def forward(number, _):
+        os.kill(pid, number)
+    pid = int("".join(iter(lambda: said.read(1), " ")))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, forward)
+    status = int(said.read())
+if status < 0:
+    signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
+sys.exit(status)
 """
 
 
 class Program:
     """One program, in a process group of its own."""
 
-    def __init__(self, pid, ask):
-        self.pid, self._ask, self._code = pid, ask, None
+    def __init__(self, connection):
+        self._connection, self._code = connection, None
+        self.pid = int(self._number())
+
+    def _number(self):
+        said = b""
+        while not said.endswith(b" "):
+            said += self._connection.recv(1)
+        return said
 
     def poll(self):
         """Return the exit status, or None as long as it runs."""
         if self._code is None:
-            self._code = self._ask(self.pid)
+            self._connection.settimeout(0)
+            with suppress(BlockingIOError):
+                self._connection.recv(1, socket.MSG_PEEK)
+                self._connection.settimeout(None)
+                self._code = int(self._number())
+                self._connection.close()
         return self._code
 
     def wait(self, seconds=100):
@@ -81,28 +187,36 @@ class Program:
 class Programs:
     """Starts programs, from several threads too."""
 
-    def __init__(self, server):
-        self._server, self._lock, self._started = server, threading.Lock(), []
+    def __init__(self, folder):
+        self._address = str(folder / "socket")
+        self._lock, self._started = threading.Lock(), []
+        self.python = folder / "python"
+        self.python.write_text(PYTHON.format(executable=sys.executable, address=self._address))
+        (folder / "torchrun").write_text(TORCHRUN)
+        for command in (self.python, folder / "torchrun"):
+            command.chmod(0o700)
 
     def start(self, code, *argv, output, errors=None, folder=".", **env):
         """Start a program: its code, or the file that holds it; what it prints goes to a file."""
         argv = ["train.py", *argv]
         if isinstance(code, Path):
             argv[0], code = code, code.read_text()
-        for file in (output, errors or output):
-            Path(file).touch()
         asked = {
-            "code": code, "argv": list(map(str, argv)), "folder": str(Path(folder).resolve()),
-            "output": str(output), "errors": str(errors or output), "env": {**os.environ, **env},
+            "argv": list(map(str, argv)), "kind": "", "code": code, "warnings": None,
+            "folder": str(Path(folder).resolve()), "env": {**os.environ, **env},
         }  # fmt: skip
-        program = Program(self._ask(asked), self._ask)
-        self._started.append(program)
-        return program
-
-    def _ask(self, asked):
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(self._address)
+        flags = os.O_CREAT | os.O_APPEND | os.O_RDWR
+        files = [os.open(name, flags) for name in (os.devnull, output, errors or output)]
+        socket.send_fds(connection, [b" "], files)
+        for file in files:
+            os.close(file)
+        connection.sendall(json.dumps(asked).encode() + b"\n")
+        program = Program(connection)
         with self._lock:
-            print(json.dumps(asked), file=self._server.stdin, flush=True)
-            return json.loads(self._server.stdout.readline())
+            self._started.append(program)
+        return program
 
     def end(self):
         for program in self._started:
@@ -110,16 +224,41 @@ class Programs:
                 program.kill()
 
 
+def the_programs():
+    """Return what starts the programs of most tests. Its interpreter starts when first asked."""
+    if not _begun:
+        _begun.append(_ending.enter_context(forking()))
+    return _begun[0]
+
+
+def python():
+    """Return the path of what runs programs as ``python``, without the time that torch takes."""
+    return the_programs().python
+
+
+def end_all():
+    """End what the tests have started."""
+    _begun.clear()
+    _ending.close()
+
+
+_begun, _ending = [], ExitStack()
+
+
 @contextmanager
 def forking(*modules):
     """Yield what starts programs, with these modules imported; none of them is left at the end."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, *_WARNINGS, "-c", SERVER, *modules]
-    with subprocess.Popen(command, env=env, **pipes) as server:
-        programs = Programs(server)
-        try:
-            yield programs
-        finally:
-            programs.end()
-            server.stdin.close()
+    with tempfile.TemporaryDirectory(prefix="pardata-forks-") as folder:
+        programs = Programs(Path(folder))
+        address = Path(folder, "socket")
+        command = [sys.executable, *_WARNINGS, "-c", SERVER, address, programs.python]
+        command += [*_SLOW, *modules]
+        with subprocess.Popen(command, env=env, stdin=subprocess.PIPE) as server:
+            while not address.exists() and server.poll() is None:
+                time.sleep(0.005)
+            try:
+                yield programs
+            finally:
+                programs.end()
+                server.stdin.close()

@@ -236,7 +236,7 @@ def _outcome(rank: int, job: bytes) -> bytes | Failure:
         fn, args = pickle.loads(job)
         return pickle.dumps(fn(*args))
     except BaseException as error:  # noqa: BLE001  # SystemExit too
-        return Failure.of(error, rank=rank, place="run")
+        return Failure.of(error, rank=rank, call="run")
 
 
 @dataclass

@@ -20,7 +20,7 @@ from ray.train.torch import TorchTrainer
 
 def train(config: dict[str, list[str]]) -> None:
     """Run on each worker, in the process group that Ray made."""
-    import mnist  # noqa: PLC0415  # there, and not where the workers are only asked for
+    import mnist  # there, and not where the workers are only asked for
 
     sys.argv = ["mnist.py", *config["arguments"]]
     if problem := mnist.main():

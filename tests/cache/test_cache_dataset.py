@@ -625,8 +625,8 @@ def test_it_works_without_locks_as_on_windows(tmp_path, monkeypatch):
 # --- random samples ---
 
 WARNING = (
-    "the samples of Samples differ from one reading to the next, and the cache holds one reading "
-    "for ever: take the random transform out, and give it to the `batch_transform` of make_loader"
+    "the samples of Samples differ at each reading, and the cache keeps one: move the random "
+    "transform to the `batch_transform` of make_loader"
 )
 
 

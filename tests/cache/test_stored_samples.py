@@ -184,18 +184,18 @@ def test_any_nesting_comes_back_and_has_the_batch_of_the_data_loader(structure):
 
 USUAL = {"x": torch.zeros(2, 3), "y": 1}
 FIRST = "as in the first sample, but is"
-CURE = "return the same parts for every sample, and convert them in the dataset's transform"
+CURE = "make all samples alike in the transform"
 UNLIKE = [
     ({**USUAL, "x": torch.zeros(6)}, f"{FIRST} 1-dimensional float32: {CURE}"),
-    ({**USUAL, "x": torch.zeros(2, 3).double()}, "but is 2-dimensional float64: return"),
-    ({**USUAL, "y": True}, "but is 0-dimensional bool: return"),
+    ({**USUAL, "x": torch.zeros(2, 3).double()}, "but is 2-dimensional float64: make"),
+    ({**USUAL, "y": True}, "but is 0-dimensional bool: make"),
     (
         {"x": torch.zeros(2, 3)},
-        f"`sample['y']` must be 0-dimensional int64, {FIRST} missing: return",
+        f"`sample['y']` must be 0-dimensional int64, {FIRST} missing: make",
     ),
     (
         {"x": torch.zeros(2, 3), "z": 1, "y": 1},
-        f"`sample['z']` must be missing, {FIRST} 0-dimensional int64: return",
+        f"`sample['z']` must be missing, {FIRST} 0-dimensional int64: make",
     ),
     ({**USUAL, "x": [torch.zeros(2, 3)]}, "`sample['x']` must be 2-dimensional float32, as in"),
 ]

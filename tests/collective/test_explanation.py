@@ -160,9 +160,9 @@ def test_a_rank_that_takes_the_store_with_it_is_told_so(tmp_path):
     kind, seconds, text = (tmp_path / "outcome").read_text().split(" ", 2)
     assert (kind, float(seconds) < 20) == ("RuntimeError", True)
     assert text.startswith(
-        "`all_reduce_mean` must be reached by every rank, but a connection is lost and the group's "
-        "store with it: the process that serves it (rank 0, or torchrun's agent) has ended or does "
-        "not answer; look at its output for an earlier error; this rank waits at "
+        "`all_reduce_mean` must be reached by every rank, but a connection is lost: the "
+        "process that serves the group's store (rank 0, or torchrun's agent) has ended or does "
+        "not answer; look at its output; this rank waits at "
     )
 
 
@@ -259,7 +259,7 @@ def test_where_all_came_the_network_is_suspected_and_the_innermost_explains():
         assert "but a connection between them was lost: is the network down?; this" in text
         assert text.endswith("pair.cc:5] Connection closed by peer [::1]:5)")
         assert follows
-        assert (found.own.rank, found.own.place, found.first) == (rank, "inner", None)
+        assert (found.own.rank, found.own.call, found.first) == (rank, "inner", None)
         assert not found.store_is_gone
 
 
@@ -295,7 +295,7 @@ def test_failures_are_read_in_the_order_in_which_they_reached_the_store(line):
     for rank, is_cause in ((2, False), (1, True), (3, True)):
         asked_as(line, rank, 5, is_cause=is_cause)
     known = asked_as(line, 0, 5)
-    assert [found.rank for found in known.there] == [2, 1, 3, 0]
+    assert [found.rank for found in known.failures] == [2, 1, 3, 0]
     assert known.first == failure(1, is_cause=True)
     assert known.missing == [4]
     assert not known.store_is_gone
@@ -317,6 +317,6 @@ def test_who_knows_the_first_cause_waits_only_a_little_for_the_rest(line):
 def test_no_more_than_so_many_are_kept_beside_causes(line):
     for rank in range(70):
         asked_as(line, rank, 100)
-    assert len(asked_as(line, 70, 100).there) == 64
+    assert len(asked_as(line, 70, 100).failures) == 64
     asked_as(line, 71, 100, is_cause=True)
     assert asked_as(line, 72, 100).first.rank == 71

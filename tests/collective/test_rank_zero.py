@@ -233,7 +233,7 @@ def test_who_waits_too_long_for_rank_0_is_told_what_to_do(wait, call):
     assert first is None
     assert str(second).startswith(
         f"TimeoutError: rank 0 must finish its `rank_zero_{call}` within {SOON}, but has not: give "
-        f"`timeout=` a larger value if the work takes that long, else look at rank 0's output; "
+        f"a larger `timeout` if the work takes that long, else look at rank 0's output; "
         f"this rank waits at "
     )
     assert re.search(r"test_rank_zero\.py:\d+$", second.text)

@@ -3,11 +3,11 @@
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 
 import pytest
+from forked import python
 from on_ranks import run, run_caught
 
 from pardata import StopSignal, all_reduce_sum, world
@@ -166,7 +166,7 @@ print("never printed")
 
 def test_a_second_sigterm_ends_the_process_at_once():
     done = subprocess.run(
-        [sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=120, check=False
+        [python(), "-c", TWICE], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.stdout == "still there True\n"
     assert done.returncode == -signal.SIGTERM

@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -18,14 +19,16 @@ from logged import log_of
 from ranks_zoo import together
 
 import pardata
-from pardata.collective._hang import Hang, Seat
-from pardata.collective._watch import Watch
+from pardata.collective._hang import Hang, Watch, sign
 from pardata.collective._whereabouts import Whereabouts, headline, table
 from pardata.messages._call_site import Call
 from pardata.messages._doing import doing
+from pardata.messages._store import Channel
 from pardata.ranks._device import flight_recorder
 from pardata.ranks._machine import state_of
 from pardata.ranks._world import joined
+
+TICK = timedelta(seconds=0.1)
 
 
 def watches():
@@ -130,7 +133,7 @@ def pauses(after):
     watch = Watch(joined().channel, after)
     try:
         idle, doing.now = watch._pause(), ("barrier()", time.monotonic(), None, None)
-        return watch._seat.tick, idle, watch._pause() if after < 1 else None
+        return watch._tick, idle, watch._pause() if after < 1 else None
     finally:
         watch.end()
 
@@ -211,8 +214,7 @@ def told_by(size, folder=None, stacks=1):
 
     def tell(rank):
         stack = [Call("", f"a.py:{rank % stacks}", "f"), *[Call("torch", "t.py:1", "g")] * 3]
-        seat = Seat(store, rank, size, 0.1)
-        hang = Hang(seat, 1)
+        hang = Hang(Channel(store, TICK, rank, size), 1)
         hang.begin()
         hang.tell(one(rank, stack=stack))
         return hang.is_one
@@ -235,13 +237,13 @@ class Checks(dist.HashStore):
 
 def test_who_logs_does_not_ask_for_each_rank_where_one_is_silent():
     store = Checks()
-    seats = [Seat(store, rank, 64, 0.1) for rank in range(64)]
-    for seat in seats:
-        seat.sign(is_here=True)
-    for seat in seats[1:-1]:
-        store.set(f"at/{seat.rank}", json.dumps(asdict(one(seat.rank))))
+    channels = [Channel(store, TICK, rank, 64) for rank in range(64)]
+    for channel in channels:
+        sign(channel, is_here=True)
+    for rank in range(1, 63):
+        store.set(f"at/{rank}", json.dumps(asdict(one(rank))))
     with log_of("pardata.collective._hang") as log:
-        Hang(seats[0], 1).tell(one(0))
+        Hang(channels[0], 1).tell(one(0))
     assert "ranks 0-62 wait for rank 63" in log.lines[0]
     assert store.count <= 4
 

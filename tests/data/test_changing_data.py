@@ -263,7 +263,7 @@ def test_a_sampler_without_a_length_must_end(monkeypatch):
 
 def test_a_place_is_that_of_the_order_when_a_sampler_has_grown():
     loader = loader_of(20, 4, sampler=Curriculum([4, 12]), seed=1)
-    with pytest.raises(ValueError, match="is another one now"):
+    with pytest.raises(ValueError, match="has another now"):
         iter(at(loader, 0, 8))
 
 

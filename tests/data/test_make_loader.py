@@ -192,8 +192,8 @@ def _warnings_of(arguments):
 def test_ranks_that_will_idle_are_named_once_on_rank_0():
     arguments = [(8, {"microbatch_size": 4}), (8, {"microbatch_size": 7}), (9, {})]
     text = (
-        "[0/3] a `batch_size` of 8 makes 2 microbatches of at most {} samples for 3 ranks, so that "
-        "rank(s) 2 have nothing to do; make `microbatch_size` smaller"
+        "[0/3] a `microbatch_size` of {} makes 2 microbatches of 8 samples for 3 ranks, so that "
+        "rank(s) 2 idle: make it smaller"
     )
     found = run(_warnings_of, arguments, world_size=3)
     assert found == [[text.format(4), text.format(7)], [], []]
@@ -348,14 +348,12 @@ def test_another_order_than_the_one_in_which_the_epoch_was_begun_is_refused(
     begun, again = loader(one), loader(other)
     next(iter(begun))
     again.load_state_dict(begun.state_dict())
-    with pytest.raises(
-        ValueError, match=f"the order that `{argument}` yields, but that of epoch 0"
-    ):
+    with pytest.raises(ValueError, match=f"the order that `{argument}` yields, but epoch 0"):
         iter(again)
 
 
 def test_a_place_inside_a_batch_of_a_batch_sampler_is_none():
     loader = make_loader(range(9), num_workers=0, batch_sampler=[[1, 2], [3]])
     loader.load_state_dict({**loader.state_dict(), "delivered": 1})
-    with pytest.raises(ValueError, match="is another one now: make it of the same data"):
+    with pytest.raises(ValueError, match="has another now: make it of the same data"):
         iter(loader)

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset, get_worker_info
 
 from pardata.data._placement import Placement, _side_stream, moved
 from pardata.data._plan import Fetched
-from pardata.data._sample_seeds import Seeds
+from pardata.data._reader import Seeds
 
 
 def loader_of(transform, **options):

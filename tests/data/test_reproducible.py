@@ -397,8 +397,8 @@ def test_it_is_warned_about_once_on_rank_0(size, tmp_path):
         assert first == "0" or "shuffle" in options
         assert line == (
             f"{'[0/2] ' * (size > 1)}sample {first} of Generators differs when read twice with the "
-            f"same seed, so that runs at other sizes will not be the same: draw from the default "
-            f"generators of Python, NumPy or PyTorch, or pass reproducible=False"
+            f"same seed, so that runs at other sizes differ: draw from the default generators, or "
+            f"pass reproducible=False"
         )
 
 

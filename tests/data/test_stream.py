@@ -165,7 +165,7 @@ def test_where_a_stream_ends_is_not_for_its_length_to_say():
     at(loader, 0, 27)
     assert steps(loader) == []
     loader = loader_of(Sized(23), drop_last=True)
-    with pytest.raises(ValueError, match="must be at the end of a batch of 5, but is at sample 27"):
+    with pytest.raises(ValueError, match="must end a batch of 5, but is at sample 27"):
         at(loader, 0, 27)
 
 
@@ -585,9 +585,9 @@ def _own_randomness(sharded):
 def test_a_stream_that_is_not_the_same_when_it_is_read_again_is_an_error(sharded, size):
     for raised, left in run(_own_randomness, sharded, world_size=size):
         assert str(raised) == (
-            "ValueError: `dataset` must yield the same samples when an epoch is read again to "
-            "resume, but Shuffled begins with others: let it draw from the default generators "
-            "alone, or, without `sharded`, give it state_dict() and load_state_dict()"
+            "ValueError: `dataset` must yield the same samples when read again to resume, but "
+            "Shuffled does not: draw from the default generators alone, or, without `sharded`, "
+            "give it state_dict() and load_state_dict()"
         )
         assert left == (3 if not sharded else 4 * size - 1)
 

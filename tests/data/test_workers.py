@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from contextlib import contextmanager
 from multiprocessing.connection import arbitrary_address
@@ -14,8 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import the_programs
 from on_ranks import run, run_caught
-from processes import descendants, ended, wait_for
+from processes import descendants, wait_for
 from torch.utils.data import Dataset, TensorDataset
 
 from pardata import Checkpointer, make_loader, world
@@ -77,7 +77,7 @@ def test_workers_send_over_the_longest_socket_and_a_longer_one_is_refused_at_onc
     for outcome in run_caught(_load_below, longer, world_size=2):
         assert str(outcome).startswith("ValueError: the temporary directory must have a name of at")
         assert "most 89 characters" in outcome.text
-        assert "set TMPDIR to one with a shorter name" in outcome.text
+        assert "set TMPDIR to a shorter one" in outcome.text
 
 
 # --- what becomes of them when signals come, and when their rank ends
@@ -87,13 +87,11 @@ def test_workers_send_over_the_longest_socket_and_a_longer_one_is_refused_at_onc
 def started(tmp_path, *command):
     """Start a program in a session of its own; yield it, and what reads all that it printed."""
     file = tmp_path / "printed"
-    with file.open("w") as output:
-        job = subprocess.Popen(
-            list(map(str, [sys.executable, *command])),
-            stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-    with ended(job):
+    job = the_programs().start(*command, output=file)
+    try:
         yield job, file.read_text
+    finally:
+        job.kill()
 
 
 def wait_until_printed(text, job, printed):
@@ -119,7 +117,7 @@ STOPPED = [
 @pytest.mark.parametrize(("starts", "name", "persistent"), STOPPED)
 def test_a_signal_to_all_processes_stops_a_run_that_has_workers(starts, name, persistent, tmp_path):
     arguments = [starts, persistent, tmp_path / "run"]
-    with started(tmp_path, "-W", "error", STOPPING, *arguments) as (job, printed):
+    with started(tmp_path, STOPPING, *arguments) as (job, printed):
         wait_until_printed("reads", job, printed)
         os.killpg(job.pid, getattr(signal, name))
         assert job.wait(100) == 0, printed()
@@ -136,9 +134,10 @@ def test_so_does_one_while_workers_start(starts, tmp_path):
     assert printed() == "begins\nstopped after 1\nended well\n"
 
 
-def test_so_does_one_while_workers_end(tmp_path):
+@pytest.mark.parametrize("starts", ["fork", pytest.param("spawn", marks=SOAK)])
+def test_so_does_one_while_workers_end(starts, tmp_path):
     # Where they are forked no interpreter ends in them, and a spawned one must not either.
-    with started(tmp_path, STOPPING, "spawn", 0, tmp_path / "run", "ends") as (job, printed):
+    with started(tmp_path, STOPPING, starts, 0, tmp_path / "run", "ends") as (job, printed):
         assert job.wait(100) == 0, printed()
     # The log's advice to take more workers may come between; an epoch has 10 steps.
     assert re.fullmatch(
@@ -152,7 +151,7 @@ def test_a_worker_that_hangs_ends_when_its_rank_is_killed(starts, tmp_path):
         wait_until_printed("hangs", job, printed)
         own = descendants(job.pid)
         assert own
-        job.kill()
+        os.kill(job.pid, signal.SIGKILL)  # it alone
         wait_for(lambda: not any(map(lives, own)), 60)
 
 

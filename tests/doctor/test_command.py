@@ -7,10 +7,10 @@ import json
 import multiprocessing
 import os
 import re
-import sys
 
 import pytest
 import torch
+from forked import python
 from launched import agent, launched, reserved_port, slurm_variables, torchrun_variables
 from processes import run
 
@@ -43,7 +43,7 @@ def names(text):
 
 
 def test_alone_env_finds_a_machine_on_which_pardata_works():
-    out = run(sys.executable, "-W", "error", "-m", "pardata", "env")
+    out = run(python(), "-W", "error", "-m", "pardata", "env")
     assert out.startswith("pardata env: one process on ")
     assert "\nok       launcher       none: a single process\n" in out
     assert {"GPUs", "cores", "threads", "open files", "versions"} <= set(statuses(out))
@@ -149,7 +149,7 @@ def test_rank_0_prints_one_report_of_all_ranks(command, size, variables, name):
 
 
 def test_torchrun_itself_starts_it(short_tmp):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launcher = [str(python()), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     printed = run(*launcher, "-m", "pardata", "check", TMPDIR=short_tmp)
     assert printed.count("pardata check: 2 ranks on ") == 1
     assert printed.count("all-reduce     correct") == 1

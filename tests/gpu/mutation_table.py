@@ -197,7 +197,7 @@ MUTATIONS = {
     ),
     "values are not copied": Mutation(
         "checkpoint/_snapshot.py",
-        "self.trees = mapped(self.trees, _own, is_leaf=is_special)",
+        "self.trees = mapped(self.trees, _copied, is_leaf=is_special)",
         "pass",
         "tests/checkpoint/test_checkpoint_disk.py -k before_it_is_written",
     ),
@@ -280,7 +280,7 @@ MUTATIONS = {
     ),
     "the device of an adopted group is not chosen": Mutation(
         "launch/_init.py",
-        "torch.accelerator.set_device_index(found.device)",
+        "torch.accelerator.set_device_index(here.device)",
         "pass",
         f"{RANKS} -k adopted",
     ),

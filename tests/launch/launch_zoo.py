@@ -2,12 +2,13 @@
 
 import os
 import subprocess
-import sys
+
+from forked import python
 
 
 def torchrun(script, size, folder, *arguments, options=(), **env):
     """Run a script under torchrun and return what it did; its sockets lie in `folder`."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [str(python()), "-m", "torch.distributed.run", "--standalone"]
     return subprocess.run(
         [*command, f"--nproc-per-node={size}", *options, str(script), *arguments],
         env={**os.environ, "TMPDIR": str(folder), **env},

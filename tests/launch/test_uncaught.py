@@ -16,7 +16,7 @@ from launched import agent, launched, reserved_port, slurm_variables, torchrun_v
 from logged import kept
 
 import pardata
-from pardata.launch._uncaught import folded, report_uncaught
+from pardata.launch._leaving import folded, report_uncaught
 
 SCRIPT = """
 import sys, time, torch, pardata
@@ -150,8 +150,9 @@ def test_who_waits_for_whatever_says_who_failed_first(ended, run, rank, here, te
 
 def test_where_rank_0_takes_the_store_with_it_all_end_and_say_what_they_know(ended):
     line, _ = ended["store"][1]  # it hears of rank 0 from rank 2, or only that it is gone
-    assert "the process that serves it (rank 0, or torchrun's agent) has ended" in line or (
-        f"failed because rank 0 failed first: {BOOM}" in line
+    assert (
+        "the process that serves the group's store (rank 0, or torchrun's agent) has" in line
+        or (f"failed because rank 0 failed first: {BOOM}" in line)
     )
 
 
@@ -323,7 +324,7 @@ def test_an_error_before_init_reaches_torchrun_too(said):
 
 
 def is_ours():
-    return sys.excepthook.__module__ == "pardata.launch._uncaught"
+    return sys.excepthook.__module__ == "pardata.launch._leaving"
 
 
 def where_it_is():
@@ -362,7 +363,7 @@ def fail_in_a_second_group():
     pardata.init(timeout=timedelta(seconds=30))
     dist.destroy_process_group()
     pardata.init(timeout=timedelta(seconds=30))
-    _, keeper = kept("pardata.launch._uncaught")
+    _, keeper = kept("pardata.launch._leaving")
     sys.excepthook(ValueError, ValueError("boom"), None)
     dist.destroy_process_group()
     return keeper.lines
@@ -374,7 +375,7 @@ def boom():
 
 def fail_on_rank_0(call):
     pardata.init(timeout=timedelta(seconds=30))
-    _, keeper = kept("pardata.launch._uncaught")
+    _, keeper = kept("pardata.launch._leaving")
     try:
         call()
     except (ValueError, TypeError, RuntimeError) as error:

@@ -55,7 +55,7 @@ def raised(error):
     try:
         raise error
     except BaseException as caught:  # noqa: BLE001  # SystemExit too
-        failure = Failure.of(caught, rank=3, place="rank_zero_call")
+        failure = Failure.of(caught, rank=3, call="rank_zero_call")
     return travelled(failure)
 
 
@@ -176,8 +176,8 @@ def test_any_error_fits_on_one_line(error, text):
 
 
 @given(st.text(), st.integers(0, 10**6), st.text(max_size=5))
-def test_any_text_survives_the_journey(text, rank, place):
-    failure = Failure.of(ValueError(text), rank=rank, place=place)
+def test_any_text_survives_the_journey(text, rank, call):
+    failure = Failure.of(ValueError(text), rank=rank, call=call)
     assert travelled(failure) == failure
     assert failure.text.removeprefix("ValueError: ") == (text.strip() or "ValueError")
 
@@ -207,7 +207,7 @@ LOST_OR_NOT = [
 @pytest.mark.parametrize(("error", "lost"), LOST_OR_NOT)
 def test_only_what_a_backend_says_of_its_peers_is_a_lost_collective(error, lost):
     assert is_lost(error) == lost
-    assert Failure.of(error, rank=0, place="").is_cause != lost
+    assert Failure.of(error, rank=0, call="").is_cause != lost
 
 
 def raised_by_torch(text):
@@ -254,4 +254,4 @@ SAID = "[x/gloo/transport/tcp/pair.cc:5] Connection closed by peer"
 def test_what_python_code_raises_is_never_a_lost_collective_whatever_its_text(raise_it, is_cause):
     with pytest.raises((RuntimeError, KeyError)) as caught:
         raise_it(SAID)
-    assert Failure.of(caught.value, rank=0, place="").is_cause == is_cause
+    assert Failure.of(caught.value, rank=0, call="").is_cause == is_cause

@@ -51,8 +51,8 @@ def test_a_rank_that_dies_with_the_store_is_an_error_at_once_and_no_timeout(call
     assert kind == "RuntimeError"
     assert float(seconds) < 5
     assert text.startswith(
-        "the process that serves the group's store (rank 0, or torchrun's agent) must be there as "
-        "long as any rank, but has ended: look at its output for an earlier error; this rank is at "
+        "the process that serves the group's store (rank 0, or torchrun's agent) must stay as "
+        "long as any rank, but has ended: look at its output for an error; this rank is at "
     )
 
 

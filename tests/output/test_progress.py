@@ -4,11 +4,11 @@ import io
 import os
 import struct
 import subprocess
-import sys
 from contextlib import nullcontext, redirect_stderr
 
 import pytest
 import torch
+from forked import python
 from on_ranks import run
 
 from pardata import make_loader, progress
@@ -164,7 +164,7 @@ def on_a_terminal(before=""):
     mine, theirs = pty.openpty()
     # tqdm draws nothing on a terminal of no width, as a new one is.
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
-    script = [sys.executable, "-c", SCRIPT.format(before=before)]
+    script = [python(), "-c", SCRIPT.format(before=before)]
     with subprocess.Popen(script, stdout=subprocess.PIPE, stderr=theirs) as process:
         os.close(theirs)
         seen = b""

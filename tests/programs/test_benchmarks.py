@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from forked import python
 from PIL import Image
 from places import BENCHMARKS, SHARED_DATA
 
@@ -28,7 +29,7 @@ from _measure import Reach, Row, alternate, print_table, require  # noqa: E402  
 
 def output_of(folder, name, *arguments, **env):
     """Run a benchmark that saves in `folder`; return what it printed."""
-    command = [sys.executable, str(BENCHMARKS / name), *map(str, arguments), "--save", str(folder)]
+    command = [str(python()), str(BENCHMARKS / name), *map(str, arguments), "--save", str(folder)]
     done = subprocess.run(
         command, check=False, capture_output=True, text=True, cwd=folder,
         env={**os.environ, **env}, timeout=300,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from forked import python
 from places import ARTICLES
 
 sys.path.insert(0, str(ARTICLES))
@@ -43,7 +44,7 @@ ERROR = "ValueError: `microbatch_size` must be"
 def compared(tmp_path_factory):
     """A comparison of which one cell fails: its folder, and the finished process."""
     out = tmp_path_factory.mktemp("compare")
-    command = [sys.executable, str(ARTICLES / "compare.py"), *ARGUMENTS, "--out", str(out), *WRONG]
+    command = [str(python()), str(ARTICLES / "compare.py"), *ARGUMENTS, "--out", str(out), *WRONG]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=1200)
     return out, done
 

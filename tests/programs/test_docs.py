@@ -29,6 +29,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from forked import python
 from on_ranks import Raised, run_caught
 from places import DOCS, ROOT
 from processes import run
@@ -218,7 +219,9 @@ def run_shell(block):
         lines = block.text.splitlines()
         commands = "\n".join(line[2:] for line in lines if line.startswith("$ "))
         shown = "\n".join(line for line in lines if not line.startswith("$ "))
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    path = os.pathsep.join(
+        [str(python().parent), str(Path(sys.executable).parent), os.environ["PATH"]]
+    )
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", commands],
         cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False,
@@ -541,7 +544,7 @@ def test_a_dead_link_is_found(tmp_path):
 
 def test_the_first_picture_is_drawn_from_runs_of_both_kinds(tmp_path):
     out = tmp_path / "hero.svg"
-    printed = run(sys.executable, DOCS / "hero.py", "--epochs", 1, "--out", out, timeout=300)
+    printed = run(python(), DOCS / "hero.py", "--epochs", 1, "--out", out, timeout=300)
     weights = {
         kind: set(re.findall(rf"^{kind}.*weights (\w+)", printed, flags=re.MULTILINE))
         for kind in ("DDP by hand", "pardata")

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from forked import python
 from places import ARTICLES, EXAMPLES
 from processes import children, ended, kill, run, start, wait_for
 
@@ -18,15 +19,18 @@ ELASTIC = EXAMPLES / "elastic.py"
 needs_proc = pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds its workers in /proc")
 
 
-def python(*arguments):
+def program(*arguments):
     """Run Python to its end; return what it printed."""
-    return run(sys.executable, *arguments)
+    return run(python(), *arguments)
 
 
 @contextmanager
 def started(log, *arguments):
     """Start Python, printing to `log`; nothing of it is left at the end."""
-    with log.open("w") as file, ended(start(sys.executable, *arguments, stdout=file)) as job:
+    with (
+        log.open("w") as file,
+        ended(start(sys.executable, *arguments, stdout=file, PYTHON_EXEC=str(python()))) as job,
+    ):
         yield job
 
 
@@ -48,7 +52,7 @@ def fingerprint(printed):
 def story(sizes):
     """Tell the example's story: an undisturbed run, and one that is killed on its way."""
     # A checkpoint at every step: the first may be killed in its step 3, and the next must resume.
-    return python(ELASTIC, "--sizes", *sizes, "--epochs", 2, "--save-every", 1)
+    return program(ELASTIC, "--sizes", *sizes, "--epochs", 2, "--save-every", 1)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +67,7 @@ def undisturbed(told):
 
 
 def test_mnist_compares_a_run_in_one_process_with_one_in_several():
-    printed = python(
+    printed = program(
         ARTICLES / "mnist.py", "--data", "digits", "--epochs", 1, "--exact-check", 2,
         "--batch-size", 256, "--microbatch-size", 64,
     )  # fmt: skip
@@ -119,7 +123,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_where_it_is_started_again
         ARTICLES / "mnist.py", "--data", "digits", "--epochs", epochs, "--strategy", "exact",
         "--microbatch-size", 16, "--log-interval", 1, "--run-dir",
     ]  # fmt: skip
-    expected = python(*options, tmp_path / "undisturbed").split()[-1]
+    expected = program(*options, tmp_path / "undisturbed").split()[-1]
     log = tmp_path / "log.txt"
     with torchrun(log, "--standalone", "--nproc-per-node=2", *options, run_dir) as job:
         until("step 5 ", log)
@@ -132,7 +136,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_where_it_is_started_again
         alone.send_signal(signal.SIGTERM)
         assert alone.wait(timeout=120) == 75
     assert "got SIGTERM: the run stops at this step" in log.read_text()
-    assert python(*options, run_dir).split()[-1] == expected
+    assert program(*options, run_dir).split()[-1] == expected
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     losses = [line["step"] for line in lines if "train/loss" in line]
     assert losses == list(range(1, 22 * epochs + 1))  # no step lost, and none done again

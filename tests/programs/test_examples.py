@@ -2,11 +2,11 @@
 
 import ast
 import re
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from forked import python
 from places import EXAMPLES
 from processes import run
 
@@ -17,7 +17,7 @@ SHORT = {"mnist.py": 80, "cifar10.py": 102, "text.py": 120, "elastic.py": 130}
 def printed_by(name, *arguments, size):
     """Run an example under torchrun; return what rank 0 printed of losses, accuracies, weights."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-    text = run(sys.executable, *launcher, EXAMPLES / name, *arguments, timeout=300)
+    text = run(python(), *launcher, EXAMPLES / name, *arguments, timeout=300)
     lines = re.findall(r"(?:epoch \d+: loss|step \d+:|epoch \d+: test|weights) .*", text)
     return [line.partition(", trained on")[0] for line in lines]
 

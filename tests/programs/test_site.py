@@ -36,6 +36,22 @@ LOOK = """({
         .filter(t => t.getBoundingClientRect().right > innerWidth + 1)
         .filter(t => !["auto", "scroll"].includes(getComputedStyle(t.parentElement).overflowX))
         .map(t => t.innerText.slice(0, 40)),
+    split: [...document.querySelectorAll("[role=main] td code .pre")].map(word => {
+        const texts = document.createTreeWalker(word, NodeFilter.SHOW_TEXT);
+        let before = "", above = null;
+        for (let text; (text = texts.nextNode()); )
+            for (let i = 0; i < text.length; i++) {
+                const range = document.createRange();
+                range.setStart(text, i);
+                range.setEnd(text, i + 1);
+                const top = range.getBoundingClientRect().top;
+                const pair = before.slice(-1) + text.data[i];
+                if (above !== null && top > above + 4 && /[a-z0-9-][a-z0-9]/.test(pair))
+                    return before + "|" + text.data.slice(i);
+                before += text.data[i];
+                above = top;
+            }
+    }).filter(Boolean),
     background: getComputedStyle(document.body).backgroundColor,
     height: document.documentElement.scrollHeight,
 })"""
@@ -66,6 +82,7 @@ def wrong_with(seen, scheme):
         yield f"it is {seen['sideways']} pixels wider than the window"
     yield from (f"a broken picture: {source}" for source in seen["broken"])
     yield from (f"a table that is cut: {text}" for text in seen["cut"])
+    yield from (f"code that breaks inside a word: {text}" for text in seen["split"])
 
 
 @needs_chromium
@@ -96,15 +113,18 @@ def test_a_bad_page_is_found(browser, tmp_path):
     page = tmp_path / "bad.html"
     page.write_text(
         "<body style='background: #777'><img src=none.png><div role=main><div>"
-        "<table style='width: 900px'><td>wide</table></div></div>"
+        "<table style='width: 900px'><td>wide<td><code style='display: block; width: 3ch'>"
+        "<span class=pre style='word-break: break-all'>asyn</span></code></table></div></div>"
     )
     browser.open(page.as_uri())
     assert len(browser.events(*TROUBLE)) >= 1
     browser.show(*PHONE, "dark")
     complaints = "; ".join(wrong_with(browser.ask(LOOK), "dark"))
     assert re.fullmatch(
-        "a background of .*; it is .* wider.*; a broken picture: .*none.png; a table .*: wide",
+        "a background of .*; it is .* wider.*; a broken picture: .*none.png; a table .*: wide.*; "
+        r"code .*: asy\|n",
         complaints,
+        re.DOTALL,
     )
 
 

@@ -31,6 +31,7 @@ FILES = (misuse_models, misuse_data, misuse_across_ranks, misuse_runs)
 LABELS = {label: code for file in FILES for label, code in file.LABELS.items()}
 # What the code of a row may use.
 USED = (torch, nn, sys, threading, timedelta, Path, BatchSampler, DataLoader, DistributedSampler)
+CODE = re.compile(r"`[^`]*`")
 SCOPE = {each.__name__.rpartition(".")[2]: each for each in USED}
 for module in (pardata, testing, *FILES):
     SCOPE |= vars(module)
@@ -80,7 +81,11 @@ def rows(page):
 
 
 def plain(cell):
-    """Return what a cell of a table says, without what is Markdown's own."""
+    """Return what a cell of a table says, without what is Markdown's own.
+
+    A reader would see a backslash that is inside code.
+    """
+    assert not re.search(r"\\[*_\[\]<>]", "".join(CODE.findall(cell))), f"\\ inside code: {cell}"
     return re.sub(r"\\([|*_\[\]<>])", r"\1", cell).replace("<br>", "\n")
 
 

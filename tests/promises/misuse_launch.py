@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
+from forked import python
 from launched import reserved_port, slurm_variables
 from misuse import ROWS, SCOPE
 from on_ranks import Raised, caught
@@ -96,7 +97,7 @@ def outcomes(size):
     """Return what each of `size` processes raised at each of these rows."""
     with ExitStack() as stack:
         ports = [stack.enter_context(port(taken=row.shown == PORT_IS_TAKEN)) for row in STARTS]
-        command = [sys.executable, "-c", "import misuse_launch as t; t.child()"]
+        command = [python(), "-c", "import misuse_launch as t; t.child()"]
         processes = [
             subprocess.Popen(
                 [*command, str(rank), str(size), *map(str, ports)],

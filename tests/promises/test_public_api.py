@@ -6,6 +6,7 @@ import textwrap
 import typing
 from pathlib import Path
 
+import forked
 import pytest
 from processes import run
 
@@ -179,6 +180,7 @@ def test_two_ranks_train_where_numpy_is_not_installed(tmp_path, short_tmp):
     script = tmp_path / "script.py"
     script.write_text(WITHOUT_NUMPY)
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    run(sys.executable, *launcher, script, tmp_path, TMPDIR=short_tmp, OMP_NUM_THREADS="1")
+    env = {"TMPDIR": short_tmp, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": sys.executable}
+    run(forked.python(), *launcher, script, tmp_path, **env)  # its ranks import all anew
     names = sorted(path.name for path in tmp_path.glob("needs-none-*"))
     assert names == ["needs-none-0", "needs-none-1"]

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from pardata.seeds._generators import (
     default_generators,
-    forked_torch_seed,
     forked_seed,
+    forked_torch_seed,
     generator_states,
     kept_generators,
     no_draws,
@@ -112,8 +112,7 @@ def test_a_normal_number_of_numpys_that_an_inner_block_saw_used_up_is_in_reserve
 
 MESSAGE = (
     "`collate_fn` must draw no random numbers from a batch whose size depends on the number of "
-    "ranks, but did: pass `microbatch_size`, so that it gets the same "
-    "microbatches at every world size, each seeded alike, or reproducible=False"
+    "ranks, but did: pass `microbatch_size` or reproducible=False"
 )
 
 
@@ -144,6 +143,21 @@ def test_a_whole_round_of_numpys_words_is_noticed():
     with pytest.raises(RuntimeError, match="must draw no"), no_draws("f"):
         np.random.rand(312)
     assert np.random.get_state()[2:] == before[2:]
+
+
+@pytest.mark.skipif(not hasattr(np.random, "set_bit_generator"), reason="NumPy before 1.24")
+@pytest.mark.parametrize("kind", [np.random.MT19937, np.random.PCG64])
+def test_numpys_state_comes_back_whatever_generator_it_draws_from(kind):
+    before = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(kind(1))
+        np.random.randn()  # which keeps another number in reserve
+        saved = generator_states(torch.device("cpu"))
+        drawn = np.random.randn(3).tolist()
+        restore_generators(saved, torch.device("cpu"), only_seed=False)
+        assert np.random.randn(3).tolist() == drawn
+    finally:
+        np.random.set_bit_generator(before)
 
 
 # --- without NumPy ---
@@ -419,7 +433,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_was_never_written_is_refused(name):
-    text = "cannot restore the random generators: the saved state is invalid"
+    text = "cannot restore the random generators, as their saved state is invalid"
     with pytest.raises(RuntimeError, match=text):
         restore_generators(WRONG[name], CPU, only_seed=False)
     assert 0 <= np.random.rand() < 1

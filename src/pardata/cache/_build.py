@@ -4,9 +4,9 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -25,18 +25,15 @@ _LOCK = "pardata-lock"
 _BUILDING = "pardata-building"
 _CHUNK_BYTES = 2**24  # a worker decodes samples of so many bytes at once
 
-# One part of several samples: the bytes of all values, and the shape in each sample.
-_Packed: TypeAlias = tuple[bytes, Shapes]
-
 
 def ensure(dataset: Any, files: Files, source: dict[str, Any], workers: int) -> None:
     """Build the cache of this source unless it is there."""
-    place = files.folder.parent
-    unfinished = place / _BUILDING
-    # Without the lock, for which the directory must be writable, unless there is something to do.
-    if files.are_there() and not (unfinished.exists() and os.access(place, os.W_OK)):
+    directory = files.folder.parent
+    unfinished = directory / _BUILDING
+    # If there is nothing to do, no lock is needed: for a lock the directory must be writable.
+    if files.are_there() and not (unfinished.exists() and os.access(directory, os.W_OK)):
         return
-    with _locked(place), on_cpu():
+    with _locked(directory), on_cpu():
         shutil.rmtree(unfinished, ignore_errors=True)  # what a killed process left
         if files.are_there():  # another process may just have built it
             return
@@ -51,17 +48,17 @@ def ensure(dataset: Any, files: Files, source: dict[str, Any], workers: int) -> 
 
 def _say_why(files: Files, source: dict[str, Any]) -> None:
     """Log why there is something to do."""
-    place = files.folder.parent
+    directory = files.folder.parent
     if files.folder.exists():
-        _log.warning("pardata builds the cache in %s because it is damaged", place)
+        _log.warning("pardata builds the cache in %s because it is damaged", directory)
         return
     why = "there is none"
-    for other in place.glob(f"{FILES}*"):
+    for other in directory.glob(f"{FILES}*"):
         with suppress(OSError, ValueError, TypeError, KeyError):
             before = files._replace(folder=other).facts()
             changed = [name for name in source if before[name] != source[name]]
             why = f"the {' and the '.join(changed or ['shapes or dtypes'])} changed"
-    _log.info("pardata builds the cache in %s because %s", place, why)
+    _log.info("pardata builds the cache in %s because %s", directory, why)
 
 
 @contextmanager
@@ -96,10 +93,10 @@ class _Parts(Dataset[dict[str, Tensor]]):
         return parts
 
 
-def _packed(samples: list[dict[str, Tensor]]) -> list[_Packed]:
-    """Return what is written of several samples, in the order of the paths of their parts.
+def _packed(samples: list[dict[str, Tensor]]) -> list[tuple[bytes, Shapes]]:
+    """Return the values of each part of several samples, and its shapes, in the order of paths.
 
-    Bytes, and no tensors: those would take shared memory, of which a container may have little.
+    Values are bytes: tensors would take shared memory, of which a container may have little.
     """
     columns = [[sample[path] for sample in samples] for path in sorted(samples[0])]
     return [(b"".join(map(bytes_of, parts)), [part.shape for part in parts]) for parts in columns]
@@ -113,7 +110,7 @@ def _write(dataset: Any, files: Files, folder: Path, workers: int) -> dict[str, 
     chunks = DataLoader(parts, chunk, num_workers=workers, collate_fn=_packed)
     with ExitStack() as stack:
         paths = files.paths(folder)
-        columns = [stack.enter_context(ColumnWriter(file)) for file in paths.values()]
+        columns = [stack.enter_context(closing(ColumnWriter(file))) for file in paths.values()]
         written = _written(chunks, columns, files.length)
         description = f"caching {type(dataset).__name__}"
         for _ in progress(written, description, total=files.length, batch_size=1):

@@ -154,8 +154,8 @@ def _collated(leaf: Any, rows: Tensor | Ragged) -> Any:
     return rows
 
 
-def _plans(told: list[dict[str, Any]]) -> list[Any]:
+def _plans(facts_of_ranks: list[dict[str, Any]]) -> list[Any]:
     """Require the same dataset on all ranks; return the plan of each node."""
-    plans = [facts.pop("plan") for facts in told]
-    require_same("cache_dataset", told, "Pass the same dataset on every rank.")
+    plans = [facts.pop("plan") for facts in facts_of_ranks]
+    require_same("cache_dataset", facts_of_ranks, "Pass the same dataset on every rank.")
     return [plan for plan in plans if plan is not None]

@@ -18,7 +18,7 @@ FILES = "pardata-files-"
 SOURCE = "source.json"
 
 _BLOCK = 2**22  # bytes that are read at once
-_LONG = 2**32  # bytes of which somebody waits for the checksums
+_LONG = 2**32  # bytes: their checksums take so long that a line says so
 
 
 class Files(NamedTuple):
@@ -49,8 +49,8 @@ class Files(NamedTuple):
 
     def facts(self) -> dict[str, Any]:
         """Return what was written about them."""
-        found: dict[str, Any] = json.loads((self.folder / SOURCE).read_text())
-        return found
+        facts: dict[str, Any] = json.loads((self.folder / SOURCE).read_text())
+        return facts
 
     def are_there(self) -> bool:
         """Whether they are complete, and each byte as it was written: reads them all."""
@@ -59,17 +59,16 @@ class Files(NamedTuple):
             self.columns()
             written = self.facts()["files"]
             if (total := sum(size for size, _ in written.values())) >= _LONG:
-                place = self.folder.parent
                 text = "pardata compares the %d bytes of the cache in %s with checksums"
-                _log.info(text, total, place)
+                _log.info(text, total, self.folder.parent)
             return all(record_of(self.folder / name) == written[name] for name in written)
         return False
 
 
-def files_of(place: Path, source: dict[str, Any], fields: Fields) -> Files:
+def files_of(directory: Path, source: dict[str, Any], fields: Fields) -> Files:
     """Return the files of this source in a directory: in a folder named after what they hold."""
     kinds = [[path, str(field.dtype), field.ndim] for path, field in sorted(fields.items())]
-    return Files(place / (FILES + digest_of([source, kinds])), fields, source["length"])
+    return Files(directory / (FILES + digest_of([source, kinds])), fields, source["length"])
 
 
 def record_of(path: Path) -> list[int]:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from pardata.data._batch_parts import Ragged
 from pardata.data._whole_batches import rows_of
@@ -33,7 +32,7 @@ class Column(NamedTuple):
     places: Tensor | None
 
     @classmethod
-    def of(cls, path: Path, dtype: torch.dtype, length: int, shape: list[int] | None) -> Self:
+    def of(cls, path: Path, dtype: torch.dtype, length: int, shape: list[int] | None) -> "Column":
         """Return what is in the files: of this `shape`, or of other shapes in each sample."""
         values = _mapped(path, dtype)
         if shape is not None:
@@ -52,24 +51,22 @@ class Column(NamedTuple):
             return rows_of(self.values, indices)
         return Ragged(map(self._cut, rows_of(self.places, indices).tolist()))
 
-    def _cut(self, place: list[int]) -> Tensor:
-        *shape, first = place
+    def _cut(self, entry: list[int]) -> Tensor:
+        *shape, first = entry
         return self.values[first : first + math.prod(shape)].view(shape).clone()
 
 
 class ColumnWriter:
-    """One part of all samples, written as they come; a context, at whose end the files close."""
+    """One part of all samples, written as they come."""
 
     def __init__(self, path: Path) -> None:
-        # Not kept back: an error comes where it is written.
+        # Unbuffered: an error comes where the values are written.
         self._values, self._places = path.open("wb", 0), _places_of(path).open("wb", 0)
         self._count = self._first = 0  # how many samples, how many values
         self._shape: Sequence[int] | None = ()  # that of all samples so far; None if it differs
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Close the files."""
         self._values.close()
         self._places.close()
 
@@ -104,7 +101,7 @@ class ColumnWriter:
             raise _at(self._values, error) from error
 
     def finish(self) -> Sequence[int] | None:
-        """Return the shape that all samples have, of which the places tell nothing; or None."""
+        """Return the shape that all samples have, so that no places are needed; or None."""
         self._values.truncate()  # where more was reserved
         if self._shape is not None:
             Path(self._places.name).unlink()

@@ -29,8 +29,8 @@ CHUNK = 64  # samples that a worker decodes at once
 _WORTH_WORKERS = 16 * CHUNK  # samples; with fewer, processes cost more than they bring
 _VERSION = 2
 _RANDOM = (
-    "the samples of %s differ from one reading to the next, and the cache holds one reading for "
-    "ever: take the random transform out, and give it to the `batch_transform` of make_loader"
+    "the samples of %s differ at each reading, and the cache keeps one: move the random transform "
+    "to the `batch_transform` of make_loader"
 )
 _LOOKED_AT = 8  # samples, from the first to the last, that tell whether the source has changed
 _BANDS = ("L", "RGB", "RGBA", "CMYK", "YCbCr", "LA")  # image modes of 8 bits a band
@@ -54,17 +54,16 @@ def facts_of(dataset: Any, directory: Any, num_workers: Any, here: World) -> Fac
     if here.is_local_main:
         source = _identity(dataset)
         default = _default_directory(dataset, source)
-        place = default if directory is None else checked_path("directory", directory)
-        plan = {"node": here.node_rank, "source": source, "place": str(place.absolute())}
+        folder = default if directory is None else checked_path("directory", directory)
+        plan = {"node": here.node_rank, "source": source, "place": str(folder.absolute())}
         plan["workers"] = workers
     return {"the class": _class_name(dataset), "the length": len(dataset), "plan": plan}
 
 
 def _workers(num_workers: Any, dataset: Any, here: World) -> int:
-    node = replace(here, local_size=1)  # the other ranks wait: their cores are free
     if num_workers != "auto":
-        return choose_workers(num_workers, dataset, node)
-    cores = usable_cores(node)
+        return choose_workers(num_workers, dataset, here)
+    cores = usable_cores(replace(here, local_size=1))  # the other ranks wait: theirs are free
     return cores if cores > 1 and len(dataset) >= _WORTH_WORKERS else 0
 
 
@@ -81,11 +80,11 @@ def read_sample(dataset: Any, index: int, seed: int = 0) -> tuple[Any, dict[str,
     """
     seed_generators(mix(seed, index))
     try:
-        whole = dataset[index]
+        sample = dataset[index]
     except Exception as error:  # user code: whatever it raises, say where
         raise _unreadable(index, error) from error
     try:
-        return whole, parts_of(whole)
+        return sample, parts_of(sample)
     except TypeError as error:
         raise TypeError(f"sample {index} cannot be stored: {error}") from error
     except Exception as error:  # an image file is decoded only now
@@ -99,11 +98,11 @@ def _identity(dataset: Any) -> dict[str, Any]:
     subsets = [layer for layer in layers(dataset) if isinstance(layer, Subset)]
     digests = [digest_of(torch.as_tensor(subset.indices, device="cpu")) for subset in subsets]
     for index in sorted({i * (length - 1) // (_LOOKED_AT - 1) for i in range(_LOOKED_AT)}):
-        own, under_another = (digest_of(read_sample(dataset, index, seed)[1]) for seed in (0, 1))
-        if own != under_another:
+        digest, other = (digest_of(read_sample(dataset, index, seed)[1]) for seed in (0, 1))
+        if digest != other:
             is_random = True
-            is_lawless = is_lawless or own != digest_of(read_sample(dataset, index)[1])
-        digests.append(own)
+            is_lawless = is_lawless or digest != digest_of(read_sample(dataset, index)[1])
+        digests.append(digest)
     if is_random:
         _log.warning(_RANDOM, type(dataset).__name__, ranks=[0])
     return {
@@ -135,8 +134,8 @@ def _unreadable(index: int, error: Exception) -> RuntimeError:
 
 def _transform_text(dataset: Any) -> str:
     names = ("transform", "target_transform")
-    found = [getattr(layer, name, None) for layer in layers(dataset) for name in names]
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", " ".join(map(repr, found)))
+    transforms = [getattr(layer, name, None) for layer in layers(dataset) for name in names]
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", " ".join(map(repr, transforms)))
 
 
 def is_numbers(part: Any) -> bool:
@@ -151,10 +150,9 @@ def parts_of(sample: Any) -> dict[str, Tensor]:
         TypeError: for a part that cannot be stored, naming its path, and for a sample without
             parts.
     """
-    found = leaves(sample, is_leaf=is_numbers)
-    if not found:
+    named = {in_brackets("sample", path): leaf for path, leaf in leaves(sample, is_leaf=is_numbers)}
+    if not named:
         raise TypeError(f"`sample` must have at least one part, but is {sample!r}")
-    named = {in_brackets("sample", path): leaf for path, leaf in found}
     return {name: _as_tensor(leaf, name) for name, leaf in named.items()}
 
 
@@ -169,14 +167,13 @@ def check_alike(parts: Mapping[str, Tensor], fields: Fields, number: int) -> Non
     A part without values may have any dtype: of an empty list nobody knows it.
     """
     for path in {**fields, **parts}:
-        first, own = fields.get(path), parts.get(path)
-        if first is not None and own is not None and first.ndim == own.ndim:
-            own = own if own.numel() else own.to(first.dtype)
-        if _kind_of(own) != _kind_of(first):
+        first, part = fields.get(path), parts.get(path)
+        if first is not None and part is not None and first.ndim == part.ndim:
+            part = part if part.numel() else part.to(first.dtype)
+        if _kind_of(part) != _kind_of(first):
             raise ValueError(
                 f"sample {number} cannot be stored: `{path}` must be {_kind_of(first)}, as in the "
-                f"first sample, but is {_kind_of(own)}: return the same parts for every sample, "
-                f"and convert them in the dataset's transform"
+                f"first sample, but is {_kind_of(part)}: make all samples alike in the transform"
             )
 
 
@@ -216,7 +213,8 @@ def _as_tensor(leaf: Any, path: str) -> Tensor:
         if type(leaf).__module__.startswith("PIL.") and hasattr(leaf, "mode"):
             what += f" of mode {leaf.mode}"
             if leaf.mode in _BANDS:
-                return _of_image(leaf)
+                width, height = leaf.size
+                return _of_bytes(leaf.tobytes()).view(height, width, -1).permute(2, 0, 1)
         elif isinstance(leaf, Tensor):
             what += " that is sparse, quantized or nested"
             if leaf.layout == torch.strided and not (leaf.is_quantized or leaf.is_nested):
@@ -237,11 +235,6 @@ def _as_tensor(leaf: Any, path: str) -> Tensor:
         f"`{path}` must be a dense tensor, an array, an image of 8 bits a band, bytes, a number or "
         f"a list of numbers of one type, but is {what}: convert it in the dataset, or leave it out"
     )
-
-
-def _of_image(image: Any) -> Tensor:
-    width, height = image.size
-    return _of_bytes(image.tobytes()).view(height, width, -1).permute(2, 0, 1)
 
 
 def _of_bytes(values: bytes) -> Tensor:

@@ -79,33 +79,32 @@ class Checkpoint(NamedTuple):
 
         Raises:
             ValueError: for a name that was not saved.
-            RuntimeError: where a state does not fit its thing.
+            RuntimeError: if a state does not fit its thing.
         """
         objects, saved = self.contents["objects"], self.contents["generators"]
         lost = [name for name in self.manifest["per_rank"] if name not in objects]
         things = {name: thing for name, thing in things.items() if name not in lost}
         likes: dict[TreePath, Tensor] = {}
-        found = (((n, *at), t) for n, o in things.items() for at, t in _likes(o).items())
-        # Where all hear of an error: it runs the user's own code.
-        agree(here, "Checkpointer.restore", lambda: likes.update(found))
-        states = self.states_of(things, likes)
+        # All ranks hear of an error in it, because it runs the user's own code.
+        agree(here, "Checkpointer.restore", lambda: likes.update(_likes(things)))
         values = [name for name in self.manifest["values"] if name in objects]
-        states |= self._filled({name: objects[name] for name in values}, {})
-        trees = _owned(states, things, likes)
-        goes_on, is_alike = any(map(_is_loader, things.values())), len(saved) == here.size
+        trees = _owned(self.trees_of(things, likes, values=values), things, likes)
+        # What can be iterated shows that a run resumes, and not only what the run has learnt.
+        bare = [one for one in things.values() if not isinstance(one, nn.Module)]
+        resumes, is_alike = any(hasattr(one, "__iter__") for one in bare), len(saved) == here.size
 
         def load() -> None:
             for name, thing in things.items():
                 _load(name, thing, trees[name])
-            if goes_on:
-                own = saved[here.rank if is_alike else 0]
-                restore_generators(own, here.device, only_seed=not is_alike)
+            if resumes:
+                states = saved[here.rank if is_alike else 0]
+                restore_generators(states, here.device, only_seed=not is_alike)
 
         agree(here, "Checkpointer.restore (loading)", load)
         self._tell(here, lost)
-        if things and not goes_on:
+        if things and not resumes:
             _log.info("pardata left seed and random generators as they are: no loader is restored")
-        elif goes_on and not is_alike:
+        elif resumes and not is_alike:
             text = "the seed is restored, but no random generators: %d process(es) saved theirs"
             _log.info(f"{text}, and there are %d now", len(saved), here.size)
         return Restored(self.manifest["step"], {n: trees[n] for n in values}, _is_there=True)
@@ -115,23 +114,26 @@ class Checkpoint(NamedTuple):
         step, saved = self.manifest["step"], self.manifest["identity"]
         strategies = [f", {name} under {kind!r}" for name, kind in saved["strategies"].items()]
         text = "pardata restored step %d of %s, saved by %d process(es)%s with torch %s"
-        told = saved["processes"], "".join(strategies), saved["torch"]
-        _log.info(text, step, self.path.parent, *told)
+        details = saved["processes"], "".join(strategies), saved["torch"]
+        _log.info(text, step, self.path.parent, *details)
         if lost:
             text = "pardata restored no %s: each of %d process(es) saved its own, now there are %d"
             names = ", ".join(f"`{name}`" for name in lost)
             _log.warning(text, names, saved["processes"], here.size, ranks=[0])
 
-    def states_of(self, names: Iterable[str], likes: Likes, *, alone: bool = False) -> Any:
-        """Return what was saved as the states under these names. Collective, or on one rank alone.
+    def trees_of(
+        self, names: Iterable[str], likes: Likes, *, values: Iterable[str] = (), alone: bool = False
+    ) -> Any:
+        """Return what was saved under these names. Collective, or on one rank alone.
 
         Args:
             names: of things with a state.
             likes: what shows how a part is to be sharded; it is whole otherwise.
+            values: names of more, which have no state.
             alone: whether no other rank takes part.
         """
-        objects, values = self.contents["objects"], self.manifest["values"]
-        saved = {name: tree for name, tree in objects.items() if name not in values}
+        objects = self.contents["objects"]
+        saved = [name for name in objects if name not in self.manifest["values"]]
         missing = [name for name in names if name not in saved]
         if missing:
             raise ValueError(
@@ -139,10 +141,7 @@ class Checkpoint(NamedTuple):
                 f"{', '.join(map(repr, missing))} not; the checkpoint {self.path} has "
                 f"{', '.join(map(repr, saved)) or 'none'}"
             )
-        return self._filled({name: saved[name] for name in names}, likes, alone=alone)
-
-    def _filled(self, trees: dict[str, Any], likes: Likes, *, alone: bool = False) -> Any:
-        """Return trees with their sharded tensors. Collective, or on one rank alone."""
+        trees = {name: objects[name] for name in (*names, *values)}
         sharded = [at for at in self.contents["sharded"] if at[0] in trees]
         if not sharded:
             return trees
@@ -152,22 +151,22 @@ class Checkpoint(NamedTuple):
         return mapped(trees, tensors.get, is_leaf=is_special)
 
 
-def newest(place: str, at: int | None, given: Mapping[str, Any], facts: Facts) -> Checkpoint | None:
+def newest(call: str, at: int | None, given: Mapping[str, Any], facts: Facts) -> Checkpoint | None:
     """Read the newest checkpoint that is whole, of step `at` if given, or None. Collective.
 
     Args:
-        place: the call, for errors.
+        call: its name, for errors.
         at: of which step.
         given: what is to be restored.
         facts: of the call, with the `directory`, in which rank 0 looks.
 
     Raises:
         TypeError: for a thing without a state, and an `at` that is no integer.
-        ValueError: where the step is not there, and where another directory must be meant.
-        RuntimeError: where ranks pass what differs, where there are checkpoints and none is whole,
-            and where not all ranks see what rank 0 sees.
+        ValueError: if the step is not there, or another directory must be meant.
+        RuntimeError: if ranks pass what differs, if there are checkpoints and none is complete,
+            or if not all ranks see what rank 0 sees.
     """
-    here, directory = require_world(place), Path(str(facts["directory"]))
+    here, directory = require_world(call), Path(str(facts["directory"]))
 
     def tell() -> Facts:
         if at is not None:
@@ -175,7 +174,7 @@ def newest(place: str, at: int | None, given: Mapping[str, Any], facts: Facts) -
         check_stateful(given)
         return {**facts, "at": at, "objects": list(given)}
 
-    agree(here, place, tell, lambda told: require_same(place, told, CURE))
+    agree(here, call, tell, lambda all_facts: require_same(call, all_facts, CURE))
     passed_over: dict[Name, str] = {}
     while there := rank_zero_call(candidates, directory, at):
         if there == [*passed_over]:  # else one was added or removed meanwhile
@@ -201,27 +200,27 @@ def _looked_at(here: World, path: Path, step: int) -> Checkpoint | str:
 
     The ranks share the files to be verified, for a disk is faster than one of them.
     """
-    found: list[Checkpoint] = []
+    read: list[Checkpoint] = []
 
     def look() -> str | None:
         if not path.exists():
             return None
         try:
-            found.append(_read(path, verified(path, step, here.rank, here.size), here))
+            read.append(_read(path, verified(path, step, here.rank, here.size), here))
         except UnusableError as error:
             return str(error)
         return ""
 
-    def judge(told: list[str | None]) -> str:
-        unseeing = [rank for rank, why in enumerate(told) if why is None]
-        if unseeing and len(unseeing) < len(told):
+    def judge(reasons: list[str | None]) -> str:
+        unseeing = [rank for rank, why in enumerate(reasons) if why is None]
+        if unseeing and len(unseeing) < len(reasons):
             raise RuntimeError(
                 f"every rank must see the checkpoints, but {path} is not there for "
                 f"{ranks_text(unseeing)}: save to a disk that all nodes share"
             )
-        return "it is gone" if unseeing else next(filter(None, told), "")
+        return "it is gone" if unseeing else next(filter(None, reasons), "")
 
-    return agree(here, "Checkpointer (verifying)", look, judge, _PATIENCE) or found[0]
+    return agree(here, "Checkpointer (verifying)", look, judge, _PATIENCE) or read[0]
 
 
 def _read(path: Path, manifest: dict[str, Any], here: World) -> Checkpoint:
@@ -245,11 +244,6 @@ def _read(path: Path, manifest: dict[str, Any], here: World) -> Checkpoint:
     return Checkpoint(path, manifest, contents)
 
 
-def _is_loader(thing: object) -> bool:
-    """Whether a thing shows that a run resumes, and not only what the run has learnt."""
-    return hasattr(thing, "__iter__") and not isinstance(thing, nn.Module)
-
-
 def _owned(trees: Any, things: Mapping[str, Any], likes: Likes) -> Any:
     """Return trees in memory of their own: an optimizer's parts placed as their parameters are.
 
@@ -257,14 +251,14 @@ def _owned(trees: Any, things: Mapping[str, Any], likes: Likes) -> Any:
     """
     copies = Copies()
 
-    def own(at: TreePath, leaf: Any) -> Any:
+    def owned(at: TreePath, leaf: Any) -> Any:
         is_copied = isinstance(things.get(at[0]), nn.Module) and "_extra_state" not in str(at[1])
         if is_copied or shards.is_sharded(leaf) or not isinstance(leaf, Tensor):
             return leaf
         placed = shards.placed(leaf, likes.get(at[:-1]))
         return copies.of(leaf) if placed is None else placed
 
-    return mapped(trees, own, is_leaf=is_special)
+    return mapped(trees, owned, is_leaf=is_special)
 
 
 def _load(name: str, thing: Any, tree: Any) -> None:
@@ -288,13 +282,15 @@ def _load(name: str, thing: Any, tree: Any) -> None:
         ) from error
 
 
-def _likes(thing: object) -> dict[TreePath, Tensor]:
-    """Return what shows how parts of a thing's state are sharded, by where they are in it."""
-    if isinstance(thing, nn.Module):
-        state = unwrap(thing).state_dict()
-        return {(name,): value for name, value in state.items() if isinstance(value, Tensor)}
-    if isinstance(thing, torch.optim.Optimizer):
-        # In the order by which state_dict() numbers them.
-        parameters = [parameter for group in thing.param_groups for parameter in group["params"]]
-        return {("state", number): parameter for number, parameter in enumerate(parameters)}
-    return {}
+def _likes(things: Mapping[str, object]) -> dict[TreePath, Tensor]:
+    """Return what shows how parts of the states of things are sharded, by where they are."""
+    likes: dict[TreePath, Tensor] = {}
+    for name, thing in things.items():
+        if isinstance(thing, nn.Module):
+            state = unwrap(thing).state_dict().items()
+            likes |= {(name, key): value for key, value in state if isinstance(value, Tensor)}
+        if isinstance(thing, torch.optim.Optimizer):
+            # In the order by which state_dict() numbers them.
+            parameters = (one for group in thing.param_groups for one in group["params"])
+            likes |= {(name, "state", number): one for number, one in enumerate(parameters)}
+    return likes

@@ -34,12 +34,14 @@ _log = get_logger(__name__)
 class Checkpointer(AbstractContextManager["Checkpointer"]):
     """Saves the state of a run to a directory, and restores the newest complete checkpoint.
 
-    Every rank makes one and calls every method. Rank 0 writes; each rank writes its part of sharded
-    parameters (``"fsdp"``). All nodes share the disk. A process that is killed at any moment leaves
-    the complete checkpoints as they were. Two runs may write to one directory, for example if a job
-    starts again before its last attempt has ended. Then the older run gets an error and changes
-    nothing more. Making a `Checkpointer` is not collective, touches nothing, and is the same in a
-    single process. As a context manager it waits at its end for an asynchronous save.
+    Every rank makes one and calls every method. Rank 0 writes, except for sharded parameters
+    (``"fsdp"``, ``"exact_fsdp"``), of which each rank writes its part. All nodes share the disk. If
+    a process is killed or a machine loses power at any moment, complete checkpoints stay as they
+    were. A save writes new files, waits until they are on the disk, and then renames them. Two runs
+    may write to one directory, for example if a job starts again before its last attempt has ended.
+    Then the older run gets an error and changes nothing more. Making a `Checkpointer` is not
+    collective, touches nothing, and is the same in a single process. As a context manager it waits
+    at its end for an asynchronous save.
 
     Args:
         directory: a folder on a disk that all nodes share. The first `save` makes it.
@@ -49,8 +51,9 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             `save` that value: ``save(step, model=model, accuracy=0.9)``. Write "accuracy", or
             "-loss" if less is better.
         asynchronous: let `save` return when the state is copied, and write in the background, one
-            at a time. The next call raises an error from there on every rank. If the process ends
-            first, it ends with status 1. The interpreter waits for the last save.
+            at a time. If that fails, the next call of a method raises its error on every rank. If
+            the program ends before such a call, its exit status is 1. Before Python exits, it waits
+            for the last save.
 
     Raises:
         ValueError: `keep` or `keep_every` is below 1, or `directory` is a URL.
@@ -150,8 +153,9 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
         If a loader is among `objects`, the run resumes. `restore` then also restores the seed of
         `seed_everything` and, if there are as many ranks as then, the default random generators of
-        each rank. Without a loader it is a new run from old weights: `restore` leaves both alone. A
-        loader is what can be iterated and is no module: torchdata's ``StatefulDataLoader`` too.
+        each rank. Without a loader it is a new run from old weights: `restore` leaves the seed and
+        the generators alone. A loader is what can be iterated and is no module: torchdata's
+        ``StatefulDataLoader`` too.
 
         Args:
             unnamed: nothing, because each thing is restored under its name.
@@ -160,10 +164,9 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                 restore all that was saved.
 
         Returns:
-            The step and the values that were saved. If there is no checkpoint it is false, with
-            step 0. `restore` gives back what was saved `per_rank` only on as many ranks as then.
-            Otherwise its values are missing, its objects stay as they are, and a warning names
-            both.
+            The step and the values that were saved. If there is no checkpoint, the result is false,
+            with step 0. What was saved `per_rank` comes back only on as many ranks as saved it.
+            Otherwise a warning names it: its values are missing, and its objects stay as they are.
 
         Raises:
             ValueError: a name was not saved, or there is no checkpoint of step `at`. Or the
@@ -218,7 +221,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             )
 
         def write() -> None:
-            write_weights(checked_path("path", path), found.states_of([name], {}, alone=True)[name])
+            write_weights(checked_path("path", path), found.trees_of([name], {}, alone=True)[name])
 
         rank_zero_call(write)
 
@@ -266,13 +269,13 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
 
 def _refuse(call: str, unnamed: tuple[object, ...]) -> None:
-    """Raise where something has no name, under which it could be saved."""
+    """Raise if something has no name, under which it could be saved."""
     if unnamed:
         kind = kind_of(unnamed[0])
         raise TypeError(f"`objects` must be named, but {kind} is not: call {call}model=model)")
 
 
-def _raise_of_what_differs(told: list[dict[str, Any]]) -> None:
-    """Raise where ranks differ in options, or in details, of which each may have its own."""
+def _raise_of_what_differs(all_facts: list[dict[str, Any]]) -> None:
+    """Raise if ranks differ in options, or in details, of which each may have its own."""
     for kind in ("options", "details"):
-        require_same("Checkpointer.save", [facts[kind] for facts in told], CURE)
+        require_same("Checkpointer.save", [facts[kind] for facts in all_facts], CURE)

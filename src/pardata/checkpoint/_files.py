@@ -37,13 +37,13 @@ def write_manifest(folder: Path, facts: Manifest, known: Digests) -> int:
 
     Those of which others know the digests, having written them and synced them, are not read.
     """
-    own = [p for p in sorted(folder.rglob("*")) if p.relative_to(folder).as_posix() not in known]
-    files = {p.relative_to(folder).as_posix(): size_and_digest(p) for p in own if p.is_file()}
+    unread = [p for p in sorted(folder.rglob("*")) if p.relative_to(folder).as_posix() not in known]
+    files = {p.relative_to(folder).as_posix(): size_and_digest(p) for p in unread if p.is_file()}
     files.update(known)
     manifest = {"format": FORMAT, "files": files, **facts}
     signed = {"sha256": _digest(manifest), "manifest": manifest}
     (folder / _MANIFEST).write_text(json.dumps(signed, sort_keys=True, indent=1))
-    sync(*own, folder / _MANIFEST, folder)
+    sync(*unread, folder / _MANIFEST, folder)
     return sum(size for size, _ in files.values())
 
 
@@ -54,7 +54,7 @@ def verified(folder: Path, step: int, rank: int = 0, ranks: int = 1) -> Manifest
     each its part of the others.
 
     Raises:
-        UnusableError: where anything is not as it was written; says what.
+        UnusableError: if anything is not as it was written; says what.
     """
     try:
         manifest = read_manifest(folder)
@@ -87,7 +87,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _require(condition: object, why: str) -> None:
-    """Raise where a condition does not hold, without which a checkpoint is of no use."""
+    """Raise if a condition does not hold, without which a checkpoint is of no use."""
     if not condition:
         raise UnusableError(why)
 
@@ -107,7 +107,7 @@ def size_and_digest(path: Path) -> tuple[int, str]:
 
 
 def save(thing: Any, path: Path) -> None:
-    """Write as ``torch.save`` does, and raise an `OSError` where the disk is full.
+    """Write as ``torch.save`` does, and raise an `OSError` if the disk is full.
 
     PyTorch raises a `RuntimeError` then, about positions in the file.
     """
@@ -134,10 +134,10 @@ def write_own(here: World, folder: Path, own: Any, group: Any) -> Digests:
         record = size_and_digest(path)
     except Exception as error:  # noqa: BLE001  # whatever it is, rank 0 waits for this one
         why = f"rank {here.rank}: {error!r}"
-    told = gathered(here, (path.name, record, why), group)
-    if failed := "; ".join(why for *_, why in told if why):
+    reports = gathered(here, (path.name, record, why), group)
+    if failed := "; ".join(why for *_, why in reports if why):
         raise OSError(f"every rank must write what it has of its own, but not all could: {failed}")
-    return {name: record for name, record, _ in told}
+    return {name: record for name, record, _ in reports}
 
 
 def sync(*paths: Path) -> None:
@@ -171,8 +171,8 @@ def write_weights(path: Path, state: Any) -> None:
     try:
         if path.suffix == ".safetensors":
             # The format wants tied weights apart, so each gets memory of its own.
-            own = {name: tensor.clone().contiguous() for name, tensor in state.items()}
-            safetensors_for(path).save_file(own, unfinished)
+            tensors = {name: tensor.clone().contiguous() for name, tensor in state.items()}
+            safetensors_for(path).save_file(tensors, unfinished)
         else:
             save(state, unfinished)
         sync(unfinished)

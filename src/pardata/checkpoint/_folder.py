@@ -39,16 +39,16 @@ class Attempt:
         self.number = 0
         self._directory = directory
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        # No two are the same, also where the directory was emptied and the numbers begin anew.
+        # No two are the same, also if the directory was emptied and the numbers begin anew.
         token = os.urandom(8).hex()
         self._text = f"process {os.getpid()} on {socket.gethostname()}, since {since}\n{token}"
 
     def claim(self) -> None:
-        """Claim the next number, in a directory that is made where it is not there.
+        """Claim the next number, in a directory that is made if it is not there.
 
         Raises:
-            OSError: where nothing can be written there.
-            RuntimeError: where somebody else came after this one's last claim.
+            OSError: if nothing can be written there.
+            RuntimeError: if somebody else came after this one's last claim.
         """
         self.check()  # before anything is made
         taken = [*_claims(self._directory), *(name.attempt for name in names(self._directory))]
@@ -163,8 +163,8 @@ class Folder:
             path.rename(self._directory / str(self._name))
             sync(self._directory)
             self._prune()
-        told = step, self._directory, size / 1e6, time.perf_counter() - self._began
-        self._log(f"pardata saved step %d to %s, %.1f MB in %.2f s{self._later}", *told)
+        figures = step, self._directory, size / 1e6, time.perf_counter() - self._began
+        self._log(f"pardata saved step %d to %s, %.1f MB in %.2f s{self._later}", *figures)
         self._log, self._later = _log.debug, ""
 
     def _remove_unfinished(self) -> None:
@@ -186,7 +186,7 @@ class Folder:
 
     @contextmanager
     def _cleaned_after_errors(self, step: int) -> Iterator[None]:
-        """Remove what was begun where it fails, and say which step it was of."""
+        """Remove what was begun if it fails, and say which step it was of."""
         try:
             yield
         except BaseException as error:

@@ -35,7 +35,7 @@ class Name(NamedTuple):
 
 
 def entries(directory: Path) -> list[Path]:
-    """Return what is in a directory: nothing where it is not there."""
+    """Return what is in a directory: nothing if it is not there."""
     try:
         return list(directory.iterdir())
     except FileNotFoundError:
@@ -67,9 +67,9 @@ def candidates(directory: Path, at: int | None) -> list[Name]:
 
 
 def _check_directory(directory: Path) -> None:
-    """Raise where a directory without checkpoints must be a mistake, and name what is meant.
+    """Raise if a directory without checkpoints must be a mistake, and name what is meant.
 
-    Warn where it may be one: a folder in it has checkpoints. They may be those of an earlier phase,
+    Warn if it may be one: a folder in it has checkpoints. They may be those of an earlier phase,
     or a run's best, which was saved before the first of its other checkpoints.
 
     A run that is really new must not be stopped. So a directory next to others is a mistake only if
@@ -123,7 +123,7 @@ class Retention:
         self._sign = 1 if keep_best == self._by else -1
 
     def check_value(self, objects: Mapping[str, Any]) -> None:
-        """Raise where what the best is known by is not among what is saved."""
+        """Raise if what the best is known by is not among what is saved."""
         if self._by is None:
             return
         what = repr(objects[self._by]) if self._by in objects else "missing"

@@ -28,20 +28,20 @@ _DCP = "torch.distributed.checkpoint"
 _MODULES = ("torch", "torch.serialization", f"{_DCP}.metadata", f"{_DCP}.filesystem")
 
 
-def placed(whole: Tensor, like: Any) -> Tensor | None:
-    """Return a copy where the parameter `like` is that it is of, if it is of one."""
-    if like is None or whole.shape != like.shape:
+def placed(tensor: Tensor, like: Any) -> Tensor | None:
+    """Return a copy on the device of the parameter `like` to which it belongs, if it does."""
+    if like is None or tensor.shape != like.shape:
         return None
-    own = whole.to(like.device, copy=True)
+    moved = tensor.to(like.device, copy=True)
     if not is_sharded(like):
-        return own
+        return moved
     from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415  # slow to import
 
-    return distribute_tensor(own, like.device_mesh, like.placements)
+    return distribute_tensor(moved, like.device_mesh, like.placements)
 
 
 def writing(checkpoint: Path, parts: Mapping[TreePath, Tensor], group: Any) -> Written:
-    """Return what writes this rank's parts, and raises where any rank failed; all call it.
+    """Return what writes this rank's parts, and raises if any rank failed; all call it.
 
     On rank 0 that returns what a manifest records of the files of all ranks.
 
@@ -84,7 +84,7 @@ def writing(checkpoint: Path, parts: Mapping[TreePath, Tensor], group: Any) -> W
 
 
 def read(path: Path, targets: Mapping[TreePath, Any], *, alone: bool) -> dict[TreePath, Tensor]:
-    """Return tensors by path, each sharded like its target, or whole where that is not sharded.
+    """Return tensors by path, each sharded like its target, or whole if that is not sharded.
 
     Of a checkpoint that was checked. Collective, unless one rank alone reads.
     """
@@ -114,8 +114,8 @@ def _failures_as_errors() -> Iterator[None]:
     try:
         yield
     except CheckpointException as failed:
-        told = "; ".join(f"rank {rank}: {error[0]!r}" for rank, error in failed.failures.items())
-        raise OSError(f"not all ranks could read or write their parts: {told}") from failed
+        reasons = "; ".join(f"rank {rank}: {error[0]!r}" for rank, error in failed.failures.items())
+        raise OSError(f"not all ranks could read or write their parts: {reasons}") from failed
 
 
 def _empty(stored: Any, target: Any) -> Tensor:
@@ -133,7 +133,7 @@ def read_metadata(checkpoint: Path) -> Any:
     """Return what PyTorch has written there as a pickle, without running what it may say.
 
     Raises:
-        UnusableError: where that cannot be; says why.
+        UnusableError: if that cannot be; says why.
     """
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # noqa: PLC0415  # slow to import
 

@@ -38,7 +38,7 @@ class Snapshot:
         copy: whether to take what may change, and is written by this rank, in memory of its own.
 
     Raises:
-        TypeError: where an object holds what no checkpoint may: names it.
+        TypeError: if an object holds what no checkpoint may: names it.
     """
 
     def __init__(self, here: World, objects: _Named, per_rank: _Named, *, copy: bool) -> None:
@@ -48,8 +48,8 @@ class Snapshot:
         strategies = {n: strategy_of(o) for n, o in both.items() if isinstance(o, nn.Module)}
         values = [name for name, thing in both.items() if not _is_stateful(thing)]
         replicas = nn.Module, torch.optim.Optimizer
-        told = objects if here.size > 1 else {}
-        self._with_bits = {name: not isinstance(thing, replicas) for name, thing in told.items()}
+        same = objects if here.size > 1 else {}
+        self._with_bits = {name: not isinstance(thing, replicas) for name, thing in same.items()}
         states, self.trees, copies = dict(both), dict[str, Any](), Copies()
         for name, thing in both.items():
             if name not in values:
@@ -61,7 +61,7 @@ class Snapshot:
                 self.trees[name] = self._taken(states[name], make, (name,))
             _require_safe((name,), self.trees[name])
         if copy:
-            self.trees = mapped(self.trees, _own, is_leaf=is_special)
+            self.trees = mapped(self.trees, _copied, is_leaf=is_special)
         copies.wait()
         self.own = {name: self.trees.pop(name) for name in per_rank}
         self.facts = {
@@ -161,7 +161,7 @@ def _plain_tensor(tensor: Tensor) -> Tensor:
     return plain.clone() if is_part else plain
 
 
-def _own(_: TreePath, leaf: Any) -> Any:
+def _copied(_: TreePath, leaf: Any) -> Any:
     return leaf if isinstance(leaf, Tensor) else deepcopy(leaf)
 
 

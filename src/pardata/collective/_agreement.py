@@ -14,7 +14,7 @@ Facts = Mapping[str, object]
 
 
 def agree(
-    here: World, place: str, state: Say, decide: Decide = lambda _: None, timeout: Patience = None
+    here: World, call: str, state: Say, decide: Decide = lambda _: None, timeout: Patience = None
 ) -> Any:
     """Return what `decide` makes of what `state()` gives on every rank, in rank order. Collective.
 
@@ -24,14 +24,14 @@ def agree(
     group's timeout holds if none is given.
     """
     if here.size > 1:
-        return all_say(channel(), place, state, decide, timeout=timeout)
+        return all_say(channel(), call, state, decide, timeout=timeout)
     return decide([json.loads(json.dumps(state()))])
 
 
-def same(here: World, place: str, state: Callable[[], Facts], differ: Decide) -> None:
+def same(here: World, call: str, state: Callable[[], Facts], differ: Decide) -> None:
     """Require that `state()` gives the same on every rank, however long it is. Collective.
 
-    A digest travels; only where digests differ, what they are of: to one rank, which raises on all
+    A digest travels; only if digests differ, what they are of: to one rank, which raises on all
     what `differ` raises.
     """
     facts: dict[str, object] = {}
@@ -40,21 +40,21 @@ def same(here: World, place: str, state: Callable[[], Facts], differ: Decide) ->
         facts.update(state())
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
-    if agree(here, place, digest, lambda digests: len(set(digests)) > 1):
-        agree(here, f"{place} (in detail)", lambda: facts, differ)
+    if agree(here, call, digest, lambda digests: len(set(digests)) > 1):
+        agree(here, f"{call} (in detail)", lambda: facts, differ)
 
 
-def require_same(place: str, told: list[dict[str, object]], cure: str) -> None:
+def require_same(call: str, rows: list[dict[str, object]], cure: str) -> None:
     """Raise a `RuntimeError` with a table of the facts in which ranks differ, if they do.
 
     Of a fact that a rank does not have, the table says so.
     """
-    known = dict.fromkeys(name for facts in told for name in facts)
-    told = [{name: facts.get(name, "(nothing)") for name in known} for facts in told]
-    names = [name for name in known if len({repr(facts[name]) for facts in told}) > 1]
+    known = dict.fromkeys(name for facts in rows for name in facts)
+    rows = [{name: facts.get(name, "(nothing)") for name in known} for facts in rows]
+    names = [name for name in known if len({repr(facts[name]) for facts in rows}) > 1]
     if names:
-        table = table_of([", ".join(f"{name}={facts[name]!r}" for name in names) for facts in told])
+        table = table_of([", ".join(f"{name}={facts[name]!r}" for name in names) for facts in rows])
         what = f"{', '.join(f'`{name}`' for name in names)} differ{'s' if len(names) == 1 else ''}"
         raise RuntimeError(
-            f"every rank must pass the same to `{place}`, but {what}:\n{table}\n{cure}"
+            f"every rank must pass the same to `{call}`, but {what}:\n{table}\n{cure}"
         )

@@ -62,8 +62,8 @@ def all_gather(value: _T, dim: int = 0, *, differentiable: bool = False) -> list
         return {path: x if _is_other(x) else _rows_first(x, path, dim) for path, x in found}
 
     def text(leaf: Any) -> str:
-        own = f", dim={dim}" * (dim != 0), ", differentiable" * (differentiable and _carries(leaf))
-        return f"{_text(leaf)}{''.join(own)}"
+        more = f", dim={dim}" * (dim != 0), ", differentiable" * (differentiable and _carries(leaf))
+        return f"{_text(leaf)}{''.join(more)}"
 
     matching = Matching("all_gather", find, text)
     parts = matching.guarded(lambda: [_as_tensor(leaf) for leaf in matching.leaves], [])
@@ -74,22 +74,22 @@ def all_gather(value: _T, dim: int = 0, *, differentiable: bool = False) -> list
         if differentiable and _carries(leaf):
             columns[number] = _Joined.apply(matching, dim, columns[number], leaf)
     ranks = [[column[rank] for column in columns] for rank in range(matching.here.size)]
-    return [matching.rebuilt(value, own, _is_other) for own in ranks]
+    return [matching.rebuilt(value, of_rank, _is_other) for of_rank in ranks]
 
 
 class _Joined(torch.autograd.Function):
     """Tensors of all ranks, whose gradients go to the ranks that have them."""
 
     @staticmethod
-    def forward(ctx: Any, matching: Matching, dim: int, pieces: Any, own: Tensor) -> Any:
-        if none := [rank for rank, piece in enumerate(pieces) if not piece.numel()]:
+    def forward(ctx: Any, matching: Matching, dim: int, of_ranks: Any, leaf: Tensor) -> Any:
+        if none := [rank for rank, tensor in enumerate(of_ranks) if not tensor.numel()]:
             raise ValueError(
                 f"every rank must have rows of what is `differentiable`, but {ranks_text(none)} "
                 f"passed none: pass drop_last=True to make_loader, or a larger batch_size"
             )
-        ctx.here, ctx.group = matching.here, matching.group(own)
-        ctx.dims = (dim, 0) if own.ndim else ((), ())
-        return tuple(pieces)
+        ctx.here, ctx.group = matching.here, matching.group(leaf)
+        ctx.dims = (dim, 0) if leaf.ndim else ((), ())
+        return tuple(of_ranks)
 
     @staticmethod
     @once_differentiable
@@ -100,8 +100,8 @@ class _Joined(torch.autograd.Function):
         if ctx.here.size > 1:
             with explained("all_gather (backward)"):
                 dist.all_reduce(flat, group=ctx.group)
-        own = flat.split([gradient.numel() for gradient in gradients])[ctx.here.rank]
-        return None, None, None, own.view(like.shape).to(like.dtype).movedim(*ctx.dims)
+        mine = flat.split([gradient.numel() for gradient in gradients])[ctx.here.rank]
+        return None, None, None, mine.view(like.shape).to(like.dtype).movedim(*ctx.dims)
 
 
 def broadcast(value: _T) -> _T:
@@ -114,7 +114,7 @@ def broadcast(value: _T) -> _T:
     Raises:
         Exception: for what cannot be pickled, as `pickle` raises it; all errors are raised on every
             rank, and the group is usable afterwards.
-        RuntimeError: where other ranks are in another call.
+        RuntimeError: other ranks are in another call.
 
     >>> broadcast({"seed": 3, "order": torch.tensor([2, 0, 1])})
     {'seed': 3, 'order': tensor([2, 0, 1])}
@@ -127,22 +127,22 @@ def broadcast(value: _T) -> _T:
     with explained("broadcast"):
         (length,) = matching.all_reduce(lambda: [len(data)])
         data = data or bytearray(int(length))
-        told = torch.frombuffer(data, dtype=torch.uint8).to(matching.device)
-        dist.broadcast(told, 0, group=matching.group(told))
-    return value if here.is_main else unpickled(_bytes_of(told), here.device)
+        payload = torch.frombuffer(data, dtype=torch.uint8).to(matching.device)
+        dist.broadcast(payload, 0, group=matching.group(payload))
+    return value if here.is_main else unpickled(_bytes_of(payload), here.device)
 
 
 def gathered(here: World, value: _T, group: Any = None) -> list[_T]:
     """Return the small `value` of every rank on rank 0, and nothing on the others. Collective."""
     if here.size == 1:
         return [value]
-    found: Any = [None] * here.size if here.is_main else None
-    dist.gather_object(value, found, group=group or way_of_counts(here)[0])
-    return found or []
+    values: Any = [None] * here.size if here.is_main else None
+    dist.gather_object(value, values, group=group or way_of_counts(here)[0])
+    return values or []
 
 
 def pickled(value: object) -> bytearray:
-    """Return `value` in bytes; fail here, with the cause, where other ranks could not read it."""
+    """Return `value` in bytes; fail here, with the cause, if other ranks could not read it."""
     torch.save(value, buffer := io.BytesIO())
     unpickled(data := bytearray(buffer.getbuffer()))
     return data
@@ -171,10 +171,10 @@ def _gathered(matching: Matching, parts: list[Tensor], dim: int) -> list[Any]:
     own = torch.cat([part.view(torch.uint8).to(device) for part in flat])
     padded = pad(own, (0, max(map(sum, sizes)) - len(own)))
     sent = zip(_gather(matching, padded), sizes, strict=True)
-    pieces = [row[: sum(size)].split(size) for row, size in sent]
-    both = zip(zip(*all_rows, strict=True), zip(*pieces, strict=True), strict=True)
+    received = [row[: sum(size)].split(size) for row, size in sent]
+    both = zip(zip(*all_rows, strict=True), zip(*received, strict=True), strict=True)
     return [
-        [_from_bytes(leaf, part, *own, dim) for own in zip(*column, strict=True)]
+        [_from_bytes(leaf, part, n, data, dim) for n, data in zip(*column, strict=True)]
         for leaf, part, column in zip(matching.leaves, parts, both, strict=True)
     ]
 
@@ -193,9 +193,9 @@ def _carries(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled()
 
 
-def _is_other(part: object) -> bool:
+def _is_other(value: object) -> bool:
     """Return whether there is no tensor and no number in it, so that it is pickled as a whole."""
-    return not any(isinstance(plain(leaf), Tensor | Real) for _, leaf in leaves(part))
+    return not any(isinstance(plain(leaf), Tensor | Real) for _, leaf in leaves(value))
 
 
 def _text(leaf: Any) -> str:
@@ -216,20 +216,20 @@ def _as_tensor(leaf: Any) -> Tensor:
     return torch.tensor(float(leaf), dtype=torch.float64, device="cpu")
 
 
-def _from_bytes(own: Any, part: Tensor, rows: int, piece: Tensor, dim: int) -> Any:
-    if not isinstance(own, Tensor) and _is_other(own):
-        return unpickled(_bytes_of(piece))
+def _from_bytes(leaf: Any, part: Tensor, rows: int, data: Tensor, dim: int) -> Any:
+    if not isinstance(leaf, Tensor) and _is_other(leaf):
+        return unpickled(_bytes_of(data))
     shape = (rows, *part.shape[1:]) if part.ndim else ()
     # A copy: a view may begin where an element of this dtype may not.
-    tensor = piece.clone().view(part.dtype).view(shape).to(part.device)
-    if not isinstance(own, Tensor):
+    tensor = data.clone().view(part.dtype).view(shape).to(part.device)
+    if not isinstance(leaf, Tensor):
         return tensor.item()
     return tensor.movedim(0, dim).contiguous() if part.ndim else tensor
 
 
-def _bytes_of(piece: Tensor) -> bytearray:
-    data = bytearray(len(piece))
-    torch.frombuffer(data, dtype=torch.uint8).copy_(piece)  # needs no NumPy
+def _bytes_of(tensor: Tensor) -> bytearray:
+    data = bytearray(len(tensor))
+    torch.frombuffer(data, dtype=torch.uint8).copy_(tensor)  # needs no NumPy
     return data
 
 

@@ -2,7 +2,7 @@
 
 All of this runs on the way out of an error, so that what succeeds pays nothing. A rank whose
 collective failed leaves its `Failure` in the group's store and reads what the others left. The
-error takes the result along as its `Explanation`, which ``launch/_uncaught`` reports.
+error takes the result along as its `Explanation`, which ``launch/_leaving`` reports.
 """
 
 import json
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from pardata.messages._call_site import call_site
 from pardata.messages._doing import doing
 from pardata.messages._failure import Failure, as_consequence, is_lost, is_timeout, one_line
-from pardata.messages._store import Channel, append, bounded
+from pardata.messages._store import SERVER, Channel, append, bounded
 from pardata.messages._table import ranks_text, table_of
 from pardata.messages._turn import refuse_within
 from pardata.messages._verdict import entries_of, key_of, who_did_not_come
@@ -33,47 +33,47 @@ _MOST = 64  # that are left, in addition to causes: the first one is among the f
 
 @dataclass
 class Explanation:
-    """What is known of an error; goes with that of `explained` where it is pickled.
+    """What is known of an error; goes with that of `explained` if that is pickled.
 
     Attributes:
         own: what this rank has left.
         size: number of ranks.
-        there: what all have left, in the order in which it reached the store: no clock is compared.
+        failures: what all have left, as it reached the store, because clocks differ.
         store_is_gone: whether the store could not be asked to the end.
     """
 
     own: Failure
     size: int
-    there: list[Failure] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
     store_is_gone: bool = True
 
     @property
     def first(self) -> Failure | None:
         """The first of another rank that failed by itself, if this one did not."""
-        others = (one for one in self.there if one.is_cause and one.rank != self.own.rank)
+        others = (one for one in self.failures if one.is_cause and one.rank != self.own.rank)
         return None if self.own.is_cause else next(others, None)
 
     @property
     def missing(self) -> list[int]:
         """The ranks of which there is no word."""
-        heard = {one.rank for one in self.there}
+        heard = {one.rank for one in self.failures}
         return [rank for rank in range(self.size) if rank not in heard]
 
 
 def asked(
-    line: Channel, own: Failure, *, patience: float, settle: float, leave: bool = True
+    group: Channel, own: Failure, *, patience: float, settle: float, leave: bool = True
 ) -> Explanation:
     """Leave this rank's failure, and return what the others have left.
 
     Waits so many seconds of `patience` for a word of every rank, and to `settle` once it is known
     who failed first.
     """
-    known = Explanation(own, line.size)
+    known = Explanation(own, group.size)
 
     def ask() -> None:
-        if leave and (line.store.add("failed", 1) <= _MOST or own.is_cause):
-            append(line.store, "failures", json.dumps(asdict(own)))
-        _listen(line.store, known, patience, settle)
+        if leave and (group.store.add("failed", 1) <= _MOST or own.is_cause):
+            append(group.store, "failures", json.dumps(asdict(own)))
+        _listen(group.store, known, patience, settle)
         known.store_is_gone = False
 
     bounded(patience + _MARGIN, ask)
@@ -83,9 +83,9 @@ def asked(
 def _listen(store: dist.Store, known: Explanation, patience: float, settle: float) -> None:
     deadline, pause = time.monotonic() + patience, 0.02
     while True:
-        left = store.get("failures").splitlines()
-        known.there = [Failure(**json.loads(one)) for one in left]
-        if any(one.is_cause for one in known.there):
+        lines = store.get("failures").splitlines()
+        known.failures = [Failure(**json.loads(line)) for line in lines]
+        if any(one.is_cause for one in known.failures):
             deadline = min(deadline, time.monotonic() + settle)
         if not known.missing or time.monotonic() >= deadline:
             break
@@ -98,33 +98,33 @@ def _listen(store: dist.Store, known: Explanation, patience: float, settle: floa
 def _add_who_waits(store: dist.Store, known: Explanation) -> None:
     """Say where ranks are that have left nothing because their turn is not over."""
     entries = entries_of(store, known.size)
-    told = {rank: entry for rank in known.missing if (entry := entries[rank]) is not None}
-    turns = {entry["turn"] for entry in told.values()}
+    waiting = {rank: entry for rank in known.missing if (entry := entries[rank]) is not None}
+    turns = {entry["turn"] for entry in waiting.values()}
     undecided = {turn for turn in turns if not store.check([key_of(turn)])}
-    for rank, entry in told.items():
+    for rank, entry in waiting.items():
         if entry["turn"] in undecided:
             text = f"{entry['call']} at {entry['where']}, not done yet"
-            known.there.append(Failure(rank, entry["call"], text, is_cause=False))
+            known.failures.append(Failure(rank, entry["call"], text, is_cause=False))
 
 
 class explained:  # noqa: N801  # reads as a word: with explained("all_gather")
     """A block whose lost connections and timeouts say which call it was and how the ranks stand.
 
-    Costs a look at the clock, and two notes for who looks for hangs, where nothing fails.
+    Costs a look at the clock, and two notes for who looks for hangs, if nothing fails.
 
     Args:
-        place: the name of the call.
+        call: the name of the call.
         batch: if it knows its epoch and step, the error says them.
     """
 
-    __slots__ = ("_batch", "_before", "_began", "_place")
+    __slots__ = ("_batch", "_before", "_began", "_call")
 
-    def __init__(self, place: str, batch: object = None) -> None:
-        self._place, self._batch = place, batch
+    def __init__(self, call: str, batch: object = None) -> None:
+        self._call, self._batch = call, batch
 
     def __enter__(self) -> None:
-        refuse_within(self._place)
-        self._before = doing.enter(self._place)
+        refuse_within(self._call)
+        self._before = doing.enter(self._call)
         self._began = time.monotonic()
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
@@ -138,60 +138,58 @@ class explained:  # noqa: N801  # reads as a word: with explained("all_gather")
             raise better from error
 
     def _explained(self, error: BaseException) -> RuntimeError | TimeoutError:
-        seconds, place, batch = time.monotonic() - self._began, self._place, self._batch
-        line, where = channel(), call_site()
+        seconds, call, batch = time.monotonic() - self._began, self._call, self._batch
+        group, where = channel(), call_site()
         timed_out = is_timeout(error)
         epoch, step = getattr(batch, "epoch", None), getattr(batch, "step", None)
         if isinstance(epoch, int) and isinstance(step, int):
-            place = f"{place} (epoch {epoch}, step {step})"
+            call = f"{call} (epoch {epoch}, step {step})"
         ended = "timed out" if timed_out else "lost a connection"
-        short = f"{place} at {where}, {ended} after {seconds:.1f} s"
-        own = Failure(line.rank, place, short, is_cause=False, seconds=seconds, timed_out=timed_out)
+        short = f"{call} at {where}, {ended} after {seconds:.1f} s"
+        own = Failure(group.rank, call, short, is_cause=False, seconds=seconds, timed_out=timed_out)
         grace = _GRACE_TIMED_OUT if timed_out else _GRACE_LOST
-        known = asked(line, own, patience=grace, settle=_SETTLE)
-        texts = {one.rank: one.text for one in reversed(known.there)}
-        table = table_of([texts.get(rank, "no word from it") for rank in range(line.size)])
+        known = asked(group, own, patience=grace, settle=_SETTLE)
+        texts = {one.rank: one.text for one in reversed(known.failures)}
+        table = table_of([texts.get(rank, "no word from it") for rank in range(group.size)])
         text = (
-            f"`{place}` must be reached by every rank, but {what_is_wrong(known)}; this rank "
+            f"`{call}` must be reached by every rank, but {what_is_wrong(known)}; this rank "
             f"waits at {where}\n{table}\n({one_line(error)[:300]})"
         )
         return as_consequence((TimeoutError if timed_out else RuntimeError)(text), own.text, known)
 
 
 def what_is_wrong(known: Explanation) -> str:
-    """Say whose fault it is: never that of a rank which only waits, where one is known to fail."""
-    size, there, missing = known.size, known.there, known.missing
+    """Say whose fault it is: never that of a rank which only waits, if one is known to fail."""
+    size, failures, missing = known.size, known.failures, known.missing
     cause = known.own if known.own.is_cause else known.first
     if cause is not None:
         return f"rank {cause.rank} of {size} {cause.fault}"
-    if known.store_is_gone and len(there) <= 1:
-        return (
-            "a connection is lost and the group's store with it: the process that serves it (rank "
-            "0, or torchrun's agent) has ended or does not answer; look at its output for an "
-            "earlier error"
-        )
-    if missing and there:
+    if known.store_is_gone and len(failures) <= 1:
+        return f"a connection is lost: {SERVER} has ended or does not answer; look at its output"
+    if missing and failures:
         # Who only waits for this rank learns of it when this one ends, or came later than it.
         waits = ", or wait for one that did not" if len(missing) > 1 else ""
         return who_did_not_come(missing, size, waits)
-    if len({one.place for one in there}) > 1:
+    if len({one.call for one in failures}) > 1:
         cure = "make the same calls in the same order on each"
         # Its text, as one that has failed by itself is in no place.
-        if any(one.text.startswith("Checkpointer.save at ") for one in there):
+        if any(one.text.startswith("Checkpointer.save at ") for one in failures):
             cure = "call `save` on every rank at the same step, not under `if world.is_main`"
         return f"the ranks are in different calls: {cure}"
-    if all(one.timed_out for one in there):
+    if all(one.timed_out for one in failures):
         return (
             "they wait for different things in it: give the call the same arguments (`count`), and "
             "the model the same mode and frozen parameters, on every rank; or the network is down"
         )
-    return _who_was_late(there, size) or "a connection between them was lost: is the network down?"
+    return (
+        _who_was_late(failures, size) or "a connection between them was lost: is the network down?"
+    )
 
 
-def _who_was_late(there: list[Failure], size: int) -> str:
+def _who_was_late(failures: list[Failure], size: int) -> str:
     """Name the last of ranks that all came, if some had given up by then."""
-    gave_up = sorted({one.rank for one in there if one.timed_out})
-    others = [one for one in there if not one.timed_out]
+    gave_up = sorted({one.rank for one in failures if one.timed_out})
+    others = [one for one in failures if not one.timed_out]
     if not gave_up or not others:
         return ""
     last = min(others, key=lambda one: one.seconds)

@@ -1,49 +1,124 @@
-"""One hang, as all ranks tell of it on the store: where each is, and one table in the log.
+"""A hang: a thread of each rank looks for it, each then says where it is, one logs a table.
 
-Each rank makes so many requests, at any number of ranks; one rank, which tells, reads what all say.
+The thread sleeps, and looks once in a tick. A rank that waits for long says so on the store, where
+all look. Each rank makes so many requests, at any number of ranks; only the one that logs reads
+what all say. Nothing is stopped.
 """
 
+import atexit
 import json
 import os
 import socket
-from dataclasses import asdict, dataclass
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
+from weakref import ref
 
 import torch.distributed as dist
 
-from pardata.collective._whereabouts import Whereabouts, folded, headline, stacks, table, whole
-from pardata.messages._store import came, texts_of
+from pardata.collective._whereabouts import Whereabouts, headline, stacks, table, whereabouts
+from pardata.messages._doing import Note, doing
+from pardata.messages._store import SERVER, Channel, answered, apart, bounded, came, texts_of
 from pardata.ranks._device import flight_recorder
 from pardata.ranks._logger import get_logger
 from pardata.ranks._machine import state_of
 
 _log = get_logger(__name__)
 
+_TICK, _LEAST = 1.5, 0.1  # seconds, at most and at least: each is a request
+_LATE = 5.0  # seconds by which a look is late only if the process was stopped
 _GRACE = 0.5  # seconds in which a rank that runs does what it is asked for
 _MOST = 4  # stacks in the log; the file has all
 _LEFT = '["", 0]'  # the stack of a rank that has no process
 
 
-@dataclass
-class Seat:
-    """Which rank takes part, and by what: the watch's own part of the store.
+class Watch:
+    """Watches the thread that makes it until `end`, or until its group ends.
 
-    Attributes:
-        tick: the seconds after which each rank that runs has looked.
+    Args:
+        channel: of the group.
+        after: the seconds after which a rank that waits says so.
     """
 
-    store: dist.Store
-    rank: int
-    size: int
-    tick: float
+    def __init__(self, channel: Channel, after: float) -> None:
+        self._after, self._most = after, channel.timeout.total_seconds() / 2
+        self._looked, self._awake = time.monotonic(), 0.0
+        self._group, self._pid, self._ended = ref(dist.group.WORLD), os.getpid(), threading.Event()
+        store = answered(channel.timeout, lambda: apart(channel, "watch"))
+        self._tick = min(_TICK, max(after / 4, _LEAST))
+        self._channel = replace(channel, store=store, timeout=timedelta(seconds=self._tick))
+        self._hang = Hang(self._channel, 1)
+        self._began: Note | None = None  # the wait by which this rank has begun the hang
+        doing.begin()
+        self._watched = doing.thread
+        self._thread = threading.Thread(target=self._run, name="pardata: watch", daemon=True)
+        self._thread.start()
+        atexit.register(self.end)
 
-    def sign(self, *, is_here: bool) -> None:
-        """Leave for the others which process this is, or that it has left."""
-        known = json.dumps([socket.gethostname(), os.getpid()]) if is_here else _LEFT
-        if is_here:
-            self.store.set(f"at/{self.rank}", "")  # else who logs asks for each rank
-        self.store.set(f"process/{self.rank}", known)
+    def end(self) -> None:
+        """End, except in a forked child, which has no such thread."""
+        atexit.unregister(self.end)
+        if os.getpid() == self._pid:
+            doing.thread = 0
+            self._ended.set()
+            self._thread.join(_LATE)
+
+    def _run(self) -> None:
+        with suppress(RuntimeError):  # the store is gone, and the ranks see it
+            sign(self._channel, is_here=True)
+            while not self._ended.wait(self._pause()) and self._look():
+                pass
+            sign(self._channel, is_here=False)
+
+    def _pause(self) -> float:
+        left = self._after - self._waited(doing.now)
+        return min(max(left, _LEAST), self._tick) if left > 0 else self._tick
+
+    def _waited(self, note: Note) -> float:
+        """Return for how many seconds this rank has been in one call, or step."""
+        call, since, _, step = note
+        return time.monotonic() - max(since, self._awake) if call or step is not None else 0.0
+
+    def _look(self) -> bool:
+        """Look whether this rank waits for long, or another says so; return whether to continue."""
+        hang, note, now = self._hang, doing.now, time.monotonic()
+        frame = sys._current_frames().get(self._watched)  # noqa: SLF001  # its only name
+        group = self._group()
+        if frame is None or group is None or dist.group.WORLD is not group:
+            return False
+        if now - self._looked > self._tick + _LATE:
+            self._awake = now
+        self._looked = now
+        if self._began is not None and note is not self._began:
+            hang.end(note[1] - self._began[1])
+            self._began = None
+        found = bounded(max(self._after, _LATE), hang.has_news)
+        if not found:
+            where = whereabouts(hang.number, note, frame).text
+            _log.warning("%s does not answer; this rank %s", SERVER, where)
+        if found not in ([False], [True]):
+            return False
+        if hang.is_told and found[0]:
+            seconds, self._hang = hang.seconds(), Hang(self._channel, hang.number + 1)
+            if hang.is_one:  # each step may take that long
+                self._after = max(self._after, min(2.0 * seconds, self._most))
+        elif not hang.is_told and (found[0] or self._waited(note) >= self._after):
+            if not found[0] and hang.begin():
+                self._began = note
+            hang.tell(whereabouts(hang.number, note, frame))
+        return True
+
+
+def sign(channel: Channel, *, is_here: bool) -> None:
+    """Leave for the others which process this is, or that it has left."""
+    process = json.dumps([socket.gethostname(), os.getpid()]) if is_here else _LEFT
+    if is_here:
+        channel.store.set(f"at/{channel.rank}", "")  # else who logs asks for each rank
+    channel.store.set(f"process/{channel.rank}", process)
 
 
 class Hang:
@@ -52,17 +127,20 @@ class Hang:
     Attributes:
         is_told: whether this rank has said where it is.
         is_one: whether it is a hang, or ranks wait for long work.
+
+    Args:
+        channel: the watch's own; after its timeout each rank that runs has looked.
+        number: from 1.
     """
 
-    def __init__(self, seat: Seat, number: int) -> None:
+    def __init__(self, channel: Channel, number: int) -> None:
         self.number, self.is_told, self.is_one = number, False, False
-        self._seat, self._logs = seat, False
-        self._store = dist.PrefixStore(str(number), seat.store)
+        self._channel, self._logs = channel, False
+        self._store = dist.PrefixStore(str(number), channel.store)
 
     def has_news(self) -> bool:
         """Return whether a rank has begun it; once it is told, whether it is over."""
-        there: bool = self._store.check(["over" if self.is_told else "began"])
-        return there
+        return self._store.check(["over" if self.is_told else "began"])
 
     def begin(self) -> bool:
         """Begin it; return whether no other rank has."""
@@ -74,45 +152,42 @@ class Hang:
 
     def seconds(self) -> int:
         """Return how long it has taken, once it is over; who has told of it logs that."""
-        found = int(self._store.get("over"))
+        seconds = int(self._store.get("over"))
         if self._logs:
-            _log.warning("the run continues after %d s", found, ranks=[self._seat.rank])
-        return found
+            _log.warning("the run continues after %d s", seconds, ranks=[self._channel.rank])
+        return seconds
 
     def tell(self, own: Whereabouts) -> None:
         """Say where this rank is, and see to it that one rank logs where all are."""
-        seat, store = self._seat, self._store
-        seat.store.set(f"at/{seat.rank}", json.dumps(asdict(own)))
-        if store.add("came", 1) == seat.size:
-            store.set("all", "")
+        channel, tick = self._channel, self._channel.timeout.total_seconds()
+        channel.store.set(f"at/{channel.rank}", json.dumps(asdict(own)))
+        if self._store.add("came", 1) == channel.size:
+            self._store.set("all", "")
         self.is_told = True
-        if seat.rank == 0:
-            self._come(["all"], seat.tick + _GRACE)
-        elif self._come(["silent"], seat.tick + 2 * _GRACE):
-            return self._look_for_silent()
+        news, grace = ("all", _GRACE) if channel.rank == 0 else ("silent", 2 * _GRACE)
+        self._come([news], tick + grace)
         if self._is_first("logs"):  # rank 0, or one that has waited for it in vain
-            return self._log_all()
-        if self._come(["silent"], 2 * _GRACE):
+            self._log_all()
+        elif self._come(["silent"], 2 * _GRACE):
             self._look_for_silent()
-        return None
 
     def _log_all(self) -> None:
-        seat, self._logs = self._seat, True
-        texts = texts_of(seat.store, [f"at/{rank}" for rank in range(seat.size)])
-        told = {rank: Whereabouts.of(json.loads(text)) for rank, text in enumerate(texts) if text}
-        found = {rank: one for rank, one in told.items() if one.hang == self.number}
-        silent = [rank for rank in range(seat.size) if rank not in found]
+        ranks, self._logs = range(self._channel.size), True
+        texts = texts_of(self._channel.store, [f"at/{rank}" for rank in ranks])
+        said = {rank: Whereabouts.of(json.loads(text)) for rank, text in enumerate(texts) if text}
+        found = {rank: one for rank, one in said.items() if one.hang == self.number}
+        silent = [rank for rank in ranks if rank not in found]
         head, self.is_one = headline(found, silent)
         self._store.set("silent", json.dumps([silent, self.is_one]))
         lines = [head, *table(found, self._states(silent))]
         if self.is_one:
-            file = _written(f"hang-{self.number}.txt", [*lines, *stacks(found, whole)])
-            several = stacks(found, folded)
+            file = _written(f"hang-{self.number}.txt", [*lines, *stacks(found, fold=False)])
+            several = stacks(found, fold=True)
             lines += several[:_MOST]
             lines += [f"and {len(several) - _MOST} stacks more"] if len(several) > _MOST else []
             lines += [f"the whole stacks are in {file}"] if file else []
             lines += [text] if (text := flight_recorder()) else []
-        _log.warning("\n".join(lines), ranks=[seat.rank])
+        _log.warning("\n".join(lines), ranks=[self._channel.rank])
 
     def _states(self, silent: list[int]) -> dict[int, str]:
         """Return what is known of ranks that do not answer."""
@@ -129,17 +204,15 @@ class Hang:
         silent, self.is_one = json.loads(self._store.get("silent"))
         if not silent:
             return
-        known = texts_of(self._seat.store, [f"process/{rank}" for rank in silent])
-        for rank, text in zip(silent, known, strict=True):
+        processes = texts_of(self._channel.store, [f"process/{rank}" for rank in silent])
+        for rank, text in zip(silent, processes, strict=True):
             host, pid = json.loads(text or _LEFT)
-            if host == socket.gethostname():
+            if host in ("", socket.gethostname()):
                 state = f"does not answer: its process {pid} on {host} {state_of(pid)}"
-                self._store.set(f"seen/{rank}", state)
-            elif not host:
-                self._store.set(f"seen/{rank}", "has left the group")
+                self._store.set(f"seen/{rank}", state if host else "has left the group")
 
     def _is_first(self, key: str) -> bool:
-        own = str(self._seat.rank)
+        own = str(self._channel.rank)
         return self._store.compare_set(key, "", own).decode() == own
 
     def _come(self, keys: list[str], seconds: float) -> bool:
@@ -148,11 +221,9 @@ class Hang:
 
 def _written(name: str, lines: list[str]) -> Path | None:
     """Write a file where torchrun looks for errors; return it if there is such a place."""
-    if not (beside := os.environ.get("TORCHELASTIC_ERROR_FILE")):
-        return None
-    file = Path(beside).parent / name
-    try:
-        file.write_text("\n".join(lines) + "\n")
-    except OSError:
-        return None
-    return file
+    if errors := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        file = Path(errors).parent / name
+        with suppress(OSError):
+            file.write_text("\n".join(lines) + "\n")
+            return file
+    return None

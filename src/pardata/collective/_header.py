@@ -1,6 +1,6 @@
 """A sum over ranks that first makes sure that every rank brings the like.
 
-gloo left to itself returns wrong sums, or ends the process, where sizes differ between ranks, and
+gloo left to itself returns wrong sums, or ends the process, if sizes differ between ranks, and
 others hang or continue. So the first collective always has one fixed size, and carries a hash of
 the structure. Only if all ranks agree, they send what has a size that depends on the value.
 """
@@ -54,8 +54,8 @@ class Matching:
             travels as the header does.
     """
 
-    def __init__(self, place: str, find: Find, describe: Describe, *, exact: bool = False) -> None:
-        self.here, self._place, self.exact = require_world(place), place, exact
+    def __init__(self, call: str, find: Find, describe: Describe, *, exact: bool = False) -> None:
+        self.here, self._call, self.exact = require_world(call), call, exact
         # Chosen from the world and never from the values: ranks could be of two minds.
         self._group, self.device = way_of_counts(self.here)
         self._error: Exception | None = None
@@ -66,7 +66,7 @@ class Matching:
         self.ways = [self._way(leaf) if apart else None for leaf in self.leaves]
 
     def guarded(self, work: Callable[[], Any], otherwise: Any) -> Any:
-        """Return what `work` returns; where it fails, `all_reduce` raises that, on every rank."""
+        """Return what `work` returns; if it fails, `all_reduce` raises that, on every rank."""
         try:
             return work()
         except Exception as error:  # noqa: BLE001  # whatever it is, the other ranks are waiting
@@ -79,7 +79,7 @@ class Matching:
         Where a leaf is on a GPU on some ranks only, nothing travels apart: `pack` is called again.
 
         Raises:
-            RuntimeError: on every rank, where one refused its value or the structures differ; the
+            RuntimeError: on every rank, if one refused its value or the structures differ; the
                 rank that refused raises its own error.
         """
         numbers: list[float] = self.guarded(pack, [])
@@ -98,7 +98,7 @@ class Matching:
         """
         # A rank that refused takes part all the same, with a structure that nobody shares.
         refused = None if self._error is None else self.here.rank
-        text = f"{self._place} {self._paths} {self._kinds} {self.ways} {refused}"
+        text = f"{self._call} {self._paths} {self._kinds} {self.ways} {refused}"
         padding = [0.0] * (ROOM - len(numbers))
         said = array("d", [*hashes(text, self.here.size), *numbers, *padding])
         header = torch.frombuffer(said, dtype=torch.float64).to(self.device)  # faster than tensor
@@ -109,7 +109,7 @@ class Matching:
                 work.wait()
             back: list[float] = header.tolist()
             if not all_equal(back[:_FIRST], self.here.size):
-                refuse(self.here, self._place, self._facts)
+                refuse(self.here, self._call, self._facts)
                 self.ways = [None] * len(self.leaves)  # they differ in these alone
             return back[_FIRST : _FIRST + len(numbers)]
 
@@ -121,7 +121,7 @@ class Matching:
 
     def by(self, way: torch.dtype | None) -> list[Leaf]:
         """Return the leaves that travel in this way."""
-        return [leaf for leaf, own in zip(self.leaves, self.ways, strict=True) if own is way]
+        return [leaf for leaf, one in zip(self.leaves, self.ways, strict=True) if one is way]
 
     def vector(self, numbers: list[float]) -> Tensor:
         """Return numbers as they travel."""
@@ -145,11 +145,11 @@ class Matching:
         return "; ".join(f"{in_brackets('value', path)}: {kind}" for path, kind in both)
 
 
-def refuse(here: World, place: str, facts: Callable[[], str]) -> None:
+def refuse(here: World, call: str, facts: Callable[[], str]) -> None:
     """Raise on every rank, with a table of the calls or of the structures in which they are."""
     cure = "Make the same call with the same structure on every rank."
     state = lambda: {"structure": facts()}  # noqa: E731  # a name says what it is
-    agree(here, place, state, lambda told: require_same(place, told, cure))
+    agree(here, call, state, lambda all_facts: require_same(call, all_facts, cure))
 
 
 def numbers_of(value: object, name: str = "value") -> dict[TreePath, Any]:
@@ -194,8 +194,8 @@ def hashes(text: str, size: int) -> list[int]:
     """
     bits = min(20, (53 - (size - 1).bit_length()) // 2)
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
-    found = [digest >> bits * place & (2**bits - 1) for place in range(_HASHES)]
-    return [*found, *(h * h for h in found)]
+    hashed = [digest >> bits * n & (2**bits - 1) for n in range(_HASHES)]
+    return [*hashed, *(h * h for h in hashed)]
 
 
 def all_equal(sums: Sequence[float], size: int) -> bool:

@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 from pardata.collective._agreement import agree
 from pardata.collective._exchange import pickled, unpickled
+from pardata.messages._doing import doing
 from pardata.messages._failure import Failure
 from pardata.messages._store import Channel
-from pardata.messages._turn import Turn, call_off, leading, refuse_within
+from pardata.messages._turn import Turn, call_off, refuse_within
 from pardata.ranks._world import World, channel, require_world
 from pardata.values._arguments import checked_timeout
 
@@ -73,13 +74,13 @@ def rank_zero_first(*, local: bool = False, timeout: timedelta | float = _HOURS)
     if here.size == 1:
         yield
         return
-    call, line = "rank_zero_first", channel()
+    call, turns = "rank_zero_first", channel()
     if local:
         call = "rank_zero_first(local=True)"
         agree(here, call, lambda: None, timeout=patience)
-        line = _of_node(line, here.node_rank, here.local_rank, here.local_size)
-    turn = Turn(line, call)
-    if line.rank == 0:
+        turns = _of_node(turns, here.node_rank, here.local_rank, here.local_size)
+    turn = Turn(turns, call)
+    if turns.rank == 0:
         with _led(turn, "rank_zero_first", here.rank):
             yield
         turn.tell(decision=None)
@@ -88,18 +89,18 @@ def rank_zero_first(*, local: bool = False, timeout: timedelta | float = _HOURS)
         yield
 
 
-def _of_node(line: Channel, node: int, rank: int, size: int) -> Channel:
+def _of_node(group: Channel, node: int, rank: int, size: int) -> Channel:
     """Return the channel of a node, which has turns of its own and other numbers of ranks."""
-    return Channel(dist.PrefixStore(f"node{node}", line.store), line.timeout, rank, size)
+    return Channel(dist.PrefixStore(f"node{node}", group.store), group.timeout, rank, size)
 
 
-def call_off_everywhere(here: World, line: Channel, news: str) -> None:
+def call_off_everywhere(here: World, group: Channel, news: str) -> None:
     """Let all who wait for this rank, or for the first one of their node, read `news` instead."""
-    call_off(line, news)
+    call_off(group, news)
     # A first one that was killed cannot say so, and who notices may be on another node.
-    if line.store.add("nodes are told", 1) == 1:
+    if group.store.add("nodes are told", 1) == 1:
         for node in range(here.num_nodes):
-            call_off(_of_node(line, node, 0, 1), news)
+            call_off(_of_node(group, node, 0, 1), news)
 
 
 def rank_zero_call(fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -125,13 +126,13 @@ def rank_zero_call(fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs)
     here = require_world("rank_zero_call")
     if here.size == 1:
         return fn(*args, **kwargs)
-    if leading.call == "rank_zero_call":  # the others wait for the outer one
+    if doing.leads == "rank_zero_call":  # the others wait for the outer one
         refuse_within("rank_zero_call")
     name = getattr(fn, "__qualname__", type(fn).__qualname__)
     turn = Turn(channel(), f"rank_zero_call({name})")
     if not here.is_main:
-        told: _T = unpickled(base64.b64decode(turn.decision(turn.heard(_HOURS))))
-        return told
+        received: _T = unpickled(base64.b64decode(turn.decision(turn.heard(_HOURS))))
+        return received
     with _led(turn, "rank_zero_call", here.rank):
         result = fn(*args, **kwargs)
         data = pickled(result)
@@ -140,16 +141,16 @@ def rank_zero_call(fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs)
 
 
 @contextmanager
-def _led(turn: Turn, place: str, rank: int) -> Iterator[None]:
+def _led(turn: Turn, call: str, rank: int) -> Iterator[None]:
     """Lead a turn: tell the waiting ranks of any exception, and raise it again."""
     turn.come()
-    before, leading.call = leading.call, place
+    before, doing.leads = doing.leads, call
     try:
         yield
     except BaseException as error:
-        failure = Failure.of(error, rank=rank, place=place)
+        failure = Failure.of(error, rank=rank, call=call)
         with suppress(Exception):  # the first error says more
             turn.tell(failed=[asdict(failure)])
         raise
     finally:
-        leading.call = before
+        doing.leads = before

@@ -113,37 +113,37 @@ def all_reduce_min(value: _T) -> _T:
     return _exactly("all_reduce_min", value, dist.ReduceOp.MIN)
 
 
-def _exactly(place: str, value: _T, op: Any) -> _T:
+def _exactly(call: str, value: _T, op: Any) -> _T:
     """Reduce `value` so that whole numbers stay whole."""
-    matching = Matching(place, lambda: numbers_of(value), shape_text, exact=True)
-    with explained(place):
-        _, found = _reduced(matching, 1, op)
-    return matching.rebuilt(value, map(_exactly_like, matching.leaves, found))
+    matching = Matching(call, lambda: numbers_of(value), shape_text, exact=True)
+    with explained(call):
+        _, reduced = _reduced(matching, 1, op)
+    return matching.rebuilt(value, map(_exactly_like, matching.leaves, reduced))
 
 
 def _reduced(matching: Matching, weight: float, op: Any = _SUM) -> tuple[float, list[Any]]:
     """Return the sum of the weights, and each leaf, times its weight, reduced over all ranks."""
-    told: dict[Any, Values] = {}
+    packed: dict[Any, Values] = {}
 
     def rides(way: Any) -> bool:
-        return way is None and op == _SUM and len(told[None]) < ROOM
+        return way is None and op == _SUM and len(packed[None]) < ROOM
 
     def pack() -> list[float]:
-        told.clear()
+        packed.clear()
         for way in dict.fromkeys([None, *matching.ways]):
-            told[way] = _packed(matching, way, weight)
-        near = told[None] if rides(None) else []
+            packed[way] = _packed(matching, way, weight)
+        near = packed[None] if rides(None) else []
         return [weight, *(near if isinstance(near, list) else near.tolist())]
 
     total, *near = matching.all_reduce(pack)
-    pieces: dict[Any, Any] = {}
-    for way, values in told.items():
+    reduced: dict[Any, Any] = {}
+    for way, values in packed.items():
         if rides(way) and isinstance(values, list):
-            pieces[way] = iter(near)
+            reduced[way] = iter(near)
             continue
         sums = matching.vector(near) if rides(way) else _sent(matching, values, op)
-        pieces[way] = iter(split_like(sums, matching.by(way)))
-    return total, [next(pieces[way]) for way in matching.ways]
+        reduced[way] = iter(split_like(sums, matching.by(way)))
+    return total, [next(reduced[way]) for way in matching.ways]
 
 
 def split_like(flat: Tensor, leaves: list[Leaf]) -> list[Tensor]:
@@ -159,24 +159,18 @@ def _packed(matching: Matching, way: Any, weight: float) -> Values:
     parts, dtype, device = matching.by(way), way, matching.here.device
     if way is None:
         parts = [part.cpu() if isinstance(part, Tensor) else part for part in parts]
-        for part in filter(_is_whole, parts if matching.exact else []):
+        for part in filter(_is_integer_kind, parts if matching.exact else []):
             _require_exact(part)
-        numbers = [_number(part) for part in parts]
         # 0 * NaN is NaN: what does not count is not multiplied.
-        if None not in numbers:
-            return [number * weight if weight else 0.0 for number in numbers if number is not None]
+        if not any(getattr(part, "ndim", 0) for part in parts):
+            # Not float of a tensor, which warns of one with a gradient.
+            numbers = [part.item() if isinstance(part, Tensor) else part for part in parts]
+            return [float(number) * weight if weight else 0.0 for number in numbers]
         dtype, device = torch.float64, matching.device
     # The dtype at once: a float would become a float32 first.
     wide = [torch.as_tensor(part, dtype=dtype, device=device) for part in parts]
     flat = torch.cat([part.detach().reshape(-1) for part in wide])
     return flat.mul_(weight) if weight else flat.zero_()
-
-
-def _number(part: Leaf) -> float | None:
-    """Return the number that `part` is, unless it has several."""
-    if isinstance(part, Tensor):  # not float, which warns of one with a gradient
-        return None if part.ndim else float(part.item())
-    return float(part)
 
 
 def _sent(matching: Matching, values: Values, op: Any) -> Tensor:
@@ -196,7 +190,7 @@ def _sent(matching: Matching, values: Values, op: Any) -> Tensor:
 
 
 def like(leaf: Leaf, value: Tensor | float, dtype: torch.dtype | None = None) -> Leaf:
-    """Return `value` as a float, or as a new tensor where `leaf` is, of its dtype if of floats."""
+    """Return `value` as a float, or as a new tensor if `leaf` is one, of its dtype if of floats."""
     if not isinstance(leaf, Tensor):
         return float(value)
     kind = leaf.dtype if leaf.is_floating_point() else dtype or torch.get_default_dtype()
@@ -207,14 +201,14 @@ def like(leaf: Leaf, value: Tensor | float, dtype: torch.dtype | None = None) ->
 
 def _exactly_like(leaf: Leaf, total: Tensor | float) -> Leaf:
     """Return `total` as the kind of number that `leaf` is, unless that would change its value."""
-    # A fraction where a float was on another rank; else int64 as torch.sum, for a sum of uint8 is
+    # A fraction if a float was on another rank; else int64 as torch.sum, for a sum of uint8 is
     # soon beyond 255.
-    if not _is_whole(leaf) or not _is_integral(total):
+    if not _is_integer_kind(leaf) or not _is_integral(total):
         return like(leaf, total, torch.float64)
     return like(leaf, total, torch.int64) if isinstance(leaf, Tensor) else int(total)
 
 
-def _is_whole(leaf: Leaf) -> bool:
+def _is_integer_kind(leaf: Leaf) -> bool:
     return isinstance(leaf, Integral) or (isinstance(leaf, Tensor) and not leaf.is_floating_point())
 
 
@@ -228,15 +222,15 @@ def _is_integral(total: Tensor | float) -> bool:
     return whole
 
 
-def _require_exact(whole: Leaf) -> None:
+def _require_exact(number: Leaf) -> None:
     # A large number may be gone from the sum again, and what it rounded away with it. 2**53 itself
     # may be what 2**53 + 1 was rounded to.
-    if isinstance(whole, Tensor):
-        whole = float(whole.double().abs().max()) if whole.numel() else 0
-    if abs(whole) >= _EXACT:
+    if isinstance(number, Tensor):
+        number = float(number.double().abs().max()) if number.numel() else 0
+    if abs(number) >= _EXACT:
         raise OverflowError(
             f"whole numbers and their sum must be below 2**53 to be exact, but one has "
-            f"{int(whole).bit_length()} bits: pass it as a float"
+            f"{int(number).bit_length()} bits: pass it as a float"
         )
 
 

@@ -23,29 +23,29 @@ class Vote:
 
     Args:
         here: this rank.
-        place: the name of the call; ranks in other calls get an error.
+        call: the name of the call; ranks in other calls get an error.
         numbers: at most 31.
     """
 
-    def __init__(self, here: World, place: str, numbers: Sequence[int]) -> None:
-        self._here, self._place, self._count = here, place, len(numbers)
+    def __init__(self, here: World, call: str, numbers: Sequence[int]) -> None:
+        self._here, self._call, self._count = here, call, len(numbers)
         # As long as a header: a rank that is in such a collective gets what it cannot read, too.
-        said = [zlib.crc32(place.encode()), *numbers]
+        said = [zlib.crc32(call.encode()), *numbers]
         said += [0] * (HEADER // 2 - len(said))
         # The most of a number turned round is the least of it.
         group, device = way_of_counts(here)
-        self._told = torch.tensor([*said, *(-number for number in said)], device=device)
+        self._numbers = torch.tensor([*said, *(-number for number in said)], device=device)
         self._work: Any = None
         if here.size > 1:
-            self._work = dist.all_reduce(self._told, _MOST, group=group, async_op=True)
+            self._work = dist.all_reduce(self._numbers, _MOST, group=group, async_op=True)
 
     def result(self) -> list[tuple[int, int]]:
         """Wait, and return of each number the least and the most that any rank said."""
         if self._work is not None:
-            with explained(self._place):
+            with explained(self._call):
                 self._work.wait()
-        most, turned = self._told.view(2, -1).tolist()
+        most, turned = self._numbers.view(2, -1).tolist()
         (least, most), *found = zip([-number for number in turned], most, strict=True)
         if least != most:
-            refuse(self._here, self._place, lambda: "a vote")
+            refuse(self._here, self._call, lambda: "a vote")
         return found[: self._count]

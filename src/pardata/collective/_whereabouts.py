@@ -1,19 +1,16 @@
 """Where the ranks are when a run hangs: what each says of itself, and one table of all."""
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from time import monotonic
 from types import FrameType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from pardata.messages._call_site import Call, calls_of, own_call, standing
-from pardata.messages._doing import Note
-from pardata.messages._table import ranks_text
-from pardata.messages._turn import leading
-
-_K = TypeVar("_K", bound=Hashable)
+from pardata.messages._doing import Note, doing
+from pardata.messages._table import ranks_by, ranks_text
 
 _PLURAL = {"is": "are", "waits": "wait", "reads": "read", "works": "work", "compiles": "compile"}
 
@@ -41,9 +38,9 @@ class Whereabouts:
     stack: list[Call]
 
     @classmethod
-    def of(cls, told: dict[str, Any]) -> "Whereabouts":
+    def of(cls, facts: dict[str, Any]) -> "Whereabouts":
         """Return what another rank has told in JSON."""
-        return cls(**{**told, "stack": [Call(*call) for call in told["stack"]]})
+        return cls(**{**facts, "stack": [Call(*call) for call in facts["stack"]]})
 
 
 Found: TypeAlias = Mapping[int, Whereabouts]  # by ranks
@@ -59,8 +56,8 @@ def whereabouts(hang: int, note: Note, frame: FrameType) -> Whereabouts:
     kind, does = "", "is"
     if any(one.whose == "torch" and _compiles(one) for one in calls):
         kind = does = "compiles"
-    elif leading.call:
-        kind, call = "leads", leading.call
+    elif doing.leads:
+        kind, call = "leads", doing.leads
         does = f"works in {call}"
     elif tell is not None:
         does = "waits for its loader"
@@ -70,10 +67,9 @@ def whereabouts(hang: int, note: Note, frame: FrameType) -> Whereabouts:
         kind = "waits" if is_inside else ""
         does = f"{kind or 'is'} in {call}"
     text = f"{does} at {calls[own].place if is_inside else standing(calls)}"
-    of_step = (
-        f"{'after ' * (tell is not None)}step {step.number} of epoch {step.epoch}" if step else ""
-    )
-    return Whereabouts(hang, kind, text, call, of_step, monotonic() - since, calls)
+    when = f"step {step.number} of epoch {step.epoch}" if step else ""
+    when = f"after {when}" if step and tell is not None else when
+    return Whereabouts(hang, kind, text, call, when, monotonic() - since, calls)
 
 
 def _compiles(call: Call) -> bool:
@@ -104,43 +100,34 @@ def headline(found: Found, silent: Collection[int]) -> tuple[str, bool]:
 def table(found: Found, silent: Mapping[int, str]) -> list[str]:
     """Return a line for each set of ranks that are at the same place, and for who is silent."""
     lines = [(rank, f"  rank {rank} {text}") for rank, text in silent.items()]
-    for ranks in _alike(found, lambda one: (one.text, one.step)):
-        first = found[ranks[0]]
-        verb, _, rest = first.text.partition(" ")
+    alike = ranks_by((rank, (one.text, one.step)) for rank, one in found.items())
+    for (text, step), ranks in alike.items():
+        verb, _, rest = text.partition(" ")
         verb = _PLURAL.get(verb, verb) if len(ranks) > 1 else verb
         seconds = f"{max(found[rank].seconds for rank in ranks):.0f} s"
-        more = ", ".join(filter(None, [first.step, seconds]))
-        text = f"{rest[:-1]}; {more})" if rest.endswith(")") else f"{rest} ({more})"
-        lines.append((ranks[0], f"  {ranks_text(ranks)} {verb} {text}"))
+        more = ", ".join(filter(None, [step, seconds]))
+        rest = f"{rest[:-1]}; {more})" if rest.endswith(")") else f"{rest} ({more})"
+        lines.append((ranks[0], f"  {ranks_text(ranks)} {verb} {rest}"))
     return [line for _, line in sorted(lines)]
 
 
-def stacks(found: Found, fold: Callable[[list[Call]], list[str]]) -> list[str]:
+def stacks(found: Found, *, fold: bool) -> list[str]:
     """Return the stacks, once for each set of ranks that have the same."""
-    return [
-        "\n".join([f"{ranks_text(ranks)}:", *fold(found[ranks[0]].stack)])
-        for ranks in _alike(found, lambda one: tuple(fold(one.stack)))
-    ]
+    lines_of = _folded if fold else _unfolded
+    alike = ranks_by((rank, tuple(lines_of(one.stack))) for rank, one in found.items())
+    return ["\n".join([f"{ranks_text(ranks)}:", *lines]) for lines, ranks in alike.items()]
 
 
-def folded(stack: list[Call]) -> list[str]:
+def _folded(stack: list[Call]) -> list[str]:
     """Return a stack in lines, one for what is of one library, except for the innermost call."""
     lines: list[str] = []
     for whose, calls in groupby(stack[:-1], lambda call: call.whose):
         many = list(calls)
         count = f"  … {len(many)} frame{'s' * (len(many) > 1)} of {whose}"
-        lines += [count] if whose else whole(many)
-    return lines + whole(stack[-1:])
+        lines += [count] if whose else _unfolded(many)
+    return lines + _unfolded(stack[-1:])
 
 
-def whole(stack: list[Call]) -> list[str]:
+def _unfolded(stack: list[Call]) -> list[str]:
     """Return a stack in lines."""
     return [f"  {call.place} in {call.function}" for call in stack]
-
-
-def _alike(found: Found, key: Callable[[Whereabouts], _K]) -> Iterator[list[int]]:
-    """Yield the ranks by what their `key` is."""
-    sets: dict[_K, list[int]] = {}
-    for rank, one in found.items():
-        sets.setdefault(key(one), []).append(rank)
-    yield from sets.values()

@@ -43,14 +43,14 @@ def tensors_of(batch: Any, seen: dict[int, Any] | None = None) -> Iterator[Tenso
 
 def _inside(part: Any) -> list[Any]:
     """Return what is in the attributes of an object, and in it if it is a collection too."""
-    found = list(getattr(part, "__dict__", {}).values())
+    held = list(getattr(part, "__dict__", {}).values())
     slots = (name for kind in type(part).__mro__ for name in getattr(kind, "__slots__", ()))
-    found += [getattr(part, name) for name in slots if hasattr(part, name)]
+    held += [getattr(part, name) for name in slots if hasattr(part, name)]
     # Microbatches, say, hold a placeholder next to what they are made of.
-    is_own = isinstance(part, Sequence) and hasattr(part, "__dict__")
-    if is_own or isinstance(part, set | frozenset):
-        found += part
-    return found + list(part.values()) if isinstance(part, Mapping) else found
+    is_collection = isinstance(part, Sequence) and hasattr(part, "__dict__")
+    if is_collection or isinstance(part, set | frozenset):
+        held += part
+    return held + list(part.values()) if isinstance(part, Mapping) else held
 
 
 def emptied(batch: Any, *, lists_are_columns: bool) -> Any:
@@ -69,10 +69,9 @@ def emptied(batch: Any, *, lists_are_columns: bool) -> Any:
         return is_list(part) and len(part) == 1 and not lists_are_columns
 
     def empty(path: TreePath, leaf: Any) -> Any:
-        is_tensor = isinstance(leaf, Tensor)
-        if is_ragged(leaf) or is_text(leaf) or (is_tensor and leaf.ndim):
+        if is_ragged(leaf) or is_text(leaf) or (isinstance(leaf, Tensor) and leaf.ndim):
             return leaf[:0]
-        what = f"{type(leaf).__name__}{' without dimensions' if is_tensor else ''}"
+        what = type(leaf).__name__ + " without dimensions" * isinstance(leaf, Tensor)
         if may_be_samples(leaf):
             what += " of one item, which may be a sample"
         raise TypeError(
@@ -83,11 +82,11 @@ def emptied(batch: Any, *, lists_are_columns: bool) -> Any:
         )
 
     def is_leaf(part: Any) -> bool:
-        return is_ragged(part) or is_whole(part) or may_be_samples(part)
+        return is_ragged(part) or is_indivisible(part) or may_be_samples(part)
 
     return mapped(batch, empty, is_leaf=is_leaf)
 
 
-def is_whole(batch: Any) -> bool:
-    """Whether this is no collection of parts, but text or a tensor in disguise."""
+def is_indivisible(batch: Any) -> bool:
+    """Whether this looks like a collection, but is text, or a tensor in disguise."""
     return isinstance(batch, PackedSequence) or is_text(batch)

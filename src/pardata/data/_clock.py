@@ -20,13 +20,13 @@ class Clock:
 
         `tell` says what is waited for, to who looks for a hang.
         """
-        asked, before, found = self.seconds(), doing.enter("its loader", tell), end
+        asked, before, batch = self.seconds(), doing.enter("its loader", tell), end
         try:
-            found = next(batches, end)
+            batch = next(batches, end)
         finally:
-            doing.leave(before, found[0])
+            doing.leave(before, batch[0])
         self.waited += self.seconds() - asked
-        return found
+        return batch
 
     def stop(self) -> None:
         self._end = time.perf_counter()

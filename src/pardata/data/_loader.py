@@ -3,7 +3,8 @@
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, TypeAlias
+from types import SimpleNamespace
+from typing import Any, NoReturn, TypeAlias
 
 from torch.utils.data import Dataset
 
@@ -12,9 +13,8 @@ from pardata.data._batch_parts import emptied
 from pardata.data._clock import Clock
 from pardata.data._microbatches import Microbatches
 from pardata.data._order import Requests, length_of
-from pardata.data._peers import ForPeers
 from pardata.data._placement import Placement
-from pardata.data._plan import Fetched, Plan, Step
+from pardata.data._plan import Fetched, GlobalStep, Plan
 from pardata.data._position import Bookmark, Pass, Position, Recipe
 from pardata.data._sample_count import Read, delivered
 from pardata.data._whole_batches import is_read_whole
@@ -31,7 +31,7 @@ _END = (None, None, None)  # no step, and no batch
 Parts: TypeAlias = tuple[Recipe, Source, Placement]
 
 
-class Loader(ForPeers):
+class Loader:
     """This rank's batches, epoch after epoch; made by `make_loader`.
 
     An ``iter()`` begins the next epoch when it is asked for its first batch, also after a ``break``
@@ -53,8 +53,6 @@ class Loader(ForPeers):
         self._recipe, self._source, self._placement = parts
         self.dataset: Dataset[Any] = self._source.reader.dataset
         self.batch_size: int | None = plan.batch_size or None
-        # Those that `default_collate` makes.
-        self._lists_are_columns = self._source.reader.collation.collate_fn is None
         self._bookmark = Bookmark()
         self._clock = Clock()
         self._has_spoken = False
@@ -77,14 +75,31 @@ class Loader(ForPeers):
         """The epoch in progress, or else the one that the next ``iter()`` will run."""
         return self._bookmark.epoch
 
+    @property
+    def sampler(self) -> NoReturn:
+        """Nothing, for whoever needs one shares out or skips, as the loader itself does."""
+        raise AttributeError(
+            "a loader must be used as it is, because it shares out and resumes by itself, but was "
+            "asked for its `sampler`, as by accelerate's `skip_first_batches` and "
+            "`prepare_data_loader`: leave these out, and save and load the loader's state_dict() "
+            "(with transformers' Trainer pass ignore_data_skip=True)"
+        )
+
+    @property
+    def batch_sampler(self) -> SimpleNamespace:
+        """What has the loader as its `sampler`: there Lightning finds ``set_epoch``."""
+        return SimpleNamespace(sampler=self)
+
     def epochs(self, count: int) -> Iterator[int]:
         """Run what is left of `count` epochs: ``for epoch in loader.epochs(count)``.
 
         A new loader begins at the first epoch. After `load_state_dict` it runs the rest of the
-        epoch in which the state was saved, or the next epoch if nothing is left. Only reading shows
-        the end of an ``IterableDataset``, so there the rest may have no batch. Epochs that ran to
+        epoch in which the state was saved, or the next epoch if nothing is left. The
+        loader knows the end of an ``IterableDataset`` only when it reads that far. So if the state
+        was saved after its last batch, the rest of the epoch has no batch. Epochs that ran to
         their end count as done, also in an earlier loop. If you leave this loop in the middle of an
-        epoch, or look at a batch outside of it, that epoch is not done. The next loop runs it.
+        epoch, or look at a batch outside of it, that epoch is not done. The next loop runs it from
+        its first batch.
 
         In the body each ``iter()`` runs the same epoch, however often you call it. The end of the
         body moves to the next epoch, even if a ``break`` left some batches. ``loader.epoch`` is
@@ -144,11 +159,11 @@ class Loader(ForPeers):
         parts = self._recipe, self._source, self._placement
         if seed != self._recipe.facts["seed"]:
             parts = self._with_seed(seed) or parts  # those of another loader of this run
-        place = parts[0].position(state)
-        self._bookmark.resume_at(place)
+        start = parts[0].position(state)
+        self._bookmark.resume_at(start)
         self._recipe, self._source, self._placement = parts
-        if self._recipe.is_stream and place.delivered and place.state is None:
-            _log.info("the loader reads %d samples again, to resume after them", place.delivered)
+        if self._recipe.is_stream and start.delivered and start.state is None:
+            _log.info("the loader reads %d samples again, to resume after them", start.delivered)
 
     def stats(self, *, reduce: bool = False) -> dict[str, float]:
         """Return how this rank's time was spent since the epoch in progress, or the last, began.
@@ -160,9 +175,9 @@ class Loader(ForPeers):
         Args:
             reduce: return the stats of the rank that waited longest; collective then.
         """
-        own = self._clock.stats()
-        told = all_gather(own) if reduce else [own]
-        return max(told, key=lambda stats: stats["wait_seconds"])
+        stats = self._clock.stats()
+        every = all_gather(stats) if reduce else [stats]
+        return max(every, key=lambda each: each["wait_seconds"])
 
     def fingerprint(self) -> str:
         """Return a hash of the samples delivered in the epoch in progress, or the last.
@@ -209,11 +224,11 @@ class Loader(ForPeers):
         try:
             while True:
                 bookmark.check(begun)
-                step, own, batch = clock.next_of(batches, _END, self._source.reading)
+                step, state, batch = clock.next_of(batches, _END, self._source.reading)
                 if step is None:
                     break
                 clock.samples += step.samples
-                bookmark.delivered(begun, step.samples, self._source.digest, own)
+                bookmark.delivered(begun, step.samples, self._source.digest, state)
                 if self._plan.microbatch_size is None:  # else the batch says it itself
                     delivered.add(batch, Read(step.rows, self._plan.size))
                 yield batch
@@ -223,7 +238,7 @@ class Loader(ForPeers):
         finally:
             clock.stop()
 
-    def _shaped(self, fetched: Fetched) -> tuple[Step, Any, Any]:
+    def _shaped(self, fetched: Fetched) -> tuple[GlobalStep, Any, Any]:
         """Return a step, the dataset's own state after it, and what the loop gets.
 
         That is microbatches, or one batch.
@@ -231,17 +246,16 @@ class Loader(ForPeers):
         step = fetched.step
         batches = self._placement.placed(fetched)
         if self._plan.microbatch_size is not None:
-            where = {"epoch": step.epoch, "step": step.number, "first": step.first}
-            whose = {"seed": self._recipe.facts["seed"], "size": self._plan.size}
-            whose["stride"] = step.stride
-            own = batches if step.rows else ()
-            counts = self._plan.counts_of(step.samples)
-            found = Microbatches(own, **where, counts=counts, **whose, placeholder=batches[0])
-            return step, fetched.state, found
+            facts: dict[str, Any] = {"epoch": step.epoch, "step": step.number, "first": step.first}
+            facts |= {"stride": step.stride, "counts": self._plan.counts_of(step.samples)}
+            facts |= {"seed": self._recipe.facts["seed"], "size": self._plan.size}
+            read = batches if step.rows else ()
+            return step, fetched.state, Microbatches(read, **facts, placeholder=batches[0])
         (batch,) = batches
         if step.rows == 0 or step.samples < self._plan.size:
             # On every rank, so that a batch that cannot be emptied is an error on all of them.
-            empty = emptied(batch, lists_are_columns=self._lists_are_columns)
+            default_collates = self._source.reader.collation.collate_fn is None
+            empty = emptied(batch, lists_are_columns=default_collates)
             batch = batch if step.rows else empty
         return step, fetched.state, batch
 
@@ -254,9 +268,8 @@ class Loader(ForPeers):
             return
         workers = 0 if self._source.workers is None else self._source.workers.num_workers
         text = (
-            f"the first epoch spent {100 * stats['wait_share']:.0f} % of its "
-            f"{stats['seconds']:.1f} s waiting for data: more num_workers (now {workers}) read in "
-            f"parallel"
+            f"the first epoch waited {stats['wait_share']:.0%} of its {stats['seconds']:.1f} s "
+            f"for data: more num_workers (now {workers}) read in parallel"
         )
         if not is_read_whole(self.dataset):
             text += ", cache_dataset decodes once, and batch_transform does a whole batch at a time"

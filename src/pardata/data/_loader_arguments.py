@@ -20,10 +20,8 @@ from pardata.values._arguments import check_flag, check_integer, check_map_style
 
 _log = get_logger(__name__)
 
-_COMPARED = (
-    *("batch_size", "microbatch_size", "strided", "shuffle", "drop_last", "sharded"),
-    *("reproducible", "seed", "prefetch"),
-)
+_FLAGS = ("strided", "shuffle", "sharded", "reproducible")
+_COMPARED = ("batch_size", "microbatch_size", *_FLAGS, "drop_last", "seed", "prefetch")
 
 
 def agreed(given: Arguments) -> Settings:
@@ -37,23 +35,22 @@ def agreed(given: Arguments) -> Settings:
     shared = given.distributed is not False
     here = _world_for(given.distributed) if shared else world()
     ranks = here if shared else single_world()
-    found: list[Settings] = []
+    made: list[Settings] = []
 
     def facts() -> dict[str, object]:
-        found.append(own := _settings(given, here, ranks))
-        compared = {name: getattr(given, name) for name in _COMPARED}
-        compared["drop_last"] = own.plan.drop_last
-        initial = torch.initial_seed()
-        numbers = [initial, next_number(initial)]
-        return {"the length": own.plan.length, **compared, "loaders": numbers}
+        made.append(_settings(given, here, ranks))
+        plan, initial = made[0].plan, torch.initial_seed()
+        compared = {"the length": plan.length, **{name: getattr(given, name) for name in _COMPARED}}
+        return {**compared, "drop_last": plan.drop_last, "loaders": [initial, next_number(initial)]}
 
-    def decide(told: list[dict[str, Any]]) -> list[int]:
-        counts: list[list[int]] = [each.pop("loaders") for each in told]  # may differ: rank 0's
-        require_same("make_loader", told, "Pass the same dataset and arguments on every rank.")
-        return counts[0]
+    def decide(facts_of_ranks: list[dict[str, Any]]) -> list[int]:
+        loaders: list[list[int]] = [each.pop("loaders") for each in facts_of_ranks]  # may differ
+        cure = "Pass the same dataset and arguments on every rank."
+        require_same("make_loader", facts_of_ranks, cure)
+        return loaders[0]
 
     initial, number = agree(ranks, "make_loader", facts, decide)
-    (settings,) = found
+    (settings,) = made
     _look_at_shares(settings)
     if given.seed is not None:
         return settings
@@ -79,7 +76,7 @@ def _settings(given: Arguments, here: World, ranks: World) -> Settings:
         _check_alone(given)
     drop_last = given.trains if given.drop_last is None else given.drop_last
     check_flag("drop_last", drop_last)
-    for name in ("strided", "shuffle", "sharded", "reproducible"):
+    for name in _FLAGS:
         check_flag(name, getattr(given, name))
     _check_data(given)
     plan = _plan(given, ranks, drop_last=drop_last)
@@ -129,11 +126,11 @@ def _workers(given: Arguments, here: World, device: torch.device) -> tuple[Worke
 def _check_alone(given: Arguments) -> None:
     """Raise where a `batch_sampler` comes with what it replaces."""
     others = {"batch_size": None, "shuffle": False, "sampler": None, "drop_last": None}
-    told = [f"`{name}`" for name, unset in others.items() if getattr(given, name) is not unset]
-    if told:
+    extra = [f"`{name}`" for name, unset in others.items() if getattr(given, name) is not unset]
+    if extra:
         raise ValueError(
-            f"`batch_sampler` must come without {', '.join(told)}, as it yields whole batches in "
-            f"their order, but both are given: leave {' and '.join(told)} out"
+            f"`batch_sampler` must come without {', '.join(extra)}, as it yields whole batches in "
+            f"their order, but both are given: leave {' and '.join(extra)} out"
         )
 
 
@@ -143,21 +140,18 @@ def _check_data(given: Arguments) -> None:
     if isinstance(dataset, DataLoader):
         raise TypeError(
             "`dataset` must be what a DataLoader reads from, but is a DataLoader: pass "
-            "loader.dataset, and its batch_size times the number of ranks, as that counts the "
-            "samples of all ranks here"
+            "loader.dataset, and its batch_size times the number of ranks"
         )
     if isinstance(dataset, IterableDataset):
         if given.trains or given.batch_sampler is not None:
             raise ValueError(
                 f"`shuffle`, `sampler` and `batch_sampler` must be left out for an "
-                f"IterableDataset, whose order is its own, but are given for {kind}: shuffle "
-                f"inside the dataset"
+                f"IterableDataset, but are given for {kind}: shuffle inside the dataset"
             )
         return
     if given.sharded:
         raise ValueError(
-            f"`sharded` must be False for a dataset that has indices, which are shared out here, "
-            f"but is True for {kind}: leave it out"
+            f"`sharded` must be False for data with indices, but is True for {kind}: leave it out"
         )
     check_map_style(dataset, ", or be an IterableDataset")
     if given.sampler is not None:
@@ -216,17 +210,16 @@ def _plan(given: Arguments, ranks: World, *, drop_last: bool) -> Plan:
         raise TypeError(f"`batch_size` is missing: pass {what}")
     why = ", one for each rank, as it counts the samples of all ranks together" if least > 1 else ""
     check_integer("batch_size", batch_size, least=least, why=why)
-    if microbatch_size is not None:
-        if microbatch_size > batch_size:
-            raise ValueError(
-                f"`microbatch_size` must be at most the `batch_size` of {batch_size}, but "
-                f"is {microbatch_size}: make it smaller"
-            )
-        if given.sharded:
-            raise ValueError(
-                f"`microbatch_size` must be left out with `sharded`, as the steps of such data "
-                f"depend on the number of ranks, but is {microbatch_size}: choose one"
-            )
+    if microbatch_size is not None and microbatch_size > batch_size:
+        raise ValueError(
+            f"`microbatch_size` must be at most the `batch_size` of {batch_size}, but is "
+            f"{microbatch_size}: make it smaller"
+        )
+    if microbatch_size is not None and given.sharded:
+        raise ValueError(
+            f"`microbatch_size` must be left out with `sharded`, as the steps of such data "
+            f"depend on the number of ranks, but is {microbatch_size}: choose one"
+        )
     length = plan.length if given.sampler is None else length_of(given.sampler)
     if length is not None:
         replace(plan, length=length).check(trains=given.trains)
@@ -243,14 +236,13 @@ def _look_at_shares(settings: Settings) -> None:
     if batch_size is None:
         return  # only the batch_sampler knows
     # Without microbatches a rank gets single samples, at least one.
-    pieces = -(-batch_size // (given.microbatch_size or 1))
-    if pieces < ranks:
-        shares = [share(pieces, rank, ranks, strided=given.strided) for rank in range(ranks)]
-        idle = ", ".join(str(rank) for rank, own in enumerate(shares) if not own)
+    count = -(-batch_size // (given.microbatch_size or 1))
+    if count < ranks:
+        shares = [share(count, rank, ranks, strided=given.strided) for rank in range(ranks)]
+        idle = ", ".join(str(rank) for rank in range(ranks) if not shares[rank])
         text = (
-            f"a `batch_size` of {batch_size} makes {pieces} microbatches of at most "
-            f"{given.microbatch_size} samples for {ranks} ranks, so that rank(s) {idle} have "
-            f"nothing to do; make `microbatch_size` smaller"
+            f"a `microbatch_size` of {given.microbatch_size} makes {count} microbatches of "
+            f"{batch_size} samples for {ranks} ranks, so that rank(s) {idle} idle: make it smaller"
         )
         _log.warning(text, ranks=[0], once=True)
     elif given.microbatch_size is None and given.trains and batch_size % ranks:

@@ -14,8 +14,7 @@ from pardata.data._loader_arguments import agreed
 from pardata.data._order import Requests
 from pardata.data._placement import Placement
 from pardata.data._position import Recipe
-from pardata.data._reader import Collation, Reader
-from pardata.data._sample_seeds import Seeds
+from pardata.data._reader import Collation, Reader, Seeds
 from pardata.data._settings import Arguments, Settings
 from pardata.data._stream import Stream
 from pardata.data._streamed import Streamed
@@ -53,12 +52,13 @@ def make_loader(
 ) -> Loader:
     """Return a loader of this rank's share of each *global* batch of `batch_size` samples.
 
-    Step k of an epoch holds the same samples at every world size. Each rank gets consecutive
+    GlobalStep k of an epoch holds the same samples at every world size. Each rank gets consecutive
     samples of it, and the ranks' counts differ by at most one. The loader collates as
     ``DataLoader`` does, and moves each batch to the device. All ranks yield the same number of
-    batches. No sample is repeated. An ordered loader leaves none out, so an evaluation counts each
-    exactly once. If its last batch has fewer samples than ranks, some ranks get an empty one.
-    Epochs advance by themselves, and ``state_dict()`` resumes at any step and any world size.
+    batches. No sample is repeated. Without `shuffle` and `sampler` the loader leaves none out, so
+    an evaluation counts each exactly once. If then the last batch has fewer samples than ranks,
+    some ranks get an empty one. Epochs advance by themselves, and ``state_dict()`` resumes at any
+    step and any world size.
 
     The loader reads by whole batches if the dataset is a ``TensorDataset``, what `cache_dataset`
     returns, a ``Subset`` or ``ConcatDataset`` of such, or has ``__getitems__``. If
@@ -94,19 +94,21 @@ def make_loader(
             draws as a `sampler` does. Without `microbatch_size` each batch must have a sample for
             every rank.
         sharded: the ``IterableDataset`` yields, on each rank and worker, samples that no other
-            yields. They are batched as they come, until no rank has any; with `drop_last`, until
-            one rank has no whole share. ``get_worker_info()`` tells a worker its number. Take the
-            rank from `world` when you make the dataset.
+            yields. Each rank batches them in the order in which they come. The epoch ends when all
+            ranks have run out, and a rank that ran out before gets empty batches. With `drop_last`
+            it ends as soon as one rank cannot fill its share. ``get_worker_info()`` tells a worker
+            its number. Take the rank from `world` when you make the dataset.
         num_workers: per rank. ``"auto"`` is 0 for a dataset that is read by whole batches.
             Otherwise it is the number of cores that this rank may use, less one, at most 8.
         seed: of the order, the samples and the workers. ``None`` is rank 0's
-            ``torch.initial_seed()`` for the first loader. Each further loader gets another seed,
-            made of that and of its number. `seed_everything` begins to count anew.
+            ``torch.initial_seed()`` for the first loader that a run makes. Each further one gets a
+            seed made of that and of its number. `seed_everything` starts the numbering anew.
         reproducible: seed the default generators of Python, NumPy and PyTorch before each sample,
-            from `seed`, the epoch and the sample. Each batch puts them back. So an augmentation
-            depends neither on the workers nor on the world size. An ``IterableDataset`` is always
-            seeded before each batch instead. `collate_fn`, `batch_transform` and ``__getitems__``
-            are seeded for each microbatch. Without `microbatch_size` it is an error if they draw.
+            from `seed`, the epoch and the sample. After each batch they are put back. An
+            augmentation that draws from these generators depends neither on the workers nor on the
+            world size. An ``IterableDataset`` is always seeded before each batch instead.
+            `collate_fn`, `batch_transform` and ``__getitems__`` are seeded for each microbatch.
+            Without `microbatch_size` it is an error if they draw.
         device: where the batches go. ``"auto"`` is the world's device; ``None`` leaves them on the
             CPU.
         batch_transform: applied to each batch, or microbatch, on the device.
@@ -146,15 +148,14 @@ def _parts(settings: Settings) -> Parts:
     given, ranks, plan, workers = settings.given, settings.ranks, settings.plan, settings.workers
     seeds = Seeds(settings.seed, given.reproducible, given.microbatch_size is not None)
     collation = Collation(given.collate_fn, seeds, settings.here.rank)
-    source: Source
-    if isinstance(given.dataset, IterableDataset):
-        stream = Stream(given.dataset, collation, plan, sharded=given.sharded)
-        source = Streamed(stream, None, ranks, workers)
-    else:
+    if not isinstance(given.dataset, IterableDataset):
         sampler = given.sampler if given.batch_sampler is None else given.batch_sampler
         to_workers = workers["num_workers"] > 0
         requests = Requests(plan, ranks, settings.seed, given.shuffle, sampler, to_workers)
         source = Source(Reader(given.dataset, collation), requests, ranks, workers)
+    else:
+        stream = Stream(given.dataset, collation, plan, sharded=given.sharded)
+        source = Streamed(stream, None, ranks, workers)
     places = settings.device, given.batch_transform, seeds, given.prefetch, settings.pins
     return _recipe(settings), source, Placement(*places)
 
@@ -169,18 +170,14 @@ def _with_seed(settings: Settings, seed: Any) -> Parts | None:
 
 def _recipe(settings: Settings) -> Recipe:
     given, plan = settings.given, settings.plan
-    names = ("batch_size", "microbatch_size", "shuffle")
-    facts = {
-        "length": plan.length,
-        **{name: getattr(given, name) for name in names},
-        "drop_last": plan.drop_last,
-        "seed": settings.seed,
-    }
+    facts: dict[str, Any] = {"length": plan.length, "batch_size": given.batch_size}
+    facts |= {"microbatch_size": given.microbatch_size, "shuffle": given.shuffle}
+    facts |= {"drop_last": plan.drop_last, "seed": settings.seed}
     for name in ("sampler", "batch_sampler"):
-        drawn_by = getattr(given, name)
-        facts[name] = None if drawn_by is None else type(drawn_by).__name__
-        if drawn_by is not None:
-            facts["length"] = None  # may change from epoch to epoch: the order is compared
+        facts[name] = None
+        if (drawn_by := getattr(given, name)) is not None:
+            # The length may change from epoch to epoch: ranks compare the order.
+            facts |= {name: type(drawn_by).__name__, "length": None}
     shards = f"{plan.size} ranks with {settings.workers['num_workers']} workers"
     facts["shards"] = shards if given.sharded else None
     return Recipe(facts, isinstance(given.dataset, IterableDataset))

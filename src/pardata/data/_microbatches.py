@@ -71,8 +71,8 @@ class Microbatches(Sequence[_T]):
         if not self._batches:
             return self._others
         # A copy of a tuple would be the tuple.
-        found: _T = mapped(self._batches[0], lambda path, leaf: leaf if path else copy(leaf))
-        return found
+        copied: _T = mapped(self._batches[0], lambda path, leaf: leaf if path else copy(leaf))
+        return copied
 
     @classmethod
     def of(
@@ -97,27 +97,27 @@ class Microbatches(Sequence[_T]):
         >>> Microbatches.of([torch.ones(2, 3), torch.ones(1, 3)], step=5)
         Microbatches(epoch=0, step=5, 0 … 1 of 2)
         """
-        own, here = tuple(batches), require_world("Microbatches.of")
+        share, here = tuple(batches), require_world("Microbatches.of")
 
         def state() -> dict[str, Any]:
             check_flag("strided", strided)
-            return {"counts": [samples_of(one) for one in own], "seed": torch.initial_seed()}
+            return {"counts": [samples_of(batch) for batch in share], "seed": torch.initial_seed()}
 
-        def decide(told: list[dict[str, Any]]) -> tuple[list[int], int]:
-            numbers = [len(each["counts"]) for each in told]
+        def decide(facts: list[dict[str, Any]]) -> tuple[list[int], int]:
+            shares = [one["counts"] for one in facts]
+            numbers = [*map(len, shares)]
             if min(numbers) == 0 or min(numbers) < max(numbers):
                 raise ValueError(
                     f"`batches` must be equally many on every rank, at least one, but are "
                     f"{numbers}, in rank order: divide them otherwise, or let a loader do it"
                 )
-            shares = [each["counts"] for each in told]
             steps = zip(*shares, strict=True) if strided else shares
-            return [count for each in steps for count in each], told[0]["seed"]
+            return [count for one in steps for count in one], facts[0]["seed"]
 
         counts, seed = agree(here, "Microbatches.of", state, decide)
-        first, stride = (here.rank, here.size) if strided else (here.rank * len(own), 1)
+        first, stride = (here.rank, here.size) if strided else (here.rank * len(share), 1)
         where: dict[str, Any] = {"epoch": epoch, "step": step, "first": first, "stride": stride}
-        return cls(own, **where, counts=counts, seed=seed, size=here.size)
+        return cls(share, **where, counts=counts, seed=seed, size=here.size)
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -130,6 +130,7 @@ class Microbatches(Sequence[_T]):
         return self._batches[index]
 
     def __repr__(self) -> str:
-        own = f"{self.first} … {self.first + len(self) - 1}" if len(self) else "none"
-        own = ", ".join(map(str, self.numbers)) if len(self) and self.stride > 1 else own
-        return f"Microbatches(epoch={self.epoch}, step={self.step}, {own} of {len(self.counts)})"
+        shown = ", ".join(map(str, self.numbers)) or "none"
+        if len(self) and self.stride == 1:
+            shown = f"{self.first} … {self.numbers[-1]}"
+        return f"Microbatches(epoch={self.epoch}, step={self.step}, {shown} of {len(self.counts)})"

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from pardata.collective._agreement import agree, require_same
-from pardata.data._plan import Plan, Step
+from pardata.data._plan import GlobalStep, Plan
 from pardata.data._position import Position
 from pardata.data._shuffle import Shuffle
 from pardata.data._whole_batches import on_cpu
@@ -64,7 +64,7 @@ class Request(NamedTuple):
             random numbers of its own.
     """
 
-    step: Step
+    step: GlobalStep
     indices: list[Indices]
     positions: list[range] | None
 
@@ -106,15 +106,14 @@ class Requests(Sampler[Request]):
         delivered = steps[self._first - 1].stop if self._first else 0
         if start.digest not in (None, self.epoch.digest) or start.delivered != delivered:
             raise ValueError(
-                f"`state` must have been taken with the order that `{self.name}` yields, but "
-                f"that of epoch {start.epoch} is another one now: make it of the same data and "
-                f"arguments as then"
+                f"`state` must have been taken with the order that `{self.name}` yields, but epoch "
+                f"{start.epoch} has another now: make it of the same data and arguments"
             )
         return self._first < len(steps)
 
     def __iter__(self) -> Iterator[Request]:
         plan, steps = self.plan, self.epoch.steps
-        shares: dict[int, tuple[Step, list[range]]] = {}  # by how many samples a step has
+        shares: dict[int, tuple[GlobalStep, list[range]]] = {}  # by how many samples a step has
         together = max(1, _AHEAD * plan.size // (plan.batch_size or _AHEAD))
         for start in range(self._first, len(steps), together):
             requested = []
@@ -123,15 +122,15 @@ class Requests(Sampler[Request]):
                 if (samples := len(positions)) not in shares:
                     shares[samples] = plan.share_of(samples)
                 step, runs = shares[samples]
-                step = Step(self._number, number, *step[2:])  # _replace takes twice as long
+                step = GlobalStep(self._number, number, *step[2:])  # _replace takes twice as long
                 requested.append((step, [positions[run.start : run.stop] for run in runs]))
-            found = iter(self.epoch.look_up([run for _, runs in requested for run in runs]))
+            indices = iter(self.epoch.look_up([run for _, runs in requested for run in runs]))
             if self.to_workers:
                 # A tensor would cross as shared memory: a file and a system call each.
-                found = map(as_list, found)
+                indices = map(as_list, indices)
             for step, runs in requested:
                 drawn_at = None if self.sampler is None else runs
-                yield Request(step, list(islice(found, len(runs))), drawn_at)
+                yield Request(step, list(islice(indices, len(runs))), drawn_at)
 
     def fingerprint(self, epoch: int, delivered: int) -> str:
         """Return a hash of the indices at the first `delivered` positions of this epoch."""
@@ -179,16 +178,15 @@ class Requests(Sampler[Request]):
                     f"`{self.name}` must yield the same order each time it is read in epoch "
                     f"{epoch}, but {type(self.sampler).__name__} yielded two orders: let its "
                     f"__iter__ keep nothing for the next one (shuffle a copy, count epochs by "
-                    f"set_epoch), and draw from the default generators (generator=None), which are "
-                    f"seeded for each epoch"
+                    f"set_epoch), and draw from the default generators (generator=None)"
                 )
             self._looks_twice = False
             return {"the order": hashlib.sha256(repr(drawn).encode()).hexdigest()[:16]}
 
-        def decide(told: list[dict[str, object]]) -> object:
+        def decide(facts: list[dict[str, object]]) -> object:
             cure = "Make the sampler of the same arguments on every rank."
-            require_same(f"make_loader({self.name}=…)", told, cure)
-            return told[0]["the order"]
+            require_same(f"make_loader({self.name}=…)", facts, cure)
+            return facts[0]["the order"]
 
         return drawn, agree(self.ranks, "iter(loader) with a sampler", draw, decide)
 
@@ -219,9 +217,8 @@ class Requests(Sampler[Request]):
         least = 1 if self.plan.microbatch_size else self.plan.size
         if len(batch) < least:
             raise ValueError(
-                f"`batch_sampler` must yield at least {least} indices for each global batch, one "
-                f"for each rank, but yielded {batch!r}: let it join small batches, or pass "
-                f"`microbatch_size`"
+                f"`batch_sampler` must yield at least {least} indices in each batch, one for each "
+                f"rank, but yielded {batch!r}: join small batches, or pass `microbatch_size`"
             )
         return list(batch)
 

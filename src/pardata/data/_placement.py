@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from pardata.data._batch_parts import is_whole, tensors_of
-from pardata.data._plan import Fetched, Step
-from pardata.data._sample_seeds import Seeds
+from pardata.data._batch_parts import is_indivisible, tensors_of
+from pardata.data._plan import Fetched, GlobalStep
+from pardata.data._reader import Seeds
 from pardata.ranks._device import has_streams
 from pardata.values._tree import TreePath, mapped
 
@@ -33,11 +33,10 @@ class Placement(NamedTuple):
 
     def placed(self, fetched: Fetched) -> list[Any]:
         """Return the batches of a step on the device and transformed, one by one."""
-        step = fetched.step
-        numbered = zip(step.numbers(), fetched.batches, strict=False)
-        return [self._placed(batch, step, n) for n, batch in numbered]
+        numbered = zip(fetched.step.numbers(), fetched.batches, strict=False)
+        return [self._placed(batch, fetched.step, number) for number, batch in numbered]
 
-    def _placed(self, batch: Any, step: Step, microbatch: int) -> Any:
+    def _placed(self, batch: Any, step: GlobalStep, microbatch: int) -> Any:
         if self.pins:
             batch = pinned(batch)
         batch = moved(batch, self.device)
@@ -65,7 +64,7 @@ def moved(batch: Any, device: torch.device) -> Any:
             return leaf.to(device, non_blocking=has_streams(device))
         return leaf.to(device) if hasattr(leaf, "to") else leaf
 
-    return batch if device.type == "cpu" else mapped(batch, move, is_leaf=is_whole)
+    return batch if device.type == "cpu" else mapped(batch, move, is_leaf=is_indivisible)
 
 
 def pinned(batch: Any) -> Any:
@@ -78,7 +77,7 @@ def pinned(batch: Any) -> Any:
         stays = isinstance(leaf, Tensor) and leaf.device.type != "cpu"
         return leaf if stays or not hasattr(leaf, "pin_memory") else leaf.pin_memory()
 
-    return mapped(batch, pin, is_leaf=is_whole)
+    return mapped(batch, pin, is_leaf=is_indivisible)
 
 
 def _ahead(

@@ -1,6 +1,6 @@
 """Which sample goes where: pure arithmetic, without a process group or a dataset.
 
-N samples, global batch B, world size W. Epoch e has an order of the N samples. Step k is the
+N samples, global batch B, world size W. Epoch e has an order of the N samples. GlobalStep k is the
 positions kB … min((k+1)B, N)-1 of that order, whatever W is; each rank gets a share of them.
 """
 
@@ -26,7 +26,7 @@ def share(count: int, rank: int, size: int, *, strided: bool = False) -> range:
     return range(-(-rank * count // size), -(-(rank + 1) * count // size))
 
 
-class Step(NamedTuple):
+class GlobalStep(NamedTuple):
     """One step, as one rank sees it."""
 
     epoch: int
@@ -44,7 +44,7 @@ class Step(NamedTuple):
 class Fetched(NamedTuple):
     """What was read of one step; a named tuple, which ``DataLoader`` pins field by field."""
 
-    step: Step
+    step: GlobalStep
     batches: list[Any]  # one for each microbatch, or that of the whole share
     digest: str = ""  # if a stream: a hash of what its reader read first in this epoch
     state: Any = None  # the dataset's own after this step, if it is a stream that has one
@@ -69,8 +69,8 @@ class Plan:
     strided: bool = False
 
     def __len__(self) -> int:
-        whole, rest = divmod(self.length or 0, self.batch_size)  # who asks has both
-        return whole + (rest > 0 and not self.drop_last)
+        full, rest = divmod(self.length or 0, self.batch_size)  # callers have both
+        return full + (rest > 0 and not self.drop_last)
 
     def __getitem__(self, number: int) -> range:
         """Return the positions of the global batch of step `number`."""
@@ -82,19 +82,19 @@ class Plan:
         length = self.length or 0
         if self.drop_last and self.batch_size > length:
             raise ValueError(
-                f"`batch_size` must be at most the {length} samples of an epoch, as drop_last "
-                f"would leave no batch, but is {self.batch_size}: make it smaller, or pass "
-                f"drop_last=False"
+                f"`batch_size` must be at most the {length} samples of an epoch with drop_last, "
+                f"but is {self.batch_size}: make it smaller, or pass drop_last=False"
             )
         last = 0 if self.drop_last or self.microbatch_size else length % self.batch_size
         if trains and 0 < last < self.size:
             raise ValueError(
                 f"the last batch must have a sample for each of the {self.size} ranks, but has "
-                f"{last} of {length}: a rank without one would leave the others waiting for "
-                f"its gradient; pass drop_last=True, `microbatch_size` or another batch_size"
+                f"{last} of {length}: pass drop_last=True, `microbatch_size` or another batch_size"
             )
 
-    def share_of(self, samples: int, epoch: int = 0, number: int = 0) -> tuple[Step, list[range]]:
+    def share_of(
+        self, samples: int, epoch: int = 0, number: int = 0
+    ) -> tuple[GlobalStep, list[range]]:
         """Return a step of so many samples, and this rank's runs of them, one a microbatch.
 
         If it has none, it reads a placeholder. That is the step's first microbatch, to be run if
@@ -108,7 +108,7 @@ class Plan:
             runs = [range(samples)[n * size : (n + 1) * size] for n in numbers]
         rows = sum(map(len, runs))
         runs = runs if rows else [range(samples)[: self.microbatch_size or 1]]
-        return Step(epoch, number, first, rows, samples, stride), runs
+        return GlobalStep(epoch, number, first, rows, samples, stride), runs
 
     def counts_of(self, samples: int) -> tuple[int, ...]:
         """Return how many samples each microbatch of a step of so many has, over all ranks."""

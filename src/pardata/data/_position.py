@@ -93,8 +93,7 @@ class Bookmark:
         """Raise if a newer pass has begun: two would read from the same workers."""
         if begun is not self._newest:
             raise RuntimeError(
-                "a loader must run one epoch at a time, but a newer iter() has begun: "
-                "make another loader for the loop inside"
+                "a loader must run one epoch at a time, but a newer iter() has begun: make another"
             )
 
     def delivered(self, begun: Pass, samples: int, digest: str | None, state: Any) -> None:
@@ -123,18 +122,18 @@ class Bookmark:
         if not (is_there and self._bodies):  # `epochs` has set it already
             self.go_to(self.next if is_there else Position(epoch))
 
-    def go_to(self, place: Position) -> None:
+    def go_to(self, start: Position) -> None:
         """Begin the next pass there."""
-        self.next = self.unused = place
+        self.next = self.unused = start
         if not self._newest.is_running():
-            self.state = place
+            self.state = start
 
-    def resume_at(self, place: Position) -> None:
+    def resume_at(self, start: Position) -> None:
         """Begin the next pass there; what came before it has been delivered."""
-        self.go_to(place)
-        self.state = place
+        self.go_to(start)
+        self.state = start
         if not self._newest.is_running():
-            self.now = place
+            self.now = start
 
     @contextmanager
     def held(self, start: Position) -> Iterator[None]:
@@ -166,29 +165,28 @@ class Recipe(NamedTuple):
         Raises:
             ValueError: where it was not taken from a loader like this one.
         """
-        own = self.state(Position(0))
-        found = state if isinstance(state, Mapping) else {}
-        if found.keys() != own.keys() or found["version"] != _VERSION:
+        ours = self.state(Position(0))
+        saved = state if isinstance(state, Mapping) else {}
+        if saved.keys() != ours.keys() or saved["version"] != _VERSION:
             raise ValueError(
                 f"`state` must be what the state_dict() of a loader returned, of version "
-                f"{_VERSION}, but is {reprlib.repr(state)}, version {found.get('version')!r:.30}: "
+                f"{_VERSION}, but is {reprlib.repr(state)}, version {saved.get('version')!r:.30}: "
                 f"look at what was saved, or load it with the release of pardata that saved it"
             )
         fixed = list(self.facts)
         if not (self.is_stream or self.facts["sampler"] or self.facts["batch_sampler"]):
             fixed += ["digest", "state"]  # None: the order is that of the seed
-        if differ := [name for name in fixed if state[name] != own[name]]:
-            told = [f"{key} was {reprlib.repr(state[key])} and is {own[key]!r}" for key in differ]
+        if differ := [name for name in fixed if state[name] != ours[name]]:
+            diffs = [f"{key} was {reprlib.repr(state[key])} and is {ours[key]!r}" for key in differ]
             raise ValueError(
                 f"`state` must come from a loader with the same dataset and arguments, but "
-                f"{', '.join(told)}: make this loader, and those before it, as at the save"
+                f"{', '.join(diffs)}: make this loader, and those before it, as at the save"
             )
         epoch, delivered = state["epoch"], state["delivered"]
         if not (_is_count(epoch) and _is_count(delivered) and self._ends_a_batch(delivered)):
             raise ValueError(
-                f"`state` must be at the end of a batch of {self.facts['batch_size']}, but is at "
-                f"sample {reprlib.repr(delivered)} of epoch {reprlib.repr(epoch)}: look at what "
-                f"was saved"
+                f"`state` must end a batch of {self.facts['batch_size']}, but is at sample "
+                f"{reprlib.repr(delivered)} of epoch {reprlib.repr(epoch)}: look at what was saved"
             )
         return Position(epoch, delivered, state["digest"], state["state"])
 
@@ -196,14 +194,14 @@ class Recipe(NamedTuple):
         batch_size, drop_last = self.facts["batch_size"], self.facts["drop_last"]
         if batch_size is None:
             return True  # ranks compare the order of a batch_sampler when it is drawn
-        whole = delivered % batch_size == 0
+        is_full = delivered % batch_size == 0
         if self.is_stream or self.facts["sampler"]:
             # It may end anywhere, whatever its __len__ says; of one of which every rank has its
             # own, each step counts as a whole one.
-            return whole or (not drop_last and self.facts["shards"] is None)
+            return is_full or (not drop_last and self.facts["shards"] is None)
         length = self.facts["length"]
         last = length - length % batch_size if drop_last else length
-        return bool(delivered == last or (delivered < last and whole))
+        return bool(delivered == last or (delivered < last and is_full))
 
 
 def _is_count(value: object) -> bool:

@@ -1,15 +1,15 @@
 """Reading a rank's part of a step, in a worker or here: seeded, collated, and errors say where."""
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from pardata.data._order import Request, as_list
-from pardata.data._plan import Fetched, Step
-from pardata.data._sample_seeds import Seeds
+from pardata.data._plan import Fetched, GlobalStep
 from pardata.data._whole_batches import is_read_whole, on_cpu, whole_batch_reader
 from pardata.ranks._logger import get_logger
 from pardata.seeds import _generators as generators
@@ -23,6 +23,36 @@ Wanted: TypeAlias = tuple[Sequence[Any], Sequence[int]]
 States: TypeAlias = list[tuple[generators.Default, Any]]
 
 
+class Seeds(NamedTuple):
+    """From where randomness comes: `reproducible` seeds each sample and each microbatch."""
+
+    seed: int
+    reproducible: bool
+    microbatches: bool
+
+    def around_reading(self) -> generators.Kept:
+        """Return the context in which the samples of a step are read and collated."""
+        return generators.Kept(generators.default_generators() if self.reproducible else ())
+
+    def around(
+        self, user: str, step: GlobalStep, microbatch: int, device: torch.device | None = None
+    ) -> AbstractContextManager[None]:
+        """Return the context in which `user` sees one microbatch, or one rank's share.
+
+        A `user` is an argument or a method, by its name: each draws other numbers. Without a
+        `device` it is within `around_reading`, which puts the generators back.
+        """
+        if not self.reproducible:
+            return nullcontext()
+        if self.microbatches:
+            seed = mix(self.seed, step.epoch, step.number, microbatch, _number_of(user))
+            if device is not None:
+                return generators.forked_seed(seed, device)
+            generators.seed_generators(seed)
+            return nullcontext()
+        return generators.no_draws(user, device)
+
+
 class Collation(NamedTuple):
     """How samples that were read become a batch, and what is said of those that cannot be read."""
 
@@ -30,7 +60,7 @@ class Collation(NamedTuple):
     seeds: Seeds
     rank: int  # this process's, also if nothing is shared out
 
-    def batch_of(self, samples: Any, indices: Any, step: Step, microbatch: int) -> Any:
+    def batch_of(self, samples: Any, indices: Any, step: GlobalStep, microbatch: int) -> Any:
         if self.collate_fn is None:
             try:
                 with on_cpu():
@@ -67,34 +97,29 @@ class Reader(Dataset[Any]):
 
     def look_again(self) -> None:
         """Find out how to read whole batches, once the dataset has changed, too."""
-        plainly = self.collation.collate_fn is None
-        self._read_whole = whole_batch_reader(self.dataset) if plainly else None
+        collates = self.collation.collate_fn is not None
+        self._read_whole = None if collates else whole_batch_reader(self.dataset)
 
     def __getitem__(self, request: Request) -> Fetched:
         """Return what is asked for."""
         step, asked, positions = request
-        if step.epoch != self._epoch:
-            self._tell(step.epoch)
+        if step.epoch != self._epoch and hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(step.epoch)  # here too: a worker has a copy of its own
+        self._epoch = step.epoch
         if (read := self._read_whole) is not None:
-            found = [self._got(read, torch.as_tensor(each, device="cpu")) for each in asked]
-            return Fetched(step, found)
+            batches = [self._got(read, torch.as_tensor(each, device="cpu")) for each in asked]
+            return Fetched(step, batches)
         if self._looks_twice:
             self._warn_of_a_generator_of_its_own(request)
         indices = [as_list(each) for each in asked]
         wanted = zip(indices, positions or indices, strict=True)
         numbered = zip(step.numbers(), wanted, strict=False)
         with (kept := self._seeds.around_reading()):
-            found = [self._batch(step, *each, kept.states) for each in numbered]
+            batches = [self._batch(step, *each, kept.states) for each in numbered]
         self._looks = False
-        return Fetched(step, found)
+        return Fetched(step, batches)
 
-    def _tell(self, epoch: int) -> None:
-        """Tell the dataset the epoch, if it asks for that: a worker has a copy of its own."""
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
-        self._epoch = epoch
-
-    def _batch(self, step: Step, microbatch: int, wanted: Wanted, states: States) -> Any:
+    def _batch(self, step: GlobalStep, microbatch: int, wanted: Wanted, states: States) -> Any:
         """Return what ``collate_fn`` makes of the samples that are `wanted`."""
         indices, _ = wanted
         if self._by_items:
@@ -104,7 +129,7 @@ class Reader(Dataset[Any]):
                 return samples  # a whole batch: PyTorch's protocol has a list of samples
         else:
             if microbatch > step.first and self.collation.collate_fn is not None:
-                states = generators.states_of(own for own, _ in states)  # it was seeded, to draw
+                states = generators.states_of(each for each, _ in states)  # it was seeded, to draw
             samples = self._samples(step.epoch, wanted, states)
         return self.collation.batch_of(samples, indices, step, microbatch)
 
@@ -116,34 +141,34 @@ class Reader(Dataset[Any]):
         """
         while True:
             among = generators.default_generators() if self._looks else self._drawn_from
-            rest = [own for own in states if own[0] not in among]
+            rest = [state for state in states if state[0] not in among]
             try:
-                found = self._read(epoch, wanted, among)
+                samples = self._read(epoch, wanted, among)
             except RuntimeError:
                 if not (drawn := generators.moved(rest)):
                     raise  # else it may come of numbers that nobody seeded
             else:
                 if not (drawn := generators.moved(rest)):
-                    return found
+                    return samples
             self._drawn_from += drawn
 
     def _read(self, epoch: int, wanted: Wanted, among: Sequence[generators.Default]) -> list[Any]:
         """Return samples, each read after these generators were seeded for its place."""
         indices, places = wanted
         seeds = mixed(mix(self._seeds.seed, epoch), places) if among else places
-        get, looks, found = self.dataset.__getitem__, self._looks, []
+        get, looks, samples = self.dataset.__getitem__, self._looks, []
         try:
             for index, seed in zip(indices, seeds, strict=True):
-                for own in among:
-                    own.seed(seed)
+                for generator in among:
+                    generator.seed(seed)
                 states = generators.states_of(among) if looks else []
-                found.append(get(index))
+                samples.append(get(index))
                 if looks:
                     drawn = generators.moved(states)
-                    self._drawn_from += [own for own in drawn if own not in self._drawn_from]
+                    self._drawn_from += [each for each in drawn if each not in self._drawn_from]
         except Exception as error:  # user code: whatever it raises
-            raise self._unread(indices[len(found)], error) from error
-        return found
+            raise self._unread(indices[len(samples)], error) from error
+        return samples
 
     def _got(self, get: Callable[[Any], Any], indices: Any) -> Any:
         """Return ``get(indices)``; say where, if that raises."""
@@ -166,12 +191,16 @@ class Reader(Dataset[Any]):
         self._looks_twice.fill_(False)
         text = (
             "sample %s of %s differs when read twice with the same seed, so that runs at other "
-            "sizes will not be the same: draw from the default generators of Python, NumPy or "
-            "PyTorch, or pass reproducible=False"
+            "sizes differ: draw from the default generators, or pass reproducible=False"
         )
         # A user's objects may raise anything: this is advice, and must not end a run.
         with (kept := generators.kept_generators()), suppress(Exception):
-            own = (first, positions[0] if positions else first), kept.states
-            one, other = (digest_of(self._samples(step.epoch, *own)) for _ in range(2))
-            if one != other:
+            wanted = first, positions[0] if positions else first
+            reads = (self._samples(step.epoch, wanted, kept.states) for _ in range(2))
+            if len({*map(digest_of, reads)}) > 1:
                 _log.warning(text, first[0], type(self.dataset).__name__)
+
+
+@cache
+def _number_of(user: str) -> int:
+    return mix(*user.encode())

@@ -56,9 +56,9 @@ def read_in(frame: FrameType | None) -> str:
     """Say what is read in the thread of this innermost frame; "" if nothing is."""
     while frame is not None and frame.f_code not in _READS:
         frame = frame.f_back
-    found = {} if frame is None else frame.f_locals
-    if frame is None or _READS[frame.f_code] not in found:  # it reads no sample yet
+    names = {} if frame is None else frame.f_locals
+    if frame is None or _READS[frame.f_code] not in names:  # it reads no sample yet
         return ""
-    which, dataset = as_list(found[_READS[frame.f_code]]), found["self"].dataset
+    which, dataset = as_list(names[_READS[frame.f_code]]), names["self"].dataset
     several = "s" if isinstance(which, Sequence) and not isinstance(which, str) else ""
     return f"reads sample{several} {reprlib.repr(which)} of {type(dataset).__name__}"

@@ -87,8 +87,8 @@ def _first(batch: Any) -> Any:
         part = next(iter(part.values())) if isinstance(part, dict) else part[0]
     if type(part).__weakrefoffset__:
         return part
-    found = (leaf for _, leaf in leaves(batch) if type(leaf).__weakrefoffset__)
-    return next(found, None)
+    candidates = (leaf for _, leaf in leaves(batch) if type(leaf).__weakrefoffset__)
+    return next(candidates, None)
 
 
 def samples_of(batch: Any, read: int | None = None) -> int:
@@ -159,8 +159,8 @@ def _shown(batch: Any) -> int | None:
 
 def _agreed(part: Any) -> int | None:
     """Return the rows of all tensors in `part`, if those are equally many."""
-    found = {len(tensor) for tensor in tensors_of(part) if tensor.ndim}
-    return found.pop() if len(found) == 1 else None
+    rows = {len(tensor) for tensor in tensors_of(part) if tensor.ndim}
+    return rows.pop() if len(rows) == 1 else None
 
 
 def _are_alike(items: Iterable[Any]) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from pardata.data._plan import Fetched, Plan, Step, share
+from pardata.data._plan import Fetched, GlobalStep, Plan, share
 from pardata.data._reader import Collation
 from pardata.seeds._generators import kept_generators, seed_generators
 from pardata.seeds._mix import mix
@@ -51,12 +51,11 @@ class Stream(IterableDataset[Fetched]):
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         if self.is_sharded:
-            return self._own_steps(epoch, number, workers)
-        return self._common_steps(epoch, delivered, number, workers)
+            return self._sharded(epoch, number, workers)
+        return self._shared(epoch, delivered, number, workers)
 
-    def _common_steps(
-        self, epoch: int, delivered: int, worker: int, workers: int
-    ) -> Iterator[Fetched]:
+    def _shared(self, epoch: int, delivered: int, worker: int, workers: int) -> Iterator[Fetched]:
+        """Yield a worker's steps of samples that all ranks and workers read."""
         batch_size = self.plan.batch_size
         samples, digest = self._after(epoch, delivered)
         if delivered % batch_size:  # an incomplete batch is the last one
@@ -87,7 +86,8 @@ class Stream(IterableDataset[Fetched]):
             raise not_of_this_stream(delivered, f"it ended after {read}")
         return samples, digest
 
-    def _own_steps(self, epoch: int, worker: int, workers: int) -> Iterator[Fetched]:
+    def _sharded(self, epoch: int, worker: int, workers: int) -> Iterator[Fetched]:
+        """Yield a worker's steps of samples that it alone reads."""
         plan = self.plan
         rows = len(share(plan.batch_size, plan.rank, plan.size))
         # A worker of its own seed, as the dataset is to yield other samples in each.
@@ -96,7 +96,7 @@ class Stream(IterableDataset[Fetched]):
         for number, read in zip(steps, self._shares(samples, rows), strict=False):
             digest = digest or digest_of([read[0], read[-1]])
             # It knows only how many samples the whole step should have.
-            step = Step(epoch, number, 0, len(read), plan.batch_size)
+            step = GlobalStep(epoch, number, 0, len(read), plan.batch_size)
             yield self._fetched(step, [range(len(read))], read, digest)
 
     def _shares(self, samples: Iterator[Any], rows: int) -> Iterator[list[Any]]:
@@ -105,24 +105,26 @@ class Stream(IterableDataset[Fetched]):
             if len(read) == rows or not self.plan.drop_last:
                 yield read
 
-    def _fetched(self, step: Step, runs: list[range], read: list[Any], digest: str) -> Fetched:
+    def _fetched(
+        self, step: GlobalStep, runs: list[range], read: list[Any], digest: str
+    ) -> Fetched:
         # A copy, as the dataset may change its own; in a tuple, see `Position`.
         state = (deepcopy(self.dataset.state_dict()),) if self.keeps_place else None
         first, batches = step.number * self.plan.batch_size, []
         with self.collation.seeds.around_reading():
             for number, run in zip(step.numbers(), runs, strict=False):
-                own, named = [read[i] for i in run], [first + i for i in run]
-                batches.append(self.collation.batch_of(own, named, step, number))
+                samples, indices = [read[i] for i in run], [first + i for i in run]
+                batches.append(self.collation.batch_of(samples, indices, step, number))
         return Fetched(step, batches, digest, state)
 
-    def _seeded(self, epoch: int, together: int, *own: int, first: int = 0) -> Iterator[Any]:
+    def _seeded(self, epoch: int, together: int, *reader: int, first: int = 0) -> Iterator[Any]:
         """Yield the samples, so many `together` under one seed, wherever and by whom they are read.
 
         To seed for each sample takes as long as to decode a small one. The default generators are
         left seeded: keep them around the reading of those that are read together.
         """
         seed = self.collation.seeds.seed
-        key = mix(mix(seed, *own) if own else seed, epoch)
+        key = mix(mix(seed, *reader) if reader else seed, epoch)
         what = "the iterable dataset"
         try:
             if hasattr(self.dataset, "set_epoch"):

@@ -24,7 +24,7 @@ class Streamed(Source):
         stream: Stream = self.reader
         batch_size = stream.plan.batch_size
         first = -(-start.delivered // batch_size)
-        # If streams differ, only reading again shows how much of its each worker delivered.
+        # If streams differ, only reading again shows how much each worker has delivered.
         again = first if stream.is_sharded else 0
         state = start.state if stream.keeps_place else None
         if state is not None:
@@ -39,26 +39,26 @@ class Streamed(Source):
         fetched = shared(fetched, before)
         return _after(fetched, again, batch_size) if again else fetched
 
-    def _alone(self, own: Iterator[Fetched], before: str | None) -> Iterator[Fetched]:
-        """Yield the steps of one rank that is alone, after the first was compared."""
-        for number, current in enumerate(own):
+    def _alone(self, steps: Iterator[Fetched], before: str | None) -> Iterator[Fetched]:
+        """Yield the steps of a rank that is alone, and compare the first with `before`."""
+        for number, current in enumerate(steps):
             if number == 0:
                 self._compare(current, before)
             yield current
 
-    def _together(self, own: Iterator[Fetched], before: str | None) -> Iterator[Fetched]:
-        """Yield this rank's `own` steps, and imitate the last where only others have one left.
+    def _together(self, steps: Iterator[Fetched], before: str | None) -> Iterator[Fetched]:
+        """Yield this rank's `steps`. If only others have one left, repeat the last without rows.
 
         Collective, without waiting at a step for that step: ranks tell each other what they have
         for the next one while this one is computed.
 
         Raises:
             RuntimeError: where a dataset that all ranks read whole ends at different steps, or a
-                rank has nothing at all; on every rank. So does an error that `own` raises.
+                rank has nothing at all; on every rank. So does an error that `steps` raises.
         """
         stream, here = self.reader, self._ranks
         last: Any = None  # no step yet
-        coming = _Coming(own, here)
+        coming = _Coming(steps, here)
         while True:
             (fewest, most), (_, any_failed) = coming.vote.result()
             is_over = not most or (not fewest and stream.is_sharded and stream.plan.drop_last)
@@ -71,7 +71,7 @@ class Streamed(Source):
                 self._compare(coming.fetched, before)
             # It has the shape of this rank's last step, without rows. All have a first step.
             last = coming.fetched or last._replace(step=last.step._replace(rows=0))
-            coming = _Coming(own, here)
+            coming = _Coming(steps, here)
             yield last
 
     def _compare(self, first: Fetched, before: str | None) -> None:
@@ -82,25 +82,24 @@ class Streamed(Source):
             ValueError: where it is read again, and yields something else.
         """
 
-        def decide(told: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        def decide(facts: list[dict[str, Any]]) -> list[dict[str, Any]]:
             if self.reader.is_sharded:
-                return told
+                return facts
             cure = (
                 "Let the dataset yield the same samples everywhere, drawing from the default "
                 "generators alone, or pass sharded=True if each rank and worker has its own."
             )
-            require_same("make_loader(IterableDataset)", told, cure)
-            return told[:1]
+            require_same("make_loader(IterableDataset)", facts, cure)
+            return facts[:1]
 
-        place = "iter(loader) of an IterableDataset"
-        digests = agree(self._ranks, place, lambda: {"first samples": first.digest}, decide)
+        call = "iter(loader) of an IterableDataset"
+        digests = agree(self._ranks, call, lambda: {"first samples": first.digest}, decide)
         self.digest = digest_of(digests)
         if before not in (None, self.digest):
             raise ValueError(
-                f"`dataset` must yield the same samples when an epoch is read again to resume, but "
-                f"{type(self.reader.dataset).__name__} begins with others: let it draw from the "
-                f"default generators alone, or, without `sharded`, give it state_dict() and "
-                f"load_state_dict()"
+                f"`dataset` must yield the same samples when read again to resume, but "
+                f"{type(self.reader.dataset).__name__} does not: draw from the default generators "
+                f"alone, or, without `sharded`, give it state_dict() and load_state_dict()"
             )
 
 
@@ -127,21 +126,21 @@ def _alike(fetched: Iterator[Fetched], first: int) -> Iterator[Fetched]:
 class _Coming:
     """The next step of this rank, if there is one, or the error that it ended in.
 
-    Of how many samples it is, none where there is none, is voted on while the step before runs.
+    While the step before runs, ranks vote on how many samples it has: 0 if there is none.
     """
 
-    def __init__(self, own: Iterator[Fetched], here: World) -> None:
+    def __init__(self, steps: Iterator[Fetched], here: World) -> None:
         self.fetched: Fetched | None = None
         self._error: Exception | None = None
         try:
-            self.fetched = next(own, None)
+            self.fetched = next(steps, None)
         except Exception as error:  # noqa: BLE001  # raised again, on every rank
             self._error = error
         self._count = 0 if self.fetched is None else self.fetched.step.samples
         self.vote = Vote(here, _NEXT, [self._count, self._error is not None])
 
     def samples(self) -> int:
-        """Return of how many samples it is, or raise the error."""
+        """Return how many samples it has, or raise the error."""
         error, self._error = self._error, None  # it holds frames that hold this
         if error is not None:
             raise error

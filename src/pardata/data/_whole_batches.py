@@ -24,15 +24,15 @@ def layers(dataset: Any) -> Iterator[Any]:
     if isinstance(dataset, Subset):
         yield from layers(dataset.dataset)
     elif isinstance(dataset, ConcatDataset):
-        for part in dataset.datasets:
-            yield from layers(part)
+        for joined in dataset.datasets:
+            yield from layers(joined)
 
 
 def outline(dataset: Any) -> list[Any]:
     """Return what differs once its length, an attribute, or a Subset's indices changed."""
     # By its number, and kept, so that no other object gets that.
-    held = [value for own in layers(dataset) for value in getattr(own, "__dict__", {}).values()]
-    picked = (own.indices for own in layers(dataset) if isinstance(own, Subset))
+    held = [value for layer in layers(dataset) for value in getattr(layer, "__dict__", {}).values()]
+    picked = (layer.indices for layer in layers(dataset) if isinstance(layer, Subset))
     lists = [[*indices] for indices in picked if isinstance(indices, list)]
     length = None if isinstance(dataset, IterableDataset) else len(dataset)
     return [length, *((id(value), value) for value in held), *lists]
@@ -48,7 +48,7 @@ def on_cpu() -> AbstractContextManager[Any]:
 
 
 # From the indices of samples to their batch.
-Read: TypeAlias = Callable[[Tensor], Any]
+ReadRows: TypeAlias = Callable[[Tensor], Any]
 
 
 class ReadsBatches(Dataset[Any]):
@@ -62,7 +62,7 @@ class ReadsBatches(Dataset[Any]):
         """
 
 
-def whole_batch_reader(dataset: Any) -> Read | None:
+def whole_batch_reader(dataset: Any) -> ReadRows | None:
     """Return what reads a whole batch, or None if there is nothing that could.
 
     Only for datasets whose own way of reading is known: a subclass that has its own is left alone.
@@ -76,7 +76,7 @@ def whole_batch_reader(dataset: Any) -> Read | None:
         chosen = torch.as_tensor(dataset.indices, dtype=torch.int64, device="cpu")
         return partial(_chosen, inner, chosen)
     if _reads_as(dataset, ConcatDataset):
-        readers = [reader for part in dataset.datasets if (reader := whole_batch_reader(part))]
+        readers = [reader for joined in dataset.datasets if (reader := whole_batch_reader(joined))]
         if len(readers) == len(dataset.datasets):
             return partial(_joined, readers, dataset.cumulative_sizes)
     return None
@@ -112,9 +112,9 @@ def rows_of(tensor: Tensor, indices: Tensor) -> Tensor:
 
 
 def _reads_as(dataset: object, kind: type) -> bool:
-    own, ways = type(dataset), ("__getitem__", "__getitems__")
-    is_kinds = (getattr(own, way, None) is getattr(kind, way, None) for way in ways)
-    return isinstance(dataset, kind) and all(is_kinds)
+    cls, ways = type(dataset), ("__getitem__", "__getitems__")
+    are_kinds = (getattr(cls, way, None) is getattr(kind, way, None) for way in ways)
+    return isinstance(dataset, kind) and all(are_kinds)
 
 
 def _columns(dataset: TensorDataset, indices: Tensor) -> Any:
@@ -122,11 +122,11 @@ def _columns(dataset: TensorDataset, indices: Tensor) -> Any:
     return [rows_of(tensor, indices) for tensor in dataset.tensors]
 
 
-def _chosen(inner: Read, chosen: Tensor, indices: Tensor) -> Any:
+def _chosen(inner: ReadRows, chosen: Tensor, indices: Tensor) -> Any:
     return inner(chosen[indices])
 
 
-def _joined(readers: list[Read], ends: list[int], indices: Tensor) -> Any:
+def _joined(readers: list[ReadRows], ends: list[int], indices: Tensor) -> Any:
     indices = _from_the_front(indices, ends[-1])
     parts, places = [], []
     owners = torch.bucketize(indices, torch.tensor(ends, device="cpu"), right=True)
@@ -138,15 +138,15 @@ def _joined(readers: list[Read], ends: list[int], indices: Tensor) -> Any:
     if len(parts) == 1:
         return parts[0]
     columns, order = [dict(leaves(one, is_leaf=is_ragged)) for one in parts], torch.cat(places)
-    if any(own.keys() != columns[0].keys() for own in columns):
+    if any(column.keys() != columns[0].keys() for column in columns):
         raise ValueError("the datasets of a ConcatDataset must return the same parts, but differ")
     order = order.argsort()
 
     def put_together(path: TreePath, _: Any) -> Any:
-        own = [column[path] for column in columns]
-        if not any(map(is_ragged, own)):
-            return rows_of(torch.cat(own), order)
-        rows = [*chain.from_iterable(own)]
+        parts_of_column = [column[path] for column in columns]
+        if not any(map(is_ragged, parts_of_column)):
+            return rows_of(torch.cat(parts_of_column), order)
+        rows = [*chain.from_iterable(parts_of_column)]
         return Ragged(rows[i] for i in order.tolist())
 
     return mapped(parts[0], put_together, is_leaf=is_ragged)

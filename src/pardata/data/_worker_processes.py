@@ -105,11 +105,11 @@ def begin(
         signal.siginterrupt(number, False)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
     util.Finalize(None, _end, exitpriority=_LAST)
-    own = threading.get_ident()
+    reading_thread = threading.get_ident()
 
     def accompany() -> None:
         while rank.is_alive():
-            leave(rows[worker], sys._current_frames()[own])  # noqa: SLF001  # its only name
+            leave(rows[worker], sys._current_frames()[reading_thread])  # noqa: SLF001  # its only name
             rank.join(EACH)
         os._exit(1)
 

@@ -49,9 +49,8 @@ def _check_they_can_send() -> None:
     longest = _LONGEST_SOCKET - len("/listener-12345678")  # as multiprocessing.connection names it
     if len(os.fsencode(directory)) > longest:
         raise ValueError(
-            f"the temporary directory must have a name of at most {longest} characters for "
-            f"`num_workers` above 0, as a worker hands over by a socket in it, but is "
-            f"{directory!r}: set TMPDIR to one with a shorter name, or pass num_workers=0"
+            f"the temporary directory must have a name of at most {longest} characters, for its "
+            f"sockets, but is {directory!r}: set TMPDIR to a shorter one, or pass num_workers=0"
         )
 
 
@@ -77,7 +76,7 @@ class Source:
     def renew_workers(self) -> None:
         """Let the next epoch start workers of its own, if there are any."""
         if self._options["num_workers"] or self._options["pin_memory"]:
-            # Else a DataLoader would be 90 microseconds a batch more.
+            # Without workers or pins, a DataLoader would only add 90 microseconds to each batch.
             self.workers = DataLoader(
                 self.reader,
                 batch_size=None,  # what is read of a step is a batch already
@@ -87,9 +86,9 @@ class Source:
                 **self._options,
             )
 
-    def has_left(self, place: Position) -> bool:
+    def has_left(self, start: Position) -> bool:
         """Whether a step is left; of a stream only reading tells. Collective as `steps` is."""
-        return self.requests is None or self.requests.start_at(place)
+        return self.requests is None or self.requests.start_at(start)
 
     def steps(self, start: Position) -> Iterator[Any]:
         """Yield the steps after those delivered. Collective where the order is a sampler's."""
@@ -105,14 +104,14 @@ class Source:
 
     def _begun(self, epoch: int, here: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Return what is read of this epoch, `here` without workers; those begin at once."""
-        if (found := outline(self.reader.dataset)) != self._outline:
-            self._outline = found  # workers that live on have copies of what it was
+        if (outline_now := outline(self.reader.dataset)) != self._outline:
+            self._outline = outline_now  # workers that live on have copies of what it was
             if self.requests is not None:
                 self.reader.look_again()
             self.renew_workers()
         if self.workers is None:
             return here()
-        # From here it draws its workers' seed, and so leaves the user's generator be.
+        # DataLoader draws its workers' seed from this, and leaves the user's generator alone.
         seed = self.reader.collation.seeds.seed
         self.workers.generator.manual_seed(mix(seed, epoch, self._ranks.rank))
         with on_cpu():  # where DataLoader draws the seed of its workers
@@ -122,9 +121,9 @@ class Source:
 
     def reading(self, frame: FrameType) -> str:
         """Say what is waited for in the thread of this innermost frame: a sample, or a worker."""
-        if self._rows is None or (found := awaited(self._steps(), frame)) is None:
+        if self._rows is None or (waited_for := awaited(self._steps(), frame)) is None:
             return read_in(frame)
-        worker, pid = found
+        worker, pid = waited_for
         return f"waits for worker {worker}, which {left(self._rows[worker], pid)},"
 
 

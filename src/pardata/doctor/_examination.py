@@ -26,7 +26,7 @@ from pardata.doctor._surroundings import examine_launcher, place, surroundings
 from pardata.launch._init import init
 from pardata.messages._turn import all_say
 from pardata.ranks._device import INTERFACE, visible_devices
-from pardata.ranks._launcher import SINGLE, Launch
+from pardata.ranks._launcher import SINGLE
 from pardata.ranks._world import World, channel
 from pardata.testing._run import run
 
@@ -48,13 +48,16 @@ _SAMPLE = 2**20  # 4 MiB that a worker hands over
 def examine(command: str, *, timeout: float, as_json: bool = False) -> int:
     """Run `command`, "env" or "check", print its report, and return the exit status.
 
-    It is 1 where any rank found an error, on every rank. Collective where a launcher started
+    It is 1 if any rank found an error, on every rank. Collective if a launcher started
     several processes: rank 0 prints.
     """
     report = report_json if as_json else report_text
     show: _Show = lambda accounts: print(report(command, accounts), flush=True)  # noqa: E731  # short
     launch, findings = examine_launcher(os.environ)
-    here = _before_joining(launch or SINGLE)
+    # As its launcher described this process: whether it will be so is not known yet.
+    known = launch or SINGLE
+    nodes = known.num_nodes or -(-known.size // known.local_size)
+    here = World(*known[1:5], 0, nodes, torch.device("cpu"), None, known.launcher)
     # A check shows only what may explain a failure.
     findings += [found for found in surroundings(here) if command == "env" or found.cure]
     own = Account(here.rank, here.size, socket.gethostname(), findings)
@@ -66,12 +69,6 @@ def examine(command: str, *, timeout: float, as_json: bool = False) -> int:
         accounts = [own]
         show(accounts)
     return int(any(account.errors for account in accounts))
-
-
-def _before_joining(launch: Launch) -> World:
-    """Describe this process as its launcher did: whether it will be so is not known yet."""
-    num_nodes = launch.num_nodes or -(-launch.size // launch.local_size)
-    return World(*launch[1:5], 0, num_nodes, torch.device("cpu"), None, launch.launcher)
 
 
 def _examine_together(command: str, own: Account, show: _Show, timeout: float) -> list[Account]:
@@ -98,9 +95,9 @@ def _examine_together(command: str, own: Account, show: _Show, timeout: float) -
 
 def _reported(command: str, own: Account, show: _Show, patience: timedelta) -> list[Account]:
     """Let rank 0 print what all ranks found, and return it when it has. Collective."""
-    told = all_say(channel(), f"pardata {command}", lambda: own, list, timeout=patience)
+    said = all_say(channel(), f"pardata {command}", lambda: own, list, timeout=patience)
     # JSON has made lists of them.
-    accounts = [Account._make([*who, [Finding(*one) for one in found]]) for *who, found in told]
+    accounts = [Account._make([*who, [Finding(*one) for one in found]]) for *who, found in said]
     if own.rank == 0:
         show(accounts)
     barrier("the report is printed", patience)
@@ -108,7 +105,7 @@ def _reported(command: str, own: Account, show: _Show, patience: timedelta) -> l
 
 
 def _end_alone(command: str, own: Account, show: _Show) -> NoReturn:
-    """Say what this process knows, where the ranks cannot tell each other, and end it."""
+    """Say what this process knows, if the ranks cannot tell each other, and end it."""
     if own.rank == 0:
         show([own])
     else:
@@ -142,8 +139,7 @@ def trial_of_two(timeout: float) -> list[Finding]:
         first, second = run(_as_rank, timeout, world_size=2, timeout=timeout)
     except Exception as error:  # noqa: BLE001  # whatever goes wrong is what is looked for
         return [found_error("two processes", error, _NETWORK_CURE)]
-    seconds = time.monotonic() - began
-    text = f"started, joined and left, in {seconds:.1f} s, on the CPU"
+    text = f"started, joined and left, in {time.monotonic() - began:.1f} s, on the CPU"
     # Two processes cannot share a GPU, and to which it belongs is a launcher's task.
     gpus = len(visible_devices())
     if gpus > 1:
@@ -187,7 +183,7 @@ def _median_seconds(tensor: Tensor, times: int) -> float:
 def _worker(here: World, timeout: float) -> Finding:
     """Take a tensor from a DataLoader's worker."""
     try:
-        choose_workers(1, None, here)  # raises where a worker could not send it
+        choose_workers(1, None, here)  # raises if a worker could not send it
         samples = [torch.ones(_SAMPLE)]
         (sample,) = DataLoader(samples, batch_size=None, num_workers=1, timeout=timeout)  # type: ignore[arg-type]  # a list is a dataset
     except (RuntimeError, ValueError) as error:

@@ -13,11 +13,11 @@ from pardata.messages._table import ranks_text
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 _STATUS, _NAME = 9, 15  # characters of the first two columns
-_WIDTH = 100  # where there is no terminal to ask
+_WIDTH = 100  # if there is no terminal to ask
 
 
 class Finding(NamedTuple):
-    """What was looked at, what was seen, and the cure where it is not as it should be."""
+    """What was looked at, what was seen, and the cure if it is not as it should be."""
 
     name: str
     text: str

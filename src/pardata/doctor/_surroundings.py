@@ -29,8 +29,8 @@ _CURE = "correct it, or set PARDATA_LAUNCHER=none to run as a single process"
 
 
 def examine_launcher(env: Mapping[str, str]) -> tuple[Launch | None, list[Finding]]:
-    """Return what a launcher told this process, `None` where that is wrong, and the findings."""
-    there = {one.text: [name for name in one.own if name in env] for one in LAUNCHERS}
+    """Return what a launcher told this process, `None` if that is wrong, and the findings."""
+    there = {one.text: [name for name in one.marks if name in env] for one in LAUNCHERS}
     seen = {family: f"{', '.join(names)} ({family})" for family, names in there.items() if names}
     try:
         launch, chosen = detect(env), launcher_of(env)

@@ -39,7 +39,7 @@ def _opened(launch: Launch, timeout: timedelta) -> tuple[dist.Store, bool]:
     """Return the store at the address that the launcher named, and whether it lives here.
 
     Raises:
-        RuntimeError: where the address does not resolve, its port is taken, or nobody listens.
+        RuntimeError: if the address does not resolve, its port is taken, or nobody listens.
     """
     if not launch.master_addr:
         return dist.HashStore(), True
@@ -90,20 +90,20 @@ def _wait_for(address: tuple[str, int], timeout: timedelta) -> None:
 
 def _require_own(store: dist.Store, launch: Launch, timeout: timedelta) -> None:
     """Leave the name of this run on the store as rank 0; refuse a store that is another run's."""
-    own = run_of(launch, os.environ)
+    ours = run_of(launch, os.environ)
     if launch.rank == 0:
-        theirs = store.compare_set(_RUN, "", own).decode()
+        theirs = store.compare_set(_RUN, "", ours).decode()
         store.set(_RUN, theirs)  # wakes who waits, which the line above does not everywhere
     elif came(store, [_RUN], timeout):
         theirs = store.get(_RUN).decode()
     else:
         raise not_met([0], launch, timeout)
-    if theirs != own:
+    if theirs != ours:
         hint = "; if this is one run, set TORCHELASTIC_RUN_ID to the same name on all of its ranks"
-        hint = hint if own.startswith("a run of") else ""
+        hint = hint if ours.startswith("a run of") else ""
         raise RuntimeError(
             f"all ranks that meet at {launch.master_addr}:{launch.master_port} must be of one run, "
-            f"but the store there is that of {theirs}, and this rank is of {own}: end the other "
+            f"but the store there is that of {theirs}, and this rank is of {ours}: end the other "
             f"run, or give this one a port of its own by MASTER_PORT{hint}"
         )
 

@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -11,11 +11,10 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from pardata.collective._watch import Watch
+from pardata.collective._hang import Watch
 from pardata.launch._allocator import keep_freed_memory
-from pardata.launch._leaving import remember
+from pardata.launch._leaving import remember, report_uncaught
 from pardata.launch._rendezvous import join, once_made
-from pardata.launch._uncaught import report_uncaught
 from pardata.messages._call_site import call_site
 from pardata.messages._failure import leave_for_torchrun, one_line
 from pardata.messages._turn import all_say
@@ -87,47 +86,35 @@ def init(
     (0, 1)
     """
     try:
-        return _joined_world(backend, timeout, device, hang_after, tune_cpu=tune_cpu)
+        patience = None if timeout is None else checked_timeout(timeout)
+        hang_after = _checked_hang_after(hang_after)
+        here, before = world(), joined()
+        if here.backend is None and (is_child() or dist.group.WORLD is not None):
+            return here  # there is a group, which a child, or who opted out, does not touch
+        if before is not None:
+            _refuse_change(before.world, backend, device)
+            return replace(before.world, _at_the_end=None)
+        if dist.group.WORLD is not None:
+            ours = _adopt(device, patience)
+        else:
+            launch = detect(os.environ)
+            _refuse_inherited(launch)
+            ours = join(launch, backend=backend, timeout=patience, device=device)
+        with suppress(ValueError):  # who made the group need not have used a launcher's variables
+            os.environ["PARDATA_JOINED"] = f"{os.getpid()} {detect(os.environ).identity}"
+        if ours.world.size > 1:
+            ours.on_leaving = _looked_after(ours, hang_after)
+        remember(ours)
     except Exception as error:
         leave_for_torchrun(f"{one_line(error)} ({call_site()})")  # there is no hook yet that would
         raise
-
-
-def _joined_world(
-    backend: str | None,
-    timeout: timedelta | float | None,
-    device: torch.device | str | None,
-    hang_after: timedelta | float | None,
-    *,
-    tune_cpu: bool,
-) -> World:
-    patience = None if timeout is None else checked_timeout(timeout)
-    hang_after = _checked_hang_after(hang_after)
-    here, before = world(), joined()
-    if here.backend is None and (is_child() or dist.group.WORLD is not None):
-        return here  # there is a group, which a child, or who opted out, does not touch
-    if before is not None:
-        _refuse_change(before.world, backend, device)
-        return replace(before.world, _at_the_end=None)
-    if dist.group.WORLD is not None:
-        found = _adopt(device, patience)
-    else:
-        launch = detect(os.environ)
-        _refuse_inherited(launch)
-        here, counts, serves = join(launch, backend=backend, timeout=patience, device=device)
-        found = Joined(here, new_channel(patience), serves, counts)
-    with suppress(ValueError):  # whoever made the group need not have used a launcher's variables
-        os.environ["PARDATA_JOINED"] = f"{os.getpid()} {detect(os.environ).identity}"
-    if found.world.size > 1:
-        found.on_leaving = _looked_after(found, hang_after)
-    remember(found)
-    _log.info("%s", _found_text(found.world))
-    if found.world.device.type == "cpu":
+    _log.info("%s", _found_text(ours.world))
+    if ours.world.device.type == "cpu":
         if device is None:
             _warn_of_hidden_gpus()
         if tune_cpu and os.environ.get("PARDATA_TUNE_CPU") != "0" and keep_freed_memory():
             _log.debug("the allocator keeps freed memory, unless PARDATA_TUNE_CPU=0", once=True)
-    return found.world
+    return ours.world
 
 
 def _checked_hang_after(given: timedelta | float | None) -> timedelta | None:
@@ -143,35 +130,34 @@ def _checked_hang_after(given: timedelta | float | None) -> timedelta | None:
         ) from None
 
 
-def _looked_after(found: Joined, hang_after: timedelta | None) -> Callable[[], None]:
+def _looked_after(ours: Joined, hang_after: timedelta | None) -> Callable[[], None]:
     """Tell of exceptions and hangs from now on; return what ends that."""
     ends = ExitStack()
-    ends.callback(report_uncaught(found.group))
+    ends.callback(report_uncaught(ours.group))
     if hang_after is None:
-        hang_after = max(found.channel.timeout / 10, _LEAST_HANG)
+        hang_after = max(ours.channel.timeout / 10, _LEAST_HANG)
     if hang_after:
-        ends.callback(Watch(found.channel, hang_after.total_seconds()).end)
+        ends.callback(Watch(ours.channel, hang_after.total_seconds()).end)
     return ends.close
 
 
 def _adopt(device: torch.device | str | None, timeout: timedelta | None) -> Joined:
-    line, counts = new_channel(timeout), None
+    channel, counts = new_channel(timeout), None
 
-    def named() -> torch.device | None:
-        return None if device is None else named_device(device)
+    def world_of(hosts: Sequence[str] = ()) -> World:
+        return existing_world(None if device is None else named_device(device), hosts)
 
     def arrive() -> tuple[str, bool]:
-        here = existing_world(named())
-        return socket.gethostname(), sends_numbers_apart(here.backend, here.device)
+        return socket.gethostname(), sends_numbers_apart(world_of().backend, world_of().device)
 
-    hosts, apart = zip(*all_say(line, "init", arrive, list), strict=True)
-    found = existing_world(named(), hosts)
-    if found.device in visible_devices():
-        torch.accelerator.set_device_index(found.device)
-    if found.size > 1 and not all(apart):
-        patience = timeout or timeout_of(dist.group.WORLD) or line.timeout
-        counts = once_made(line, partial(new_gloo_group, patience))
-    return Joined(found, line, group_of_counts=counts)
+    hosts, apart = zip(*all_say(channel, "init", arrive, list), strict=True)
+    here = world_of(hosts)
+    if here.device in visible_devices():
+        torch.accelerator.set_device_index(here.device)
+    if here.size > 1 and not all(apart):
+        patience = timeout or timeout_of(dist.group.WORLD) or channel.timeout
+        counts = once_made(channel, partial(new_gloo_group, patience))
+    return Joined(here, channel, group_of_counts=counts)
 
 
 def _refuse_inherited(launch: Launch) -> None:
@@ -179,8 +165,7 @@ def _refuse_inherited(launch: Launch) -> None:
     if launch.size > 1 and pid != str(os.getpid()) and identity == launch.identity:
         raise RuntimeError(
             f"this process inherited the variables of rank {launch.rank}, which process {pid} has "
-            f"already joined as: start it with PARDATA_LAUNCHER=none in its environment to run as "
-            f"a single process, or with a launcher of its own"
+            f"joined as: start it with PARDATA_LAUNCHER=none to run alone, or with its own launcher"
         )
 
 
@@ -203,11 +188,11 @@ def _warn_of_hidden_gpus() -> None:
         _log.warning(text, *hidden, ranks=[0], once=True)
 
 
-def _found_text(found: World) -> str:
-    nodes = f"{found.num_nodes} node{'s' if found.num_nodes > 1 else ''}"
-    processes = f"{found.size} process{'es' if found.size > 1 else ''}"
+def _found_text(here: World) -> str:
+    nodes = f"{here.num_nodes} node{'s' if here.num_nodes > 1 else ''}"
+    processes = f"{here.size} process{'es' if here.size > 1 else ''}"
     known = {"existing": "group already there", "single": "no launcher"}
-    launcher = known.get(found.launcher, f"launched by {found.launcher}")
-    gpus = f" of {len(visible_devices())} GPU(s)" if found.device.type != "cpu" else ""
-    device = f"device {found.device}{gpus} on {socket.gethostname()}"
-    return f"this run has {processes} on {nodes}, {launcher}, backend {found.backend}, {device}"
+    launcher = known.get(here.launcher, f"launched by {here.launcher}")
+    gpus = f" of {len(visible_devices())} GPU(s)" if here.device.type != "cpu" else ""
+    device = f"device {here.device}{gpus} on {socket.gethostname()}"
+    return f"this run has {processes} on {nodes}, {launcher}, backend {here.backend}, {device}"

@@ -1,29 +1,54 @@
-"""Leaving the group that `init` made: at the end of its block, or when the process exits."""
+"""Leaving the group that `init` made: at the end of its block, at exit, or by an exception.
+
+Of an exception that nobody catches one line says whose fault it is, and nobody waits on. That is
+the end of a failure's way, which begins in ``messages/_failure``.
+"""
 
 import atexit
+import ctypes
+import inspect
+import io
 import os
+import re
 import sys
-from contextlib import suppress
+import time
+from collections.abc import Callable
+from contextlib import nullcontext, redirect_stderr, suppress
 from datetime import timedelta
+from itertools import takewhile
+from pathlib import Path
+from traceback import format_exception
+from types import TracebackType
+from typing import Any
+from weakref import ref
 
 import torch.distributed as dist
 
-from pardata.launch._uncaught import report_exit
+from pardata.collective._explanation import asked, what_is_wrong
+from pardata.collective._rank_zero import call_off_everywhere
+from pardata.messages._call_site import raise_site
+from pardata.messages._failure import Failure, consequence, follows, leave_for_torchrun, one_line
+from pardata.messages._store import bounded
 from pardata.messages._turn import call_off
 from pardata.ranks._backend import backends
 from pardata.ranks._logger import get_logger
-from pardata.ranks._world import Joined, joined, process
+from pardata.ranks._world import Joined, is_child, joined, process
 
 _log = get_logger(__name__)
 
 _PATIENCE = timedelta(seconds=30)
+# As long as a rank takes to notice, and to read who failed first.
+_GRACE = 2.0
+# Frames of pardata in a row, each with its lines of source, whatever stands before them.
+_FRAME = rf'  File "{re.escape(str(Path(__file__).parents[1]))}'
+_FRAMES = re.compile(rf"^(.*){_FRAME}.*\n(?:\1    .*\n|\1{_FRAME}.*\n)*", re.MULTILINE)
 
 
-def remember(found: Joined) -> None:
+def remember(ours: Joined) -> None:
     """Keep what `init` found, and leave at exit the group that it made."""
-    if found.world.launcher != "existing":
+    if ours.world.launcher != "existing":
         atexit.register(_leave_at_exit)
-    process.joined = found
+    process.joined = ours
 
 
 def leave_at_the_end(error: BaseException | None) -> None:
@@ -35,27 +60,28 @@ def leave_at_the_end(error: BaseException | None) -> None:
         leave()
         return
     atexit.unregister(_leave_at_exit)  # a SystemExit is forgotten by then
-    found = joined()
-    if isinstance(error, SystemExit) and error.code:
-        report_exit(error)
-    elif isinstance(error, SystemExit) and found is not None and found.pid == os.getpid():
-        _call_off(found)
+    ours = joined()
+    # `sys.excepthook` never hears of this one.
+    if not isinstance(error, SystemExit) or ours is None or ours.world.size == 1 or is_child():
+        return
+    with suppress(Exception):  # the process ends whatever happens here
+        if error.code:
+            _part(ours, _report(error, ours)[0])
+        else:
+            _call_off(ours)
 
 
-def _call_off(found: Joined) -> None:
+def _call_off(ours: Joined) -> None:
     """Tell who waits for this rank, or will, that it comes no more."""
+    cure = "see where its script ends, and make this call on every rank, or on none"
     with suppress(RuntimeError):  # the store may be gone
-        here = found.world
-        call_off(
-            found.channel,
-            f"rank {here.rank} of {here.size} has left the group: see where its script ends, and "
-            f"make this call on every rank, or on none",
-        )
+        who = f"rank {ours.world.rank} of {ours.world.size}"
+        call_off(ours.channel, f"{who} has left the group: {cure}")
 
 
 def leave() -> None:
     """Leave the group that `init` made in this process, once no rank needs its store."""
-    left, process.joined = joined(), None  # nothing where the user has destroyed the group already
+    left, process.joined = joined(), None  # nothing if the user has destroyed the group already
     if left is None or left.world.launcher == "existing" or left.pid != os.getpid():
         return
     os.environ.pop("PARDATA_JOINED", None)
@@ -71,13 +97,11 @@ def leave() -> None:
 
 
 def check_out(store: dist.Store, size: int, *, hosts_store: bool) -> bool:
-    """Say that this rank needs the store no more; where it lives here, wait until none does.
+    """Say that this rank needs the store no more; if it lives here, wait until none does.
 
     Returns whether all ranks said so. It is no turn: a turn asks the store in a thread, and from
     Python 3.12 on none can be started at exit.
     """
-    if size == 1:
-        return True
     try:
         if store.add("left", 1) == size:
             store.set("all-left", "")
@@ -92,3 +116,106 @@ def _leave_at_exit() -> None:
     # Set by the interpreter for an exception that nobody caught.
     if getattr(sys, "last_value", None) is None:
         leave()
+
+
+def report_uncaught(group: object) -> Callable[[], None]:
+    """Log an exception that nobody catches while `group` is there, and tell the other ranks of it.
+
+    Stands before the `sys.excepthook` that it finds, and hands every exception on to it. Returns
+    what takes this back; if another hook stands before this one by then, it only hands on.
+    """
+    # Weak, for a thread keeps the hook that it finds until after it was joined. It must not be the
+    # last to know the group, whose end needs the interpreter, which may have ended by then.
+    following, watched = sys.excepthook, ref(group)
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        ours, news, is_told = joined(), "", False
+        if ours is None or ours.group is not watched() or is_child():
+            following(kind, error, trace)
+            return
+        with suppress(Exception):  # the traceback is printed whatever happens here
+            news, is_told = _report(error, ours)
+        # What another hook makes of an error is its own.
+        is_ours = _only_prints(following) and not _wants_all()
+        with redirect_stderr(io.StringIO()) if is_ours else nullcontext() as printed:
+            following(kind, error, trace)
+        if printed is not None and not is_told:
+            print(folded(printed.getvalue()), end="", file=sys.stderr, flush=True)
+        with suppress(Exception):
+            _part(ours, news)
+
+    def remove() -> None:
+        if sys.excepthook is hook:
+            sys.excepthook = following
+
+    sys.excepthook = hook
+    return remove
+
+
+def _report(error: BaseException, ours: Joined) -> tuple[str, bool]:
+    """Log one line, and leave a text for torchrun.
+
+    Returns the news for who waits for this rank, "" if the store is gone, and whether another rank
+    prints the same traceback.
+    """
+    here = ours.world
+    short, known = consequence(error)
+    summary = one_line(error) if short else f"{one_line(error)} ({raise_site(error)})"
+    if known is None:
+        failure = Failure(here.rank, "", short or summary, is_cause=not follows(error))
+        patience = 0.0 if failure.is_cause else _GRACE
+        known = asked(ours.channel, failure, patience=patience, settle=0.0)
+    first = known.first
+    news = what_is_wrong(known)
+    before = takewhile(lambda one: one.rank != here.rank, known.failures)
+    is_told = summary in [one.text for one in before]
+    if isinstance(error, KeyboardInterrupt):
+        _log.warning("stopped by Ctrl-C (%s)", raise_site(error))
+    elif first is None:
+        _log.error("failed: %s", summary)
+    else:
+        # What others raise too, or are told of by name, is said once.
+        is_same = one_line(error).endswith(first.text.rpartition(" (")[0])
+        at = raise_site(error) if is_same else known.own.text
+        _log.error("failed because rank %d %s; here: %s", first.rank, first.fault, at)
+        is_told = is_same
+    if (first or known.own).is_cause:
+        text = "".join(format_exception(error))
+        leave_for_torchrun(news if first else summary if is_told else folded(text))
+    # Else torch would only print where in its code it saw that the store is gone.
+    return "" if known.store_is_gone else news, is_told
+
+
+def folded(text: str) -> str:
+    """Return a traceback as text, without frames of pardata."""
+
+    def count(found: re.Match[str]) -> str:
+        number = len(re.findall(_FRAME, found[0]))
+        frames = f"{number} frame{'s' if number > 1 else ''} of pardata"
+        return f"{found[1]}  … {frames}; PARDATA_TRACEBACK=full shows them\n"
+
+    return text if _wants_all() else _FRAMES.sub(count, text)
+
+
+def _wants_all() -> bool:
+    return os.environ.get("PARDATA_TRACEBACK") == "full"
+
+
+def _only_prints(hook: Any) -> bool:
+    """Return whether a hook is Python's own, or that of torch, which puts the rank before it."""
+    while getattr(hook, "__name__", "") == "_distributed_excepthook":
+        hook = inspect.getclosurevars(hook).nonlocals.get("old_hook")
+    return hook is sys.__excepthook__
+
+
+def _part(ours: Joined, news: str) -> None:
+    """Leave without waiting for the dead, but not before the living have read the store."""
+    if news:
+        bounded(_GRACE, lambda: call_off_everywhere(ours.world, ours.channel, news))
+    # In torch 2.6 the end of a gloo backend waits for all that is under way, so it must not come:
+    # one reference is never given back.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(backends()))
+    if ours.hosts_store:
+        left = Failure(ours.world.rank, "", "")  # has been left
+        asked(ours.channel, left, patience=_GRACE, settle=_GRACE, leave=False)
+        time.sleep(0.2)  # until the last one has read the last note

@@ -18,11 +18,11 @@ from pardata.collective._agreement import require_same
 from pardata.launch._address import not_met, store_of
 from pardata.launch._leaving import check_out, leave_at_the_end
 from pardata.messages._store import Channel, append
-from pardata.messages._table import ranks_text
+from pardata.messages._table import ranks_by, ranks_text
 from pardata.messages._turn import all_say
 from pardata.ranks import _backend, _device
 from pardata.ranks._launcher import Launch
-from pardata.ranks._world import World
+from pardata.ranks._world import Joined, World, new_channel
 
 _T = TypeVar("_T")
 
@@ -35,35 +35,29 @@ def join(
     backend: str | None,
     timeout: timedelta | None,
     device: torch.device | str | None,
-) -> tuple[World, Any, bool]:
+) -> Joined:
     """Make the process group that `launch` describes, and one for small numbers if it needs it.
 
-    Returns both, and whether the store lives here. Collective. A rank that cannot take part says so
+    Collective. A rank that cannot take part says so
     over the store before any group exists. So the error is raised on every rank, and no other rank
     waits.
     """
     patience = distributed_c10d.default_pg_timeout if timeout is None else timeout
     store, hosts_store = store_of(launch, patience)
     store = _fresh_part(store, launch, patience)
-    line = Channel(dist.PrefixStore("pardata/join", store), patience, launch.rank, launch.size)
+    channel = Channel(dist.PrefixStore("pardata/join", store), patience, launch.rank, launch.size)
     arrive = cache(partial(_arrival, launch, backend, device))
     try:
-        hosts, binds, apart = all_say(line, "init", arrive, _agreed)
+        hosts, binds, apart = all_say(channel, "init", arrive, _agreed)
         own = arrive()
         device, backend = torch.device(own["device"]), own["backend"]
 
-        make = partial(
-            dist.init_process_group,
-            backend,
-            store=dist.PrefixStore("group", store),
-            rank=launch.rank,
-            world_size=launch.size,
-            timeout=timeout,
-            # Lets it connect at once; a group of one has nobody to connect to.
-            device_id=device if binds and launch.size > 1 else None,
-        )
-        once_made(line, make)
-        counts = None if apart else once_made(line, partial(_backend.new_gloo_group, patience))
+        how: dict[str, Any] = {"rank": launch.rank, "world_size": launch.size, "timeout": timeout}
+        how["store"] = dist.PrefixStore("group", store)
+        # Lets it connect at once; a group of one has nobody to connect to.
+        how["device_id"] = device if binds and launch.size > 1 else None
+        once_made(channel, partial(dist.init_process_group, backend, **how))
+        counts = None if apart else once_made(channel, partial(_backend.new_gloo_group, patience))
     except Exception:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -72,11 +66,11 @@ def join(
         raise
     node = hosts.index(own["host"]) if launch.node_rank is None else launch.node_rank
     nodes = len(hosts) if launch.num_nodes is None else launch.num_nodes
-    numbers, launcher = (*launch[1:5], node, nodes), launch.launcher
-    return World(*numbers, device, backend, launcher, leave_at_the_end), counts, hosts_store
+    here = World(*launch[1:5], node, nodes, device, backend, launch.launcher, leave_at_the_end)
+    return Joined(here, new_channel(timeout), hosts_store, counts)
 
 
-def once_made(line: Channel, make: Callable[[], _T]) -> _T:
+def once_made(channel: Channel, make: Callable[[], _T]) -> _T:
     """Return the group that `make` makes, once every rank has made it. Collective.
 
     torch does not wait: a rank that leaves at once closes connections that another is still making
@@ -84,7 +78,7 @@ def once_made(line: Channel, make: Callable[[], _T]) -> _T:
     failed for as long as the timeout.
     """
     made: list[_T] = []
-    later = replace(line, timeout=line.timeout + _MARGIN)
+    later = replace(channel, timeout=channel.timeout + _MARGIN)
     all_say(later, "init", lambda: made.append(make()), lambda _: None)
     return made[0]
 
@@ -110,7 +104,7 @@ def own_device(launch: Launch, wanted: torch.device | None) -> torch.device:
     """Return the device of this local rank.
 
     Raises:
-        RuntimeError: where it is not here, or no GPU is left for it.
+        RuntimeError: if it is not here, or no GPU is left for it.
     """
     seen = _device.visible_devices()
     kind = torch.device(seen[0].type if seen else "cpu")
@@ -126,10 +120,8 @@ def own_device(launch: Launch, wanted: torch.device | None) -> torch.device:
     if launch.local_rank >= visible:
         raise RuntimeError(
             f"the local rank must be less than the number of visible GPUs, {visible}, but is "
-            f"{launch.local_rank} of {launch.local_size} on {socket.gethostname()}: start "
-            f"{visible} process{'es' if visible > 1 else ''} per node (torchrun "
-            f"--nproc-per-node={visible}, srun --ntasks-per-node={visible}), or pass "
-            f'`init(device="cpu")`'
+            f"{launch.local_rank} of {launch.local_size} on {socket.gethostname()}: start {visible}"
+            f" per node (torchrun --nproc-per-node, srun --ntasks-per-node), or pass device='cpu'"
         )
     return seen[launch.local_rank]
 
@@ -185,22 +177,19 @@ def _agreed(arrivals: list[dict[str, Any]]) -> tuple[list[str], bool, bool]:
 
     Whether it binds GPUs, and whether small numbers travel apart in it by themselves.
     """
-    backends: list[dict[str, object]] = [{"backend": told["backend"]} for told in arrivals]
+    backends: list[dict[str, object]] = [{"backend": arrival["backend"]} for arrival in arrivals]
     require_same("init", backends, "Is a GPU driver missing on a node? Else pass `backend`.")
-    users: dict[tuple[str, str], list[int]] = {}
-    for rank, told in enumerate(arrivals):
-        if told["gpu"]:
-            users.setdefault((told["host"], told["gpu"]), []).append(rank)
-    for (host, _), ranks in users.items():
-        if len(ranks) > 1:
+    gpus = ((rank, (arrival["host"], arrival["gpu"])) for rank, arrival in enumerate(arrivals))
+    for (host, gpu), ranks in ranks_by(gpus).items():
+        if gpu and len(ranks) > 1:
             raise RuntimeError(
                 f"every rank must have a GPU of its own, but {ranks_text(ranks)} "
                 f"on {host} share one: start one process per GPU, or pass "
                 f'`init(backend="gloo")`, which can share (slowly)'
             )
-    # All ranks or none, for those that are bound connect at once; and none where a process has
+    # All ranks or none, for those that are bound connect at once; and none if a process has
     # several, over which a model may be spread: a group that is bound takes no other GPU.
-    binds = all(told["one"] for told in arrivals)
-    ways = [(told["backend"], torch.device(told["device"])) for told in arrivals]
+    binds = all(arrival["one"] for arrival in arrivals)
+    ways = [(arrival["backend"], torch.device(arrival["device"])) for arrival in arrivals]
     apart = len(ways) == 1 or all(_backend.sends_numbers_apart(*way) for way in ways)
-    return list(dict.fromkeys(told["host"] for told in arrivals)), binds, apart
+    return list(dict.fromkeys(arrival["host"] for arrival in arrivals)), binds, apart

@@ -26,25 +26,18 @@ class Call(NamedTuple):
 
 
 def call_site() -> str:
-    """Return file and line of the user's call that led here, innermost first."""
-    # Looked at from the outside in: the innermost of the user's frames is the last.
-    return _last_of_the_users(reversed(list(traceback.walk_stack(sys._getframe(1)))))  # noqa: SLF001  # inspect's reads files
+    """Return file and line of the user's call that led here, innermost first. Reads no file."""
+    return _users_place(calls_of(sys._getframe(1)))  # noqa: SLF001  # inspect's reads files
 
 
 def raise_site(error: BaseException) -> str:
     """Return file and line of the user's code in which `error` came up."""
-    return _last_of_the_users(traceback.walk_tb(error.__traceback__))
+    return _users_place(_calls(traceback.walk_tb(error.__traceback__)))
 
 
-def calls_of(frame: FrameType | None) -> list[Call]:
+def calls_of(frame: FrameType) -> list[Call]:
     """Return the calls that the thread of `frame` is in, outermost first. Reads no file."""
-    found: list[Call] = []
-    while frame is not None:
-        whose, inside = _source(frame.f_code.co_filename)
-        file = inside if whose else _short(inside)
-        found.append(Call(whose, f"{file}:{frame.f_lineno}", frame.f_code.co_name))
-        frame = frame.f_back
-    return found[::-1]
+    return _calls(traceback.walk_stack(frame))[::-1]
 
 
 def own_call(calls: Sequence[Call]) -> int:
@@ -59,18 +52,24 @@ def standing(calls: Sequence[Call]) -> str:
     return own.place if own is last else f"{own.place} ({last.function}, {last.place})"
 
 
-def _last_of_the_users(places: Iterable[tuple[FrameType, int]]) -> str:
-    lines = [(frame.f_code.co_filename, line) for frame, line in places]
-    if not lines:
-        return "an unknown line"
-    users = [place for place in lines if _source(place[0])[0] not in _LIBRARIES]
-    file, line = (users or lines)[-1]
-    return f"{_short(file)}:{line}"
+def _users_place(calls: Sequence[Call]) -> str:
+    """Return where the innermost call is that is in none of the libraries, else of all."""
+    users = [call for call in calls if call.whose not in _LIBRARIES] or calls
+    return users[-1].place if users else "an unknown line"
+
+
+def _calls(frames: Iterable[tuple[FrameType, int]]) -> list[Call]:
+    calls = []
+    for frame, line in frames:
+        whose, file = _source(frame.f_code.co_filename)
+        place = f"{file if whose else _short(file)}:{line}"
+        calls.append(Call(whose, place, frame.f_code.co_name))
+    return calls
 
 
 def _short(file: str) -> str:
-    with suppress(ValueError, OSError):  # elsewhere than we are, or that folder is gone
-        return str(Path(file).relative_to(Path.cwd()))
+    with suppress(OSError):  # the folder in which we are is gone
+        return file.removeprefix(f"{Path.cwd()}{os.sep}")
     return file
 
 

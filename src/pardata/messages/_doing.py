@@ -17,11 +17,12 @@ class Doing:
     """What the thread that trains is in: one note at a time, which another thread reads whole.
 
     Attributes:
-        thread: the one that notes; 0 where nobody reads.
+        thread: the one that notes; 0 if nobody reads.
+        leads: the call in which this rank works while others wait for it; "" if they do not.
     """
 
     def __init__(self) -> None:
-        self.thread = 0
+        self.thread, self.leads = 0, ""
         self.now: Note = ("", 0.0, None, None)
 
     def begin(self) -> None:

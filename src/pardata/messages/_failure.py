@@ -1,7 +1,7 @@
 """A failure: one record, from the exception to the last line of the log.
 
 It is made here of what a rank raised. A ``_turn`` tells it, or ``collective/_explanation`` leaves
-it in the store for ranks that wait in a collective. ``launch/_uncaught`` logs it on each rank if
+it in the store for ranks that wait in a collective. ``launch/_leaving`` logs it on each rank if
 the program does not catch the error that comes of it.
 """
 
@@ -41,17 +41,17 @@ class Failure:
 
     Attributes:
         rank: whose it is.
-        place: the name of the call that the rank was in, if it was in one.
+        call: the name of the call that the rank was in, if it was in one.
         text: type and text of the exception; in the store, one line that also says where.
-        traceback: of the exception, and `pickled` the exception itself if that is safe, where
-            other ranks raise it.
+        traceback: of the exception, and `pickled` the exception itself if that is safe, if
+            other ranks are to raise it.
         is_cause: whether the rank failed by itself, and not because another one was gone.
         seconds: how long it was in a collective.
         timed_out: whether it waited there in vain.
     """
 
     rank: int
-    place: str
+    call: str
     text: str
     traceback: str = ""
     pickled: str | None = None
@@ -60,10 +60,10 @@ class Failure:
     timed_out: bool = False
 
     @classmethod
-    def of(cls, error: BaseException, *, rank: int, place: str) -> "Failure":
-        """Describe `error`, raised on `rank` inside `place`, so that others can raise it."""
+    def of(cls, error: BaseException, *, rank: int, call: str) -> "Failure":
+        """Describe `error`, raised on `rank` inside `call`, so that others can raise it."""
         trace = "".join(traceback.format_exception(error))
-        return cls(rank, place, text_of(error), trace, _pickled(error), is_cause=not follows(error))
+        return cls(rank, call, text_of(error), trace, _pickled(error), is_cause=not follows(error))
 
     @property
     def fault(self) -> str:
@@ -74,16 +74,16 @@ class Failure:
 
     def summary(self) -> str:
         """Say what went wrong, and where."""
-        return f"rank {self.rank} failed in `{self.place}`: {self.text}"
+        return f"rank {self.rank} failed in `{self.call}`: {self.text}"
 
     def reraise(self) -> NoReturn:
         """Raise this failure here, with its origin as the cause.
 
         Raises:
-            BaseException: the same exception where it can be pickled, else a `RuntimeError`
+            BaseException: the same exception if it can be pickled, else a `RuntimeError`
                 with its type and text.
         """
-        origin = RuntimeError(f"raised on rank {self.rank} in `{self.place}`:\n\n{self.traceback}")
+        origin = RuntimeError(f"raised on rank {self.rank} in `{self.call}`:\n\n{self.traceback}")
         if self.pickled is None:
             raise as_consequence(RuntimeError(self.summary())) from origin
         # No name is given to it here: held by a frame of its own it would outlive who catches it.
@@ -186,8 +186,8 @@ def one_line(error: BaseException) -> str:
     first, *below = _OF_WORKER.sub("", text_of(error)).split("\n")
     if first.endswith(":") and any(below):
         name = first.split("`")[-2] if first.endswith("` differs:") else ""
-        found = [row for row in map(_ROW.fullmatch, below) if row]
-        rows = [f"{row[2].removeprefix(f'{name}=')[:_ROW_LENGTH]} on {row[1]}" for row in found]
+        matches = [row for row in map(_ROW.fullmatch, below) if row]
+        rows = [f"{row[2].removeprefix(f'{name}=')[:_ROW_LENGTH]} on {row[1]}" for row in matches]
         more = ["…"] if len(rows) > _MOST_ROWS else []
         last = below[-1].rstrip(".")
         cure = "" if last.startswith(" ") else f"{last[:1].lower()}{last[1:]}"

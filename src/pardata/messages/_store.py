@@ -32,30 +32,23 @@ def answered(timeout: timedelta, work: Callable[[], _T]) -> _T:
     """Return what `work` finds in the store.
 
     Raises:
-        TimeoutError: where the store does not answer.
-        RuntimeError: where it is gone.
+        TimeoutError: if the store does not answer.
+        RuntimeError: if it is gone.
     """
     outcome = bounded(timeout.total_seconds() + _MARGIN, work)
     if not outcome:
         where = call_site()
-        raise as_consequence(
-            TimeoutError(
-                f"{SERVER} must answer, but has not for {timeout}: is it stopped, or is the "
-                f"network down? This rank is at {where}"
-            ),
-            f"{where}, timed out",
-        )
-    (found,) = outcome
-    if isinstance(found, dist.DistNetworkError):
-        raise as_consequence(
-            RuntimeError(
-                f"{SERVER} must be there as long as any rank, but has ended: look at its output "
-                f"for an earlier error; this rank is at {call_site()}"
-            )
-        ) from found
-    if isinstance(found, BaseException):
-        raise found
-    return found
+        what = f"must answer, but has not for {timeout}: is it stopped, or is the network down?"
+        error = TimeoutError(f"{SERVER} {what} This rank is at {where}")
+        raise as_consequence(error, f"{where}, timed out")
+    (answer,) = outcome
+    if isinstance(answer, dist.DistNetworkError):
+        what = "must stay as long as any rank, but has ended: look at its output for an error"
+        text = f"{SERVER} {what}; this rank is at {call_site()}"
+        raise as_consequence(RuntimeError(text)) from answer
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
 
 
 def bounded(seconds: float, work: Callable[[], _T]) -> list[_T | BaseException]:
@@ -97,25 +90,26 @@ def append(store: dist.Store, key: str, line: str) -> None:
 
 def texts_of(store: dist.Store, keys: Sequence[str]) -> list[str | None]:
     """Return what is under these keys, and None for one that is not there."""
-    there = list(keys)
-    if not store.check(there):
-        there = [key for key in keys if store.check([key])]
-    found = dict(zip(there, store.multi_get(there), strict=True)) if there else {}
-    return [found[key].decode() if key in found else None for key in keys]
+    present = list(keys)
+    if not store.check(present):
+        present = [key for key in keys if store.check([key])]
+    texts = dict(zip(present, store.multi_get(present), strict=True)) if present else {}
+    return [texts[key].decode() if key in texts else None for key in keys]
 
 
-def apart(line: Channel, name: str) -> dist.Store:
+def apart(channel: Channel, name: str) -> dist.Store:
     """Return a new part of the store, by a connection of its own. Every rank calls it as often.
 
     A client of some versions of torch lets one thread ask at a time, also while that waits.
     """
-    part = f"{name}/{line.store.add(f'{name}s of {line.rank}', 1)}"
-    base = line.store
+    store = channel.store
+    prefix = f"{name}/{store.add(f'{name}s of {channel.rank}', 1)}"
+    base = store
     while isinstance(base, dist.PrefixStore):
         base = base.underlying_store
     if not isinstance(base, dist.TCPStore):
-        return dist.PrefixStore(part, line.store)
+        return dist.PrefixStore(prefix, store)
     # The prefixes of others that are around the store cannot be asked for.
-    word = line.store.compare_set(part, "", uuid.uuid4().hex).decode()
-    own = dist.TCPStore(base.host, base.port, None, False, line.timeout, wait_for_workers=False)
-    return dist.PrefixStore(word, own)
+    prefix = store.compare_set(prefix, "", uuid.uuid4().hex).decode()
+    base = dist.TCPStore(base.host, base.port, None, False, channel.timeout, wait_for_workers=False)
+    return dist.PrefixStore(prefix, base)

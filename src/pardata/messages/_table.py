@@ -1,7 +1,10 @@
 """Who says what: ranks by number, and one line for each set of ranks that say the same."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import groupby
+from typing import TypeVar
+
+_Key = TypeVar("_Key", bound=Hashable)
 
 _LONG = 4  # ranks in a row, which are written from the first to the last
 
@@ -15,6 +18,14 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"
 
 
+def ranks_by(keys: Iterable[tuple[int, _Key]]) -> dict[_Key, list[int]]:
+    """Return the ranks of each key, from pairs of a rank and its key."""
+    sets: dict[_Key, list[int]] = {}
+    for rank, key in keys:
+        sets.setdefault(key, []).append(rank)
+    return sets
+
+
 def table_of(lines: Sequence[str]) -> str:
     """Return a table of what each rank says, in rank order; the odd one out is easy to see.
 
@@ -22,7 +33,5 @@ def table_of(lines: Sequence[str]) -> str:
       ranks 0, 2: length=10
       rank 1: length=9
     """
-    holders: dict[str, list[int]] = {}
-    for rank, line in enumerate(lines):
-        holders.setdefault(line, []).append(rank)
-    return "\n".join(f"  {ranks_text(ranks)}: {line}" for line, ranks in holders.items())
+    rows = ranks_by(enumerate(lines)).items()
+    return "\n".join(f"  {ranks_text(ranks)}: {line}" for line, ranks in rows)

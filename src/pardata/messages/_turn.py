@@ -10,7 +10,7 @@ is usable afterwards.
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -19,99 +19,78 @@ from pardata.messages._call_site import call_site
 from pardata.messages._doing import doing
 from pardata.messages._failure import Failure, as_consequence, follows, text_of
 from pardata.messages._store import Channel, answered, came
-from pardata.messages._verdict import (
-    ERRORS,
-    ORDER,
-    Decide,
-    Verdict,
-    entries_of,
-    give,
-    judged,
-    key_of,
-)
+from pardata.messages._verdict import KINDS, ORDER, Decide, Verdict, entries_of, give, judge, key_of
 
 Say = Callable[[], object]
 Patience = timedelta | None  # None: that of the group
 
 
-def all_say(line: Channel, call: str, say: Say, decide: Decide, *, timeout: Patience = None) -> Any:
+def all_say(channel: Channel, call: str, say: Say, decide: Decide, timeout: Patience = None) -> Any:
     """Return what is decided on what all ranks say. Collective.
 
     Args:
-        line: the store, and this rank.
+        channel: the store, and this rank.
         call: its name in errors; ranks in different calls are told.
         say: returns something JSON-like. What it raises is raised here, and told to the others.
         decide: gets what all said, in rank order, on the rank that comes last. What it raises is
             raised on every rank.
-        timeout: how long to wait for the others; that of `line` if not given.
+        timeout: how long to wait for the others; that of `channel` if not given.
 
     Raises:
         TimeoutError: names the ranks that did not come, or says that the store does not answer.
-        RuntimeError: where ranks are in different calls (says which rank is in which), where one
-            has failed (see `call_off`), and where the store is gone.
+        RuntimeError: if ranks are in different calls (says which rank is in which), if one
+            has failed (see `call_off`), or if the store is gone.
     """
     refuse_within(call)
-    turn = Turn(line, call, decide)
+    turn = Turn(channel, call, decide)
     try:
         turn.value = say()
         json.dumps(turn.value)
     except Exception as error:  # noqa: BLE001  # raised again by `decision`, on every rank
-        turn.own, turn.value = error, None
+        turn.error, turn.value = error, None
     try:
-        return turn.decision(turn.heard(line.timeout if timeout is None else timeout))
+        return turn.decision(turn.heard(channel.timeout if timeout is None else timeout))
     except Exception as error:
-        if turn.own is None or error is turn.own:
+        if turn.error is None or error is turn.error:
             raise
-        raise error from turn.own  # it may be why the others did not come
+        raise error from turn.error  # it may be why the others did not come
     finally:
-        turn.own = None  # held by a frame of its own it would live until a garbage collection
-
-
-class Leading:
-    """The call in which this rank works while others wait for it; "" if they do not."""
-
-    call = ""
-
-
-leading = Leading()
+        turn.error = None  # held by a frame of its own it would live until a garbage collection
 
 
 def refuse_within(call: str) -> None:
-    """Refuse a call of all ranks where the others wait until this one has done its work."""
-    if leading.call:
+    """Refuse a call of all ranks if the others wait until this one has done its work."""
+    if doing.leads:
         raise RuntimeError(
             f"`{call}` must be reached by every rank, but the others wait until this rank has done "
-            f"its `{leading.call}`: make the call after it, or before"
+            f"its `{doing.leads}`: make the call after it, or before"
         )
 
 
-@dataclass
 class Turn:
-    """One rank's part in a turn; in a later one, where the others gave it up in the meantime.
+    """One rank's part in a turn; in a later one, if the others gave it up in the meantime.
 
     Attributes:
-        line: the store, and this rank.
         call: its name in errors.
-        decide: makes the decision of what all say; where it is not given, rank 0 gives one.
+        decide: makes the decision of what all say; if it is not given, rank 0 gives one.
         value: what this rank says.
-        own: what it raised instead.
+        error: what it raised instead.
+
+    Args:
+        channel: the store, and this rank.
     """
 
-    line: Channel
-    call: str
-    decide: Decide | None = None
-    value: object = None
-    own: Exception | None = None
-    _number: int = 0
-    _where: str = ""
-    _late: str = ""
+    def __init__(self, channel: Channel, call: str, decide: Decide | None = None) -> None:
+        self._channel, self.call, self.decide = channel, call, decide
+        self.value: object = None
+        self.error: Exception | None = None
+        self._number, self._where, self._late = 0, call_site(), ""
 
     def heard(self, timeout: timedelta) -> Verdict:
         """Come, and return the verdict once it is there.
 
         As often as the group's timeout passes, the store must answer.
         """
-        self._where = call_site()
         before = doing.enter(self.call)
         try:
             return self._verdict(timeout)
@@ -121,7 +100,7 @@ class Turn:
     def _verdict(self, timeout: timedelta) -> Verdict:
         left, is_here = timeout, False
         while left:
-            patience = min(left, self.line.timeout)
+            patience = min(left, self._channel.timeout)
             left -= patience
             ends = timeout if self.decide and not left else None
             # Both in one request to the store, as each starts a thread.
@@ -133,20 +112,17 @@ class Turn:
                 return verdict
             left, is_here = timeout, False  # those who gave this rank up are in a later turn
             self._late = f"; rank {verdict['rank']} came before, and gave up waiting for this rank"
-        news = (
-            f" within {timeout}, but has not: give `timeout=` a larger value if the work takes "
-            f"that long, else look at rank 0's output"
-        )
-        raise self._in_vain(TimeoutError, news)
+        cure = "give a larger `timeout` if the work takes that long, else look at rank 0's output"
+        raise self._in_vain(TimeoutError, f" within {timeout}, but has not: {cure}")
 
     def come(self) -> None:
         """Let all know that this rank is here."""
-        self._where = call_site()
-        answered(self.line.timeout, self._come)
+        answered(self._channel.timeout, self._come)
 
     def tell(self, **verdict: object) -> None:
         """Give the verdict when the work is done; raise another one, if that stands."""
-        while self._gave_me_up(stands := answered(self.line.timeout, lambda: self._give(verdict))):
+        give_it = partial(self._give, verdict)
+        while self._gave_me_up(stands := answered(self._channel.timeout, give_it)):
             self.come()
         if not verdict.items() <= stands.items():  # it is another's
             self.decision(stands)
@@ -155,11 +131,11 @@ class Turn:
         """Return what a verdict decides, or raise what it says instead."""
         if "error" in verdict:
             kind, text = verdict["error"]
-            raise ERRORS[kind](text)
+            raise KINDS[kind](text)
         if verdict["call"] not in ("", self.call):
             raise RuntimeError(
                 f"{ORDER} rank {verdict['rank']} is in {verdict['call']} and rank "
-                f"{self.line.rank} in {self.call}: look for a branch that skips one"
+                f"{self._channel.rank} in {self.call}: look for a branch that skips one"
             )
         if "off" in verdict:
             kind = TimeoutError if "missing" in verdict else RuntimeError
@@ -169,9 +145,9 @@ class Turn:
             if self.decide is None:
                 failed[0].reraise()
             # Who failed because another one did says that, if it is known.
-            if self.own is not None and follows(self.own) != failed[0].is_cause:
-                raise self.own
-            seen = f"(seen on rank {self.line.rank}, which did nothing wrong)"
+            if self.error is not None and follows(self.error) != failed[0].is_cause:
+                raise self.error
+            seen = f"(seen on rank {self._channel.rank}, which did nothing wrong)"
             summaries = [failure.summary() for failure in failed]
             raise as_consequence(RuntimeError("\n".join([*summaries, seen])))
         return verdict["decision"]
@@ -185,52 +161,52 @@ class Turn:
         return as_consequence(error, f"{self.call} at {self._where}{end}")
 
     def _gave_me_up(self, verdict: Verdict) -> bool:
-        return self.line.rank in verdict.get("missing", ())
+        return self._channel.rank in verdict.get("missing", ())
 
     def _listened(
         self, patience: timedelta, ends: timedelta | None, *, comes: bool
     ) -> Verdict | None:
-        """Return the verdict if it comes in time; give one where all patience ends, if all say."""
+        """Return the verdict if it comes in time; give one if all patience ends, if all say."""
         if comes:
             self._come()
         key = key_of(self._number)
-        if came(self.line.store, [key], patience):
-            verdict: Verdict = json.loads(self.line.store.get(key))
+        if came(self._channel.store, [key], patience):
+            verdict: Verdict = json.loads(self._channel.store.get(key))
             return verdict
-        return None if ends is None else self._judged(ends)
+        return None if ends is None else self._judge(ends)
 
     def _come(self) -> None:
-        store, rank = self.line.store, self.line.rank
+        store, rank = self._channel.store, self._channel.rank
         self._number = store.add(f"turn/{rank}", 1)
         entry = {"turn": self._number, "call": self.call, "where": self._where, "failed": None}
-        if self.own is not None:  # each raises its own: the others need no more than the text
-            is_cause = not follows(self.own)
-            entry["failed"] = asdict(Failure(rank, self.call, text_of(self.own), is_cause=is_cause))
+        if self.error is not None:  # each raises its own: the others need no more than the text
+            text, is_cause = text_of(self.error), not follows(self.error)
+            entry["failed"] = asdict(Failure(rank, self.call, text, is_cause=is_cause))
         store.set(f"at/{rank}", json.dumps({**entry, "value": self.value}))
-        if store.add(f"came/{self._number}", 1) == self.line.size:
+        if store.add(f"came/{self._number}", 1) == self._channel.size:
             # All are here, so all have read the verdict before.
             store.delete_key(f"came/{self._number}")
             store.delete_key(key_of(self._number - 1))
-            self._judged(self.line.timeout)
+            self._judge(self._channel.timeout)
 
-    def _judged(self, timeout: timedelta) -> Verdict | None:
+    def _judge(self, timeout: timedelta) -> Verdict | None:
         """Give a verdict, as the last one to come, or as one whose patience ends.
 
-        Returns the one that stands; None where rank 0 is still to give it.
+        Returns the one that stands; None if rank 0 is still to give it.
         """
-        entries = entries_of(self.line.store, self.line.size)
-        verdict = judged(entries, self._number, self.decide, timeout)
+        entries = entries_of(self._channel.store, self._channel.size)
+        verdict = judge(entries, self._number, self.decide, timeout)
         return None if verdict is None else self._give(verdict)
 
     def _give(self, verdict: Verdict) -> Verdict:
-        signed = {"rank": self.line.rank, "call": self.call, **verdict}
-        return give(self.line.store, self._number, signed)
+        signed = {"rank": self._channel.rank, "call": self.call, **verdict}
+        return give(self._channel.store, self._number, signed)
 
 
-def call_off(line: Channel, news: str) -> None:
+def call_off(channel: Channel, news: str) -> None:
     """Let all who wait, now or later, for this rank read `news` instead: it comes no more."""
-    verdict = {"rank": line.rank, "call": "", "off": news}
-    turn = line.store.add(f"turn/{line.rank}", 0) + 1
-    # Others may be turns ahead of this rank, where rank 0 decided, or where they gave it up.
-    while give(line.store, turn, verdict)["call"]:  # one that calls off is of none
+    verdict = {"rank": channel.rank, "call": "", "off": news}
+    turn = channel.store.add(f"turn/{channel.rank}", 0) + 1
+    # Others may be turns ahead of this rank, if rank 0 decided, or if they gave it up.
+    while give(channel.store, turn, verdict)["call"]:  # one that calls off is of none
         turn += 1

@@ -22,7 +22,7 @@ Entry = dict[str, Any]
 Verdict = dict[str, Any]
 Decide = Callable[[list[Any]], object]  # gets what all said, in rank order
 
-ERRORS = {error.__name__: error for error in (RuntimeError, ValueError, TypeError)}
+KINDS = {error.__name__: error for error in (RuntimeError, ValueError, TypeError)}
 ORDER = "every rank must make the same calls in the same order, but"
 
 
@@ -47,10 +47,10 @@ def give(store: dist.Store, turn: int, verdict: Verdict) -> Verdict:
     return found
 
 
-def judged(
+def judge(
     entries: Sequence[Entry | None], turn: int, decide: Decide | None, timeout: timedelta
 ) -> Verdict | None:
-    """Return the verdict on a turn; None where rank 0 is still to give it."""
+    """Return the verdict on a turn; None if rank 0 is still to give it."""
     behind = [rank for rank, entry in enumerate(entries) if entry is None or entry["turn"] < turn]
     if behind:
         news = who_did_not_come(behind, len(entries), f" within {timeout}")
@@ -68,7 +68,7 @@ def judged(
         return {"decision": decide([entry["value"] for entry in here])}
     except Exception as error:  # noqa: BLE001  # raised on every rank
         kind, text = type(error).__name__, str(error)
-        return {"error": [kind, text] if kind in ERRORS else ["RuntimeError", f"{kind}: {text}"]}
+        return {"error": [kind, text] if kind in KINDS else ["RuntimeError", f"{kind}: {text}"]}
 
 
 def who_did_not_come(missing: list[int], size: int, when: str) -> str:

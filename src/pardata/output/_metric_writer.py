@@ -83,10 +83,9 @@ class MetricWriter(AbstractContextManager["MetricWriter"]):
 
     def close(self) -> None:
         """Close the files. Written lines are on disk before that; TensorBoard's part may not be."""
-        if self._file is not None:
-            self._file.close()  # and stays: a later write is an error
-        if self._board is not None:
-            self._board.close()
+        for writer in (self._file, self._board):
+            if writer is not None:
+                writer.close()  # the file stays: a later write is an error
 
     def __exit__(self, *_: object) -> None:
         self.close()

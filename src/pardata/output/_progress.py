@@ -52,8 +52,8 @@ def progress(
     if total is None and isinstance(iterable, Sized):
         with suppress(TypeError):  # it has a __len__, as every loader, and yet no length
             total = len(iterable)
-    if batch_size is None and isinstance(own := getattr(iterable, "batch_size", None), int):
-        batch_size = own
+    if batch_size is None and isinstance(size := getattr(iterable, "batch_size", None), int):
+        batch_size = size
     return Progress(iterable, description, total, batch_size)
 
 
@@ -79,10 +79,8 @@ class Progress(Generic[T]):
         for name, value in values.items():
             count = value.numel() if isinstance(value, Tensor) else getattr(value, "size", 1)
             if hasattr(value, "item") and count != 1:
-                kind = "a tensor" if isinstance(value, Tensor) else kind_of(value)
                 raise TypeError(
-                    f"`{name}` must be one number to be shown, but is {kind} of {count}: take its "
-                    f"mean, say"
+                    f"`{name}` must be one number, but is {kind_of(value)} of {count}: take a mean"
                 )
             # Drawn later: its graph need not live until then.
             self._values[name] = value.detach() if isinstance(value, Tensor) else value

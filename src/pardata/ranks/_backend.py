@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 def backend_for(device: torch.device) -> str:
     """Return the backend of ranks that compute on such devices: torch's own, and gloo."""
-    own = dist.Backend.default_device_backend_map.get(device.type, "gloo")
-    return f"{device.type}:{own},cpu:gloo" if runs_on_gpus(own) else "gloo"
+    native = dist.Backend.default_device_backend_map.get(device.type, "gloo")
+    return f"{device.type}:{native},cpu:gloo" if runs_on_gpus(native) else "gloo"
 
 
 def require_taken(device: torch.device, backend: str | None) -> None:
@@ -70,9 +70,9 @@ def new_gloo_group(timeout: timedelta | None = None) -> Any:
 
 def timeout_of(group: Any) -> timedelta | None:
     """Return how long a collective on the CPU may take in `group`, if its backend says that."""
-    own = [kind for kind in group._device_types if kind.type == "cpu"]  # noqa: SLF001  # torch has no public way
+    on_cpu = [kind for kind in group._device_types if kind.type == "cpu"]  # noqa: SLF001  # torch has no public way
     # Under TORCH_DISTRIBUTED_DEBUG torch wraps the backend, and the wrapper has no options.
-    options = getattr(group._get_backend(own[0]), "options", None) if own else None  # noqa: SLF001  # torch has no public name
+    options = getattr(group._get_backend(on_cpu[0]), "options", None) if on_cpu else None  # noqa: SLF001  # torch has no public name
     found: timedelta | None = getattr(options, "_timeout", None)
     return found
 

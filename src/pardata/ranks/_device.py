@@ -25,7 +25,7 @@ def visible_devices() -> list[torch.device]:
     """Return the accelerators that torch sees: none on a machine with a CPU alone."""
     if not torch.accelerator.is_available():
         return []
-    found: Any = torch.accelerator.current_accelerator()  # in torch 2.6 it raises where none is
+    found: Any = torch.accelerator.current_accelerator()  # in torch 2.6 it raises if there is none
     return [torch.device(found.type, n) for n in range(torch.accelerator.device_count())]
 
 
@@ -43,13 +43,13 @@ def require_visible(device: torch.device) -> None:
         )
 
 
-def current_device(own: int) -> torch.device:
-    """Return the accelerator that is current, else number `own`: the first is also unchosen."""
+def current_device(n: int) -> torch.device:
+    """Return the accelerator that is current, else number `n`: the first is also unchosen."""
     seen = visible_devices()
     of_kind = torch.get_device_module(seen[0])
     # Where none is in use, to ask which one is current would begin to use it.
     in_use = hasattr(of_kind, "is_initialized") and of_kind.is_initialized()
-    return seen[(of_kind.current_device() if in_use else 0) or (own if own < len(seen) else 0)]
+    return seen[(of_kind.current_device() if in_use else 0) or (n if n < len(seen) else 0)]
 
 
 def can_be_bound(device: torch.device) -> bool:
@@ -75,7 +75,7 @@ def properties_of(device: torch.device) -> Any:
 
 @cache
 def widest(device: torch.device) -> torch.dtype:
-    """Return float64, or float32 where a device has no float64."""
+    """Return float64, or float32 if a device has no float64."""
     has_it = properties_of(device).has_fp64 if device.type == "xpu" else device.type != "mps"
     return torch.float64 if has_it else torch.float32
 
@@ -96,7 +96,7 @@ def flight_recorder() -> str:
 
 
 def hidden_devices(root: Path = Path("/")) -> tuple[str, str] | None:
-    """Return that torch sees none of the GPUs that are here, and the cure, where that is so."""
+    """Return that torch sees none of the GPUs that are here, and the cure, if that is so."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")  # torch warns of a driver that is too old
         if visible_devices():

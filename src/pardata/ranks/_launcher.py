@@ -66,13 +66,13 @@ class Launcher(NamedTuple):
     cores: str | None
 
     @property
-    def own(self) -> tuple[str, ...]:
+    def marks(self) -> tuple[str, ...]:
         """Its variables, without the address alone: users export that for other launchers too."""
         return tuple(name for name in self.variables if not name.startswith("MASTER_"))
 
 
 def detect(env: Env) -> Launch:
-    """Read the launcher's variables, or return ``SINGLE`` where none started this process.
+    """Read the launcher's variables, or return ``SINGLE`` if none started this process.
 
     Raises:
         ValueError: for a set that is partial, contradictory or not numeric, and for an unknown
@@ -99,7 +99,7 @@ def launcher_of(env: Env) -> Launcher | None:
     among = [launcher for launcher in LAUNCHERS if choice in ("auto", launcher.name)]
     found = [launcher for launcher in among if launcher.started(env)]
     if choice == "auto":  # reading refuses a part of torchrun's own
-        among = LAUNCHERS[:1] if any(name in env for name in LAUNCHERS[0].own) else []
+        among = LAUNCHERS[:1] if any(name in env for name in LAUNCHERS[0].marks) else []
     return next(iter(found or among), None)
 
 
@@ -124,8 +124,8 @@ def _is_mpichs(env: Env) -> bool:
 
 def _torchrun(env: Env) -> Launch:
     rank, size, local_rank, local_size = _numbers(env, TORCHRUN, "torchrun")
-    told = numbers_told(env, ("GROUP_RANK", "GROUP_WORLD_SIZE"))
-    node, nodes = told.get("GROUP_RANK"), told.get("GROUP_WORLD_SIZE")
+    numbers = numbers_told(env, ("GROUP_RANK", "GROUP_WORLD_SIZE"))
+    node, nodes = numbers.get("GROUP_RANK"), numbers.get("GROUP_WORLD_SIZE")
     address, port = env["MASTER_ADDR"], _port(env, 0)  # the address is set
     return Launch("torchrun", rank, size, local_rank, local_size, node, nodes, address, port)
 
@@ -160,23 +160,23 @@ def _slurm(env: Env) -> Launch:
 
 def _tasks_at(node: int, text: str) -> tuple[int, int]:
     """Return how many tasks a node has, and how many nodes there are: ``"2(x3),1"`` has 4."""
-    found, nodes = 0, 0
+    tasks, nodes = 0, 0
     for item in text.split(","):
         match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", item)
         if match is None:
             raise ValueError(
                 f"`SLURM_STEP_TASKS_PER_NODE` must look like '2(x3),1', but is {text!r}"
             )
-        found = int(match[1]) if nodes <= node else found
+        tasks = int(match[1]) if nodes <= node else tasks
         nodes += int(match[2] or 1)
-    return found, nodes
+    return tasks, nodes
 
 
 def first_host(text: str) -> str:
     """Return the first host of a SLURM node list: ``a03`` of ``"a[03-11,20],b2"``.
 
     Raises:
-        ValueError: where any of the text is no node list.
+        ValueError: if any of the text is no node list.
     """
     number = "[0-9]{1,18}"  # int() would take the digits of every script
     item = f"{number}(?:-{number})?"
@@ -191,7 +191,7 @@ def first_host(text: str) -> str:
 
 
 def _numbers(env: Env, names: tuple[str, ...], launcher: str) -> list[int]:
-    """Return the first four variables, numbers all, where none of `names` is missing."""
+    """Return the first four variables, numbers all, if none of `names` is missing."""
     there = [f"`{name}`" for name in names if env.get(name)]
     missing = [f"`{name}`" for name in names if not env.get(name)]
     if missing:
@@ -227,8 +227,8 @@ def _port(env: Env, default: int) -> int:
 
 
 def _check_bounds(launch: Launch, launcher: Launcher) -> None:
-    own = [name for name in launcher.own if not name.startswith(launcher.families)]
-    variables = ", ".join([*own, *(f"{family}*" for family in launcher.families)])
+    names = [name for name in launcher.marks if not name.startswith(launcher.families)]
+    variables = ", ".join([*names, *(f"{family}*" for family in launcher.families)])
     for value, bound, name, of in (
         (launch.rank, launch.size, "rank", "world size"),
         (launch.local_rank, launch.local_size, "local rank", "local world size"),
@@ -245,9 +245,9 @@ def _check_bounds(launch: Launch, launcher: Launcher) -> None:
 
 def _check_torchs(launch: Launch, env: Env) -> None:
     """Refuse torch's variables, exported by hand, that contradict the launcher found."""
-    told = numbers_told(env, TORCHRUN[:4])
+    numbers = numbers_told(env, TORCHRUN[:4])
     for name, value in zip(TORCHRUN, launch[1:5], strict=False):  # without the address
-        if told.get(name, value) != value:
+        if numbers.get(name, value) != value:
             raise ValueError(
                 f"`{name}` must be {value}, as {launcher_text(launch)} says, but is {env[name]}: "
                 f"unset it, or choose one launcher with PARDATA_LAUNCHER"

@@ -77,7 +77,7 @@ class Joined:
     """What `init` found, for which group and process, and what it left to be done.
 
     Attributes:
-        group_of_counts: by which small numbers travel, where they would meet gradients in `group`,
+        group_of_counts: by which small numbers travel, if they would meet gradients in `group`,
             or it takes no tensors on the CPU.
         on_leaving: called before the group is left.
     """
@@ -91,7 +91,6 @@ class Joined:
     on_leaving: Callable[[], None] = lambda: None
 
 
-@dataclass
 class Process:
     """What `init` found in this process; `joined` tells whether it still holds."""
 
@@ -125,10 +124,10 @@ def world() -> World:
 
 
 def require_world(what: str) -> World:
-    """Return the current world, or raise where `what` needs a group that was not joined.
+    """Return the current world, or raise if `what` needs a group that was not joined.
 
     Raises:
-        RuntimeError: where a launcher started several processes and `init` was not called.
+        RuntimeError: if a launcher started several processes and `init` was not called.
     """
     found = world()
     if found.backend is not None or is_child():
@@ -177,23 +176,22 @@ def existing_world(device: torch.device | None, hosts: Sequence[str] = ()) -> Wo
     Args:
         device: where to compute. It is the GPU of this rank if it has no number, or if it is not
             given and the group is one of GPUs.
-        hosts: of all ranks, in their order; one for all where they were not asked for.
+        hosts: of all ranks, in their order; one for all if they were not asked for.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     # Ray Train and torchrun say this in addition to the group.
-    told = numbers_told(os.environ, ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"))
+    env = numbers_told(os.environ, ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"))
     hosts = hosts or [""] * size
-    local_rank = told.get("LOCAL_RANK", hosts[:rank].count(hosts[rank]))
-    local_size = told.get("LOCAL_WORLD_SIZE", hosts.count(hosts[rank]))
+    local_rank = env.get("LOCAL_RANK", hosts[:rank].count(hosts[rank]))
+    local_size = env.get("LOCAL_WORLD_SIZE", hosts.count(hosts[rank]))
     node, nodes = rank // local_size, -(-size // local_size)
-    if "LOCAL_WORLD_SIZE" not in told:
+    if "LOCAL_WORLD_SIZE" not in env:
         names = list(dict.fromkeys(hosts))
         node, nodes = names.index(hosts[rank]), len(names)
-    node = told.get("GROUP_RANK", told.get("NODE_RANK", node))
+    node = env.get("GROUP_RANK", env.get("NODE_RANK", node))
     parts = dict(part.split(":") for part in dist.get_backend_config().split(","))
-    backend = (
-        dist.get_backend_config() if len(set(parts.values())) > 1 else next(iter(parts.values()))
-    )
+    distinct = set(parts.values())
+    backend = dist.get_backend_config() if len(distinct) > 1 else distinct.pop()
     kinds = [kind for kind, name in parts.items() if not takes(name, "cpu")]
     device = device or torch.device(*kinds or ["cpu"])
     if device.index is None and any(device.type == seen.type for seen in visible_devices()):

@@ -48,16 +48,16 @@ def _of_python() -> Default:
 
     So its words are read and written in memory, if they are seen to be there.
     """
-    own: Any = vars(random)["_inst"]
-    memory = _memory(id(own) + object.__basicsize__, _WORDS)
+    pythons: Any = vars(random)["_inst"]
+    memory = _memory(id(pythons) + object.__basicsize__, _WORDS)
     *words, position = random.getstate()[1]
     if memory.raw != array("I", [position, *words]).tobytes():
         return Default(random.seed, random.getstate, random.setstate)
 
     def restore(state: tuple[bytes, float | None]) -> None:
-        memory.raw, own.gauss_next = state
+        memory.raw, pythons.gauss_next = state
 
-    return Default(random.seed, lambda: (memory.raw, own.gauss_next), restore)
+    return Default(random.seed, lambda: (memory.raw, pythons.gauss_next), restore)
 
 
 class _NumPy:
@@ -81,41 +81,40 @@ class _NumPy:
             self._random.set_bit_generator(type(bits)(number))
 
     def state(self) -> tuple[Any, ...]:
-        if (bits := self._get_bits()) is not self._bits:
-            self._look_at(bits)
-        if not self._memory:
+        if not (memory := self._memory_of(bits := self._get_bits())):
             return bits, pickle.dumps(self._random.get_state(legacy=False))
-        words, second = self._memory
+        words, second = memory
         return bits, words.raw, second.raw
 
     def restore(self, state: tuple[Any, ...]) -> None:
         if (bits := state[0]) is not self._get_bits():
             self._random.set_bit_generator(bits)
-        if bits is not self._bits:
-            self._look_at(bits)
-        if not self._memory:
+        if not (memory := self._memory_of(bits)):
             self._random.set_state(pickle.loads(state[1]))  # noqa: S301  # it was dumped here
             return
-        words, second = self._memory
+        words, second = memory
         with bits.lock:  # another thread may draw
             words.raw, second.raw = state[1:]
 
-    def _look_at(self, bits: Any) -> None:
-        self._bits, self._memory = bits, [] if bits is None else self._found(bits)
+    def _memory_of(self, bits: Any) -> list[Any]:
+        """Return where the words and the second normal number are, or nothing."""
+        if bits is not self._bits:
+            self._bits, self._memory = bits, [] if bits is None else self._find(bits)
+        return self._memory
 
-    def _found(self, bits: Any) -> list[Any]:
-        own, like = self._random.standard_normal.__self__, self._random.RandomState(0)
+    def _find(self, bits: Any) -> list[Any]:
+        drawn_from, like = self._random.standard_normal.__self__, self._random.RandomState(0)
         like.standard_normal()
         laid_out = ctypes.string_at(id(like), type(like).__basicsize__)
         # The second normal number stands 8 bytes after the flag that says whether there is one.
         flag = laid_out.find(struct.pack("d", like.get_state()[4])) - 8
-        found = self._random.get_state(legacy=False)
-        if found["bit_generator"] != "MT19937" or flag < 0 or laid_out[flag] != 1:
+        state = self._random.get_state(legacy=False)
+        if state["bit_generator"] != "MT19937" or flag < 0 or laid_out[flag] != 1:
             return []
         words = _memory(bits.ctypes.state_address, _WORDS)
-        key, position = found["state"]["key"], found["state"]["pos"]
+        key, position = state["state"]["key"], state["state"]["pos"]
         is_there = words.raw == key.tobytes() + position.to_bytes(4, sys.byteorder)
-        return [words, _memory(id(own) + flag, 16)] if is_there else []
+        return [words, _memory(id(drawn_from) + flag, 16)] if is_there else []
 
 
 @cache
@@ -136,18 +135,18 @@ def seed_generators(number: int, among: Iterable[Default] | None = None) -> None
 
 def states_of(generators: Iterable[Default]) -> list[tuple[Default, Any]]:
     """Return the state of each, for `moved`."""
-    return [(own, own.state()) for own in generators]
+    return [(generator, generator.state()) for generator in generators]
 
 
 def moved(states: list[tuple[Default, Any]]) -> list[Default]:
     """Return those that somebody drew from, or seeded, since."""
-    return [own for own, state in states if own.moved_since(state)]
+    return [generator for generator, state in states if generator.moved_since(state)]
 
 
 class Kept:
     """Puts generators back, after a block, to where they are now; seeds them for it, if told to.
 
-    No context manager of contextlib, which takes as long again: `backward` needs one a microbatch.
+    A context manager of contextlib takes twice as long, and `backward` needs one a microbatch.
     """
 
     def __init__(self, generators: Iterable[Default], seed: int | None = None) -> None:
@@ -155,12 +154,12 @@ class Kept:
 
     def __enter__(self) -> None:
         if self._seed is not None:
-            for own, _ in self.states:
-                own.seed(self._seed)
+            for generator, _ in self.states:
+                generator.seed(self._seed)
 
     def __exit__(self, *_: object) -> None:
-        for own, state in self.states:
-            own.restore(state)
+        for generator, state in self.states:
+            generator.restore(state)
 
 
 def kept_generators() -> Kept:
@@ -174,9 +173,10 @@ def forked_seed(number: int, device: torch.device | None = None) -> Kept:
 
 
 def forked_torch_seed(number: int) -> Kept:
-    """Seed what a model draws from for a block, and put it back: PyTorch's default generators.
+    """Seed PyTorch's default generators for a block, and put them back after it.
 
-    That of the CPU, and those of accelerators in use, which are numbers on the host: no GPU waits.
+    These are the CPU's, and those of accelerators in use. Their states are on the host, so no GPU
+    waits.
     """
     return Kept((default_generators()[-1], *_of_kind(torch.get_device_module())), number)
 
@@ -190,12 +190,11 @@ def generator_states(device: torch.device) -> bytes:
     saved = {
         "noise": [run_seed.seed, run_seed.calls],
         "Python": random.getstate(),
-        "PyTorch": [own.state().tolist() for own in of_torch],
+        "PyTorch": [generator.state().tolist() for generator in of_torch],
     }
     if (numpy := numpy_or_none()) is not None:
-        kind, words, *rest = numpy.random.get_state()
-        saved["NumPy"] = [kind, words.tolist(), *rest]
-    return zlib.compress(json.dumps(saved).encode())
+        saved["NumPy"] = numpy.random.get_state(legacy=False)
+    return zlib.compress(json.dumps(saved, default=lambda array: array.tolist()).encode())
 
 
 def restore_generators(states: Iterable[int], device: torch.device, *, only_seed: bool) -> None:
@@ -212,20 +211,20 @@ def restore_generators(states: Iterable[int], device: torch.device, *, only_seed
         version, words, normal = saved["Python"]
         random.setstate((version, tuple(words), normal))
         if "NumPy" in saved and (numpy := numpy_or_none()) is not None:
-            numpy.random.set_state(tuple(saved["NumPy"]))
+            numpy.random.set_state(saved["NumPy"])
         of_torch = default_generators()[-1], *_of(device)
-        for own, state in zip(of_torch, saved["PyTorch"], strict=False):  # a GPU may be here or not
-            own.restore(torch.tensor(state, dtype=torch.uint8, device="cpu"))
+        # A GPU may be here or not.
+        for generator, state in zip(of_torch, saved["PyTorch"], strict=False):
+            generator.restore(torch.tensor(state, dtype=torch.uint8, device="cpu"))
     except (zlib.error, LookupError, ArithmeticError, TypeError, ValueError, RuntimeError) as error:
         raise RuntimeError(
-            f"cannot restore the random generators: the saved state is invalid "
-            f"({type(error).__name__}: {error})"
+            f"cannot restore the random generators, as their saved state is invalid: {error!r}"
         ) from error
 
 
 @contextmanager
 def no_draws(what: str, device: torch.device | None = None) -> Iterator[None]:
-    """Raise, after the block, where it drew from a default generator.
+    """Raise, after the block, if it drew from a default generator.
 
     Raises:
         RuntimeError: says that `what` drew, and how to let it.
@@ -235,8 +234,7 @@ def no_draws(what: str, device: torch.device | None = None) -> Iterator[None]:
     if moved(states):
         raise RuntimeError(
             f"`{what}` must draw no random numbers from a batch whose size depends on the number "
-            f"of ranks, but did: pass `microbatch_size`, so that it gets the same "
-            f"microbatches at every world size, each seeded alike, or reproducible=False"
+            f"of ranks, but did: pass `microbatch_size` or reproducible=False"
         )
 
 

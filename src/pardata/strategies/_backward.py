@@ -57,17 +57,18 @@ def backward(
 
     Like ``Tensor.backward`` it adds: what was in ``.grad`` before stays, and only the new gradient
     is averaged over the ranks. A parameter that no microbatch uses keeps its ``.grad``. If a step
-    ends in an error, ``.grad`` and the buffers stay as they were. Catch only errors that every rank
-    raises: if `loss_fn` fails on a single rank, the others wait for that rank until it ends. If it
-    continues with another step of `Microbatches`, all raise an error. Do not leave gradients of
-    a ``loss.backward()`` under ``no_sync()`` in ``.grad``: no later step reduces them.
+    ends in an error, ``.grad`` and the buffers stay as they were. Catch an error only if every rank
+    raises it. If `loss_fn` fails on one rank, the others wait until that rank's process ends, and
+    then raise an error. If that rank runs another step of `Microbatches` instead, all ranks raise
+    an error. Do not leave gradients of a ``loss.backward()`` under ``no_sync()`` in ``.grad``: no
+    later step reduces them.
 
-    Dropout and all else that draws from PyTorch's default generators gets a seed of its own. For
-    `Microbatches` it is the same at every world size. It is made of the seed of `seed_everything`,
-    the epoch, the step, the number of the microbatch, and how many calls have run this batch.
-    So a second call draws other numbers. For any other batch it is made of that seed, the rank,
-    and the number of calls. Without `seed_everything` it is made of the loader's seed, or of
-    ``torch.initial_seed()``. Afterwards the generators are as they were.
+    `backward` seeds PyTorch's default generators for each microbatch, so for dropout too, and puts
+    them back afterwards. For `Microbatches` this seed is the same at every world size. It is made
+    of the run's seed, the epoch, the step, the number of the microbatch, and how many calls have
+    run this batch. So a second call draws other numbers. For any other batch the seed is made of
+    the run's seed, the rank, and the number of calls. The run's seed is that of `seed_everything`.
+    Without that it is the loader's seed for `Microbatches`, else ``torch.initial_seed()``.
 
     Collective, except under ``"none"`` and ``"dp"``. In a single process it is gradient
     accumulation. In a model's first step `backward` warns if all ranks have the same samples, as
@@ -77,25 +78,26 @@ def backward(
     Args:
         model: what `wrap_model` returned. The loss must train nothing else. If `loss_fn` runs other
             models, freeze them, or detach their outputs, or hold all in one module and wrap that.
-            At the end of the step the buffers of other wrapped models are equal on all ranks. Under
-            the exact strategies they are as before the step.
+            For a GAN, call ``discriminator.requires_grad_(False)`` before the generator's step. The
+            buffers of other wrapped models are equal on all ranks after the step. Under the exact
+            strategies the step leaves these buffers as they were.
         loss_fn: runs ``model`` and returns the mean over the samples of the microbatch, a tensor of
-            one element. With `count` it is the mean over what that counts: for tokens, their sum
-            divided by their number. It may also return ``(loss, metrics)``. Metrics are numbers and
-            tensors, nested in dicts, lists and tuples, and means as well: an accuracy, the parts of
-            a loss.
+            one element. With `count` it is the mean over what that counts: for tokens, the sum of
+            their losses divided by their number. It may also return ``(loss, metrics)``. Metrics
+            are numbers and tensors, nested in dicts, lists and tuples, and means as well: an
+            accuracy, the parts of a loss.
         batch: the `Microbatches` of a loader or, except under the exact strategies, one microbatch
-            of any kind. A batch of a loader counts the samples that were read for it. In any other
-            batch their number is the length of the first tensor or, of a list of samples, its own.
+            of any kind. For a loader's batch, the number of samples is how many the loader read for
+            it. For any other batch it is the length of the first tensor, or of a list of samples.
         count: returns what a microbatch counts for in place of its samples, for example its tokens:
             an integer from 0 up. The loss of a microbatch that counts 0 is ignored, even if it is
-            NaN. Pass it if a ``collate_fn`` leaves samples out, or if a batch does not tell. It
-            costs a small collective, which runs during the forward.
+            NaN. Pass it if a ``collate_fn`` leaves samples out, or if a batch does not show how
+            many samples it has. It costs a small collective, which runs during the forward.
         scaler: scales the losses before their backward, but not the loss that is returned. You
             still call its ``unscale_``, ``step`` and ``update``.
 
     Returns:
-        The mean loss over the global batch: without dimensions, detached, at least float32, the
+        The mean loss over the global batch, without dimensions, detached, at least float32, the
         same on every rank. If `loss_fn` returned metrics, the loss and the means of the metrics,
         weighted like the loss. A tensor stays a tensor, of its floating dtype or the default one. A
         number becomes a float; it is read from the GPU, which waits.
@@ -107,9 +109,9 @@ def backward(
             ``no_sync()``.
         RuntimeError: `loss_fn` did not run `model` (one process checks that in the first step), or
             the loss trains a parameter outside of `model`. Or the metrics differ in structure
-            between ranks, or the ranks are at different steps. On a GPU these two are errors in the
-            first step alone. Later the loss and metrics that it returns are NaN instead, because no
-            step waits for the GPU.
+            between ranks, or the ranks are at different steps. On a GPU, different metrics and
+            different steps are an error in the first step only. In later steps `backward` returns
+            NaN for the loss and the metrics, because it does not wait for the GPU.
 
     >>> import torch
     >>> net, x = nn.Linear(1, 1), torch.arange(6.0).view(6, 1)

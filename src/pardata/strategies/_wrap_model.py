@@ -33,33 +33,34 @@ def wrap_model(
 ) -> nn.Module:
     """Move `model` to its device and wrap it, so that training keeps all replicas equal.
 
-    =========== ========================================================================
-    ``"auto"``  ``"ddp"`` in a world larger than one, else ``"none"``
-    ``"none"``  the module itself, moved and not wrapped: no cost at all
-    ``"dp"``    `torch.nn.DataParallel`: one process, several GPUs
-    ``"ddp"``   `torch.nn.parallel.DistributedDataParallel`: one process per device
-    ``"fsdp"``  ``torch.distributed.fsdp.fully_shard``: parameters sharded, in place
-    ``"exact"`` gradients by `backward` alone: the same to the last bit at every world size
-    =========== ========================================================================
+    ================ ========================================================================
+    ``"auto"``       ``"ddp"`` in a world larger than one, else ``"none"``
+    ``"none"``       the module itself, moved and not wrapped: no cost at all
+    ``"dp"``         `torch.nn.DataParallel`: one process, several GPUs
+    ``"ddp"``        `torch.nn.parallel.DistributedDataParallel`: one process per device
+    ``"fsdp"``       ``torch.distributed.fsdp.fully_shard``: parameters sharded, in place
+    ``"exact"``      gradients by `backward` alone: the same to the last bit at every world size
+    ``"exact_fsdp"`` parameters sharded as under ``"fsdp"``, with the bits of ``"exact"``
+    ================ ========================================================================
 
-    ``"exact_fsdp"`` shards as ``"fsdp"`` and has the bits of ``"exact"`` at every world size. With
-    one process it is ``"exact"``. It takes `Microbatches` of a loader with ``strided=True``.
+    ``"exact_fsdp"`` takes `Microbatches` of a loader with ``strided=True``. With one process it is
+    ``"exact"``.
 
-    Make the optimizer after `wrap_model`. All replicas start from rank 0's weights. Under ``"ddp"``
-    and ``"dp"`` the result is a subclass of PyTorch's class. You read and write the module's
-    attributes through it, and ``state_dict()`` has the names of ``unwrap(model)``. Under ``"ddp"``
-    buffers (batch norm's statistics) are equal after every training step, and a forward without
-    gradients never communicates.
+    Make the optimizer after `wrap_model`, which may replace the parameters. All replicas start from
+    rank 0's weights. Under ``"ddp"`` and ``"dp"`` the result is a subclass of PyTorch's class. You
+    read and write the module's attributes through it, and ``state_dict()`` has the names of
+    ``unwrap(model)``. Under ``"ddp"`` buffers (batch norm's statistics) are equal after every
+    training step, and a forward without gradients never communicates.
 
     Under ``"fsdp"`` every forward is collective. `backward` averages the buffers over the ranks; a
     training forward outside it broadcasts rank 0's. By default each step holds all parameters on
-    each rank at once. With ``blocks``, as ``blocks=[Layer]``, it holds those of one block at a
-    time, and those outside of the blocks. Other ranks than 0 may pass a model on the
-    meta device.
+    each rank at once. With ``blocks``, for example ``blocks=[Layer]``, a step holds the parameters
+    of one block at a time, and those outside of all blocks. Other ranks than 0 may pass a model on
+    the meta device.
 
-    ``"exact"`` needs a loader with a `microbatch_size`, whose gradients it adds in a fixed order.
-    It computes each from the step's buffers, under a seed of its own, with a fixed number of
-    threads, which it sets for the process.
+    ``"exact"`` needs a loader with a `microbatch_size`, and adds the microbatches' gradients in a
+    fixed order. It computes each gradient from the buffers at the start of the step, with a seed
+    for that microbatch. It sets the number of threads of the process to ``threads``.
 
     Collective, except under ``"none"`` and ``"dp"``. ``"ddp"`` and ``"fsdp"`` need `init`, also
     with one process.
@@ -77,11 +78,12 @@ def wrap_model(
             ``static_graph`` and so on. ``"dp"``: ``device_ids``, ``output_device``, ``dim``.
             ``"fsdp"``: ``blocks``, ``replicate``, and ``fully_shard``'s own, as ``mesh``,
             ``mp_policy`` and ``offload_policy``. ``blocks`` are a class of modules or its name, or
-            a list of them. ``"auto"`` takes the modules of the outermost lists that hold more than
-            a tenth of the parameters. ``replicate`` is how many copies of the shards there are (1).
-            ``"exact"``: ``threads`` (1), the same at every world size. ``"exact_fsdp"``:
-            ``threads``, ``blocks`` and ``reshard_after_forward``. ``"none"`` ignores the options of
-            the others, so that one call serves every world size.
+            a list of them. ``blocks="auto"`` makes a block of each module in an outermost
+            ``ModuleList``, if that list holds more than a tenth of the parameters. ``replicate`` is
+            how many copies of the shards there are (1). ``"exact"``: ``threads`` (1), the same at
+            every world size. ``"exact_fsdp"``: ``threads``, ``blocks`` and
+            ``reshard_after_forward``. ``"none"`` ignores the options of the others, so that one
+            call serves every world size.
 
     Raises:
         TypeError: `model` is no module, or an option is unknown.

@@ -21,7 +21,6 @@ Trained: TypeAlias = nn.Module | Mapping[str, Tensor | float]
 
 _Step: TypeAlias = dict[str, Tensor]
 _Near: TypeAlias = tuple[float, float]  # rtol and atol
-_Parting: TypeAlias = tuple[int, str]  # after which step a rank is no more what it should be, how
 
 # How many tensors an error lists.
 _LISTED = 8
@@ -115,8 +114,8 @@ def _recorded(train: Any, args: Any) -> list[_Step]:
     return [_tensors(trained) for trained in steps]
 
 
-def _parting(ours: list[_Step], theirs: list[_Step], near: _Near) -> _Parting | None:
-    """Return the first difference between two ranks."""
+def _parting(ours: list[_Step], theirs: list[_Step], near: _Near) -> tuple[int, str] | None:
+    """Return after which step a rank is no longer what it should be, and how it differs."""
     for step, pair in enumerate(zip(ours, theirs, strict=False), start=1):
         if text := _difference(*pair, near):
             return step, text

@@ -95,7 +95,7 @@ def _environment(added: dict[Any, Any]) -> dict[str, str]:
             )
     # A test that inherits the launcher of its runner would join as somebody else's rank. The
     # server's environment is that of its start; a test may have changed its own since.
-    left_out = {*_OWN, *(name for launcher in LAUNCHERS for name in launcher.own)}
+    left_out = {*_OWN, *(name for launcher in LAUNCHERS for name in launcher.marks)}
     families = tuple(family for launcher in LAUNCHERS for family in launcher.families)
     left_out |= {name for name in os.environ if name.startswith(families)}
     own = {name: value for name, value in os.environ.items() if name not in left_out}
@@ -212,7 +212,7 @@ def _work(rank: int, meeting: _Meeting, job: bytes, pipe: Connection) -> None:
             outcome: bytes | Failure = pickle.dumps(_joined_call(rank, meeting, job))
             faulthandler.cancel_dump_traceback_later()
     except BaseException as error:  # noqa: BLE001  # SystemExit too: the parent raises it
-        outcome = Failure.of(error, rank=rank, place="run")
+        outcome = Failure.of(error, rank=rank, call="run")
     sys.stdout.flush()
     sys.stderr.flush()
     pipe.send(outcome)

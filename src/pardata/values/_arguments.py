@@ -26,9 +26,8 @@ def kind_of(value: object) -> str:
 def check_module(model: object) -> None:
     """Refuse what is no module."""
     if not isinstance(model, nn.Module):
-        what = f"the class {model.__name__}" if isinstance(model, type) else None
-        got = what or kind_of(model)
-        raise TypeError(f"`model` must be a torch.nn.Module, but is {got}")
+        what = f"the class {model.__name__}" if isinstance(model, type) else kind_of(model)
+        raise TypeError(f"`model` must be a torch.nn.Module, but is {what}")
 
 
 def check_map_style(dataset: object, otherwise: str) -> None:
@@ -38,8 +37,7 @@ def check_map_style(dataset: object, otherwise: str) -> None:
     """
     if isinstance(dataset, type):
         raise TypeError(
-            f"`dataset` must be a dataset, but is the class {dataset.__name__}: pass an object "
-            f"of it"
+            f"`dataset` must be a dataset, but is the class {dataset.__name__}: pass an object"
         )
     has_both = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if isinstance(dataset, IterableDataset) or not has_both:  # it inherits `__getitem__`

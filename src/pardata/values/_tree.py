@@ -17,8 +17,6 @@ TreePath: TypeAlias = tuple[Any, ...]
 
 _Test: TypeAlias = Callable[[Any], bool] | None
 
-_MAPPINGS = (dict, Mapping)  # the first is found at once
-_SEQUENCES = (list, tuple)
 _LEAVES = {Tensor, torch.nn.Parameter, int, float, str, bytes, bool, type(None)}  # most of all
 
 
@@ -33,9 +31,9 @@ def _parts(tree: Any, is_leaf: _Test, *, by_text: bool) -> Iterable[tuple[Any, A
     """Return what a container holds, with key or index, and `None` for a leaf."""
     if type(tree) in _LEAVES or (is_leaf is not None and is_leaf(tree)):
         return None
-    if isinstance(tree, _SEQUENCES):  # before mappings, which are an abstract class
+    if isinstance(tree, (list, tuple)):  # before mappings, which are an abstract class
         return enumerate(tree)
-    if not isinstance(tree, _MAPPINGS):
+    if not isinstance(tree, (dict, Mapping)):  # a dict is found at once
         return None
     return [(key, tree[key]) for key in (sorted(tree, key=repr) if by_text else tree)]
 
@@ -58,13 +56,13 @@ def leaves(
     parts = _parts(tree, is_leaf, by_text=by_text)
     if parts is None:
         return [(path, tree)]
-    found: list[tuple[TreePath, Any]] = []
+    pairs: list[tuple[TreePath, Any]] = []
     for key, part in parts:
         if type(part) in _LEAVES:  # most are: to go into each takes as long again
-            found.append(((*path, key), part))
+            pairs.append(((*path, key), part))
         else:
-            found += leaves(part, is_leaf=is_leaf, by_text=by_text, path=(*path, key))
-    return found
+            pairs += leaves(part, is_leaf=is_leaf, by_text=by_text, path=(*path, key))
+    return pairs
 
 
 def mapped(
@@ -102,7 +100,7 @@ def in_brackets(name: str, path: TreePath) -> str:
 
 def _like(tree: Any, items: dict[Any, Any]) -> Any:
     """Return a container as `tree` that holds `items`, by key or index."""
-    if not isinstance(tree, _SEQUENCES):
+    if not isinstance(tree, (list, tuple)):
         if type(tree) is dict or not isinstance(tree, MutableMapping):
             return items
         other = copy(tree)
@@ -119,8 +117,8 @@ def digest_of(tree: Any) -> str:
 
     Nothing is known of what else is in it but its type.
     """
-    found = leaves(tree, by_text=True)
-    return sha256_of((f"{path} {_form(leaf)}", leaf) for path, leaf in found)[:16]
+    pairs = leaves(tree, by_text=True)
+    return sha256_of((f"{path} {_form(leaf)}", leaf) for path, leaf in pairs)[:16]
 
 
 def sha256_of(named: Iterable[tuple[str, Any]]) -> str:

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from forked import python
 from processes import children, ended, run, start
 
 TRAINING = Path(__file__).parent / "training.py"
@@ -50,7 +51,7 @@ class Story:
 
 def undisturbed(run_dir, steps):
     """Return how the same run ends in one process that nobody touches."""
-    return Ended.of(run(sys.executable, TRAINING, "--run-dir", run_dir, "--steps", steps))
+    return Ended.of(run(python(), TRAINING, "--run-dir", run_dir, "--steps", steps))
 
 
 def killed(run_dir, kills, sizes, seed, *options):
@@ -131,5 +132,8 @@ def torchrun(log, run_dir, size, *options):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={size}", "--max-restarts=10000", TRAINING]
     command += ["--run-dir", run_dir, *options]
-    with log.open("a") as file, ended(start(*command, stdout=file)) as agent:
+    with (
+        log.open("a") as file,
+        ended(start(*command, stdout=file, PYTHON_EXEC=str(python()))) as agent,
+    ):
         yield agent

@@ -18,9 +18,9 @@ from pardata.ranks._world import way_of_counts, world
 from pardata.seeds._generators import Kept, default_generators
 from pardata.seeds._mix import mix
 from pardata.seeds._run_seed import run_seed
+from pardata.step._count import Microbatch
 from pardata.step._guests import Guests
 from pardata.step._microbatch_seed import microbatch_seed
-from pardata.step._count import Microbatch
 from pardata.step._step import Step
 from pardata.strategies.exact._exact_means import Means
 from pardata.strategies.exact._kernels import refused_kernels

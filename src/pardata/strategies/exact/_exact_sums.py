@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pardata.model._before import name_of, walked
 from pardata.step._count import Microbatch
-from pardata.strategies.exact._bucket import Bucket, buckets_of
+from pardata.strategies.exact._bucket import buckets_of
 from pardata.strategies.exact._ordered_sum import Exchange
 
 _AHEAD = 2  # buckets that are sent before the first of them is added: what is received takes room

@@ -20,8 +20,8 @@ import torch
 
 # With DDP older versions of torch import `torch.distributed.nn.jit.instantiator`, which makes a
 # temporary directory and leaves it to the end of the process.
-_LEFT_BY_TORCH = ["-W", "ignore:Implicitly cleaning up <TemporaryDirectory:ResourceWarning"]
-_WARNINGS = ["-W", "error", *(_LEFT_BY_TORCH if torch.__version__ < "2.8" else [])]
+_LEFT_BY_TORCH = ["ignore:Implicitly cleaning up <TemporaryDirectory:ResourceWarning"]
+_WARNINGS = ["error", *(_LEFT_BY_TORCH if torch.__version__ < "2.8" else [])]
 
 # What the first DDP of a process imports, what the first `fully_shard` does, and torchrun.
 _SLOW = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.launcher.api")
@@ -88,14 +88,11 @@ SERVER = """if True:
     sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     sys.executable = sys.argv[2]
     arguments = asked["argv"]
-    if asked["warnings"] is not None:
-        warnings.filters[:] = plain
-        warnings._processoptions(asked["warnings"])
-        warnings.filters[:0] = of_torch
-        warnings._filters_mutated_lock_held() if hasattr(
-            warnings, "_filters_mutated_lock_held"
-        ) else warnings._filters_mutated()
-    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    warnings.filters[:] = plain
+    warnings._processoptions(asked["warnings"])  # as -W, which is read before the imports
+    warnings.filters[:0] = of_torch
+    warnings.filterwarnings("default", module="none of that name")  # what was shown is forgotten
+    main = sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")
     sys.argv = arguments
     kind, code = asked["kind"], asked["code"]
     del asked, arguments, outputs
@@ -202,7 +199,7 @@ class Programs:
         if isinstance(code, Path):
             argv[0], code = code, code.read_text()
         asked = {
-            "argv": list(map(str, argv)), "kind": "", "code": code, "warnings": None,
+            "argv": list(map(str, argv)), "kind": "", "code": code, "warnings": _WARNINGS,
             "folder": str(Path(folder).resolve()), "env": {**os.environ, **env},
         }  # fmt: skip
         connection = socket.socket(socket.AF_UNIX)
@@ -252,7 +249,7 @@ def forking(*modules):
     with tempfile.TemporaryDirectory(prefix="pardata-forks-") as folder:
         programs = Programs(Path(folder))
         address = Path(folder, "socket")
-        command = [sys.executable, *_WARNINGS, "-c", SERVER, address, programs.python]
+        command = [sys.executable, "-c", SERVER, address, programs.python]
         command += [*_SLOW, *modules]
         with subprocess.Popen(command, env=env, stdin=subprocess.PIPE) as server:
             while not address.exists() and server.poll() is None:

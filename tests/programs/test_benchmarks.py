@@ -29,7 +29,8 @@ from _measure import Reach, Row, alternate, print_table, require  # noqa: E402  
 
 def output_of(folder, name, *arguments, **env):
     """Run a benchmark that saves in `folder`; return what it printed."""
-    command = [str(python()), str(BENCHMARKS / name), *map(str, arguments), "--save", str(folder)]
+    run_by = sys.executable if name == "import_time.py" else python()
+    command = [run_by, str(BENCHMARKS / name), *map(str, arguments), "--save", str(folder)]
     done = subprocess.run(
         command, check=False, capture_output=True, text=True, cwd=folder,
         env={**os.environ, **env}, timeout=300,

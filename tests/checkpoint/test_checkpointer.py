@@ -33,7 +33,7 @@ from pardata import (
     wrap_model,
 )
 from pardata.checkpoint._files import verified
-from pardata.step._noise import _mixed, noise_seed
+from pardata.step._microbatch_seed import _mixed, microbatch_seed
 
 
 def strategies():
@@ -228,19 +228,19 @@ def restore_a_run(directory, *names):
     with log_of("pardata", logging.INFO) as log:
         Checkpointer(directory).restore(**{name: things[name] for name in names})
     left = torch.equal(torch.rand(1), expected)
-    return left, noise_seed(None), [line for line in log.lines if "random generators" in line]
+    return left, microbatch_seed(None), [line for line in log.lines if "random generators" in line]
 
 
 def test_seed_and_generators_come_back_only_if_a_loader_says_that_the_run_goes_on(tmp_path):
     for size in (1, 2):
         run(save_a_run, tmp_path / str(size), 5, world_size=size)
     told = "pardata left seed and random generators as they are: no loader is restored"
-    seed = {number: noise_seed_under(number, calls) for number, calls in [(5, 1), (8, 0)]}
+    seed = {number: seed_under(number, calls) for number, calls in [(5, 1), (8, 0)]}
     for size, before in [(1, 1), (2, 2), (3, 2), (1, 2)]:
         for names in [("model",), ()]:
             found = run(restore_a_run, tmp_path / str(before), *names, world_size=size)
-            for rank, (left, noise, lines) in enumerate(found):
-                assert (left, noise) == (True, seed[8][rank])
+            for rank, (left, next_seed, lines) in enumerate(found):
+                assert (left, next_seed) == (True, seed[8][rank])
                 assert [line.endswith(told) for line in lines] == [True] * (rank == 0 < len(names))
 
 
@@ -248,14 +248,14 @@ def test_at_another_size_a_loader_brings_the_seed_and_the_log_says_what_it_does_
     run(save_a_run, tmp_path, 5, world_size=2)
     for size in (1, 2, 3):
         found = run(restore_a_run, tmp_path, "model", "position", world_size=size)
-        for rank, (left, noise, lines) in enumerate(found):
-            assert (left, noise) == (size != 2, noise_seed_under(5, 1)[rank])
+        for rank, (left, next_seed, lines) in enumerate(found):
+            assert (left, next_seed) == (size != 2, seed_under(5, 1)[rank])
             told = "the seed is restored, but no random generators: 2 process(es) saved theirs, "
             expected = [f"{told}and there are {size} now"] * (rank == 0 and size != 2)
             assert [line.removeprefix(f"[0/{size}] ") for line in lines] == expected
 
 
-def noise_seed_under(seed, calls):
+def seed_under(seed, calls):
     """Return the seed of the next dropout, by rank."""
     return [_mixed(seed, rank) + calls + 1 for rank in range(3)]
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from pardata.seeds._generators import (
     default_generators,
-    forked_noise,
     forked_seed,
+    forked_torch_seed,
     generator_states,
     kept_generators,
     no_draws,
@@ -226,7 +226,7 @@ def test_an_accelerator_without_generators_of_its_own_to_hand_out_is_seeded_and_
         assert draw_from(own) == draw_from(torch.Generator().manual_seed(8))
     assert torch.equal(own.get_state(), state)
     monkeypatch.setattr(torch, "get_device_module", lambda _=None: torch.mps)
-    with forked_noise(9):
+    with forked_torch_seed(9):
         assert draw_from(own) == draw_from(torch.Generator().manual_seed(9))
     assert torch.equal(own.get_state(), state)
     with (

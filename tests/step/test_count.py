@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from pardata import Microbatches, backward, make_loader, world, wrap_model
-from pardata.step._count import Pieces, Sharing
+from pardata.step._count import Replicas, Share
 
 
 def loss_with(count):
@@ -100,19 +100,19 @@ def test_ranks_that_train_on_the_same_samples_are_warned_once(name, strategy):
     assert [[text in line for line in own] for own in lines] == [[True] * BATCHES[name][1], []]
 
 
-class One(Sharing):
+class One(Replicas):
     size, least = 3, 1
 
 
-class Most(Sharing):
+class Most(Replicas):
     size, equally_many = 3, True
 
 
-@pytest.mark.parametrize("sharing", [One(), Most()])
-def test_a_rank_that_must_run_one_and_has_none_at_all_is_told_what_to_give(sharing):
+@pytest.mark.parametrize("replicas", [One(), Most()])
+def test_a_rank_that_must_run_one_and_has_none_at_all_is_told_what_to_give(replicas):
     batch = Microbatches([], epoch=0, step=0, first=2, counts=(4, 4), size=3)
     text = "must have a microbatch to run if the others run one, but .*none of 2.* has none"
     with pytest.raises(
         ValueError, match=text + ": give it a placeholder, any microbatch of the step"
     ):
-        Pieces.of(batch, None, sharing)
+        Share.of(batch, None, replicas)

@@ -26,7 +26,7 @@ from torch.utils.data import TensorDataset
 
 import pardata
 from pardata import backward, fingerprint, unwrap, world, wrap_model
-from pardata.strategies.exact import _exact_sums, _ordered_sum
+from pardata.strategies.exact import _bucket, _ordered_sum
 
 SIZES = [1, 2, 3, 4]
 UNDER = ["exact"]  # the strategy of the scenarios that run
@@ -295,7 +295,7 @@ def small_buckets():
         return [*told, in_two_steps(lambda: seeded(Layouts), mean_output)]
 
     expected = found()
-    with patch.object(_exact_sums, "_BUCKET", 20):
+    with patch.object(_bucket, "_MOST", 20):
         assert found() == expected
     return expected
 
@@ -332,7 +332,7 @@ def sends():
 def sent_early():
     """What is complete is sent while the last microbatch's backward still runs."""
     model = seeded(smooth)
-    with patch.object(_exact_sums, "_BUCKET", 28):
+    with patch.object(_bucket, "_MOST", 28):
         told = one_step(model)  # in which it is seen that no parameter gets several gradients
         seen = []
         with sends() as noted:

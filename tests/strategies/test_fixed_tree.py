@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pardata.data._plan import share
-from pardata.strategies.exact._fixed_tree import Stack, pieces_of
+from pardata.strategies.exact._fixed_tree import Stack, subtrees_of
 
 special = st.sampled_from([0.0, -0.0, math.inf, -math.inf, math.nan, 3e38, -3e38, 1e-45, 1.0])
 numbers = st.one_of(special, st.floats(width=32))
@@ -32,12 +32,12 @@ def by_ranks(told, size, absent=None, *, strided=False):
         own = stack_of(len(told))
         for number in share(len(told), rank, size, strided=strided):
             own.push((number, number + 1), tensor(told[number]))
-        expected = pieces_of(len(told), size, strided=strided)[rank]
-        assert [span for span, _ in own.pieces] == list(expected)
-        found += own.pieces
-    for span, value in sorted(found, key=lambda piece: piece[0]):
+        expected = subtrees_of(len(told), size, strided=strided)[rank]
+        assert [span for span, _ in own.subtrees] == list(expected)
+        found += own.subtrees
+    for span, value in sorted(found, key=lambda subtree: subtree[0]):
         owner.push(span, tensor(absent) if value is None else value)
-    ((span, total),) = owner.pieces
+    ((span, total),) = owner.subtrees
     assert span == (0, len(told))
     return total
 
@@ -70,11 +70,11 @@ def test_the_error_of_a_sum_grows_with_the_height_of_the_tree_alone(told):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_each_of_two_or_four_ranks_has_at_most_one_piece(size):
+def test_each_of_two_or_four_ranks_has_at_most_one_subtree(size):
     for count in range(1, 300):
-        assert max(map(len, pieces_of(count, size))) == 1
+        assert max(map(len, subtrees_of(count, size))) == 1
 
 
 def test_pieces_of_other_numbers_of_ranks():
-    assert pieces_of(6, 3) == (((0, 2),), ((2, 3), (3, 4)), ((4, 5), (5, 6)))
-    assert [len(own) for own in pieces_of(2, 4)] == [1, 0, 1, 0]
+    assert subtrees_of(6, 3) == (((0, 2),), ((2, 3), (3, 4)), ((4, 5), (5, 6)))
+    assert [len(own) for own in subtrees_of(2, 4)] == [1, 0, 1, 0]

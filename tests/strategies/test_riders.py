@@ -1,4 +1,4 @@
-"""What ranks tell each other behind the gradients of an exact step: nothing of it is rounded."""
+"""What ranks send each other behind the gradients of an exact step: nothing of it is rounded."""
 
 import math
 from types import SimpleNamespace
@@ -23,17 +23,16 @@ def exchange_of(count, rank, size):
         return Exchange(count)
 
 
-def heard_by_all(pieces, size, used, failed):
-    """Tell as each rank does, add, and return what all hear: `pieces` are those of all ranks."""
-    hows = [exchange_of(len(pieces), rank, size) for rank in range(size)]
-    rows = [[[piece] for piece in pieces_of(how, pieces)] or [[0.0]] for how in hows]
-    told_by = zip(hows, rows, used, strict=True)
-    riders = [Riders(how, torch.tensor(own, dtype=torch.float64), u) for how, own, u in told_by]
-    told = [each.told(failed=r in failed) for r, each in enumerate(riders)]
-    return riders[0].heard(torch.stack(told).sum(0))
+def received_by_all(leaves, size, flags):
+    """Send as each rank does, add, and return what all receive: `leaves` are those of all ranks."""
+    hows = [exchange_of(len(leaves), rank, size) for rank in range(size)]
+    rows = [[[subtree] for subtree in subtrees_of(how, leaves)] or [[0.0]] for how in hows]
+    of_ranks = zip(hows, rows, flags, strict=True)
+    riders = [Riders(how, torch.tensor(own, dtype=torch.float64), f) for how, own, f in of_ranks]
+    return riders[0].received(torch.stack([each.sent() for each in riders]).sum(0))
 
 
-def pieces_of(how, leaves):
+def subtrees_of(how, leaves):
     """Return what a rank has added up of the leaves of its spans."""
     return [folded(leaves, span) for span in how.spans[how.first : how.first + how.own]]
 
@@ -43,22 +42,20 @@ def folded(leaves, span=None):
     stack = Stack(len(leaves), lambda left, right: left + right)
     for number in range(low, high):
         stack.push((number, number + 1), torch.tensor(leaves[number], dtype=torch.float64))
-    ((_, total),) = stack.pieces
+    ((_, total),) = stack.subtrees
     return total.item()
 
 
 @given(st.lists(numbers, min_size=4, max_size=20), st.integers(2, 4), st.data())
-def test_all_hear_who_failed_what_was_used_and_the_bits_of_the_tree(leaves, size, data):
-    flags = st.lists(st.booleans(), min_size=3, max_size=3)
-    used = [data.draw(flags) for _ in range(size)]
-    failed = data.draw(st.sets(st.integers(0, size - 1)))
-    heard = heard_by_all(leaves, size, used, failed)
-    assert heard.has_failed == bool(failed)
-    assert heard.used == [any(column) for column in zip(*used, strict=True)]
+def test_all_receive_the_flags_of_any_and_the_bits_of_the_tree(leaves, size, data):
+    own = st.lists(st.booleans(), min_size=4, max_size=4)
+    flags = [data.draw(own) for _ in range(size)]
+    of_any, sums = received_by_all(leaves, size, flags)
+    assert of_any == [any(column) for column in zip(*flags, strict=True)]
     expected = torch.tensor([folded(leaves)], dtype=torch.float64)
-    same = heard.sums.view(torch.int64) == expected.view(torch.int64)
+    same = sums.view(torch.int64) == expected.view(torch.int64)
     # Which of two NaN is the sum of both, processors may decide.
-    assert same.all() or bool(heard.sums.isnan().all() and expected.isnan().all())
+    assert same.all() or bool(sums.isnan().all() and expected.isnan().all())
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 # ruff: noqa: SLF001  # torch has no public names for what a module holds, and its methods take long
 
 _LARGE = 2**16  # elements
-_Found = list[tuple[nn.Parameter, Tensor]]
+_Gradient = tuple[nn.Parameter, Tensor]
 
 
 def walked(module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]:
@@ -25,39 +25,9 @@ def walked(module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]:
     return parts, [p for part in parts for p in part._parameters.values() if p is not None]
 
 
-class AsFound:
-    """A block that finds no gradients of a module, and adds its own to those that were there.
-
-    None of them must be reduced again. If the block ends in an error, it leaves gradients and
-    buffers as they were. The exception is a large buffer that changes for the first time.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self._buffers = module, None
-        found, parts, seen = [], [module], {module}
-        for part in parts:  # the loop appends to them
-            for parameter in part._parameters.values():
-                if parameter is not None and (gradient := parameter.grad) is not None:
-                    found.append((parameter, gradient))
-                    parameter.grad = None
-            for child in part._modules.values():
-                if child is not None and child not in seen:
-                    seen.add(child)
-                    parts.append(child)
-        self._found = found
-        if holders := [part for part in parts if part._buffers]:
-            self._buffers = KeptBuffers(holders, after_errors_only=True)
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, *_rest: object) -> None:
-        if self._buffers:
-            self._buffers.__exit__(kind)
-        if kind is not None:
-            _restore(self._module.parameters(), self._found)
-        elif self._found:
-            _add(self._found)
+def name_of(parameter: Tensor, named: Iterable[tuple[str, Tensor]]) -> str:
+    """Return the name that a parameter has among those that are `named`."""
+    return next((name for name, one in named if one is parameter), "a former parameter")
 
 
 class GradientsAside:
@@ -71,11 +41,11 @@ class GradientsAside:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, shares_memory: bool = False) -> None:
-        self._parameters = list(parameters)
-        found = [(p, g) for p in self._parameters if (g := p.grad) is not None]
-        self._found = [(p, g.clone()) for p, g in found] if shares_memory else found
-        for parameter, _ in found:
-            parameter.grad = None
+        self._parameters, self._before = list(parameters), list[_Gradient]()
+        for parameter in self._parameters:
+            if (gradient := parameter.grad) is not None:
+                self._before.append((parameter, gradient.clone() if shares_memory else gradient))
+                parameter.grad = None
 
     def trained(self) -> list[nn.Parameter]:
         """Return which have a gradient now."""
@@ -87,24 +57,38 @@ class GradientsAside:
     def __exit__(self, kind: object, *_rest: object) -> None:
         if kind is not None:
             self.undo()
-        elif self._found:
-            _add(self._found)
+        elif self._before:
+            _add(self._before)
 
     def undo(self) -> None:
         """Put the gradients back that were there, and no others."""
-        _restore(self._parameters, self._found)
+        for parameter in self._parameters:
+            parameter.grad = None
+        for parameter, gradient in self._before:
+            parameter.grad = gradient
 
 
-def _restore(parameters: Iterable[nn.Parameter], found: _Found) -> None:
-    for parameter in parameters:
-        parameter.grad = None
-    for parameter, gradient in found:
-        parameter.grad = gradient
+class AsFound(GradientsAside):
+    """A block of `GradientsAside` for a module, after which an error leaves its buffers, too.
+
+    They are what they were before, except a large buffer that changes for the first time.
+    """
+
+    def __init__(self, module: nn.Module, *, shares_memory: bool = False) -> None:
+        parts, parameters = walked(module)
+        super().__init__(parameters, shares_memory=shares_memory)
+        holders = [part for part in parts if part._buffers]
+        self._buffers = KeptBuffers(holders, after_errors_only=True) if holders else None
+
+    def __exit__(self, kind: object, *_rest: object) -> None:
+        if self._buffers is not None:
+            self._buffers.__exit__(kind)
+        super().__exit__(kind)
 
 
 @torch.no_grad()
-def _add(found: _Found) -> None:
-    for parameter, old in found:
+def _add(before: list[_Gradient]) -> None:
+    for parameter, old in before:
         new = parameter.grad
         if new is None:
             parameter.grad = old

@@ -173,7 +173,7 @@ def forked_seed(number: int, device: torch.device | None = None) -> Kept:
     return Kept((*default_generators(), *_of(device)), number)
 
 
-def forked_noise(number: int) -> Kept:
+def forked_torch_seed(number: int) -> Kept:
     """Seed what a model draws from for a block, and put it back: PyTorch's default generators.
 
     That of the CPU, and those of accelerators in use, which are numbers on the host: no GPU waits.

@@ -28,7 +28,7 @@ Total = Callable[[], int]
 _USUAL = "_pardata_usual_count"  # set on the layer of a model that shows its strategy
 
 
-class Sharing:
+class Replicas:
     """Who runs the microbatches of a step together: here only this process.
 
     Attributes:
@@ -47,19 +47,19 @@ class Sharing:
 
 
 @dataclass(eq=False)
-class Piece:
-    """One microbatch that this rank runs; a placeholder counts 0 and has no number in the step."""
+class Microbatch:
+    """A microbatch that this rank runs; a placeholder counts 0 and has no number in the step."""
 
-    microbatch: Any
+    data: Any
     count: int
     number: int = -1
 
 
-class Pieces(NamedTuple):
+class Share(NamedTuple):
     """The microbatches that this rank runs in a step.
 
     Attributes:
-        own: what is run, in this order.
+        microbatches: what is run, in this order.
         most: the microbatches of the rank that has most.
         expected: returns what the microbatches of all ranks count, the same number on all ranks. It
             goes by the plan or, without one, by the model's first such step. It raises, on every
@@ -67,55 +67,55 @@ class Pieces(NamedTuple):
         left_out: whether fewer samples are here than planned.
     """
 
-    own: list[Piece]
+    microbatches: list[Microbatch]
     most: int
     expected: Total
     left_out: bool = False
 
     @classmethod
-    def of(cls, batch: Any, count: Count | None, sharing: Sharing) -> "Pieces":
+    def of(cls, batch: Any, count: Count | None, replicas: Replicas) -> "Share":
         """Return what `batch` is made of. Communicates only where a `count` is told, or nothing."""
         if not isinstance(batch, Microbatches):
-            number, expected = _of_one(batch, count, sharing)
-            return cls([Piece(batch, number, 0)], 1, expected)
-        if sharing.size not in (1, batch.size):
+            number, expected = _of_one(batch, count, replicas)
+            return cls([Microbatch(batch, number, 0)], 1, expected)
+        if replicas.size not in (1, batch.size):
             raise ValueError(
-                f"the ranks that train the model, {sharing.size}, must be those that share "
+                f"the ranks that train the model, {replicas.size}, must be those that share "
                 f"`batch`, but it is shared by {batch.size}: pass distributed='auto' to make_loader"
             )
         held = batch[:]
         planned = tuple(batch.counts[number] for number in batch.numbers)
         if count is None:
             counts: Sequence[int] = tuple(map(samples_of, held, planned))
-            expected = _known(sum(counts if sharing.size == 1 else batch.counts))
+            expected = _known(sum(counts if replicas.size == 1 else batch.counts))
         else:
-            counts, expected = _counted(held, count, sharing)
-        own = list(map(Piece, held, counts, batch.numbers))
-        most = -(-len(batch.counts) // sharing.size)
-        wanted = max(sharing.least, most if sharing.equally_many else 0)
+            counts, expected = _counted(held, count, replicas)
+        own = list(map(Microbatch, held, counts, batch.numbers))
+        most = -(-len(batch.counts) // replicas.size)
+        wanted = max(replicas.least, most if replicas.equally_many else 0)
         if len(own) < wanted and batch.placeholder is None:
             raise ValueError(
                 f"a rank must have a microbatch to run if the others run one, but {batch!r} "
                 f"has none: give it a placeholder, any microbatch of the step"
             )
         # First, so that what synchronises is a microbatch of this rank's own, if it has one.
-        placeholders = [Piece(batch.placeholder, 0) for _ in range(wanted - len(own))]
+        placeholders = [Microbatch(batch.placeholder, 0) for _ in range(wanted - len(own))]
         left_out = count is None and counts != planned
         return cls(placeholders + own, most, expected, left_out)
 
 
-def _of_one(batch: Any, count: Count | None, sharing: Sharing) -> tuple[int, Total]:
+def _of_one(batch: Any, count: Count | None, replicas: Replicas) -> tuple[int, Total]:
     """Return what `batch` counts here, and what is expected of all ranks."""
-    usual: int | None = vars(sharing.layer).get(_USUAL)
-    if count is None and (sharing.size == 1 or usual is not None):
+    usual: int | None = vars(replicas.layer).get(_USUAL)
+    if count is None and (replicas.size == 1 or usual is not None):
         # Known here alone. That all ranks together have the usual number is a guess, but the same
         # one on all, whatever each has made of its batch: they correct it once they know the sum.
         own = samples_of(batch)
-        return own, _known(own if usual is None or sharing.size == 1 else usual)
-    (own,), expected = _counted([batch], count or samples_of, sharing)
+        return own, _known(own if usual is None or replicas.size == 1 else usual)
+    (own,), expected = _counted([batch], count or samples_of, replicas)
 
     def remembered() -> int:
-        vars(sharing.layer)[_USUAL] = total = expected()
+        vars(replicas.layer)[_USUAL] = total = expected()
         return total
 
     return own, remembered if count is None else expected
@@ -126,7 +126,7 @@ def _known(total: int) -> Total:
     return lambda: total
 
 
-def _counted(held: Sequence[Any], count: Count, sharing: Sharing) -> tuple[Sequence[int], Total]:
+def _counted(held: Sequence[Any], count: Count, replicas: Replicas) -> tuple[Sequence[int], Total]:
     """Count the microbatches here, and begin to add up those of all ranks."""
     error: Exception | None = None
     counts = [0] * len(held)
@@ -135,14 +135,19 @@ def _counted(held: Sequence[Any], count: Count, sharing: Sharing) -> tuple[Seque
     except Exception as raised:  # noqa: BLE001  # raised again once all ranks know
         error = raised
     # Without a `count` this is a model's first step: do all ranks have the same samples?
-    seen = hashes(_beginning(held[0], sharing), sharing.size) if count is samples_of else []
-    sums = _start_sum([sum(counts), error is not None, *seen], sharing)
+    seen = hashes(_beginning(held[0], replicas), replicas.size) if count is samples_of else []
+    sums = _start_sum([sum(counts), error is not None, *seen], replicas)
 
     @cache  # asked for with each microbatch, and waited for once
     def total() -> int:
-        everything, failed, *told = map(int, sums())
-        if told and all_equal(told, sharing.size):
-            _log.warning(_SAME, ranks=[0])
+        everything, failed, *beginnings = map(int, sums())
+        if beginnings and all_equal(beginnings, replicas.size):
+            text = (
+                "all ranks train on the same samples: a plain DataLoader gives each of them the "
+                "whole dataset, and so does make_loader with distributed=False. Use make_loader "
+                "without it."
+            )
+            _log.warning(text, ranks=[0])
         if error is not None:
             raise error
         if failed:
@@ -153,52 +158,46 @@ def _counted(held: Sequence[Any], count: Count, sharing: Sharing) -> tuple[Seque
     return counts, total
 
 
-_SAME = (
-    "all ranks train on the same samples: a plain DataLoader gives each of them the whole dataset, "
-    "and so does make_loader with distributed=False. Use make_loader without it."
-)
-
-
-def _beginning(batch: Any, sharing: Sharing) -> str:
+def _beginning(batch: Any, replicas: Replicas) -> str:
     """Return a hash of the first samples, where it can be made and no loader has shared them out.
 
     Else a text that no other rank has.
     """
     with suppress(Exception):  # tensors may be of any kind, and this is advice: no rank fails
         known = delivered.get(batch)
-        found = [x[:8] for x in tensors_of(batch) if x.ndim]
-        if found and (known is None or known.size != sharing.size):
-            return digest_of(found)
+        first_rows = [x[:8] for x in tensors_of(batch) if x.ndim]
+        if first_rows and (known is None or known.size != replicas.size):
+            return digest_of(first_rows)
     return f"of rank {dist.get_rank()}"
 
 
-def _start_sum(own: list[float], sharing: Sharing) -> Callable[[], Sequence[float]]:
+def _start_sum(own: list[float], replicas: Replicas) -> Callable[[], Sequence[float]]:
     """Begin to add up a few numbers over the ranks, and return what waits for the sums."""
-    if sharing.size == 1:
+    if replicas.size == 1:
         return lambda: own
-    if sharing.size == dist.get_world_size():
+    if replicas.size == dist.get_world_size():
         # In the form of all other collectives of ours: a rank that is in another one is told.
         return Matching("backward", lambda: {(): 0}, lambda _: "counts").start(own)
-    told = torch.tensor(own, device=next(sharing.layer.parameters()).device)
-    sums = started(told, sharing.group)
+    numbers = torch.tensor(own, device=next(replicas.layer.parameters()).device)
+    sums = started(numbers, replicas.group)
     return lambda: sums().tolist()
 
 
-def started(told: Tensor, group: Any) -> Callable[[], Tensor]:
+def started(numbers: Tensor, group: Any) -> Callable[[], Tensor]:
     """Begin to add up numbers over ranks, and return what waits for the sums, unless on a GPU."""
-    work: Any = dist.all_reduce(told, group=group, async_op=True)
+    work: Any = dist.all_reduce(numbers, group=group, async_op=True)
 
     def sums() -> Tensor:
         work.wait()
-        return told
+        return numbers
 
     return sums
 
 
 def checked_count(number: Any) -> int:
     """Return what `count` has returned, which may be of NumPy, or a tensor, too."""
-    is_whole = hasattr(number, "__index__") and not isinstance(number, bool)
-    number = index(number) if is_whole else number
+    if hasattr(number, "__index__") and not isinstance(number, bool):
+        number = index(number)
     check_integer("count(microbatch)", number, least=0)
     return int(number)
 

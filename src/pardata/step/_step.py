@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,8 @@ from torch.amp import GradScaler
 from pardata.data._microbatches import Microbatches
 from pardata.model._before import AsFound
 from pardata.model._sharding import unsharded
-from pardata.step._count import Piece, Pieces, Sharing, started
+from pardata.model._unwrap import layers
+from pardata.step._count import Microbatch, Replicas, Share, started
 from pardata.step._forward import leaves_of
 from pardata.step._guests import Guests
 from pardata.step._tally import Tally
@@ -21,38 +22,27 @@ _NOTHING = nullcontext()
 SEEN = "_pardata_trains_alone"  # set on the layer of a model that shows its strategy
 
 
-class Replica(NamedTuple):
-    """This rank's copy of a model, taken apart.
-
-    Attributes:
-        model: all of it, in its layers.
-        layer: by which its strategy is known; under "none" the outermost.
-        module: the module inside all layers.
-    """
-
-    model: nn.Module
-    layer: Any
-    module: nn.Module
-
-
-class Step(Sharing):
+class Step(Replicas):
     """Of a model that no other process trains: strategies "none" and "dp".
 
     Args:
-        replica: the model, taken apart.
+        model: all of it, in its layers.
+        layer: of that, the one by which its strategy is known; under "none" the outermost.
         scaler: scales what is run, if there is one.
         batch: what `backward` was given.
 
     Attributes:
-        pieces: what is run, as soon as that is known.
+        module: the module inside all layers.
+        share: what is run, as soon as that is known.
+        takes_means: whether who reduces the gradients takes their mean over the ranks.
         tally: what it says.
     """
 
-    pieces: Pieces
+    share: Share
+    takes_means = True
 
-    def __init__(self, replica: Replica, scaler: GradScaler | None, batch: Any) -> None:
-        self.layer = replica.layer
-        self.module = replica.module
+    def __init__(self, model: nn.Module, layer: Any, scaler: GradScaler | None, batch: Any) -> None:
+        self.layer, self.module = layer, layers(model)[-1]
         self.scaler, self.batch = scaler, batch
         self.tally = Tally()
 
@@ -65,7 +55,7 @@ class Step(Sharing):
         with AsFound(self.module):
             yield
 
-    def around(self, piece: Piece) -> AbstractContextManager[None]:  # noqa: ARG002  # the exact step uses it
+    def around(self, microbatch: Microbatch) -> AbstractContextManager[None]:  # noqa: ARG002  # the exact step uses it
         """Return the context of the forward and backward of one microbatch."""
         return _NOTHING
 
@@ -87,8 +77,8 @@ class Step(Sharing):
 
     def run(self, loss: Tensor, part: float) -> None:
         """Run the backward of a microbatch, which is `part` of the global batch."""
-        # Who reduces takes the mean over the ranks: of what is meant as a sum.
-        factor = part * self.size
+        # The mean is taken of what is meant as a sum.
+        factor = part * self.size if self.takes_means else part
         scaled = loss if factor == 1 else loss * factor
         (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
 
@@ -100,8 +90,8 @@ class SharedStep(Step):
     off by one factor, the same everywhere.
     """
 
-    def __init__(self, replica: Replica, scaler: GradScaler | None, batch: Any) -> None:
-        super().__init__(replica, scaler, batch)
+    def __init__(self, model: nn.Module, layer: Any, scaler: GradScaler | None, batch: Any) -> None:
+        super().__init__(model, layer, scaler, batch)
         self.group = getattr(self.layer, "process_group", None)
         self.size = dist.get_world_size(self.group)
         if isinstance(batch, Microbatches):  # else nothing says whose step it is
@@ -110,11 +100,11 @@ class SharedStep(Step):
 
     def send(self) -> None:
         if self.size > 1:
-            self._sums = self._sent(self.tally.told(self.size, self.layer))
+            self._sums = self._sent(self.tally.message(self.size, self.layer))
 
-    def _sent(self, told: Tensor) -> Callable[[], Tensor]:
+    def _sent(self, message: Tensor) -> Callable[[], Tensor]:
         """Send numbers, and return what returns their sums."""
-        return started(told, self.group)
+        return started(message, self.group)
 
     def _settle(self) -> None:
         """Take the means, and correct the gradients where more or less was counted than expected.
@@ -124,18 +114,18 @@ class SharedStep(Step):
         if self.size == 1:
             return
         self.tally.hear(self._sums(), self.size, self.group)
-        factor = self.pieces.expected() / self.tally.total
+        factor = self.share.expected() / self.tally.total
         if isinstance(factor, Tensor):
             factor = factor.nan_to_num(posinf=0.0)  # where nothing was counted, gradients are 0
         elif factor == 1:
             return
-        found = [p.grad for p in self.module.parameters() if p.grad is not None]
-        own: list[Any] = [g.to_local() if hasattr(g, "to_local") else g for g in found]
-        if isinstance(factor, Tensor) and own:  # an offload_policy has put the gradients on the CPU
-            factor = factor.to(own[0].device)
-        for kind in {g.dtype for g in own}:
-            # One dtype takes one kernel. A factor in 16 bits would be too coarse.
-            fast = isinstance(factor, Tensor) and kind.itemsize > 2
-            by = cast("Tensor", factor).to(kind) if fast else factor
+        gradients: list[Any] = [p.grad for p in self.module.parameters() if p.grad is not None]
+        gradients = [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
+        for device, dtype in {(g.device, g.dtype) for g in gradients}:
+            by = factor
+            if isinstance(factor, Tensor):  # an offload_policy has put the gradients on the CPU
+                # One dtype takes one kernel. A factor in 16 bits would be too coarse.
+                by = factor.to(device, dtype if dtype.itemsize > 2 else None)
+            alike = [g for g in gradients if (g.device, g.dtype) == (device, dtype)]
             with torch.no_grad():
-                torch._foreach_mul_([g for g in own if g.dtype == kind], by)  # as optimizers do
+                torch._foreach_mul_(alike, by)  # as optimizers do

@@ -17,7 +17,7 @@ from pardata.step._count import positive
 from pardata.values._arguments import kind_of
 from pardata.values._tree import TreePath, in_brackets, mapped
 
-# The places of what is told: what was counted, hashes and their squares, then the first values.
+# The places of a message: what was counted, hashes and their squares, then the first values.
 _HASHES = 3
 _FRONT = 1 + 2 * _HASHES
 _ROOM = 19
@@ -78,7 +78,7 @@ class Tally:
         self._error = self._error or error
         return self._first()[1:] if self._seen else []
 
-    def told(self, size: int, layer: nn.Module) -> Tensor:
+    def message(self, size: int, layer: nn.Module) -> Tensor:
         """Return the sums here, in a vector whose length is the same on each of `size` ranks.
 
         Collective on a GPU, if what has no place in it was not yet compared for this model. No rank
@@ -96,23 +96,23 @@ class Tally:
             ends = ends.pin_memory().to(values.device, non_blocking=True)
         return torch.cat([ends[:_FRONT], values[:_ROOM], ends[_FRONT:]])
 
-    def hear(self, told: Tensor, size: int, group: Any) -> None:
-        """Take the means from the sums of what all ranks have told. Collective.
+    def hear(self, sums: Tensor, size: int, group: Any) -> None:
+        """Take the means from the sums of the messages of all ranks. Collective.
 
         Raises:
             RuntimeError, ValueError: where steps or structures differ, and where nothing was
                 counted; on a GPU, which nobody waits for, means are NaN instead.
         """
-        if not told.is_cpu:
-            hashes, squares = told[1:_FRONT].view(2, -1)
-            self.total = told[0]
-            told = torch.where((size * squares == hashes.square()).all(), told, torch.nan)
+        if not sums.is_cpu:
+            hashes, squares = sums[1:_FRONT].view(2, -1)
+            self.total = sums[0]
+            sums = torch.where((size * squares == hashes.square()).all(), sums, torch.nan)
         else:
-            count, *seen = map(int, told[:_FRONT].tolist())
+            count, *seen = map(int, sums[:_FRONT].tolist())
             if not all_equal(seen, size):
                 self.raise_of_structures()
             self.total = positive(count)
-        values = told[_FRONT:]
+        values = sums[_FRONT:]
         if len(self._rest):
             dist.all_reduce(self._rest, group=group)
             values = torch.cat([values, self._rest])
@@ -169,7 +169,7 @@ class Tally:
         return self._text or "" if self._error is None else f"refused on rank {world().rank}"
 
     def raise_of_structures(self) -> None:
-        """Raise on every rank, each having seen that not all have told the same. Collective."""
+        """Raise on every rank, each having seen that not all have sent the same. Collective."""
 
         def facts() -> dict[str, object]:
             if self._error is not None:
@@ -180,7 +180,7 @@ class Tally:
             "Call `backward` for each step of one loader, and let `loss_fn` return the same "
             "structure, on every rank."
         )
-        agree(world(), "backward", facts, lambda told: require_same("backward", told, cure))
+        agree(world(), "backward", facts, lambda of_ranks: require_same("backward", of_ranks, cure))
 
 
 _UNLIKE = (

@@ -18,13 +18,13 @@ from pardata.model._before import AsFound, KeptBuffers
 from pardata.model._unwrap import is_parallel
 from pardata.ranks._logger import get_logger
 from pardata.ranks._world import World, is_alone, require_world
-from pardata.seeds._generators import forked_noise, kept_generators
-from pardata.step._count import Count, Piece, Pieces, checked_count, positive
+from pardata.seeds._generators import forked_torch_seed, kept_generators
+from pardata.step._count import Count, Microbatch, Share, checked_count, positive
 from pardata.step._forward import add_zeros, forward_of
-from pardata.step._noise import count_run, noise_seed
+from pardata.step._microbatch_seed import count_run, microbatch_seed
 from pardata.step._step import Step
 from pardata.step._tally import Tally, checked, wide
-from pardata.strategies._known import taken_apart
+from pardata.strategies._known import strategy_and_layer
 from pardata.values._arguments import kind_of
 
 _log = get_logger(__name__)
@@ -123,12 +123,12 @@ def backward(
         return _alone(model, loss_fn, batch, count, scaler)
     _check_arguments(model, loss_fn)
     step = _step_of(model, batch, scaler)
-    step.pieces = Pieces.of(batch, count, step)
+    step.share = Share.of(batch, count, step)
     with explained("backward", batch), step.whole():
-        for piece in step.pieces.own:
+        for one in step.share.microbatches:
             doing.get_on()
-            with step.around(piece), forked_noise(noise_seed(batch, piece.number)):
-                (_run if piece.count else _run_placeholder)(step, model, loss_fn, piece)
+            with step.around(one), forked_torch_seed(microbatch_seed(batch, one.number)):
+                (_run if one.count else _run_placeholder)(step, model, loss_fn, one)
     if type(step) is Step and step.size == 1:
         _trained_alone.add(model)
     means: _Returned = step.tally.result()
@@ -169,7 +169,7 @@ def _alone(
         positive(checked_count(count(microbatch)))  # a mean does not tell of how many it is
     elif is_empty(microbatch):
         positive(0)
-    with AsFound(model), forked_noise(noise_seed(batch, first)):
+    with AsFound(model), forked_torch_seed(microbatch_seed(batch, first)):
         returned = loss_fn(model, microbatch)
         if not isinstance(returned, Tensor):
             tally = Tally()
@@ -185,11 +185,11 @@ def _alone(
 def _step_of(model: nn.Module, batch: Any, scaler: GradScaler | None) -> Step:
     """Return what a step of `model` does, having looked whether it can."""
     here = require_world("backward")
-    strategy, replica = taken_apart(model)
-    step = strategy.step(replica, scaler, batch)
+    strategy, layer = strategy_and_layer(model)
+    step = strategy.step(model, layer, scaler, batch)
     _check_batch_norms(step, batch)
     if here.size > 1 and step.size == 1:
-        _check_alone(model, replica.module, here)
+        _check_alone(model, step.module, here)
     return step
 
 
@@ -210,18 +210,20 @@ def _check_batch_norms(step: Step, batch: Any) -> None:
         )
 
 
-def _run(step: Step, model: nn.Module, loss_fn: LossFn[Any], piece: Piece) -> None:
+def _run(step: Step, model: nn.Module, loss_fn: LossFn[Any], microbatch: Microbatch) -> None:
     """Run forward and backward of a microbatch that counts."""
     with forward_of(model):
-        loss = step.tally.add(loss_fn(model, piece.microbatch), piece.count)
+        loss = step.tally.add(loss_fn(model, microbatch.data), microbatch.count)
     step.check(loss)
-    part = piece.count / step.pieces.expected()
-    if piece is step.pieces.own[-1]:
+    part = microbatch.count / step.share.expected()
+    if microbatch is step.share.microbatches[-1]:
         step.send()
     step.run(loss, part)
 
 
-def _run_placeholder(step: Step, model: nn.Module, loss_fn: LossFn[Any], piece: Piece) -> None:
+def _run_placeholder(
+    step: Step, model: nn.Module, loss_fn: LossFn[Any], placeholder: Microbatch
+) -> None:
     """Run forward and backward for the other ranks' sake, and leave nothing but zeros."""
     module = step.module
     # Statistics over all ranks are made of what counts nothing too, and have a gradient by it.
@@ -231,10 +233,10 @@ def _run_placeholder(step: Step, model: nn.Module, loss_fn: LossFn[Any], piece: 
     # The backward too: parts that are checkpointed run again in it.
     with KeptBuffers(others), kept_generators():
         with forward_of(model, lambda output: outputs.extend(tensors_of(output))):
-            loss = step.tally.add(loss_fn(model, piece.microbatch), 0)
+            loss = step.tally.add(loss_fn(model, placeholder.data), 0)
         step.check(loss)
-        step.pieces.expected()  # raises where the others do
-        if piece is step.pieces.own[-1]:
+        step.share.expected()  # raises where the others do
+        if placeholder is step.share.microbatches[-1]:
             step.send()
         if step.scaler is not None:
             step.scaler.scale(loss.detach())  # a scaler must have scaled once

@@ -15,12 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pardata.data._batch_parts import tensors_of
 from pardata.data._uneven_shares import uneven_shares
-from pardata.model._before import GradientsAside, KeptBuffers, walked
+from pardata.model._before import AsFound, name_of
 from pardata.model._buffers import after_backward, broadcast
 from pardata.model._read_through import ReadThrough, refusing_forwards
-from pardata.step._count import Piece, started
+from pardata.step._count import Microbatch
 from pardata.step._guests import Guests, role_of
-from pardata.step._step import SEEN, Replica, SharedStep
+from pardata.step._step import SEEN, SharedStep
 from pardata.strategies._parcel import Parcel, parcel_for
 from pardata.strategies._strategy import Settings, Strategy
 
@@ -152,8 +152,7 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
 
     def _name_of(self, index: int) -> str:
         """Return the name of a parameter by DDP's number."""
-        named = self.module.named_parameters()
-        return next((name for name, p in named if p is self._reduced[index]), "a former parameter")
+        return name_of(self._reduced[index], self.module.named_parameters())
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
@@ -208,33 +207,26 @@ class DdpStep(SharedStep):
 
     least = 1
 
-    def __init__(self, replica: Replica, scaler: GradScaler | None, batch: Any) -> None:
-        if not replica.layer.require_backward_grad_sync:
+    def __init__(self, model: nn.Module, layer: Any, scaler: GradScaler | None, batch: Any) -> None:
+        if not layer.require_backward_grad_sync:
             raise ValueError(
                 "`backward` must synchronise, but is called under no_sync(): leave out no_sync(), "
                 "because backward synchronises once a call; pass microbatch_size to make_loader to "
                 "accumulate"
             )
-        super().__init__(replica, scaler, batch)
+        super().__init__(model, layer, scaler, batch)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        if self.pieces.most > 1 and self.layer.static_graph:
+        if self.share.most > 1 and self.layer.static_graph:
             raise ValueError(
                 f"`static_graph` must be False if a rank has more than one microbatch, here "
-                f"{self.pieces.most}, because PyTorch cannot accumulate with it: leave it out of "
+                f"{self.share.most}, because PyTorch cannot accumulate with it: leave it out of "
                 f"wrap_model"
             )
-        buffers: AbstractContextManager[None] = nullcontext()
-        if self.layer.modules_buffers:
-            buffers = KeptBuffers(walked(self.module)[0], after_errors_only=True)
-        known = self.layer._module_parameters  # noqa: SLF001  # a list, for a walk takes longer
-        with (
-            GradientsAside(known, shares_memory=self.layer.gradient_as_bucket_view),
-            buffers,
-            Guests(self.layer),
-        ):
-            with _one_step(self.layer, self.pieces.most):
+        shares_memory = self.layer.gradient_as_bucket_view
+        with AsFound(self.module, shares_memory=shares_memory), Guests(self.layer):
+            with _one_step(self.layer, self.share.most):
                 yield
             self._settle()
 
@@ -250,17 +242,17 @@ class DdpStep(SharedStep):
                     )
         super().check(loss)
 
-    def around(self, piece: Piece) -> AbstractContextManager[None]:
-        last = piece is self.pieces.own[-1]
+    def around(self, microbatch: Microbatch) -> AbstractContextManager[None]:
+        last = microbatch is self.share.microbatches[-1]
         context: AbstractContextManager[None] = nullcontext() if last else self.layer.no_sync()
         return context
 
-    def _sent(self, told: Tensor) -> Callable[[], Tensor]:
+    def _sent(self, message: Tensor) -> Callable[[], Tensor]:
         # A model in PyTorch's own class has none.
         parcel: Parcel | None = getattr(self.layer, "_parcel", None)
         if parcel is None:
-            return started(told, self.group)
-        parcel.numbers = told
+            return super()._sent(message)
+        parcel.numbers = message
         return parcel.sums  # after the backward
 
 

@@ -19,9 +19,9 @@ from pardata.model._state_dict import load_sharded
 from pardata.model._unwrap import ShardedModule, unwrap
 from pardata.ranks._device import checked_device
 from pardata.ranks._logger import get_logger
-from pardata.step._count import Piece
+from pardata.step._count import Microbatch
 from pardata.step._guests import Guests, role_of
-from pardata.step._step import Replica, SharedStep
+from pardata.step._step import SharedStep
 from pardata.strategies._blocks import blocks_of, size_of
 from pardata.strategies._old_optimizers import refuse_old_optimizers
 from pardata.strategies._strategy import Settings, Strategy, broadcast_weights
@@ -37,14 +37,13 @@ class FsdpStep(SharedStep):
 
     equally_many = True
 
-    def __init__(self, replica: Replica, scaler: GradScaler | None, batch: Any) -> None:
-        layer = replica.layer
+    def __init__(self, model: nn.Module, layer: Any, scaler: GradScaler | None, batch: Any) -> None:
         if not hasattr(layer, "set_requires_gradient_sync"):
             raise TypeError(
                 f"`model` must be sharded by fully_shard, but is in FSDP's older wrapper, "
                 f"{type(layer).__name__}: pass what wrap_model(model, 'fsdp') returned"
             )
-        super().__init__(replica, scaler, batch)
+        super().__init__(model, layer, scaler, batch)
         # What a forward without a backward has left, as of an evaluation without no_grad().
         reshard(layer)
         check_sharded(layer, self.size, "fsdp")
@@ -63,8 +62,8 @@ class FsdpStep(SharedStep):
                 raise
 
     @contextmanager
-    def around(self, piece: Piece) -> Iterator[None]:
-        self.layer.set_requires_gradient_sync(piece is self.pieces.own[-1])
+    def around(self, microbatch: Microbatch) -> Iterator[None]:
+        self.layer.set_requires_gradient_sync(microbatch is self.share.microbatches[-1])
         try:
             yield
         finally:

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from pardata.model._unwrap import layers
-from pardata.step._step import Replica
 from pardata.strategies._ddp import DdpStrategy
 from pardata.strategies._dp import DpStrategy
 from pardata.strategies._fsdp import FsdpStrategy
@@ -42,23 +41,22 @@ def named(name: object) -> Strategy:
     raise ValueError(f"`strategy` must be one of {names}, but is {given}")
 
 
-def taken_apart(model: nn.Module) -> tuple[Strategy, Replica]:
+def strategy_and_layer(model: nn.Module) -> tuple[Strategy, nn.Module]:
     """Return the strategy that `wrap_model`, or PyTorch's own class, has put around a model.
 
-    And the layers of that.
+    And the layer by which it is known.
 
     Raises:
         TypeError: for what is no module.
     """
     check_module(model)
-    found = layers(model)
     for strategy in STRATEGIES:
-        for layer in found:
+        for layer in layers(model):
             if isinstance(layer, strategy.wrapper):
-                return strategy, Replica(model, layer, found[-1])
-    return _NONE, Replica(model, model, found[-1])
+                return strategy, layer
+    return _NONE, model
 
 
 def strategy_of(model: nn.Module) -> Strategy:
     """Return the strategy that a model is under."""
-    return taken_apart(model)[0]
+    return strategy_and_layer(model)[0]

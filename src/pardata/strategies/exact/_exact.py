@@ -1,7 +1,7 @@
 """Strategy "exact": training that is the same to the last bit on any number of processes.
 
 Only `backward` fills the gradients. A hook on every parameter tells when a microbatch's gradient is
-ready to be added (`_exact_step`). It refuses any other backward (`_hooks`).
+ready to be added. It refuses any other backward (`_exact_sums`).
 """
 
 from collections.abc import Mapping
@@ -20,8 +20,9 @@ from pardata.ranks._logger import get_logger
 from pardata.step._guests import role_of
 from pardata.strategies._strategy import Settings, Strategy, broadcast_weights
 from pardata.strategies.exact._exact_step import ExactStep
-from pardata.strategies.exact._hooks import Exactness
+from pardata.strategies.exact._exact_sums import Sums
 from pardata.strategies.exact._kernels import kernels, refused_kernels
+from pardata.strategies.exact._sharded_sums import ShardedSums
 from pardata.values._arguments import check_integer
 
 _log = get_logger(__name__)
@@ -38,18 +39,16 @@ class ExactModel(ReadThrough, Wrapper):
             the whole process.
 
     Attributes:
-        exact: what `backward` asks of this wrapper.
+        exact: what adds up its gradients.
     """
 
-    exact: Exactness
+    exact: Sums | ShardedSums
+    _sums_of: type[Sums | ShardedSums] = Sums
 
     def __init__(self, module: nn.Module, *, threads: int = 1) -> None:
         # Not as attributes are set, which are the module's once it is wrapped.
-        self.__dict__["exact"] = self._made_for(unwrap(module), threads)
+        self.__dict__["exact"] = self._sums_of(unwrap(module), threads)
         super().__init__(module)
-
-    def _made_for(self, module: nn.Module, threads: int) -> Any:
-        return Exactness(module, threads)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""

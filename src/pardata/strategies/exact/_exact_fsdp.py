@@ -8,15 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from pardata.collective._agreement import Facts
-from pardata.model._before import AsFound
-from pardata.model._sharding import forget_step, reshard
+from pardata.model._sharding import reshard
 from pardata.model._state_dict import load_sharded
 from pardata.ranks._device import checked_device
 from pardata.strategies._fsdp import check_sharded, named_blocks, shard
 from pardata.strategies._strategy import Settings
 from pardata.strategies.exact._elementwise import refuse_mixing_optimizers
 from pardata.strategies.exact._exact import ExactModel, ExactStrategy
-from pardata.strategies.exact._exact_step import ExactStep, of_compiler
+from pardata.strategies.exact._exact_step import ExactStep
 from pardata.strategies.exact._sharded_sums import ShardedSums
 
 
@@ -27,7 +26,6 @@ class ExactFsdpStep(ExactStep):
     """
 
     equally_many = strided = True
-    may_ride = False
     wrong_shares = (
         "`batch` must hold strided microbatches under strategy 'exact_fsdp', but holds a run of "
         "them: pass strided=True to make_loader, or to Microbatches.of"
@@ -37,28 +35,10 @@ class ExactFsdpStep(ExactStep):
     def whole(self) -> Iterator[None]:
         check_sharded(self.module, self.size, ExactFsdpStrategy.name)
         # Each in the round of its number: at last placeholders, for those that there are not.
-        self.pieces.own.sort(key=lambda piece: piece.number < 0)
+        self.share.microbatches.sort(key=lambda microbatch: microbatch.number < 0)
         reshard(self.module)  # what a forward without a backward has left
-        with AsFound(self.module):
-            self._begin()
-            try:
-                with self._guests:
-                    # Before anything is sent: ranks at other steps may run unequally many.
-                    self._ask(failed=self._refusal is not None)
-                    self._agreed(self._refusal)
-                    yield
-                    self._conclude(None)
-            except BaseException as error:
-                forget_step(self.module)  # also what was in .grad before: that is put back next
-                if isinstance(error, Exception) and (told := of_compiler(error)) is not error:
-                    raise told from error
-                raise
-            finally:
-                self._sums.end_step()
-
-    def _sums_for(self, trained: dict[str, nn.Parameter]) -> Any:
-        self._exact.train(trained)
-        return self._exact
+        with super().whole():
+            yield
 
     def run(self, loss: Tensor, part: float) -> None:
         self._sums.watch()
@@ -69,9 +49,7 @@ class ExactShards(ExactModel):
     """A module that ``fully_shard`` has sharded, and whose gradients only `backward` makes."""
 
     _load = staticmethod(load_sharded)
-
-    def _made_for(self, module: nn.Module, threads: int) -> Any:
-        return ShardedSums(module, threads)
+    _sums_of = ShardedSums
 
 
 class ExactFsdpStrategy(ExactStrategy):

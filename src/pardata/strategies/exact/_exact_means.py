@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from pardata.model._buffers import real_buffers
 from pardata.ranks._device import widest
-from pardata.step._count import Piece
+from pardata.step._count import Microbatch
 from pardata.strategies.exact._fixed_tree import Stack
 from pardata.strategies.exact._ordered_sum import NOTHING, Exchange
 
@@ -18,8 +18,7 @@ class Means:
     means of loss and metrics travel with them, all in float64 if the device has that.
 
     Args:
-        module: whose buffers.
-        device: on which they are added.
+        module: whose buffers; they are added on its device.
         exchange: of the step.
         first: the number of the first microbatch here that counts.
 
@@ -27,29 +26,28 @@ class Means:
         shapes: of all buffers, by name.
     """
 
-    def __init__(
-        self, module: nn.Module, device: torch.device, exchange: Exchange, first: int
-    ) -> None:
-        self._module, self._device = module, device
-        self._exchange, self._first = exchange, first
-        self._start = {name: buffer.clone() for name, buffer in real_buffers(module).items()}
-        self.shapes = _shapes(self._start)
-        self._real = [name for name, b in self._start.items() if b.is_floating_point()]
-        self._counting = [name for name in self._start if name not in self._real]
-        self._dtype = widest(device)
-        self._before = self._flat(self._start, self._real, self._dtype)
-        self._counts = self._flat(self._start, self._counting, torch.int64)
-        self._turned = torch.zeros_like(self._counts)  # what the first microbatch adds to them
+    def __init__(self, module: nn.Module, exchange: Exchange, first: int) -> None:
+        self._module, self._exchange, self._first = module, exchange, first
+        self._device = next(module.parameters()).device
+        self._dtype = widest(self._device)
+        start = real_buffers(module)
+        self.shapes = _shapes(start)
+        self._real = [name for name, buffer in start.items() if buffer.is_floating_point()]
+        self._counting = [name for name in start if name not in self._real]
+        self._start = {name: buffer.clone() for name, buffer in start.items()}
+        self._before = self._flat(start, self._real, self._dtype)
+        self._counts = self._flat(start, self._counting, torch.int64)
+        self._counted = torch.zeros_like(self._counts)  # what the first microbatch adds to them
         self._stack = Stack[Tensor](exchange.count, Tensor.add_)
 
-    def add(self, piece: Piece, told: Tensor) -> None:
-        """Add what a microbatch has changed, and loss and metrics that it has `told`; restore."""
-        leaf = None
-        if piece.count:  # else others restore
-            leaf = torch.cat([told.to(self._device), *self._changes(piece.number)])
-            leaf *= piece.count
-        if piece.number >= 0:  # no placeholder
-            self._stack.push((piece.number, piece.number + 1), leaf)
+    def add(self, microbatch: Microbatch, values: Tensor) -> None:
+        """Add what a microbatch has changed, with the `values` of its loss and metrics; restore."""
+        number, leaf = microbatch.number, None
+        if microbatch.count:  # else others restore
+            leaf = torch.cat([values.to(self._device), *self._changes(number)])
+            leaf *= microbatch.count
+        if number >= 0:  # no placeholder
+            self._stack.push((number, number + 1), leaf)
 
     def _changes(self, number: int) -> list[Tensor]:
         """Return what a microbatch has changed, and restore."""
@@ -59,7 +57,7 @@ class Means:
         after = self._flat(now, self._real, self._dtype)
         same = (after == self._before) | (after.isnan() & self._before.isnan())
         if number == self._first:
-            self._turned = self._flat(now, self._counting, torch.int64) - self._counts
+            self._counted = self._flat(now, self._counting, torch.int64) - self._counts
         for name, start in self._start.items():
             now[name].copy_(start)
         return [(after - self._before).masked_fill_(same, NOTHING)]
@@ -71,18 +69,17 @@ class Means:
             count: the numbers of loss and metrics.
             first: the number of the first microbatch of all ranks that counts.
         """
-        self._told = count
-        turned = self._turned * (first == self._first)
-        # In halves that a float64 holds; of all ranks one has any.
-        halves = torch.cat([turned >> 32, turned & 0xFFFFFFFF]).to(self._dtype)
-        size = self._told + len(self._before)
-        rows = self._exchange.rows(size + len(halves), self._dtype, self._device)
+        # In words that each dtype holds; of all ranks one has any.
+        words = (self._counted * (first == self._first)).view(torch.int16).to(self._dtype)
+        size = count + len(self._before)
+        self._sizes = count, len(self._before), len(words)
+        rows = self._exchange.rows(sum(self._sizes), self._dtype, self._device)
         rows.fill_(NOTHING)
         # A rank that has failed has other subtrees, and no rank will use the sum.
-        for row, piece in zip(rows, self._stack.values(), strict=False):
-            if piece is not None:
-                row[:size] = piece
-        rows[0, size : size + len(halves)] = halves
+        for row, (_, subtree) in zip(rows, self._stack.subtrees, strict=False):
+            if subtree is not None:
+                row[:size] = subtree
+        rows[0, size : size + len(words)] = words
         return rows
 
     def apply(self, sums: Tensor, total: int) -> Tensor:
@@ -92,16 +89,14 @@ class Means:
             sums: of the rows of all ranks.
             total: what the microbatches of all ranks count.
         """
-        count = len(self._counts)
-        sizes = [self._told, len(self._before), count, count]
-        told, changes, high, low = sums[: sum(sizes)].split(sizes)
-        means: Tensor = told / total
+        values, changes, words = sums[: sum(self._sizes)].split(self._sizes)
+        means: Tensor = values / total
         if not self._start:
             return means
-        counts = self._counts + (high.long() << 32) + low.long()
+        counts = self._counts + words.to(torch.int16).view(torch.int64)
         now = self._now()
         for names, flat in ((self._real, self._before + changes / total), (self._counting, counts)):
-            parts = flat.split([self._start[name].numel() for name in names])
+            parts = flat.split([now[name].numel() for name in names])
             for name, part in zip(names, parts, strict=True):
                 now[name].copy_(part.view(now[name].shape))
         return means

@@ -4,7 +4,6 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -19,24 +18,19 @@ from pardata.ranks._world import way_of_counts, world
 from pardata.seeds._generators import Kept, default_generators
 from pardata.seeds._mix import mix
 from pardata.seeds._run_seed import run_seed
-from pardata.step._count import Piece
+from pardata.step._count import Microbatch
 from pardata.step._guests import Guests
-from pardata.step._noise import noise_seed
-from pardata.step._step import Replica, Step
+from pardata.step._microbatch_seed import microbatch_seed
+from pardata.step._step import Step
 from pardata.strategies.exact._exact_means import Means
-from pardata.strategies.exact._exact_sums import Sums
-from pardata.strategies.exact._hooks import Exactness
 from pardata.strategies.exact._kernels import refused_kernels
-from pardata.strategies.exact._ordered_sum import Exchange
-from pardata.strategies.exact._riders import Heard, Riders
+from pardata.strategies.exact._ordered_sum import Exchange, OrderedSum
+from pardata.strategies.exact._riders import Riders
 
 _NONE = 2**53  # the number of a microbatch that there is not
 
-# What a model has trained last, with its buckets.
-_sums_of = WeakKeyDictionary[Exactness, Sums]()
 
-
-class _Heard(NamedTuple):
+class _Answer(NamedTuple):
     """What all ranks have said before anything is sent.
 
     Attributes:
@@ -51,11 +45,6 @@ class _Heard(NamedTuple):
     is_alike: bool = False
     first: int = _NONE
 
-    @property
-    def may_send(self) -> bool:
-        """Whether all send the same: gloo ends a process that gets what it does not expect."""
-        return self.is_same and self.is_alike and not self.has_failed
-
 
 class ExactStep(Step):
     """The gradients of the microbatches, already weighted, are added in a tree of a fixed shape.
@@ -64,18 +53,18 @@ class ExactStep(Step):
     for: what ranks must know of each other before that, they tell on the CPU.
     """
 
-    _asked: Vote | None = None
-    _answer: _Heard | None = None
+    _vote: Vote | None = None
+    _answer: _Answer | None = None
     least = 1  # if a placeholder: by what it returns a rank that has none knows the metrics
-    may_ride = True  # what is told at the end, with the gradients
+    takes_means = False
     strided = False  # whether a rank's share is every `size`-th microbatch, and no run of them
     wrong_shares = (
         "`batch` must hold a run of microbatches under strategy 'exact', but is strided: leave out "
         "strided=True where it is made, or wrap with 'exact_fsdp'"
     )
 
-    def __init__(self, replica: Replica, scaler: GradScaler | None, batch: Any) -> None:
-        super().__init__(replica, scaler, batch)
+    def __init__(self, model: nn.Module, layer: Any, scaler: GradScaler | None, batch: Any) -> None:
+        super().__init__(model, layer, scaler, batch)
         self.size = world().size
         if not isinstance(batch, Microbatches):
             raise TypeError(
@@ -85,28 +74,31 @@ class ExactStep(Step):
             )
         if self.size == batch.size > 1 and self.strided != (batch.stride > 1):
             raise ValueError(self.wrong_shares)
-        self._exact = self.layer.exact
+        self._sums = layer.exact
         # Raised within the step, so that the others hear it.
-        self._refusal: Exception | None = refused_kernels(replica.model, self._exact.threads)
+        self._refusal: Exception | None = refused_kernels(model, self._sums.threads)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Run the microbatches of this rank in the block; then set what all ranks have together."""
         self._begin()
-        failed: Exception | None = self._refusal  # also where this rank runs nothing
-        with AsFound(self.module), self._guests:
-            self._exact.receive = self._sums.receive
+        failed = self._refusal  # also where this rank runs nothing
+        with AsFound(self.module), self._sums, self._guests:
+            if self.equally_many:
+                # Before anything is sent: ranks at other steps may run unequally many.
+                self._ask(failed=failed is not None)
+                self._agreed(failed)
             try:
                 yield
             except Exception as error:  # noqa: BLE001  # raised below: the others wait for this rank
                 failed = of_compiler(error)
-            finally:
-                self._exact.receive = None
+                if self.equally_many:  # the others see that their collective breaks
+                    raise failed  # noqa: B904  # it has its cause, or is the error itself
             self._conclude(failed)
 
     def _begin(self) -> None:
         """Make what is added to."""
-        if self.pieces.left_out:
+        if self.share.left_out:
             self._refusal = self._refusal or ValueError(
                 "a microbatch must have the samples that were read for it under strategy 'exact', "
                 "whose weights are planned, but `collate_fn` has left some out: pass `count`, to "
@@ -114,22 +106,13 @@ class ExactStep(Step):
             )
         # What a guest does to its buffers depends on who runs which microbatch: that is undone.
         self._guests = Guests(self.layer, keeps_buffers=True)
-        trained = {n: p for n, p in self._exact.module.named_parameters() if p.requires_grad}
-        sums = self._sums_for(trained)
-        counting = (piece.number for piece in self.pieces.own if piece.count)
+        module = self._sums.module
+        self._sums.train({n: p for n, p in module.named_parameters() if p.requires_grad})
+        counting = (one.number for one in self.share.microbatches if one.count)
         self._first = min(counting, default=_NONE)
-        self._exchange = exchange = Exchange(len(self.batch.counts), strided=self.strided)
-        device = next(self.module.parameters()).device
-        self._sums, self._means = sums, Means(self._exact.module, device, exchange, self._first)
-        sums.begin_step(exchange, lambda: self._heard().may_send)
-
-    def _sums_for(self, trained: dict[str, nn.Parameter]) -> Any:
-        """Return what adds up the gradients."""
-        self._exact.hook_parameters()
-        sums = _sums_of.get(self._exact)
-        if sums is None or not sums.are_of(trained):
-            sums = _sums_of[self._exact] = Sums(trained)
-        return sums
+        self._exchange = Exchange(len(self.batch.counts), strided=self.strided)
+        self._means = Means(module, self._exchange, self._first)
+        self._sums.begin_step(self._exchange, self._may_send)
 
     def send(self) -> None:
         """Ask all ranks, before the last backward, whether they are about to send the same."""
@@ -137,64 +120,66 @@ class ExactStep(Step):
 
     def _ask(self, *, failed: bool) -> None:
         facts = self._key(), failed, zlib.crc32(self.tally.structure().encode()), self._first
-        self._asked = Vote(world(), "backward", facts)
+        self._vote = Vote(world(), "backward", facts)
 
-    def _heard(self) -> _Heard:
+    def _heard(self) -> _Answer:
         """Return what all have said."""
-        if self._asked is not None:
-            vote, self._asked, self._answer = self._asked, None, _Heard()  # also where it raises
+        if self._vote is not None:
+            vote, self._vote, self._answer = self._vote, None, _Answer()  # also where it raises
             (key, other_key), (_, failed), (text, other_text), (first, _) = vote.result()
-            self._answer = _Heard(key == other_key, bool(failed), text == other_text, first)
-        return self._answer or _Heard()
+            self._answer = _Answer(key == other_key, bool(failed), text == other_text, first)
+        return self._answer or _Answer()
+
+    def _may_send(self) -> bool:
+        """Whether all send the same: gloo ends a process that gets what it does not expect."""
+        heard = self._heard()
+        return heard.is_same and heard.is_alike and not heard.has_failed
 
     @contextmanager
-    def around(self, piece: Piece) -> Iterator[None]:
+    def around(self, microbatch: Microbatch) -> Iterator[None]:
         """Seed Python's and NumPy's generators as well as PyTorch's: they show in the last bit."""
         if self._refusal is not None:
             raise self._refusal
         self._guests.put_back_buffers()
-        self._sums.begin(piece, last=piece is self.pieces.own[-1])
-        with Kept(default_generators()[:-1], noise_seed(self.batch, piece.number)):
+        self._sums.begin(microbatch, last=microbatch is self.share.microbatches[-1])
+        with Kept(default_generators()[:-1], microbatch_seed(self.batch, microbatch.number)):
             yield
         self._sums.end()
-        self._means.add(piece, self.tally.last())
-
-    def run(self, loss: Tensor, part: float) -> None:
-        """Run the backward of a microbatch, which is `part` of the global batch."""
-        weighted = loss if part == 1 else loss * part
-        (weighted if self.scaler is None else self.scaler.scale(weighted)).backward()
+        self._means.add(microbatch, self.tally.last())
 
     def _conclude(self, failed: Exception | None) -> None:
         """Add up what all ranks have, and set it, or raise. Collective."""
-        if self._answer is None and self._asked is None:
+        if self._answer is None and self._vote is None:
             self._ask(failed=True)
-        heard = self._agreed(failed)
-        used = self._sums.used()
-        rows = self._means.rows(len(self.tally.last()), heard.first)
-        riders = Riders(self._exchange, rows, used)
-        if self.may_ride and riders.fit():
-            self._sums.send_rest(riders.told(failed=failed is not None))
-            self._sums.finish()
-            any_failed, of_any, sums = riders.heard(self._sums.told())
+        first = self._agreed(failed).first
+        rows = self._means.rows(len(self.tally.last()), first)
+        flags = [failed is not None, *self._sums.used()]
+        riders = Riders(self._exchange, rows, flags)
+        if riders.fit() and not self.equally_many:  # then the gradients are there
+            flags, sums = riders.received(self._sums.finish(riders.sent()))
         else:
-            any_failed, of_any, sums = self._heard_apart(rows, used, failed)
+            flags, sums = self._sent_apart(rows, flags)
+        any_failed, *used = flags
         if any_failed:
             raise failed or _failed_elsewhere()
-        self.tally.settle(self._means.apply(sums, self.pieces.expected()))
-        self._sums.set_gradients(of_any)
+        self.tally.settle(self._means.apply(sums, self.share.expected()))
+        self._sums.set_gradients(used)
 
-    def _heard_apart(self, rows: Tensor, used: list[bool], failed: Exception | None) -> Heard:
+    def _sent_apart(self, rows: Tensor, flags: list[bool]) -> tuple[list[bool], Tensor]:
         """Add up, and hear, what does not ride with the gradients. Collective."""
-        self._sums.send_rest()
-        sums = self._exchange.start(rows)
-        vote = Vote(world(), "backward", [failed is not None, zlib.crc32(bytes(used))])
-        sums.add()
+        group, device = way_of_counts(world())
+        of_any = torch.tensor(flags, dtype=torch.uint8, device=device)
+        sums = OrderedSum(self._exchange, rows)
+        work: Any = None
+        if self.size > 1:
+            work = dist.all_reduce(of_any, dist.ReduceOp.MAX, group=group, async_op=True)
         self._sums.finish()
-        (_, any_failed), (least, most) = vote.result()
-        is_alike = any_failed or least == most
-        return Heard(bool(any_failed), used if is_alike else _of_any(used), sums.result())
+        sums.add()
+        if work is not None:
+            work.wait()
+        return list(map(bool, of_any.tolist())), sums.result()
 
-    def _agreed(self, failed: Exception | None) -> _Heard:
+    def _agreed(self, failed: Exception | None) -> _Answer:
         """Return what all ranks have said; raise on each of them where they do not agree."""
         heard = self._heard()
         if not heard.is_same:
@@ -216,9 +201,9 @@ class ExactStep(Step):
     def _key(self) -> int:
         """Return a number that is the same on all ranks which send the same at the same step."""
         batch = self.batch
-        place = batch.epoch, batch.step, noise_seed(batch)
+        step = batch.epoch, batch.step, microbatch_seed(batch)
         sent = zlib.crc32(repr(self._means.shapes).encode(), self._sums.digest)
-        return mix(batch.seed, *place, *batch.counts, sent)
+        return mix(batch.seed, *step, *batch.counts, sent)
 
 
 def _failed_elsewhere() -> RuntimeError:
@@ -227,22 +212,14 @@ def _failed_elsewhere() -> RuntimeError:
     return as_consequence(RuntimeError(text))
 
 
-def _of_any(flags: list[bool]) -> list[bool]:
-    """Return which are set on any rank. Collective."""
-    group, device = way_of_counts(world())
-    told = torch.tensor(flags, dtype=torch.uint8, device=device)
-    dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
-    return list(map(bool, told.tolist()))
-
-
 def of_compiler(error: Exception) -> Exception:
     """Return an error, in other words where it is that dynamo would compile no more."""
     if type(error).__name__ != "FailOnRecompileLimitHit":  # to import it takes a second
         return error
-    told = RuntimeError(
+    explained = RuntimeError(
         "a compiled model must be compiled for each size of its inputs under strategy 'exact', but "
         "dynamo has reached its limit: pad inputs to fewer sizes, or raise "
         "torch._dynamo.config.recompile_limit (torch 2.6: cache_size_limit)"
     )
-    told.__cause__ = error
-    return told
+    explained.__cause__ = error
+    return explained

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pardata.ranks._world import world
-from pardata.strategies.exact._fixed_tree import Span, Stack, pieces_of
+from pardata.strategies.exact._fixed_tree import Stack, subtrees_of
 
 # The second is the name until torch 2.14, where it warns.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -25,16 +25,19 @@ class Exchange:
     sends them the whole sum. Two ranks with a subtree each use an all-reduce, which is the same.
 
     Attributes:
-        own: how many subtrees' sums this rank has of each vector.
-        first: the place of the first of them among those of all ranks, in rank order.
+        spans: the leaves of each subtree of all ranks, in rank order.
+        counts: how many subtrees each rank has.
+        own: how many this rank has.
+        first: the place of the first of them among those of all ranks.
+        is_plain: whether an all-reduce is the same.
     """
 
     def __init__(self, count: int, *, strided: bool = False) -> None:
         here = world()
         self.count, self.size = count, here.size
-        pieces = pieces_of(count, here.size, strided=strided)
-        self.spans = [span for own in pieces for span in own]
-        self.counts = [len(own) for own in pieces]
+        subtrees = subtrees_of(count, here.size, strided=strided)
+        self.spans = [span for spans in subtrees for span in spans]
+        self.counts = list(map(len, subtrees))
         self.own, self.first = self.counts[here.rank], sum(self.counts[: here.rank])
         self.is_plain = here.size == 2 and max(self.counts) == 1
 
@@ -48,32 +51,36 @@ class Exchange:
         rows[:, length:] = NOTHING
         return rows
 
-    def in_order(self, pieces: Iterable[Tensor]) -> list[tuple[Span, Tensor]]:
-        """Return the sums of all ranks, which come in rank order, in the order of the tree."""
-        return sorted(zip(self.spans, pieces, strict=True), key=itemgetter(0))
-
-    def start(self, rows: Tensor) -> "OrderedSum":
-        """Begin to add up such rows, which are written to. Collective."""
-        return OrderedSum(self, rows)
+    def total(self, sums: Iterable[Tensor]) -> Tensor:
+        """Return what the tree makes of the sums of the subtrees of all ranks, in rank order."""
+        stack = Stack[Tensor](self.count, Tensor.add_)
+        for span, own in sorted(zip(self.spans, sums, strict=True), key=itemgetter(0)):
+            stack.push(span, own)
+        return stack.total()
 
 
 class OrderedSum:
-    """A sum on its way: `add` it on each rank, and then take the `result`, in the same order."""
+    """A sum on its way: `add` it on each rank, and then take the `result`, in the same order.
+
+    Args:
+        exchange: of the step.
+        rows: as it has given them; they are written to. Collective.
+    """
 
     def __init__(self, exchange: Exchange, rows: Tensor) -> None:
-        self._how = how = exchange
+        self._exchange = exchange
         self._length = rows.shape[1]
         # The memory of the sums: of the only row, so that it lies alike whatever there is to send.
-        self._sums = rows[0] if how.own < 2 else None
+        self._sums = rows[0] if exchange.own < 2 else None
         self._work: Any = None
-        if how.is_plain:
+        if exchange.is_plain:
             self._work = dist.all_reduce(rows[0], async_op=True)
-        elif how.size > 1:
-            self._send(rows[: how.own])
+        elif exchange.size > 1:
+            self._send(rows[: exchange.own])
 
     def _send(self, rows: Tensor) -> None:
         """Send each owner its part of each sum."""
-        how, chunk = self._how, self._length // self._how.size
+        how, chunk = self._exchange, self._length // self._exchange.size
         self._received = rows.new_empty(len(how.spans), chunk)
         self._sent = rows.view(how.own, how.size, chunk).transpose(0, 1).reshape(-1)
         counts = [n * chunk for n in how.counts], [how.own * chunk] * how.size
@@ -82,18 +89,13 @@ class OrderedSum:
 
     def add(self) -> None:
         """Add what this rank owns, and begin to send it to the others. Collective."""
-        how = self._how
-        if how.size == 1 or how.is_plain:
+        if self._exchange.size == 1 or self._exchange.is_plain:
             return
         self._work.wait()
-        stack = Stack[Tensor](how.count, Tensor.add_)
-        for span, part in how.in_order(self._received):
-            stack.push(span, part)
-        ((_, own),) = stack.pieces
-        assert own is not None  # noqa: S101  # there is at least one microbatch
+        owned = self._exchange.total(self._received)
         if self._sums is None:
-            self._sums = own.new_empty(self._length)
-        self._work = _all_gather(self._sums, own, async_op=True)
+            self._sums = owned.new_empty(self._length)
+        self._work = _all_gather(self._sums, owned, async_op=True)
         del self._received, self._sent
 
     def result(self) -> Tensor:

@@ -11,7 +11,7 @@ from pardata.seeds._mix import mix
 from pardata.seeds._run_seed import run_seed
 
 
-def noise_seed(batch: Any, number: int = 0) -> int:
+def microbatch_seed(batch: Any, number: int = 0) -> int:
     """Return the seed of microbatch `number` of a step, the same at every world size.
 
     Another in each run of the step. What is no `Microbatches` has another with each call, and on

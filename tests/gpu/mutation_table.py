@@ -237,8 +237,8 @@ MUTATIONS = {
     ),
     "what a rank adds under exact is read before it is there": Mutation(
         "strategies/exact/_ordered_sum.py",
-        "        self._work.wait()\n        stack",
-        "        stack",
+        "        self._work.wait()\n        owned",
+        "        owned",
         f"{TRAINING} -k one_two_and_three",
     ),
     "sums of exact are read before they are there": Mutation(

@@ -239,8 +239,8 @@ def test_seed_and_generators_come_back_only_if_a_loader_says_that_the_run_goes_o
     for size, before in [(1, 1), (2, 2), (3, 2), (1, 2)]:
         for names in [("model",), ()]:
             found = run(restore_a_run, tmp_path / str(before), *names, world_size=size)
-            for rank, (left, noise, lines) in enumerate(found):
-                assert (left, noise) == (True, seed[8][rank])
+            for rank, (left, next_seed, lines) in enumerate(found):
+                assert (left, next_seed) == (True, seed[8][rank])
                 assert [line.endswith(told) for line in lines] == [True] * (rank == 0 < len(names))
 
 
@@ -248,8 +248,8 @@ def test_at_another_size_a_loader_brings_the_seed_and_the_log_says_what_it_does_
     run(save_a_run, tmp_path, 5, world_size=2)
     for size in (1, 2, 3):
         found = run(restore_a_run, tmp_path, "model", "position", world_size=size)
-        for rank, (left, noise, lines) in enumerate(found):
-            assert (left, noise) == (size != 2, seed_under(5, 1)[rank])
+        for rank, (left, next_seed, lines) in enumerate(found):
+            assert (left, next_seed) == (size != 2, seed_under(5, 1)[rank])
             told = "the seed is restored, but no random generators: 2 process(es) saved theirs, "
             expected = [f"{told}and there are {size} now"] * (rank == 0 and size != 2)
             assert [line.removeprefix(f"[0/{size}] ") for line in lines] == expected

@@ -108,11 +108,11 @@ class Most(Replicas):
     size, equally_many = 3, True
 
 
-@pytest.mark.parametrize("sharing", [One(), Most()])
-def test_a_rank_that_must_run_one_and_has_none_at_all_is_told_what_to_give(sharing):
+@pytest.mark.parametrize("replicas", [One(), Most()])
+def test_a_rank_that_must_run_one_and_has_none_at_all_is_told_what_to_give(replicas):
     batch = Microbatches([], epoch=0, step=0, first=2, counts=(4, 4), size=3)
     text = "must have a microbatch to run if the others run one, but .*none of 2.* has none"
     with pytest.raises(
         ValueError, match=text + ": give it a placeholder, any microbatch of the step"
     ):
-        Share.of(batch, None, sharing)
+        Share.of(batch, None, replicas)

@@ -1,4 +1,4 @@
-"""The noise of a model: one `seed_everything` is enough, under every strategy, at every size."""
+"""The random numbers of a model: one `seed_everything` is enough, under every strategy."""
 
 import random
 from functools import partial
@@ -71,7 +71,7 @@ def test_with_microbatches_dropout_is_the_same_under_every_strategy_and_at_every
             assert ranks["exact"] == alone["exact"]
 
 
-def test_another_seed_gives_other_noise_and_without_any_it_is_the_loaders(monkeypatch):
+def test_another_seed_gives_other_numbers_and_without_any_it_is_the_loaders(monkeypatch):
     found = trained("none")
     assert trained("none") == found
     assert trained("none", seed=4) != found
@@ -89,7 +89,7 @@ def test_another_seed_gives_other_noise_and_without_any_it_is_the_loaders(monkey
 
 
 class Mask(nn.Module):
-    """Notes the noise that it draws."""
+    """Notes the random numbers that it draws."""
 
     def __init__(self):
         super().__init__()
@@ -102,28 +102,28 @@ class Mask(nn.Module):
 
 
 def drawn(strategy, how):
-    """Return the noise of three steps with plain batches, all ranks alike but for their number."""
+    """Return the random numbers of three steps with plain batches; ranks differ in their number."""
     SEEDINGS[how]()
     model = wrap_model(Mask(), strategy)
     for _ in range(3):
         backward(model, lambda model, batch: model(batch), torch.ones(2))
-    return [tuple(noise) for noise in unwrap(model).seen]
+    return [tuple(numbers) for numbers in unwrap(model).seen]
 
 
 @pytest.mark.parametrize("how", SEEDINGS)
 @pytest.mark.parametrize("strategy", TOGETHER)
-def test_with_other_batches_noise_differs_between_steps_and_ranks(strategy, how):
+def test_with_other_batches_random_numbers_differ_between_steps_and_ranks(strategy, how):
     first, second = run(drawn, strategy, how, world_size=2)
     assert len({*first, *second}) == 6
 
 
-def test_seeded_again_the_noise_of_other_batches_begins_again():
+def test_seeded_again_the_random_numbers_of_other_batches_begin_again():
     assert drawn("none", "seeded") == drawn("dp", "seeded")
     assert drawn("none", "by torch alone") != drawn("none", "by torch alone")
 
 
-def with_an_accelerators_noise(strategy):
-    """Train on the CPU with the noise of an accelerator, as where parameters are offloaded.
+def with_an_accelerators_numbers(strategy):
+    """Train on the CPU with an accelerator's random numbers, as if parameters are offloaded.
 
     Each step is one microbatch, so that one rank runs it and the other a placeholder.
     """
@@ -145,10 +145,12 @@ def with_an_accelerators_noise(strategy):
 
 
 @pytest.mark.parametrize("strategy", [*TOGETHER, "exact"])
-def test_noise_of_an_accelerator_is_seeded_and_put_back_wherever_the_parameters_are(strategy):
-    (alone,) = run(with_an_accelerators_noise, strategy, world_size=1)
+def test_an_accelerators_generator_is_seeded_and_put_back_wherever_the_parameters_are(
+    strategy,
+):
+    (alone,) = run(with_an_accelerators_numbers, strategy, world_size=1)
     assert len(set(alone)) == 6
-    for losses in run(with_an_accelerators_noise, strategy, world_size=2):
+    for losses in run(with_an_accelerators_numbers, strategy, world_size=2):
         assert losses == pytest.approx(alone, rel=1e-12)
 
 
@@ -166,7 +168,7 @@ def test_under_exact_ranks_must_be_seeded_alike():
         assert "call seed_everything with the same seed, on every rank" in raised.text
 
 
-def test_no_two_steps_epochs_or_microbatches_have_the_same_noise():
+def test_no_two_steps_epochs_or_microbatches_have_the_same_random_numbers():
     drawn = []
 
     def loss_fn(model, rows):
@@ -196,8 +198,8 @@ def drawn_in_passes(strategy):
 
     def note(model, batch):
         model(batch[0])
-        noise = unwrap(model).seen[-1] if batch is not given.placeholder else None
-        found.append((passes, given.step, batch[0].item(), noise))
+        numbers = unwrap(model).seen[-1] if batch is not given.placeholder else None
+        found.append((passes, given.step, batch[0].item(), numbers))
         return model(batch[0])
 
     loader = make_loader(rows, 3, microbatch_size=1, seed=1, num_workers=0)
@@ -213,12 +215,12 @@ def drawn_in_passes(strategy):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "exact"])
-def test_each_call_on_a_batch_draws_its_own_noise_and_a_resumed_run_repeats_it(strategy):
+def test_each_call_on_a_batch_draws_its_own_numbers_and_a_resumed_run_repeats_it(strategy):
     alone = run(drawn_in_passes, strategy, world_size=1)[0]
     seen = {one[:-1]: tuple(one[-1]) for one in alone}
     assert len(seen) == 18
     first, second, resumed = (
-        {key[1:]: noise for key, noise in seen.items() if key[0] == passes}
+        {key[1:]: numbers for key, numbers in seen.items() if key[0] == passes}
         for passes in ("first", "second", "resumed")
     )
     assert first == resumed

@@ -35,7 +35,7 @@ def by_ranks(told, size, absent=None, *, strided=False):
         expected = subtrees_of(len(told), size, strided=strided)[rank]
         assert [span for span, _ in own.subtrees] == list(expected)
         found += own.subtrees
-    for span, value in sorted(found, key=lambda piece: piece[0]):
+    for span, value in sorted(found, key=lambda subtree: subtree[0]):
         owner.push(span, tensor(absent) if value is None else value)
     ((span, total),) = owner.subtrees
     assert span == (0, len(told))
@@ -70,11 +70,11 @@ def test_the_error_of_a_sum_grows_with_the_height_of_the_tree_alone(told):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_each_of_two_or_four_ranks_has_at_most_one_piece(size):
+def test_each_of_two_or_four_ranks_has_at_most_one_subtree(size):
     for count in range(1, 300):
         assert max(map(len, subtrees_of(count, size))) == 1
 
 
-def test_subtrees_of_other_numbers_of_ranks():
+def test_pieces_of_other_numbers_of_ranks():
     assert subtrees_of(6, 3) == (((0, 2),), ((2, 3), (3, 4)), ((4, 5), (5, 6)))
     assert [len(own) for own in subtrees_of(2, 4)] == [1, 0, 1, 0]

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
@@ -18,7 +17,7 @@ from pardata.ranks._world import way_of_counts, world
 from pardata.seeds._generators import Kept, default_generators
 from pardata.seeds._mix import mix
 from pardata.seeds._run_seed import run_seed
-from pardata.step._count import Microbatch
+from pardata.step._count import Microbatch, started
 from pardata.step._guests import Guests
 from pardata.step._microbatch_seed import microbatch_seed
 from pardata.step._step import Step
@@ -168,16 +167,12 @@ class ExactStep(Step):
     def _sent_apart(self, rows: Tensor, flags: list[bool]) -> tuple[list[bool], Tensor]:
         """Add up, and hear, what does not ride with the gradients. Collective."""
         group, device = way_of_counts(world())
-        of_any = torch.tensor(flags, dtype=torch.uint8, device=device)
+        of_any = torch.tensor(flags, dtype=torch.int32, device=device)
         sums = OrderedSum(self._exchange, rows)
-        work: Any = None
-        if self.size > 1:
-            work = dist.all_reduce(of_any, dist.ReduceOp.MAX, group=group, async_op=True)
+        wait = started(of_any, group) if self.size > 1 else lambda: of_any
         self._sums.finish()
         sums.add()
-        if work is not None:
-            work.wait()
-        return list(map(bool, of_any.tolist())), sums.result()
+        return (wait() > 0).tolist(), sums.result()
 
     def _agreed(self, failed: Exception | None) -> _Answer:
         """Return what all ranks have said; raise on each of them where they do not agree."""

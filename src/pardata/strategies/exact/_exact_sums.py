@@ -171,7 +171,7 @@ class Sums:
             bucket.set_gradients([next(each) for _ in bucket.parameters])
 
 
-_running = set[Sums]()  # the steps that are under way
+_running = set[Sums]()  # those whose step is under way
 
 
 def _received(hooked_by: "ref[Sums]", parameter: nn.Parameter) -> None:

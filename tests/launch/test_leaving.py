@@ -35,9 +35,9 @@ def test_who_waits_for_a_rank_that_has_ended_well_is_told_at_once(
             env = torchrun_variables(rank, 3, port)
             ranks.append(programs.start(code, how, bad, output=tmp_path / str(rank), **env))
         codes = [each.wait(60) for each in ranks]
-    assert codes == [int(rank != bad) for rank in range(3)]
+    texts = [(tmp_path / str(rank)).read_text() for rank in range(3)]
+    assert codes == [int(rank != bad) for rank in range(3)], texts
     assert time.monotonic() < began + 50  # half of the timeout
     for rank in {0, 1, 2} - {bad}:
-        text = (tmp_path / str(rank)).read_text()
-        assert f"`{call}`" in text
-        assert f"rank {bad} of 3 has left the group: see where its script ends" in text
+        assert f"`{call}`" in texts[rank]
+        assert f"rank {bad} of 3 has left the group: see where its script ends" in texts[rank]

@@ -372,7 +372,7 @@ def told_and_heard(device, *metrics):
         for tally, loss, count, more in zip(tallies, losses, (3, 1), metrics, strict=True):
             tally.add((loss, {name: loss.expand(4) for name in more}), count)
         layers = nn.Linear(1, 1), nn.Linear(1, 1)
-        total = sum(tally.told(2, layer) for tally, layer in zip(tallies, layers, strict=True))
+        total = sum(tally.message(2, layer) for tally, layer in zip(tallies, layers, strict=True))
         for tally in tallies:
             tally.hear(total.clone(), 2, None)
         found = [tally.result() for tally in tallies]
@@ -387,7 +387,7 @@ def test_a_metric_on_the_cpu_stops_no_gpu_before_it_is_read(device):
     tally, loss = Tally(), torch.ones((), device=device)
     with nothing_waits(device):
         tally.add((loss, {"seen": torch.arange(3.0)}), 4)
-        told = tally.told(2, nn.Linear(1, 1))
+        told = tally.message(2, nn.Linear(1, 1))
         tally.hear(told * 2, 2, None)  # of two ranks that say the same
     mean, metrics = tally.result()
     assert (mean.item(), metrics["seen"].tolist()) == (1.0, [0.0, 1.0, 2.0])

@@ -300,6 +300,15 @@ def small_buckets():
     return expected
 
 
+def few_microbatches():
+    """Two in each step: a rank that has none sends its buckets later than the others do."""
+    with patch.object(_bucket, "_MOST", 20):
+        model = seeded(smooth)
+        for batch in loader_of(TensorDataset(*rows_of(24)), 8, microbatch_size=4):
+            pardata.backward(model, loss_fn, batch)
+    return [bits(parameter.grad) for parameter in model.parameters()]
+
+
 @contextlib.contextmanager
 def sends():
     """Note what is sent: how many numbers, and how many bytes this rank sends to others."""
@@ -608,7 +617,7 @@ SCENARIOS = [
     *(plain, low_precision, autocast, checkpointed, counted, added_to, unused, generators),
     *(buffers, in_evaluation, small_buckets, sent_early, bytes_sent, compiled, layouts),
     *(not_finite, zeros_with_signs, kept_by_reference, sparse, buffers_of_other_shapes),
-    *(failing_on_one_rank, at_other_steps),
+    *(failing_on_one_rank, at_other_steps, few_microbatches),
 ]
 
 

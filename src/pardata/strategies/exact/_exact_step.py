@@ -155,7 +155,8 @@ class ExactStep(Step):
         flags = [failed is not None, *self._sums.used()]
         riders = Riders(self._exchange, rows, flags)
         if riders.fit() and not self.equally_many:  # then the gradients are there
-            flags, sums = riders.received(self._sums.finish(riders.sent()))
+            self._sums.send_rest(riders.sent())
+            flags, sums = riders.received(self._sums.finish())
         else:
             flags, sums = self._sent_apart(rows, flags)
         any_failed, *used = flags
@@ -166,6 +167,7 @@ class ExactStep(Step):
 
     def _sent_apart(self, rows: Tensor, flags: list[bool]) -> tuple[list[bool], Tensor]:
         """Add up, and hear, what does not ride with the gradients. Collective."""
+        self._sums.send_rest()
         group, device = way_of_counts(world())
         of_any = torch.tensor(flags, dtype=torch.int32, device=device)
         sums = OrderedSum(self._exchange, rows)

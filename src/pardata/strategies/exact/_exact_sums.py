@@ -152,11 +152,18 @@ class Sums:
             bucket.sum.add()
             self._added += 1
 
-    def finish(self, riders: Tensor | None = None) -> Tensor:
-        """Send what is left, `riders` with the last of it, and return the sums of the riders."""
+    def send_rest(self, riders: Tensor | None = None) -> None:
+        """Send what is left, `riders` with the last of it.
+
+        A rank that ran a placeholder alone has sent nothing before: no other collective may begin
+        until all ranks have sent the same.
+        """
         while self._sent < len(self._buckets):
             is_last = self._sent == len(self._buckets) - 1
             self._send_next(riders if is_last else None)
+
+    def finish(self) -> Tensor:
+        """Add what was sent, and return the sums of the riders."""
         self._add_up(len(self._buckets))
         return [bucket.finish() for bucket in self._buckets][-1]
 

@@ -113,8 +113,11 @@ class ShardedSums:
                     f"compute what is made of parameters alone in the model's forward"
                 )
 
+    def send_rest(self) -> None:
+        """Send what is left, as `Sums` does: nothing is."""
+
     def finish(self) -> None:
-        """Wait for what was sent, as `Sums` does: nothing is on its way."""
+        """Wait for what was sent: nothing is on its way."""
 
     def _trained(self) -> list[Any]:
         return [own for group in self._groups for own in group.trained]

@@ -258,4 +258,4 @@ def forking(*modules):
                 yield programs
             finally:
                 programs.end()
-                server.stdin.close()
+                server.kill()  # its input stays open as long as a process that was forked here lives

@@ -195,7 +195,8 @@ def keep(count: int) -> float:
     kept = [0]
 
     def look(*_: object) -> None:
-        sums = [p for g in model.exact.groups for p in g.stack.values() if p is not None]
+        subtrees = [one for group in model.exact.groups for one in group.stack.subtrees]
+        sums = [part for _, part in subtrees if part is not None]
         gradients = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in sums + gradients}
         kept.append(sum(storage.nbytes() for storage in storages.values()))

@@ -258,4 +258,4 @@ def forking(*modules):
                 yield programs
             finally:
                 programs.end()
-                server.kill()  # its input stays open as long as a process that was forked here lives
+                server.kill()  # what was forked here may still hold its input open

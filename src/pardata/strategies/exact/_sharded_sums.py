@@ -32,6 +32,7 @@ class ShardedSums:
     Attributes:
         parameters: those that this step trains, by name.
         digest: the same on all ranks which train the same.
+        groups: what FSDP gathers together.
         is_running: whether a step is.
         first: the number of the first microbatch of the round.
         is_last: whether it is the last round.
@@ -46,8 +47,8 @@ class ShardedSums:
         self.threads, self.is_running = threads, False
         self._watched = set[Any]()
         parts: list[Any] = [part for part in module.modules() if isinstance(part, ShardedModule)]
-        self._groups = [Group(self, part) for part in parts]
-        for part, group in zip(parts, self._groups, strict=True):
+        self.groups = [Group(self, part) for part in parts]
+        for part, group in zip(parts, self.groups, strict=True):
             part.set_custom_reduce_scatter(group)
             # Else FSDP would multiply gradients, by what depends on the number of ranks.
             part.set_gradient_divide_factor(1.0)
@@ -63,7 +64,7 @@ class ShardedSums:
             forget_step(self.module)  # also what was in .grad before: that is put back next
         self.is_running = False
         self.module.set_reduce_scatter_unused_params(False)
-        for group in self._groups:
+        for group in self.groups:
             group.stack.subtrees.clear()
 
     def train(self, parameters: dict[str, nn.Parameter]) -> None:
@@ -75,7 +76,7 @@ class ShardedSums:
     def begin_step(self, exchange: Exchange, _may_send: object) -> None:
         """Begin a step."""
         self.count, self.size, self.first = exchange.count, exchange.size, -exchange.size
-        for group in self._groups:
+        for group in self.groups:
             group.begin_step()
 
     def begin(self, microbatch: Microbatch, *, last: bool) -> None:
@@ -105,7 +106,7 @@ class ShardedSums:
 
     def end(self) -> None:
         """End a round: FSDP must have called each group with gradients, which adds them."""
-        for group in self._groups:
+        for group in self.groups:
             if group.next <= self.first and (unsent := self.now.intersection(group.trained)):
                 raise RuntimeError(
                     f"the loss must depend on what the model returns under strategy 'exact_fsdp', "
@@ -120,11 +121,11 @@ class ShardedSums:
         """Wait for what was sent: nothing is on its way."""
 
     def _trained(self) -> list[Any]:
-        return [own for group in self._groups for own in group.trained]
+        return [own for group in self.groups for own in group.trained]
 
     def used(self) -> list[bool]:
         """Return which parameters have had a gradient here, group by group."""
-        return [own in group.used for group in self._groups for own in group.trained]
+        return [own in group.used for group in self.groups for own in group.trained]
 
     def set_gradients(self, used: list[bool]) -> None:
         """Leave the gradients of those that are `used` on any rank, which they have, and no other.

@@ -69,10 +69,12 @@ def test_a_local_rank_gets_the_gpu_of_its_number_or_the_only_one_it_is_shown_or_
     elif local_rank < visible or (visible == 1 and mask is not None):
         assert found == torch.device("cuda", min(local_rank, visible - 1))
     else:
+        processes = f"{visible} process{'es' if visible > 1 else ''}"
         assert found.text == (
             f"the local rank must be less than the number of visible GPUs, {visible}, but is "
-            f"{local_rank} of 4 on {socket.gethostname()}: start {visible} per node (torchrun "
-            f"--nproc-per-node, srun --ntasks-per-node), or pass device='cpu'"
+            f"{local_rank} of 4 on {socket.gethostname()}: start {processes} per node (torchrun "
+            f"--nproc-per-node={visible}, srun --ntasks-per-node={visible}), or pass "
+            f'`init(device="cpu")`'
         )
 
 

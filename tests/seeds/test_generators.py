@@ -112,7 +112,8 @@ def test_a_normal_number_of_numpys_that_an_inner_block_saw_used_up_is_in_reserve
 
 MESSAGE = (
     "`collate_fn` must draw no random numbers from a batch whose size depends on the number of "
-    "ranks, but did: pass `microbatch_size` or reproducible=False"
+    "ranks, but did: pass `microbatch_size`, so that it gets the same microbatches at every world "
+    "size, or reproducible=False"
 )
 
 

@@ -38,9 +38,8 @@ def join(
 ) -> Joined:
     """Make the process group that `launch` describes, and one for small numbers if it needs it.
 
-    Collective. A rank that cannot take part says so
-    over the store before any group exists. So the error is raised on every rank, and no other rank
-    waits.
+    Collective. A rank that cannot take part says so over the store before any group exists. So the
+    error is raised on every rank, and no other rank waits.
     """
     patience = distributed_c10d.default_pg_timeout if timeout is None else timeout
     store, hosts_store = store_of(launch, patience)
@@ -58,7 +57,7 @@ def join(
         how["device_id"] = device if binds and launch.size > 1 else None
         once_made(channel, partial(dist.init_process_group, backend, **how))
         counts = None if apart else once_made(channel, partial(_backend.new_gloo_group, patience))
-    except Exception:
+    except Exception:  # only to clean up: it is raised again
         if dist.is_initialized():
             dist.destroy_process_group()
         # The others read the same; the store must be there until they have.
@@ -120,8 +119,10 @@ def own_device(launch: Launch, wanted: torch.device | None) -> torch.device:
     if launch.local_rank >= visible:
         raise RuntimeError(
             f"the local rank must be less than the number of visible GPUs, {visible}, but is "
-            f"{launch.local_rank} of {launch.local_size} on {socket.gethostname()}: start {visible}"
-            f" per node (torchrun --nproc-per-node, srun --ntasks-per-node), or pass device='cpu'"
+            f"{launch.local_rank} of {launch.local_size} on {socket.gethostname()}: start "
+            f"{visible} process{'es' if visible > 1 else ''} per node (torchrun "
+            f"--nproc-per-node={visible}, srun --ntasks-per-node={visible}), or pass "
+            f'`init(device="cpu")`'
         )
     return seen[launch.local_rank]
 

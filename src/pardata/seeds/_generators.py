@@ -234,7 +234,8 @@ def no_draws(what: str, device: torch.device | None = None) -> Iterator[None]:
     if moved(states):
         raise RuntimeError(
             f"`{what}` must draw no random numbers from a batch whose size depends on the number "
-            f"of ranks, but did: pass `microbatch_size` or reproducible=False"
+            f"of ranks, but did: pass `microbatch_size`, so that it gets the same microbatches "
+            f"at every world size, or reproducible=False"
         )
 
 

@@ -21,23 +21,30 @@ def broadcast(tensors: Iterable[Tensor], group: Any = None) -> None:
             tensor.copy_(whole)
 
 
-def after_backward(outputs: Iterable[Tensor], action: Callable[[], None]) -> None:
+def after_backward(
+    outputs: Iterable[Tensor], action: Callable[[], None], *, otherwise: bool = True
+) -> None:
     """Run `action` at the end of the first backward through any of the outputs of a forward.
 
-    At once if none of them can have a backward.
+    If none of them can have a backward, at once, or not at all.
     """
     waiting = [action]
 
     def begin(_gradient: Tensor) -> None:
         if waiting:
-            engine = torch.autograd.Variable._execution_engine  # noqa: SLF001  # as DDP itself does
-            engine.queue_callback(waiting.pop())
+            at_end_of_backward(waiting.pop())
 
     ends = [tensor for tensor in outputs if tensor.requires_grad]
     for tensor in ends:
         tensor.register_hook(begin)
-    if not ends:
+    if not ends and otherwise:
         action()
+
+
+def at_end_of_backward(action: Callable[[], None]) -> None:
+    """Run `action` when the backward that runs now has ended, after what was queued before."""
+    engine = torch.autograd.Variable._execution_engine  # noqa: SLF001  # as DDP itself does
+    engine.queue_callback(action)
 
 
 def average(buffers: Collection[Tensor], count: int, total: float | Tensor) -> None:

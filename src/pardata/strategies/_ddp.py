@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from types import MethodType
 from typing import Any
 
@@ -16,11 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from pardata.data._batch_parts import tensors_of
 from pardata.data._uneven_shares import uneven_shares
 from pardata.model._before import AsFound, name_of
-from pardata.model._buffers import after_backward, broadcast
+from pardata.model._buffers import after_backward, at_end_of_backward, broadcast
 from pardata.model._read_through import ReadThrough, refusing_forwards
 from pardata.step._count import Microbatch
 from pardata.step._guests import Guests, role_of
 from pardata.step._step import SEEN, SharedStep
+from pardata.strategies._compare_gradients import compare_gradients
+from pardata.strategies._ddp_reducer import ReducedParameters, reset_reducer
 from pardata.strategies._parcel import Parcel, parcel_for
 from pardata.strategies._strategy import Settings, Strategy
 
@@ -47,7 +49,7 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
             with self.no_sync():
                 return self.forward(*inputs, **kwargs)
         if role == "alone" and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self._check_trained()
+            self._reduced.check(self)
         self.__dict__["_forward_runs"] = True
         try:
             output = super().forward(*inputs, **kwargs)
@@ -63,6 +65,10 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
             if self._inside.training:
                 uneven_shares.warn()
             self._equalise_after_backward(output)
+            if self._has_gradients_to_compare() and not torch.compiler.is_compiling():
+                # PyTorch's reducer ends in a callback that the backward has queued by then.
+                later = partial(at_end_of_backward, self._compare_gradients)
+                after_backward(tensors_of(output), later, otherwise=False)
         return output
 
     def _equalise_after_backward(self, output: Any) -> None:
@@ -72,19 +78,24 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
             through = () if compiles else tensors_of(output)
             after_backward(through, self._broadcast_buffers)
 
-    def _check_trained(self) -> None:
-        """Raise where others are trained than when DDP took down what it synchronises."""
-        late = next((name for name, parameter in self._frozen if parameter.requires_grad), None)
-        trained = [parameter.requires_grad for parameter in self._reduced]
-        if any(trained) and not (self.find_unused_parameters or self.static_graph or all(trained)):
-            late = self._name_of(trained.index(False))
-        if late is not None:
-            raise RuntimeError(
-                f"a parameter must be frozen, or not, as it was when the model was wrapped under "
-                f"'ddp', which synchronises what was trainable then; but `{late}` is not: wrap "
-                f"again, model = wrap_model(unwrap(model)), or wrap it while all is trainable, "
-                f"with find_unused_parameters=True, and freeze it then"
-            )
+    def _has_gradients_to_compare(self) -> bool:
+        """Whether this is the first synchronised backward, or others are trained than before.
+
+        What a user's communication hook makes of gradients is the user's business.
+        """
+        return not (
+            self._reduced.trained in self._compared
+            or self.process_group.size() == 1
+            or self._join_config.enable
+            or self._comm_hooks
+        )
+
+    def _compare_gradients(self) -> None:
+        if self._has_gradients_to_compare():  # not yet compared by a backward in between
+            self._compared.add(self._reduced.trained)
+            names = {parameter: name for name, parameter in self.module.named_parameters()}
+            named = [(names[p], p) for p in self._reduced.parameters if p in names]
+            compare_gradients(named, self.process_group)
 
     def _has_unequal_buffers(self) -> bool:
         # The mode is the module's: unwrap(model).train() does not reach the wrapper.
@@ -114,7 +125,8 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        state.pop("_parcel", None)  # it belongs to the reducer, which is made anew
+        for name in ("_parcel", "_reduced", "_compared"):  # of the reducer, which is made anew
+            state.pop(name, None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -124,11 +136,10 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
         self.__dict__["_transparent"] = True
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
-        # In the order of DDP's numbers, and now: what is frozen later keeps its number.
-        self.__dict__["_reduced"], sparse = super()._build_params_for_reducer()
-        named = [(n, p) for n, p in self.module.named_parameters() if not p.requires_grad]
-        self.__dict__["_frozen"] = [one for one in named if one[0] not in self.parameters_to_ignore]
-        return self._reduced, sparse
+        parameters, sparse = super()._build_params_for_reducer()
+        self.__dict__["_reduced"] = ReducedParameters(self, parameters, sparse)
+        self.__dict__["_compared"] = set[tuple[bool, ...]]()
+        return parameters, sparse
 
     @torch._disable_dynamo  # noqa: SLF001  # torch.compiler.disable would import all of dynamo
     def _broadcast_buffers(self) -> None:
@@ -152,24 +163,13 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
 
     def _name_of(self, index: int) -> str:
         """Return the name of a parameter by DDP's number."""
-        return name_of(self._reduced[index], self.module.named_parameters())
+        return name_of(self._reduced.parameters[index], self.module.named_parameters())
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
         if isinstance(value, MethodType) and value.__self__ is self._inside:
             return refusing_forwards(self, name)(value)
         return value
-
-
-def _reset(model: Any) -> None:
-    """Let DDP's reducer forget a backward that did not come to its end, perhaps on this rank alone.
-
-    PyTorch would then arrange the buckets once more, which all ranks do together: from here on they
-    are left as they are.
-    """
-    if model._has_rebuilt_buckets:  # noqa: SLF001  # torch has no public name
-        model.__dict__["_stays_arranged"] = True
-    model.reducer._reset_state()  # noqa: SLF001  # torch has no public name
 
 
 @contextmanager
@@ -179,19 +179,21 @@ def _one_step(model: DistributedDataParallel, forwards: int) -> Iterator[None]:
     At its end all gradients must have been reduced; then the buffers are equalised.
     """
     if isinstance(model, ReadThroughDDP):
-        model._check_trained()  # noqa: SLF001  # a public name would hide the module's
+        model._reduced.check(model)  # noqa: SLF001  # a public name would hide the module's
     if model.__dict__.pop("_expects_backward", False) and forwards > 1:
         # After a forward that no backward has followed, as of an evaluation without no_grad(),
         # PyTorch would reduce in the next backward, no_sync() or not, and not on every rank.
-        _reset(model)
+        reset_reducer(model)
     try:
         yield
         # Now: the next collective would meet what other ranks still reduce.
         model._check_reducer_finalized()  # noqa: SLF001  # torch has no public name
+        if isinstance(model, ReadThroughDDP):
+            model._compare_gradients()  # noqa: SLF001  # a public name would hide the module's
         if model.__dict__.get("_stays_arranged"):
-            _reset(model)
+            reset_reducer(model)
     except BaseException as error:
-        _reset(model)
+        reset_reducer(model)
         if isinstance(model, ReadThroughDDP):
             model._name_unused(error)  # noqa: SLF001  # a public name would hide the module's
         raise

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from torch.serialization import default_restore_location
 
 from pardata.collective._explanation import explained
+from pardata.collective._forbidden import check_allowed
 from pardata.collective._header import Matching, number_of, plain
 from pardata.messages._table import ranks_text
 from pardata.ranks._world import World, require_world, way_of_counts
@@ -65,7 +66,7 @@ def all_gather(value: _T, dim: int = 0, *, differentiable: bool = False) -> list
         more = f", dim={dim}" * (dim != 0), ", differentiable" * (differentiable and _carries(leaf))
         return f"{_text(leaf)}{''.join(more)}"
 
-    matching = Matching("all_gather", find, text)
+    matching = Matching("all_gather", find, text, differentiable=differentiable is True)
     parts = matching.guarded(lambda: [_as_tensor(leaf) for leaf in matching.leaves], [])
     with explained("all_gather"):
         matching.all_reduce(list)
@@ -119,6 +120,7 @@ def broadcast(value: _T) -> _T:
     >>> broadcast({"seed": 3, "order": torch.tensor([2, 0, 1])})
     {'seed': 3, 'order': tensor([2, 0, 1])}
     """
+    check_allowed("broadcast")
     here = require_world("broadcast")
     if here.size == 1:
         return value

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pardata.collective._agreement import agree, require_same
+from pardata.collective._forbidden import check_allowed
 from pardata.ranks._backend import runs_on_gpus
 from pardata.ranks._device import widest
 from pardata.ranks._world import World, require_world, way_of_counts
@@ -54,7 +55,16 @@ class Matching:
             travels as the header does.
     """
 
-    def __init__(self, call: str, find: Find, describe: Describe, *, exact: bool = False) -> None:
+    def __init__(
+        self,
+        call: str,
+        find: Find,
+        describe: Describe,
+        *,
+        exact: bool = False,
+        differentiable: bool = False,
+    ) -> None:
+        check_allowed(call, differentiable=differentiable)
         self.here, self._call, self.exact = require_world(call), call, exact
         # Chosen from the world and never from the values: ranks could be of two minds.
         self._group, self.device = way_of_counts(self.here)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from pardata.data._batch_parts import is_indivisible, tensors_of
+from pardata.data._batch_parts import is_indivisible
 from pardata.data._plan import Fetched, GlobalStep
 from pardata.data._reader import Seeds
 from pardata.ranks._device import has_streams
@@ -88,19 +88,16 @@ def _ahead(
     It is fetched on the stream of the loop, whose step may write what a dataset reads.
     """
     stream, of_kind = _side_stream(device), torch.get_device_module(device)
-    # What the transform uses may still be in the making on the stream of now.
-    stream.wait_stream(of_kind.current_stream(device))
     ready: deque[tuple[Any, torch.Event, Fetched]] = deque()
-    all_kept = True
     failed: Exception | None = None
 
     def draw(most: int) -> None:
         nonlocal failed
         try:
             for each in islice(fetched, most):
-                where = {tensor.is_cpu for tensor in tensors_of(each.batches)}
-                if where != {True}:  # it may just be in the making on a GPU
-                    stream.wait_stream(of_kind.current_stream(device))
+                # What is fetched may still be in the making. And what the loop has read and dropped
+                # is free again for this stream: it must not be written before it has been read.
+                stream.wait_stream(of_kind.current_stream(device))
                 with of_kind.stream(stream):
                     ready.append((shaped(each), stream.record_event(), each))
         except Exception as error:  # noqa: BLE001  # raised at its step, after those before it
@@ -110,29 +107,12 @@ def _ahead(
     while ready:
         batch, placed, source = ready.popleft()
         current = of_kind.current_stream(device)
-        if not all_kept:
-            stream.wait_stream(current)
         draw(0 if failed else count - len(ready))
         current.wait_event(placed)
         del source  # whose memory, of this stream, may serve for something else from now on
-        all_kept = _kept(batch, current) and all_kept
         yield batch
     if failed is not None:
         raise failed
-
-
-def _kept(batch: Any, user: torch.Stream) -> bool:
-    """Tell the allocator that the stream `user` reads `batch`, which was made on another stream.
-
-    Else its memory serves for the next ones while work that reads it is in the queue. Returns
-    whether that could be told of all of it.
-    """
-    tensors = list(tensors_of(batch))
-    dense = [x for x in tensors if x.layout == torch.strided and not x.is_nested]
-    for tensor in dense:
-        if not tensor.is_cpu:
-            tensor.record_stream(user)
-    return len(dense) == len(tensors) > 0
 
 
 @cache

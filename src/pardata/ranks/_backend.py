@@ -77,6 +77,20 @@ def timeout_of(group: Any) -> timedelta | None:
     return found
 
 
+def sequence_number(group: Any) -> int:
+    """Return how many collectives this rank has started in `group`; 0 if its backend says nothing.
+
+    Args:
+        group: a process group; None for the default one.
+    """
+    asked: Any = group or dist.group.WORLD
+    try:
+        number: int = asked._get_sequence_number_for_group()  # noqa: SLF001  # torch has no public name
+    except RuntimeError:
+        return 0
+    return number
+
+
 def backends() -> list[Any]:
     """Return the backends of all groups: held while the groups are destroyed, they end last.
 

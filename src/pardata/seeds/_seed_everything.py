@@ -1,6 +1,7 @@
 """One seed for all generators."""
 
 import os
+from typing import Any
 
 import torch
 
@@ -48,5 +49,8 @@ def seed_everything(seed: int, *, per_rank: bool = False, deterministic: bool = 
         # cuBLAS reads it when it starts; see torch.use_deterministic_algorithms.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+        # It would fill all memory that is not yet written, by a kernel for each tensor.
+        deterministic_settings: Any = torch.utils.deterministic
+        deterministic_settings.fill_uninitialized_memory = False
         torch.backends.cudnn.benchmark = False
     return seed

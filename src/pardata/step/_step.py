@@ -9,17 +9,49 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
+from pardata.collective._forbidden import forbidding_collectives
 from pardata.data._microbatches import Microbatches
 from pardata.model._before import AsFound
 from pardata.model._sharding import unsharded
 from pardata.model._unwrap import layers
+from pardata.ranks._backend import sequence_number
 from pardata.step._count import Microbatch, Replicas, Share, started
 from pardata.step._forward import leaves_of
 from pardata.step._guests import Guests
 from pardata.step._tally import Tally
 
 _NOTHING = nullcontext()
-SEEN = "_pardata_trains_alone"  # set on the layer of a model that shows its strategy
+# Set on the layer of a model that shows its strategy.
+SEEN = "_pardata_trains_alone"
+_METRICS = "_pardata_known_metrics"
+_COMMUNICATES = "_pardata_loss_communicates"
+
+
+def forbidden_in(batch: Any, *, is_even: bool) -> AbstractContextManager[None]:
+    """Return the context of `loss_fn`, in which it must not start collectives of pardata.
+
+    Args:
+        batch: what `backward` was given. Of anything but `Microbatches` every rank runs one.
+        is_even: whether every rank runs equally many.
+    """
+    if not isinstance(batch, Microbatches):
+        return _NOTHING
+    where = "`loss_fn` with Microbatches, which may be unequally many on the ranks"
+    return forbidding_collectives(where, allow_differentiable=is_even)
+
+
+def _unequally_often(microbatches: int, size: int) -> RuntimeError:
+    return RuntimeError(
+        f"`loss_fn` must not call torch.distributed if ranks run unequally many microbatches, but "
+        f"has done so, and {size} ranks share {microbatches} microbatches: let it return sums and "
+        f"counts as metrics, or make microbatches that all ranks share equally"
+    )
+
+
+def known_metrics(layer: nn.Module) -> set[str]:
+    """Return the structures of metrics that the steps of a model have had."""
+    known: set[str] = vars(layer).setdefault(_METRICS, set())
+    return known
 
 
 class Step(Replicas):
@@ -44,7 +76,7 @@ class Step(Replicas):
     def __init__(self, model: nn.Module, layer: Any, scaler: GradScaler | None, batch: Any) -> None:
         self.layer, self.module = layer, layers(model)[-1]
         self.scaler, self.batch = scaler, batch
-        self.tally = Tally()
+        self.tally = Tally(known_metrics(layer))
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -54,6 +86,35 @@ class Step(Replicas):
         """
         with AsFound(self.module):
             yield
+            self.tally.raise_refused()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Run `loss_fn` on a microbatch in the block. With `Microbatches` it must not communicate.
+
+        Raises:
+            RuntimeError: on every rank, if it has called torch.distributed in the model's first
+                step, and ranks run unequally many microbatches.
+        """
+        known, is_even = vars(self.layer), True
+        if isinstance(self.batch, Microbatches):
+            is_even = len(self.batch.counts) % self.size == 0
+        if not is_even and known.get(_COMMUNICATES):
+            raise _unequally_often(len(self.batch.counts), self.size)
+        # Under FSDP a forward communicates by itself, and all ranks run equally many.
+        looks = self.size > 1 and SEEN not in known and not self.equally_many
+        before = self._started() if looks else ()
+        with forbidden_in(self.batch, is_even=is_even):
+            yield
+        after = self._started() if looks else ()
+        if before[:1] == after[:1] and before != after:
+            known[_COMMUNICATES] = True
+            if not is_even:
+                raise _unequally_often(len(self.batch.counts), self.size)
+
+    def _started(self) -> tuple[Any, int]:
+        """Return whether DDP has arranged its buckets, and how many collectives have started."""
+        return getattr(self.layer, "_has_rebuilt_buckets", None), sequence_number(self.group)
 
     def around(self, microbatch: Microbatch) -> AbstractContextManager[None]:  # noqa: ARG002  # the exact step uses it
         """Return the context of the forward and backward of one microbatch."""
@@ -112,6 +173,7 @@ class SharedStep(Step):
         None of an earlier step may be in ``.grad``.
         """
         if self.size == 1:
+            self.tally.raise_refused()
             return
         self.tally.hear(self._sums(), self.size, self.group)
         factor = self.share.expected() / self.tally.total

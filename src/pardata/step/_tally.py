@@ -1,6 +1,7 @@
 """The loss and the metrics of a step: what each microbatch says of them, their sums and means."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from pardata.collective._agreement import agree, require_same
 from pardata.collective._header import Leaf, all_equal, hashes, numbers_of
 from pardata.collective._reduction import like, shape_text, split_like
+from pardata.data._batch_parts import tensors_of
+from pardata.data._sample_count import samples_of
 from pardata.ranks._device import has_streams, widest
 from pardata.ranks._world import world
 from pardata.step._count import positive
@@ -28,6 +31,9 @@ _compared = WeakKeyDictionary[nn.Module, str]()
 class Tally:
     """The losses and metrics of this rank's microbatches, and their means over those of all ranks.
 
+    Args:
+        known: the structures that metrics may have: those of earlier steps of the model.
+
     Attributes:
         step: which step this is, where a loader or the user has said so: the same on all ranks.
         count: what the microbatches here count.
@@ -42,17 +48,18 @@ class Tally:
     _error: Exception | None = None
     _means: list[Tensor] | None = None  # those of the loss, and of the leaves of metrics
 
-    def __init__(self) -> None:
+    def __init__(self, known: set[str]) -> None:
+        self._known = known
         self._seen: list[tuple[list[Leaf], int]] = []
         self.count = 0
 
-    def add(self, returned: Any, count: int) -> Tensor:
+    def add(self, returned: Any, count: int, microbatch: Any) -> Tensor:
         """Take down what `loss_fn` has returned for a microbatch, and return the loss."""
         has_metrics = type(returned) is tuple and len(returned) == 2
         loss = checked(returned[0] if has_metrics else returned)
         leaves: list[Leaf] = [loss.detach()]
         if has_metrics:
-            leaves += self._leaves(returned[1])
+            leaves += self._leaves(returned[1], microbatch)
         elif self._text:
             leaves += self._refuse(ValueError(_UNLIKE))
         self._text = self._text or ""
@@ -60,7 +67,7 @@ class Tally:
         self.count += count
         return loss
 
-    def _leaves(self, metrics: Any) -> list[Leaf]:
+    def _leaves(self, metrics: Any, microbatch: Any) -> list[Leaf]:
         """Return the leaves of `metrics`, of the same structure as those that came before."""
         try:
             found = numbers_of(metrics, "metrics")
@@ -70,6 +77,12 @@ class Tally:
         text = "; ".join(["metrics", *described])
         if self._text not in (None, text):
             return self._refuse(ValueError(_UNLIKE))
+        if text not in self._known:
+            try:
+                _check_means(found, microbatch)
+            except TypeError as error:
+                return self._refuse(error)
+            self._known.add(text)
         self._text, self._metrics, self._paths = text, metrics, tuple(found)
         return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in found.values()]
 
@@ -77,6 +90,11 @@ class Tally:
         """Keep an error that is raised as soon as all ranks know; until then tell as before."""
         self._error = self._error or error
         return self._first()[1:] if self._seen else []
+
+    def raise_refused(self) -> None:
+        """Raise what was refused, on a rank that trains alone."""
+        if self._error is not None:
+            raise self._error
 
     def message(self, size: int, layer: nn.Module) -> Tensor:
         """Return the sums here, in a vector whose length is the same on each of `size` ranks.
@@ -124,11 +142,8 @@ class Tally:
 
     def result(self) -> Any:
         """Return the mean loss, and the means of the metrics, if there are any."""
-        if self._means is None:  # nobody else runs any
-            if self._error is not None:
-                raise self._error
-            if len(self._seen) > 1:
-                self.settle(self.sums() / self.count)
+        if self._means is None and len(self._seen) > 1:  # nobody else runs any
+            self.settle(self.sums() / self.count)
         own, *leaves = self._first()
         loss, *metrics = self._means or self._first()
         loss = wide(own) if loss is own else loss.to(wide(own))
@@ -187,6 +202,25 @@ _UNLIKE = (
     "`loss_fn` must return metrics of the same structure for each microbatch, but did not: let it "
     "not depend on the microbatch"
 )
+
+
+def _check_means(found: Mapping[TreePath, Leaf], microbatch: Any) -> None:
+    """Refuse a metric that has a row for each sample: it is no mean.
+
+    Once another number of samples has shown that a metric is none, its structure is known.
+    """
+    rows = {len(tensor) for tensor in tensors_of(microbatch) if tensor.ndim}
+    with suppress(TypeError):  # a batch that does not tell
+        rows.add(samples_of(microbatch))
+    for path, leaf in found.items():
+        shape = leaf.shape if isinstance(leaf, Tensor) else ()
+        if shape and shape[0] in rows and tuple(shape) != (1,):
+            raise TypeError(
+                f"`{in_brackets('metrics', path)}` must be a mean over the microbatch, but its "
+                f"shape is {tuple(shape)}, a row for each of {shape[0]} samples: return its mean, "
+                f"or keep it and call all_gather after backward; pass list(metric) if its rows are "
+                f"no samples"
+            )
 
 
 def wide(loss: Tensor) -> Tensor:

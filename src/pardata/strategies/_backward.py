@@ -22,7 +22,7 @@ from pardata.seeds._generators import forked_torch_seed, kept_generators
 from pardata.step._count import Count, Microbatch, Share, checked_count, positive
 from pardata.step._forward import add_zeros, forward_of
 from pardata.step._microbatch_seed import count_run, microbatch_seed
-from pardata.step._step import Step
+from pardata.step._step import Step, forbidden_in, known_metrics
 from pardata.step._tally import Tally, checked, wide
 from pardata.strategies._known import strategy_and_layer
 from pardata.values._arguments import kind_of
@@ -172,10 +172,12 @@ def _alone(
     elif is_empty(microbatch):
         positive(0)
     with AsFound(model), forked_torch_seed(microbatch_seed(batch, first)):
-        returned = loss_fn(model, microbatch)
+        with forbidden_in(batch, is_even=True):
+            returned = loss_fn(model, microbatch)
         if not isinstance(returned, Tensor):
-            tally = Tally()
-            loss = tally.add(returned, 1)
+            tally = Tally(known_metrics(model))
+            loss = tally.add(returned, 1, microbatch)
+            tally.raise_refused()
         else:  # a loss alone is its own mean
             tally, loss = None, checked(returned)
         (loss if scaler is None else scaler.scale(loss)).backward()
@@ -214,8 +216,9 @@ def _check_batch_norms(step: Step, batch: Any) -> None:
 
 def _run(step: Step, model: nn.Module, loss_fn: LossFn[Any], microbatch: Microbatch) -> None:
     """Run forward and backward of a microbatch that counts."""
-    with forward_of(model):
-        loss = step.tally.add(loss_fn(model, microbatch.data), microbatch.count)
+    with forward_of(model), step.running():
+        returned = loss_fn(model, microbatch.data)
+    loss = step.tally.add(returned, microbatch.count, microbatch.data)
     step.check(loss)
     part = microbatch.count / step.share.expected()
     if microbatch is step.share.microbatches[-1]:
@@ -234,8 +237,10 @@ def _run_placeholder(
     outputs: list[Tensor] = []
     # The backward too: parts that are checkpointed run again in it.
     with KeptBuffers(others), kept_generators():
-        with forward_of(model, lambda output: outputs.extend(tensors_of(output))):
-            loss = step.tally.add(loss_fn(model, placeholder.data), 0)
+        see = lambda output: outputs.extend(tensors_of(output))  # noqa: E731  # a name is shorter
+        with forward_of(model, see), step.running():
+            returned = loss_fn(model, placeholder.data)
+        loss = step.tally.add(returned, 0, placeholder.data)
         step.check(loss)
         step.share.expected()  # raises where the others do
         if placeholder is step.share.microbatches[-1]:

@@ -52,7 +52,7 @@ class ReducedParameters:
         if any(self.trained) and not (takes_some or all(self.trained)):
             raise self._error_of(self.parameters[self.trained.index(False)], model)
 
-    def _error_of(self, parameter: nn.Parameter, model: nn.Module) -> RuntimeError:
+    def _error_of(self, parameter: nn.Parameter, model: DistributedDataParallel) -> RuntimeError:
         name, was = name_of(parameter, model.module.named_parameters()), self._kinds
         if id(parameter) not in was and id(parameter) not in self._frozen:
             return RuntimeError(

@@ -7,6 +7,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
@@ -63,11 +64,12 @@ class FsdpStep(SharedStep):
 
     @contextmanager
     def around(self, microbatch: Microbatch) -> Iterator[None]:
-        self.layer.set_requires_gradient_sync(microbatch is self.share.microbatches[-1])
+        # Each microbatch's gradients are scattered: kept until the last, they would be whole.
+        self.layer.set_requires_all_reduce(microbatch is self.share.microbatches[-1])
         try:
             yield
         finally:
-            self.layer.set_requires_gradient_sync(True)
+            self.layer.set_requires_all_reduce(True)
 
 
 def check_sharded(module: nn.Module, size: int, strategy: str) -> None:
@@ -201,7 +203,13 @@ def _mesh(device: torch.device, settings: Settings) -> Any:
     if replicas == 1:
         return init_device_mesh(device.type, (size,))
     names = ("replicate", "shard")
-    return init_device_mesh(device.type, (replicas, size // replicas), mesh_dim_names=names)
+    world: Any = dist.group.WORLD
+    # PyTorch splits a group that is bound to its device, which few backends can.
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        return init_device_mesh(device.type, (replicas, size // replicas), mesh_dim_names=names)
+    finally:
+        world.bound_device_id = bound
 
 
 def _tell(module: nn.Module, blocks: list[nn.Module], settings: Settings) -> None:

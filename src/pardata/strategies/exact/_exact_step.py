@@ -191,6 +191,8 @@ class ExactStep(Step):
             raise failed or RuntimeError(msg)
         if heard.has_failed:
             raise failed or _failed_elsewhere()
+        if self.size == 1:
+            self.tally.raise_refused()
         if not heard.is_alike:
             self.tally.raise_of_structures()
         return heard

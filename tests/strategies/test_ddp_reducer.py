@@ -1,0 +1,256 @@
+"""DDP after a failed step is right, and replicas that would drift apart are an error."""
+
+import pytest
+import torch
+from on_ranks import caught, run
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.utils.checkpoint import checkpoint
+
+from pardata import backward, check_in_sync, unwrap, world, wrap_model
+
+HOWS = ["backward", "loss.backward"]
+ADDED = "but `{}` was added or exchanged"
+CONVERTED = "but `0.weight` was torch.float32 on cpu and is {} on cpu"
+
+
+def loss_of(model, batch):
+    return model(batch).square().mean()
+
+
+def train(model, batch, how):
+    if how == "backward":
+        backward(model, loss_of, batch)
+    else:
+        loss_of(model, batch).backward()
+
+
+# --- after an error that every rank raises and catches
+
+
+class Failing(torch.autograd.Function):
+    fails = False
+
+    @staticmethod
+    def forward(_, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(_, gradient):
+        if Failing.fails:
+            raise ValueError("out of memory, say")
+        return gradient
+
+
+class Wide(nn.Module):
+    """Its last layer's gradient is being reduced when the backward of the first one fails."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 3000), nn.Linear(3000, 1000)
+
+    def forward(self, x):
+        return self.last(Failing.apply(self.first(x)))
+
+
+def gradients_after_an_error(options, hook):
+    torch.manual_seed(0)
+    model = wrap_model(Wide(), "ddp", **options)
+    if hook:
+        model.register_comm_hook(None, halved)
+    off = []
+    for trial in range(4):
+        batch = torch.full((4, 64), 1.0 + world().rank + trial)
+        model.zero_grad()
+        backward(model, loss_of, batch)
+        right = [parameter.grad.clone() for parameter in model.parameters()]
+        model.zero_grad()
+        Failing.fails = True
+        with pytest.raises(ValueError, match="out of memory"):
+            backward(model, loss_of, 100 * batch)
+        Failing.fails = False
+        backward(model, loss_of, batch)
+        off += [bool((p.grad != g).any()) for p, g in zip(model.parameters(), right, strict=True)]
+    return off
+
+
+def halved(_, bucket):
+    work = torch.distributed.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0] / 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "hook"),
+    [
+        ({"gradient_as_bucket_view": False}, False),
+        ({"gradient_as_bucket_view": True}, False),
+        ({"find_unused_parameters": True}, False),
+        ({}, True),
+    ],
+)
+def test_the_gradient_after_a_backward_that_failed_on_every_rank_is_right(options, hook):
+    found = run(gradients_after_an_error, options, hook, fresh=hook)
+    assert not any(any(off) for off in found)
+
+
+# --- what is trained is what was wrapped
+
+
+class Around(nn.Module):
+    """As LoRA is put around a layer."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.more = inner.requires_grad_(False), nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.inner(x) + self.more(x)
+
+
+def exchange_head(net):
+    net[1] = nn.Linear(4, 1)
+
+
+def put_around(net):
+    net[1] = Around(net[1])
+
+
+def assign(net):
+    net.load_state_dict({name: x.clone() for name, x in net.state_dict().items()}, assign=True)
+
+
+def normalise_weights(net):
+    torch.nn.utils.parametrizations.weight_norm(net[0])
+
+
+CHANGES = {
+    "a head is exchanged": (exchange_head, ADDED.format("1.weight")),
+    "a layer is added": (lambda net: net.append(nn.Linear(1, 1)), ADDED.format("2.weight")),
+    "LoRA is put on": (put_around, ADDED.format("1.more.weight")),
+    "weights are assigned": (assign, ADDED.format("0.weight")),
+    "weights are parametrised": (
+        normalise_weights,
+        ADDED.format("0.parametrizations.weight.original0"),
+    ),
+    "a dtype of 16 bits": (lambda net: net.to(torch.bfloat16), CONVERTED.format("torch.bfloat16")),
+    "a dtype of 64 bits": (lambda net: net.double(), CONVERTED.format("torch.float64")),
+}
+
+
+def changed_and_trained(name, how, options):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model = wrap_model(net, "ddp", **options)
+    batch = torch.randn(8, 4) + world().rank
+    train(model, batch, how)
+    CHANGES[name][0](net)
+    batch = batch.to(next(net.parameters()).dtype)
+    error = caught(train, model, batch, how)
+    again = wrap_model(unwrap(model), "ddp")
+    train(again, batch, how)
+    check_in_sync(again)
+    return str(error)
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_model_that_was_changed_after_wrapping_is_refused_and_can_be_wrapped_again(name, how):
+    for options in ({}, {"find_unused_parameters": True}):
+        for error in run(changed_and_trained, name, how, options):
+            assert CHANGES[name][1] in error
+            assert "wrap again, model = wrap_model(unwrap(model))" in error
+
+
+def kept(how):
+    """Return whether what changes no parameter is taken."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    net[0].bias.requires_grad_(False)
+    model = wrap_model(net, "ddp", find_unused_parameters=True)
+    for change in (
+        lambda: net.to(memory_format=torch.channels_last),
+        lambda: net.load_state_dict(net.state_dict()),
+        lambda: net[1].requires_grad_(False),
+        lambda: net[1].requires_grad_(True),
+        lambda: net[0].double().float(),  # a frozen part may do what it likes
+    ):
+        change()
+        train(model, torch.randn(8, 4), how)
+        check_in_sync(model)
+    return True
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_what_keeps_the_parameters_is_taken(how):
+    assert all(run(kept, how))
+
+
+# --- gradients are compared after the first synchronised backward
+
+
+class Reentrant(nn.Module):
+    """A block that is used twice under reentrant checkpointing: DDP reduces after the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(4, 4).requires_grad_(False)
+        self.block, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        x = self.base(x).requires_grad_()
+        for _ in range(2):
+            x = checkpoint(self.block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+def checkpointed(reentrant, how):
+    torch.manual_seed(0)
+    net = Reentrant()
+    net.reentrant = reentrant
+    model = wrap_model(net, "ddp")
+    batch = torch.randn(8, 4) + world().rank
+    error = caught(train, model, batch, how)
+    torch.distributed.barrier()  # the group is usable
+    return str(error)
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_gradients_that_differ_between_ranks_are_an_error_on_all(size, how):
+    for error in run(checkpointed, True, how, world_size=size):
+        assert "but that of `block.weight` differs between ranks (2 of 4 parameters" in error
+        assert "use_reentrant=False" in error
+    assert set(run(checkpointed, False, how, world_size=size)) == {"None"}
+
+
+class Drifting:
+    """Reduces as DDP does, and gives each rank other gradients when it is told to."""
+
+    drifts = False
+
+    def __call__(self, _, bucket):
+        if self.drifts:
+            done = torch.futures.Future()
+            done.set_result(bucket.buffer() * (1 + world().rank))
+            return done
+        return allreduce_hook(None, bucket)
+
+
+def thawed():
+    torch.manual_seed(0)
+    net, hook = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), Drifting()
+    model = wrap_model(net, "ddp", find_unused_parameters=True)
+    torch.distributed._register_comm_hook(model.reducer, None, hook)  # DDP's method tells of it
+    net[0].requires_grad_(False)
+    batch, found = torch.ones(8, 4), []
+    train(model, batch, "loss.backward")
+    hook.drifts = True
+    for thaw in (False, True):  # without a change it is not looked again
+        net[0].requires_grad_(thaw)
+        found.append(str(caught(train, model, batch, "loss.backward")))
+    return found
+
+
+def test_they_are_compared_again_where_others_are_trained():
+    for found in run(thawed):
+        assert found[0] == "None"
+        assert "that of `0.weight` differs" in found[1]

@@ -184,9 +184,6 @@ class OnGpu(torch.Tensor):
         tensor.gpu, tensor.number = gpu, number
         return tensor
 
-    def record_stream(self, stream):
-        self.gpu.log.append(f"{self.number} is kept for {stream.name}")
-
 
 @pytest.fixture
 def gpu(monkeypatch):
@@ -209,24 +206,23 @@ def test_on_a_gpu_the_next_batch_is_made_on_another_stream_and_each_waited_for(g
     assert gpu.log == []
     assert next(batches)[0] == 1
     assert gpu.log == [
-        "side waits for all of loop",
         "loop reads 1",
+        "side waits for all of loop",
         "side makes 1",
         "loop reads 2",
+        "side waits for all of loop",
         "side makes 2",
         "loop waits for the end of 1",
-        "1 is kept for loop",
     ]
     gpu.log.clear()
     gpu.current = "the user's own"  # the one on which the loop asks
     assert [number for number, _ in batches] == [2, 3]
     assert gpu.log == [
         "the user's own reads 3",
+        "side waits for all of the user's own",
         "side makes 3",
         "the user's own waits for the end of 2",
-        "2 is kept for the user's own",
         "the user's own waits for the end of 3",
-        "3 is kept for the user's own",
     ]
 
 
@@ -248,31 +244,13 @@ class Opaque:
     __slots__ = ()
 
 
-@pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("kind", ["sparse", "nested", "opaque"])
-def test_where_it_cannot_be_told_what_is_drawn_next_waits_for_the_loop(kind, gpu):
-    odd = {
-        "sparse": lambda: [torch.zeros(1), torch.eye(2).to_sparse()],
-        "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(1)]),
-        "opaque": Opaque,
-    }[kind]()
-    first, *others = (OnGpu.of(gpu, number) for number in range(3))
-    made = iter([first, odd, *others])
-    waited = "side waits for all of loop"
-    batches = ahead(gpu.draw(4), 1, lambda _: next(made))
-    before = [gpu.log.count(waited) for _ in batches]
-    # Before the first, and from the one after on: it may be let go at any time.
-    assert before == [1, 1, 2, 3]
-
-
 @pytest.mark.parametrize("found", [True, False])
 def test_what_a_dataset_reads_on_a_gpu_is_waited_for_and_kept_until_its_batch_is_made(found, gpu):
     read = [OnGpu.of(gpu, 1), OnGpu.of(gpu, 2)] if found else [Opaque(), Opaque()]
     alive = [weakref.ref(each) for each in read] if found else []
     batches = ahead((read.pop(0) for _ in range(2)), 1, lambda _: torch.zeros(1))
     next(batches)
-    # At the start, and for each of the two that were read ahead.
-    assert gpu.log.count("side waits for all of loop") == 3
+    assert gpu.log.count("side waits for all of loop") == 2
     assert [each() is None for each in alive] == [True, False] * found
 
 

@@ -44,36 +44,11 @@ MUTATIONS = {
         "(*reversed((stream.record_event(), shaped(each))), each)",
         f"{PREFETCHING} -k once_it_is_there",
     ),
-    "a transform does not wait for what was made before the epoch": Mutation(
+    "a transform does not wait for the loop": Mutation(
         "data/_placement.py",
-        """the stream of now.
-    stream.wait_stream(of_kind.current_stream(device))""",
-        "the stream of now.",
-        f"{PREFETCHING} -k in_the_making",
-    ),
-    "a transform does not wait for what a dataset makes on the GPU": Mutation(
-        "data/_placement.py",
-        "                    stream.wait_stream(of_kind.current_stream(device))",
-        "                    pass",
-        f"{PREFETCHING} -k has_just_written",
-    ),
-    "a transform's stream does not wait for batches that cannot be kept": Mutation(
-        "data/_placement.py",
-        "            stream.wait_stream(current)",
-        "            pass",
-        f"{PREFETCHING} -k not_used_again_before",
-    ),
-    "batches that cannot be kept are thought to be": Mutation(
-        "data/_placement.py",
-        "return len(dense) == len(tensors) > 0",
-        "return True",
-        f"{PREFETCHING} -k not_used_again_before",
-    ),
-    "the memory of a batch is not kept for the loop": Mutation(
-        "data/_placement.py",
-        "tensor.record_stream(user)",
-        "pass",
-        f"{PREFETCHING} -k not_used_again_before",
+        "                stream.wait_stream(of_kind.current_stream(device))",
+        "                pass",
+        f"{PREFETCHING} -k 'not_used_again_before or in_the_making or has_just_written'",
         is_quick=True,
     ),
     "the memory that a transform reads is let go": Mutation(

@@ -314,7 +314,7 @@ def test_noise_of_the_device_is_seeded_and_put_back_where_the_model_is_offloaded
 
 def mean_loss_and_metrics(model, batch):
     loss = mean_loss(model, batch)
-    return loss, {"loss": loss, "rows": [loss.detach().expand(3)]}
+    return loss, {"loss": loss, "parts": [loss.detach().expand(5)]}
 
 
 def steps_without_waits(device, kind):
@@ -339,7 +339,7 @@ def steps_without_waits(device, kind):
                         if kind == "returned metrics":
                             loss, told = loss
                         if kind == "metrics":
-                            told = {"loss": loss, "seen": 7.0, "rows": loss.expand(3)}
+                            told = {"loss": loss, "seen": 7.0, "parts": loss.expand(5)}
                             told = all_reduce_mean(told, weight=7)
                         assert not stop.agreed()
         return float(told["loss"] if "metrics" in kind else loss)
@@ -368,9 +368,9 @@ def told_and_heard(device, *metrics):
     """
     losses = torch.tensor([1.0, 5.0], device=device).unbind()
     with nothing_waits(device):
-        tallies = [Tally(), Tally()]
+        tallies = [Tally(set()), Tally(set())]
         for tally, loss, count, more in zip(tallies, losses, (3, 1), metrics, strict=True):
-            tally.add((loss, {name: loss.expand(4) for name in more}), count)
+            tally.add((loss, {name: loss.expand(4) for name in more}), count, None)
         layers = nn.Linear(1, 1), nn.Linear(1, 1)
         total = sum(tally.message(2, layer) for tally, layer in zip(tallies, layers, strict=True))
         for tally in tallies:
@@ -384,9 +384,9 @@ def test_what_ranks_tell_each_other_in_a_step_stops_no_gpu(device):
 
 
 def test_a_metric_on_the_cpu_stops_no_gpu_before_it_is_read(device):
-    tally, loss = Tally(), torch.ones((), device=device)
+    tally, loss = Tally(set()), torch.ones((), device=device)
     with nothing_waits(device):
-        tally.add((loss, {"seen": torch.arange(3.0)}), 4)
+        tally.add((loss, {"seen": torch.arange(3.0)}), 4, None)
         told = tally.message(2, nn.Linear(1, 1))
         tally.hear(told * 2, 2, None)  # of two ranks that say the same
     mean, metrics = tally.result()
@@ -433,3 +433,23 @@ def test_the_memory_of_training_is_flat_over_forty_epochs(microbatch_size, devic
     ]
     known = trained_and_evaluated(model, optimizer, loaders, 2)
     assert trained_and_evaluated(model, optimizer, loaders, 38) == known
+
+
+def in_replicas(device, replicate):
+    """Train in replicas of shards, and return the gradients."""
+    with init(device=device) as here:
+        replicas = min(replicate, here.size)
+        model = wrap_model(seeded(Smooth), "fsdp", replicate=replicas)
+        loader = make_loader(data(4), ROWS, microbatch_size=3, seed=0, device=here.device)
+        for batch in loader:
+            backward(model, mean_loss, batch)
+        return [parameter.grad.full_tensor().cpu() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("replicate", [1, 2])
+def test_replicas_of_shards_train_over_every_kind_of_group(everywhere, replicate):
+    net = seeded(Smooth)
+    mean_loss(net, data(4).tensors).backward()
+    for gradients in everywhere(in_replicas, replicate):
+        for found, parameter in zip(gradients, net.parameters(), strict=True):
+            torch.testing.assert_close(found, parameter.grad, rtol=1e-4, atol=1e-6)

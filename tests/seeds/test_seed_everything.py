@@ -52,6 +52,7 @@ def test_ranks_get_equal_numbers_and_with_per_rank_each_its_own(size):
 def test_deterministic_asks_torch_for_it(monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     try:
         seed_everything(0)
         assert not torch.are_deterministic_algorithms_enabled()
@@ -59,6 +60,7 @@ def test_deterministic_asks_torch_for_it(monkeypatch):
         seed_everything(0, deterministic=True)
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.backends.cudnn.benchmark
+        assert not torch.utils.deterministic.fill_uninitialized_memory  # a kernel for each tensor
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
         seed_everything(0, deterministic=True)

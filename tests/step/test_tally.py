@@ -32,6 +32,7 @@ from pardata.data._plan import share
 from pardata.step._tally import Tally
 from pardata.strategies import _parcel
 
+DIGEST = 6  # numbers by which gradients are compared in a model's first step
 TOLD = 26  # numbers that each rank tells in a step: a count, hashes, loss and metrics
 STRATEGIES = [*TOGETHER, "exact"]
 
@@ -183,7 +184,7 @@ def unlike(what):
         return {
             "none": loss if odd else (loss, 1.0),
             "no number": (loss, {"text": "yes" if odd else 1.0}),
-            "in one rank": (loss, torch.ones(len(batch[0]))),
+            "in one rank": (loss, torch.ones(4 + len(batch[0]))),
         }[what]
 
     return loss_fn
@@ -216,6 +217,75 @@ def test_metrics_that_differ_between_ranks_raise_on_every_rank(strategy):
     assert ranks[1]["no number"].type == "TypeError"
 
 
+# --- a metric is a mean ---
+
+
+def of_kind(kind):
+    def loss_fn(model, batch):
+        inputs, targets = batch
+        outputs = model(inputs)
+        loss = F.mse_loss(outputs, targets)
+        metrics = {
+            "outputs": outputs,
+            "detached, in a list": [outputs.detach()],
+            "losses": (outputs - targets).square().mean(1),
+            "a row for each column": outputs.detach().mean(0),
+            "one number": loss.detach().view(1),
+            "a number": 2.5,
+        }
+        return loss, {"it": metrics[kind]}
+
+    return loss_fn
+
+
+ROWS = {
+    "outputs": "`metrics['it']`",
+    "detached, in a list": "`metrics['it'][0]`",
+    "losses": "`metrics['it']`",
+}
+MEANS = ["a row for each column", "one number", "a number"]
+
+
+def refused_and_taken(strategy, plain):
+    """Return what each kind of metrics ends in; gradients are as if those refused had not been."""
+    found, model = {}, wrap_model(network(), strategy)
+    rows = pieces((6,))[0] if plain else cut(pieces((5, 2, 6)))
+    for kind in (*ROWS, *MEANS):
+        gradient = gradients(model)
+        found[kind] = caught(backward, model, of_kind(kind), rows)
+        if kind in ROWS:
+            assert gradients(model) == gradient
+    return found
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_metric_with_a_row_for_each_sample_is_an_error_on_every_rank(strategy, size, plain):
+    if strategy == "exact" and plain:
+        pytest.skip("takes microbatches alone")
+    for found in run(refused_and_taken, strategy, plain, world_size=size):
+        for kind, name in ROWS.items():
+            assert found[kind].type == "TypeError"
+            assert f"{name} must be a mean over the microbatch" in found[kind].text
+            assert "all_gather" in found[kind].text
+        assert not any(hasattr(found[kind], "text") for kind in MEANS)
+
+
+def of_every_class(model, batch):
+    inputs, targets = batch
+    return F.mse_loss(model(inputs), targets), targets.mean(0)
+
+
+def test_a_metric_that_was_known_to_be_none_is_taken_where_a_batch_has_as_many_rows():
+    """As the accuracies of 10 classes in the last batch of an epoch, of 10 samples."""
+    net = network()
+    classes = pieces((1,))[0][1].shape[1]
+    for rows in (classes + 1, classes):
+        _, means = backward(net, of_every_class, pieces((rows,))[0])
+        assert means.shape == (classes,)
+
+
 class OnGpu(torch.Tensor):
     """A tensor of the CPU that says that it is on a GPU, where nobody reads what others tell."""
 
@@ -242,7 +312,7 @@ def step_with(model, values):
 
 
 def test_on_a_gpu_more_metrics_than_have_places_are_compared_before_they_are_sent():
-    assert run(numbers_on_a_gpu, [3, 3, 30, 30, 3], [3, 3, 30, 30, 3]) == [[True] * 5] * 2
+    assert run(numbers_on_a_gpu, [4, 4, 30, 30, 4], [4, 4, 30, 30, 4]) == [[True] * 5] * 2
     for (raised,) in run(numbers_on_a_gpu, [18], [25]):
         assert "every rank must pass the same to `backward`, but `metrics` differs" in raised.text
 
@@ -277,10 +347,13 @@ def test_a_step_has_one_collective_that_of_the_gradients():
     numbers = sum(parameter.numel() for parameter in network().parameters())
     numbers += 2 * 4 * TOLD  # of each rank, in words of 16 bits
     for first, *others in run(collectives_of_steps, "ddp", world_size=2):
-        assert len(first) == 2  # what a step counts usually, and the gradients
+        # What a step counts usually, the gradients, and whether all ranks have the same ones.
+        assert len(first) == 3
         assert others == [[numbers], [numbers]]
     # What microbatches count is known, and one rank has two of them.
-    assert run(collectives_of_steps, "ddp", 2, world_size=2) == [[[numbers]] * 3] * 2
+    for first, *others in run(collectives_of_steps, "ddp", 2, world_size=2):
+        assert first == [numbers, DIGEST]
+        assert others == [[numbers], [numbers]]
 
 
 def of_a_large_model():

@@ -462,23 +462,6 @@ def test_a_parameter_that_no_microbatch_uses_keeps_its_gradient_on_every_rank(st
 # --- what a step costs; of "ddp": test_tally.py ---
 
 
-def reductions():
-    from torch.distributed.tensor.debug import CommDebugMode
-
-    model, found = wrap_model(network(), "fsdp"), []
-    for case in ("even shares", "a tail smaller than the world"):
-        with CommDebugMode() as seen:
-            backward(model, squared_error, batch_of(CASES[case]))
-        counts = seen.get_comm_counts().items()
-        found.append(sum(number for kind, number in counts if "reduce_scatter" in str(kind)))
-    return found
-
-
-@needs_fsdp
-def test_under_fsdp_gradients_are_reduced_once_a_step():
-    assert run(reductions, world_size=2) == [[1, 1]] * 2
-
-
 def calls_of_a_step():
     """Return how many functions of Python one step calls, once the model is known."""
     model, batch, called = network(), pieces((3,))[0], []

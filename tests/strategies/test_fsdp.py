@@ -10,6 +10,7 @@ from logged import log_of
 from on_ranks import caught, run
 from sharding import needs_fsdp, whole
 from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import TensorDataset
@@ -288,3 +289,39 @@ def test_a_model_on_the_meta_device_everywhere_is_refused_with_a_cure_that_works
     for raised, found in run(filled_from_a_state, seeded().state_dict(), world_size=2):
         assert re.search("must hold weights on rank 0, but `first.weight` is on the meta", raised)
         assert alike(found, expected)
+
+
+# --- gradients of several microbatches ---
+
+
+def held_in_each_microbatch(replicate):
+    """Return how many numbers the gradients here have before each microbatch, and should have."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    model = wrap_model(net, "fsdp", blocks=[nn.Linear], replicate=replicate)
+    held = []
+
+    def loss_fn(model, batch):
+        gradients = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
+        held.append(sum(gradient.numel() for gradient in gradients))
+        return model(batch[0]).square().mean()
+
+    rows = TensorDataset(torch.randn(12, 16))
+    loader = make_loader(rows, 12, microbatch_size=1, seed=0)
+    with CommDebugMode() as seen:
+        for batch in loader:
+            backward(model, loss_fn, batch)
+    kinds = {str(kind).rpartition(".")[2]: n for kind, n in seen.get_comm_counts().items()}
+    scattered = sum(n for kind, n in kinds.items() if "reduce_scatter" in kind)
+    return held, sum(p.to_local().numel() for p in model.parameters()), scattered
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_each_microbatch_leaves_the_shards_of_the_gradients_alone(size):
+    """A rank that kept them whole would hold all of the model, which sharding is to avoid."""
+    replicate = size // 2
+    for held, shards, scattered in run(held_in_each_microbatch, replicate, world_size=size):
+        microbatches = 12 // size
+        expected = [0] + [shards if replicate == 1 else 0] * (microbatches - 1)
+        assert held == expected
+        assert scattered == 4 * microbatches  # one for each block

@@ -29,6 +29,11 @@ class Guests:
         self._host, self._keeps_buffers = host, keeps_buffers
         self._found: dict[nn.Module, tuple[GradientsAside, KeptBuffers, Callable[[], None]]] = {}
 
+    @property
+    def number(self) -> int:
+        """How many other wrapped models have run in the step so far."""
+        return len(self._found)
+
     def __enter__(self) -> None:
         self._outer, Guests.now = Guests.now, self
 

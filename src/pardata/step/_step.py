@@ -103,18 +103,20 @@ class Step(Replicas):
             raise _unequally_often(len(self.batch.counts), self.size)
         # Under FSDP a forward communicates by itself, and all ranks run equally many.
         looks = self.size > 1 and SEEN not in known and not self.equally_many
-        before = self._started() if looks else ()
+        before = self._started() if looks else ((), 0)
         with forbidden_in(self.batch, is_even=is_even):
             yield
-        after = self._started() if looks else ()
-        if before[:1] == after[:1] and before != after:
+        after = self._started() if looks else ((), 0)
+        if before[0] == after[0] and before != after:
             known[_COMMUNICATES] = True
             if not is_even:
                 raise _unequally_often(len(self.batch.counts), self.size)
 
-    def _started(self) -> tuple[Any, int]:
-        """Return whether DDP has arranged its buckets, and how many collectives have started."""
-        return getattr(self.layer, "_has_rebuilt_buckets", None), sequence_number(self.group)
+    def _started(self) -> tuple[object, int]:
+        """Return how many collectives have started, and what else might have started one."""
+        others = Guests.now.number if Guests.now is not None else 0
+        by_ddp = getattr(self.layer, "_has_rebuilt_buckets", None), others
+        return by_ddp, sequence_number(self.group)
 
     def around(self, microbatch: Microbatch) -> AbstractContextManager[None]:  # noqa: ARG002  # the exact step uses it
         """Return the context of the forward and backward of one microbatch."""

@@ -66,9 +66,7 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
                 uneven_shares.warn()
             self._equalise_after_backward(output)
             if self._has_gradients_to_compare() and not torch.compiler.is_compiling():
-                # PyTorch's reducer ends in a callback that the backward has queued by then.
-                later = partial(at_end_of_backward, self._compare_gradients)
-                after_backward(tensors_of(output), later, otherwise=False)
+                self._compare_after_backward(output)
         return output
 
     def _equalise_after_backward(self, output: Any) -> None:
@@ -89,6 +87,12 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
             or self._join_config.enable
             or self._comm_hooks
         )
+
+    @torch._disable_dynamo  # noqa: SLF001  # torch.compiler.disable would import all of dynamo
+    def _compare_after_backward(self, output: Any) -> None:
+        # PyTorch's reducer ends in a callback that the backward has queued by then.
+        later = partial(at_end_of_backward, self._compare_gradients)
+        after_backward(tensors_of(output), later, otherwise=False)
 
     def _compare_gradients(self) -> None:
         if self._has_gradients_to_compare():  # not yet compared by a backward in between
@@ -125,7 +129,7 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        for name in ("_parcel", "_reduced", "_compared"):  # of the reducer, which is made anew
+        for name in ("_parcel", "_reduced", "_compared"):  # they go with the reducer
             state.pop(name, None)
         return state
 

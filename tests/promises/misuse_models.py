@@ -30,6 +30,27 @@ def with_new_head(strategy):
     return model
 
 
+def in_bfloat16(strategy):
+    model = wrapped(strategy)
+    unwrap(model).bfloat16()
+    return model
+
+
+def reduced_in_loss_fn():
+    backward(wrapped(), lambda model, x: loss(model, x) * all_reduce_sum(1), pieces())
+
+
+def reduced_by_torch():
+    def loss_fn(model, x):
+        torch.distributed.all_reduce(torch.ones(1))
+        return loss(model, x)
+
+    here = world()
+    own = [X] * (1 + (here.rank == 0))
+    facts = {"first": here.rank + (here.rank > 0), "counts": [1] * (here.size + 1)}
+    backward(wrapped(), loss_fn, Microbatches(own, epoch=0, step=0, **facts, size=here.size))
+
+
 def tied():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight
@@ -154,6 +175,8 @@ LABELS = {
     'a fused optimizer under `"exact_fsdp"`': "step_of_a_fused(wrapped('exact_fsdp'))",
     "`with model.no_sync(): backward(…)`": "backward_under_no_sync()",
     "`backward` on one rank, `all_reduce_sum` on the others": "backward_or_reduce(rank == 0)",
+    "`all_reduce_sum` in `loss_fn`": "reduced_in_loss_fn()",
+    "`torch.distributed.all_reduce` in `loss_fn`, uneven microbatches": "reduced_by_torch()",
     "weights changed on one rank": "check_in_sync(filled(rank))",
     "a file that runs code when it is unpickled": "saved(Code())",
     "a damaged file": "saved(b'PK' + bytes(100))",

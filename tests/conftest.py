@@ -33,7 +33,6 @@ LONGEST = (
     "test_one_rank.py",
     "test_every_world_size.py",
     "test_command.py",
-    "test_link.py",
     "test_started.py",
     *("test_exact_matrix.py", "test_exact_fsdp.py", "test_exact_step.py", "test_hang.py"),
     "test_public_api.py",

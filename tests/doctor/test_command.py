@@ -209,7 +209,7 @@ def test_a_rank_that_does_not_come_is_named_by_the_others_within_the_timeout(pro
     with reserved_port() as port:
         own = {"TORCHELASTIC_USE_AGENT_STORE": None}
         both = [(tmp_path / str(n), torchrun_variables(n, 3, port, **own)) for n in range(2)]
-        ends = [started(programs, folder, "env", "--timeout", "12", **env) for folder, env in both]
+        ends = [started(programs, folder, "env", "--timeout", "5", **env) for folder, env in both]
         (code, out, errors), (other_code, other_out, other_errors) = (end() for end in ends)
     assert (code, errors, other_code, other_out) == (1, "", 1, "")
     assert out.startswith("pardata env: rank 0 of 3 on ")
@@ -237,7 +237,7 @@ def test_a_rank_that_dies_or_hangs_after_joining_is_an_error_and_no_hang(
         env = torchrun_variables(1, 2, port)
         other = programs.start(STOPS, seconds, output=tmp_path / "other", **env)
         env = torchrun_variables(0, 2, port)
-        end = started(programs, tmp_path / "own", "check", "--timeout", "12", **env)
+        end = started(programs, tmp_path / "own", "check", "--timeout", "5", **env)
         code, out, errors = end()
         other.kill()
     assert code == 1

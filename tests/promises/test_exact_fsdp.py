@@ -16,6 +16,8 @@ from torch.utils.data import TensorDataset
 
 from pardata import Checkpointer, backward, check_in_sync, fingerprint, make_loader, wrap_model
 
+pytestmark = pytest.mark.soak  # the strategy is about to go
+
 COUNTS = (6, 7, 8, 12)  # of microbatches in a step
 EVERY_DAY = (7, 12)  # no number of ranks divides the one, and each the other
 STRATEGIES = ("exact", "exact_fsdp")

@@ -660,6 +660,7 @@ def test_a_step_leaves_the_same_bits_on_every_rank_at_every_size(scenario):
 
 
 @needs_exact_fsdp
+@pytest.mark.soak  # the strategy is about to go
 @pytest.mark.parametrize("scenario", SHARDED, ids=lambda scenario: scenario.__name__)
 def test_a_step_of_a_sharded_model_leaves_the_bits_of_one_that_is_not(scenario):
     name = scenario.__name__

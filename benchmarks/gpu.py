@@ -1,4 +1,4 @@
-"""What training on a GPU costs here, next to what people write by hand. Never run on one so far.
+"""What training on a GPU costs here, next to what people write by hand.
 
     python benchmarks/gpu.py
     python benchmarks/gpu.py --data-dir data --cifar-dir data/cifar --save

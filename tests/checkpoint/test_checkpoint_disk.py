@@ -278,7 +278,7 @@ def interrupt_and_save(directory):
         return checkpointer.steps(), checkpointer.restore().step
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2])
 def test_a_save_after_ctrl_c_in_a_wait_waits_for_what_is_still_written(size, tmp_path):
     assert run_caught(interrupt_and_save, tmp_path, world_size=size) == [([1, 2, 3], 3)] * size
 

@@ -245,8 +245,8 @@ def truth(name):
     return trained(name, None)
 
 
-def is_slow(name, _):
-    return "compile" in name
+def is_slow(name, strategy):
+    return "compile" in name or strategy == "exact_fsdp"
 
 
 def check_weights(name, told):

@@ -62,7 +62,7 @@ def lose(folder, bad, number):
     pardata.barrier()
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [3])
 def test_a_rank_that_was_killed_is_gone(size, tmp_path):
     with pytest.raises(RuntimeError, match="exit code -9"):
         launched(lose, str(tmp_path), size - 1, signal.SIGKILL, size=size)

@@ -326,7 +326,7 @@ def _epochs(workers):
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("size", [1, 3, pytest.param(4, marks=pytest.mark.soak)])
 def test_a_sample_and_a_microbatch_are_the_same_whoever_reads_them(size):
     alone = _epochs([0])
     ranks = run(_epochs, [0, 2], world_size=size)

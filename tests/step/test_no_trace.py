@@ -111,7 +111,7 @@ def test_in_one_process_gradients_and_buffers_are_as_they_were(strategy, number,
 
 
 @pytest.mark.parametrize("where", PLACES)
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("strategy", TOGETHER)
 def test_on_several_ranks_the_next_steps_are_right(strategy, size, where):
     for number in (0, 2):
@@ -148,7 +148,7 @@ def after_unequal_errors(strategy, parts):
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("strategy", [*TOGETHER, "exact"])
 def test_an_error_of_all_ranks_leaves_them_in_step_if_some_run_a_placeholder(strategy, size):
     found = run(after_unequal_errors, strategy, size + 1, world_size=size)

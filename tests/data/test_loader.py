@@ -1,6 +1,7 @@
 """The loader: the same steps at every world size, epochs that advance, shares without rows."""
 
 import pytest
+import torch
 import torch.distributed as dist
 from data_zoo import ERRORS, Numbers, at, loader_of, place, steps
 from hypothesis import given
@@ -265,6 +266,65 @@ def test_what_is_no_error_of_a_sample_is_left_as_it_is(raises, options, text):
     raised = caught(steps, loader_of(Failing(raises), 6, **options))
     kind = type(raises).__name__ if raises is not None else "TypeError"
     assert (raised.type, raised.text) == ("RuntimeError", text) if text else raised.type == kind
+
+
+class Stopping:
+    """User code that asks an iterator at its end for more, at its third call on one rank."""
+
+    def __init__(self, what, rank):
+        self.what, self.rank, self.calls = what, rank, 0
+
+    def options(self):
+        if self.what == "sampler":
+            return {"sampler": self, "drop_last": False}
+        return {} if self.what == "set_epoch" else {self.what: self}
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return index
+
+    def __iter__(self):
+        self(None)
+        return iter(range(20))
+
+    def set_epoch(self, epoch):
+        if self.what == "set_epoch":
+            self(None)
+
+    def __call__(self, batch):
+        self.calls += 1
+        called_often = self.what in ("collate_fn", "batch_transform")
+        if dist.get_rank() == self.rank and (self.calls == 3 or not called_often):
+            next(iter(()))
+        return torch.tensor(batch) if self.what == "collate_fn" else batch
+
+
+STOPS = {
+    ("collate_fn", 0): "`collate_fn` failed in step 2 of epoch 0 on rank 1: StopIteration",
+    ("collate_fn", 1): "`collate_fn` failed in step 2 of epoch 0 on rank 1, worker 0: StopIterat",
+    ("batch_transform", 1): "`batch_transform` failed in step 2 of epoch 0 on rank 1: StopIterat",
+    ("set_epoch", 1): "`set_epoch` failed in step 0 of epoch 0 on rank 1, worker 0: StopIteration",
+    ("worker_init_fn", 1): "`worker_init_fn` failed in worker 0: StopIteration",
+    ("sampler", 0): "`sampler` failed in epoch 0 on rank 1: StopIteration",
+}
+
+
+def _stopped():
+    def found(what, workers):
+        user = Stopping(what, rank=1)
+        data = user if what == "set_epoch" else 20
+        return caught(steps, loader_of(data, 4, num_workers=workers, **user.options()))
+
+    return [found(*case) for case in STOPS]
+
+
+def test_a_stop_iteration_of_user_code_is_an_error_and_ends_no_epoch():
+    ranks = run(_stopped, world_size=2, fresh=True)
+    for (what, _), text, other, raised in zip(STOPS, STOPS.values(), *ranks, strict=True):
+        assert f"RuntimeError: {text}" in str(raised)
+        assert text in str(other) if what == "sampler" else len(other) == 5
 
 
 def _rank_that_fails(distributed):

@@ -250,13 +250,19 @@ class Loader:
             facts |= {"stride": step.stride, "counts": self._plan.counts_of(step.samples)}
             facts |= {"seed": self._recipe.facts["seed"], "size": self._plan.size}
             read = batches if step.rows else ()
+            for number, part, missing in zip(step.numbers(), read, fetched.missing, strict=False):
+                if missing:
+                    kept = facts["counts"][number] - missing
+                    delivered.add(part, Read(kept, self._plan.size))
             return step, fetched.state, Microbatches(read, **facts, placeholder=batches[0])
-        (batch,) = batches
+        (batch,), missing = batches, sum(fetched.missing)
         if step.rows == 0 or step.samples < self._plan.size:
             # On every rank, so that a batch that cannot be emptied is an error on all of them.
             default_collates = self._source.reader.collation.collate_fn is None
             empty = emptied(batch, lists_are_columns=default_collates)
             batch = batch if step.rows else empty
+        if missing:
+            step = step._replace(rows=max(0, step.rows - missing))
         return step, fetched.state, batch
 
     def _speak_of_waiting(self, clock: Clock) -> None:

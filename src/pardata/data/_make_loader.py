@@ -114,7 +114,8 @@ def make_loader(
         batch_transform: applied to each batch, or microbatch, on the device.
         prefetch: on a GPU, how many batches are copied and transformed ahead of the loop, on a
             stream of their own. 0 is none.
-        collate_fn: as in ``DataLoader``.
+        collate_fn: as in ``DataLoader``. A StopIteration in any function that you pass is an error.
+            Samples that are None count nothing: it must leave them out.
         pin_memory: as in ``DataLoader``, but what is on a GPU already stays there. ``None`` pins if
             batches go to a GPU.
         timeout: as in ``DataLoader``.
@@ -156,7 +157,7 @@ def _parts(settings: Settings) -> Parts:
     else:
         stream = Stream(given.dataset, collation, plan, sharded=given.sharded)
         source = Streamed(stream, None, ranks, workers)
-    places = settings.device, given.batch_transform, seeds, given.prefetch, settings.pins
+    places = settings.device, given.batch_transform, collation, given.prefetch, settings.pins
     return _recipe(settings), source, Placement(*places)
 
 

@@ -172,7 +172,13 @@ class Requests(Sampler[Request]):
         drawn: list[Any] = []
 
         def draw() -> dict[str, object]:
-            drawn.extend(self._drawn_once(epoch))
+            try:
+                drawn.extend(self._drawn_once(epoch))
+            except StopIteration as error:  # would end an epoch that has not begun
+                where = f"in epoch {epoch} on rank {self.ranks.rank}"
+                raise RuntimeError(
+                    f"`{self.name}` failed {where}: StopIteration: {error}"
+                ) from error
             if self._looks_twice and repr(self._drawn_once(epoch)) != repr(drawn):
                 raise ValueError(
                     f"`{self.name}` must yield the same order each time it is read in epoch "

@@ -4,7 +4,7 @@ N samples, global batch B, world size W. Epoch e has an order of the N samples. 
 positions kB … min((k+1)B, N)-1 of that order, whatever W is; each rank gets a share of them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count as counted_from
 from typing import Any, NamedTuple
@@ -48,6 +48,7 @@ class Fetched(NamedTuple):
     batches: list[Any]  # one for each microbatch, or that of the whole share
     digest: str = ""  # if a stream: a hash of what its reader read first in this epoch
     state: Any = None  # the dataset's own after this step, if it is a stream that has one
+    missing: Sequence[int] = ()  # how many samples of each batch are None
 
 
 @dataclass(eq=False)

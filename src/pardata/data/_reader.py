@@ -60,15 +60,29 @@ class Collation(NamedTuple):
     seeds: Seeds
     rank: int  # this process's, also if nothing is shared out
 
-    def batch_of(self, samples: Any, indices: Any, step: GlobalStep, microbatch: int) -> Any:
+    def batch_of(
+        self, samples: Any, indices: Any, step: GlobalStep, microbatch: int
+    ) -> tuple[Any, int]:
+        """Return the batch, and how many samples are None: a ``collate_fn`` leaves those out."""
         if self.collate_fn is None:
             try:
                 with on_cpu():
-                    return default_collate(samples)
+                    return default_collate(samples), 0
             except Exception as error:  # samples differ, or are of an unknown kind
                 raise self.failed(f"samples {indices} could not be collated", error) from error
         with self.seeds.around("collate_fn", step, microbatch):
-            return self.collate_fn(samples)
+            missing = sum(sample is None for sample in samples)
+            return self.called("collate_fn", self.collate_fn, samples, step), missing
+
+    def called(
+        self, user: str, function: Callable[[Any], Any], given: Any, step: GlobalStep
+    ) -> Any:
+        """Return ``function(given)``. A StopIteration in it is an error, not the epoch's end."""
+        try:
+            return function(given)
+        except StopIteration as error:
+            what = f"`{user}` failed in step {step.number} of epoch {step.epoch}"
+            raise self.failed(what, error) from error
 
     def failed(self, what: str, error: Exception) -> RuntimeError:
         """Return the error that says what could not be done, where, and what happened."""
@@ -104,7 +118,8 @@ class Reader(Dataset[Any]):
         """Return what is asked for."""
         step, asked, positions = request
         if step.epoch != self._epoch and hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(step.epoch)  # here too: a worker has a copy of its own
+            # Here too: a worker has a copy of its own.
+            self.collation.called("set_epoch", self.dataset.set_epoch, step.epoch, step)
         self._epoch = step.epoch
         if (read := self._read_whole) is not None:
             batches = [self._got(read, torch.as_tensor(each, device="cpu")) for each in asked]
@@ -115,18 +130,20 @@ class Reader(Dataset[Any]):
         wanted = zip(indices, positions or indices, strict=True)
         numbered = zip(step.numbers(), wanted, strict=False)
         with (kept := self._seeds.around_reading()):
-            batches = [self._batch(step, *each, kept.states) for each in numbered]
+            read = [self._batch(step, *each, kept.states) for each in numbered]
         self._looks = False
-        return Fetched(step, batches)
+        return Fetched(step, [batch for batch, _ in read], missing=[number for _, number in read])
 
-    def _batch(self, step: GlobalStep, microbatch: int, wanted: Wanted, states: States) -> Any:
-        """Return what ``collate_fn`` makes of the samples that are `wanted`."""
+    def _batch(
+        self, step: GlobalStep, microbatch: int, wanted: Wanted, states: States
+    ) -> tuple[Any, int]:
+        """Return what ``collate_fn`` makes of the samples `wanted`, and how many are None."""
         indices, _ = wanted
         if self._by_items:
             with self._seeds.around("__getitems__", step, microbatch):
                 samples = self._got(self.dataset.__getitems__, indices)
             if not isinstance(samples, list) and self.collation.collate_fn is None:
-                return samples  # a whole batch: PyTorch's protocol has a list of samples
+                return samples, 0  # a whole batch: PyTorch's protocol has a list of samples
         else:
             if microbatch > step.first and self.collation.collate_fn is not None:
                 states = generators.states_of(each for each, _ in states)  # it was seeded, to draw

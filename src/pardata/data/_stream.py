@@ -110,12 +110,13 @@ class Stream(IterableDataset[Fetched]):
     ) -> Fetched:
         # A copy, as the dataset may change its own; in a tuple, see `Position`.
         state = (deepcopy(self.dataset.state_dict()),) if self.keeps_place else None
-        first, batches = step.number * self.plan.batch_size, []
+        first, collated = step.number * self.plan.batch_size, []
         with self.collation.seeds.around_reading():
             for number, run in zip(step.numbers(), runs, strict=False):
                 samples, indices = [read[i] for i in run], [first + i for i in run]
-                batches.append(self.collation.batch_of(samples, indices, step, number))
-        return Fetched(step, batches, digest, state)
+                collated.append(self.collation.batch_of(samples, indices, step, number))
+        batches, missing = map(list, zip(*collated, strict=True))
+        return Fetched(step, batches, digest, state, missing)
 
     def _seeded(self, epoch: int, together: int, *reader: int, first: int = 0) -> Iterator[Any]:
         """Yield the samples, so many `together` under one seed, wherever and by whom they are read.

@@ -117,4 +117,8 @@ def begin(
     info: Any = get_worker_info()
     object.__setattr__(info, "dataset", info.dataset.dataset)  # it lets nobody else set anything
     if init_fn is not None:
-        init_fn(worker)
+        try:
+            init_fn(worker)
+        except StopIteration as error:  # DataLoader would take it for the end
+            text = f"`worker_init_fn` failed in worker {worker}: StopIteration: {error}"
+            raise RuntimeError(text) from error

@@ -373,7 +373,7 @@ def losses_without_them(data, microbatch_size, workers):
     model, options = wrap_model(Doubling()), {"microbatch_size": microbatch_size}
     options |= {"collate_fn": whole_or_empty, "num_workers": workers}
     with log_of("pardata", logging.WARNING) as log:
-        losses = [backward(model, mean_of, batch) for batch in make_loader(data, 8, **options)]
+        losses = [backward(model, mean_of_rows, batch) for batch in make_loader(data, 8, **options)]
     return [loss.item() for loss in losses], [line for line in log.lines if "were read" in line]
 
 

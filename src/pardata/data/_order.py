@@ -92,8 +92,8 @@ class Requests(Sampler[Request]):
     epoch: Epoch = field(init=False)
     _looks_twice: bool = field(default=True, init=False)  # at its first epoch
 
-    def start_at(self, start: Position) -> bool:
-        """Let the next ``iter()`` begin there; return whether a step is left of the epoch.
+    def start_at(self, start: Position) -> None:
+        """Let the next ``iter()`` begin there.
 
         Collective, if a sampler draws the order.
 
@@ -109,7 +109,6 @@ class Requests(Sampler[Request]):
                 f"`state` must have been taken with the order that `{self.name}` yields, but epoch "
                 f"{start.epoch} has another now: make it of the same data and arguments"
             )
-        return self._first < len(steps)
 
     def __iter__(self) -> Iterator[Request]:
         plan, steps = self.plan, self.epoch.steps

@@ -20,7 +20,6 @@ _log = get_logger(__name__)
 
 # The indices of samples, and what each is seeded by: its index, or its position.
 Wanted: TypeAlias = tuple[Sequence[Any], Sequence[int]]
-States: TypeAlias = list[tuple[generators.Default, Any]]
 
 
 class Seeds(NamedTuple):
@@ -104,9 +103,6 @@ class Reader(Dataset[Any]):
         # Shared, so that workers which are started anew for each epoch look only once.
         looks = seeds.reproducible and per_sample and collation.rank == 0
         self._looks_twice = torch.tensor(looks, device="cpu").share_memory_()
-        # At first it looks at each sample: which generators does the dataset draw from?
-        self._looks = seeds.reproducible
-        self._drawn_from: list[generators.Default] = []
         self._epoch = -1  # that the dataset was told
 
     def look_again(self) -> None:
@@ -129,14 +125,11 @@ class Reader(Dataset[Any]):
         indices = [as_list(each) for each in asked]
         wanted = zip(indices, positions or indices, strict=True)
         numbered = zip(step.numbers(), wanted, strict=False)
-        with (kept := self._seeds.around_reading()):
-            read = [self._batch(step, *each, kept.states) for each in numbered]
-        self._looks = False
+        with self._seeds.around_reading():
+            read = [self._batch(step, *each) for each in numbered]
         return Fetched(step, [batch for batch, _ in read], missing=[number for _, number in read])
 
-    def _batch(
-        self, step: GlobalStep, microbatch: int, wanted: Wanted, states: States
-    ) -> tuple[Any, int]:
+    def _batch(self, step: GlobalStep, microbatch: int, wanted: Wanted) -> tuple[Any, int]:
         """Return what ``collate_fn`` makes of the samples `wanted`, and how many are None."""
         indices, _ = wanted
         if self._by_items:
@@ -145,44 +138,20 @@ class Reader(Dataset[Any]):
             if not isinstance(samples, list) and self.collation.collate_fn is None:
                 return samples, 0  # a whole batch: PyTorch's protocol has a list of samples
         else:
-            if microbatch > step.first and self.collation.collate_fn is not None:
-                states = generators.states_of(each for each, _ in states)  # it was seeded, to draw
-            samples = self._samples(step.epoch, wanted, states)
+            samples = self._samples(step.epoch, wanted)
         return self.collation.batch_of(samples, indices, step, microbatch)
 
-    def _samples(self, epoch: int, wanted: Wanted, states: States) -> list[Any]:
-        """Return samples, each read with the generators seeded for its place.
-
-        Only those that the dataset was seen drawing from are seeded, which saves most of the time.
-        If it has drawn from another, which is in one of these `states`, all is read again.
-        """
-        while True:
-            among = generators.default_generators() if self._looks else self._drawn_from
-            rest = [state for state in states if state[0] not in among]
-            try:
-                samples = self._read(epoch, wanted, among)
-            except RuntimeError:
-                if not (drawn := generators.moved(rest)):
-                    raise  # else it may come of numbers that nobody seeded
-            else:
-                if not (drawn := generators.moved(rest)):
-                    return samples
-            self._drawn_from += drawn
-
-    def _read(self, epoch: int, wanted: Wanted, among: Sequence[generators.Default]) -> list[Any]:
-        """Return samples, each read after these generators were seeded for its place."""
+    def _samples(self, epoch: int, wanted: Wanted) -> list[Any]:
+        """Return samples, each read with all default generators seeded for its place."""
         indices, places = wanted
-        seeds = mixed(mix(self._seeds.seed, epoch), places) if among else places
-        get, looks, samples = self.dataset.__getitem__, self._looks, []
+        seeded = generators.default_generators() if self._seeds.reproducible else ()
+        seeds = mixed(mix(self._seeds.seed, epoch), places) if seeded else places
+        get, samples = self.dataset.__getitem__, list[Any]()
         try:
             for index, seed in zip(indices, seeds, strict=True):
-                for generator in among:
+                for generator in seeded:
                     generator.seed(seed)
-                states = generators.states_of(among) if looks else []
                 samples.append(get(index))
-                if looks:
-                    drawn = generators.moved(states)
-                    self._drawn_from += [each for each in drawn if each not in self._drawn_from]
         except Exception as error:  # user code: whatever it raises
             raise self._unread(indices[len(samples)], error) from error
         return samples
@@ -211,9 +180,9 @@ class Reader(Dataset[Any]):
             "sizes differ: draw from the default generators, or pass reproducible=False"
         )
         # A user's objects may raise anything: this is advice, and must not end a run.
-        with (kept := generators.kept_generators()), suppress(Exception):
+        with generators.kept_generators(), suppress(Exception):
             wanted = first, positions[0] if positions else first
-            reads = (self._samples(step.epoch, wanted, kept.states) for _ in range(2))
+            reads = (self._samples(step.epoch, wanted) for _ in range(2))
             if len({*map(digest_of, reads)}) > 1:
                 _log.warning(text, first[0], type(self.dataset).__name__)
 

@@ -91,6 +91,13 @@ def test_a_tail_of_training_has_a_sample_for_each_rank():
     assert run(_tail, 17, world_size=3) == [3] * 3  # an evaluation
 
 
+def test_only_a_shuffled_loader_drops_an_incomplete_batch_unless_told():
+    order = SequentialSampler(range(40))
+    assert sum(map(len, make_loader(range(40), 32, num_workers=0, sampler=order))) == 40
+    assert sum(map(len, make_loader(range(40), 32, num_workers=0))) == 40
+    assert sum(map(len, make_loader(range(40), 32, num_workers=0, shuffle=True))) == 32
+
+
 # --- distributed ---
 
 

@@ -222,7 +222,7 @@ def _plan(given: Arguments, ranks: World, *, drop_last: bool) -> Plan:
         )
     length = plan.length if given.sampler is None else length_of(given.sampler)
     if length is not None:
-        replace(plan, length=length).check(trains=given.trains)
+        replace(plan, length=length).check(shuffled=given.shuffle)
     return plan
 
 

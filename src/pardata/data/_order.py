@@ -160,7 +160,7 @@ class Requests(Sampler[Request]):
         if self.plan.batch_size:
             # A sampler may be of another length in each epoch.
             plan = replace(self.plan, length=len(drawn))
-            plan.check(trains=True)
+            plan.check(shuffled=False)
             return Epoch(plan, None, drawn, digest)
         ends = accumulate(map(len, drawn), initial=0)
         steps = [range(*pair) for pair in pairwise(ends)]

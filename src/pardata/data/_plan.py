@@ -78,8 +78,8 @@ class Plan:
         start = number * self.batch_size
         return range(self.length or 0)[start : start + self.batch_size]
 
-    def check(self, *, trains: bool) -> None:
-        """Raise if no step is left, or a training step leaves a rank without a sample."""
+    def check(self, *, shuffled: bool) -> None:
+        """Raise if no step is left, or a shuffled one leaves a rank without a sample."""
         length = self.length or 0
         if self.drop_last and self.batch_size > length:
             raise ValueError(
@@ -87,7 +87,7 @@ class Plan:
                 f"but is {self.batch_size}: make it smaller, or pass drop_last=False"
             )
         last = 0 if self.drop_last or self.microbatch_size else length % self.batch_size
-        if trains and 0 < last < self.size:
+        if shuffled and 0 < last < self.size:
             raise ValueError(
                 f"the last batch must have a sample for each of the {self.size} ranks, but has "
                 f"{last} of {length}: pass drop_last=True, `microbatch_size` or another batch_size"

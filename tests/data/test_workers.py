@@ -22,7 +22,9 @@ from pardata import Checkpointer, make_loader, world
 from pardata.data._workers import choose_workers
 from pardata.ranks._machine import usable_cores
 
-STOPPING, HANGING = (Path(__file__).parents[1] / name for name in ("stopping.py", "hanging.py"))
+STOPPING, HANGING, ENDING = (
+    Path(__file__).parents[1] / name for name in ("stopping.py", "hanging.py", "ending.py")
+)
 STARTS = ("fork", "forkserver", "spawn")
 
 AUTO = [
@@ -160,6 +162,18 @@ def test_a_worker_that_hangs_ends_when_its_rank_does_and_nothing_is_said(starts,
     with started(tmp_path, HANGING, starts, "ends") as (job, printed):
         assert job.wait(60) == 0
     assert printed() == "hangs\n"
+
+
+@pytest.mark.parametrize(
+    ("how", "workers", "starts"),
+    [("end", 0, "fork"), ("exit", 1, "fork"), ("error", 1, "spawn")],
+)
+def test_a_program_that_ends_in_the_middle_of_epochs_says_nothing(how, workers, starts, tmp_path):
+    with started(tmp_path, ENDING, how, workers, starts) as (job, printed):
+        assert job.wait(60) == (how == "error"), printed()
+    last = "RuntimeError: the end\n" if how == "error" else ""
+    assert printed().count("Traceback") == bool(last)
+    assert printed().endswith(last) if last else printed() == ""
 
 
 class _Ends(Dataset):

@@ -1,7 +1,7 @@
 """A program that ends in the middle of epochs: HOW WORKERS STARTS.
 
-HOW is "end" if it comes to its end, "exit" if it calls sys.exit, and "error" if it raises. It leaves
-iterators of loaders in all places that a program has for them.
+HOW is "end" if it comes to its end, "exit" if it calls sys.exit, and "error" if it raises. It
+leaves iterators of loaders in all places that a program has for them.
 """
 
 import sys

@@ -18,6 +18,7 @@ from pardata.cache._cache_files import FILES, SOURCE, Files, record_of
 from pardata.cache._column import ColumnWriter, Shapes
 from pardata.cache._original import CHUNK, Fields, bytes_of, check_alike, read_sample
 from pardata.data._whole_batches import on_cpu
+from pardata.data._worker_processes import end_with_this_process
 from pardata.output._progress import progress
 from pardata.ranks._logger import get_logger
 from pardata.values._arguments import make_folder
@@ -126,7 +127,14 @@ def _write(dataset: Any, files: Files, folder: Path, workers: int) -> dict[str, 
     size = sum(field.nbytes for field in files.fields.values())
     chunk = min(CHUNK, max(1, _CHUNK_BYTES // max(1, size)))
     parts = _Parts(dataset, files.fields)
-    chunks = DataLoader(parts, chunk, num_workers=workers, collate_fn=_packed)
+    ends = end_with_this_process()
+    chunks = DataLoader(
+        parts,
+        chunk,
+        num_workers=workers,
+        collate_fn=_packed,
+        worker_init_fn=ends if workers else None,
+    )
     with ExitStack() as stack:
         paths = files.paths(folder)
         columns = [stack.enter_context(closing(ColumnWriter(file))) for file in paths.values()]

@@ -69,7 +69,7 @@ class Bookmark:
 
     @property
     def counts_as_done(self) -> bool:
-        """Whether the body of `epochs` goes on after its loop was left.
+        """Whether a body of `epochs` runs whose loop was left.
 
         Not while an exception is handled, which may have ended that loop.
         """

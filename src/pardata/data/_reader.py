@@ -126,8 +126,8 @@ class Reader(Dataset[Any]):
         wanted = zip(indices, positions or indices, strict=True)
         numbered = zip(step.numbers(), wanted, strict=False)
         with self._seeds.around_reading():
-            read = [self._batch(step, *each) for each in numbered]
-        return Fetched(step, [batch for batch, _ in read], missing=[number for _, number in read])
+            found = [self._batch(step, *each) for each in numbered]
+        return Fetched(step, [batch for batch, _ in found], missing=[none for _, none in found])
 
     def _batch(self, step: GlobalStep, microbatch: int, wanted: Wanted) -> tuple[Any, int]:
         """Return what ``collate_fn`` makes of the samples `wanted`, and how many are None."""

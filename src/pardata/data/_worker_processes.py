@@ -19,7 +19,7 @@ from torch.utils.data._utils import worker as torch_worker
 from pardata.collective._stop_signal import may_stop
 from pardata.data._reading import EACH, leave
 
-_PR_SET_PDEATHSIG = 1  # of prctl(2)
+_PR_SET_PDEATHSIG = 1  # see prctl(2)
 _LAST = -200  # after finalizers that close the queues and remove the temporary folder
 
 

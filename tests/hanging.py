@@ -1,7 +1,7 @@
 """A process whose workers hang: STARTS HOW.
 
-HOW is "ends" if the process then ends, with workers that no handler of Python's could end; or
-"waits" if it waits to be killed.
+HOW is "ends" if the process then ends, with workers that no handler of Python's could end; "waits"
+if it waits to be killed; or "waits for C" if it waits with such workers.
 """
 
 import re
@@ -28,7 +28,7 @@ class Hanging:
         if index >= 4:
             wait_for(self.folder / "read")  # or it would not even send what it has read
             (self.folder / f"hangs{get_worker_info().id}").touch()
-            if self.how == "ends":
+            if self.how != "waits":
                 re.match(r"(a+)+$", "a" * 60 + "b")
             time.sleep(1000)
         return float(index)
@@ -52,7 +52,7 @@ def main(starts, how):
         wait_for(folder / "hangs0")
         wait_for(folder / "hangs1")
     print("hangs", flush=True)
-    time.sleep(1000 if how == "waits" else 0)
+    time.sleep(0 if how == "ends" else 1000)
     return steps
 
 

@@ -19,7 +19,7 @@ TRAINING = Path(__file__).parent / "promises" / "faults" / "training.py"
 MOMENTS = {
     "saving": "checkpoints/.unfinished-*",
     "pruning": "checkpoints/.unfinished-*/manifest.json",  # or about to end a save
-    "caching": "cache/pardata-building",
+    "caching": "cache/pardata-building-*",
 }
 
 

@@ -1,6 +1,7 @@
 """cache_dataset: the same samples and batches, built once, rebuilt when needed, and never half."""
 
 import errno
+import fcntl
 import logging
 import multiprocessing
 import os
@@ -9,6 +10,7 @@ import random
 import re
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from functools import partial
 from io import BytesIO
@@ -111,7 +113,7 @@ def test_a_bad_sample_is_named_with_the_cure_and_nothing_is_left(
     if workers == 0:
         assert str(raised.value).startswith(text)
     assert contents(tmp_path) == {}
-    assert not list(tmp_path.glob("cache/pardata-building"))
+    assert not list(tmp_path.glob("cache/pardata-building*"))
 
 
 def test_an_image_file_that_is_cut_short_is_an_unreadable_sample(tmp_path):
@@ -455,22 +457,28 @@ class Talking(Samples):
 Talking.__qualname__, Talking.__module__ = Samples.__qualname__, Samples.__module__
 
 
-def _build_slowly(directory, pipe):
-    cache_dataset(Talking(100, pipe), directory, num_workers=0)
-    pipe.send("done")
+def _lockless(*_):
+    raise OSError(errno.ENOLCK, "No locks available")  # as on NFS or Lustre without them
+
+
+def _build_slowly(directory, pipe, locks):
+    if not locks:
+        fcntl.flock = _lockless
+    cached = cache_dataset(Talking(100, pipe), directory, num_workers=0)
+    pipe.send([cached[i][1] for i in range(200)])
 
 
 @contextmanager
-def build_in_progress(directory):
+def build_in_progress(directory, *, locks=True):
     """A process in the middle of building, and the pipe to it."""
     here, there = multiprocessing.Pipe()
-    process = _context().Process(target=_build_slowly, args=(directory, there))
+    process = _context().Process(target=_build_slowly, args=(directory, there, locks))
     process.start()
     there.close()
     try:
         assert here.poll(60)
         assert here.recv() == process.pid
-        assert (directory / "pardata-building" / "0.bin").exists()
+        assert list(directory.glob("pardata-building-*/0.bin"))
         yield process, here
     finally:
         process.kill()
@@ -481,17 +489,18 @@ def build_in_progress(directory):
 def test_a_killed_build_is_no_cache_the_one_before_stands_and_the_next_build_cleans_up(tmp_path):
     with build_in_progress(tmp_path) as (process, _):
         process.kill()
-    files = [f"pardata-building/{n}{of}.bin" for n in (0, 1) for of in ("", ".places")]
-    assert list(contents(tmp_path)) == files
+    files = [f"{n}{of}.bin" for n in (0, 1) for of in ("", ".places")]
+    (left,) = tmp_path.glob("pardata-building-*")
+    assert list(contents(tmp_path)) == [f"{left.name}/{file}" for file in files]
     cached = cache_dataset(Samples(pair), tmp_path)
     before = contents(tmp_path)
     with build_in_progress(tmp_path) as (process, _):
         assert pickle.loads(pickle.dumps(cached))[9][1] == 9  # the old one is read meanwhile
         process.kill()
-    assert (tmp_path / "pardata-building").exists()
+    assert list(tmp_path.glob("pardata-building-*"))
     source = Samples(pair)
     assert cache_dataset(source, tmp_path)[9][1] == 9
-    assert not (tmp_path / "pardata-building").exists()
+    assert not list(tmp_path.glob("pardata-building*"))
     assert len(source.reads) == LOOKS
     assert before.items() <= contents(tmp_path).items()
     source = Samples(pair, 200)
@@ -537,6 +546,32 @@ def test_of_two_that_build_at_once_the_second_waits_and_reads_or_builds(tmp_path
     to_second.close()
 
 
+def test_of_two_that_build_where_there_are_no_locks_each_reads_whole_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", _lockless)
+    with build_in_progress(tmp_path, locks=False) as (_, to_first):
+        cached = cache_dataset(Samples(pair, 200), tmp_path, num_workers=0)
+        (published,) = tmp_path.glob("pardata-files-*")
+        written = published.stat().st_ino
+        assert [cached[i][1] for i in range(200)] == [*range(200)]
+        to_first.send("go on")
+        assert to_first.poll(60)
+        assert to_first.recv() == [*range(200)]
+    assert published.stat().st_ino == written  # the one that came first
+    assert not list(tmp_path.glob("pardata-building*"))
+
+
+def test_what_a_killed_build_of_another_host_left_goes_after_a_day(tmp_path):
+    old, new = (tmp_path / f"pardata-building-other-{name}" for name in ("old", "new"))
+    for left in (old, new):
+        left.mkdir()
+        (left / "0.bin").touch()
+    for path in (old, old / "0.bin"):
+        os.utime(path, (0, time.time() - 25 * 60 * 60))
+    cache_dataset(Samples(pair), tmp_path)
+    assert not old.exists()
+    assert new.exists()
+
+
 def _limited(directory):
     import resource
 
@@ -551,9 +586,9 @@ def test_files_that_do_not_fit_are_an_oserror_and_the_cache_before_stands(tmp_pa
     for raised in run_caught(_limited, tmp_path, world_size=2, fresh=True):
         assert f"OSError: [Errno {errno.EFBIG}] " in str(raised)
         assert "and the cache takes at least 32,000 bytes" in raised.text
-        assert "pardata-building/0.bin" in raised.text
+        assert re.search(r"pardata-building-.*/0\.bin", raised.text)
     assert contents(tmp_path) == before
-    assert not (tmp_path / "pardata-building").exists()
+    assert not list(tmp_path.glob("pardata-building*"))
 
 
 @pytest.fixture
@@ -581,7 +616,7 @@ def test_a_disk_that_is_too_small_is_an_error_after_the_first_samples(small_disk
 def test_a_disk_that_fills_up_is_an_error_and_nothing_is_left(small_disk):
     place, _ = small_disk
     with pytest.raises(
-        OSError, match=r"No space left on device: .*pardata-building/0\.bin"
+        OSError, match=r"No space left on device: .*pardata-building-.*/0\.bin"
     ) as raised:
         cache_dataset(Samples(bytes, 3000), place, num_workers=0)
     assert raised.value.errno == errno.ENOSPC

@@ -1,10 +1,14 @@
 """The loader: the same steps at every world size, epochs that advance, shares without rows."""
 
+import logging
+
 import pytest
+import torch
 import torch.distributed as dist
-from data_zoo import ERRORS, Numbers, at, loader_of, place, steps
+from data_zoo import ERRORS, Count, Numbers, at, loader_of, place, rows, steps
 from hypothesis import given
 from hypothesis import strategies as st
+from logged import log_of
 from on_ranks import caught, run
 
 # --- epochs ---
@@ -125,10 +129,10 @@ def _all_ways():
     list(used)
     next(iter(used))
     loop("from 1 on", used)
-    loop("from 1 on", at(nine(), 0, 9))
+    loop("from the end of 0 on", at(nine(), 0, 9))
     loop("from 1 on", at(nine(), 1))
     loop("in the middle", at(nine(), 0, 6))
-    loop("nothing", at(nine(), 2, 9))
+    loop("the end of 2", at(nine(), 2, 9))
     loop("nothing", at(nine(), 7))
     loop("left early", nine(), stop=2)
     loop("two passes", at(nine(), 1, 3), passes=2)
@@ -146,11 +150,14 @@ def test_epochs_runs_what_is_left_however_it_begins(size):
     assert [step[3] for step in whole] == [(1, 0), (2, 0), (3, 0)]
     assert len({step[2] for step in whole}) == 3
     assert (end, after) == ((3, 0), 3)
-    assert found["from 1 on"] == [(whole[1:], end, after)] * 3
+    assert found["from 1 on"] == [(whole[1:], end, after)] * 2
+    rest, last = [(epoch, 0, *whole[epoch][2:]) for epoch in (0, 2)]
+    assert found["from the end of 0 on"] == [([rest, *whole[1:]], end, after)]
+    assert found["the end of 2"] == [([last], end, after)]
     assert found["in the middle"] == [([(0, 1, *whole[0][2:]), *whole[1:]], end, after)]
-    assert found["nothing"] == [([], end, after)] * 2 + [([], (7, 0), 7)]
+    assert found["nothing"] == [([], end, after), ([], (7, 0), 7)]
     ((short, end, after),) = found["left early"]
-    assert [step[3] for step in short] == [(0, 6), (1, 6), (2, 6)]
+    assert [step[3] for step in short] == [(1, 0), (2, 0), (3, 0)]  # as after a whole epoch
     assert (end, after) == ((3, 0), 3)
     ((passes, *_),) = found["two passes"]  # the second one through the whole epoch
     assert [step[:2] for step in passes] == [(1, 2), (1, 3), (2, 3), (2, 3)]
@@ -171,6 +178,66 @@ def test_a_look_in_the_body_of_epochs_uses_up_nothing_and_a_break_keeps_the_plac
         break
     assert (place(loader), loader.epoch) == ((1, 2), 1)
     assert ran(loader, 2)[0][0][:2] == (1, 3)
+
+
+def _two_steps_of_each(data, state=None):
+    """Leave each of three epochs after two steps; return those, and the states after them."""
+    loader, taken, states = loader_of(data, 4), [], []
+    if state is not None:
+        loader.load_state_dict(state)
+    with log_of("pardata", logging.WARNING) as log:
+        for epoch in loader.epochs(3):
+            for _, batch in zip(range(2), loader, strict=False):
+                taken.append((epoch, rows(batch)))
+            states.append(loader.state_dict())
+    return taken, states, log.lines
+
+
+@pytest.mark.parametrize("data", [16, Count(16)], ids=["map-style", "stream"])
+def test_an_epoch_left_by_a_break_counts_as_done_and_a_state_after_it_resumes_in_the_next(data):
+    (whole, (state, *_), (line,)), _ = run(_two_steps_of_each, data, world_size=2)
+    assert [epoch for epoch, _ in whole] == [0, 0, 1, 1, 2, 2]
+    assert "save before the `break` to resume in this" in line
+    (rest, *_), _ = run(_two_steps_of_each, data, state, world_size=2)
+    assert rest == whole[2:]
+
+
+@pytest.mark.parametrize("data", [8, Count(8)], ids=["map-style", "stream"])
+def test_a_state_of_the_last_step_resumes_in_its_body_which_ends_as_any_other(data):
+    loader, again = loader_of(data, 4), loader_of(data, 4)
+    for _ in loader.epochs(3):
+        for _ in loader:
+            state = loader.state_dict()
+        break
+    again.load_state_dict(state)
+    assert [(epoch, len(list(again))) for epoch in again.epochs(3)] == [(0, 0), (1, 2), (2, 2)]
+
+
+def test_a_state_after_the_loop_of_epochs_was_left_or_in_an_error_is_in_the_middle():
+    loader = loader_of_six()
+    for _ in loader.epochs(2):
+        try:
+            for _ in loader:
+                raise ValueError  # as a step may
+        except ValueError:
+            assert place(loader) == (0, 2)
+        assert place(loader) == (1, 0)
+        break
+    assert place(loader) == (0, 2)
+
+
+def _again(count):
+    loader = loader_of_six()
+    with log_of("pardata", logging.WARNING) as log:
+        found = [sum(1 for _ in loader.epochs(count) for _ in loader) for _ in range(3)]
+    return found, log.lines
+
+
+def test_epochs_of_which_nothing_is_left_say_so_once_on_rank_0():
+    (first, (line,)), (other, nothing) = run(_again, 2, world_size=2)
+    assert first == other == [6, 0, 0]
+    assert nothing == []
+    assert "epochs(2) runs nothing, because it counts from the start of the run, and 2 are" in line
 
 
 def test_a_state_loaded_or_an_epoch_set_in_the_body_of_epochs_is_where_it_goes_on():
@@ -265,6 +332,65 @@ def test_what_is_no_error_of_a_sample_is_left_as_it_is(raises, options, text):
     raised = caught(steps, loader_of(Failing(raises), 6, **options))
     kind = type(raises).__name__ if raises is not None else "TypeError"
     assert (raised.type, raised.text) == ("RuntimeError", text) if text else raised.type == kind
+
+
+class Stopping:
+    """User code that asks an iterator at its end for more, at its third call on one rank."""
+
+    def __init__(self, what, rank):
+        self.what, self.rank, self.calls = what, rank, 0
+
+    def options(self):
+        if self.what == "sampler":
+            return {"sampler": self, "drop_last": False}
+        return {} if self.what == "set_epoch" else {self.what: self}
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return index
+
+    def __iter__(self):
+        self(None)
+        return iter(range(20))
+
+    def set_epoch(self, epoch):
+        if self.what == "set_epoch":
+            self(None)
+
+    def __call__(self, batch):
+        self.calls += 1
+        called_often = self.what in ("collate_fn", "batch_transform")
+        if dist.get_rank() == self.rank and (self.calls == 3 or not called_often):
+            next(iter(()))
+        return torch.tensor(batch) if self.what == "collate_fn" else batch
+
+
+STOPS = {
+    ("collate_fn", 0): "`collate_fn` failed in step 2 of epoch 0 on rank 1: StopIteration",
+    ("collate_fn", 1): "`collate_fn` failed in step 2 of epoch 0 on rank 1, worker 0: StopIterat",
+    ("batch_transform", 1): "`batch_transform` failed in step 2 of epoch 0 on rank 1: StopIterat",
+    ("set_epoch", 1): "`set_epoch` failed in step 0 of epoch 0 on rank 1, worker 0: StopIteration",
+    ("worker_init_fn", 1): "`worker_init_fn` failed in worker 0: StopIteration",
+    ("sampler", 0): "`sampler` failed in epoch 0 on rank 1: StopIteration",
+}
+
+
+def _stopped():
+    def found(what, workers):
+        user = Stopping(what, rank=1)
+        data = user if what == "set_epoch" else 20
+        return caught(steps, loader_of(data, 4, num_workers=workers, **user.options()))
+
+    return [found(*case) for case in STOPS]
+
+
+def test_a_stop_iteration_of_user_code_is_an_error_and_ends_no_epoch():
+    ranks = run(_stopped, world_size=2, fresh=True)
+    for (what, _), text, other, raised in zip(STOPS, STOPS.values(), *ranks, strict=True):
+        assert f"RuntimeError: {text}" in str(raised)
+        assert text in str(other) if what == "sampler" else len(other) == 5
 
 
 def _rank_that_fails(distributed):

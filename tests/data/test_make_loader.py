@@ -84,11 +84,18 @@ def _tail(length, **options):
 
 def test_a_tail_of_training_has_a_sample_for_each_rank():
     text = "ValueError: the last batch must have a sample for each of the 3 ranks, but has 2 of 18"
-    for options in ({"shuffle": True}, {"sampler": SequentialSampler(range(18))}):
-        for raised in run(partial(_tail, 18, **options), world_size=3):
-            assert str(raised).startswith(text)
+    for raised in run(partial(_tail, 18, shuffle=True), world_size=3):
+        assert str(raised).startswith(text)
     assert run(partial(_tail, 19, shuffle=True), world_size=3) == [3] * 3
-    assert run(_tail, 17, world_size=3) == [3] * 3  # an evaluation
+    for options in ({}, {"sampler": SequentialSampler(range(17))}):  # an evaluation
+        assert run(partial(_tail, 17, **options), world_size=3) == [3] * 3
+
+
+def test_only_a_shuffled_loader_drops_an_incomplete_batch_unless_told():
+    order = SequentialSampler(range(40))
+    assert sum(map(len, make_loader(range(40), 32, num_workers=0, sampler=order))) == 40
+    assert sum(map(len, make_loader(range(40), 32, num_workers=0))) == 40
+    assert sum(map(len, make_loader(range(40), 32, num_workers=0, shuffle=True))) == 32
 
 
 # --- distributed ---

@@ -11,7 +11,6 @@ from torch.utils.data import TensorDataset, get_worker_info
 
 from pardata.data._placement import Placement, _side_stream, moved
 from pardata.data._plan import Fetched
-from pardata.data._reader import Seeds
 
 
 def loader_of(transform, **options):
@@ -197,7 +196,7 @@ def gpu(monkeypatch):
 
 
 def ahead(read, prefetch, make=lambda fetched: fetched.batches[0]):
-    placement = Placement(torch.device("cuda"), None, Seeds(0, True, False), prefetch)
+    placement = Placement(torch.device("cuda"), None, None, prefetch)
     return placement.ahead((Fetched(None, [each]) for each in read), make)
 
 

@@ -29,12 +29,18 @@ class Model:
     def __init__(self):
         self.now = self.next = self.unused = self.told = 0, 0
         self.runs, self.has_started, self.changes, self.bodies = False, False, 0, []
+        self.is_left = False
+
+    @property
+    def state(self):
+        """In a body an epoch counts as done once its loop was left."""
+        return (self.now[0] + 1, 0) if self.is_left and self.bodies else self.told
 
     def change(self, unused):
         self.unused, self.changes = unused, self.changes + 1
 
     def begin(self):
-        self.now, self.runs, self.has_started = self.next, False, False
+        self.now, self.runs, self.has_started, self.is_left = self.next, False, False, False
         self.told = self.now if self.now[0] >= self.unused[0] else self.told
 
     def start(self):
@@ -48,6 +54,10 @@ class Model:
         self.now = self.now[0], self.now[1] + BATCH
         self.told = self.now if self.now[0] >= self.done else self.told
 
+    def leave_pass(self):
+        self.is_left = self.runs and self.before == self.changes
+        self.runs = False
+
     def finish(self):
         self.runs = False
         if self.before == self.changes:
@@ -58,7 +68,7 @@ class Model:
     def go_to(self, where, *, changes=True):
         if changes or where != self.unused:
             self.change(where)
-        self.next, self.told = where, self.told if self.runs else where
+        self.next, self.told, self.is_left = where, self.told if self.runs else where, False
 
     def set_epoch(self, epoch):
         if epoch != self.next[0]:
@@ -72,8 +82,7 @@ class Model:
 
     def enter(self, count):
         """Return the epoch whose body begins, or None if none is left."""
-        epoch, delivered = self.unused
-        self.go_to((epoch + 1, 0) if delivered == LENGTH else self.unused, changes=False)
+        self.go_to(self.unused, changes=False)
         return self.unused[0] if self.unused[0] < count else None
 
     def leave(self, epoch, changes, *, at_end):
@@ -100,7 +109,7 @@ class Loops(RuleBasedStateMachine):
     @invariant()
     def it_is_where_the_model_is(self):
         model = self.model
-        assert place(self.loader) == model.told
+        assert place(self.loader) == model.state
         assert self.loader.epoch == (model.now if model.runs else model.next)[0]
         at(reference, *model.now)
         assert self.loader.fingerprint() == reference.fingerprint()
@@ -150,7 +159,8 @@ class Loops(RuleBasedStateMachine):
     def leave(self, which):
         left = self.passes.pop(which % len(self.passes))
         if left is self.newest:
-            self.newest, self.model.runs = None, False
+            self.newest = None
+            self.model.leave_pass()
         del left
 
     @precondition(lambda self: len(self.loops) < 2)

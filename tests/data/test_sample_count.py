@@ -13,7 +13,7 @@ from logged import log_of
 from on_ranks import caught, run
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from pardata import Microbatches, backward, make_loader, unwrap, world, wrap_model
 from pardata.data._sample_count import Read, delivered, samples_of
@@ -317,36 +317,77 @@ def test_whatever_collate_fn_makes_of_samples_each_has_the_same_weight(name, bet
             assert found == wanted, size
 
 
-def warned(collate_fn, microbatch_size, size=5):
-    data = [torch.full((4,), float(i), dtype=torch.float64) for i in range(10)]
+def warned(collate_fn, microbatch_size):
+    data = [torch.full((4,), float(i), dtype=torch.float64) for i in range(16)]
     model = wrap_model(Doubling())
     options = {"collate_fn": collate_fn, "microbatch_size": microbatch_size, "num_workers": 0}
     with log_of("pardata", logging.WARNING) as log:
-        for batch in make_loader(data, size, **options):
+        for batch in make_loader(data, 8, **options):
             backward(model, mean_of, batch)
     return log.lines
 
 
 def one_left_out(samples):
-    return torch.stack([sample for sample in samples if sample[0] != 1])
+    return torch.stack([sample for sample in samples if sample[0] != 5])  # of two ranks the last's
 
 
 @pytest.mark.parametrize("microbatch_size", [None, 2])
-def test_rows_that_are_not_those_that_were_read_are_told_once(microbatch_size):
+def test_rows_that_are_not_those_that_were_read_are_told_once_where_they_are(microbatch_size):
     for size in (1, 2):
-        lines = run(warned, one_left_out, microbatch_size, world_size=size, fresh=True)
-        read = microbatch_size or (5 if size == 1 else 3)
-        (line,) = lines[0]
+        *others, (line,) = run(warned, one_left_out, microbatch_size, world_size=size, fresh=True)
+        read = microbatch_size or 8 // size
         assert (
             f"{read} samples were read for `batch`, but it looks like {read - 1}: it counts as "
-            f"{read}. If its collate_fn left samples out, pass `count`"
+            f"{read}. If its collate_fn left samples out, pass `count`, or let the dataset return "
+            f"None for them"
         ) in line
-        assert lines[1:] == [[]] * (size - 1)
+        assert others == [[]] * (size - 1)
 
 
 @pytest.mark.parametrize("collate_fn", [list, torch.stack])
 def test_rows_and_lists_of_what_was_read_are_no_news(collate_fn):
     assert run(warned, collate_fn, None, world_size=2, fresh=True) == [[], []]
+
+
+class Unreadable(Dataset):
+    """Of its ten samples those from 4 to 6 cannot be read, and are None."""
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return None if 4 <= index < 7 else torch.full((4,), float(index), dtype=torch.float64)
+
+
+class UnreadableStream(IterableDataset):
+    def __iter__(self):
+        return map(Unreadable().__getitem__, range(10))
+
+
+def whole_or_empty(samples):
+    there = [sample for sample in samples if sample is not None]
+    return torch.stack(there) if there else torch.zeros(0, 4, dtype=torch.float64)
+
+
+def losses_without_them(data, microbatch_size, workers):
+    model, options = wrap_model(Doubling()), {"microbatch_size": microbatch_size}
+    options |= {"collate_fn": whole_or_empty, "num_workers": workers}
+    with log_of("pardata", logging.WARNING) as log:
+        losses = [backward(model, mean_of_rows, batch) for batch in make_loader(data, 8, **options)]
+    return [loss.item() for loss in losses], [line for line in log.lines if "were read" in line]
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 2, 4])
+@pytest.mark.parametrize("data", [Unreadable(), UnreadableStream()], ids=["map-style", "stream"])
+def test_samples_that_are_none_and_left_out_count_nothing(data, microbatch_size):
+    wanted = pytest.approx([(0 + 1 + 2 + 3 + 7) / 5, 8.5])
+    for size, workers in ((1, 1), (2, 0), (3, 0)):
+        if microbatch_size is None and size == 3:
+            continue  # the last batch has no sample for each rank
+        for losses, lines in run(
+            losses_without_them, data, microbatch_size, workers, world_size=size
+        ):
+            assert (losses, lines) == (wanted, []), size
 
 
 def after_nothing_is_left(microbatch_size, strategy):

@@ -181,7 +181,8 @@ PLACES = {
 def _no_such_place(workers):
     found = []
     for length, delivered, own in PLACES:
-        loader = loader_of(Count(length), num_workers=workers, sharded=own)
+        data = Own(*[length] * 3) if own else Count(length)
+        loader = loader_of(data, num_workers=workers, sharded=own)
         found.append(caught(list, at(loader, 0, delivered)))
         gc.collect()  # workers that end while the next begin are waited for, five seconds each
     return found
@@ -232,8 +233,8 @@ def test_a_stream_that_splits_itself_by_worker_is_found_out(name, size):
         assert raised.type == "RuntimeError"
         assert (
             "every worker must read the same samples, but they differ: let the dataset not look "
-            "at get_worker_info(), and draw from the default generators alone, or pass "
-            "sharded=True if each rank and worker has its own"
+            "at get_worker_info(), and draw from the default generators alone, or let it split by "
+            "rank too, and pass sharded=True"
         ) in raised.text
 
 
@@ -274,8 +275,8 @@ def test_streams_that_end_differently_raise_on_every_rank(size):
             assert str(raised) == (
                 f"RuntimeError: every rank must read the same samples, but they ended on {first} "
                 f"of {size} before the others: let the dataset yield the same samples everywhere, "
-                f"drawing from the default generators alone, or pass sharded=True if each rank has "
-                f"its own"
+                f"drawing from the default generators alone, or pass sharded=True if it splits by "
+                f"rank"
             )
 
 
@@ -313,6 +314,86 @@ def test_each_sample_of_unequal_streams_is_seen_once_and_ranks_stop_together(siz
                 assert max(map(len, every)) <= own
             if not workers:
                 assert count == (min(lengths) // own if drops else -(-max(lengths) // own))
+
+
+class ByWorker(IterableDataset):
+    """As in PyTorch's documentation: split by worker alone. Its samples are made of numbers."""
+
+    def __init__(self, sample=int):
+        self.sample = sample
+
+    def __iter__(self):
+        info = get_worker_info()
+        number, workers = (info.id, info.num_workers) if info else (0, 1)
+        return map(self.sample, range(number, 40, workers))
+
+
+class Object:
+    def __init__(self, number):
+        self.number = number + 100 * dist.get_rank()
+
+
+def _by_worker(workers):
+    shares = {"sharded": True, "num_workers": workers}
+    alike = caught(steps, loader_of(ByWorker(), 8, **shares))
+    objects = loader_of(ByWorker(Object), 8, collate_fn=len, **shares)
+    return alike, [*objects], caught(steps, loader_of(ByWorker(), 8, distributed=False, **shares))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sharded_stream_of_which_all_ranks_read_the_same_is_an_error(workers):
+    for raised, objects, alone in run(_by_worker, workers, world_size=2, fresh=True):
+        assert str(raised).split("\n\n")[0] == (
+            "RuntimeError: each rank must have samples of its own with sharded=True, but all 2 "
+            "begin with the same ones: split by world().rank too, and not only by worker, or leave "
+            "out sharded=True"
+        )
+        assert sum(objects) == 40  # what is in them is not known
+        assert sum(map(len, alone)) == 40
+
+
+class Once(IterableDataset):
+    """Can be read once."""
+
+    def __init__(self):
+        self.numbers = None
+
+    def __iter__(self):
+        if self.numbers is None:
+            rank = dist.get_rank() if self.is_sharded and dist.is_initialized() else 0
+            self.numbers = iter(range(100 * rank, 100 * rank + 40))
+        return self.numbers
+
+    is_sharded = False
+
+
+class OnceSharded(Once):
+    is_sharded = True
+
+
+def _three_epochs(kind, workers):
+    sharded = kind is OnceSharded
+    loader = loader_of(kind(), 8, num_workers=workers, sharded=sharded)
+    return [caught(steps, loader) for _ in range(3)]
+
+
+@pytest.mark.parametrize("kind", [Once, OnceSharded])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_that_can_be_read_once_is_an_error_in_the_second_epoch(kind, workers):
+    for size in (1, 2):
+        for first, *others in run(_three_epochs, kind, workers, world_size=size, fresh=workers):
+            assert len(first) == (10 if kind is OnceSharded and size == 2 else 5)
+            for number, raised in enumerate(others, 1):
+                assert str(raised) == (
+                    f"RuntimeError: `dataset` must yield its samples in each epoch, but "
+                    f"{kind.__name__} yielded none in epoch {number}, after it had yielded some: "
+                    f"let its __iter__ return a new iterator each time, and not one that is used up"
+                )
+
+
+def test_a_stream_that_is_empty_from_the_start_has_no_steps():
+    loader = loader_of(Count(0), 8)
+    assert [steps(loader) for _ in range(2)] == [[], []]
 
 
 def _nothing():
@@ -572,10 +653,11 @@ def test_the_state_of_a_stream_of_hugging_face_survives_them_too():
 
 def _own_randomness(sharded):
     options = {"sharded": sharded, "num_workers": 0}
-    loader, again = (loader_of(Shuffled(24, seed), 6, **options) for seed in (1, 2))
+    first = 1 + 10 * sharded * dist.get_rank()
+    loader, again = (loader_of(Shuffled(24, seed), 6, **options) for seed in (first, first + 1))
     next(iter(loader))
     again.load_state_dict(loader.state_dict())
-    same = loader_of(Shuffled(24, 1), 6, **options)
+    same = loader_of(Shuffled(24, first), 6, **options)
     same.load_state_dict(loader.state_dict())
     return caught(steps, again), len(steps(same))
 

@@ -3,9 +3,12 @@
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
+from secrets import token_hex
+from socket import gethostname
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +18,7 @@ from pardata.cache._cache_files import FILES, SOURCE, Files, record_of
 from pardata.cache._column import ColumnWriter, Shapes
 from pardata.cache._original import CHUNK, Fields, bytes_of, check_alike, read_sample
 from pardata.data._whole_batches import on_cpu
+from pardata.data._worker_processes import end_with_this_process
 from pardata.output._progress import progress
 from pardata.ranks._logger import get_logger
 from pardata.values._arguments import make_folder
@@ -23,27 +27,38 @@ _log = get_logger(__name__)
 
 _LOCK = "pardata-lock"
 _BUILDING = "pardata-building"
+_DAY = 24 * 60 * 60
 _CHUNK_BYTES = 2**24  # a worker decodes samples of so many bytes at once
 
 
 def ensure(dataset: Any, files: Files, source: dict[str, Any], workers: int) -> None:
     """Build the cache of this source unless it is there."""
-    directory = files.folder.parent
-    unfinished = directory / _BUILDING
+    directory, own = files.folder.parent, f"{_BUILDING}-{gethostname()}-"
     # If there is nothing to do, no lock is needed: for a lock the directory must be writable.
-    if files.are_there() and not (unfinished.exists() and os.access(directory, os.W_OK)):
+    left_here = any(directory.glob(f"{own}*"))
+    if files.are_there() and not (left_here and os.access(directory, os.W_OK)):
         return
-    with _locked(directory), on_cpu():
-        shutil.rmtree(unfinished, ignore_errors=True)  # what a killed process left
+    with _locked(directory) as is_alone, on_cpu():
+        for left in directory.glob(f"{_BUILDING}*"):  # by a process that was killed
+            if (is_alone and left.name.startswith(own)) or _is_old(left):
+                shutil.rmtree(left, ignore_errors=True)
         if files.are_there():  # another process may just have built it
             return
         _say_why(files, source)
+        # Its own: where there are no locks, another process may be building here, too.
+        unfinished = directory / f"{own}{token_hex(4)}"
         try:
             unfinished.mkdir()
             shapes = _write(dataset, files, unfinished, workers)
-            _publish(unfinished, files.folder, {**source, "shapes": shapes})
+            _publish(unfinished, files, {**source, "shapes": shapes})
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)  # nothing, once it is published
+
+
+def _is_old(folder: Path) -> bool:
+    """Whether nothing was written into a folder for a day."""
+    times = [path.stat().st_mtime for path in (folder, *folder.iterdir())]
+    return time.time() - max(times) > _DAY
 
 
 def _say_why(files: Files, source: dict[str, Any]) -> None:
@@ -62,9 +77,13 @@ def _say_why(files: Files, source: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Let one process at a time build here; the lock goes with the process that holds it."""
+def _locked(directory: Path) -> Iterator[bool]:
+    """Let one process of this host at a time build here; tell whether that could be had.
+
+    The lock goes with the process that holds it.
+    """
     make_folder(directory)
+    is_alone = False
     with (directory / _LOCK).open("a") as file:
         # Not on Windows, where ranks are still one at a time, and file systems without locks.
         with suppress(ImportError, OSError):
@@ -75,7 +94,8 @@ def _locked(directory: Path) -> Iterator[None]:
             except BlockingIOError:
                 _log.info("another process builds the cache in %s: this one waits", directory)
                 fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+            is_alone = True
+        yield is_alone
 
 
 class _Parts(Dataset[dict[str, Tensor]]):
@@ -107,7 +127,14 @@ def _write(dataset: Any, files: Files, folder: Path, workers: int) -> dict[str, 
     size = sum(field.nbytes for field in files.fields.values())
     chunk = min(CHUNK, max(1, _CHUNK_BYTES // max(1, size)))
     parts = _Parts(dataset, files.fields)
-    chunks = DataLoader(parts, chunk, num_workers=workers, collate_fn=_packed)
+    ends = end_with_this_process()
+    chunks = DataLoader(
+        parts,
+        chunk,
+        num_workers=workers,
+        collate_fn=_packed,
+        worker_init_fn=ends if workers else None,
+    )
     with ExitStack() as stack:
         paths = files.paths(folder)
         columns = [stack.enter_context(closing(ColumnWriter(file))) for file in paths.values()]
@@ -154,16 +181,25 @@ def _reserve(columns: list[ColumnWriter], length: int) -> None:
         raise OSError(error.errno, text, error.filename) from error
 
 
-def _publish(unfinished: Path, final: Path, facts: dict[str, Any]) -> None:
-    """Make what was built the cache, in one step, and remove what was there before."""
+def _publish(unfinished: Path, files: Files, facts: dict[str, Any]) -> None:
+    """Make what was built the cache, in one step, and remove what was there before.
+
+    If another process was faster, its cache stays.
+    """
+    final = files.folder
     # Written before anything of the old cache goes: the disk may be full now.
     facts["files"] = {path.name: record_of(path) for path in sorted(unfinished.iterdir())}
     (unfinished / SOURCE).write_text(json.dumps(facts, indent=1))
     for path in unfinished.iterdir():
         with path.open("r+b") as file:
             os.fsync(file.fileno())
-    shutil.rmtree(final, ignore_errors=True)  # a cache of the same source, but damaged
-    unfinished.rename(final)
+    try:
+        unfinished.rename(final)
+    except OSError:
+        if files.are_there():
+            return
+        shutil.rmtree(final, ignore_errors=True)  # a cache of the same source, but damaged
+        unfinished.rename(final)
     for older in final.parent.glob(FILES + "*"):
         if older != final:
             shutil.rmtree(older, ignore_errors=True)  # who reads it has it mapped

@@ -1,7 +1,8 @@
 """How long a loop waits for its data."""
 
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from pardata.messages._doing import Tell, doing
@@ -28,7 +29,10 @@ class Clock:
         self.waited += self.seconds() - asked
         return batch
 
-    def stop(self) -> None:
+    def stop(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Stop, unless the interpreter ends: what modules hold may be gone then."""
+        if is_ending():
+            return
         self._end = time.perf_counter()
         doing.leave(doing.enter(""), None)
 

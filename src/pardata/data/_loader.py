@@ -15,7 +15,7 @@ from pardata.data._microbatches import Microbatches
 from pardata.data._order import Requests, length_of
 from pardata.data._placement import Placement
 from pardata.data._plan import Fetched, GlobalStep, Plan
-from pardata.data._position import Bookmark, Pass, Position, Recipe
+from pardata.data._position import Bookmark, Pass, Recipe
 from pardata.data._sample_count import Read, delivered
 from pardata.data._whole_batches import is_read_whole
 from pardata.data._workers import Source
@@ -94,17 +94,15 @@ class Loader:
         """Run what is left of `count` epochs: ``for epoch in loader.epochs(count)``.
 
         A new loader begins at the first epoch. After `load_state_dict` it runs the rest of the
-        epoch in which the state was saved, or the next epoch if nothing is left. The
-        loader knows the end of an ``IterableDataset`` only when it reads that far. So if the state
-        was saved after its last batch, the rest of the epoch has no batch. Epochs that ran to
-        their end count as done, also in an earlier loop. If you leave this loop in the middle of an
-        epoch, or look at a batch outside of it, that epoch is not done. The next loop runs it from
-        its first batch.
+        epoch in which the state was saved: no batch, if that was after the last one. Epochs that
+        ran to their end count as done, also in an earlier loop. If you leave this loop in the
+        middle of an epoch, or look at a batch outside of it, that epoch is not done. The next loop
+        runs it from its first batch.
 
         In the body each ``iter()`` runs the same epoch, however often you call it. The end of the
-        body moves to the next epoch, even if a ``break`` left some batches. ``loader.epoch`` is
-        `epoch` there too. Not collective, with one exception: if there is a `sampler` or a
-        `batch_sampler`, and a state was loaded, every rank must run it.
+        body moves to the next epoch, even if a ``break`` left some batches. So a state that you
+        save in the body after that ``break`` resumes in the next epoch. To resume in the middle,
+        save before the ``break``. ``loader.epoch`` is `epoch` there too. Not collective.
 
         >>> from pardata import make_loader
         >>> loader = make_loader(range(4), batch_size=2)
@@ -118,10 +116,14 @@ class Loader:
         return self._epochs(count)
 
     def _epochs(self, count: int) -> Iterator[int]:
+        if 0 < count <= (done := self._bookmark.unused.epoch):
+            text = (
+                "epochs(%d) runs nothing, because it counts from the start of the run, and %d are "
+                "done: pass a larger number, or loop over range(%d)"
+            )
+            _log.warning(text, count, done, count, ranks=[0], once=True)
         while True:
             start = self._bookmark.unused
-            if start.delivered and not self._source.has_left(start):
-                start = Position(start.epoch + 1)
             self._bookmark.go_to(start)
             if start.epoch >= count:
                 return
@@ -142,6 +144,13 @@ class Loader:
         A step counts as delivered once the loop has its batch: in the body of step k, and after a
         ``break`` there. Batches that were read ahead do not count. Not collective.
         """
+        if self._bookmark.counts_as_done:
+            text = (
+                "the loop over an epoch was left, so that a state saved in the rest of this body "
+                "of `epochs` resumes in the next epoch: save before the `break` to resume in this "
+                "one"
+            )
+            _log.warning(text, ranks=[0], once=True)
         return self._recipe.state(self._bookmark.state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -235,6 +244,9 @@ class Loader:
                 del batch  # its memory may serve for the next one, and is still in the cache
             bookmark.finished(begun)
             self._speak_of_waiting(clock)
+        except GeneratorExit:
+            bookmark.left(begun)
+            raise
         finally:
             clock.stop()
 
@@ -250,13 +262,19 @@ class Loader:
             facts |= {"stride": step.stride, "counts": self._plan.counts_of(step.samples)}
             facts |= {"seed": self._recipe.facts["seed"], "size": self._plan.size}
             read = batches if step.rows else ()
+            for number, part, missing in zip(step.numbers(), read, fetched.missing, strict=False):
+                if missing:
+                    kept = facts["counts"][number] - missing
+                    delivered.add(part, Read(kept, self._plan.size))
             return step, fetched.state, Microbatches(read, **facts, placeholder=batches[0])
-        (batch,) = batches
+        (batch,), missing = batches, sum(fetched.missing)
         if step.rows == 0 or step.samples < self._plan.size:
             # On every rank, so that a batch that cannot be emptied is an error on all of them.
             default_collates = self._source.reader.collation.collate_fn is None
             empty = emptied(batch, lists_are_columns=default_collates)
             batch = batch if step.rows else empty
+        if missing:
+            step = step._replace(rows=max(0, step.rows - missing))
         return step, fetched.state, batch
 
     def _speak_of_waiting(self, clock: Clock) -> None:

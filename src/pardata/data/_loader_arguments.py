@@ -74,7 +74,7 @@ def _settings(given: Arguments, here: World, ranks: World) -> Settings:
     """Return what follows from the arguments, all but a default seed; raise where one is wrong."""
     if given.batch_sampler is not None:
         _check_alone(given)
-    drop_last = given.trains if given.drop_last is None else given.drop_last
+    drop_last = bool(given.shuffle) if given.drop_last is None else given.drop_last
     check_flag("drop_last", drop_last)
     for name in _FLAGS:
         check_flag(name, getattr(given, name))
@@ -222,7 +222,7 @@ def _plan(given: Arguments, ranks: World, *, drop_last: bool) -> Plan:
         )
     length = plan.length if given.sampler is None else length_of(given.sampler)
     if length is not None:
-        replace(plan, length=length).check(trains=given.trains)
+        replace(plan, length=length).check(shuffled=given.shuffle)
     return plan
 
 

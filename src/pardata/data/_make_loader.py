@@ -55,8 +55,8 @@ def make_loader(
     GlobalStep k of an epoch holds the same samples at every world size. Each rank gets consecutive
     samples of it, and the ranks' counts differ by at most one. The loader collates as
     ``DataLoader`` does, and moves each batch to the device. All ranks yield the same number of
-    batches. No sample is repeated. Without `shuffle` and `sampler` the loader leaves none out, so
-    an evaluation counts each exactly once. If then the last batch has fewer samples than ranks,
+    batches. No sample is repeated. Without `shuffle` the loader leaves none out, so an evaluation
+    counts each exactly once. If then the last batch has fewer samples than ranks,
     some ranks get an empty one. Epochs advance by themselves, and ``state_dict()`` resumes at any
     step and any world size.
 
@@ -80,8 +80,8 @@ def make_loader(
             a launcher. ``False`` gives this process everything.
         shuffle: take a new order in each epoch. It follows from `seed` and the epoch alone, in
             constant memory.
-        drop_last: drop an incomplete last global batch. ``None`` drops it with `shuffle` or a
-            `sampler`, because that is training, and keeps it otherwise.
+        drop_last: drop an incomplete last global batch. ``None`` drops it with `shuffle`, because
+            that is training, and keeps it otherwise.
         microbatch_size: cut each step into consecutive microbatches of this many samples, at every
             world size. Each rank gets whole ones, in a row, as `Microbatches`.
         strided: give rank r of W the microbatches r, r + W, r + 2W and so on, in place of a row.
@@ -114,7 +114,8 @@ def make_loader(
         batch_transform: applied to each batch, or microbatch, on the device.
         prefetch: on a GPU, how many batches are copied and transformed ahead of the loop, on a
             stream of their own. 0 is none.
-        collate_fn: as in ``DataLoader``.
+        collate_fn: as in ``DataLoader``. A StopIteration in any function that you pass is an error.
+            Samples that are None count nothing: it must leave them out.
         pin_memory: as in ``DataLoader``, but what is on a GPU already stays there. ``None`` pins if
             batches go to a GPU.
         timeout: as in ``DataLoader``.
@@ -156,7 +157,7 @@ def _parts(settings: Settings) -> Parts:
     else:
         stream = Stream(given.dataset, collation, plan, sharded=given.sharded)
         source = Streamed(stream, None, ranks, workers)
-    places = settings.device, given.batch_transform, seeds, given.prefetch, settings.pins
+    places = settings.device, given.batch_transform, collation, given.prefetch, settings.pins
     return _recipe(settings), source, Placement(*places)
 
 

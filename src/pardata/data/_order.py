@@ -92,8 +92,8 @@ class Requests(Sampler[Request]):
     epoch: Epoch = field(init=False)
     _looks_twice: bool = field(default=True, init=False)  # at its first epoch
 
-    def start_at(self, start: Position) -> bool:
-        """Let the next ``iter()`` begin there; return whether a step is left of the epoch.
+    def start_at(self, start: Position) -> None:
+        """Let the next ``iter()`` begin there.
 
         Collective, if a sampler draws the order.
 
@@ -109,7 +109,6 @@ class Requests(Sampler[Request]):
                 f"`state` must have been taken with the order that `{self.name}` yields, but epoch "
                 f"{start.epoch} has another now: make it of the same data and arguments"
             )
-        return self._first < len(steps)
 
     def __iter__(self) -> Iterator[Request]:
         plan, steps = self.plan, self.epoch.steps
@@ -161,7 +160,7 @@ class Requests(Sampler[Request]):
         if self.plan.batch_size:
             # A sampler may be of another length in each epoch.
             plan = replace(self.plan, length=len(drawn))
-            plan.check(trains=True)
+            plan.check(shuffled=False)
             return Epoch(plan, None, drawn, digest)
         ends = accumulate(map(len, drawn), initial=0)
         steps = [range(*pair) for pair in pairwise(ends)]
@@ -172,7 +171,13 @@ class Requests(Sampler[Request]):
         drawn: list[Any] = []
 
         def draw() -> dict[str, object]:
-            drawn.extend(self._drawn_once(epoch))
+            try:
+                drawn.extend(self._drawn_once(epoch))
+            except StopIteration as error:  # would end an epoch that has not begun
+                where = f"in epoch {epoch} on rank {self.ranks.rank}"
+                raise RuntimeError(
+                    f"`{self.name}` failed {where}: StopIteration: {error}"
+                ) from error
             if self._looks_twice and repr(self._drawn_once(epoch)) != repr(drawn):
                 raise ValueError(
                     f"`{self.name}` must yield the same order each time it is read in epoch "

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pardata.data._batch_parts import is_indivisible
 from pardata.data._plan import Fetched, GlobalStep
-from pardata.data._reader import Seeds
+from pardata.data._reader import Collation
 from pardata.ranks._device import has_streams
 from pardata.values._tree import TreePath, mapped
 
@@ -27,7 +27,7 @@ class Placement(NamedTuple):
 
     device: torch.device
     transform: Callable[[Any], Any] | None
-    seeds: Seeds
+    collation: Collation
     prefetch: int
     pins: bool = False
 
@@ -42,13 +42,14 @@ class Placement(NamedTuple):
         batch = moved(batch, self.device)
         if self.transform is None:
             return batch
-        with self.seeds.around("batch_transform", step, microbatch, self.device):
-            return self.transform(batch)
+        with self.collation.seeds.around("batch_transform", step, microbatch, self.device):
+            return self.collation.called("batch_transform", self.transform, batch, step)
 
     def ahead(self, fetched: Iterator[Fetched], shaped: Shaped) -> Iterator[Any]:
         """Yield what `shaped`, which places it, makes of each step; on a GPU ahead of the loop."""
         if not (has_streams(self.device) and self.prefetch):
-            return map(shaped, fetched)
+            # Not `map`: a StopIteration of a user's `to` or `pin_memory` is an error here.
+            return (shaped(each) for each in fetched)
         return _ahead(fetched, shaped, self.device, self.prefetch)
 
 

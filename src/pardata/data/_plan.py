@@ -4,7 +4,7 @@ N samples, global batch B, world size W. Epoch e has an order of the N samples. 
 positions kB … min((k+1)B, N)-1 of that order, whatever W is; each rank gets a share of them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count as counted_from
 from typing import Any, NamedTuple
@@ -48,6 +48,7 @@ class Fetched(NamedTuple):
     batches: list[Any]  # one for each microbatch, or that of the whole share
     digest: str = ""  # if a stream: a hash of what its reader read first in this epoch
     state: Any = None  # the dataset's own after this step, if it is a stream that has one
+    missing: Sequence[int] = ()  # how many samples of each batch are None
 
 
 @dataclass(eq=False)
@@ -77,8 +78,8 @@ class Plan:
         start = number * self.batch_size
         return range(self.length or 0)[start : start + self.batch_size]
 
-    def check(self, *, trains: bool) -> None:
-        """Raise if no step is left, or a training step leaves a rank without a sample."""
+    def check(self, *, shuffled: bool) -> None:
+        """Raise if no step is left, or a shuffled one leaves a rank without a sample."""
         length = self.length or 0
         if self.drop_last and self.batch_size > length:
             raise ValueError(
@@ -86,7 +87,7 @@ class Plan:
                 f"but is {self.batch_size}: make it smaller, or pass drop_last=False"
             )
         last = 0 if self.drop_last or self.microbatch_size else length % self.batch_size
-        if trains and 0 < last < self.size:
+        if shuffled and 0 < last < self.size:
             raise ValueError(
                 f"the last batch must have a sample for each of the {self.size} ranks, but has "
                 f"{last} of {length}: pass drop_last=True, `microbatch_size` or another batch_size"

@@ -1,6 +1,7 @@
 """Where a loader is, as a few numbers, and whether another loader can resume there."""
 
 import reprlib
+import sys
 import weakref
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -34,11 +35,13 @@ class Pass:
         start: where it begins.
         unused: that of the bookmark when the first batch was asked for.
         run: what yields the batches. Only the loop keeps it alive: it dies if a loop is left.
+        is_left: whether the loop over it was left before its end.
     """
 
     start: Position
     unused: Position
     run: weakref.ref[Generator[Any, None, None]] | None = None
+    is_left: bool = False
 
     def is_running(self) -> bool:
         run = None if self.run is None else self.run()
@@ -52,11 +55,10 @@ class Bookmark:
         now: what the pass in progress, or the last one, has delivered.
         next: where the next iter() begins.
         unused: where `epochs` begins, which a look at a batch does not move.
-        state: what `state_dict` tells.
     """
 
     def __init__(self) -> None:
-        self.now = self.next = self.unused = self.state = Position(0)
+        self.now = self.next = self.unused = self._state = Position(0)
         self._newest = Pass(self.next, self.unused)
         self._bodies = 0  # bodies of `epochs` that are run: there each pass is through its epoch
 
@@ -64,6 +66,19 @@ class Bookmark:
     def epoch(self) -> int:
         """The epoch in progress, else the next one."""
         return self.now.epoch if self._newest.is_running() else self.next.epoch
+
+    @property
+    def counts_as_done(self) -> bool:
+        """Whether a body of `epochs` runs whose loop was left.
+
+        Not while an exception is handled, which may have ended that loop.
+        """
+        return self._newest.is_left and self._bodies > 0 and sys.exc_info()[0] is None
+
+    @property
+    def state(self) -> Position:
+        """What `state_dict` tells."""
+        return Position(self.now.epoch + 1) if self.counts_as_done else self._state
 
     def begin(self) -> Pass:
         """Begin the next epoch, or what is left of the one that was resumed.
@@ -77,7 +92,7 @@ class Bookmark:
     def _take_up(self, start: Position) -> None:
         self.now = start
         if start.epoch >= self.unused.epoch:
-            self.state = start
+            self._state = start
 
     def started(self, begun: Pass) -> bool:
         """Use the epoch up. Return whether it is another than when the pass began."""
@@ -106,7 +121,7 @@ class Bookmark:
         epoch, count, *_ = self.now
         self.now = Position(epoch, count + samples, digest, state)
         if epoch >= begun.unused.epoch:
-            self.state = self.now
+            self._state = self.now
 
     def finished(self, begun: Pass) -> None:
         """Count the epoch as done."""
@@ -114,7 +129,11 @@ class Bookmark:
         if self.unused is begun.unused:  # else a state was loaded meanwhile, or an epoch set
             self.unused = Position(self.now.epoch + 1)
             self.next = Position(self.now.epoch) if self._bodies else self.unused
-        self.state = self.unused
+        self._state = self.unused
+
+    def left(self, begun: Pass) -> None:
+        """Take down that the loop over this pass was left."""
+        begun.is_left = self.unused is begun.unused  # else a state was loaded, or an epoch set
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the next pass in this epoch; the rest of one that was resumed stays its rest."""
@@ -125,13 +144,14 @@ class Bookmark:
     def go_to(self, start: Position) -> None:
         """Begin the next pass there."""
         self.next = self.unused = start
+        self._newest.is_left = False
         if not self._newest.is_running():
-            self.state = start
+            self._state = start
 
     def resume_at(self, start: Position) -> None:
         """Begin the next pass there; what came before it has been delivered."""
         self.go_to(start)
-        self.state = start
+        self._state = start
         if not self._newest.is_running():
             self.now = start
 

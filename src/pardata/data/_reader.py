@@ -20,7 +20,6 @@ _log = get_logger(__name__)
 
 # The indices of samples, and what each is seeded by: its index, or its position.
 Wanted: TypeAlias = tuple[Sequence[Any], Sequence[int]]
-States: TypeAlias = list[tuple[generators.Default, Any]]
 
 
 class Seeds(NamedTuple):
@@ -60,15 +59,29 @@ class Collation(NamedTuple):
     seeds: Seeds
     rank: int  # this process's, also if nothing is shared out
 
-    def batch_of(self, samples: Any, indices: Any, step: GlobalStep, microbatch: int) -> Any:
+    def batch_of(
+        self, samples: Any, indices: Any, step: GlobalStep, microbatch: int
+    ) -> tuple[Any, int]:
+        """Return the batch, and how many samples are None: a ``collate_fn`` leaves those out."""
         if self.collate_fn is None:
             try:
                 with on_cpu():
-                    return default_collate(samples)
+                    return default_collate(samples), 0
             except Exception as error:  # samples differ, or are of an unknown kind
                 raise self.failed(f"samples {indices} could not be collated", error) from error
         with self.seeds.around("collate_fn", step, microbatch):
-            return self.collate_fn(samples)
+            missing = sum(sample is None for sample in samples)
+            return self.called("collate_fn", self.collate_fn, samples, step), missing
+
+    def called(
+        self, user: str, function: Callable[[Any], Any], given: Any, step: GlobalStep
+    ) -> Any:
+        """Return ``function(given)``. A StopIteration in it is an error, not the epoch's end."""
+        try:
+            return function(given)
+        except StopIteration as error:
+            what = f"`{user}` failed in step {step.number} of epoch {step.epoch}"
+            raise self.failed(what, error) from error
 
     def failed(self, what: str, error: Exception) -> RuntimeError:
         """Return the error that says what could not be done, where, and what happened."""
@@ -90,9 +103,6 @@ class Reader(Dataset[Any]):
         # Shared, so that workers which are started anew for each epoch look only once.
         looks = seeds.reproducible and per_sample and collation.rank == 0
         self._looks_twice = torch.tensor(looks, device="cpu").share_memory_()
-        # At first it looks at each sample: which generators does the dataset draw from?
-        self._looks = seeds.reproducible
-        self._drawn_from: list[generators.Default] = []
         self._epoch = -1  # that the dataset was told
 
     def look_again(self) -> None:
@@ -104,7 +114,8 @@ class Reader(Dataset[Any]):
         """Return what is asked for."""
         step, asked, positions = request
         if step.epoch != self._epoch and hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(step.epoch)  # here too: a worker has a copy of its own
+            # Here too: a worker has a copy of its own.
+            self.collation.called("set_epoch", self.dataset.set_epoch, step.epoch, step)
         self._epoch = step.epoch
         if (read := self._read_whole) is not None:
             batches = [self._got(read, torch.as_tensor(each, device="cpu")) for each in asked]
@@ -114,58 +125,33 @@ class Reader(Dataset[Any]):
         indices = [as_list(each) for each in asked]
         wanted = zip(indices, positions or indices, strict=True)
         numbered = zip(step.numbers(), wanted, strict=False)
-        with (kept := self._seeds.around_reading()):
-            batches = [self._batch(step, *each, kept.states) for each in numbered]
-        self._looks = False
-        return Fetched(step, batches)
+        with self._seeds.around_reading():
+            found = [self._batch(step, *each) for each in numbered]
+        return Fetched(step, [batch for batch, _ in found], missing=[none for _, none in found])
 
-    def _batch(self, step: GlobalStep, microbatch: int, wanted: Wanted, states: States) -> Any:
-        """Return what ``collate_fn`` makes of the samples that are `wanted`."""
+    def _batch(self, step: GlobalStep, microbatch: int, wanted: Wanted) -> tuple[Any, int]:
+        """Return what ``collate_fn`` makes of the samples `wanted`, and how many are None."""
         indices, _ = wanted
         if self._by_items:
             with self._seeds.around("__getitems__", step, microbatch):
                 samples = self._got(self.dataset.__getitems__, indices)
             if not isinstance(samples, list) and self.collation.collate_fn is None:
-                return samples  # a whole batch: PyTorch's protocol has a list of samples
+                return samples, 0  # a whole batch: PyTorch's protocol has a list of samples
         else:
-            if microbatch > step.first and self.collation.collate_fn is not None:
-                states = generators.states_of(each for each, _ in states)  # it was seeded, to draw
-            samples = self._samples(step.epoch, wanted, states)
+            samples = self._samples(step.epoch, wanted)
         return self.collation.batch_of(samples, indices, step, microbatch)
 
-    def _samples(self, epoch: int, wanted: Wanted, states: States) -> list[Any]:
-        """Return samples, each read with the generators seeded for its place.
-
-        Only those that the dataset was seen drawing from are seeded, which saves most of the time.
-        If it has drawn from another, which is in one of these `states`, all is read again.
-        """
-        while True:
-            among = generators.default_generators() if self._looks else self._drawn_from
-            rest = [state for state in states if state[0] not in among]
-            try:
-                samples = self._read(epoch, wanted, among)
-            except RuntimeError:
-                if not (drawn := generators.moved(rest)):
-                    raise  # else it may come of numbers that nobody seeded
-            else:
-                if not (drawn := generators.moved(rest)):
-                    return samples
-            self._drawn_from += drawn
-
-    def _read(self, epoch: int, wanted: Wanted, among: Sequence[generators.Default]) -> list[Any]:
-        """Return samples, each read after these generators were seeded for its place."""
+    def _samples(self, epoch: int, wanted: Wanted) -> list[Any]:
+        """Return samples, each read with all default generators seeded for its place."""
         indices, places = wanted
-        seeds = mixed(mix(self._seeds.seed, epoch), places) if among else places
-        get, looks, samples = self.dataset.__getitem__, self._looks, []
+        seeded = generators.default_generators() if self._seeds.reproducible else ()
+        seeds = mixed(mix(self._seeds.seed, epoch), places) if seeded else places
+        get, samples = self.dataset.__getitem__, list[Any]()
         try:
             for index, seed in zip(indices, seeds, strict=True):
-                for generator in among:
+                for generator in seeded:
                     generator.seed(seed)
-                states = generators.states_of(among) if looks else []
                 samples.append(get(index))
-                if looks:
-                    drawn = generators.moved(states)
-                    self._drawn_from += [each for each in drawn if each not in self._drawn_from]
         except Exception as error:  # user code: whatever it raises
             raise self._unread(indices[len(samples)], error) from error
         return samples
@@ -194,9 +180,9 @@ class Reader(Dataset[Any]):
             "sizes differ: draw from the default generators, or pass reproducible=False"
         )
         # A user's objects may raise anything: this is advice, and must not end a run.
-        with (kept := generators.kept_generators()), suppress(Exception):
+        with generators.kept_generators(), suppress(Exception):
             wanted = first, positions[0] if positions else first
-            reads = (self._samples(step.epoch, wanted, kept.states) for _ in range(2))
+            reads = (self._samples(step.epoch, wanted) for _ in range(2))
             if len({*map(digest_of, reads)}) > 1:
                 _log.warning(text, first[0], type(self.dataset).__name__)
 

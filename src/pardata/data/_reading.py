@@ -20,7 +20,7 @@ _LOOP = "_worker_loop"  # PyTorch's: around it a forked worker has the calls of 
 
 # Where samples are read, the name of what says which: looked up when asked, so it takes no time.
 _READS: dict[CodeType, str] = {
-    Reader._read.__code__: "index",  # noqa: SLF001  # a public name would be for this alone
+    Reader._samples.__code__: "index",  # noqa: SLF001  # a public name would be for this alone
     Reader._got.__code__: "indices",  # noqa: SLF001  # a public name would be for this alone
     Stream._seeded.__code__: "number",  # noqa: SLF001  # a public name would be for this alone
 }

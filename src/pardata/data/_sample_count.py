@@ -98,12 +98,12 @@ def samples_of(batch: Any, read: int | None = None) -> int:
 
     Args:
         batch: of any kind.
-        read: how many samples were read for it; None looks among those that were delivered.
+        read: how many samples were read for it, unless it is among those that were delivered.
 
     Raises:
         TypeError: where no loader has read it, and it does not tell.
     """
-    if read is None and (known := delivered.get(batch)) is not None:
+    if (known := delivered.get(batch)) is not None:
         read = known.samples
     first = _first(batch)
     if read and isinstance(first, Tensor) and first.shape[:1] == (read,):
@@ -121,9 +121,9 @@ def samples_of(batch: Any, read: int | None = None) -> int:
     if shown not in (read, None) and not (is_list(batch) and len(batch) == read):
         text = (
             "%d samples were read for `batch`, but it looks like %d: it counts as %d. If its "
-            "collate_fn left samples out, pass `count`"
+            "collate_fn left samples out, pass `count`, or let the dataset return None for them"
         )
-        _log.warning(text, read, shown, read, ranks=[0], once=True)
+        _log.warning(text, read, shown, read, ranks="all", once=True)
     return read
 
 

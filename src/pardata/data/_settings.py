@@ -54,7 +54,7 @@ class Arguments:
 
     @property
     def trains(self) -> bool:
-        """Whether the order says that this is training."""
+        """Whether the order says that this may be training."""
         return bool(self.shuffle) or self.sampler is not None
 
 

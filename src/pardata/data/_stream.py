@@ -14,9 +14,10 @@ from pardata.data._plan import Fetched, GlobalStep, Plan, share
 from pardata.data._reader import Collation
 from pardata.seeds._generators import kept_generators, seed_generators
 from pardata.seeds._mix import mix
-from pardata.values._tree import digest_of
+from pardata.values._tree import digest_of, leaves
 
 _END = object()
+_HASHED = (torch.Tensor, str, bytes, int, float, complex, type(None))  # by `digest_of`
 
 
 class Stream(IterableDataset[Fetched]):
@@ -94,10 +95,18 @@ class Stream(IterableDataset[Fetched]):
         samples = self._seeded(epoch, rows, plan.rank, worker)
         steps, digest = count(worker, workers), ""
         for number, read in zip(steps, self._shares(samples, rows), strict=False):
-            digest = digest or digest_of([read[0], read[-1]])
+            digest = digest or self._beginning(read)
             # It knows only how many samples the whole step should have.
             step = GlobalStep(epoch, number, 0, len(read), plan.batch_size)
             yield self._fetched(step, [range(len(read))], read, digest)
+
+    def _beginning(self, read: list[Any]) -> str:
+        """Return a hash of the first samples. Objects have none: then it tells ranks apart."""
+        ends = [read[0], read[-1]]
+        has_hash = (
+            isinstance(leaf, _HASHED) or hasattr(leaf, "tobytes") for _, leaf in leaves(ends)
+        )
+        return digest_of(ends) + ("" if all(has_hash) else f" of rank {self.plan.rank}")
 
     def _shares(self, samples: Iterator[Any], rows: int) -> Iterator[list[Any]]:
         """Yield the samples by `rows`, and what is left of them, unless that is dropped."""
@@ -110,12 +119,13 @@ class Stream(IterableDataset[Fetched]):
     ) -> Fetched:
         # A copy, as the dataset may change its own; in a tuple, see `Position`.
         state = (deepcopy(self.dataset.state_dict()),) if self.keeps_place else None
-        first, batches = step.number * self.plan.batch_size, []
+        first, collated = step.number * self.plan.batch_size, []
         with self.collation.seeds.around_reading():
             for number, run in zip(step.numbers(), runs, strict=False):
                 samples, indices = [read[i] for i in run], [first + i for i in run]
-                batches.append(self.collation.batch_of(samples, indices, step, number))
-        return Fetched(step, batches, digest, state)
+                collated.append(self.collation.batch_of(samples, indices, step, number))
+        batches, missing = map(list, zip(*collated, strict=True))
+        return Fetched(step, batches, digest, state, missing)
 
     def _seeded(self, epoch: int, together: int, *reader: int, first: int = 0) -> Iterator[Any]:
         """Yield the samples, so many `together` under one seed, wherever and by whom they are read.

@@ -19,6 +19,8 @@ _NEXT = "the next step of an IterableDataset"
 class Streamed(Source):
     """The steps of a stream: they end when all ranks are at their end."""
 
+    _has_yielded = False  # in any epoch
+
     def steps(self, start: Position) -> Iterator[Fetched]:
         """Yield the steps after those delivered. Collective, at each step, if there are ranks."""
         stream: Stream = self.reader
@@ -36,8 +38,26 @@ class Streamed(Source):
         # One that resumes from its own state does not begin anew.
         before = None if state is not None else start.digest
         shared = self._together if self._ranks.size > 1 else self._alone
-        fetched = shared(fetched, before)
+        fetched = self._some(shared(fetched, before), start)
         return _after(fetched, again, batch_size) if again else fetched
+
+    def _some(self, steps: Iterator[Fetched], start: Position) -> Iterator[Fetched]:
+        """Yield the steps of an epoch.
+
+        Raises:
+            RuntimeError: there is none, on every rank, although an epoch before had some.
+        """
+        is_empty = not start.delivered
+        for current in steps:
+            is_empty, self._has_yielded = False, True
+            yield current
+        if is_empty and self._has_yielded:
+            kind = type(self.reader.dataset).__name__
+            raise RuntimeError(
+                f"`dataset` must yield its samples in each epoch, but {kind} yielded none in epoch "
+                f"{start.epoch}, after it had yielded some: let its __iter__ return a new iterator "
+                f"each time, and not one that is used up"
+            )
 
     def _alone(self, steps: Iterator[Fetched], before: str | None) -> Iterator[Fetched]:
         """Yield the steps of a rank that is alone, and compare the first with `before`."""
@@ -78,16 +98,23 @@ class Streamed(Source):
         """Compare how the stream begins with other ranks, and with how it did before. Collective.
 
         Raises:
-            RuntimeError: where a dataset that all ranks read whole is not the same on each.
+            RuntimeError: where a dataset that all ranks read whole is not the same on each, or a
+                sharded one is.
             ValueError: where it is read again, and yields something else.
         """
 
         def decide(facts: list[dict[str, Any]]) -> list[dict[str, Any]]:
             if self.reader.is_sharded:
+                if len(facts) > 1 and all(fact == facts[0] for fact in facts):
+                    raise RuntimeError(
+                        f"each rank must have samples of its own with sharded=True, but all "
+                        f"{len(facts)} begin with the same ones: split by world().rank too, and "
+                        f"not only by worker, or leave out sharded=True"
+                    )
                 return facts
             cure = (
                 "Let the dataset yield the same samples everywhere, drawing from the default "
-                "generators alone, or pass sharded=True if each rank and worker has its own."
+                "generators alone, or pass sharded=True if it splits them by rank and worker."
             )
             require_same("make_loader(IterableDataset)", facts, cure)
             return facts[:1]
@@ -116,8 +143,8 @@ def _alike(fetched: Iterator[Fetched], first: int) -> Iterator[Fetched]:
         if current.step.number != number or not follows:
             raise RuntimeError(
                 "every worker must read the same samples, but they differ: let the dataset not "
-                "look at get_worker_info(), and draw from the default generators alone, or pass "
-                "sharded=True if each rank and worker has its own"
+                "look at get_worker_info(), and draw from the default generators alone, or let it "
+                "split by rank too, and pass sharded=True"
             )
         digest, most = current.digest, current.step.samples
         yield current
@@ -152,7 +179,7 @@ def _ended_on(counts: list[int]) -> None:
     raise RuntimeError(
         f"every rank must read the same samples, but they ended on {ranks_text(shorter)} of "
         f"{len(counts)} before the others: let the dataset yield the same samples everywhere, "
-        f"drawing from the default generators alone, or pass sharded=True if each rank has its own"
+        f"drawing from the default generators alone, or pass sharded=True if it splits by rank"
     )
 
 

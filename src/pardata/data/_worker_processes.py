@@ -1,5 +1,6 @@
 """Workers as processes: they pass over signals that stop the run, and end with their rank."""
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -18,6 +19,7 @@ from torch.utils.data._utils import worker as torch_worker
 from pardata.collective._stop_signal import may_stop
 from pardata.data._reading import EACH, leave
 
+_PR_SET_PDEATHSIG = 1  # see prctl(2)
 _LAST = -200  # after finalizers that close the queues and remove the temporary folder
 
 
@@ -29,10 +31,10 @@ def started(
     They leave in `rows` what they do.
 
     A launcher sends its signal to all processes, and Python cannot tell who sent it. So a worker
-    passes over it, and ends when its rank ends. Only SIGKILL ends one that is stuck.
+    passes over it, and ends when its rank ends, whatever ended that.
     """
     numbers = [int(n) for n in signal.Signals if may_stop(n) and os.name != "nt"]
-    loader.worker_init_fn = partial(begin, init_fn, numbers, rows)
+    loader.worker_init_fn = partial(begin, init_fn, numbers, rows, end_with_this_process())
     if not numbers or not loader.num_workers:
         return iter(loader)
     method = (loader.multiprocessing_context or multiprocessing).get_start_method()
@@ -90,13 +92,36 @@ def awaited(steps: Any, frame: FrameType | None) -> tuple[int, int] | None:
     return worker, vars(steps)["_workers"][worker].pid
 
 
+def end_with_this_process() -> Callable[..., None]:
+    """Return what a child calls first, so that it ends with this process, whatever it does.
+
+    Linux kills it, also in C code, which no thread of Python's could end. It does so as soon as the
+    thread that forks ends. So a child of another thread than the main one, or of a fork server, is
+    left alone, and so is one on another system.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    return partial(_end_with, os.getpid() if is_main and sys.platform == "linux" else 0)
+
+
+def _end_with(parent: int, *_: object) -> None:
+    if os.getppid() == parent:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+        if os.getppid() != parent:  # it ended before
+            os._exit(1)
+
+
 def begin(
-    init_fn: Callable[[int], None] | None, numbers: list[int], rows: Any, worker: int
+    init_fn: Callable[[int], None] | None,
+    numbers: list[int],
+    rows: Any,
+    end_with_rank: Callable[[], None],
+    worker: int,
 ) -> None:
     """Begin a worker: it passes over these signals, and ends as soon as its rank has ended.
 
     There ``get_worker_info().dataset`` is the user's, and not our reader.
     """
+    end_with_rank()
     rank: Any = multiprocessing.parent_process()
     if os.getppid() != rank.pid:  # DataLoader would watch the fork server instead of the rank
         vars(torch_worker)["ManagerWatchdog"] = lambda: rank
@@ -117,4 +142,8 @@ def begin(
     info: Any = get_worker_info()
     object.__setattr__(info, "dataset", info.dataset.dataset)  # it lets nobody else set anything
     if init_fn is not None:
-        init_fn(worker)
+        try:
+            init_fn(worker)
+        except StopIteration as error:  # DataLoader would take it for the end
+            text = f"`worker_init_fn` failed in worker {worker}: StopIteration: {error}"
+            raise RuntimeError(text) from error

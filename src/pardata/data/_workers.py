@@ -86,10 +86,6 @@ class Source:
                 **self._options,
             )
 
-    def has_left(self, start: Position) -> bool:
-        """Whether a step is left; of a stream only reading tells. Collective as `steps` is."""
-        return self.requests is None or self.requests.start_at(start)
-
     def steps(self, start: Position) -> Iterator[Any]:
         """Yield the steps after those delivered. Collective where the order is a sampler's."""
         length, had = len(self.reader.dataset), self.requests.plan.length

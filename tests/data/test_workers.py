@@ -200,7 +200,12 @@ def test_a_worker_that_hangs_ends_when_its_rank_does_and_nothing_is_said(starts,
 
 @pytest.mark.parametrize(
     ("how", "workers", "starts"),
-    [("end", 0, "fork"), ("exit", 1, "fork"), ("error", 1, "spawn")],
+    [
+        ("end", 0, "fork"),
+        ("exit", 1, "fork"),
+        ("error", 1, "fork"),
+        pytest.param("error", 1, "spawn", marks=SOAK),
+    ],
 )
 def test_a_program_that_ends_in_the_middle_of_epochs_says_nothing(how, workers, starts, tmp_path):
     with started(tmp_path, ENDING, how, workers, starts) as (job, printed):

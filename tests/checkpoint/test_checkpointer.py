@@ -3,7 +3,7 @@
 import logging
 import random
 import shutil
-from collections import OrderedDict, UserDict
+from collections import Counter, OrderedDict, UserDict
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -385,6 +385,7 @@ VALUES = {
     "sparse": torch.eye(3).to_sparse(),
     "not_a_number": float("nan"),
     "ordered": OrderedDict(b=1, a=[]),
+    "counted": Counter(cat=2, dog=1),
     "trained": nn.Parameter(torch.ones(2)) * 2,
 }
 SHARED = torch.zeros(3)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from pardata.collective._hang import Watch
 from pardata.launch._allocator import keep_freed_memory
-from pardata.launch._leaving import remember, report_uncaught
+from pardata.launch._leaving import remember, report_uncaught, tell_at_the_end
 from pardata.launch._rendezvous import join, once_made
 from pardata.messages._call_site import call_site
 from pardata.messages._failure import leave_for_torchrun, one_line
@@ -52,11 +52,11 @@ def init(
     the group at the end. Without that the process leaves it when it exits normally. DataLoader
     workers and forked children get the single-process world and never touch the group.
 
-    With several processes, every rank logs an uncaught exception in one line, which says which rank
-    failed first. Ranks that wait for this one learn of it. Then the previous ``sys.excepthook``
-    runs, which is restored when the group ends. If that is Python's own, one rank prints a
-    traceback that several raise, without the frames of pardata. ``PARDATA_TRACEBACK=full`` prints
-    all of it on each.
+    With several processes, every rank logs an exception that nobody catches, or that leaves the
+    block of ``with init()``, in one line, which says which rank failed first. Ranks that wait for
+    this one learn of it. Of an uncaught one the previous ``sys.excepthook`` runs then, which is
+    restored when the group ends. If that is Python's own, one rank prints a traceback that several
+    raise, without the frames of pardata. ``PARDATA_TRACEBACK=full`` prints all of it on each.
 
     Args:
         backend: of ``torch.distributed``; ``cuda:nccl,cpu:gloo`` on a GPU and ``gloo`` on a CPU by
@@ -151,7 +151,7 @@ def _adopt(device: torch.device | str | None, timeout: timedelta | None) -> Join
         return socket.gethostname(), sends_numbers_apart(world_of().backend, world_of().device)
 
     hosts, apart = zip(*all_say(channel, "init", arrive, list), strict=True)
-    here = world_of(hosts)
+    here = replace(world_of(hosts), _at_the_end=tell_at_the_end)
     if here.device in visible_devices():
         torch.accelerator.set_device_index(here.device)
     if here.size > 1 and not all(apart):

@@ -31,7 +31,8 @@ _CPU = torch.device("cpu")
 class World(AbstractContextManager["World"]):
     """The processes of this run, seen from one of them. Returned by `init` and `world`.
 
-    As a context manager it leaves, at the end of the block, the group that `init` joined.
+    As a context manager it leaves, at the end of the block, the group that `init` joined. If an
+    exception leaves the block the other ranks are told of it, whoever catches it outside.
 
     Attributes:
         rank: number of this process, 0 to `size` - 1.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from pardata.collective._hang import Watch
 from pardata.launch._allocator import keep_freed_memory
 from pardata.launch._leaving import remember, report_uncaught, tell_at_the_end
-from pardata.launch._rendezvous import join, once_made
+from pardata.launch._rendezvous import join, once_made, with_fresh_part
 from pardata.messages._call_site import call_site
 from pardata.messages._failure import leave_for_torchrun, one_line
 from pardata.messages._turn import all_say
@@ -142,7 +142,7 @@ def _looked_after(ours: Joined, hang_after: timedelta | None) -> Callable[[], No
 
 
 def _adopt(device: torch.device | str | None, timeout: timedelta | None) -> Joined:
-    channel, counts = new_channel(timeout), None
+    channel, counts = with_fresh_part(new_channel(timeout)), None
 
     def world_of(hosts: Sequence[str] = ()) -> World:
         return existing_world(None if device is None else named_device(device), hosts)

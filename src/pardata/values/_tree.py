@@ -106,7 +106,7 @@ def _like(tree: Any, items: dict[Any, Any]) -> Any:
     if not isinstance(tree, (list, tuple)):
         if type(tree) is dict or not isinstance(tree, (dict, UserDict)):
             return items
-        other = copy(tree)
+        other: Any = copy(tree)
         if getattr(tree, "__dict__", None) is tree:  # its items are its attributes
             other.__dict__ = other
         for key, item in items.items():  # the `update` of a Counter adds, others refuse it

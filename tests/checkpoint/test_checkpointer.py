@@ -422,6 +422,24 @@ def test_values_come_back_as_they_were_saved(size, asynchronous, tmp_path):
         assert equal(found["sparse"], torch.eye(3))
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_relative_directory_is_that_of_the_beginning(asynchronous, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    checkpointer = Checkpointer("run", asynchronous=asynchronous)
+    writer, loader = MetricWriter("metrics"), cache_dataset([1.5, 2.5], "cache")
+    for step in (1, 2):
+        checkpointer.save(step, value=step)
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        writer.write(step, {"loss": 1})
+    writer.close()
+    checkpointer.wait()
+    assert checkpointer.restore().step == Checkpointer(tmp_path / "run").restore().step == 2
+    assert Checkpointer(tmp_path / "run").steps() == [1, 2]
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    assert loader[1] == 2.5
+
+
 class Unwilling:
     def __reduce_ex__(self, protocol):
         raise OSError

@@ -22,7 +22,16 @@ from pardata.ranks._backend import new_gloo_group, sends_numbers_apart, timeout_
 from pardata.ranks._device import hidden_devices, masks, named_device, visible_devices
 from pardata.ranks._launcher import Launch, detect
 from pardata.ranks._logger import get_logger
-from pardata.ranks._world import Joined, World, existing_world, is_child, joined, new_channel, world
+from pardata.ranks._world import (
+    Joined,
+    World,
+    current_world,
+    existing_world,
+    inherits,
+    is_child,
+    joined,
+    new_channel,
+)
 from pardata.values._arguments import checked_timeout
 
 _log = get_logger(__name__)
@@ -88,7 +97,7 @@ def init(
     try:
         patience = None if timeout is None else checked_timeout(timeout)
         hang_after = _checked_hang_after(hang_after)
-        here, before = world(), joined()
+        here, before = current_world(), joined()
         if here.backend is None and (is_child() or dist.group.WORLD is not None):
             return here  # there is a group, which a child, or who opted out, does not touch
         if before is not None:
@@ -161,8 +170,7 @@ def _adopt(device: torch.device | str | None, timeout: timedelta | None) -> Join
 
 
 def _refuse_inherited(launch: Launch) -> None:
-    pid, _, identity = os.environ.get("PARDATA_JOINED", "").partition(" ")
-    if launch.size > 1 and pid != str(os.getpid()) and identity == launch.identity:
+    if launch.size > 1 and (pid := inherits(launch)):
         raise RuntimeError(
             f"this process inherited the variables of rank {launch.rank}, which process {pid} has "
             f"joined as: start it with PARDATA_LAUNCHER=none to run alone, or with its own launcher"

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TextIO
+from weakref import finalize
 
 from torch import Tensor
 
@@ -55,6 +56,7 @@ class MetricWriter(AbstractContextManager["MetricWriter"]):
         if file.exists():
             _set_apart(file, after)
         self._file = file.open("a", encoding="utf-8")
+        finalize(self, self._file.close)  # else Python warns of a file that nobody closed
         self._board = _tensorboard(path, None if after is None else after + 1)
 
     def write(self, step: int, values: Mapping[str, float | Tensor]) -> None:

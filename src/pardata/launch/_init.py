@@ -61,11 +61,12 @@ def init(
     the group at the end. Without that the process leaves it when it exits normally. DataLoader
     workers and forked children get the single-process world and never touch the group.
 
-    With several processes, every rank logs an exception that nobody catches, or that leaves the
-    block of ``with init()``, in one line, which says which rank failed first. Ranks that wait for
-    this one learn of it. Of an uncaught one the previous ``sys.excepthook`` runs then, which is
-    restored when the group ends. If that is Python's own, one rank prints a traceback that several
-    raise, without the frames of pardata. ``PARDATA_TRACEBACK=full`` prints all of it on each.
+    With several processes, every rank logs an uncaught exception in one line, which says which rank
+    failed first. So it does for one that leaves the block of ``with init()``, and is caught outside
+    of it. Ranks that wait for this one learn of it. If nobody catches it the previous
+    ``sys.excepthook`` runs then, which is restored when the group ends. If that is Python's own,
+    one rank prints a traceback that several raise, without the frames of pardata.
+    ``PARDATA_TRACEBACK=full`` prints all of it on each.
 
     Args:
         backend: of ``torch.distributed``; ``cuda:nccl,cpu:gloo`` on a GPU and ``gloo`` on a CPU by

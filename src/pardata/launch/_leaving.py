@@ -69,7 +69,7 @@ def tell_at_the_end(error: BaseException | None) -> None:
     ours = joined()
     if error is None or ours is None or ours.world.size == 1 or is_child():
         return
-    with suppress(Exception):  # the exception goes on whatever happens here
+    with suppress(Exception):  # the exception is raised whatever happens here
         if isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code):
             _call_off(ours)
         else:

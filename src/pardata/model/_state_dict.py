@@ -120,7 +120,7 @@ def _once(plain: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     first = {module: path for path, module in plain.named_modules()}
     paths = {path: first[module] for path, module in plain.named_modules(remove_duplicate=False)}
     once: OrderedDict[str, Any] = OrderedDict()
-    once._metadata = state._metadata  # type: ignore[attr-defined]  # noqa: SLF001  # as above
+    once._metadata = state._metadata  # type: ignore[attr-defined]  # noqa: SLF001  # PyTorch's place
     for name, value in state.items():
         path, dot, last = name.rpartition(".")
         once[paths.get(path, path) + dot + last] = value

@@ -106,7 +106,7 @@ class Progress(Generic[T]):
                     drawn = now
                     self._draw(done, now - start)
         finally:
-            if not is_ending():  # of a loop that is open then nothing is drawn
+            if not is_ending():  # names of modules may be gone, and nobody watches the loop
                 self._draw(done, clock() - start)
                 if self._bar is not None:
                     self._bar.close()

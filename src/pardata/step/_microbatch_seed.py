@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from pardata.data._microbatches import Microbatches
-from pardata.ranks._world import current_world, is_alone
+from pardata.ranks._world import is_alone, world
 from pardata.seeds._mix import mix
 from pardata.seeds._run_seed import run_seed
 
@@ -23,7 +23,7 @@ def microbatch_seed(batch: Any, number: int = 0) -> int:
         return mix(_mixed(seed, batch.epoch) + batch.step, number, *again)
     run_seed.calls += 1
     seed = torch.default_generator.initial_seed() if run_seed.seed is None else run_seed.seed
-    rank = 0 if is_alone() else current_world().rank
+    rank = 0 if is_alone() else world().rank
     return _mixed(seed, rank) + run_seed.calls
 
 

@@ -12,7 +12,7 @@ from pardata.collective._agreement import agree, require_same
 from pardata.collective._header import Leaf, all_equal, hashes, numbers_of
 from pardata.collective._reduction import like, shape_text, split_like
 from pardata.ranks._device import has_streams, widest
-from pardata.ranks._world import current_world
+from pardata.ranks._world import world
 from pardata.step._count import positive
 from pardata.values._arguments import kind_of
 from pardata.values._tree import TreePath, in_brackets, mapped
@@ -87,7 +87,7 @@ class Tally:
         values = self.sums()
         self._rest = values[_ROOM:]
         rest = self.structure() if len(self._rest) else ""
-        if not values.is_cpu and _compared.get(layer) != rest and size == current_world().size:
+        if not values.is_cpu and _compared.get(layer) != rest and size == world().size:
             self.raise_of_structures()
             _compared[layer] = rest
         front = [self.count, *hashes(f"{self.step} {self.structure()}", size)]
@@ -166,9 +166,7 @@ class Tally:
 
     def structure(self) -> str:
         """Return a text that is the same on ranks which have the same metrics."""
-        return (
-            self._text or "" if self._error is None else f"refused on rank {current_world().rank}"
-        )
+        return self._text or "" if self._error is None else f"refused on rank {world().rank}"
 
     def raise_of_structures(self) -> None:
         """Raise on every rank, each having seen that not all have sent the same. Collective."""
@@ -182,12 +180,7 @@ class Tally:
             "Call `backward` for each step of one loader, and let `loss_fn` return the same "
             "structure, on every rank."
         )
-        agree(
-            current_world(),
-            "backward",
-            facts,
-            lambda of_ranks: require_same("backward", of_ranks, cure),
-        )
+        agree(world(), "backward", facts, lambda of_ranks: require_same("backward", of_ranks, cure))
 
 
 _UNLIKE = (

@@ -13,7 +13,7 @@ from pardata.collective._vote import Vote
 from pardata.data._microbatches import Microbatches
 from pardata.messages._failure import as_consequence
 from pardata.model._before import AsFound
-from pardata.ranks._world import current_world, way_of_counts
+from pardata.ranks._world import way_of_counts, world
 from pardata.seeds._generators import Kept, default_generators
 from pardata.seeds._mix import mix
 from pardata.seeds._run_seed import run_seed
@@ -64,7 +64,7 @@ class ExactStep(Step):
 
     def __init__(self, model: nn.Module, layer: Any, scaler: GradScaler | None, batch: Any) -> None:
         super().__init__(model, layer, scaler, batch)
-        self.size = current_world().size
+        self.size = world().size
         if not isinstance(batch, Microbatches):
             raise TypeError(
                 f"`batch` must be Microbatches under strategy 'exact', but is a "
@@ -119,7 +119,7 @@ class ExactStep(Step):
 
     def _ask(self, *, failed: bool) -> None:
         facts = self._key(), failed, zlib.crc32(self.tally.structure().encode()), self._first
-        self._vote = Vote(current_world(), "backward", facts)
+        self._vote = Vote(world(), "backward", facts)
 
     def _heard(self) -> _Answer:
         """Return what all have said."""
@@ -168,7 +168,7 @@ class ExactStep(Step):
     def _sent_apart(self, rows: Tensor, flags: list[bool]) -> tuple[list[bool], Tensor]:
         """Add up, and hear, what does not ride with the gradients. Collective."""
         self._sums.send_rest()
-        group, device = way_of_counts(current_world())
+        group, device = way_of_counts(world())
         of_any = torch.tensor(flags, dtype=torch.int32, device=device)
         sums = OrderedSum(self._exchange, rows)
         wait = started(of_any, group) if self.size > 1 else lambda: of_any

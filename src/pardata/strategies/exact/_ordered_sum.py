@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pardata.ranks._world import current_world
+from pardata.ranks._world import world
 from pardata.strategies.exact._fixed_tree import Stack, subtrees_of
 
 # The second is the name until torch 2.14, where it warns.
@@ -33,7 +33,7 @@ class Exchange:
     """
 
     def __init__(self, count: int, *, strided: bool = False) -> None:
-        here = current_world()
+        here = world()
         self.count, self.size = count, here.size
         subtrees = subtrees_of(count, here.size, strided=strided)
         self.spans = [span for spans in subtrees for span in spans]

@@ -168,14 +168,14 @@ def test_the_parent_of_a_runs_directory_begins_anew_and_the_log_names_that_direc
 
 @pytest.mark.parametrize(
     ("before", "new"),
-    [("seed-1", "seed-2"), ("run-a", "run-b"), ("20260101-1200", "20260102-1300"),
-     ("lr0.1", "lr0.01"), ("resnet18", "resnet50"), ("exact", "ddp"), ("first", "away/frist")],
+    [("seed-1", "seed-2"), ("adam", "adamw"), ("with_aug", "without_aug"), ("fp16", "bf16"),
+     ("baseline", "baseline_ema"), ("mixup", "nomixup"), ("first", "frist")],
 )  # fmt: skip
-def test_a_new_run_beside_others_is_no_mistake(before, new, saved, tmp_path):
+def test_a_new_run_beside_others_begins_whatever_their_names(before, new, saved, tmp_path):
     shutil.copytree(saved, tmp_path / before)
-    assert not Checkpointer(tmp_path / new).restore()
-    (tmp_path / f"{before}s").mkdir()  # made on purpose
-    assert not Checkpointer(tmp_path / f"{before}s").restore()
+    with log_of("pardata", logging.INFO) as log:
+        assert not Checkpointer(tmp_path / new).restore()
+    assert log.lines == [f"there is no checkpoint in {tmp_path / new}: the run starts from step 0"]
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -198,16 +198,20 @@ def restore_steps(directory, *steps):
 
 def restore_where_rank_0_alone_sees(directory):
     os.chdir(directory / "elsewhere" if world().rank else directory)
-    return Checkpointer("run").restore()
+    return [caught(Checkpointer(f"{place}run").restore) for place in ("/proc/self/cwd/", "")]
 
 
 def test_ranks_must_see_the_same_disk(saved, tmp_path):
     shutil.copytree(saved, tmp_path / "run")
     (tmp_path / "elsewhere").mkdir()
-    for outcome in run_caught(restore_where_rank_0_alone_sees, tmp_path, world_size=3):
-        text = "RuntimeError: every rank must see the checkpoints, but run/attempt-0001-step-0"
-        assert str(outcome).startswith(text)
-        assert "is not there for ranks 1, 2: save to a disk that all nodes share" in outcome.text
+    found = run_caught(restore_where_rank_0_alone_sees, tmp_path, world_size=3)
+    for unseen, relative in found:
+        place = "/proc/self/cwd/run/attempt-0001-step-0"
+        text = f"RuntimeError: every rank must see the checkpoints, but {place}"
+        assert str(unseen).startswith(text)
+        assert "is not there for ranks 1, 2: save to a disk that all nodes share" in unseen.text
+        assert "the same to `Checkpointer.restore`, but `directory` differs:\n" in relative.text
+        assert f"directory='{tmp_path}/elsewhere/run'" in relative.text
 
 
 # --- made up by somebody who means harm

@@ -3,7 +3,7 @@
 import logging
 import random
 import shutil
-from collections import OrderedDict, UserDict
+from collections import Counter, OrderedDict, UserDict
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -385,6 +385,7 @@ VALUES = {
     "sparse": torch.eye(3).to_sparse(),
     "not_a_number": float("nan"),
     "ordered": OrderedDict(b=1, a=[]),
+    "counted": Counter(cat=2, dog=1),
     "trained": nn.Parameter(torch.ones(2)) * 2,
 }
 SHARED = torch.zeros(3)
@@ -419,6 +420,24 @@ def test_values_come_back_as_they_were_saved(size, asynchronous, tmp_path):
         for name in VALUES.keys() - {"sparse", "not_a_number"}:
             assert equal(found[name], VALUES[name]), name
         assert equal(found["sparse"], torch.eye(3))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_relative_directory_is_that_of_the_beginning(asynchronous, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    checkpointer = Checkpointer("run", asynchronous=asynchronous)
+    writer, loader = MetricWriter("metrics"), cache_dataset([1.5, 2.5], "cache")
+    for step in (1, 2):
+        checkpointer.save(step, value=step)
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        writer.write(step, {"loss": 1})
+    writer.close()
+    checkpointer.wait()
+    assert checkpointer.restore().step == Checkpointer(tmp_path / "run").restore().step == 2
+    assert Checkpointer(tmp_path / "run").steps() == [1, 2]
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    assert loader[1] == 2.5
 
 
 class Unwilling:

@@ -1,6 +1,7 @@
 """What one rank does for all, and waiting for each other."""
 
 import gc
+import json
 import os
 import re
 import time
@@ -259,6 +260,54 @@ def test_one_process_gets_the_result_itself_pickled_or_not():
     assert callable(rank_zero_call(lambda: lambda: None))
     with pytest.raises(ValueError, match="the file is truncated"):
         rank_zero_call(raise_it, "ValueError")
+
+
+LARGE = 9 * 2**20  # more than the store takes at once
+
+
+def fail_largely():
+    raise ValueError("é" * LARGE)
+
+
+def parse_what_is_large():
+    json.loads(f"[{'1,' * (LARGE // 2)}x]")
+
+
+def return_and_raise_what_is_large():
+    began = time.monotonic()
+    found = rank_zero_call(lambda: (b"0" * LARGE, [f"{n:012d}" for n in range(100_000)]))
+    raised = [caught(rank_zero_call, fail) for fail in (fail_largely, parse_what_is_large)]
+    raised.append(caught(fail_in_a_block))
+    raised.append(caught(agree, world(), "here", fail_largely))
+    raised.append(caught(agree, world(), "here", lambda: "x" * LARGE))
+    with patch("pardata.collective._rank_zero._MOST", LARGE):
+        raised.append(caught(rank_zero_call, lambda: b"0" * LARGE))
+    barrier("afterwards")
+    assert time.monotonic() - began < 30
+    texts = [(each.type, len(each.text), each.text[:100]) for each in raised]
+    return (len(found[0]), len(found[1]), found[1][-1]), texts
+
+
+def fail_in_a_block():
+    with rank_zero_first():
+        fail_largely()
+
+
+def test_a_large_result_comes_whole_and_a_large_exception_as_its_text():
+    own = ["ValueError", "JSONDecodeError", "ValueError"]
+    for rank, (result, raised) in enumerate(run(return_and_raise_what_is_large, world_size=2)):
+        assert result == (LARGE, 100_000, "000000099999")
+        kinds, lengths, texts = zip(*raised, strict=True)
+        assert kinds == (*(["RuntimeError"] * 3 if rank else own), *["ValueError"] * 3)
+        assert lengths[3] == LARGE
+        assert all(length < 70_000 for length in lengths[: 3 * rank])
+        of_rank_0 = [text.removeprefix("rank 0 failed in `rank_zero_call`: ") for text in texts]
+        assert of_rank_0[0].startswith("ValueError: ééé" if rank else "ééé")
+        assert "Expecting value: line 1 column 9437186" in of_rank_0[1]
+        assert texts[4].startswith("what ranks compare in `here` must be at most 4 MiB, but is 9.0")
+        assert texts[5].startswith(
+            "what `rank_zero_call` returns must be at most 9 MiB, but is 9.0"
+        )
 
 
 class TwoArguments:

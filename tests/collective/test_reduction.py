@@ -2,8 +2,10 @@
 
 import math
 import re
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, UserDict, defaultdict
+from collections.abc import MutableMapping
 from fractions import Fraction
+from functools import partial
 from threading import Lock
 from typing import NamedTuple
 from unittest.mock import patch
@@ -277,6 +279,86 @@ def test_a_result_has_the_types_of_the_value():
 
     found = all_reduce_mean(tree(True, torch.Size([1, 2]), np.array(0.5)))
     assert repr(found) == repr(tree(1.0, (1.0, 2.0), 0.5))
+
+
+class Meter(MutableMapping):
+    """A mapping of a user's own: it holds a dict, and iterates over rows, as a TensorDict does."""
+
+    def __init__(self, items):
+        self._items = dict(items)
+
+    def keys(self):
+        return self._items.keys()
+
+    def __iter__(self):
+        return iter(range(len(self._items)))
+
+    def __getitem__(self, key):
+        return self._items[key]
+
+    def __setitem__(self, key, item):
+        self._items[key] = item
+
+    def __delitem__(self, key):
+        del self._items[key]
+
+    def __len__(self):
+        return len(self._items)
+
+
+class Outputs(OrderedDict):
+    """As transformers' ``ModelOutput``: its items are attributes too, and it has no ``update``."""
+
+    def __setitem__(self, key, item):
+        super().__setitem__(key, item)
+        super().__setattr__(key, item)
+
+    def update(self, *_, **__):
+        raise RuntimeError("You cannot use `update` on an Outputs instance.")
+
+
+class Attributes(dict):
+    """Its items are its attributes."""
+
+    def __init__(self, items):
+        super().__init__(items)
+        self.__dict__ = self
+
+
+KEEP_THEIR_TYPE = (Counter, OrderedDict, UserDict, Outputs, Attributes)
+
+
+def _of_mappings():
+    rank = world().rank
+    own = {"cat": rank + 1.0, "dog": 2.0}
+    found = []
+    for kind in (*KEEP_THEIR_TYPE, partial(defaultdict, float), Meter):
+        value = Outputs() if kind is Outputs else kind(own)
+        if kind is Outputs:
+            value["cat"], value["dog"] = own["cat"], own["dog"]
+        calls = (all_reduce_sum, all_reduce_mean, all_gather, broadcast, all_reduce_sum)
+        results = [call({"of": value}) for call in calls]
+        assert {key: value[key] for key in value.keys()} == own  # noqa: SIM118  # rows, else
+        if hasattr(value, "cat"):
+            total = results[0]["of"]
+            assert (value.cat, total.cat, total.dog) == (own["cat"], total["cat"], total["dog"])
+        types = [type(found["of"]) for found in (*results[:2], *results[2])]
+        plain = [
+            [dict(one["of"]) for one in results[2]],
+            *(dict(results[i]["of"]) for i in (0, 1, 3, 4)),
+        ]
+        found.append((types, plain))
+    return found
+
+
+def test_every_kind_of_mapping_comes_back_with_the_right_values_and_is_not_changed():
+    for found in run(_of_mappings, world_size=2):
+        kinds = [*KEEP_THEIR_TYPE, defaultdict, dict]
+        assert [types for types, _ in found] == [[kind] * 4 for kind in kinds]
+        first, total = {"cat": 1, "dog": 2}, {"cat": 3, "dog": 4}
+        gathered = [first, {"cat": 2, "dog": 2}]
+        plain = [gathered, total, {"cat": 1.5, "dog": 2}, first, total]
+        assert all(values == plain for _, values in found)
 
 
 # --- how many collectives ---

@@ -11,6 +11,7 @@ import time
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -98,6 +99,64 @@ def test_the_state_of_a_process_is_seen():
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert state_of(process.pid) == "is gone"  # and not asked after
     assert state_of(process.pid) == "is gone"
+
+
+# --- goes on, whatever fails
+
+
+class Raising(logging.Handler):
+    """Keeps what a rank tells, and raises on the first."""
+
+    def __init__(self, folder, error):
+        super().__init__()
+        self.told, self.folder, self.error = [], folder, error
+
+    def emit(self, record):
+        text = record.getMessage()
+        self.told.append(text)
+        (self.folder / str(len([one for one in self.told if " waits for " in one]))).touch()
+        if len(self.told) == 1:
+            raise self.error("of a handler")
+
+
+def hang_twice(folder, error):
+    """Wait twice, in a file whose path is no text, for a rank that comes when it was told."""
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / "error.json")
+    here = pardata.init(hang_after=0.3)
+    handler = Raising(folder, error)
+    logging.getLogger("pardata.collective").addHandler(handler)
+    wait = compile("barrier()", "/path\udce9/train.py", "exec")
+    for number in (1, 2):
+        while here.rank == 1 and not (folder / str(number)).exists():
+            time.sleep(0.05)
+        exec(wait, {"barrier": pardata.barrier})
+    return handler.told
+
+
+@pytest.mark.parametrize("error", [OSError, RuntimeError])
+def test_neither_a_path_that_is_no_text_nor_an_error_of_a_handler_ends_it(error, tmp_path):
+    told, _ = launched(hang_twice, tmp_path, error, size=2, patience=60)
+    tables = [text for text in told if text.startswith("[0/2] rank 0 waits for rank 1, ")]
+    assert len(tables) == 2
+    for number, text in enumerate(tables, 1):
+        assert "rank 0 waits in barrier() at /path\udce9/train.py:1" in text
+        written = (tmp_path / f"hang-{number}.txt").read_text()
+        assert r"rank 0 waits in barrier() at /path\udce9/train.py:1" in written
+
+
+def look_badly():
+    pardata.init(hang_after=0.3)
+    with patch.object(Hang, "tell", side_effect=OSError("of a look")), log_of() as log:
+        if pardata.world().rank:
+            time.sleep(1.5)
+        pardata.barrier()
+        return log.lines, watches()
+
+
+def test_an_error_of_its_own_is_logged_once_and_does_not_end_it():
+    for rank, (told, number) in enumerate(launched(look_badly, size=2)):
+        text = f"[{rank}/2] a look for hangs failed: OSError: of a look"
+        assert (told, number) == ([text], 1)
 
 
 # --- as long as its group

@@ -20,13 +20,16 @@ from logged import kept
 from on_ranks import caught, run
 from pretended import accelerators
 
-from pardata import all_reduce_sum, barrier, init, world
+from pardata import all_reduce_sum, barrier, init, rank_zero_call, world
 from pardata.launch import _init
 from pardata.launch._address import _opened_stores, not_met, run_of
 from pardata.launch._rendezvous import own_device
+from pardata.messages._store import append
+from pardata.messages._turn import call_off
 from pardata.ranks._device import hidden_devices
 from pardata.ranks._launcher import Launch
 from pardata.ranks._logger import said
+from pardata.ranks._world import new_channel
 
 SOON = timedelta(seconds=4)  # a busy machine takes more than one to connect
 
@@ -301,7 +304,7 @@ def test_ranks_that_never_come_are_named_on_every_rank_that_did(variables, size,
             assert raised is None
         else:
             assert raised.type == "TimeoutError"
-            assert raised.text == str(not_met(absent, launch(0, size), SOON))
+            assert raised.text == str(not_met(absent, size, SOON))
             assert raised.seconds < 15
 
 
@@ -353,6 +356,23 @@ def test_after_leaving_the_address_is_free_for_a_group_of_the_users_own():
         use_the_address_after_leaving, size=2, variables=slurm_variables, MASTER_ADDR="localhost"
     )
     assert outcomes == [(2.0, "existing")] * 2
+
+
+def adopt_after_an_attempt_that_failed():
+    rank, store = dist.get_rank(), new_channel(None)
+    for _ in range(rank):  # it was a call ahead of rank 0
+        caught(barrier, "", 0.1)
+    call_off(store, f"rank {rank} of 2 failed first: ValueError: of the attempt before")
+    append(store.store, "failures", "of the attempt before")
+    dist.barrier()
+    with init(timeout=timedelta(seconds=20)) as here:
+        barrier("start")
+        return here.launcher, all_reduce_sum(1), rank_zero_call(str, 7)
+
+
+def test_a_group_that_is_adopted_after_a_restart_hears_nothing_of_the_attempt_before():
+    found = run(adopt_after_an_attempt_that_failed, world_size=2, fresh=True)
+    assert found == [("existing", 2, "7")] * 2
 
 
 # --- nobody is on the way alone

@@ -44,3 +44,43 @@ def test_who_waits_for_a_rank_that_has_ended_well_is_told_at_once(
     for rank in {0, 1, 2} - {bad}:
         assert f"`{call}`" in texts[rank]
         assert f"rank {bad} of 3 has left the group: see where its script ends" in texts[rank]
+
+
+CAUGHT = """
+import logging, sys, torch, pardata
+
+logging.basicConfig(format="%(message)s")
+how = sys.argv[1]
+if how == "adopted":
+    torch.distributed.init_process_group("gloo")
+try:
+    with pardata.init(timeout=100) as here:
+        pardata.barrier("all are there")
+        if here.rank == 1:
+            raise ValueError("boom")
+        pardata.barrier("end") if here.rank else pardata.all_reduce_mean(1.0)
+except BaseException as error:
+    print("caught", type(error).__name__)
+    if how == "another":
+        raise RuntimeError("the run has failed") from error
+    sys.exit(int(how == "exit"))
+"""
+
+
+@pytest.mark.parametrize("how", ["made", "adopted", "another", "exit"])
+def test_an_exception_that_is_caught_outside_of_the_block_is_told_at_once(how, programs, tmp_path):
+    with contextlib.ExitStack() as stack:
+        port, began, ranks = stack.enter_context(agent()), time.monotonic(), []
+        for rank in range(3):
+            env = torchrun_variables(rank, 3, port)
+            ranks.append(programs.start(CAUGHT, how, output=tmp_path / str(rank), **env))
+        codes = [each.wait(60) for each in ranks]
+    texts = [(tmp_path / str(rank)).read_text() for rank in range(3)]
+    assert codes == [int(how in ("another", "exit"))] * 3, texts
+    assert time.monotonic() < began + 50  # half of the timeout
+    for rank, text in enumerate(texts):
+        first = "failed because rank 1 failed first: ValueError: boom (train.py:12)"
+        assert f"[{rank}/3] {first if rank != 1 else 'failed: ValueError: boom'}" in text
+        assert ("caught RuntimeError" in text) == (rank != 1)
+        said = [line for line in text.splitlines() if line.startswith(f"[{rank}/3] failed")]
+        assert len(said) == 1 + (how == "another"), text

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from on_ranks import caught
 from ranks_zoo import seat, together
 
+from pardata.messages import _store, _verdict
 from pardata.messages._store import Channel
 from pardata.messages._turn import Turn, all_say, call_off
 
@@ -114,11 +115,15 @@ def test_a_turn_takes_so_many_requests_of_a_rank_however_many_there_are(size):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_hundred_turns_leave_no_more_in_the_store_than_two(line, size):
+def test_a_hundred_turns_leave_no_more_in_the_store_than_two(line, size, monkeypatch):
+    for module in (_store, _verdict):  # so that the longer ones go in parts
+        monkeypatch.setattr(module, "PART", 500 if size > 1 else 10**6)
+
     def many(rank, times):
-        for _ in range(times):
-            led(line, rank, size, "rank_zero_first")
-            say(line, rank, size, value="x" * 100)
+        for length in (1, 1200) * (times // 2):
+            assert led(line, rank, size, "rank_zero_call", value="x" * length) == "x" * length
+            told = say(line, rank, size, value="y" * 100, decide=lambda texts: texts * 9)
+            assert told == ["y" * 100] * size * 9
 
     together(lambda rank: many(rank, 2), size)
     after_two = line.store.num_keys()

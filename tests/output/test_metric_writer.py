@@ -65,21 +65,58 @@ def test_a_write_after_close_is_an_error_and_a_second_close_is_not(tmp_path):
         writer.write(1, {"x": 1})
 
 
+HALF = '{"step": 1, "x": 0.'  # its run was killed here
+
+
 @pytest.mark.parametrize(
-    ("after", "left"), [(None, [1, 2, 2, 5]), (5, [1, 2, 2, 5]), (2, [1, 2, 2]), (0, [])]
+    ("after", "left", "moved"),
+    [(None, [1, 2, 2, 5], []), (5, [1, 2, 2, 5], []), (2, [1, 2, 2], [5]), (0, [], [1, 2, 2, 5])],
 )
-def test_a_run_that_goes_on_after_a_step_leaves_no_line_of_later_ones_twice(after, left, tmp_path):
+@pytest.mark.usefixtures("_no_tensorboard")
+def test_lines_of_later_steps_are_moved_to_another_file(after, left, moved, tmp_path, caplog):
     directory = tmp_path / "runs" / "ä 1"  # made by the first
     for step in (1, 2, 2, 5):
-        with MetricWriter(directory, after=0 if step == 1 else None) as writer:
+        with MetricWriter(directory) as writer:
             writer.write(step, {"x": step})
-    if after is not None:
-        with (directory / "metrics.jsonl").open("a") as file:
-            file.write('{"step": 1, "x": 0.')  # it was killed here
-    with MetricWriter(str(directory), after=after) as writer:
+    with (directory / "metrics.jsonl").open("a") as file:
+        file.write(HALF)
+    with (
+        caplog.at_level(logging.INFO, logger="pardata.output"),
+        MetricWriter(str(directory), after=after) as writer,
+    ):
         writer.write(3, {"x": 7})
     assert [line["step"] for line in lines(directory)] == [*left, 3]
     assert lines(directory)[-1] == {"step": 3, "x": 7}
+    *later, half = (directory / "metrics.removed.jsonl").read_text().splitlines()
+    assert ([json.loads(line)["step"] for line in later], half) == (moved, HALF)
+    said = [(each.levelname, each.getMessage()) for each in caplog.records[-2:]]
+    why = "cut off" if after is None else f"of steps after {after}, or cut off"
+    text = (
+        f"moved {len(moved) + 1} of 5 lines of {directory}/metrics.jsonl to metrics.removed.jsonl: "
+        f"they are {why}"
+    )
+    assert ("INFO" if left else "WARNING", text) in said
+    assert MetricWriter(directory, after=5).close() is None  # nothing to move any more
+    assert len((directory / "metrics.removed.jsonl").read_text().splitlines()) == len(moved) + 1
+
+
+OTHERS = ['{"epoch": 1}', "[1]", '"text"', '{"step": "x"}', "null"]
+
+
+@pytest.mark.parametrize("after", [None, 0])
+def test_lines_of_other_programs_stay_and_a_last_line_gets_its_end(after, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("\n".join(OTHERS))
+    with MetricWriter(tmp_path, after=after) as writer:
+        writer.write(1, {})
+    written = (tmp_path / "metrics.jsonl").read_text()
+    assert written == "\n".join([*OTHERS, '{"step": 1}\n'])
+    assert not (tmp_path / "metrics.removed.jsonl").exists()
+
+
+def test_without_a_step_only_a_last_line_is_moved(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("# mine\n{}\n{")
+    MetricWriter(tmp_path).close()
+    assert (tmp_path / "metrics.jsonl").read_text() == "# mine\n{}\n"
 
 
 def test_it_does_not_write_through_a_link(tmp_path):

@@ -104,7 +104,6 @@ def save_in_turn():
 LABELS = {
     "saving where another run has begun to save": "save_in_turn()",
     "restoring from a checkpoint's own folder": "restore_in('first/attempt-0001-step-000000001')",
-    "restoring from `frist` where `first` has checkpoints": "restore_in('frist')",
     "restoring where the only checkpoint is truncated": "spoil(truncate)",
     "restoring where the only checkpoint was exchanged for code": "spoil(exchange_for_code)",
     "`export` where nothing was saved": "export({})",

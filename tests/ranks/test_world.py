@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from launched import launched, reserved_port, slurm_variables, torchrun_variables
-from on_ranks import caught, run_caught
+from logged import log_of
+from on_ranks import caught, run, run_caught
 from pretended import accelerators
 from torch import nn
 from torch.distributed import distributed_c10d
@@ -22,7 +23,8 @@ from torch.utils.data import TensorDataset
 import pardata
 from pardata import World, all_reduce_sum, barrier, init, rank_zero_first, world
 from pardata.ranks._backend import timeout_of
-from pardata.ranks._world import joined, way_of_counts
+from pardata.ranks._launcher import Launch
+from pardata.ranks._world import Process, joined, way_of_counts
 
 SIZES = [1, 2, 3, 4]
 LAUNCHERS = [torchrun_variables, slurm_variables]
@@ -444,6 +446,54 @@ def test_under_a_launcher_what_needs_the_group_raises_without_init(name, launche
 def test_under_a_launcher_what_needs_no_group_works_without_init(name, launched_without_init):
     NEED_NONE[name]()
     assert not dist.is_initialized()
+
+
+def asked(**variables):
+    """Return what is logged where the world is asked for twice, as the first of two ranks."""
+    with pytest.MonkeyPatch.context() as patched, log_of() as log:
+        for name, value in (torchrun_variables(0, 2, 29511) | variables).items():
+            patched.setenv(name, value)
+        patched.setattr("pardata.ranks._world.process", Process())
+        assert (world().size, world().rank) == (1, 0)
+        return log.lines
+
+
+def test_under_a_launcher_world_warns_once_before_init():
+    (line,) = asked()
+    assert line.startswith(
+        "[0/2] `world()` was called without a group, so this process is rank 0 of 1: torchrun "
+        "started 2 processes, and each gets this answer; call `pardata.init()` first, or set "
+        "PARDATA_LAUNCHER=none to run as a single process ("
+    )
+    assert re.search(r"test_world\.py:\d+\)$", line)
+    joined_by_a_parent = f"1 {Launch('torchrun', 0, 2, 0, 2, 0, 1, '127.0.0.1', 29511).identity}"
+    for quiet in (
+        {"PARDATA_LAUNCHER": "none"},
+        {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
+        {"RANK": "none"},  # for which `init` raises
+        {"PARDATA_JOINED": joined_by_a_parent},
+        {"RANK": "1"},  # rank 0 says it
+    ):
+        assert asked(**quiet) == []
+    with patch("pardata.ranks._world.get_worker_info", object):
+        assert asked() == []
+
+
+def ask_with_a_group():
+    with log_of() as log:
+        sizes = world().size, init().size
+        pid = os.fork()
+        if not pid:
+            os._exit(world().size + len(log.lines))
+        return sizes, world().size, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), log.lines
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of fork
+def test_with_a_group_and_in_a_child_world_does_not_warn():
+    variables = torchrun_variables(0, 2, 29511)
+    found = run(ask_with_a_group, world_size=2, env=variables)
+    assert [one[:3] for one in found] == [((2, 2), 2, 1)] * 2
+    assert not any("world()" in line for one in found for line in one[3])
 
 
 @pytest.mark.parametrize("name", NEED_A_GROUP)

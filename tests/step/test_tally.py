@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+from collections import Counter
 from functools import partial
 from unittest.mock import patch
 
@@ -47,6 +48,7 @@ def with_metrics(model, batch):
         "rows": len(inputs),
         "parts": [inputs.mean(), (inputs.mean(dim=0).float(), inputs[0, 0] > 9)],
         "many": inputs.mean() * torch.arange(100.0),
+        "counted": Counter(rows=len(inputs)),
     }
     return F.mse_loss(output, targets), metrics
 
@@ -64,7 +66,8 @@ def metrics_of(strategy):
         wanted, gradient = truth_of(inputs, targets)
         assert off(gradients(model), gradient) < CLOSE
         assert loss.item() == pytest.approx(wanted, rel=CLOSE)
-        assert list(metrics) == ["rows", "parts", "many"]
+        assert list(metrics) == ["rows", "parts", "many", "counted"]
+        assert metrics["counted"] == {"rows": metrics["rows"]}
         assert metrics["rows"] == pytest.approx(sum(n * n for n in sizes) / sum(sizes))
         mean, (columns, flag) = metrics["parts"]
         torch.testing.assert_close(mean, inputs.mean(), rtol=CLOSE, atol=1e-14)

@@ -12,11 +12,18 @@ import torch
 import torch.distributed as dist
 from model_zoo import Net, wrapped_as
 from on_ranks import caught, run, run_caught
-from sharding import TOGETHER, needs_fsdp
+from sharding import EXACT_FSDP, FSDP_ON_CPU, TOGETHER, needs_fsdp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pardata import check_in_sync, fingerprint, load_weights, unwrap, wrap_model
+from pardata import (
+    Checkpointer,
+    check_in_sync,
+    fingerprint,
+    load_weights,
+    unwrap,
+    wrap_model,
+)
 
 PREFIXES = ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."]
 NO_ASSIGN = "`assign` must be False for a wrapped model: assign to the module before wrapping it"
@@ -190,6 +197,42 @@ def _misshapen_on_rank_0():
     if dist.get_rank() == 0:
         state["last.weight"] = torch.ones(9)
     load_weights(model, state)
+
+
+class TwoNames(nn.Module):
+    """Has a module under several names, as T5 and BART, and a tied parameter."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.shared = nn.Embedding(8, 4)
+        self.stacks = nn.ModuleDict({"encoder": self.shared, "decoder": self.shared})
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 8)
+        self.head.weight = self.shared.weight
+
+
+def load_under_two_names(strategies, folder):
+    Checkpointer(folder).save(1, model=wrap_model(TwoNames(1), "ddp"))
+    state, found = TwoNames(1).state_dict(), []
+    later = {name: value for name, value in state.items() if not name.startswith("shared.")}
+    for strategy, options in strategies:
+        for given, strict in ((state, True), (later, False), (None, True)):
+            model = wrap_model(TwoNames(2), strategy, **options)
+            if given is None:
+                Checkpointer(folder).restore(model=model)
+            else:
+                load_weights(model, given, strict=strict)
+            found.append(fingerprint(model) == fingerprint(TwoNames(1)))
+    return found
+
+
+def test_a_module_that_has_several_names_loads_under_every_strategy(tmp_path):
+    strategies = [("ddp", {}), ("exact", {})]
+    strategies += [("fsdp", {}), ("fsdp", {"blocks": nn.LayerNorm})] * FSDP_ON_CPU
+    strategies += [("exact_fsdp", {"blocks": nn.LayerNorm})] * EXACT_FSDP
+    found = run(load_under_two_names, strategies, tmp_path, world_size=2)
+    assert found == [[True] * 3 * len(strategies)] * 2
 
 
 def kept_objects(strategy):

@@ -44,7 +44,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
     at its end for an asynchronous save.
 
     Args:
-        directory: a folder on a disk that all nodes share. The first `save` makes it.
+        directory: a folder on a disk that all nodes share. The first `save` makes it. A relative
+            path is one below the working directory of now.
         keep: how many of the newest to keep. An older one goes once a newer one is complete.
         keep_every: also keep those of steps that are multiples of this.
         keep_best: also keep the one checkpoint with the highest value of this name. Give each
@@ -83,7 +84,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self._directory = checked_path("directory", directory)
         self._asynchronous = asynchronous
         # What must be the same on all ranks, else they would write to different places.
-        self._options = {"directory": str(directory), "asynchronous": asynchronous, **kept}
+        self._options = {"directory": str(self._directory), "asynchronous": asynchronous, **kept}
         self._folder = Folder(self._directory, self._retention)
         self._background: Background | None = None
         self._group: Any = None  # the group of messages in the background

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from difflib import get_close_matches
 from math import isnan
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,8 +12,6 @@ from pardata.ranks._logger import get_logger
 from pardata.values._arguments import check_integer
 
 _log = get_logger(__name__)
-
-_ALIKE = 0.8  # difflib's ratio, up to 1: one of five letters is another one
 
 
 class Name(NamedTuple):
@@ -67,38 +64,20 @@ def candidates(directory: Path, at: int | None) -> list[Name]:
 
 
 def _check_directory(directory: Path) -> None:
-    """Raise if a directory without checkpoints must be a mistake, and name what is meant.
+    """Raise if a directory without checkpoints is itself a checkpoint.
 
-    Warn if it may be one: a folder in it has checkpoints. They may be those of an earlier phase,
-    or a run's best, which was saved before the first of its other checkpoints.
-
-    A run that is really new must not be stopped. So a directory next to others is a mistake only if
-    it is not there at all, and its name is nearly another's, as "frist". It is none if numbers or
-    single letters tell runs from each other, as "seed-1" and "seed-2", "run-a" and "run-b".
+    Warn if a folder in it has checkpoints. They may be those of an earlier phase, or a run's best,
+    which was saved before the first of its other checkpoints.
     """
-    path = directory.absolute()
-    if Name.parse(path.name) is not None:
+    if Name.parse(directory.name) is not None:
         raise ValueError(
             f"`directory` must be that of all checkpoints of a run, but {directory} is one of "
             f"them: pass {directory.parent}"
         )
-    below = (found for found in path.glob("*/attempt-*") if Name.parse(found.name))
+    below = (found for found in directory.glob("*/attempt-*") if Name.parse(found.name))
     if (one := next(below, None)) is not None:
         text = "there is no checkpoint in %s, but %s has some: pass that to resume its run"
         _log.warning(text, directory, directory / one.parent.name)
-    if path.exists():
-        return
-    neighbours = [other.name for other in entries(path.parent) if _words(other) != _words(path)]
-    for name in get_close_matches(path.name, neighbours, cutoff=_ALIKE):
-        if names(meant := directory.with_name(name)):
-            raise ValueError(
-                f"`directory` must be where the checkpoints are, but {directory} is not there, and "
-                f"{meant} has some: pass that, or make the directory if this is a new run"
-            )
-
-
-def _words(path: Path) -> list[str]:
-    return re.findall(r"[^\W\d_]{2,}", path.name)
 
 
 class Retention:

@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -22,6 +23,7 @@ import torch.distributed as dist
 
 from pardata.collective._whereabouts import Whereabouts, headline, stacks, table, whereabouts
 from pardata.messages._doing import Note, doing
+from pardata.messages._failure import one_line
 from pardata.messages._store import SERVER, Channel, answered, apart, bounded, came, texts_of
 from pardata.ranks._device import flight_recorder
 from pardata.ranks._logger import get_logger
@@ -70,9 +72,19 @@ class Watch:
     def _run(self) -> None:
         with suppress(RuntimeError):  # the store is gone, and the ranks see it
             sign(self._channel, is_here=True)
-            while not self._ended.wait(self._pause()) and self._look():
+            while not self._ended.wait(self._pause()) and self._goes_on():
                 pass
             sign(self._channel, is_here=False)
+
+    def _goes_on(self) -> bool:
+        """Look once; an error of the look itself is logged, and ends no watch."""
+        try:
+            return self._look()
+        except RuntimeError:
+            raise
+        except Exception as error:  # noqa: BLE001  # whatever it is, the next look may be fine
+            _warn(f"a look for hangs failed: {one_line(error)}", once=True)
+            return True
 
     def _pause(self) -> float:
         left = self._after - self._waited(doing.now)
@@ -99,7 +111,7 @@ class Watch:
         found = bounded(max(self._after, _LATE), hang.has_news)
         if not found:
             where = whereabouts(hang.number, note, frame).text
-            _log.warning("%s does not answer; this rank %s", SERVER, where)
+            _warn(f"{SERVER} does not answer; this rank {where}")
         if found not in ([False], [True]):
             return False
         if hang.is_told and found[0]:
@@ -154,7 +166,7 @@ class Hang:
         """Return how long it has taken, once it is over; who has told of it logs that."""
         seconds = int(self._store.get("over"))
         if self._logs:
-            _log.warning("the run continues after %d s", seconds, ranks=[self._channel.rank])
+            _warn(f"the run continues after {seconds} s")
         return seconds
 
     def tell(self, own: Whereabouts) -> None:
@@ -187,7 +199,7 @@ class Hang:
             lines += [f"and {len(several) - _MOST} stacks more"] if len(several) > _MOST else []
             lines += [f"the whole stacks are in {file}"] if file else []
             lines += [text] if (text := flight_recorder()) else []
-        _log.warning("\n".join(lines), ranks=[self._channel.rank])
+        _warn("\n".join(lines))
 
     def _states(self, silent: list[int]) -> dict[int, str]:
         """Return what is known of ranks that do not answer."""
@@ -219,11 +231,19 @@ class Hang:
         return came(self._store, keys, timedelta(seconds=seconds))
 
 
+def _warn(text: str, *, once: bool = False) -> None:
+    try:
+        _log.warning(text, once=once)
+    except Exception:  # noqa: BLE001  # a handler of the user's own may raise anything
+        traceback.print_exc()  # as `logging` does
+
+
 def _written(name: str, lines: list[str]) -> Path | None:
     """Write a file where torchrun looks for errors; return it if there is such a place."""
     if errors := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         file = Path(errors).parent / name
         with suppress(OSError):
-            file.write_text("\n".join(lines) + "\n")
+            # A path may have bytes that are no text.
+            file.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")
             return file
     return None

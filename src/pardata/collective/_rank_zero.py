@@ -22,6 +22,7 @@ _T = TypeVar("_T")
 _P = ParamSpec("_P")
 
 _HOURS = timedelta(hours=2)
+_MOST = 2**26  # bytes of a result
 
 
 def barrier(name: str = "", timeout: timedelta | float | None = None) -> None:
@@ -106,10 +107,11 @@ def call_off_everywhere(here: World, group: Channel, news: str) -> None:
 def rank_zero_call(fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
     """Run ``fn(*args, **kwargs)`` on rank 0 only and return its result on every rank.
 
-    The result travels by pickle over the group's store, so it should be small. On the other ranks
-    its tensors come on the CPU, whatever device they were on. An exception on rank 0,
-    ``SystemExit`` and ``KeyboardInterrupt`` included, is raised on every rank, with its origin.
-    Collective; in a single process it is a plain call.
+    The result travels by pickle over the group's store, so it should be small, and must be at most
+    64 MiB; `broadcast` takes more. On the other ranks its tensors come on the CPU, whatever device
+    they were on. An exception on rank 0, ``SystemExit`` and ``KeyboardInterrupt`` included, is
+    raised on every rank, with its origin. Where the exception itself is larger than 64 KiB the
+    others raise a `RuntimeError` with its text. Collective; in a single process it is a plain call.
 
     Args:
         fn: what to run.
@@ -117,6 +119,7 @@ def rank_zero_call(fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs)
         kwargs: handed to it.
 
     Raises:
+        ValueError: the result is too large; raised on every rank.
         TimeoutError: rank 0 took more than two hours; raised on the waiting ranks.
         RuntimeError: other ranks are in another call, or pass another function.
 
@@ -136,6 +139,11 @@ def rank_zero_call(fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs)
     with _led(turn, "rank_zero_call", here.rank):
         result = fn(*args, **kwargs)
         data = pickled(result)
+        if len(data) > _MOST:
+            raise ValueError(
+                f"what `rank_zero_call` returns must be at most {_MOST >> 20} MiB, but is "
+                f"{len(data) / 2**20:.1f}: return less, as a path, or send it by `broadcast`"
+            )
     turn.tell(decision=base64.b64encode(data).decode())
     return result
 

@@ -14,7 +14,7 @@ from pardata.data._uneven_shares import uneven_shares
 from pardata.data._workers import choose_workers
 from pardata.ranks._device import checked_device, has_streams
 from pardata.ranks._logger import get_logger
-from pardata.ranks._world import World, require_world, single_world, world
+from pardata.ranks._world import World, current_world, require_world, single_world
 from pardata.seeds._default_seeds import default_seed, next_number
 from pardata.values._arguments import check_flag, check_integer, check_map_style
 
@@ -33,7 +33,7 @@ def agreed(given: Arguments) -> Settings:
         TypeError, ValueError, RuntimeError: where one is wrong, or ranks disagree.
     """
     shared = given.distributed is not False
-    here = _world_for(given.distributed) if shared else world()
+    here = _world_for(given.distributed) if shared else current_world()
     ranks = here if shared else single_world()
     made: list[Settings] = []
 

@@ -59,8 +59,8 @@ def _opened(launch: Launch, timeout: timedelta) -> tuple[dist.Store, bool]:
     try:
         if not hosts:
             _wait_for(address, timeout)
-        # A group that the user makes later at this address shares the store. `_fresh_part` waits
-        # for the others, and can name who is missing.
+        # A group that the user makes later at this address shares the store. `with_fresh_part`
+        # waits for the others, and can name who is missing.
         store = dist.TCPStore(
             *address, launch.size, hosts, timeout, wait_for_workers=False, multi_tenant=True
         )
@@ -97,7 +97,7 @@ def _require_own(store: dist.Store, launch: Launch, timeout: timedelta) -> None:
     elif came(store, [_RUN], timeout):
         theirs = store.get(_RUN).decode()
     else:
-        raise not_met([0], launch, timeout)
+        raise not_met([0], launch.size, timeout)
     if theirs != ours:
         hint = "; if this is one run, set TORCHELASTIC_RUN_ID to the same name on all of its ranks"
         hint = hint if ours.startswith("a run of") else ""
@@ -108,9 +108,9 @@ def _require_own(store: dist.Store, launch: Launch, timeout: timedelta) -> None:
         )
 
 
-def not_met(missing: list[int], launch: Launch, timeout: timedelta) -> TimeoutError:
+def not_met(missing: list[int], size: int, timeout: timedelta) -> TimeoutError:
     """Return the error that names ranks which did not come."""
-    who = who_did_not_come(missing, launch.size, f" within {timeout}")
+    who = who_did_not_come(missing, size, f" within {timeout}")
     return TimeoutError(f"`init` must be reached by every rank, but {who}")
 
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from pardata.collective._hang import Watch
 from pardata.launch._allocator import keep_freed_memory
-from pardata.launch._leaving import remember, report_uncaught
-from pardata.launch._rendezvous import join, once_made
+from pardata.launch._leaving import remember, report_uncaught, tell_at_the_end
+from pardata.launch._rendezvous import join, once_made, with_fresh_part
 from pardata.messages._call_site import call_site
 from pardata.messages._failure import leave_for_torchrun, one_line
 from pardata.messages._turn import all_say
@@ -22,7 +22,16 @@ from pardata.ranks._backend import new_gloo_group, sends_numbers_apart, timeout_
 from pardata.ranks._device import hidden_devices, masks, named_device, visible_devices
 from pardata.ranks._launcher import Launch, detect
 from pardata.ranks._logger import get_logger
-from pardata.ranks._world import Joined, World, existing_world, is_child, joined, new_channel, world
+from pardata.ranks._world import (
+    Joined,
+    World,
+    current_world,
+    existing_world,
+    inherits,
+    is_child,
+    joined,
+    new_channel,
+)
 from pardata.values._arguments import checked_timeout
 
 _log = get_logger(__name__)
@@ -53,10 +62,11 @@ def init(
     workers and forked children get the single-process world and never touch the group.
 
     With several processes, every rank logs an uncaught exception in one line, which says which rank
-    failed first. Ranks that wait for this one learn of it. Then the previous ``sys.excepthook``
-    runs, which is restored when the group ends. If that is Python's own, one rank prints a
-    traceback that several raise, without the frames of pardata. ``PARDATA_TRACEBACK=full`` prints
-    all of it on each.
+    failed first. So it does for one that leaves the block of ``with init()``, and is caught outside
+    of it. Ranks that wait for this one learn of it. If nobody catches it the previous
+    ``sys.excepthook`` runs then, which is restored when the group ends. If that is Python's own,
+    one rank prints a traceback that several raise, without the frames of pardata.
+    ``PARDATA_TRACEBACK=full`` prints all of it on each.
 
     Args:
         backend: of ``torch.distributed``; ``cuda:nccl,cpu:gloo`` on a GPU and ``gloo`` on a CPU by
@@ -88,7 +98,7 @@ def init(
     try:
         patience = None if timeout is None else checked_timeout(timeout)
         hang_after = _checked_hang_after(hang_after)
-        here, before = world(), joined()
+        here, before = current_world(), joined()
         if here.backend is None and (is_child() or dist.group.WORLD is not None):
             return here  # there is a group, which a child, or who opted out, does not touch
         if before is not None:
@@ -142,7 +152,7 @@ def _looked_after(ours: Joined, hang_after: timedelta | None) -> Callable[[], No
 
 
 def _adopt(device: torch.device | str | None, timeout: timedelta | None) -> Joined:
-    channel, counts = new_channel(timeout), None
+    channel, counts = with_fresh_part(new_channel(timeout)), None
 
     def world_of(hosts: Sequence[str] = ()) -> World:
         return existing_world(None if device is None else named_device(device), hosts)
@@ -151,7 +161,7 @@ def _adopt(device: torch.device | str | None, timeout: timedelta | None) -> Join
         return socket.gethostname(), sends_numbers_apart(world_of().backend, world_of().device)
 
     hosts, apart = zip(*all_say(channel, "init", arrive, list), strict=True)
-    here = world_of(hosts)
+    here = replace(world_of(hosts), _at_the_end=tell_at_the_end)
     if here.device in visible_devices():
         torch.accelerator.set_device_index(here.device)
     if here.size > 1 and not all(apart):
@@ -161,8 +171,7 @@ def _adopt(device: torch.device | str | None, timeout: timedelta | None) -> Join
 
 
 def _refuse_inherited(launch: Launch) -> None:
-    pid, _, identity = os.environ.get("PARDATA_JOINED", "").partition(" ")
-    if launch.size > 1 and pid != str(os.getpid()) and identity == launch.identity:
+    if launch.size > 1 and (pid := inherits(launch)):
         raise RuntimeError(
             f"this process inherited the variables of rank {launch.rank}, which process {pid} has "
             f"joined as: start it with PARDATA_LAUNCHER=none to run alone, or with its own launcher"

@@ -39,6 +39,7 @@ _log = get_logger(__name__)
 _PATIENCE = timedelta(seconds=30)
 # As long as a rank takes to notice, and to read who failed first.
 _GRACE = 2.0
+_TOLD = "_pardata_told"  # an attribute of an exception that was reported: what `_report` says of it
 # Frames of pardata in a row, each with its lines of source, whatever stands before them.
 _FRAME = rf'  File "{re.escape(str(Path(__file__).parents[1]))}'
 _FRAMES = re.compile(rf"^(.*){_FRAME}.*\n(?:\1    .*\n|\1{_FRAME}.*\n)*", re.MULTILINE)
@@ -52,23 +53,28 @@ def remember(ours: Joined) -> None:
 
 
 def leave_at_the_end(error: BaseException | None) -> None:
-    """Leave at the end of a block, unless an exception is under way.
+    """Leave at the end of a block. If an exception leaves it, only tell the other ranks.
 
-    The other ranks may then be anywhere: waiting for them would turn an error into a hang.
+    They may then be anywhere: waiting for them would turn an error into a hang.
     """
     if error is None:
         leave()
         return
-    atexit.unregister(_leave_at_exit)  # a SystemExit is forgotten by then
+    atexit.unregister(_leave_at_exit)
+    tell_at_the_end(error)
+
+
+def tell_at_the_end(error: BaseException | None) -> None:
+    """Tell the other ranks of an exception that leaves a block, caught outside of it or not."""
     ours = joined()
-    # `sys.excepthook` never hears of this one.
-    if not isinstance(error, SystemExit) or ours is None or ours.world.size == 1 or is_child():
+    if error is None or ours is None or ours.world.size == 1 or is_child():
         return
-    with suppress(Exception):  # the process ends whatever happens here
-        if error.code:
-            _part(ours, _report(error, ours)[0])
-        else:
+    with suppress(Exception):  # the exception is raised whatever happens here
+        if isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code):
             _call_off(ours)
+        else:
+            news, vars(error)[_TOLD] = _report(error, ours)
+            _part(ours, news)
 
 
 def _call_off(ours: Joined) -> None:
@@ -129,12 +135,14 @@ def report_uncaught(group: object) -> Callable[[], None]:
     following, watched = sys.excepthook, ref(group)
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        ours, news, is_told = joined(), "", False
+        ours, news, is_told = joined(), "", vars(error).get(_TOLD, False)
         if ours is None or ours.group is not watched() or is_child():
             following(kind, error, trace)
             return
+        is_new = _TOLD not in vars(error)
         with suppress(Exception):  # the traceback is printed whatever happens here
-            news, is_told = _report(error, ours)
+            if is_new:
+                news, is_told = _report(error, ours)
         # What another hook makes of an error is its own.
         is_ours = _only_prints(following) and not _wants_all()
         with redirect_stderr(io.StringIO()) if is_ours else nullcontext() as printed:
@@ -142,7 +150,8 @@ def report_uncaught(group: object) -> Callable[[], None]:
         if printed is not None and not is_told:
             print(folded(printed.getvalue()), end="", file=sys.stderr, flush=True)
         with suppress(Exception):
-            _part(ours, news)
+            if is_new:
+                _part(ours, news)
 
     def remove() -> None:
         if sys.excepthook is hook:

@@ -43,8 +43,9 @@ def join(
     """
     patience = distributed_c10d.default_pg_timeout if timeout is None else timeout
     store, hosts_store = store_of(launch, patience)
-    store = _fresh_part(store, launch, patience)
-    channel = Channel(dist.PrefixStore("pardata/join", store), patience, launch.rank, launch.size)
+    channel = with_fresh_part(Channel(store, patience, launch.rank, launch.size))
+    store = channel.store
+    channel = replace(channel, store=dist.PrefixStore("pardata/join", store))
     arrive = cache(partial(_arrival, launch, backend, device))
     try:
         hosts, binds, apart = all_say(channel, "init", arrive, _agreed)
@@ -127,37 +128,37 @@ def own_device(launch: Launch, wanted: torch.device | None) -> torch.device:
     return seen[launch.local_rank]
 
 
-def _fresh_part(store: dist.Store, launch: Launch, timeout: timedelta) -> dist.Store:
-    """Return a part of `store` that nobody used before, once every rank has it. Collective.
+def with_fresh_part(channel: Channel) -> Channel:
+    """Return `channel` with a part of its store that nobody used before. Collective.
 
     A store outlives the group, and torchrun's the processes too: after a restart it still holds
     what the last attempt left. Rank 0 invents a name; each rank asks for it with a word of its
     own, so that no answer can be an old one.
     """
-    if launch.rank == 0:
-        return _hand_out_part(store, launch, timeout)
-    word = uuid.uuid4().hex
+    if channel.rank == 0:
+        return _handed_out(channel)
+    store, word = channel.store, uuid.uuid4().hex
     append(store, "asked", word)
     try:
-        store.wait([f"answer/{word}"], timeout)
+        store.wait([f"answer/{word}"], channel.timeout)
         part = dist.PrefixStore(store.get(f"answer/{word}").decode(), store)
-        append(part, "came", str(launch.rank))
-        part.wait(["missing"], timeout + _MARGIN)  # rank 0 waits as long for the last of us
+        append(part, "came", str(channel.rank))
+        part.wait(["missing"], channel.timeout + _MARGIN)  # rank 0 waits as long for the last of us
         missing = json.loads(part.get("missing"))
     except RuntimeError as error:
-        raise not_met([0], launch, timeout) from error
+        raise not_met([0], channel.size, channel.timeout) from error
     if missing:
-        raise not_met(missing, launch, timeout)
-    return part
+        raise not_met(missing, channel.size, channel.timeout)
+    return replace(channel, store=part)
 
 
-def _hand_out_part(store: dist.Store, launch: Launch, timeout: timedelta) -> dist.Store:
-    name = uuid.uuid4().hex
+def _handed_out(channel: Channel) -> Channel:
+    name, store = uuid.uuid4().hex, channel.store
     part = dist.PrefixStore(name, store)
     append(store, "asked", "")  # to read both before anybody came
     append(part, "came", "")
-    missing, answered = set(range(1, launch.size)), set[str]()
-    deadline = time.monotonic() + timeout.total_seconds()
+    missing, answered = set(range(1, channel.size)), set[str]()
+    deadline = time.monotonic() + channel.timeout.total_seconds()
     while missing and time.monotonic() < deadline:
         asked = set(store.get("asked").decode().split()) - answered
         if asked:
@@ -169,8 +170,8 @@ def _hand_out_part(store: dist.Store, launch: Launch, timeout: timedelta) -> dis
     part.set("missing", json.dumps(sorted(missing)))
     if missing:
         time.sleep(1)  # the store may live here: those who came read it now
-        raise not_met(sorted(missing), launch, timeout)
-    return part
+        raise not_met(sorted(missing), channel.size, channel.timeout)
+    return replace(channel, store=part)
 
 
 def _agreed(arrivals: list[dict[str, Any]]) -> tuple[list[str], bool, bool]:

@@ -32,6 +32,7 @@ _LOST_BY_GPUS = re.compile(r"remote|connection|abort|time", re.IGNORECASE)
 # A table's row, and in what torch raises for a worker, below its traceback, the worker's own error.
 _ROW = re.compile(r"  (ranks? [\d, -]+): (.*)")
 _OF_WORKER = re.compile(r"\A\w+: Caught \w+ in .*\n    .*?\n(?=\S)", re.DOTALL)
+_MOST = 2**16  # characters of a text that others get, and bytes of a pickled exception
 _MOST_ROWS, _ROW_LENGTH, _LINE_LENGTH = 4, 80, 2000
 
 
@@ -44,7 +45,7 @@ class Failure:
         call: the name of the call that the rank was in, if it was in one.
         text: type and text of the exception; in the store, one line that also says where.
         traceback: of the exception, and `pickled` the exception itself if that is safe, if
-            other ranks are to raise it.
+            other ranks are to raise it. Of what is long a part is left out.
         is_cause: whether the rank failed by itself, and not because another one was gone.
         seconds: how long it was in a collective.
         timed_out: whether it waited there in vain.
@@ -62,7 +63,7 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException, *, rank: int, call: str) -> "Failure":
         """Describe `error`, raised on `rank` inside `call`, so that others can raise it."""
-        trace = "".join(traceback.format_exception(error))
+        trace = _shortened("".join(traceback.format_exception(error)))
         return cls(rank, call, text_of(error), trace, _pickled(error), is_cause=not follows(error))
 
     @property
@@ -168,13 +169,20 @@ def leave_for_torchrun(text: str) -> None:
 
 
 def text_of(error: BaseException) -> str:
-    """Return type and text of `error`."""
+    """Return type and text of `error`, of which the middle is left out if it is very long."""
     try:
         text = str(error).strip()
     except Exception:  # noqa: BLE001  # user code, as below; the words are those of `traceback`
         text = "<exception str() failed>"
     name = type(error).__qualname__
-    return f"{name}: {text}" if text else name
+    return f"{name}: {_shortened(text)}" if text else name
+
+
+def _shortened(text: str) -> str:
+    left_out = len(text) - _MOST
+    if left_out <= 0:
+        return text
+    return f"{text[: _MOST // 2]} … ({left_out} characters) … {text[-_MOST // 2 :]}"
 
 
 def one_line(error: BaseException) -> str:
@@ -197,11 +205,12 @@ def one_line(error: BaseException) -> str:
 
 def _pickled(error: BaseException) -> str | None:
     # Many exceptions pickle and cannot be unpickled (an __init__ of several arguments), and some
-    # come back as another type or without their text.
+    # come back as another type or without their text. One that holds a whole document, as that of a
+    # parser, is too large to be sent.
     try:
         data = pickle.dumps(error)
         back = pickle.loads(data)  # noqa: S301  # our own bytes
-        same = type(back) is type(error) and str(back) == str(error)
+        same = type(back) is type(error) and str(back) == str(error) and len(data) <= _MOST
     except Exception:  # noqa: BLE001  # user code runs here: whatever it raises means "text only"
         return None
     return base64.b64encode(data).decode() if same else None

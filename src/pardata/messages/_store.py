@@ -15,6 +15,7 @@ from pardata.messages._failure import as_consequence
 _T = TypeVar("_T")
 
 SERVER = "the process that serves the group's store (rank 0, or torchrun's agent)"
+PART = 2**22  # bytes: a TCPStore cuts the connection over which a value of more than 8 MiB comes
 _MARGIN = 5.0  # seconds beyond its timeout that a store may take to say that it is over
 
 
@@ -81,6 +82,23 @@ def came(store: dist.Store, keys: list[str], timeout: timedelta) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def put_in_parts(store: dist.Store, key: str, text: str) -> list[str]:
+    """Write a text that is too long for one value, of ASCII; return the keys of its parts."""
+    starts = range(0, len(text), PART)
+    for start in starts:
+        store.set(f"{key}/{start}", text[start : start + PART])
+    return [f"{key}/{start}" for start in starts]
+
+
+def taken(store: dist.Store, keys: list[str], readers: int) -> str:
+    """Return a text that was put in parts. The last of so many `readers` deletes it."""
+    text = b"".join(map(store.get, keys)).decode()
+    if store.add(f"{keys[0]}/read", 1) == readers:
+        for key in [*keys, f"{keys[0]}/read"]:
+            store.delete_key(key)
+    return text
 
 
 def append(store: dist.Store, key: str, line: str) -> None:

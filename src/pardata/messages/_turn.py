@@ -18,7 +18,7 @@ from typing import Any
 from pardata.messages._call_site import call_site
 from pardata.messages._doing import doing
 from pardata.messages._failure import Failure, as_consequence, follows, text_of
-from pardata.messages._store import Channel, answered, came
+from pardata.messages._store import PART, Channel, answered, came, taken
 from pardata.messages._verdict import KINDS, ORDER, Decide, Verdict, entries_of, give, judge, key_of
 
 Say = Callable[[], object]
@@ -45,7 +45,11 @@ def all_say(channel: Channel, call: str, say: Say, decide: Decide, timeout: Pati
     turn = Turn(channel, call, decide)
     try:
         turn.value = say()
-        json.dumps(turn.value)
+        if (length := len(json.dumps(turn.value))) > PART:
+            raise ValueError(
+                f"what ranks compare in `{call}` must be at most {PART >> 20} MiB, but is "
+                f"{length / 2**20:.1f}: pass less, or what is the same on every rank"
+            )
     except Exception as error:  # noqa: BLE001  # raised again by `decision`, on every rank
         turn.error, turn.value = error, None
     try:
@@ -128,7 +132,11 @@ class Turn:
             self.decision(stands)
 
     def decision(self, verdict: Verdict) -> Any:
-        """Return what a verdict decides, or raise what it says instead."""
+        """Return what a verdict decides, or raise what it says instead. Once for each verdict."""
+        if "parts" in verdict:
+            readers = self._channel.size - (self.decide is None)  # rank 0 does not read its own
+            take = partial(taken, self._channel.store, verdict["parts"], readers)
+            verdict = json.loads(answered(self._channel.timeout, take))
         if "error" in verdict:
             kind, text = verdict["error"]
             raise KINDS[kind](text)

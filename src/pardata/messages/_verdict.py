@@ -5,7 +5,7 @@ has the rank's ``value`` or, if the rank ``failed``, the `Failure`.
 A verdict names the ``rank`` that gave it and its ``call``. It says one thing more: the
 ``decision``, or the ``error`` that the decision raised. Or it says how ranks have ``failed``,
 causes first, or rank 0 alone, which worked for all. Or it says why all is ``off``, and which ranks
-are ``missing``.
+are ``missing``. One that is too long for a value of the store is there in ``parts``.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pardata.messages._store import texts_of
+from pardata.messages._store import PART, put_in_parts, texts_of
 from pardata.messages._table import ranks_text, table_of
 
 Entry = dict[str, Any]
@@ -38,12 +38,17 @@ def key_of(turn: int) -> str:
 
 
 def give(store: dist.Store, turn: int, verdict: Verdict) -> Verdict:
-    """Let `verdict` stand if none does; return the one that stands."""
+    """Let `verdict` stand if none does; return the one that stands, which may be in parts."""
     key, text = key_of(turn), json.dumps(verdict)
+    found: Verdict = json.loads(text)
+    if len(text) > PART:
+        parts = put_in_parts(store, f"{key}/{verdict['rank']}", text)
+        text = json.dumps({"rank": verdict["rank"], "call": verdict["call"], "parts": parts})
     stands = store.compare_set(key, "", text).decode()
-    if stands == text:
+    if stands != text:
+        found = json.loads(stands)
+    else:
         store.set(key, text)  # wakes who waits: a TCPStore without libuv does not, above
-    found: Verdict = json.loads(stands)
     return found
 
 

@@ -58,6 +58,8 @@ def load_sharded(model: nn.Module, given: object, *, strict: bool, assign: bool)
     agree(require_world("load_weights"), "load_weights", check)
     ((state, keys),) = found
     whole = not any(hasattr(value, "full_tensor") for value in state.values())
+    if whole:
+        state = _once(plain, state)
     options = dcp.StateDictOptions(full_state_dict=whole, strict=False)
     dcp.set_model_state_dict(plain, state, options=options)
     return keys
@@ -108,6 +110,21 @@ def _renamed(state: Mapping[str, Any], plain: nn.Module) -> dict[str, Any]:
             )
         renamed[partner] = value
     return renamed
+
+
+def _once(plain: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """Give what a module has under several names its first one alone.
+
+    PyTorch shards a tensor under one of the names, and then mixes it with those under the others.
+    """
+    first = {module: path for path, module in plain.named_modules()}
+    paths = {path: first[module] for path, module in plain.named_modules(remove_duplicate=False)}
+    once: OrderedDict[str, Any] = OrderedDict()
+    once._metadata = state._metadata  # type: ignore[attr-defined]  # noqa: SLF001  # PyTorch's place
+    for name, value in state.items():
+        path, dot, last = name.rpartition(".")
+        once[paths.get(path, path) + dot + last] = value
+    return once
 
 
 def _partner(name: str, partners: list[str]) -> str:

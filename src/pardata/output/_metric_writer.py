@@ -1,12 +1,14 @@
 """Scalars of a run, to files: written by rank 0 alone."""
 
 import json
+import logging
 import math
 import os
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TextIO
+from weakref import finalize
 
 from torch import Tensor
 
@@ -22,13 +24,15 @@ class MetricWriter(AbstractContextManager["MetricWriter"]):
 
     Every rank may call everything; the others write nothing. Not collective: write what
     `all_reduce_mean` returned, or it is rank 0's share alone. It appends lines and flushes each
-    one, so a run that resumes in the same directory appends to the same file. Usable as a context
+    one, so a run that resumes in the same directory appends to the same file. A last line that was
+    cut off, when its run was killed, is moved to ``metrics.removed.jsonl``. Usable as a context
     manager.
 
     Args:
         directory: made if it is not there.
         after: the step after which the run resumes, as restored. The lines of later steps, which
-            the run will write again, are removed. All stay if not given.
+            the run will write again, are moved to ``metrics.removed.jsonl``, and the log says so.
+            All stay if not given.
 
     Raises:
         OSError: the directory cannot be written; on rank 0.
@@ -49,9 +53,10 @@ class MetricWriter(AbstractContextManager["MetricWriter"]):
             return
         make_folder(path)
         file = path / "metrics.jsonl"
-        if after is not None and file.exists():
-            _remove_later(file, after)
+        if file.exists():
+            _set_apart(file, after)
         self._file = file.open("a", encoding="utf-8")
+        finalize(self, self._file.close)  # else Python warns of a file that nobody closed
         self._board = _tensorboard(path, None if after is None else after + 1)
 
     def write(self, step: int, values: Mapping[str, float | Tensor]) -> None:
@@ -101,17 +106,41 @@ def _number(name: str, value: object) -> float:
     return number
 
 
-def _remove_later(file: Path, step: int) -> None:
-    """Leave the lines up to a step in a file, which is whole at any moment."""
-    kept = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        with suppress(ValueError):  # a line was cut off when its run was killed
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
+def _set_apart(file: Path, after: int | None) -> None:
+    """Move the lines of steps after `after`, and a last line that was cut off, to another file.
+
+    They are there before they leave this one, which is whole at any moment.
+    """
+    before = file.read_bytes()
+    kept, moved = list[bytes](), list[bytes]()
+    lines = before.splitlines()
+    for number, line in enumerate(lines, 1):
+        is_read = after is not None or number == len(lines)
+        (kept if not is_read or _stays(line, after) else moved).append(line + b"\n")
+    if b"".join(kept) == before:
+        return
+    if moved:
+        apart = file.with_name("metrics.removed.jsonl")
+        with apart.open("ab") as others:
+            others.writelines(moved)
+        level = logging.INFO if kept else logging.WARNING
+        why = "cut off" if after is None else f"of steps after {after}, or cut off"
+        text = "moved %d of %d lines of %s to %s: they are %s"
+        _log.log(level, text, len(moved), len(lines), file, apart.name, why)
     changed = file.with_name(f".unfinished-{file.name}")
     changed.unlink(missing_ok=True)  # if it is a link, another file would be written
-    changed.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    changed.write_bytes(b"".join(kept))
     changed.replace(file)
+
+
+def _stays(line: bytes, after: int | None) -> bool:
+    try:
+        step = json.loads(line)["step"]
+    except ValueError:  # it was cut off when its run was killed
+        return False
+    except (KeyError, TypeError, IndexError):  # another program's
+        return True
+    return after is None or not isinstance(step, int | float) or step <= after
 
 
 def _tensorboard(path: Path, purge_step: int | None) -> Any:

@@ -94,20 +94,22 @@ class Progress(Generic[T]):
             yield from self._iterable
             return
         pause = 10.0 if self._bar is None else 0.1  # from one drawing to the next
-        start = drawn = time.perf_counter()
+        clock, is_ending = time.perf_counter, sys.is_finalizing
+        start = drawn = clock()
         done = 0
         try:
             for item in self._iterable:
                 yield item
                 done += 1
-                now = time.perf_counter()
+                now = clock()
                 if now - drawn > pause:
                     drawn = now
                     self._draw(done, now - start)
         finally:
-            self._draw(done, time.perf_counter() - start)
-            if self._bar is not None:
-                self._bar.close()
+            if not is_ending():  # names of modules may be gone, and nobody watches the loop
+                self._draw(done, clock() - start)
+                if self._bar is not None:
+                    self._bar.close()
 
     def _draw(self, done: int, seconds: float) -> None:
         shown = [f"{name} {_short(value)}" for name, value in self._values.items()]

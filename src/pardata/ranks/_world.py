@@ -21,17 +21,21 @@ from pardata.messages._failure import leave_for_torchrun
 from pardata.messages._store import Channel
 from pardata.ranks._backend import takes
 from pardata.ranks._device import current_device, require_visible, visible_devices
-from pardata.ranks._launcher import detect, launcher_text, numbers_told
+from pardata.ranks._launcher import Launch, detect, launcher_text, numbers_told
+from pardata.ranks._logger import get_logger
 
 _AtTheEnd = Callable[[BaseException | None], None]  # ``with init()`` tells it of the exception
 _CPU = torch.device("cpu")
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
 class World(AbstractContextManager["World"]):
     """The processes of this run, seen from one of them. Returned by `init` and `world`.
 
-    As a context manager it leaves, at the end of the block, the group that `init` joined.
+    As a context manager it leaves, at the end of the block, the group that `init` joined. If an
+    exception leaves the block the other ranks are told of it, whoever catches it outside.
 
     Attributes:
         rank: number of this process, 0 to `size` - 1.
@@ -95,6 +99,7 @@ class Process:
     """What `init` found in this process; `joined` tells whether it still holds."""
 
     joined: Joined | None = None
+    was_asked = False  # by `world`, while there was no group
 
 
 process = Process()
@@ -110,11 +115,36 @@ def world() -> World:
     """Return the current world: the single-process one if no group was joined.
 
     It is cheap, not collective, and never joins. It also sees a group that was made without `init`.
-    DataLoader workers and forked children are a world of their own.
+    DataLoader workers and forked children are a world of their own. Before `init`, under a launcher
+    of several processes, it logs a warning once: each of them is rank 0 of 1 then.
 
     >>> world().size
     1
     """
+    found = current_world()
+    if found.backend is None and not process.was_asked:
+        process.was_asked = True
+        _warn_if_launched()
+    return found
+
+
+def _warn_if_launched() -> None:
+    """Warn if this is one of several processes that a launcher started, each rank 0 by itself."""
+    try:
+        launch = detect(os.environ)
+    except ValueError:  # it is `init` that raises it
+        return
+    if launch.size > 1 and not is_child() and dist.group.WORLD is None and not inherits(launch):
+        _log.warning(
+            "`world()` was called without a group, so this process is rank 0 of 1: %s started %d "
+            "processes, and each gets this answer; call `pardata.init()` first, or set "
+            "PARDATA_LAUNCHER=none to run as a single process (%s)",
+            launcher_text(launch), launch.size, call_site(), ranks=[0],
+        )  # fmt: skip
+
+
+def current_world() -> World:
+    """Return what `world` does, without a warning."""
     # Opted out; `init` may still make this process its group of one.
     alone = process.joined is None and os.environ.get("PARDATA_LAUNCHER") == "none"
     if alone or is_child() or dist.group.WORLD is None:
@@ -129,7 +159,7 @@ def require_world(what: str) -> World:
     Raises:
         RuntimeError: if a launcher started several processes and `init` was not called.
     """
-    found = world()
+    found = current_world()
     if found.backend is not None or is_child():
         return found
     launch = detect(os.environ)
@@ -161,6 +191,12 @@ def is_child() -> bool:
     found = process.joined
     forked = found is not None and found.pid != os.getpid()
     return forked or get_worker_info() is not None
+
+
+def inherits(launch: Launch) -> str:
+    """Return the process that joined as `launch`, if this one has only inherited its variables."""
+    pid, _, identity = os.environ.get("PARDATA_JOINED", "").partition(" ")
+    return pid if pid != str(os.getpid()) and identity == launch.identity else ""
 
 
 def single_world() -> World:

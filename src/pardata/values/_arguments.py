@@ -82,14 +82,17 @@ def checked_timeout(timeout: Any, name: str = "timeout", *, or_none: bool = Fals
 
 
 def checked_path(name: str, path: str | os.PathLike[str]) -> Path:
-    """Return a path. Refuse a URL: a file system would take "s3://bucket" for a folder "s3:"."""
+    """Return an absolute path, which stays the same when the program changes its directory.
+
+    Refuse a URL: a file system would take "s3://bucket" for a folder "s3:".
+    """
     slashes = "//" if isinstance(path, str) else "/"  # a Path has made one of two
     if re.match(rf"[a-zA-Z][\w+.-]+:{slashes}", str(path)):
         raise ValueError(
             f"`{name}` must be on a disk, but is the URL {str(path)!r}: mount it and pass that "
             f"path, or pass a folder and copy to the URL what is written there"
         )
-    return Path(path)
+    return Path(path).absolute()
 
 
 def make_folder(directory: Path) -> None:

@@ -5,7 +5,8 @@ The one walker for batches, samples, states and metrics.
 
 import ctypes
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from typing import Any, TypeAlias
 
@@ -35,7 +36,8 @@ def _parts(tree: Any, is_leaf: _Test, *, by_text: bool) -> Iterable[tuple[Any, A
         return enumerate(tree)
     if not isinstance(tree, (dict, Mapping)):  # a dict is found at once
         return None
-    return [(key, tree[key]) for key in (sorted(tree, key=repr) if by_text else tree)]
+    keys = tree.keys()  # some mappings iterate over rows
+    return [(key, tree[key]) for key in (sorted(keys, key=repr) if by_text else keys)]
 
 
 def leaves(
@@ -70,9 +72,10 @@ def mapped(
 ) -> Any:
     """Return a tree like `tree`, of leaves that `change` makes of the path and leaf it is given.
 
-    A mapping that can be changed keeps its type and what else it carries: a ``defaultdict`` its
-    factory, a state dict its metadata. Others become plain dicts. Lists and tuples, named ones
-    included, keep their type.
+    `tree` is not changed. A subclass of ``dict`` or ``UserDict`` keeps its type and what else it
+    carries: a ``defaultdict`` its factory, a state dict its metadata. Other mappings become plain
+    dicts: a copy of one may share its items. Lists and tuples, named ones included, keep their
+    type.
 
     >>> mapped({"a": (1, 2)}, lambda path, leaf: (*path, 10 * leaf))
     {'a': (('a', 0, 10), ('a', 1, 20))}
@@ -101,10 +104,13 @@ def in_brackets(name: str, path: TreePath) -> str:
 def _like(tree: Any, items: dict[Any, Any]) -> Any:
     """Return a container as `tree` that holds `items`, by key or index."""
     if not isinstance(tree, (list, tuple)):
-        if type(tree) is dict or not isinstance(tree, MutableMapping):
+        if type(tree) is dict or not isinstance(tree, (dict, UserDict)):
             return items
-        other = copy(tree)
-        other.update(items)
+        other: Any = copy(tree)
+        if getattr(tree, "__dict__", None) is tree:  # its items are its attributes
+            other.__dict__ = other
+        for key, item in items.items():  # the `update` of a Counter adds, others refuse it
+            other[key] = item
         return other
     parts = list(items.values())
     if isinstance(tree, torch.Size):  # it holds integers only

@@ -23,6 +23,21 @@ class Stream(IterableDataset):
         return iter(range(10))
 
 
+class Once(IterableDataset):
+    """Hands out one iterator, which is used up after an epoch."""
+
+    def __init__(self):
+        self.samples = iter(range(10))
+
+    def __iter__(self):
+        return self.samples
+
+
+def twice(dataset):
+    loader = make_loader(dataset, 5, num_workers=0)
+    return [list(loader) for _ in range(2)]
+
+
 class Broken(Dataset):
     """The seventh of its ten samples cannot be read."""
 
@@ -130,6 +145,7 @@ LABELS = {
     "a map-style dataset without `__len__`": "make_loader(NoLength(), 4)",
     "a dataset whose `__len__` returns 2.5": "make_loader(OfItself(2.5), 4)",
     "a dataset whose `__len__` returns -1": "make_loader(OfItself(-1), 4)",
+    "an iterable dataset that can be read once": "twice(Once())",
     "a dataset that is shorter on one rank": "make_loader(OfItself(10 - rank), 4)",
     "an error in `__getitem__`": "epoch_of(Broken(), 10, num_workers=0)",
     "a sampler that yields more than its length": "epoch_of(TEN, 4, sampler=Longer())",

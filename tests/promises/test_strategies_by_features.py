@@ -27,7 +27,7 @@ PAGE = Path(__file__).parents[2] / "docs/strategies.md"
 STRATEGIES = ["none", "dp", "ddp", "fsdp", "exact", "exact_fsdp"]
 CAN_RUN = {"fsdp": FSDP_ON_CPU, "exact_fsdp": EXACT_FSDP}
 SHARDING, EXACT = ("fsdp", "exact_fsdp"), ("exact", "exact_fsdp")
-SIZES = (1, 2, 3)
+SIZES = (1, 3)
 
 
 @dataclasses.dataclass

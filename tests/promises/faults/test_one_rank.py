@@ -188,7 +188,7 @@ def untagged(output):
 def test_a_fault_of_one_rank_ends_the_others_and_names_it(programs):
     rows = [row for row in ROWS if (row[0].name, row[1]) in QUICK and not row[0].serves]
     assert len(rows) == len(QUICK)
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(len(rows)) as pool:
         for row, said in zip(rows, pool.map(lambda row: run(programs, *row), rows), strict=True):
             check(*row, said)
 

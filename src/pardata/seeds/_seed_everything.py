@@ -26,7 +26,8 @@ def seed_everything(seed: int, *, per_rank: bool = False, deterministic: bool = 
             loop that runs ``loss.backward()`` that is dropout too. In a single process the rank is
             0.
         deterministic: also ask PyTorch for deterministic algorithms (an operation that has none
-            then raises) and switch cuDNN's autotuning off. Slower on a GPU.
+            then raises), but not to fill uninitialised memory, and switch cuDNN's autotuning off.
+            Slower on a GPU.
 
     Raises:
         TypeError, ValueError: the seed is no integer or out of range, or a flag is no bool.

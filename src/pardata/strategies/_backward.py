@@ -85,7 +85,9 @@ def backward(
             one element. With `count` it is the mean over what that counts: for tokens, the sum of
             their losses divided by their number. It may also return ``(loss, metrics)``. Metrics
             are numbers and tensors, nested in dicts, lists and tuples, and means as well: an
-            accuracy, the parts of a loss.
+            accuracy, the parts of a loss. With `Microbatches` it must call no collective, because
+            ranks may run unequally many; `all_gather` with ``differentiable=True`` may be called
+            where they run equally many.
         batch: the `Microbatches` of a loader or, except under the exact strategies, one microbatch
             of any kind. For a loader's batch, the number of samples is how many the loader read for
             it. For any other batch it is the length of the first tensor, or of a list of samples.
@@ -104,11 +106,13 @@ def backward(
 
     Raises:
         TypeError: `model` is no module, the loss is no tensor of one element, or a metric is no
-            number. Or `batch` does not tell how many samples it has.
+            number or has a row for each sample. Or `batch` does not tell how many samples it has.
         ValueError: a `count` is no integer from 0 up, all counts are 0, or the model is under
             ``no_sync()``.
         RuntimeError: `loss_fn` did not run `model` (one process checks that in the first step), or
-            the loss trains a parameter outside of `model`. Or the metrics differ in structure
+            the loss trains a parameter outside of `model`, or `loss_fn` calls a collective. Under
+            ``"ddp"`` also if parameters were added, exchanged or converted since `wrap_model`, or
+            the gradients of the first step differ between ranks. Or the metrics differ in structure
             between ranks, or the ranks are at different steps. On a GPU, different metrics and
             different steps are an error in the first step only. In later steps `backward` returns
             NaN for the loss and the metrics, because it does not wait for the GPU.

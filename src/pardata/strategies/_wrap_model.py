@@ -50,7 +50,9 @@ def wrap_model(
     rank 0's weights. Under ``"ddp"`` and ``"dp"`` the result is a subclass of PyTorch's class. You
     read and write the module's attributes through it, and ``state_dict()`` has the names of
     ``unwrap(model)``. Under ``"ddp"`` buffers (batch norm's statistics) are equal after every
-    training step, and a forward without gradients never communicates.
+    training step, and a forward without gradients never communicates. If you add, exchange or
+    convert parameters after wrapping, the next step raises; wrap again. The first backward, and the
+    first after other parameters are trained, compares all gradients over the ranks by a digest.
 
     Under ``"fsdp"`` every forward is collective. `backward` averages the buffers over the ranks; a
     training forward outside it broadcasts rank 0's. By default each step holds all parameters on

@@ -110,8 +110,8 @@ def backward(
         ValueError: a `count` is no integer from 0 up, all counts are 0, or the model is under
             ``no_sync()``.
         RuntimeError: `loss_fn` did not run `model` (one process checks that in the first step), or
-            the loss trains a parameter outside of `model`, or `loss_fn` calls a collective. Under
-            ``"ddp"`` also if parameters were added, exchanged or converted since `wrap_model`, or
+            the loss trains a parameter outside of `model`. Or `loss_fn` calls a collective. Or,
+            under ``"ddp"``, parameters were added, exchanged or converted since `wrap_model`, or
             the gradients of the first step differ between ranks. Or the metrics differ in structure
             between ranks, or the ranks are at different steps. On a GPU, different metrics and
             different steps are an error in the first step only. In later steps `backward` returns

@@ -229,7 +229,7 @@ os._exit(1)
 """
 
 
-@pytest.mark.parametrize("seconds", [0, 90])
+@pytest.mark.parametrize("seconds", [pytest.param(0, marks=pytest.mark.soak), 90])
 def test_a_rank_that_dies_or_hangs_after_joining_is_an_error_and_no_hang(
     seconds, programs, tmp_path
 ):

@@ -54,11 +54,13 @@ def test_sums_in_another_order_are_found_with_the_step_the_parameters_and_by_how
 
 
 def test_what_differs_by_rounding_is_the_same_within_a_tolerance():
-    assert_same_at_every_world_size(train, "ddp", torch.float64, rtol=1e-8, atol=1e-10)
+    assert_same_at_every_world_size(
+        train, "ddp", torch.float64, sizes=(1, 2), rtol=1e-8, atol=1e-10
+    )
 
 
 def test_exact_training_is_the_same_to_the_last_bit():
-    assert_same_at_every_world_size(train, "exact", sizes=(1, 2, 3, 4))
+    assert_same_at_every_world_size(train, "exact")
 
 
 @pytest.mark.skipif(not FSDP_ON_CPU, reason="this torch shards on a GPU only")

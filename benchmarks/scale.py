@@ -249,7 +249,7 @@ def simulation() -> Iterator[None]:
             (dist, "new_group", lambda *_, **__: None),
             (_rendezvous, "new_channel", lambda _: None),
             (_checkpointer, "gathered", lambda here, own, *_: [own] * here.size),
-            (_world, "world", lambda: _world.process.joined.world),
+            (_world, "current_world", lambda: _world.process.joined.world),
             (_wrap_model, "_facts_of", lambda *_: told),
             (_wrap_model, "_check", lambda *_: None),
             (_wrap_model, "require_taken", lambda *_: None),  # nothing is sent

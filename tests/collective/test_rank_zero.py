@@ -274,7 +274,6 @@ def parse_what_is_large():
 
 
 def return_and_raise_what_is_large():
-    began = time.monotonic()
     found = rank_zero_call(lambda: (b"0" * LARGE, [f"{n:012d}" for n in range(100_000)]))
     raised = [caught(rank_zero_call, fail) for fail in (fail_largely, parse_what_is_large)]
     raised.append(caught(fail_in_a_block))
@@ -283,7 +282,6 @@ def return_and_raise_what_is_large():
     with patch("pardata.collective._rank_zero._MOST", LARGE):
         raised.append(caught(rank_zero_call, lambda: b"0" * LARGE))
     barrier("afterwards")
-    assert time.monotonic() - began < 30
     texts = [(each.type, len(each.text), each.text[:100]) for each in raised]
     return (len(found[0]), len(found[1]), found[1][-1]), texts
 
@@ -295,7 +293,9 @@ def fail_in_a_block():
 
 def test_a_large_result_comes_whole_and_a_large_exception_as_its_text():
     own = ["ValueError", "JSONDecodeError", "ValueError"]
-    for rank, (result, raised) in enumerate(run(return_and_raise_what_is_large, world_size=2)):
+    # Fresh ranks: the store of those that live on is a file, which tests of full disks keep small.
+    ranks = run(return_and_raise_what_is_large, world_size=2, fresh=True)
+    for rank, (result, raised) in enumerate(ranks):
         assert result == (LARGE, 100_000, "000000099999")
         kinds, lengths, texts = zip(*raised, strict=True)
         assert kinds == (*(["RuntimeError"] * 3 if rank else own), *["ValueError"] * 3)

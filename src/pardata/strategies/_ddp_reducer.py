@@ -31,7 +31,7 @@ class ReducedParameters:
         self._kinds = {id(parameter): _kind(parameter) for parameter in parameters}
         # Held by reference, or another parameter might get the same id.
         others = {n: p for n, p in model.module.named_parameters() if id(p) not in self._kinds}
-        self._frozen = {id(p): p for p in others.values()}
+        self._others = {id(p): p for p in others.values()}
         self._ignored = {id(p) for name, p in others.items() if name in model.parameters_to_ignore}
 
     def check(self, model: DistributedDataParallel) -> None:
@@ -54,7 +54,7 @@ class ReducedParameters:
 
     def _error_of(self, parameter: nn.Parameter, model: DistributedDataParallel) -> RuntimeError:
         name, was = name_of(parameter, model.module.named_parameters()), self._kinds
-        if id(parameter) not in was and id(parameter) not in self._frozen:
+        if id(parameter) not in was and id(parameter) not in self._others:
             return RuntimeError(
                 f"a model must keep the parameters that it was wrapped with under 'ddp', which "
                 f"synchronises no others, but `{name}` was added or exchanged: change the model "

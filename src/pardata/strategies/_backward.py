@@ -241,8 +241,7 @@ def _run_placeholder(
     outputs: list[Tensor] = []
     # The backward too: parts that are checkpointed run again in it.
     with KeptBuffers(others), kept_generators():
-        see = lambda output: outputs.extend(tensors_of(output))  # noqa: E731  # a name is shorter
-        with forward_of(model, see), step.running():
+        with forward_of(model, lambda out: outputs.extend(tensors_of(out))), step.running():
             returned = loss_fn(model, placeholder.data)
         loss = step.tally.add(returned, 0, placeholder.data)
         step.check(loss)

@@ -109,6 +109,8 @@ def _renew_reducer(model: Any) -> None:
     if model.static_graph:
         model.reducer._set_static_graph()
         model.logger._set_static_graph()
+        # In its first step it reduces at the end of the backward, which DDP asks for once.
+        model.__dict__["_static_graph_delay_allreduce_enqueued"] = False
     model.__dict__.pop("_parcel", None)  # it is registered with the old one
     for hook, state in model._comm_hooks:
         dist._register_comm_hook(model.reducer, state, hook)

@@ -3,6 +3,7 @@
 import json
 import logging
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -132,7 +133,7 @@ def test_it_does_not_write_through_a_link(tmp_path):
 # --- TensorBoard ---
 
 
-def test_tensorboard_reads_what_was_written(tmp_path):
+def test_tensorboard_reads_what_was_written(tmp_path, monkeypatch):
     processing = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     with MetricWriter(tmp_path) as writer:
         writer.write(1, {"train/loss": 0.5, "acc": torch.tensor(0.25)})
@@ -143,6 +144,9 @@ def test_tensorboard_reads_what_was_written(tmp_path):
     assert losses == [(1, "0.5"), (2, "nan")]
     assert [(event.step, event.value) for event in events.Scalars("acc")] == [(1, 0.25)]
     assert len(lines(tmp_path)) == 2
+    now = time.time
+    # TensorBoard reads files in the order of their names: the second, and then "10" before "9".
+    monkeypatch.setattr("time.time", lambda: now() + 1)
     with MetricWriter(tmp_path, after=1) as writer:
         writer.write(2, {"train/loss": 0.75})
     events = processing.EventAccumulator(str(tmp_path)).Reload()

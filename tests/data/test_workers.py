@@ -111,7 +111,7 @@ def lives(pid):
 
 
 SOAK = pytest.mark.soak
-PLAIN = [("fork", "SIGTERM", 1), ("forkserver", "SIGTERM", 1)]
+PLAIN = [("fork", "SIGTERM", 1)]
 STOPPED = [
     pytest.param(*case, marks=() if case in PLAIN else SOAK)
     for case in itertools.product(STARTS, ("SIGTERM", "SIGUSR2"), (0, 1))
@@ -131,7 +131,7 @@ def test_a_signal_to_all_processes_stops_a_run_that_has_workers(starts, name, pe
     assert Checkpointer(tmp_path / "run").steps()[-1] == step
 
 
-@pytest.mark.parametrize("starts", ["fork", "forkserver", pytest.param("spawn", marks=SOAK)])
+@pytest.mark.parametrize("starts", ["fork", *(pytest.param(s, marks=SOAK) for s in STARTS[1:])])
 def test_so_does_one_while_workers_start(starts, tmp_path):
     with started(tmp_path, STOPPING, starts, 1, tmp_path / "run", "begins") as (job, printed):
         assert job.wait(100) == 0, printed()

@@ -6,8 +6,8 @@ import textwrap
 import typing
 from pathlib import Path
 
-import forked
 import pytest
+from launched import agent, torchrun_variables
 from processes import run
 
 import pardata
@@ -137,7 +137,7 @@ def test_importing_pardata_imports_nothing_that_torch_does_not_need():
 # --- without NumPy
 
 WITHOUT_NUMPY = """
-import sys, warnings
+import os, sys, warnings
 from pathlib import Path
 sys.modules["numpy"] = None  # makes `import numpy` fail, as where it is not installed
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
@@ -148,6 +148,9 @@ from pardata import (
     all_gather, all_reduce_mean, check_in_sync, init, make_loader, rank_zero_call, seed_everything,
     wrap_model,
 )
+
+rank = "1" if os.fork() else "0"  # both need the imports
+os.environ.update(RANK=rank, LOCAL_RANK=rank)
 
 class Squares(TensorDataset):
     def __getitems__(self, indices):
@@ -173,14 +176,14 @@ with init() as here:
     assert rank_zero_call(max, 1, 2) == 2
     assert sys.modules["numpy"] is None
     Path(sys.argv[1], f"needs-none-{here.rank}").touch()
+if here.rank == 1:
+    assert os.wait()[1] == 0
 """
 
 
 def test_two_ranks_train_where_numpy_is_not_installed(tmp_path, short_tmp):
-    script = tmp_path / "script.py"
-    script.write_text(WITHOUT_NUMPY)
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    env = {"TMPDIR": short_tmp, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": sys.executable}
-    run(forked.python(), *launcher, script, tmp_path, **env)  # its ranks import all anew
+    with agent() as port:
+        env = torchrun_variables(0, 2, port, TMPDIR=short_tmp, OMP_NUM_THREADS="1")
+        run(sys.executable, "-c", WITHOUT_NUMPY, tmp_path, **env)
     names = sorted(path.name for path in tmp_path.glob("needs-none-*"))
     assert names == ["needs-none-0", "needs-none-1"]

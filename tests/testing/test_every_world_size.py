@@ -35,12 +35,22 @@ def train(strategy, dtype=torch.float32):
         yield model
 
 
+@pytest.fixture
+def _ranks_that_live_on(monkeypatch):
+    """Compare what the ranks of all tests do: new ones for each would take most of the time."""
+    monkeypatch.setattr("pardata.testing._every_world_size.run", on_ranks.run)
+
+
+living = pytest.mark.usefixtures("_ranks_that_live_on")
+
+
 def message(*job, **options):
     with pytest.raises(AssertionError) as caught:
         assert_same_at_every_world_size(*job, **options)
     return str(caught.value)
 
 
+@living
 def test_sums_in_another_order_are_found_with_the_step_the_parameters_and_by_how_much():
     text = message(train, "ddp")
     assert re.match(
@@ -53,16 +63,19 @@ def test_sums_in_another_order_are_found_with_the_step_the_parameters_and_by_how
     assert "float64) are sums in another order: pass `rtol` and `atol`, or train with " in text
 
 
+@living
 def test_what_differs_by_rounding_is_the_same_within_a_tolerance():
     assert_same_at_every_world_size(
         train, "ddp", torch.float64, sizes=(1, 2), rtol=1e-8, atol=1e-10
     )
 
 
+@living
 def test_exact_training_is_the_same_to_the_last_bit():
     assert_same_at_every_world_size(train, "exact")
 
 
+@living
 @pytest.mark.skipif(not FSDP_ON_CPU, reason="this torch shards on a GPU only")
 def test_sharded_models_are_compared_whole():
     assert_same_at_every_world_size(
@@ -85,15 +98,6 @@ def spoilt_shard():
 
 
 # What is compared
-
-
-@pytest.fixture
-def _ranks_that_live_on(monkeypatch):
-    """Compare what the ranks of all tests do: new ones for each would take most of the time."""
-    monkeypatch.setattr("pardata.testing._every_world_size.run", on_ranks.run)
-
-
-living = pytest.mark.usefixtures("_ranks_that_live_on")
 
 
 def scripted(steps):

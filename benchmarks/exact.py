@@ -9,8 +9,7 @@ same microbatches, by pardata.backward, Adam, on made-up images, in two processe
 each. Both strategies take turns, step by step, in the same pair of processes. The CPU seconds are
 those of both processes: waiting is not in them. Then memory: what a step adds to a process, at its
 peak, for each parameter of a wide perceptron trained by SGD, with 1 and 4 microbatches on each
-rank, in fresh processes. Of "exact_fsdp", which shards, the bytes of gradients and of their sums
-that a rank keeps from one microbatch to the next, at most. Needs torchvision.
+rank, in fresh processes. Needs torchvision.
 """
 
 import argparse
@@ -42,7 +41,6 @@ import pardata
 from pardata.testing import run
 
 STRATEGIES = ("ddp", "exact")
-SHARDED = "exact_fsdp"
 WARM_UP = 3
 QUANTITIES = ("s a step", "CPU s a step")
 IMAGES, PICTURES = (1, 28, 28), (3, 32, 32)
@@ -94,16 +92,15 @@ def made(contest: Contest, strategy: str) -> nn.Module:
     for module in net.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # that of both would differ, and their weights
-    options = {"blocks": "auto"} if strategy == SHARDED else {}
-    return pardata.wrap_model(net, strategy, **options)
+    return pardata.wrap_model(net, strategy)
 
 
-def batches(contest: Contest, count: int, *, strided: bool = False) -> Any:
+def batches(contest: Contest, count: int) -> Any:
     """Return a loader of so many global batches."""
     images = torch.randn(count * contest.batch_size, *contest.shape)
     data = TensorDataset(images, torch.randint(10, (len(images),)))
     size, of = contest.batch_size, contest.microbatch_size
-    return pardata.make_loader(data, size, microbatch_size=of, strided=strided, seed=0)
+    return pardata.make_loader(data, size, microbatch_size=of, seed=0)
 
 
 def compete(name: str, rounds: int) -> dict[str, Any]:
@@ -187,37 +184,6 @@ def memory(count: int) -> list[Row]:
     return [Row("ddp", found["ddp"]), Row("exact", found["exact"], reach=reach)]
 
 
-def keep(count: int) -> float:
-    """Return the bytes for each parameter of sharded gradients and their sums, at most."""
-    pardata.init(device="cpu")
-    contest = Contest(wide_net, IMAGES, 8 * count, 4, Reach(0))
-    model: Any = made(contest, SHARDED)
-    kept = [0]
-
-    def look(*_: object) -> None:
-        subtrees = [one for group in model.exact.groups for one in group.stack.subtrees]
-        sums = [part for _, part in subtrees if part is not None]
-        gradients = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in sums + gradients}
-        kept.append(sum(storage.nbytes() for storage in storages.values()))
-
-    model.register_forward_pre_hook(look)
-    for batch in batches(contest, 2, strided=True):
-        model.zero_grad()
-        pardata.backward(model, mean_loss, batch)
-    look()
-    return max(kept) / sum(p.numel() for p in model.parameters())
-
-
-def sharded_memory() -> list[Row]:
-    """Measure the gradients of a sharded model; return rows, with one sum a level as the limit."""
-    limits = {1: 4, 4: 8, 8: 10}  # of 2, 8 and 16 microbatches: their sums have 1, 3 and 4 levels
-    return [
-        Row(f"{count} a rank", [run(keep, count, world_size=2)[0]], reach=Reach(limit))
-        for count, limit in limits.items()
-    ]
-
-
 def main() -> None:
     """Measure each net and print the tables."""
     arguments = parser(__doc__, 40, "steps of each strategy, in turns")
@@ -239,9 +205,6 @@ def main() -> None:
         title = f"bytes a parameter that a step adds, microbatches on each of 2 ranks: {count}"
         tables[title] = memory(count)
         print_table(title, "", tables[title])
-    title = f"{SHARDED}, 2 processes: bytes of gradients a parameter kept, by microbatches"
-    tables[title] = sharded_memory()
-    print_table(title, "", tables[title])
     if args.save:
         save(args.save, __file__, about, tables)
 

@@ -34,7 +34,7 @@ LONGEST = (
     "test_every_world_size.py",
     "test_command.py",
     "test_started.py",
-    *("test_exact_matrix.py", "test_exact_fsdp.py", "test_exact_step.py", "test_hang.py"),
+    *("test_exact_matrix.py", "test_exact_step.py", "test_hang.py"),
     "test_public_api.py",
     *("test_elastic.py", "test_examples.py", "test_benchmarks.py", "test_more_clients.py"),
 )

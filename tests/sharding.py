@@ -2,14 +2,8 @@
 
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 FSDP_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
-# From torch 2.13 on; a single process shards nothing.
-EXACT_FSDP = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
-needs_exact_fsdp = pytest.mark.skipif(
-    not EXACT_FSDP, reason=f"fully_shard of torch {torch.__version__} takes no other reduction"
-)
 needs_fsdp = pytest.mark.skipif(
     not FSDP_ON_CPU, reason=f"fully_shard of torch {torch.__version__} needs a GPU"
 )

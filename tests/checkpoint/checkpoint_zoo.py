@@ -15,7 +15,7 @@ from pardata import Checkpointer, backward, fingerprint, make_loader, world, wra
 from pardata.checkpoint._files import _digest, size_and_digest, verified
 from pardata.checkpoint._names import names
 
-STRATEGIES = ("none", "dp", "ddp", "fsdp", "exact", "exact_fsdp")
+STRATEGIES = ("none", "dp", "ddp", "fsdp", "exact")
 OPTIMIZERS = {
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
@@ -54,7 +54,6 @@ class Run:
             shuffle=True,
             seed=5,
             microbatch_size=3,
-            strided=strategy == "exact_fsdp",
             num_workers=0,
         )
 

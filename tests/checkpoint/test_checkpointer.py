@@ -15,7 +15,7 @@ from alike import equal
 from checkpoint_zoo import STRATEGIES, Net, Run, Thing, paths
 from logged import log_of
 from on_ranks import caught, run, run_caught
-from sharding import EXACT_FSDP, FSDP_ON_CPU, needs_exact_fsdp, needs_fsdp
+from sharding import FSDP_ON_CPU, needs_fsdp
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -40,7 +40,7 @@ def strategies():
     """Return those that this torch has in this world."""
     skipped = set() if FSDP_ON_CPU else {"fsdp"}
     if world().size > 1:
-        skipped |= {"dp"} if EXACT_FSDP else {"dp", "exact_fsdp"}
+        skipped |= {"dp"}
     return [strategy for strategy in STRATEGIES if strategy not in skipped]
 
 
@@ -87,8 +87,7 @@ def check_every_strategy_into_every_other(directory, sizes_before, sizes_after, 
         saved = run(save_each, folder, optimizer, how.get("asynchronous", False), world_size=before)
         for strategy, (_, weights) in saved[0].items():
             [checkpoint] = paths(Path(folder) / strategy)
-            known = "exact" if (strategy, before) == ("exact_fsdp", 1) else strategy
-            assert verified(checkpoint, 3)["identity"]["strategies"] == {"model": known}
+            assert verified(checkpoint, 3)["identity"]["strategies"] == {"model": strategy}
             plain = Net()
             plain.load_state_dict(torch.load(exported(folder, strategy)[0], weights_only=True))
             assert fingerprint(plain) == weights
@@ -159,30 +158,16 @@ def train_on(strategy, before, steps, after):
     return trained.digest(), random.random()
 
 
-def goes_on(tmp_path, first, second, last):
-    """Train in three parts; return whether it is the run of one process without interruption."""
+def test_an_exact_run_goes_on_to_the_bit_at_any_other_size(tmp_path):
     [(expected, _)] = run(train_on, "exact", None, 9, None, world_size=1)
     stages = [
-        (first, 2, None, tmp_path / "a"),
-        (second, 3, tmp_path / "a", tmp_path / "b"),
-        (last, 1, tmp_path / "b", None),
+        (2, None, tmp_path / "a"),
+        (3, tmp_path / "a", tmp_path / "b"),
+        (1, tmp_path / "b", None),
     ]
-    for strategy, size, before, after in stages:
-        told = run(train_on, strategy, before, 3, after, world_size=size)
-    return [digest for digest, _ in told] == [expected]
-
-
-def test_an_exact_run_goes_on_to_the_bit_at_any_other_size(tmp_path):
-    assert goes_on(tmp_path, "exact", "exact", "exact")
-
-
-@needs_exact_fsdp
-@pytest.mark.parametrize(
-    "strategies",
-    [("exact_fsdp",) * 3, ("exact", "exact_fsdp", "exact"), ("exact_fsdp", "exact", "exact")],
-)
-def test_so_does_a_sharded_one_and_each_as_the_other(strategies, tmp_path):
-    assert goes_on(tmp_path, *strategies)
+    for size, before, after in stages:
+        told = run(train_on, "exact", before, 3, after, world_size=size)
+    assert [digest for digest, _ in told] == [expected]
 
 
 @pytest.mark.parametrize(("strategy", "size"), [("none", 1), ("ddp", 2), ("fsdp", 3)])

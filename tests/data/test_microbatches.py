@@ -1,13 +1,11 @@
 """What a loader with a `microbatch_size` yields."""
 
-import functools
 import pickle
 from collections.abc import Sequence
 
 import pytest
 import torch
 from on_ranks import run
-from sharding import needs_exact_fsdp, whole
 from torch import nn
 
 from pardata import Microbatches, backward, world, wrap_model
@@ -51,6 +49,7 @@ def test_it_says_in_short_what_it_is_and_pickles(batches, first, text):
     found = microbatches(batches, first, placeholder="z", size=3, seed=5)
     there = pickle.loads(pickle.dumps(found))
     assert repr(found) == repr(there) == text
+    assert list(found.numbers) == [first + n for n in range(len(batches))]
     assert (list(there), there.size, there.seed) == (list(batches), 3, 5)
     assert (there.placeholder, there.counts) == (found.placeholder, found.counts)
 
@@ -61,21 +60,19 @@ X = torch.arange(24.0).view(12, 2).sin()
 SIZES = [3, 1, 4, 2, 1, 1]
 
 
-def _trained_of_own(strategy, *, strided=False):
+def _trained_of_own(strategy):
     here = world()
     torch.manual_seed(0)
     noise = nn.Dropout(0.5 if strategy != "ddp" else 0.0)
     model = wrap_model(nn.Sequential(nn.Linear(2, 3), noise, nn.Linear(3, 1)), strategy)
     share = len(SIZES) // here.size
-    parts = X.split(SIZES)
-    parts = parts[here.rank :: here.size] if strided else parts[here.rank * share :][:share]
+    parts = X.split(SIZES)[here.rank * share :][:share]
     losses = []
     for step in range(2):
-        batch = Microbatches.of(parts, step=step, strided=strided)
-        expected = (here.rank, here.size) if strided else (here.rank * share, 1)
-        assert (batch.first, batch.stride, batch.counts) == (*expected, tuple(SIZES))
+        batch = Microbatches.of(parts, step=step)
+        assert (batch.first, batch.counts) == (here.rank * share, tuple(SIZES))
         losses.append(backward(model, lambda net, x: net(x).square().mean(), batch).item())
-    return losses, [whole(p.grad).tolist() for p in model.parameters()]
+    return losses, [p.grad.tolist() for p in model.parameters()]
 
 
 @pytest.mark.parametrize("strategy", ["exact", "ddp"])
@@ -88,24 +85,3 @@ def test_batches_that_no_loader_made_are_one_step_at_every_size(strategy):
                 assert (losses, found) == (whole, gradients)
             torch.testing.assert_close(losses, whole)
             torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(gradients[0]))
-
-
-@needs_exact_fsdp
-def test_those_that_stand_between_each_other_are_one_sharded_step():
-    alone = run(_trained_of_own, "exact", world_size=1)
-    for size in (2, 3):
-        sharded = functools.partial(_trained_of_own, strided=True)
-        assert run(sharded, "exact_fsdp", world_size=size) == alone * size
-
-
-def test_it_shows_which_microbatches_it_has():
-    shown = {
-        (0, 3, "ab"): "0, 3 of 9",
-        (8, 3, "a"): "8 of 9",
-        (9, 3, ""): "none of 9",
-        (2, 1, "abc"): "2 … 4 of 9",
-    }
-    for (first, stride, batches), text in shown.items():
-        found = microbatches(batches, first, (4,) * 9, stride=stride)
-        assert repr(found) == f"Microbatches(epoch=3, step=7, {text})"
-        assert list(found.numbers) == [first + n * stride for n in range(len(batches))]

@@ -19,14 +19,6 @@ def test_shares_are_runs_in_rank_order_that_differ_by_one_and_the_first_has_most
     assert counts[0] == max(counts)
 
 
-@given(st.integers(0, 10_000), st.integers(1, 17))
-def test_strided_shares_are_every_so_manieth_and_of_one_rank_all(count, size):
-    shares = [share(count, rank, size, strided=True) for rank in range(size)]
-    assert sorted(position for part in shares for position in part) == list(range(count))
-    assert all(position % size == rank for rank, part in enumerate(shares) for position in part)
-    assert share(count, 0, 1, strided=True) == share(count, 0, 1)
-
-
 def test_golden_values_of_the_hash():
     # The first is SplitMix64's first output for seed 0, halved: 0xE220A8397B1DCDAF >> 1.
     assert mix(0) == 0xE220A8397B1DCDAF >> 1

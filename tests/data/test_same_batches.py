@@ -56,13 +56,10 @@ def reference(options, epoch, size):
     found = []
     for number, step in enumerate(whole):
         pieces = [step[i : i + m] for i in range(0, len(step), m)]
-        counts, first, stride = tuple(map(len, pieces)), 0, 1
+        counts, first = tuple(map(len, pieces)), 0
         found.append([])
-        for rank, run_of in enumerate(shares(pieces)):
-            own = pieces[rank::size] if options["strided"] else run_of
-            if options["strided"]:
-                first, stride = rank, size
-            where = epoch, number, first, stride, counts, 1, size
+        for own in shares(pieces):
+            where = epoch, number, first, counts, 1, size
             found[-1].append((where, own, (own or pieces)[0]))
             first += len(own)
     return found
@@ -72,8 +69,7 @@ def shown(batch):
     """Return what a rank has of a step, and what it knows of it."""
     if not isinstance(batch, Microbatches):
         return rows(batch)
-    place = batch.epoch, batch.step, batch.first, batch.stride
-    where = *place, batch.counts, batch.seed, batch.size
+    where = batch.epoch, batch.step, batch.first, batch.counts, batch.seed, batch.size
     return where, rows(batch), batch.placeholder.tolist()
 
 
@@ -111,7 +107,6 @@ def loaders(draw):
     pieces = draw(st.sampled_from([None, 1, 2, 3, 4]))
     options = {"shuffle": kind == "shuffled", "microbatch_size": pieces, "batch_sampler": None}
     options["sampler"] = Rotated(length) if kind == "sampled" else None
-    options["strided"] = pieces is not None and draw(st.booleans())
     options["data"] = {"stream": Count, "stream with a length": Sized}.get(kind, int)(length)
     if kind == "batches":
         batch = st.lists(st.integers(0, length - 1), min_size=1 if pieces else 4, max_size=9)
@@ -148,7 +143,7 @@ def test_every_step_is_the_same_samples_at_every_size_wherever_it_stopped(option
         assert len({json.dumps(told) for told in states}) == 1
         state = json.loads(json.dumps(states[0]))
         if expected and state["delivered"] and isinstance(options["data"], int):
-            alone = loader_of(**{**options, "strided": False})  # the same run all the same
+            alone = loader_of(**options)
             alone.load_state_dict(state)
             assert set(fingerprints) == {alone.fingerprint()}  # of what was delivered, to whomever
     assert (state["epoch"], state["delivered"]) == (max(EPOCHS, state["epoch"]), 0)

@@ -103,10 +103,6 @@ def backward_by_hand(model):
     loss(model, X).backward()
 
 
-def step_of_a_fused(model):
-    torch.optim.AdamW(model.parameters(), fused=True).step()
-
-
 def backward_or_reduce(is_backward):
     model = wrapped()
     if is_backward:
@@ -171,8 +167,6 @@ LABELS = {
     "`wrapped.head = nn.Linear(1, 1)`": "setattr(wrapped(), 'head', nn.Linear(1, 1))",
     "a method that trains past the wrapper: `wrapped.generate(x)`": "generates()",
     '`loss.backward()` under `"exact"`': "backward_by_hand(wrapped('exact'))",
-    '`loss.backward()` under `"exact_fsdp"`': "backward_by_hand(wrapped('exact_fsdp'))",
-    'a fused optimizer under `"exact_fsdp"`': "step_of_a_fused(wrapped('exact_fsdp'))",
     "`with model.no_sync(): backward(…)`": "backward_under_no_sync()",
     "`backward` on one rank, `all_reduce_sum` on the others": "backward_or_reduce(rank == 0)",
     "`all_reduce_sum` in `loss_fn`": "reduced_in_loss_fn()",

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  # the usual name
 from on_ranks import Raised, caught, run
-from sharding import EXACT_FSDP, FSDP_ON_CPU, whole
+from sharding import FSDP_ON_CPU, whole
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.checkpoint import checkpoint
@@ -24,9 +24,7 @@ from torch.utils.data import TensorDataset
 from pardata import backward, check_in_sync, fingerprint, make_loader, unwrap, wrap_model
 
 PAGE = Path(__file__).parents[2] / "docs/strategies.md"
-STRATEGIES = ["none", "dp", "ddp", "fsdp", "exact", "exact_fsdp"]
-CAN_RUN = {"fsdp": FSDP_ON_CPU, "exact_fsdp": EXACT_FSDP}
-SHARDING, EXACT = ("fsdp", "exact_fsdp"), ("exact", "exact_fsdp")
+STRATEGIES = ["none", "dp", "ddp", "fsdp", "exact"]
 SIZES = (1, 3)
 
 
@@ -180,13 +178,12 @@ def trained(name, strategy):
     torch.manual_seed(0)
     model = feature.before(Net(feature.middle, feature.answer))
     if strategy is not None:
-        options = {**feature.options, **(feature.sharding if strategy in SHARDING else {})}
+        options = {**feature.options, **(feature.sharding if strategy == "fsdp" else {})}
         model = feature.after(wrap_model(model, strategy, **options))
     numbers = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(29, 4, generator=numbers), torch.arange(29) % 3)
     how = {"microbatch_size": feature.microbatch_size, "drop_last": False, "seed": 0}
     alone = {"distributed": False} if strategy in (None, "none") else {}
-    how["strided"] = strategy == "exact_fsdp"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     scaler = torch.amp.GradScaler(
         "cpu", 2.0**100, backoff_factor=2.0**-95, growth_interval=2, enabled=feature.overflows
@@ -221,22 +218,19 @@ ALONE = "strategy 'dp' must run in one process, without SyncBatchNorm, but has "
 NO_OPTION = ", but {!r} is not; there are "
 OTHERS = ("none", "dp", "ddp", "exact")
 ERRORS = {
-    **{
-        (IN_PLACE, name): "but a Net was compiled in place, where that cannot be " for name in EXACT
-    },
+    (IN_PLACE, "exact"): "but a Net was compiled in place, where that cannot be ",
     ("unused parameters", "ddp"): "every parameter must take part in the loss, but ",
     (OVER_ALL, "dp"): ALONE,
-    **{(OVER_ALL, name): "`sync_batchnorm` must be False under strategy 'exact'" for name in EXACT},
-    **{(FIND, s): NO_OPTION.format("find_unused_parameters") for s in ("dp", "fsdp", *EXACT)},
+    (OVER_ALL, "exact"): "`sync_batchnorm` must be False under strategy 'exact'",
+    **{(FIND, s): NO_OPTION.format("find_unused_parameters") for s in ("dp", "fsdp", "exact")},
     **{(IN_BLOCKS, strategy): NO_OPTION.format("blocks") for strategy in OTHERS},
     **{(OFFLOADED, strategy): NO_OPTION.format("offload_policy") for strategy in OTHERS},
-    (OFFLOADED, "exact_fsdp"): NO_OPTION.format("offload_policy"),
 }
 
 
 @functools.cache
 def told_at(size, slow):
-    cells = [cell for cell in CELLS if is_slow(*cell) == slow]
+    cells = [cell for cell in CELLS if is_slow(cell[0]) == slow]
     return run(all_trained, cells, world_size=size, timeout=300)
 
 
@@ -245,8 +239,8 @@ def truth(name):
     return trained(name, None)
 
 
-def is_slow(name, strategy):
-    return "compile" in name or strategy == "exact_fsdp"
+def is_slow(name):
+    return "compile" in name
 
 
 def check_weights(name, told):
@@ -258,16 +252,17 @@ def check_weights(name, told):
 
 
 @pytest.mark.parametrize(
-    "cell", [pytest.param(c, marks=[pytest.mark.soak] * is_slow(*c), id="-".join(c)) for c in CELLS]
+    "cell",
+    [pytest.param(c, marks=[pytest.mark.soak] * is_slow(c[0]), id="-".join(c)) for c in CELLS],
 )
 def test_a_strategy_trains_a_feature_as_plain_pytorch_or_says_why_not(cell):
     name, strategy = cell
-    if not CAN_RUN.get(strategy, True):
+    if strategy == "fsdp" and not FSDP_ON_CPU:
         pytest.skip(f"torch {torch.__version__} cannot do it here")
     fingerprints = set()
     for size in SIZES:
         error = ERRORS.get(cell, ALONE if size > 1 and strategy == "dp" else None)
-        for ranks in told_at(size, is_slow(*cell)):
+        for ranks in told_at(size, is_slow(name)):
             told = ranks[cell]
             assert isinstance(told, Raised) == (error is not None), told
             if error is not None:
@@ -275,22 +270,20 @@ def test_a_strategy_trains_a_feature_as_plain_pytorch_or_says_why_not(cell):
             else:
                 check_weights(name, told)
                 fingerprints.add(told[2])
-    is_exact = strategy in EXACT and not (strategy == "exact_fsdp" and FEATURES[name].clips)
-    # In one process, "exact_fsdp" is "exact".
-    assert not is_exact or len(fingerprints) <= 1
+    assert strategy != "exact" or len(fingerprints) <= 1
 
 
 def test_the_scaler_overflows_and_grows_and_what_is_frozen_or_clipped_shows():
     assert truth("autocast to float16, a gradient scaler")[1] == [32, 32, 64, 64]
-    assert len({truth(name)[2] for name in FEATURES if not is_slow(name, "")}) == 12
+    assert len({truth(name)[2] for name in FEATURES if not is_slow(name)}) == 12
 
 
 def test_the_page_has_this_table_and_the_errors():
     page = PAGE.read_text()
-    rows = [["feature", *(f'`"{strategy}"`' for strategy in STRATEGIES)], ["---"] * 7]
+    rows = [["feature", *(f'`"{strategy}"`' for strategy in STRATEGIES)], ["---"] * 6]
     for name, feature in FEATURES.items():
         words = ["error" if (name, strategy) in ERRORS else "yes" for strategy in STRATEGIES]
-        rows.append([name, *(words if feature.close else ["its own"] * 4 + ["yes"] * 2)])
+        rows.append([name, *(words if feature.close else ["its own"] * 4 + ["yes"])])
     assert "\n".join("| " + " | ".join(row) + " |" for row in rows) in page
     for error in [ALONE, *ERRORS.values()]:
         assert error.strip(" ,") in " ".join(page.split())

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # the usual name
 from on_ranks import run
-from sharding import needs_exact_fsdp, whole
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
@@ -29,7 +28,6 @@ from pardata import backward, fingerprint, unwrap, world, wrap_model
 from pardata.strategies.exact import _bucket, _ordered_sum
 
 SIZES = [1, 2, 3, 4]
-UNDER = ["exact"]  # the strategy of the scenarios that run
 REENTRANT = functools.partial(checkpoint, use_reentrant=True)
 
 
@@ -61,7 +59,7 @@ def seeded(kind=Net, *args, dtype=None, **options):
 
 
 def wrapped(net, **options):
-    return wrap_model(net, UNDER[0], **options)
+    return wrap_model(net, "exact", **options)
 
 
 def rows_of(count, dtype=torch.float32):
@@ -77,8 +75,7 @@ def steps(count=22, batch_size=22, dtype=torch.float32):
 
 
 def loader_of(data, batch_size, **options):
-    strided = UNDER[0] == "exact_fsdp"
-    return pardata.make_loader(data, batch_size, **options, strided=strided, seed=5, num_workers=0)
+    return pardata.make_loader(data, batch_size, **options, seed=5, num_workers=0)
 
 
 def loss_fn(model, batch):
@@ -94,7 +91,7 @@ def bits(tensor):
 def outcome(model, loss):
     """Return all that a step leaves: the bits of the loss, the gradients and the buffers."""
     named = unwrap(model).named_parameters()
-    gradients = {name: None if p.grad is None else bits(whole(p.grad)) for name, p in named}
+    gradients = {name: None if p.grad is None else bits(p.grad) for name, p in named}
     buffers = {name: bits(buffer.reshape(-1)) for name, buffer in unwrap(model).named_buffers()}
     return {"loss": loss.item(), "loss bits": bits(loss.reshape(1)), **gradients, **buffers}
 
@@ -408,9 +405,6 @@ def compiled():
     with config.patch({limit: 2, fails: False}):
         model = seeded(lambda: torch.compile(smooth(), backend="eager", dynamic=False))
         told = one_step(model)
-        if UNDER[0] == "exact_fsdp":  # a rank that has compiled fewer sizes would wait
-            torch._dynamo.reset()
-            return told
         with refused(
             "RuntimeError: a compiled model must be compiled for each size of its inputs under",
             "but dynamo has reached its limit: pad inputs to fewer sizes, or raise",
@@ -472,7 +466,7 @@ def not_finite():
     for factor in (math.inf, -math.inf, math.nan, 1e15):
         model = seeded(Exploding, factor)
         assert one_step(model, mean_output)["loss"] < math.inf
-        calm, wild = whole(model.calm.grad), whole(model.wild.grad)
+        calm, wild = model.calm.grad, model.wild.grad
         assert calm.isfinite().all()
         told.append(wild.tolist())
         torch.testing.assert_close(
@@ -506,7 +500,7 @@ def zeros_with_signs():
 
         model = seeded(Zero)
         one_step(model, zero)
-        return torch.signbit(whole(model.calm.grad)).tolist()
+        return torch.signbit(model.calm.grad).tolist()
 
     assert sign(2) == sign(2, 4) == [True] * 3
     assert sign(4) == [False] * 3
@@ -526,9 +520,8 @@ def kept_by_reference():
 
 
 def sparse():
-    name = "exact_fsdp" if UNDER[0] == "exact_fsdp" and world().size > 1 else "exact"
     with refused(
-        f"TypeError: gradients must be dense under strategy '{name}', but that of `weight` is ",
+        "TypeError: gradients must be dense under strategy 'exact', but that of `weight` is ",
         "sparse: make the embedding with sparse=False",
     ):
         one_step(
@@ -621,17 +614,8 @@ SCENARIOS = [
 ]
 
 
-SHARDED = [
-    *(plain, low_precision, autocast, checkpointed, counted, added_to, unused, generators),
-    *(buffers, in_evaluation, compiled, not_finite, zeros_with_signs, kept_by_reference, sparse),
-    *(buffers_of_other_shapes, at_other_steps),
-]
-
-
-def every_scenario(strategy):
-    UNDER[0] = strategy
-    scenarios = SCENARIOS if strategy == "exact" else SHARDED
-    return {scenario.__name__: told_by(scenario) for scenario in scenarios}
+def every_scenario():
+    return {scenario.__name__: told_by(scenario) for scenario in SCENARIOS}
 
 
 def told_by(scenario):
@@ -643,9 +627,9 @@ def told_by(scenario):
 
 
 @functools.cache
-def told_at(size, strategy="exact"):
+def told_at(size):
     """Return what each scenario tells, by name, on each rank."""
-    return run(every_scenario, strategy, world_size=size, timeout=200)
+    return run(every_scenario, world_size=size, timeout=200)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
@@ -657,19 +641,6 @@ def test_a_step_leaves_the_same_bits_on_every_rank_at_every_size(scenario):
             found, broken = facts[name]
             assert broken is None, f"rank {rank} of {size}: {broken}"
             assert repr(found) == repr(reference), (size, rank)  # NaN is equal to NaN
-
-
-@needs_exact_fsdp
-@pytest.mark.soak  # the strategy is about to go
-@pytest.mark.parametrize("scenario", SHARDED, ids=lambda scenario: scenario.__name__)
-def test_a_step_of_a_sharded_model_leaves_the_bits_of_one_that_is_not(scenario):
-    name = scenario.__name__
-    reference, _ = told_at(1)[0][name]
-    for size in SIZES:
-        for rank, facts in enumerate(told_at(size, "exact_fsdp")):
-            found, broken = facts[name]
-            assert broken is None, f"rank {rank} of {size}: {broken}"
-            assert repr(found) == repr(reference), (size, rank)
 
 
 # In a single process

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from model_zoo import Net, wrapped_as
 from on_ranks import caught, run, run_caught
-from sharding import EXACT_FSDP, FSDP_ON_CPU, TOGETHER, needs_fsdp
+from sharding import FSDP_ON_CPU, TOGETHER, needs_fsdp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -230,7 +230,6 @@ def load_under_two_names(strategies, folder):
 def test_a_module_that_has_several_names_loads_under_every_strategy(tmp_path):
     strategies = [("ddp", {}), ("exact", {})]
     strategies += [("fsdp", {}), ("fsdp", {"blocks": nn.LayerNorm})] * FSDP_ON_CPU
-    strategies += [("exact_fsdp", {"blocks": nn.LayerNorm})] * EXACT_FSDP
     found = run(load_under_two_names, strategies, tmp_path, world_size=2)
     assert found == [[True] * 3 * len(strategies)] * 2
 

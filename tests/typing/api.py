@@ -102,7 +102,6 @@ def the_data() -> None:
         shuffle=True,
         drop_last=None,
         microbatch_size=1,
-        strided=False,
         sharded=False,
         num_workers="auto",
         seed=None,
@@ -161,7 +160,7 @@ def a_step(step: pardata.Microbatches[Tensor]) -> None:
     assert_type(len(step), int)
     assert_type(step.epoch, int)
     assert_type(step.step, int)
-    assert_type((step.first, step.stride), tuple[int, int])
+    assert_type(step.first, int)
     assert_type(step.numbers, range)
     assert_type(step.counts, tuple[int, ...])
     step[0] = torch.ones(1)  # type: ignore[index]  # pyright: ignore[reportIndexIssue]  # only to be read

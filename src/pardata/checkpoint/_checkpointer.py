@@ -35,13 +35,13 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
     """Saves the state of a run to a directory, and restores the newest complete checkpoint.
 
     Every rank makes one and calls every method. Rank 0 writes, except for sharded parameters
-    (``"fsdp"``, ``"exact_fsdp"``), of which each rank writes its part. All nodes share the disk. If
-    a process is killed or a machine loses power at any moment, complete checkpoints stay as they
-    were. A save writes new files, waits until they are on the disk, and then renames them. Two runs
-    may write to one directory, for example if a job starts again before its last attempt has ended.
-    Then the older run gets an error and changes nothing more. Making a `Checkpointer` is not
-    collective, touches nothing, and is the same in a single process. As a context manager it waits
-    at its end for an asynchronous save.
+    (``"fsdp"``), of which each rank writes its part. All nodes share the disk. If a process is
+    killed or a machine loses power at any moment, complete checkpoints stay as they were. A save
+    writes new files, waits until they are on the disk, and then renames them. Two runs may write to
+    one directory, for example if a job starts again before its last attempt has ended. Then the
+    older run gets an error and changes nothing more. Making a `Checkpointer` is not collective,
+    touches nothing, and is the same in a single process. As a context manager it waits at its end
+    for an asynchronous save.
 
     Args:
         directory: a folder on a disk that all nodes share. The first `save` makes it. A relative

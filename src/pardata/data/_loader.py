@@ -259,10 +259,11 @@ class Loader:
         batches = self._placement.placed(fetched)
         if self._plan.microbatch_size is not None:
             facts: dict[str, Any] = {"epoch": step.epoch, "step": step.number, "first": step.first}
-            facts |= {"stride": step.stride, "counts": self._plan.counts_of(step.samples)}
+            facts |= {"counts": self._plan.counts_of(step.samples)}
             facts |= {"seed": self._recipe.facts["seed"], "size": self._plan.size}
             read = batches if step.rows else ()
-            for number, part, missing in zip(step.numbers(), read, fetched.missing, strict=False):
+            with_missing = zip(read, fetched.missing, strict=False)
+            for number, (part, missing) in enumerate(with_missing, step.first):
                 if missing:
                     kept = facts["counts"][number] - missing
                     delivered.add(part, Read(kept, self._plan.size))

@@ -20,7 +20,7 @@ from pardata.values._arguments import check_flag, check_integer, check_map_style
 
 _log = get_logger(__name__)
 
-_FLAGS = ("strided", "shuffle", "sharded", "reproducible")
+_FLAGS = ("shuffle", "sharded", "reproducible")
 _COMPARED = ("batch_size", "microbatch_size", *_FLAGS, "drop_last", "seed", "prefetch")
 
 
@@ -194,14 +194,9 @@ def _plan(given: Arguments, ranks: World, *, drop_last: bool) -> Plan:
     """Return the plan; raise where the batch size does not go with the world or the dataset."""
     batch_size, microbatch_size = given.batch_size, given.microbatch_size
     sizes = _length_of(given), batch_size or 0, drop_last, microbatch_size
-    plan = Plan(*sizes, ranks.rank, ranks.size, strided=given.strided)
+    plan = Plan(*sizes, ranks.rank, ranks.size)
     if microbatch_size is not None:
         check_integer("microbatch_size", microbatch_size, least=1)
-    elif given.strided:
-        raise ValueError(
-            "`strided` must be False without a `microbatch_size`, because it says which "
-            "microbatches a rank gets, but is True: pass microbatch_size, or leave it out"
-        )
     if given.batch_sampler is not None:
         return plan
     least = ranks.size if microbatch_size is None else 1
@@ -238,8 +233,7 @@ def _look_at_shares(settings: Settings) -> None:
     # Without microbatches a rank gets single samples, at least one.
     count = -(-batch_size // (given.microbatch_size or 1))
     if count < ranks:
-        shares = [share(count, rank, ranks, strided=given.strided) for rank in range(ranks)]
-        idle = ", ".join(str(rank) for rank in range(ranks) if not shares[rank])
+        idle = ", ".join(str(rank) for rank in range(ranks) if not share(count, rank, ranks))
         text = (
             f"a `microbatch_size` of {given.microbatch_size} makes {count} microbatches of "
             f"{batch_size} samples for {ranks} ranks, so that rank(s) {idle} idle: make it smaller"

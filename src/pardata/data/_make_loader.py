@@ -32,7 +32,6 @@ def make_loader(
     shuffle: bool = False,
     drop_last: bool | None = None,
     microbatch_size: int | None = None,
-    strided: bool = False,
     sampler: Sampler[Any] | None = None,
     batch_sampler: Iterable[Sequence[Any]] | None = None,
     sharded: bool = False,
@@ -84,8 +83,6 @@ def make_loader(
             that is training, and keeps it otherwise.
         microbatch_size: cut each step into consecutive microbatches of this many samples, at every
             world size. Each rank gets whole ones, in a row, as `Microbatches`.
-        strided: give rank r of W the microbatches r, r + W, r + 2W and so on, in place of a row.
-            Strategy ``"exact_fsdp"`` adds them in this order. Steps hold the same samples.
         sampler: yields the order of the whole epoch, the same on every rank, in place of `shuffle`.
             It draws under a seed of its own, after its ``set_epoch`` if it has one. Its length may
             change between epochs. A sample that it repeats gets other random numbers.
@@ -127,9 +124,9 @@ def make_loader(
     Raises:
         TypeError: the dataset cannot be indexed, or a size is no integer.
         ValueError: the batch size is not positive, smaller than the world, or larger than a dataset
-            whose incomplete batches are dropped. Or `strided` comes without a `microbatch_size`,
-            `shuffle` with a `sampler`, or either of them or a batch size with a `batch_sampler`. Or
-            a shuffled last batch has fewer samples than ranks.
+            whose incomplete batches are dropped. Or `shuffle` comes with a `sampler`, or either of
+            them or a batch size with a `batch_sampler`. Or a shuffled last batch has fewer samples
+            than ranks.
         RuntimeError: ranks disagree (a table says who has what), or no group was joined. All errors
             come on every rank.
 

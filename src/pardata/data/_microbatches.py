@@ -10,7 +10,6 @@ import torch
 from pardata.collective._agreement import agree
 from pardata.data._sample_count import samples_of
 from pardata.ranks._world import require_world
-from pardata.values._arguments import check_flag
 from pardata.values._tree import mapped
 
 _T = TypeVar("_T")
@@ -26,7 +25,6 @@ class Microbatches(Sequence[_T]):
         epoch: in which the step is.
         step: its number within the epoch.
         first: the number, within the step, of the first microbatch here.
-        stride: from the number of one microbatch here to that of the next.
         counts: how many samples each microbatch of the whole step has, over all ranks.
         seed: of the loader.
         size: how many ranks share the step.
@@ -47,18 +45,17 @@ class Microbatches(Sequence[_T]):
         counts: Iterable[int],
         seed: int = 0,
         size: int = 1,
-        stride: int = 1,
         placeholder: _T | None = None,
     ) -> None:
         self._batches, self.counts = tuple(batches), tuple(counts)
-        self.epoch, self.step, self.first, self.stride = epoch, step, first, stride
+        self.epoch, self.step, self.first = epoch, step, first
         self.seed, self.size, self.runs = seed, size, 0
         self._others = placeholder
 
     @property
     def numbers(self) -> range:
         """The numbers, within the step, of the microbatches here."""
-        return range(self.first, self.first + len(self) * self.stride, self.stride)
+        return range(self.first, self.first + len(self))
 
     @cached_property
     def placeholder(self) -> _T | None:
@@ -75,9 +72,7 @@ class Microbatches(Sequence[_T]):
         return copied
 
     @classmethod
-    def of(
-        cls, batches: Iterable[_T], *, step: int, epoch: int = 0, strided: bool = False
-    ) -> "Microbatches[_T]":
+    def of(cls, batches: Iterable[_T], *, step: int, epoch: int = 0) -> "Microbatches[_T]":
         """Return microbatches that no loader made: a step's share of this rank, for `backward`.
 
         Within the step they are in the order of the ranks. Each rank passes the same number of
@@ -87,8 +82,6 @@ class Microbatches(Sequence[_T]):
             batches: of this rank, each of any kind that `backward` takes.
             step: another number in each step of the `epoch`, from which dropout draws its numbers.
             epoch: as `step`.
-            strided: order them as the shares of ``make_loader(…, strided=True)``: first the first
-                one of each rank, in rank order, then the second ones.
 
         Raises:
             TypeError: a batch does not tell how many samples it has.
@@ -100,7 +93,6 @@ class Microbatches(Sequence[_T]):
         share, here = tuple(batches), require_world("Microbatches.of")
 
         def state() -> dict[str, Any]:
-            check_flag("strided", strided)
             return {"counts": [samples_of(batch) for batch in share], "seed": torch.initial_seed()}
 
         def decide(facts: list[dict[str, Any]]) -> tuple[list[int], int]:
@@ -111,12 +103,10 @@ class Microbatches(Sequence[_T]):
                     f"`batches` must be equally many on every rank, at least one, but are "
                     f"{numbers}, in rank order: divide them otherwise, or let a loader do it"
                 )
-            steps = zip(*shares, strict=True) if strided else shares
-            return [count for one in steps for count in one], facts[0]["seed"]
+            return [count for one in shares for count in one], facts[0]["seed"]
 
         counts, seed = agree(here, "Microbatches.of", state, decide)
-        first, stride = (here.rank, here.size) if strided else (here.rank * len(share), 1)
-        where: dict[str, Any] = {"epoch": epoch, "step": step, "first": first, "stride": stride}
+        where: dict[str, Any] = {"epoch": epoch, "step": step, "first": here.rank * len(share)}
         return cls(share, **where, counts=counts, seed=seed, size=here.size)
 
     def __len__(self) -> int:
@@ -130,7 +120,5 @@ class Microbatches(Sequence[_T]):
         return self._batches[index]
 
     def __repr__(self) -> str:
-        shown = ", ".join(map(str, self.numbers)) or "none"
-        if len(self) and self.stride == 1:
-            shown = f"{self.first} … {self.numbers[-1]}"
+        shown = f"{self.first} … {self.numbers[-1]}" if len(self) else "none"
         return f"Microbatches(epoch={self.epoch}, step={self.step}, {shown} of {len(self.counts)})"

@@ -33,8 +33,9 @@ class Placement(NamedTuple):
 
     def placed(self, fetched: Fetched) -> list[Any]:
         """Return the batches of a step on the device and transformed, one by one."""
-        numbered = zip(fetched.step.numbers(), fetched.batches, strict=False)
-        return [self._placed(batch, fetched.step, number) for number, batch in numbered]
+        step = fetched.step
+        numbered = enumerate(fetched.batches, step.first)
+        return [self._placed(batch, step, number) for number, batch in numbered]
 
     def _placed(self, batch: Any, step: GlobalStep, microbatch: int) -> Any:
         if self.pins:

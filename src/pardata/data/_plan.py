@@ -1,28 +1,22 @@
 """Which sample goes where: pure arithmetic, without a process group or a dataset.
 
 N samples, global batch B, world size W. Epoch e has an order of the N samples. GlobalStep k is the
-positions kB … min((k+1)B, N)-1 of that order, whatever W is; each rank gets a share of them.
+positions kB … min((k+1)B, N)-1 of that order, whatever W is; each rank gets a run of them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count as counted_from
 from typing import Any, NamedTuple
 
 
-def share(count: int, rank: int, size: int, *, strided: bool = False) -> range:
-    """Return this rank's share of `count` things; shares differ by at most one.
+def share(count: int, rank: int, size: int) -> range:
+    """Return this rank's run of `count` things; shares differ by at most one.
 
-    A run of them: two or four ranks have a half or a quarter, as the sum of an exact step is made
-    of halves. Or, `strided`, every `size`-th of them.
+    Two or four ranks have a half or a quarter, as the sum of an exact step is made of halves.
 
     >>> [list(share(5, rank, 3)) for rank in range(3)]
     [[0, 1], [2, 3], [4]]
-    >>> [list(share(5, rank, 3, strided=True)) for rank in range(3)]
-    [[0, 3], [1, 4], [2]]
     """
-    if strided:
-        return range(rank, count, size)
     return range(-(-rank * count // size), -(-(rank + 1) * count // size))
 
 
@@ -34,11 +28,6 @@ class GlobalStep(NamedTuple):
     first: int  # the number, within the step, of this rank's first microbatch, else 0
     rows: int  # samples of this rank; if it has none, it reads a placeholder
     samples: int  # samples of the whole step, over all ranks
-    stride: int = 1  # from the number of one of this rank's microbatches to the next
-
-    def numbers(self) -> Iterator[int]:
-        """Return the numbers of this rank's microbatches within the step, and on without end."""
-        return counted_from(self.first, self.stride)
 
 
 class Fetched(NamedTuple):
@@ -56,9 +45,9 @@ class Plan:
     """How the positions of an epoch become steps, and a step the shares of the ranks.
 
     With a `microbatch_size` a step is cut into microbatches, of which the last may be short. A
-    share is then a run of whole ones, or `strided`. Otherwise a share is one run of samples. A
-    stream may have no `length`. A sampler's length replaces the dataset's in each epoch. A
-    ``batch_sampler`` has its own steps: then `batch_size` is 0.
+    share is then a run of whole ones. Otherwise it is one run of samples. A stream may have no
+    `length`. A sampler's length replaces the dataset's in each epoch. A ``batch_sampler`` has its
+    own steps: then `batch_size` is 0.
     """
 
     length: int | None
@@ -67,7 +56,6 @@ class Plan:
     microbatch_size: int | None = None
     rank: int = 0
     size: int = 1
-    strided: bool = False
 
     def __len__(self) -> int:
         full, rest = divmod(self.length or 0, self.batch_size)  # callers have both
@@ -101,15 +89,14 @@ class Plan:
         If it has none, it reads a placeholder. That is the step's first microbatch, to be run if
         all ranks must run one, or the first sample, whose shape an empty batch takes.
         """
-        first, stride, runs = 0, 1, [share(samples, self.rank, self.size)]
+        first, runs = 0, [share(samples, self.rank, self.size)]
         if (size := self.microbatch_size) is not None:
-            count = -(-samples // size)
-            numbers = share(count, self.rank, self.size, strided=self.strided)
-            first, stride = numbers.start, numbers.step
+            numbers = share(-(-samples // size), self.rank, self.size)
+            first = numbers.start
             runs = [range(samples)[n * size : (n + 1) * size] for n in numbers]
         rows = sum(map(len, runs))
         runs = runs if rows else [range(samples)[: self.microbatch_size or 1]]
-        return GlobalStep(epoch, number, first, rows, samples, stride), runs
+        return GlobalStep(epoch, number, first, rows, samples), runs
 
     def counts_of(self, samples: int) -> tuple[int, ...]:
         """Return how many samples each microbatch of a step of so many has, over all ranks."""

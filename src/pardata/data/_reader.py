@@ -123,10 +123,9 @@ class Reader(Dataset[Any]):
         if self._looks_twice:
             self._warn_of_a_generator_of_its_own(request)
         indices = [as_list(each) for each in asked]
-        wanted = zip(indices, positions or indices, strict=True)
-        numbered = zip(step.numbers(), wanted, strict=False)
+        wanted = enumerate(zip(indices, positions or indices, strict=True), step.first)
         with self._seeds.around_reading():
-            found = [self._batch(step, *each) for each in numbered]
+            found = [self._batch(step, *each) for each in wanted]
         return Fetched(step, [batch for batch, _ in found], missing=[none for _, none in found])
 
     def _batch(self, step: GlobalStep, microbatch: int, wanted: Wanted) -> tuple[Any, int]:

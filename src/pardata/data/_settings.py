@@ -34,7 +34,6 @@ class Arguments:
     shuffle: bool
     drop_last: bool | None
     microbatch_size: int | None
-    strided: bool
     sampler: Sampler[object] | None
     batch_sampler: Iterable[Sequence[object]] | None
     sharded: bool

@@ -121,7 +121,7 @@ class Stream(IterableDataset[Fetched]):
         state = (deepcopy(self.dataset.state_dict()),) if self.keeps_place else None
         first, collated = step.number * self.plan.batch_size, []
         with self.collation.seeds.around_reading():
-            for number, run in zip(step.numbers(), runs, strict=False):
+            for number, run in enumerate(runs, step.first):
                 samples, indices = [read[i] for i in run], [first + i for i in run]
                 collated.append(self.collation.batch_of(samples, indices, step, number))
         batches, missing = map(list, zip(*collated, strict=True))

@@ -26,7 +26,6 @@ class ReadThrough(nn.Module):
 
     module: nn.Module
     _inside: nn.Module
-    _load = staticmethod(load_whole)
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
@@ -95,7 +94,7 @@ class ReadThrough(nn.Module):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> LoadedKeys:
         """Load as `load_weights` does."""
-        return self._load(self, state_dict, strict=strict, assign=assign)
+        return load_whole(self, state_dict, strict=strict, assign=assign)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kw: Any) -> None:
         # Reached where the wrapper is a child of the module that loads. PyTorch continues to look

@@ -78,11 +78,6 @@ def unsharded(module: nn.Module) -> list[nn.Parameter]:
     return [p._unsharded_param for p in _sharded(module) if hasattr(p, "_unsharded_param")]
 
 
-def gathered_by(part: Any) -> list[Any]:
-    """Return what FSDP keeps of each parameter that this part of a module gathers."""
-    return [own for group in _groups_of(part._get_fsdp_state()) for own in group.fsdp_params]
-
-
 def _sharded(module: nn.Module) -> list[Any]:
     return [p for _, groups in _states(module) for group in groups for p in group.fsdp_params]
 
@@ -90,10 +85,6 @@ def _sharded(module: nn.Module) -> list[Any]:
 def _states(module: nn.Module) -> list[tuple[Any, list[Any]]]:
     parts: Any = [part for part in module.modules() if hasattr(part, "_get_fsdp_state")]
     states = [part._get_fsdp_state() for part in parts]
-    return [(state, _groups_of(state)) for state in states]
-
-
-def _groups_of(state: Any) -> list[Any]:
     name = "_fsdp_param_groups"  # an older torch has one, without the "s"
-    groups = getattr(state, name, None) or [getattr(state, name[:-1], None)]
-    return [group for group in groups if group]
+    groups = [getattr(s, name, None) or [getattr(s, name[:-1], None)] for s in states]
+    return [(s, [g for g in own if g]) for s, own in zip(states, groups, strict=True)]

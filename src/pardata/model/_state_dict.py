@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pardata.collective._agreement import agree
-from pardata.model._unwrap import Wrapper, layers
+from pardata.model._unwrap import Wrapper, layers, unwrap
 from pardata.ranks._world import require_world
 from pardata.values._arguments import kind_of
 
@@ -33,7 +33,9 @@ def load_whole(model: nn.Module, given: object, *, strict: bool, assign: bool) -
     if assign and wrapped:
         raise ValueError(NO_ASSIGN)
     state = _read_state(given)
-    _check_state(state, wrapped)
+    for layer in wrapped:
+        if isinstance(layer, Wrapper):
+            layer.check_state(state)
     return LoadedKeys(*plain.load_state_dict(_renamed(state, plain), strict=strict, assign=assign))
 
 
@@ -42,15 +44,13 @@ def load_sharded(model: nn.Module, given: object, *, strict: bool, assign: bool)
     # Whoever has a sharded model has paid for this import already.
     from torch.distributed.checkpoint import state_dict as dcp  # noqa: PLC0415  # takes 0.5 s
 
-    *wrapped, plain = layers(model)
+    plain = unwrap(model)
     found: list[tuple[dict[str, Any], LoadedKeys]] = []
 
     def check() -> dict[str, object]:
         if assign:
             raise ValueError(NO_ASSIGN)
-        read = _read_state(given)
-        _check_state(read, wrapped)
-        state = _renamed(read, plain)
+        state = _renamed(_read_state(given), plain)
         found.append((state, _keys_of(plain, state, strict=strict)))
         return {}
 
@@ -63,13 +63,6 @@ def load_sharded(model: nn.Module, given: object, *, strict: bool, assign: bool)
     options = dcp.StateDictOptions(full_state_dict=whole, strict=False)
     dcp.set_model_state_dict(plain, state, options=options)
     return keys
-
-
-def _check_state(state: Mapping[str, Any], wrapped: list[nn.Module]) -> None:
-    """Refuse weights that a wrapper of our own does not take."""
-    for layer in wrapped:
-        if isinstance(layer, Wrapper):
-            layer.check_state(state)
 
 
 def _read_state(state: object) -> Mapping[str, Any]:

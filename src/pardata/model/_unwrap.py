@@ -37,9 +37,9 @@ class ShardedModule(ABC):  # noqa: B024  # its subclasses are found, not made
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the module inside what `wrap_model` and ``torch.compile`` put around it.
 
-    It takes off DataParallel, DistributedDataParallel and strategies ``"exact"`` and
-    ``"exact_fsdp"``, in any nesting. A module that is not wrapped, or that ``fully_shard`` changed
-    in place (strategy ``"fsdp"``), comes back as it is. Not collective.
+    It takes off DataParallel, DistributedDataParallel and strategy ``"exact"``, in any nesting. A
+    module that is not wrapped, or that ``fully_shard`` changed in place (strategy ``"fsdp"``),
+    comes back as it is. Not collective.
 
     Raises:
         TypeError: `model` is no module.

@@ -79,8 +79,8 @@ def backward(
         model: what `wrap_model` returned. The loss must train nothing else. If `loss_fn` runs other
             models, freeze them, or detach their outputs, or hold all in one module and wrap that.
             For a GAN, call ``discriminator.requires_grad_(False)`` before the generator's step. The
-            buffers of other wrapped models are equal on all ranks after the step. Under the exact
-            strategies the step leaves these buffers as they were.
+            buffers of other wrapped models are equal on all ranks after the step. Under
+            ``"exact"`` the step leaves these buffers as they were.
         loss_fn: runs ``model`` and returns the mean over the samples of the microbatch, a tensor of
             one element. With `count` it is the mean over what that counts: for tokens, the sum of
             their losses divided by their number. It may also return ``(loss, metrics)``. Metrics
@@ -88,9 +88,9 @@ def backward(
             accuracy, the parts of a loss. With `Microbatches` it must call no collective, because
             ranks may run unequally many; `all_gather` with ``differentiable=True`` may be called
             where they run equally many.
-        batch: the `Microbatches` of a loader or, except under the exact strategies, one microbatch
-            of any kind. For a loader's batch, the number of samples is how many the loader read for
-            it. For any other batch it is the length of the first tensor, or of a list of samples.
+        batch: the `Microbatches` of a loader or, except under ``"exact"``, one microbatch of any
+            kind. For a loader's batch, the number of samples is how many the loader read for it.
+            For any other batch it is the length of the first tensor, or of a list of samples.
         count: returns what a microbatch counts for in place of its samples, for example its tokens:
             an integer from 0 up. The loss of a microbatch that counts 0 is ignored, even if it is
             NaN. Pass it if a ``collate_fn`` leaves samples out, or if a batch does not show how

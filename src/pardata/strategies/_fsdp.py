@@ -47,7 +47,19 @@ class FsdpStep(SharedStep):
         super().__init__(model, layer, scaler, batch)
         # What a forward without a backward has left, as of an evaluation without no_grad().
         reshard(layer)
-        check_sharded(layer, self.size, "fsdp")
+        for name, parameter in layer.named_parameters():
+            mesh = getattr(parameter, "device_mesh", None)
+            if mesh is None and parameter.requires_grad:
+                raise RuntimeError(
+                    f"each trained parameter must be sharded under 'fsdp', but `{name}` is not, so "
+                    f"that no rank would synchronise it: build the model with it, wrap that, and "
+                    f"call load_weights(new, old.state_dict(), strict=False)"
+                )
+            if mesh is not None and mesh.size() != self.size:
+                raise ValueError(
+                    f"the model must be sharded over all {self.size} ranks, but is so over "
+                    f"{mesh.size()}: give fully_shard a mesh of all ranks"
+                )
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -70,23 +82,6 @@ class FsdpStep(SharedStep):
             yield
         finally:
             self.layer.set_requires_all_reduce(True)
-
-
-def check_sharded(module: nn.Module, size: int, strategy: str) -> None:
-    """Refuse what is trained and not sharded, or not over all ranks."""
-    for name, parameter in module.named_parameters():
-        mesh = getattr(parameter, "device_mesh", None)
-        if mesh is None and parameter.requires_grad:
-            raise RuntimeError(
-                f"each trained parameter must be sharded under {strategy!r}, but `{name}` is not, "
-                f"so that no rank would synchronise it: build the model with it, wrap that, and "
-                f"call load_weights(new, old.state_dict(), strict=False)"
-            )
-        if mesh is not None and mesh.size() != size:
-            raise ValueError(
-                f"the model must be sharded over all {size} ranks, but is so over "
-                f"{mesh.size()}: give fully_shard a mesh of all ranks"
-            )
 
 
 class FsdpStrategy(Strategy):
@@ -125,7 +120,8 @@ class FsdpStrategy(Strategy):
             )
 
     def facts(self, model: nn.Module, settings: Settings) -> Facts:
-        return named_blocks(model, settings)
+        found = Counter(type(block).__name__ for block in _blocks(unwrap(model), settings))
+        return {"the blocks": dict(found)}
 
     def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
         target = checked_device(self.device(settings))
@@ -134,57 +130,31 @@ class FsdpStrategy(Strategy):
                 f"strategy 'fsdp' on a CPU needs a newer torch, but this is {torch.__version__}, "
                 f"whose fully_shard needs a GPU: install a newer one, or use 'ddp'"
             )
-        given = settings.options.items()
-        options = {name: value for name, value in given if name not in self.own_options}
-        module = shard(model, settings, target, lambda _: options)
+        # Inside torch.compile, as PyTorch advises: names and hooks are then those of the module.
+        module = unwrap(model)
+        options = {"mesh": _mesh(target, settings), **settings.options}
+        for name in self.own_options:
+            options.pop(name, None)
+        ignored = options.get("ignored_params") or set()
+        blocks = _blocks(module, settings)
+        _tell(module, blocks, settings)
+        before = [ref(parameter) for parameter in module.parameters()]
+        made: dict[Tensor, Tensor] = {}  # keeps tensors in memory: only those that are ignored
+        for part in (*blocks, module):  # so no device holds more than one of them whole
+            made |= {old: new for old, new in place(part, target).items() if old in ignored}
+            # fully_shard shards what each rank has; unlike DDP it does not begin from rank 0's.
+            broadcast_weights(part)
+            if ignored:
+                options["ignored_params"] = {made.get(one, one) for one in ignored}
+            self.options_of()(part, **options)
+        refuse_old_optimizers(module, before)
         module.register_forward_pre_hook(_note_guest, prepend=True)
+        module.register_forward_hook(shard_again)
         if settings.here.size > 1:
             module.register_forward_hook(_equal_buffers)
         return model
 
     load = staticmethod(load_sharded)
-
-
-def named_blocks(model: nn.Module, settings: Settings) -> Facts:
-    """Return what the ranks compare of the blocks of a model."""
-    found = Counter(type(block).__name__ for block in _blocks(unwrap(model), settings))
-    return {"the blocks": dict(found)}
-
-
-def shard(
-    model: nn.Module,
-    settings: Settings,
-    target: torch.device,
-    options_of: Callable[[nn.Module], dict[str, Any]],
-) -> nn.Module:
-    """Move a model to the device `target`, shard it by parts, and return the module inside.
-
-    Args:
-        model: to shard; its blocks one by one, and then the rest.
-        settings: of which `blocks` and `replicate` are used.
-        target: where it is to be.
-        options_of: returns those of ``fully_shard`` for one part.
-    """
-    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415  # half a second
-
-    # Inside torch.compile, as PyTorch advises: names and hooks are then those of the module.
-    module = unwrap(model)
-    mesh, blocks = _mesh(target, settings), _blocks(module, settings)
-    _tell(module, blocks, settings)
-    before = [ref(parameter) for parameter in module.parameters()]
-    made: dict[Tensor, Tensor] = {}  # keeps tensors in memory: only those that are ignored
-    for part in (*blocks, module):  # so no device holds more than one of them whole
-        options = {"mesh": mesh, **options_of(part)}
-        ignored = options.get("ignored_params") or set()
-        made |= {old: new for old, new in place(part, target).items() if old in ignored}
-        # fully_shard shards what each rank has; unlike DDP it does not begin from rank 0's.
-        broadcast_weights(part)
-        if ignored:
-            options["ignored_params"] = {made.get(one, one) for one in ignored}
-        fully_shard(part, **options)
-    refuse_old_optimizers(module, before)
-    module.register_forward_hook(shard_again)
-    return module
 
 
 def _blocks(module: nn.Module, settings: Settings) -> list[nn.Module]:

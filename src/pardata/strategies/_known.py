@@ -12,16 +12,15 @@ from pardata.strategies._fsdp import FsdpStrategy
 from pardata.strategies._none import NoneStrategy
 from pardata.strategies._strategy import Strategy
 from pardata.strategies.exact._exact import ExactStrategy
-from pardata.strategies.exact._exact_fsdp import ExactFsdpStrategy
 from pardata.values._arguments import check_module, meant
 
-StrategyName: TypeAlias = Literal["auto", "none", "dp", "ddp", "fsdp", "exact", "exact_fsdp"]
+StrategyName: TypeAlias = Literal["auto", "none", "dp", "ddp", "fsdp", "exact"]
 
 _NONE = NoneStrategy()
 
 # In the order in which they are looked for in a model: what reduces gradients first.
 STRATEGIES: tuple[Strategy, ...] = (
-    *(ExactFsdpStrategy(), ExactStrategy(), DdpStrategy(), FsdpStrategy(), DpStrategy(), _NONE),
+    *(ExactStrategy(), DdpStrategy(), FsdpStrategy(), DpStrategy(), _NONE),
 )
 
 

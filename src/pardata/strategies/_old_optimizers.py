@@ -1,11 +1,14 @@
 """An optimizer of parameters that sharding has replaced: its steps would train nothing."""
 
-from weakref import WeakSet, ref
+from collections.abc import Callable
+from functools import cache
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from pardata.strategies._optimizer_steps import before_steps
+_looks = WeakKeyDictionary[nn.Module, Callable[[Optimizer], None]]()
 
 
 def refuse_old_optimizers(module: nn.Module, before: list[ref[nn.Parameter]]) -> None:
@@ -27,4 +30,19 @@ def refuse_old_optimizers(module: nn.Module, before: list[ref[nn.Parameter]]) ->
             )
         checked.add(one)
 
-    before_steps(module, look)
+    _watch()
+    _looks[module] = look
+
+
+@cache
+def _watch() -> None:
+    """Begin to look at optimizers before they step, once for all modules.
+
+    PyTorch raises an error if a hook goes while another one runs, as when a module is collected.
+    """
+    register_optimizer_step_pre_hook(lambda one, *_: _look(one))
+
+
+def _look(one: Optimizer) -> None:
+    for look in list(_looks.values()):
+        look(one)

@@ -33,18 +33,14 @@ def wrap_model(
 ) -> nn.Module:
     """Move `model` to its device and wrap it, so that training keeps all replicas equal.
 
-    ================ ========================================================================
-    ``"auto"``       ``"ddp"`` in a world larger than one, else ``"none"``
-    ``"none"``       the module itself, moved and not wrapped: no cost at all
-    ``"dp"``         `torch.nn.DataParallel`: one process, several GPUs
-    ``"ddp"``        `torch.nn.parallel.DistributedDataParallel`: one process per device
-    ``"fsdp"``       ``torch.distributed.fsdp.fully_shard``: parameters sharded, in place
-    ``"exact"``      gradients by `backward` alone: the same to the last bit at every world size
-    ``"exact_fsdp"`` parameters sharded as under ``"fsdp"``, with the bits of ``"exact"``
-    ================ ========================================================================
-
-    ``"exact_fsdp"`` takes `Microbatches` of a loader with ``strided=True``. With one process it is
-    ``"exact"``.
+    =========== ========================================================================
+    ``"auto"``  ``"ddp"`` in a world larger than one, else ``"none"``
+    ``"none"``  the module itself, moved and not wrapped: no cost at all
+    ``"dp"``    `torch.nn.DataParallel`: one process, several GPUs
+    ``"ddp"``   `torch.nn.parallel.DistributedDataParallel`: one process per device
+    ``"fsdp"``  ``torch.distributed.fsdp.fully_shard``: parameters sharded, in place
+    ``"exact"`` gradients by `backward` alone: the same to the last bit at every world size
+    =========== ========================================================================
 
     Make the optimizer after `wrap_model`, which may replace the parameters. All replicas start from
     rank 0's weights. Under ``"ddp"`` and ``"dp"`` the result is a subclass of PyTorch's class. You
@@ -83,9 +79,8 @@ def wrap_model(
             a list of them. ``blocks="auto"`` makes a block of each module in an outermost
             ``ModuleList``, if that list holds more than a tenth of the parameters. ``replicate`` is
             how many copies of the shards there are (1). ``"exact"``: ``threads`` (1), the same at
-            every world size. ``"exact_fsdp"``: ``threads``, ``blocks`` and
-            ``reshard_after_forward``. ``"none"`` ignores the options of the others, so that one
-            call serves every world size.
+            every world size. ``"none"`` ignores the options of the others, so that one call serves
+            every world size.
 
     Raises:
         TypeError: `model` is no module, or an option is unknown.

@@ -22,7 +22,6 @@ from pardata.strategies._strategy import Settings, Strategy, broadcast_weights
 from pardata.strategies.exact._exact_step import ExactStep
 from pardata.strategies.exact._exact_sums import Sums
 from pardata.strategies.exact._kernels import kernels, refused_kernels
-from pardata.strategies.exact._sharded_sums import ShardedSums
 from pardata.values._arguments import check_integer
 
 _log = get_logger(__name__)
@@ -42,12 +41,11 @@ class ExactModel(ReadThrough, Wrapper):
         exact: what adds up its gradients.
     """
 
-    exact: Sums | ShardedSums
-    _sums_of: type[Sums | ShardedSums] = Sums
+    exact: Sums
 
     def __init__(self, module: nn.Module, *, threads: int = 1) -> None:
         # Not as attributes are set, which are the module's once it is wrapped.
-        self.__dict__["exact"] = self._sums_of(unwrap(module), threads)
+        self.__dict__["exact"] = Sums(unwrap(module), threads)
         super().__init__(module)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

@@ -56,11 +56,6 @@ class ExactStep(Step):
     _answer: _Answer | None = None
     least = 1  # if a placeholder: by what it returns a rank that has none knows the metrics
     takes_means = False
-    strided = False  # whether a rank's share is every `size`-th microbatch, and no run of them
-    wrong_shares = (
-        "`batch` must hold a run of microbatches under strategy 'exact', but is strided: leave out "
-        "strided=True where it is made, or wrap with 'exact_fsdp'"
-    )
 
     def __init__(self, model: nn.Module, layer: Any, scaler: GradScaler | None, batch: Any) -> None:
         super().__init__(model, layer, scaler, batch)
@@ -71,8 +66,6 @@ class ExactStep(Step):
                 f"{type(batch).__name__}: pass microbatch_size to make_loader, so that they are "
                 f"the same at every world size"
             )
-        if self.size == batch.size > 1 and self.strided != (batch.stride > 1):
-            raise ValueError(self.wrong_shares)
         self._sums = layer.exact
         # Raised within the step, so that the others hear it.
         self._refusal: Exception | None = refused_kernels(model, self._sums.threads)
@@ -83,16 +76,10 @@ class ExactStep(Step):
         self._begin()
         failed = self._refusal  # also where this rank runs nothing
         with AsFound(self.module), self._sums, self._guests:
-            if self.equally_many:
-                # Before anything is sent: ranks at other steps may run unequally many.
-                self._ask(failed=failed is not None)
-                self._agreed(failed)
             try:
                 yield
             except Exception as error:  # noqa: BLE001  # raised below: the others wait for this rank
-                failed = of_compiler(error)
-                if self.equally_many:  # the others see that their collective breaks
-                    raise failed  # noqa: B904  # it has its cause, or is the error itself
+                failed = _of_compiler(error)
             self._conclude(failed)
 
     def _begin(self) -> None:
@@ -109,7 +96,7 @@ class ExactStep(Step):
         self._sums.train({n: p for n, p in module.named_parameters() if p.requires_grad})
         counting = (one.number for one in self.share.microbatches if one.count)
         self._first = min(counting, default=_NONE)
-        self._exchange = Exchange(len(self.batch.counts), strided=self.strided)
+        self._exchange = Exchange(len(self.batch.counts))
         self._means = Means(module, self._exchange, self._first)
         self._sums.begin_step(self._exchange, self._may_send)
 
@@ -154,7 +141,7 @@ class ExactStep(Step):
         rows = self._means.rows(len(self.tally.last()), first)
         flags = [failed is not None, *self._sums.used()]
         riders = Riders(self._exchange, rows, flags)
-        if riders.fit() and not self.equally_many:  # then the gradients are there
+        if riders.fit():
             self._sums.send_rest(riders.sent())
             flags, sums = riders.received(self._sums.finish())
         else:
@@ -211,7 +198,7 @@ def _failed_elsewhere() -> RuntimeError:
     return as_consequence(RuntimeError(text))
 
 
-def of_compiler(error: Exception) -> Exception:
+def _of_compiler(error: Exception) -> Exception:
     """Return an error, in other words where it is that dynamo would compile no more."""
     if type(error).__name__ != "FailOnRecompileLimitHit":  # to import it takes a second
         return error

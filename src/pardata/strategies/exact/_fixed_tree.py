@@ -1,8 +1,8 @@
 """The fixed tree in which what the microbatches of a step leave is added, whoever runs them.
 
 Its leaves are the microbatches, and its shape depends on their number alone: a node is the sum of
-its halves. So the last bit does not depend on who adds what. A rank adds what it can of its share
-of leaves, and is left with whole subtrees. Between ranks the tree adds their sums.
+its halves. So the last bit does not depend on who adds what. A rank adds what it can of its run of
+leaves, and is left with whole subtrees. Between ranks the tree adds their sums.
 """
 
 from collections.abc import Callable
@@ -36,12 +36,8 @@ class Stack(Generic[_T]):
     def push(self, span: Span, value: _T | None) -> None:
         """Add what follows on the right; nothing changes no bit of what it is added to."""
         start, high = span
-        while self.subtrees:
-            (low, middle), left = self.subtrees[-1]
-            if middle != start or (low, high) not in self._nodes:
-                break
-            self.subtrees.pop()
-            start = low
+        while self.subtrees and (self.subtrees[-1][0][0], high) in self._nodes:
+            (start, _), left = self.subtrees.pop()
             if left is not None:
                 value = left if value is None else self._add(left, value)
         self.subtrees.append(((start, high), value))
@@ -67,7 +63,7 @@ def _nodes(count: int) -> frozenset[Span]:
 
 
 @lru_cache
-def subtrees_of(count: int, size: int, *, strided: bool = False) -> tuple[tuple[Span, ...], ...]:
+def subtrees_of(count: int, size: int) -> tuple[tuple[Span, ...], ...]:
     """Return, for each of `size` ranks, the subtrees that it is left with.
 
     >>> subtrees_of(6, 2), subtrees_of(4, 3)
@@ -75,6 +71,6 @@ def subtrees_of(count: int, size: int, *, strided: bool = False) -> tuple[tuple[
     """
     stacks = [Stack[None](count, lambda _left, _right: None) for _ in range(size)]
     for rank, stack in enumerate(stacks):
-        for number in share(count, rank, size, strided=strided):
+        for number in share(count, rank, size):
             stack.push((number, number + 1), None)
     return tuple(tuple(span for span, _ in stack.subtrees) for stack in stacks)

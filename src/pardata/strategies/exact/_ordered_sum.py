@@ -1,7 +1,6 @@
 """A sum over ranks in the order of the fixed tree."""
 
 from collections.abc import Iterable
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -32,10 +31,10 @@ class Exchange:
         is_plain: whether an all-reduce is the same.
     """
 
-    def __init__(self, count: int, *, strided: bool = False) -> None:
+    def __init__(self, count: int) -> None:
         here = world()
         self.count, self.size = count, here.size
-        subtrees = subtrees_of(count, here.size, strided=strided)
+        subtrees = subtrees_of(count, here.size)
         self.spans = [span for spans in subtrees for span in spans]
         self.counts = list(map(len, subtrees))
         self.own, self.first = self.counts[here.rank], sum(self.counts[: here.rank])
@@ -54,7 +53,7 @@ class Exchange:
     def total(self, sums: Iterable[Tensor]) -> Tensor:
         """Return what the tree makes of the sums of the subtrees of all ranks, in rank order."""
         stack = Stack[Tensor](self.count, Tensor.add_)
-        for span, own in sorted(zip(self.spans, sums, strict=True), key=itemgetter(0)):
+        for span, own in zip(self.spans, sums, strict=True):
             stack.push(span, own)
         return stack.total()
 

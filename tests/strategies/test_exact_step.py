@@ -27,7 +27,6 @@ import pardata
 from pardata import backward, fingerprint, unwrap, world, wrap_model
 from pardata.strategies.exact import _bucket, _ordered_sum
 
-SIZES = [1, 2, 3, 4]
 REENTRANT = functools.partial(checkpoint, use_reentrant=True)
 
 
@@ -632,15 +631,28 @@ def told_at(size):
     return run(every_scenario, world_size=size, timeout=200)
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
-def test_a_step_leaves_the_same_bits_on_every_rank_at_every_size(scenario):
+def check(scenario, sizes):
     name = scenario.__name__
     reference, _ = told_at(1)[0][name]
-    for size in SIZES:
+    for size in sizes:
         for rank, facts in enumerate(told_at(size)):
             found, broken = facts[name]
             assert broken is None, f"rank {rank} of {size}: {broken}"
             assert repr(found) == repr(reference), (size, rank)  # NaN is equal to NaN
+
+
+scenarios = pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+
+
+@scenarios
+def test_a_step_leaves_the_same_bits_on_every_rank_at_every_size(scenario):
+    check(scenario, [1, 2, 3])
+
+
+@scenarios
+@pytest.mark.soak
+def test_and_at_larger_ones(scenario):
+    check(scenario, [4, 5])
 
 
 # In a single process

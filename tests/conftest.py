@@ -29,14 +29,11 @@ MARKS |= dict.fromkeys(
 ARITHMETIC = {"test_same_batches.py", "test_plan.py", "test_position.py"}
 # Files of few tests that take long, the longest first.
 LONGEST = (
-    "test_kills.py",
-    "test_one_rank.py",
-    "test_every_world_size.py",
-    "test_command.py",
-    "test_started.py",
-    *("test_exact_matrix.py", "test_exact_step.py", "test_hang.py"),
-    "test_public_api.py",
-    *("test_elastic.py", "test_examples.py", "test_benchmarks.py", "test_more_clients.py"),
+    *("test_kills.py", "test_soak.py", "test_one_rank.py", "test_every_world_size.py"),
+    *("test_command.py", "test_started.py", "test_exact_matrix.py", "test_exact_step.py"),
+    *("test_hang.py", "test_explanation.py", "test_leaving.py", "test_watch.py"),
+    *("test_workers.py", "test_same_batches.py", "test_interpreter_end.py", "test_public_api.py"),
+    *("test_elastic.py", "test_examples.py", "test_benchmarks.py"),
 )
 HERE = Path(__file__).parent
 assert {path.name for path in HERE.iterdir()}.issuperset(MARKS)

@@ -123,7 +123,7 @@ def loaders(draw):
 interruptions = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5)), max_size=4)
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 @given(loaders(), interruptions)
 def test_every_step_is_the_same_samples_at_every_size_wherever_it_stopped(options, plan):
     left = {

@@ -18,7 +18,7 @@ def check(told):
 
 
 def test_after_each_fault_the_group_goes_on(tmp_path):
-    check(run(soak, str(tmp_path / "run"), 10, 0, world_size=3))
+    check(run(soak, str(tmp_path / "run"), 4, 0, world_size=3))
 
 
 @pytest.mark.soak

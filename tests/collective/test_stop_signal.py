@@ -5,6 +5,7 @@ import signal
 import subprocess
 import threading
 import time
+from unittest.mock import patch
 
 import pytest
 from forked import python
@@ -14,6 +15,7 @@ from pardata import StopSignal, all_reduce_sum, world
 
 SIZES = [1, 2, 3, 4]
 SIGNALS = ["SIGTERM", "SIGUSR2"]
+AT_ONCE = patch("pardata.collective._stop_signal._REPEATED_WITHIN", 0)  # leave the block
 
 
 def stopped_at(asked, name):
@@ -30,7 +32,8 @@ def stopped_at(asked, name):
 
 
 def stopped(cases):
-    return [stopped_at(asked, name) for asked, name in cases]
+    with AT_ONCE:
+        return [stopped_at(asked, name) for asked, name in cases]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -66,7 +69,7 @@ def test_ranks_that_call_it_unequally_often_are_told_on_every_rank(size, more):
 
 def stopped_within():
     """Return what two blocks know of a signal in the inner one: within that, and after it."""
-    with StopSignal() as outer:
+    with AT_ONCE, StopSignal() as outer:
         with StopSignal() as inner:
             if world().is_main:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -95,9 +98,10 @@ def test_before_its_block_it_cannot_be_asked_and_it_is_no_bool():
 
 
 @pytest.fixture
-def mine():
-    """Have a handler of one's own for SIGUSR2, and return what it hears."""
+def mine(monkeypatch):
+    """Have a handler of one's own for SIGUSR2, and return what it hears. Nobody sleeps."""
     heard = []
+    monkeypatch.setattr(time, "sleep", lambda _: None)
     before = signal.signal(signal.SIGUSR2, lambda *_: heard.append("mine"))
     yield heard
     signal.signal(signal.SIGUSR2, before)
@@ -143,6 +147,29 @@ def test_the_same_signal_within_a_second_is_the_first_one_and_another_is_a_secon
         os.kill(os.getpid(), signal.SIGTERM)
         be_asked()
     assert mine == ["mine"]
+
+
+def test_a_signal_that_is_repeated_while_the_block_is_left_is_the_first_one_too(mine, monkeypatch):
+    now, waited = time.monotonic(), []
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "sleep", lambda seconds: (be_asked(), waited.append(seconds)))
+    with StopSignal(signal.SIGUSR2):
+        be_asked()
+    assert (mine, waited) == ([], [1.0])
+
+
+def repeated_where_only_rank_0_was_asked():
+    with patch.object(time, "sleep", lambda _: be_asked()), StopSignal(signal.SIGUSR2) as stop:
+        if world().is_main:
+            be_asked()
+        while not stop.agreed():
+            pass
+    return stop.requested
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_nor_does_it_end_a_rank_that_stops_before_it_gets_its_own_signal(size):
+    assert run(repeated_where_only_rank_0_was_asked, world_size=size) == [True] * size
 
 
 def test_a_second_signal_that_was_ignored_before_ends_the_process_all_the_same(mine, monkeypatch):

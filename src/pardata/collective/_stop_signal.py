@@ -27,9 +27,10 @@ class StopSignal:
 
     The block only notes the first signal. A second one acts as if this block were not there:
     SIGTERM ends the process at once. The same signal again within a second counts as the first one,
-    because launchers repeat it. Blocks around this one note its signals too. In another thread than
-    the main one, as under Ray Train, Python cannot listen to signals. That is logged once, and
-    `agreed` still hears of the other ranks' signals.
+    because launchers repeat it. So a run that stops leaves the block after that second. Blocks
+    around this one note its signals too. In another thread than the main one, as under Ray Train,
+    Python cannot listen to signals. That is logged once, and `agreed` still hears of the other
+    ranks' signals.
 
     Args:
         signals: SIGTERM and SIGUSR2 if none are given.
@@ -120,10 +121,17 @@ class StopSignal:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._before and (self.requested or self._agreed):
+            self._outlast_repeats()
         self._stop_listening()
         if kind is None and self._sent is not None and not self._heard():
             self._sent = self._vote(leaves=True)
             self._heard()
+
+    def _outlast_repeats(self) -> None:
+        # After the block they would end the process, in the middle of an asynchronous save.
+        since = self._received_at if self.requested else time.monotonic()
+        time.sleep(max(0.0, since + _REPEATED_WITHIN - time.monotonic()))
 
     def _stop_listening(self) -> None:
         for number, handler in self._before.items():

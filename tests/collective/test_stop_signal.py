@@ -158,6 +158,17 @@ def test_a_signal_that_is_repeated_while_the_block_is_left_is_the_first_one_too(
     assert (mine, waited) == ([], [1.0])
 
 
+def test_ctrl_c_in_that_second_leaves_the_handlers_as_they_were(mine, monkeypatch):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt), StopSignal(signal.SIGUSR2):
+        be_asked()
+    be_asked()
+    assert mine == ["mine"]
+
+
 def repeated_where_only_rank_0_was_asked():
     with patch.object(time, "sleep", lambda _: be_asked()), StopSignal(signal.SIGUSR2) as stop:
         if world().is_main:

@@ -121,9 +121,11 @@ class StopSignal:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._before and (self.requested or self._agreed):
-            self._outlast_repeats()
-        self._stop_listening()
+        try:
+            if self._before and (self.requested or self._agreed):
+                self._outlast_repeats()
+        finally:  # after Ctrl-C, as after all else
+            self._stop_listening()
         if kind is None and self._sent is not None and not self._heard():
             self._sent = self._vote(leaves=True)
             self._heard()

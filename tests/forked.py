@@ -27,7 +27,7 @@ _WARNINGS = ["error", *(_LEFT_BY_TORCH if torch.__version__ < "2.8" else [])]
 _SLOW = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.launcher.api")
 
 SERVER = """if True:
-    import ctypes, gc, importlib, json, os, runpy, select, signal, socket, sys, types, warnings
+    import gc, importlib, json, os, runpy, select, signal, socket, sys, types, warnings
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(sys.argv[1] + ".new")
     listener.listen(99)
@@ -95,9 +95,6 @@ SERVER = """if True:
     main = sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")
     sys.argv = arguments
     kind, code = asked["kind"], asked["code"]
-    if not asked["whole"]:  # torch's libraries take half of the time that an end takes
-        libc = ctypes.CDLL(None)
-        libc.on_exit(libc._exit, None)
     del asked, arguments, outputs
     if kind == "-m":
         sys.path[0] = os.getcwd()
@@ -125,7 +122,7 @@ if kind == "-c":
 elif not kind:
     code = open(code).read()
 asked = dict(argv=arguments, kind=kind, code=code, warnings=options)
-asked |= dict(folder=os.getcwd(), env=dict(os.environ), whole=False)
+asked |= dict(folder=os.getcwd(), env=dict(os.environ))
 with socket.socket(socket.AF_UNIX) as connection:
     connection.connect({address!r})
     socket.send_fds(connection, [b" "], [0, 1, 2])
@@ -196,17 +193,14 @@ class Programs:
         for command in (self.python, folder / "torchrun"):
             command.chmod(0o700)
 
-    def start(self, code, *argv, output, errors=None, folder=".", whole=False, **env):
-        """Start a program: its code, or the file that holds it; what it prints goes to a file.
-
-        A `whole` one also runs what C++ runs when the interpreter has ended.
-        """
+    def start(self, code, *argv, output, errors=None, folder=".", **env):
+        """Start a program: its code, or the file that holds it; what it prints goes to a file."""
         argv = ["train.py", *argv]
         if isinstance(code, Path):
             argv[0], code = code, code.read_text()
         asked = {
             "argv": list(map(str, argv)), "kind": "", "code": code, "warnings": _WARNINGS,
-            "folder": str(Path(folder).resolve()), "env": {**os.environ, **env}, "whole": whole,
+            "folder": str(Path(folder).resolve()), "env": {**os.environ, **env},
         }  # fmt: skip
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(self._address)

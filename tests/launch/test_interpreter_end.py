@@ -72,8 +72,7 @@ OWN = r"Traceback \(most recent call last\):\n(  .*\n)+ValueError: boom\n"
 @pytest.mark.parametrize("what", ALONE)
 def test_a_process_says_nothing_of_what_is_open(what, ending, programs, tmp_path):
     to = {"output": tmp_path / "out", "errors": tmp_path / "err"}
-    ended = programs.start(SCRIPT, what, ending, tmp_path, whole=True, **to)
-    assert ended.wait(60) == (ending == "raise")
+    assert programs.start(SCRIPT, what, ending, tmp_path, **to).wait(60) == (ending == "raise")
     text = (tmp_path / "err").read_text()
     assert re.fullmatch(OWN, text) if ending == "raise" else text == "", text
 
@@ -85,7 +84,7 @@ def test_nor_do_ranks(what, ending, programs, tmp_path):
         ranks = [
             programs.start(
                 SCRIPT, what, ending, tmp_path, output=tmp_path / "out",
-                errors=tmp_path / "err", whole=True, **torchrun_variables(rank, 2, port),
+                errors=tmp_path / "err", **torchrun_variables(rank, 2, port),
             )
             for rank in range(2)
         ]  # fmt: skip

@@ -35,9 +35,8 @@ def test_who_waits_for_a_rank_that_has_ended_well_is_told_at_once(
     with contextlib.ExitStack() as stack:
         port, began, ranks = stack.enter_context(agent()), time.monotonic(), []
         for rank in range(3):
-            to = {"output": tmp_path / str(rank), "whole": True}
             env = torchrun_variables(rank, 3, port)
-            ranks.append(programs.start(code, how, bad, **to, **env))
+            ranks.append(programs.start(code, how, bad, output=tmp_path / str(rank), **env))
         codes = [each.wait(60) for each in ranks]
     texts = [(tmp_path / str(rank)).read_text() for rank in range(3)]
     assert codes == [int(rank != bad) for rank in range(3)], texts
@@ -73,8 +72,8 @@ def test_an_exception_that_is_caught_outside_of_the_block_is_told_at_once(how, p
     with contextlib.ExitStack() as stack:
         port, began, ranks = stack.enter_context(agent()), time.monotonic(), []
         for rank in range(3):
-            to = {"output": tmp_path / str(rank), "whole": True}
-            ranks.append(programs.start(CAUGHT, how, **to, **torchrun_variables(rank, 3, port)))
+            env = torchrun_variables(rank, 3, port)
+            ranks.append(programs.start(CAUGHT, how, output=tmp_path / str(rank), **env))
         codes = [each.wait(60) for each in ranks]
     texts = [(tmp_path / str(rank)).read_text() for rank in range(3)]
     assert codes == [int(how in ("another", "exit"))] * 3, texts

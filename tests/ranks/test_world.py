@@ -576,8 +576,10 @@ elif ending == "killed":
 def exits(programs, tmp_path_factory):
     """Return, for each way to end, exit code and output of each rank."""
     directory = tmp_path_factory.mktemp("exits")
-    several = ["one by one", "after one that was adopted", "exception", "killed"]
-    endings = {"alike": 4, **dict.fromkeys(several, 2)}
+    endings = {
+        **{f"alike {run}": 4 for run in range(3)},
+        **dict.fromkeys(["one by one", "after one that was adopted", "exception", "killed"], 2),
+    }
     with contextlib.ExitStack() as stack:
         ranks = [
             (ending, directory / f"{ending}-{rank}", slurm_variables(rank, size, port))
@@ -586,7 +588,7 @@ def exits(programs, tmp_path_factory):
             for rank in range(size)
         ]
         started = [
-            programs.start(EXITING, output=file, whole=True, ENDING=ending, **variables)
+            programs.start(EXITING, output=file, ENDING=ending, **variables)
             for ending, file, variables in ranks
         ]
         codes = [rank.wait() for rank in started]
@@ -597,7 +599,7 @@ def exits(programs, tmp_path_factory):
 
 
 ENDINGS = [
-    ("alike", [0] * 4, [None] * 4),
+    *[(f"alike {run}", [0] * 4, [None] * 4) for run in range(3)],
     ("one by one", [0, 0], [None, None]),  # rank 0 keeps the store open until the end
     ("after one that was adopted", [0, 0], ["left True\n"] * 2),
     ("exception", [1, 5], ["ValueError: the reason", ""]),

@@ -1,5 +1,6 @@
 """One long-lived group that meets one fault after the other, and what it holds of the machine."""
 
+import math
 import random
 import resource
 import shutil
@@ -139,13 +140,13 @@ def entries(folder):
     return sum(1 for _ in Path(folder).iterdir())
 
 
-def soak(directory, seconds, seed):
+def soak(directory, seed, *, rounds=math.inf, seconds=math.inf):
     """Train and fail in turns; return how often, and what was held at the start and at the end."""
     torch.set_num_threads(1)
     run, chance, counts, seen = Run(Path(directory)), random.Random(seed), Counter(), []
     until = time.monotonic() + seconds
     # Rank 0's clock decides for all.
-    while pardata.rank_zero_call(lambda: time.monotonic() < until):
+    while len(seen) < rounds and pardata.rank_zero_call(lambda: time.monotonic() < until):
         run.train()
         fault, culprit = chance.choice(FAULTS), chance.randrange(run.size)
         try:

@@ -124,6 +124,8 @@ class FsdpStrategy(Strategy):
         return {"the blocks": dict(found)}
 
     def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
+        from torch.distributed.fsdp import fully_shard  # noqa: PLC0415  # half a second
+
         target = checked_device(self.device(settings))
         if target.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):  # torch 2.6
             raise RuntimeError(
@@ -132,9 +134,8 @@ class FsdpStrategy(Strategy):
             )
         # Inside torch.compile, as PyTorch advises: names and hooks are then those of the module.
         module = unwrap(model)
-        options = {"mesh": _mesh(target, settings), **settings.options}
-        for name in self.own_options:
-            options.pop(name, None)
+        given = {k: v for k, v in settings.options.items() if k not in self.own_options}
+        options: dict[str, Any] = {"mesh": _mesh(target, settings), **given}
         ignored = options.get("ignored_params") or set()
         blocks = _blocks(module, settings)
         _tell(module, blocks, settings)
@@ -146,7 +147,7 @@ class FsdpStrategy(Strategy):
             broadcast_weights(part)
             if ignored:
                 options["ignored_params"] = {made.get(one, one) for one in ignored}
-            self.options_of()(part, **options)
+            fully_shard(part, **options)
         refuse_old_optimizers(module, before)
         module.register_forward_pre_hook(_note_guest, prepend=True)
         module.register_forward_hook(shard_again)

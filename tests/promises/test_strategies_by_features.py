@@ -1,7 +1,7 @@
 """Every strategy with every feature of a training: as plain PyTorch in one process, or an error.
 
-Each cell trains at 1, 2 and 3 ranks, over uneven microbatches and with stand-ins, and is compared
-with a loop by hand. `docs/strategies.md` holds the table.
+Each cell trains at 1 and 3 ranks, over uneven microbatches and with stand-ins, and is compared with
+a loop by hand. `docs/strategies.md` holds the table.
 """
 
 import dataclasses

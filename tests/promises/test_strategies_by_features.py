@@ -175,6 +175,8 @@ def trained(name, strategy):
     """Train four steps; return the weights, what the scaler's scale was, and a fingerprint."""
     warnings.simplefilter("ignore")  # dynamo's own
     feature = FEATURES[name]
+    if is_slow(name):  # as in a process that compiles this model alone: what is compiled is counted
+        torch._dynamo.reset()
     torch.manual_seed(0)
     model = feature.before(Net(feature.middle, feature.answer))
     if strategy is not None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from data_zoo import Buffer, Drawing, Numbers, flat, joined, loader_of, rows, states, steps
+from data_zoo import Buffer, Count, Drawing, Numbers, flat, joined, loader_of, rows, states, steps
 from on_ranks import caught, run
 from torch.utils.data import (
     ConcatDataset,
@@ -309,6 +309,7 @@ MICROBATCHES = {
     ),
     "items": (Items(), {}),
     "whole items": (WholeItems(), {"shuffle": True}),
+    "a stream": (Count(13), {"collate_fn": noise}),
     "all": (Items(), {"collate_fn": noise, "batch_transform": more_noise, "shuffle": True}),
 }
 

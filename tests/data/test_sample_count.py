@@ -359,6 +359,11 @@ class Unreadable(Dataset):
         return None if 4 <= index < 7 else torch.full((4,), float(index), dtype=torch.float64)
 
 
+class LastUnreadable(Unreadable):
+    def __getitem__(self, index):
+        return None if index == 9 else torch.full((4,), float(index), dtype=torch.float64)
+
+
 class UnreadableStream(IterableDataset):
     def __iter__(self):
         return map(Unreadable().__getitem__, range(10))
@@ -369,11 +374,12 @@ def whole_or_empty(samples):
     return torch.stack(there) if there else torch.zeros(0, 4, dtype=torch.float64)
 
 
-def losses_without_them(data, microbatch_size, workers):
+def losses_without_them(data, microbatch_size, workers, batch_size=8):
     model, options = wrap_model(Doubling()), {"microbatch_size": microbatch_size}
     options |= {"collate_fn": whole_or_empty, "num_workers": workers}
+    loader = make_loader(data, batch_size, **options)
     with log_of("pardata", logging.WARNING) as log:
-        losses = [backward(model, mean_of_rows, batch) for batch in make_loader(data, 8, **options)]
+        losses = [backward(model, mean_of_rows, batch) for batch in loader]
     return [loss.item() for loss in losses], [line for line in log.lines if "were read" in line]
 
 
@@ -388,6 +394,12 @@ def test_samples_that_are_none_and_left_out_count_nothing(data, microbatch_size)
             losses_without_them, data, microbatch_size, workers, world_size=size
         ):
             assert (losses, lines) == (wanted, []), size
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_of_a_short_last_microbatch_what_is_left_counts(size):
+    for losses, _ in run(losses_without_them, LastUnreadable(), 4, 0, 10, world_size=size):
+        assert losses == pytest.approx([sum(range(9)) / 9])
 
 
 def after_nothing_is_left(microbatch_size, strategy):

@@ -269,6 +269,25 @@ def test_what_was_filled_trains():
     assert all(alike(found, expected) for found in run(trained_from_meta, world_size=2))
 
 
+def ignoring(kind):
+    """Leave a frozen table alone; return whether it and a trained layer are sharded, and it."""
+    with torch.device("cpu" if world().is_main else kind):
+        torch.manual_seed(world().rank)
+        net = nn.Sequential(nn.Embedding(6, 4).requires_grad_(False), nn.Linear(4, 4))
+    model = wrap_model(net, "fsdp", ignored_params={net[0].weight})
+    backward(model, lambda model, batch: model(batch).square().mean(), torch.arange(6))
+    table, layer = (hasattr(part.weight, "device_mesh") for part in model)
+    return table, layer, model[0].weight.detach().clone()
+
+
+@pytest.mark.parametrize("kind", ["cpu", "meta"])
+def test_parameters_that_are_to_be_ignored_are_whole_and_those_of_rank_0(kind):
+    ranks = run(ignoring, kind, world_size=2)
+    for table, layer, weight in ranks:
+        assert (table, layer) == (False, True)
+        assert torch.equal(weight, ranks[0][2])
+
+
 def filled_from_a_state(state):
     """Do what the error of a model says that is on the meta device everywhere."""
     from torch.distributed.fsdp import fully_shard

@@ -182,16 +182,11 @@ class Program:
 
 
 class Programs:
-    """Starts programs, from several threads too."""
+    """Starts programs, from several threads too, by the server that listens in a folder."""
 
     def __init__(self, folder):
-        self._address = str(folder / "socket")
+        self.folder, self.python = folder, folder / "python"
         self._lock, self._started = threading.Lock(), []
-        self.python = folder / "python"
-        self.python.write_text(PYTHON.format(executable=sys.executable, address=self._address))
-        (folder / "torchrun").write_text(TORCHRUN)
-        for command in (self.python, folder / "torchrun"):
-            command.chmod(0o700)
 
     def start(self, code, *argv, output, errors=None, folder=".", **env):
         """Start a program: its code, or the file that holds it; what it prints goes to a file."""
@@ -203,7 +198,7 @@ class Programs:
             "folder": str(Path(folder).resolve()), "env": {**os.environ, **env},
         }  # fmt: skip
         connection = socket.socket(socket.AF_UNIX)
-        connection.connect(self._address)
+        connection.connect(str(self.folder / "socket"))
         flags = os.O_CREAT | os.O_APPEND | os.O_RDWR
         files = [os.open(name, flags) for name in (os.devnull, output, errors or output)]
         socket.send_fds(connection, [b" "], files)
@@ -221,8 +216,14 @@ class Programs:
                 program.kill()
 
 
-def the_programs():
-    """Return what starts the programs of most tests. Its interpreter starts when first asked."""
+def the_programs(folder=None):
+    """Return what starts the programs of most tests. Its interpreter starts when first asked.
+
+    The workers of pytest-xdist share one: `folder` is where that of the main process listens.
+    """
+    if folder is not None:
+        _begun.append(Programs(Path(folder)))
+        _ending.callback(_begun[0].end)
     if not _begun:
         _begun.append(_ending.enter_context(forking()))
     return _begun[0]
@@ -247,8 +248,11 @@ def forking(*modules):
     """Yield what starts programs, with these modules imported; none of them is left at the end."""
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with tempfile.TemporaryDirectory(prefix="pardata-forks-") as folder:
-        programs = Programs(Path(folder))
-        address = Path(folder, "socket")
+        programs, address = Programs(Path(folder)), Path(folder, "socket")
+        programs.python.write_text(PYTHON.format(executable=sys.executable, address=str(address)))
+        (programs.folder / "torchrun").write_text(TORCHRUN)
+        for command in (programs.python, programs.folder / "torchrun"):
+            command.chmod(0o700)
         command = [sys.executable, "-c", SERVER, address, programs.python]
         command += [*_SLOW, *modules]
         with subprocess.Popen(command, env=env, stdin=subprocess.PIPE) as server:

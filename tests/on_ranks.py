@@ -124,7 +124,7 @@ class _Team:
         failed = [outcome for outcome in outcomes.values() if isinstance(outcome, Failure)]
         if len(outcomes) == self._size:  # else some are still at it
             self._tell("go home")
-            self.is_well = all(_said(pipe, _PATIENCE) for pipe in self._pipes)
+            self.is_well = self._are_back()
         if failed:
             next((f for f in failed if f.is_cause), failed[0]).reraise()
         if len(outcomes) < self._size:
@@ -164,6 +164,15 @@ class _Team:
                 if isinstance(outcomes[rank], Failure):
                     deadline = min(deadline, time.monotonic() + _GRACE)
         return outcomes
+
+    def _are_back(self) -> bool:
+        """Return whether all ranks can go on; one that cannot leaves the others waiting for it."""
+        away = list(self._pipes)
+        while ready := wait(away, _PATIENCE) if away else []:
+            if not all(_said(pipe, 0) for pipe in ready):
+                return False
+            away = [pipe for pipe in away if pipe not in ready]
+        return not away
 
     def _stuck(self, outcomes: dict[int, Any], timeout: float) -> str:
         stuck = [rank for rank in range(self._size) if rank not in outcomes]
@@ -282,6 +291,7 @@ class _Home:
         logging.root.level, logging.root.handlers = self.log[0], list(self.log[1])
         _forget_loggers()
         gc.collect()
+        gc.freeze()  # what a test has imported: the next collection does not walk it again
         return self._is_alone() and _in_step()
 
     def _of_torch(self) -> None:

@@ -1,6 +1,7 @@
 """Run a function on several processes with a working process group."""
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -97,9 +98,8 @@ def _environment(added: dict[Any, Any]) -> dict[str, str]:
     # server's environment is that of its start; a test may have changed its own since.
     left_out = {*_OWN, *(name for launcher in LAUNCHERS for name in launcher.marks)}
     families = tuple(family for launcher in LAUNCHERS for family in launcher.families)
-    left_out |= {name for name in os.environ if name.startswith(families)}
-    own = {name: value for name, value in os.environ.items() if name not in left_out}
-    return {**own, **added}
+    kept = {name for name in os.environ.keys() - left_out if not name.startswith(families)}
+    return {**{name: os.environ[name] for name in kept}, **added}
 
 
 def _require_a_script_that_children_find(fn: Callable[..., object]) -> None:
@@ -199,6 +199,7 @@ def _context() -> Any:
 
 def _work(rank: int, meeting: _Meeting, job: bytes, pipe: Connection) -> None:
     """Be one rank: join, run, report."""
+    gc.freeze()  # a collection would walk all that the server has imported, torch among it
     os.environ.clear()
     os.environ.update(meeting.env, LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(meeting.size))
     # That of the parent, for a rank's own children: a process from a server would ask for another
@@ -216,7 +217,6 @@ def _work(rank: int, meeting: _Meeting, job: bytes, pipe: Connection) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     pipe.send(outcome)
-    pipe.close()
 
 
 def _joined_call(rank: int, meeting: _Meeting, job: bytes) -> Any:

@@ -9,12 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # the usual name
-from on_ranks import run
+from on_ranks import caught, run
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from pardata import check_in_sync, fingerprint, init, load_weights, wrap_model
-from pardata.model._batch_norm import is_synchronised
 
 needs_two = pytest.mark.usefixtures("needs_two")
 
@@ -124,8 +123,8 @@ def test_fingerprints_do_not_depend_on_the_device(device):
 
 def steps(device, strategy, sync_batchnorm):
     with init(device=device) as here:
-        wrapped = wrap_model(seeded(seed=here.rank), strategy, sync_batchnorm=sync_batchnorm)
-        assert is_synchronised(wrapped.norm) == (sync_batchnorm and here.size > 1)
+        net = seeded(seed=here.rank)
+        wrapped = wrap_model(net, strategy, sync_batchnorm=sync_batchnorm and device != "cpu")
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
         for step in range(3):
             inputs, targets = (t.to(here.device) for t in batch(6, seed=10 * step + here.rank))
@@ -158,12 +157,37 @@ def normalised(device):
         return wrapped.norm.running_mean.cpu(), wrapped.norm.running_var.cpu()
 
 
-def test_sync_batchnorm_sees_the_global_batch(everywhere):
+def test_sync_batchnorm_sees_the_global_batch(everywhere, gpu):
     net = seeded()
     net(batch(8)[0])
     for mean, variance in everywhere(normalised):
         torch.testing.assert_close(mean, net.norm.running_mean, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(variance, net.norm.running_var, rtol=1e-4, atol=1e-5)
+
+
+class Doubled(nn.BatchNorm1d):
+    def forward(self, rows):
+        return 2 * super().forward(rows)
+
+
+def of_their_own(device):
+    with init(device=device) as here:
+        net = seeded()
+        net.norm = Doubled(8)
+        told = str(caught(lambda: wrap_model(net, "ddp", sync_batchnorm=True)))
+        assert type(net.norm) is Doubled
+        return told if here.size > 1 else REFUSED  # one process replaces nothing
+
+
+REFUSED = (
+    "ValueError: `sync_batchnorm` must find batch norms with PyTorch's own forward, to replace it, "
+    "but `norm` (Doubled) has another: put what it adds into a module next to an nn.BatchNorm1d, "
+    "2d or 3d"
+)
+
+
+def test_a_batch_norm_that_does_more_is_refused_and_stays(everywhere, gpu):
+    assert set(everywhere(of_their_own)) == {REFUSED}
 
 
 # Modules on several devices

@@ -10,11 +10,11 @@ from torch.utils.data import TensorDataset
 from pardata import backward, make_loader, seed_everything, unwrap, wrap_model
 
 
-def trained(strategy, microbatch_size, sync_batchnorm):
+def trained(strategy, microbatch_size):
     """Return the losses of some steps in float64, and the running means and variances."""
     seed_everything(0)
     net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double()
-    model = wrap_model(net, strategy, sync_batchnorm=sync_batchnorm)
+    model = wrap_model(net, strategy)
     x, y = torch.randn(96, 6).double(), torch.randint(3, (96,))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     losses = []
@@ -38,22 +38,21 @@ def same(one, other):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "microbatch_size", "sync_batchnorm", "same_losses", "same_statistics"),
+    ("strategy", "microbatch_size", "same_losses", "same_statistics"),
     [
-        ("ddp", None, False, False, False),
-        ("ddp", None, True, True, True),
-        ("ddp", 4, False, True, False),
-        pytest.param("fsdp", 4, False, True, False, marks=needs_fsdp),
-        ("exact", 4, False, True, True),
+        ("ddp", None, False, False),
+        ("ddp", 4, True, False),
+        pytest.param("fsdp", 4, True, False, marks=needs_fsdp),
+        ("exact", 4, True, True),
     ],
 )
 def test_batch_norm_is_the_same_on_any_number_of_processes_where_the_pages_say_so(
-    strategy, microbatch_size, sync_batchnorm, same_losses, same_statistics
+    strategy, microbatch_size, same_losses, same_statistics
 ):
-    options = microbatch_size, sync_batchnorm
+    # With SyncBatchNorm: tests/gpu/test_model_gpu.py.
     alone = "exact" if strategy == "exact" else "none"
-    ((losses, statistics),) = run(trained, alone, *options, world_size=1)
+    ((losses, statistics),) = run(trained, alone, microbatch_size, world_size=1)
     for size in (2, 3):
-        for found in run(trained, strategy, *options, world_size=size):
+        for found in run(trained, strategy, microbatch_size, world_size=size):
             agree = same(found[0], losses), same(found[1], statistics)
             assert agree == (same_losses, same_statistics)

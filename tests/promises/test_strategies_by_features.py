@@ -121,7 +121,6 @@ def linear():
 IN_PLACE = "`model.compile()`, in place"
 IN_BLOCKS, OFFLOADED = "sharded by `blocks=`", "kept on the CPU by `offload_policy=`"
 FIND = "unused parameters, `find_unused_parameters=True`"
-OVER_ALL = "batch norm, `sync_batchnorm=True`"
 FEATURES = {
     "a plain model": Feature(),
     "autocast to bfloat16": Feature(half=torch.bfloat16, close=0.02),
@@ -148,9 +147,6 @@ FEATURES = {
     "a model that returns a dict": Feature(answer=dict),
     "a model that returns a dataclass": Feature(answer=Answer),
     "batch norm": Feature(lambda: nn.BatchNorm1d(8)),
-    OVER_ALL: Feature(
-        lambda: nn.BatchNorm1d(8), microbatch_size=None, options={"sync_batchnorm": True}
-    ),
     "dropout": Feature(nn.Dropout, close=None),
 }
 
@@ -222,8 +218,6 @@ OTHERS = ("none", "dp", "ddp", "exact")
 ERRORS = {
     (IN_PLACE, "exact"): "but a Net was compiled in place, where that cannot be ",
     ("unused parameters", "ddp"): "every parameter must take part in the loss, but ",
-    (OVER_ALL, "dp"): ALONE,
-    (OVER_ALL, "exact"): "`sync_batchnorm` must be False under strategy 'exact'",
     **{(FIND, s): NO_OPTION.format("find_unused_parameters") for s in ("dp", "fsdp", "exact")},
     **{(IN_BLOCKS, strategy): NO_OPTION.format("blocks") for strategy in OTHERS},
     **{(OFFLOADED, strategy): NO_OPTION.format("offload_policy") for strategy in OTHERS},
@@ -277,7 +271,7 @@ def test_a_strategy_trains_a_feature_as_plain_pytorch_or_says_why_not(cell):
 
 def test_the_scaler_overflows_and_grows_and_what_is_frozen_or_clipped_shows():
     assert truth("autocast to float16, a gradient scaler")[1] == [32, 32, 64, 64]
-    assert len({truth(name)[2] for name in FEATURES if not is_slow(name)}) == 12
+    assert len({truth(name)[2] for name in FEATURES if not is_slow(name)}) == 11
 
 
 def test_the_page_has_this_table_and_the_errors():

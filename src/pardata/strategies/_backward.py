@@ -13,7 +13,6 @@ from pardata.data._batch_parts import tensors_of
 from pardata.data._microbatches import Microbatches
 from pardata.data._sample_count import is_empty
 from pardata.messages._doing import doing
-from pardata.model._batch_norm import is_synchronised
 from pardata.model._before import AsFound, KeptBuffers
 from pardata.model._unwrap import is_parallel
 from pardata.ranks._logger import get_logger
@@ -37,7 +36,7 @@ LossFn: TypeAlias = Callable[[nn.Module, Any], _Returned]
 _trained_alone = WeakSet[nn.Module]()
 
 _LEFT_OUT: Any = None  # as in `backward(loss)`, which is told what to call
-_TOGETHER = "_pardata_normalises_together"  # set on the layer of a model that shows its strategy
+_NORMS = "_pardata_sync_batch_norms"  # set on the layer of a model that shows its strategy
 
 
 def backward(
@@ -206,10 +205,10 @@ def _check_batch_norms(step: Step, batch: Any) -> None:
     if step.size == 1 or not isinstance(batch, Microbatches):
         return
     known = vars(step.layer)  # a walk in each step would cost a small model a hundredth of it
-    if known.setdefault(_TOGETHER, None) is None:
-        known[_TOGETHER] = any(map(is_synchronised, step.module.modules()))
-    parts = step.module.modules() if known[_TOGETHER] else ()
-    if any(is_synchronised(part) and part.training for part in parts):
+    if _NORMS not in known:
+        parts = step.module.modules()
+        known[_NORMS] = [part for part in parts if isinstance(part, nn.SyncBatchNorm)]
+    if any(norm.training for norm in known[_NORMS]):
         raise ValueError(
             "`batch` must be what a loader without `microbatch_size` yields for a model with "
             "SyncBatchNorm, which takes the statistics of the global batch, but is Microbatches, "
@@ -236,7 +235,9 @@ def _run_placeholder(
     """Run forward and backward for the other ranks' sake, and leave nothing but zeros."""
     module = step.module
     # Statistics over all ranks are made of what counts nothing too, and have a gradient by it.
-    shared = [part for part in module.modules() if is_synchronised(part) and part.training]
+    shared = [
+        part for part in module.modules() if isinstance(part, nn.SyncBatchNorm) and part.training
+    ]
     others = (part for part in module.modules() if part not in shared)
     outputs: list[Tensor] = []
     # The backward too: parts that are checkpointed run again in it.

@@ -10,10 +10,10 @@ from torch import nn
 
 from pardata.collective._agreement import same
 from pardata.messages._table import table_of
-from pardata.model._batch_norm import with_synchronised_batch_norms
+from pardata.model._batch_norm import check_batch_norms
 from pardata.model._unwrap import ShardedModule, is_parallel
 from pardata.ranks._backend import require_taken
-from pardata.ranks._device import checked_device
+from pardata.ranks._device import checked_device, named_device
 from pardata.ranks._world import require_world
 from pardata.strategies._known import STRATEGIES, StrategyName, named
 from pardata.strategies._strategy import Settings, Strategy
@@ -68,10 +68,9 @@ def wrap_model(
             where it is.
         strategy: see the table.
         device: the world's device if not given; under ``"dp"`` the first of ``device_ids``.
-        sync_batchnorm: let batch norm use the samples of all ranks. On GPUs PyTorch's
-            ``SyncBatchNorm`` does it; on CPUs, where that does not run, our own. Every forward of a
-            batch norm in training mode is then collective, and `backward` takes no `Microbatches`.
-            It changes nothing in a single process.
+        sync_batchnorm: replace each batch norm by PyTorch's ``SyncBatchNorm``, which uses the
+            samples of all ranks, on GPUs. Every forward of it in training mode is then collective,
+            and `backward` takes no `Microbatches`. It changes nothing in a single process.
         options: for the wrapped class. ``"ddp"``: ``find_unused_parameters``, ``bucket_cap_mb``,
             ``static_graph`` and so on. ``"dp"``: ``device_ids``, ``output_device``, ``dim``.
             ``"fsdp"``: ``blocks``, ``replicate``, and ``fully_shard``'s own, as ``mesh``,
@@ -85,9 +84,10 @@ def wrap_model(
     Raises:
         TypeError: `model` is no module, or an option is unknown.
         ValueError: the strategy is unknown. Or the model is already wrapped, has nothing to train,
-            or has an embedding with ``max_norm``. Or ``blocks`` are not in the model or share
-            parameters with the rest, or ``replicate`` does not divide the number of ranks. PyTorch
-            itself refuses a model that is not initialised, or on the meta device.
+            has an embedding with ``max_norm``, or a batch norm that ``sync_batchnorm`` cannot
+            replace. Or ``blocks`` are not in the model or share parameters with the rest, or
+            ``replicate`` does not divide the number of ranks. PyTorch itself refuses a model that
+            is not initialised, or on the meta device.
         RuntimeError: the models of the ranks differ in names, shapes or dtypes; it names the first
             parameter that does. Or there is no process group, or torch is too old for the strategy.
 
@@ -119,9 +119,7 @@ def wrap_model(
         same(here, "wrap_model", checked, _check_same_models)
     chosen = named(name)
     if sync_batchnorm and here.size > 1 and chosen.is_collective:
-        spread = _devices(model)  # else it will be at its target
-        kinds = spread if len(spread) > 1 else [str(checked_device(chosen.device(settings)))]
-        model = with_synchronised_batch_norms(model, on_cpu="cpu" in kinds)
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return chosen.wrap(model, settings)
 
 
@@ -161,6 +159,8 @@ def _check(model: nn.Module, chosen: Strategy, settings: Settings) -> None:
             f"`pardata.init()` first, or use strategy='auto'"
         )
     chosen.check(model, settings)
+    if settings.sync_batchnorm and settings.here.size > 1 and chosen.is_collective:
+        check_batch_norms(model, named_device(chosen.device(settings)))
 
 
 def _check_devices(model: nn.Module, chosen: Strategy) -> None:

@@ -4,6 +4,7 @@ import argparse
 import logging
 import random
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -88,6 +89,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("data", type=Path)
     parser.add_argument("--arch", default="resnet18")
+    parser.add_argument("--norm", choices=["batch", "group"], default="batch")
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--epochs", type=int, default=90)
     parser.add_argument("--batch-size", type=int, default=256)
@@ -127,7 +129,8 @@ def main():
     loader = DataLoader(train_set, shuffle=True, **kwargs)
     val_loader = DataLoader(val_set, **kwargs)
 
-    net = models.get_model(args.arch, num_classes=len(train_set.classes)).to(args.device)
+    norm = {"norm_layer": partial(nn.GroupNorm, 8)} if args.norm == "group" else {}
+    net = models.get_model(args.arch, num_classes=len(train_set.classes), **norm).to(args.device)
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(net.parameters(), args.lr, momentum=0.9, weight_decay=1e-4)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=30)

@@ -1,9 +1,11 @@
 """Train an image classifier on a folder of photos, with warm-up, and keep the best of it."""
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.nn import functional as F  # noqa: N812  # its name everywhere
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.utils.data import DataLoader
@@ -68,6 +70,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("data", type=Path)
     parser.add_argument("--arch", default="resnet18")
+    parser.add_argument("--norm", choices=["batch", "group"], default="batch")
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--epochs", type=int, default=90)
     parser.add_argument("--batch-size", type=int, default=256)
@@ -77,7 +80,8 @@ def main():
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     loader, others = loaders(args)
-    net = models.get_model(args.arch, num_classes=len(others.dataset.classes)).to(device)
+    norm = {"norm_layer": partial(nn.GroupNorm, 8)} if args.norm == "group" else {}
+    net = models.get_model(args.arch, num_classes=len(others.dataset.classes), **norm).to(device)
     optimizer = torch.optim.SGD(net.parameters(), args.lr, momentum=0.9, weight_decay=1e-4)
     warm = len(loader)
     parts = [

@@ -32,7 +32,7 @@ PLAIN = {
     "lm": ["--epochs", 2, "--batch-size", 12, "--dropout", 0],
     "tars": ["--epochs", 2],
     "imagenet": [
-        *("--arch", "shufflenet_v2_x0_5", "--size", 64, "--epochs", 2),
+        *("--arch", "resnet18", "--norm", "group", "--size", 32, "--epochs", 2),
         *("--batch-size", 14, "--workers", 0, "--lr", 0.02),
     ],
 }
@@ -47,7 +47,9 @@ ROUNDED = {
 EXACT = {
     "detect exact": ["--exact", 4],
     "lm exact": ["--strategy", "exact", "--dropout", 0.1],
-    "imagenet exact": ["--exact", 4],
+    "imagenet exact": [
+        *("--exact", 4, "--arch", "shufflenet_v2_x0_5", "--norm", "batch", "--size", 64)
+    ],
 }
 LONG_ROUNDED = {
     "lm compiled": ["--compile"],

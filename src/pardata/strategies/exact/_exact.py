@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from pardata.collective._agreement import Facts
-from pardata.model._batch_norm import is_synchronised
 from pardata.model._buffers import broadcast
 from pardata.model._read_through import ReadThrough
 from pardata.model._unwrap import Wrapper, layers, unwrap
@@ -99,7 +98,8 @@ class ExactStrategy(Strategy):
     cure = f"{Strategy.cure[:-1]}, with processors, versions and precisions that are alike."
 
     def check(self, model: nn.Module, settings: Settings) -> None:
-        if settings.sync_batchnorm or any(map(is_synchronised, model.modules())):
+        norms = [part for part in model.modules() if isinstance(part, nn.SyncBatchNorm)]
+        if settings.sync_batchnorm or norms:
             raise ValueError(
                 "`sync_batchnorm` must be False under strategy 'exact', but is True or was before: "
                 "make the model anew without it, because there batch norm takes the statistics of "

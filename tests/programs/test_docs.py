@@ -38,6 +38,8 @@ import pardata
 import pardata.testing
 from pardata.launch._leaving import leave
 from pardata.ranks._logger import said
+from pardata.seeds._default_seeds import loaders
+from pardata.seeds._run_seed import run_seed
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
@@ -152,6 +154,8 @@ def _restored():
     yield
     leave()
     said.clear()
+    run_seed.seed, run_seed.calls = None, 0
+    loaders.clear()  # their default seeds count the loaders of a process
     sys.path[:] = path
     for name in sys.modules.keys() - modules:
         if name.startswith("page_"):

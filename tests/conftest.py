@@ -62,7 +62,7 @@ def pytest_configure(config):
     # pytest-xdist would hand out the files of fewest tests last, however long these take.
     config.option.loadscopereorder = False
     if hasattr(config, "workerinput"):
-        forked.the_programs(config.workerinput["programs"])
+        forked.share(config.workerinput["programs"])
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -88,7 +88,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Spare the collections to come what all tests have imported: walking it takes 0.1 s each."""
+    """Freeze what the tests have imported: each garbage collection would walk it, for 0.1 s."""
     gc.collect()
     gc.freeze()
 

@@ -216,14 +216,14 @@ class Programs:
                 program.kill()
 
 
-def the_programs(folder=None):
-    """Return what starts the programs of most tests. Its interpreter starts when first asked.
+def share(folder):
+    """Start programs by the server of another process, which listens in `folder`."""
+    _begun.append(Programs(Path(folder)))
+    _ending.callback(_begun[0].end)
 
-    The workers of pytest-xdist share one: `folder` is where that of the main process listens.
-    """
-    if folder is not None:
-        _begun.append(Programs(Path(folder)))
-        _ending.callback(_begun[0].end)
+
+def the_programs():
+    """Return what starts the programs of most tests. Its interpreter starts when first asked."""
     if not _begun:
         _begun.append(_ending.enter_context(forking()))
     return _begun[0]

@@ -10,10 +10,20 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # the usual name
 from on_ranks import caught, run
+from sharding import whole
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from pardata import check_in_sync, fingerprint, init, load_weights, wrap_model
+from pardata import (
+    backward,
+    check_in_sync,
+    fingerprint,
+    init,
+    load_weights,
+    make_loader,
+    unwrap,
+    wrap_model,
+)
 
 needs_two = pytest.mark.usefixtures("needs_two")
 
@@ -124,7 +134,9 @@ def test_fingerprints_do_not_depend_on_the_device(device):
 def steps(device, strategy, sync_batchnorm):
     with init(device=device) as here:
         net = seeded(seed=here.rank)
-        wrapped = wrap_model(net, strategy, sync_batchnorm=sync_batchnorm and device != "cpu")
+        synchronises = sync_batchnorm and device != "cpu"
+        wrapped = wrap_model(net, strategy, sync_batchnorm=synchronises)
+        assert isinstance(wrapped.norm, nn.SyncBatchNorm) == (synchronises and here.size > 1)
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
         for step in range(3):
             inputs, targets = (t.to(here.device) for t in batch(6, seed=10 * step + here.rank))
@@ -163,6 +175,34 @@ def test_sync_batchnorm_sees_the_global_batch(everywhere, gpu):
     for mean, variance in everywhere(normalised):
         torch.testing.assert_close(mean, net.norm.running_mean, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(variance, net.norm.running_var, rtol=1e-4, atol=1e-5)
+
+
+def trained_on_shares(device, strategy):
+    """Train on a step of 8 images and one of a single image, of which the other ranks have none."""
+    with init(device=device):
+        torch.manual_seed(0)
+        parts = nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 1)
+        net = nn.Sequential(*parts)
+        model = wrap_model(net, strategy, sync_batchnorm=strategy != "none")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        images = torch.randn(9, 1, 4, 4, generator=torch.Generator().manual_seed(1))
+        losses = []
+        for batch in make_loader(images, 8, num_workers=0):
+            optimizer.zero_grad()
+            losses.append(backward(model, lambda model, x: model(x).square().mean(), batch).cpu())
+            optimizer.step()
+        state = unwrap(model).state_dict().values()
+        return [*losses, *(whole(value).cpu() for value in state)]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_with_sync_batchnorm_training_is_that_of_one_process_however_rows_are_shared(
+    strategy, everywhere, gpu
+):
+    (expected,) = run(trained_on_shares, "cpu", "none", world_size=1)
+    for found in everywhere(trained_on_shares, strategy):
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 class Doubled(nn.BatchNorm1d):

@@ -5,20 +5,25 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
+def synchronised(module: nn.Module) -> list[nn.Module]:
+    """Return the SyncBatchNorms of a module: each forward of one in training is collective."""
+    return [part for part in module.modules() if isinstance(part, nn.SyncBatchNorm)]
+
+
 def check_batch_norms(model: nn.Module, device: torch.device) -> None:
     """Refuse batch norms that cannot become a SyncBatchNorm, or would lose what a subclass adds.
 
     Raises:
         ValueError: names the first of them.
     """
-    for name, module in model.named_modules():
-        if not isinstance(module, _BatchNorm):
-            continue
+    norms = [(name, part) for name, part in model.named_modules() if isinstance(part, _BatchNorm)]
+    for name, module in norms:
         if device.type == "cpu":
             raise ValueError(
                 f"`sync_batchnorm` must be False on a CPU, for which PyTorch has no SyncBatchNorm, "
-                f"but is True for a model with batch norm, `{name or 'model'}`: leave it out, and "
-                f"pass make_loader a microbatch_size, each of which has its own statistics"
+                f"but is True for a model with batch norm, `{name or 'model'}`: leave it out, or "
+                f"pass make_loader a microbatch_size, so that each microbatch has its own "
+                f"statistics"
             )
         if not isinstance(module, nn.SyncBatchNorm) and (
             getattr(module.forward, "__func__", None) is not _BatchNorm.forward

@@ -13,6 +13,7 @@ from pardata.data._batch_parts import tensors_of
 from pardata.data._microbatches import Microbatches
 from pardata.data._sample_count import is_empty
 from pardata.messages._doing import doing
+from pardata.model._batch_norm import synchronised
 from pardata.model._before import AsFound, KeptBuffers
 from pardata.model._unwrap import is_parallel
 from pardata.ranks._logger import get_logger
@@ -206,9 +207,8 @@ def _check_batch_norms(step: Step, batch: Any) -> None:
         return
     known = vars(step.layer)  # a walk in each step would cost a small model a hundredth of it
     if _NORMS not in known:
-        parts = step.module.modules()
-        known[_NORMS] = [part for part in parts if isinstance(part, nn.SyncBatchNorm)]
-    if any(norm.training for norm in known[_NORMS]):
+        known[_NORMS] = bool(synchronised(step.module))
+    if known[_NORMS] and any(norm.training for norm in synchronised(step.module)):
         raise ValueError(
             "`batch` must be what a loader without `microbatch_size` yields for a model with "
             "SyncBatchNorm, which takes the statistics of the global batch, but is Microbatches, "
@@ -235,9 +235,7 @@ def _run_placeholder(
     """Run forward and backward for the other ranks' sake, and leave nothing but zeros."""
     module = step.module
     # Statistics over all ranks are made of what counts nothing too, and have a gradient by it.
-    shared = [
-        part for part in module.modules() if isinstance(part, nn.SyncBatchNorm) and part.training
-    ]
+    shared = [norm for norm in synchronised(module) if norm.training]
     others = (part for part in module.modules() if part not in shared)
     outputs: list[Tensor] = []
     # The backward too: parts that are checkpointed run again in it.

@@ -98,8 +98,8 @@ def _environment(added: dict[Any, Any]) -> dict[str, str]:
     # server's environment is that of its start; a test may have changed its own since.
     left_out = {*_OWN, *(name for launcher in LAUNCHERS for name in launcher.marks)}
     families = tuple(family for launcher in LAUNCHERS for family in launcher.families)
-    kept = {name for name in os.environ.keys() - left_out if not name.startswith(families)}
-    return {**{name: os.environ[name] for name in kept}, **added}
+    own = {n: text for n, text in os.environ.items() if n not in left_out}
+    return {n: text for n, text in own.items() if not n.startswith(families)} | added
 
 
 def _require_a_script_that_children_find(fn: Callable[..., object]) -> None:

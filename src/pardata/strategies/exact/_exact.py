@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from pardata.collective._agreement import Facts
+from pardata.model._batch_norm import synchronised
 from pardata.model._buffers import broadcast
 from pardata.model._read_through import ReadThrough
 from pardata.model._unwrap import Wrapper, layers, unwrap
@@ -98,8 +99,7 @@ class ExactStrategy(Strategy):
     cure = f"{Strategy.cure[:-1]}, with processors, versions and precisions that are alike."
 
     def check(self, model: nn.Module, settings: Settings) -> None:
-        norms = [part for part in model.modules() if isinstance(part, nn.SyncBatchNorm)]
-        if settings.sync_batchnorm or norms:
+        if settings.sync_batchnorm or synchronised(model):
             raise ValueError(
                 "`sync_batchnorm` must be False under strategy 'exact', but is True or was before: "
                 "make the model anew without it, because there batch norm takes the statistics of "

@@ -26,8 +26,8 @@ def test_on_cpus_it_is_an_error_on_every_rank_that_changes_nothing(strategy, siz
     for refused, kind, shape in run(on_cpus, strategy, world_size=size):
         assert str(refused) == (
             "ValueError: `sync_batchnorm` must be False on a CPU, for which PyTorch has no "
-            "SyncBatchNorm, but is True for a model with batch norm, `1`: leave it out, or pass "
-            "make_loader a microbatch_size, so that each microbatch has its own statistics"
+            "SyncBatchNorm, but is True for a model with batch norm, `1`: leave it out; with a "
+            "microbatch_size of make_loader each microbatch has its own statistics"
         )
         assert kind is nn.BatchNorm1d
         assert shape == (2, 1)

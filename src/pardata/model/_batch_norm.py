@@ -21,9 +21,8 @@ def check_batch_norms(model: nn.Module, device: torch.device) -> None:
         if device.type == "cpu":
             raise ValueError(
                 f"`sync_batchnorm` must be False on a CPU, for which PyTorch has no SyncBatchNorm, "
-                f"but is True for a model with batch norm, `{name or 'model'}`: leave it out, or "
-                f"pass make_loader a microbatch_size, so that each microbatch has its own "
-                f"statistics"
+                f"but is True for a model with batch norm, `{name or 'model'}`: leave it out; "
+                f"with a microbatch_size of make_loader each microbatch has its own statistics"
             )
         if not isinstance(module, nn.SyncBatchNorm) and (
             getattr(module.forward, "__func__", None) is not _BatchNorm.forward

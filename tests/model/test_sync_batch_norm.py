@@ -15,7 +15,7 @@ def dense(norm):
 
 def on_cpus(strategy):
     net = dense(nn.BatchNorm1d(5))
-    refused = caught(lambda: wrap_model(net, strategy, sync_batchnorm=True))
+    refused = caught(lambda: wrap_model(net, strategy, sync_batchnorm=True) and None)
     taken = wrap_model(dense(nn.InstanceNorm1d(5)), strategy, sync_batchnorm=True)
     return refused, type(net[1]), taken(torch.ones(2, 4)).shape
 
@@ -31,6 +31,11 @@ def test_on_cpus_it_is_an_error_on_every_rank_that_changes_nothing(strategy, siz
         )
         assert kind is nn.BatchNorm1d
         assert shape == (2, 1)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=needs_fsdp)])
+def test_it_changes_nothing_in_a_group_of_one(strategy):
+    assert run(on_cpus, strategy, world_size=1) == [(None, nn.BatchNorm1d, (2, 1))]
 
 
 def mean_loss(model, batch):

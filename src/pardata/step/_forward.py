@@ -50,7 +50,8 @@ def add_zeros(outputs: list[Tensor], loss: Any, *, everywhere: bool) -> None:
     # 0 times what is NaN inside the model is NaN as well, a loss that it computes itself say.
     ends = {node for node, _ in _edges(starts) if hasattr(node, "variable")}
     hooks = [node.register_prehook(_zeros) for node in ends if everywhere]
-    # Of no rows PyTorch's SyncBatchNorm gives its own parameters no gradient, and FSDP sends none.
+    # PyTorch's SyncBatchNorm gives its own parameters no gradient if there are no rows: FSDP would
+    # send less than the other ranks.
     starts += [] if everywhere else [node.variable for node in ends]
     # 0 times a loss that is NaN is NaN as well.
     hooks += [output.register_hook(torch.zeros_like) for output in used]

@@ -28,7 +28,8 @@ def require(programs, packages):
         if failed:
             pytest.skip(f"{' '.join(packages)} could not be installed: {failed}")
         if missing := _missing(programs):
-            pytest.skip(f"{', '.join(missing)} missing after {' '.join(packages)} was installed")
+            there = f"{' '.join(packages)} was installed"
+            pytest.skip(f"{', '.join(missing)} not in PATH ({os.environ['PATH']}), but {there}")
 
 
 def _missing(programs):

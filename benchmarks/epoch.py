@@ -42,7 +42,7 @@ from _measure import (
     save,
     usable_cores,
 )
-from allocator import conv_net
+from _nets import conv_net
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel

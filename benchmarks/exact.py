@@ -31,7 +31,7 @@ from _measure import (
     require,
     save,
 )
-from allocator import conv_net
+from _nets import conv_net
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset

@@ -192,7 +192,7 @@ class Simulated:
         remember(Joined(replace(found.world, backend="gloo"), line, found.hosts_store))
 
     def _tell_of_a_hang(self) -> None:
-        note: Note = ("barrier()", time.monotonic() - 60, None, None)
+        note: Note = ("barrier()", time.monotonic() - 60, None)
         self._hang.begin()
         self._hang.tell(whereabouts(1, note, sys._getframe()))  # noqa: SLF001  # its only name
         require(holds=self._hang.is_one, what="a rank was not told that it is a hang")
@@ -204,7 +204,7 @@ class Simulated:
                 Path("photo-17.jpg").read_bytes()
             except FileNotFoundError as error:
                 # As at the end of a process, which does not come here.
-                news, _ = _leaving._report(error, found)  # noqa: SLF001
+                news = _leaving._report(error, found)  # noqa: SLF001
                 call_off_everywhere(found.world, found.channel, news)
             return
         try:

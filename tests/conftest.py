@@ -136,6 +136,7 @@ def _clean(monkeypatch):
     yield
     random.setstate(python_state)
     torch.set_rng_state(torch_state)
+    on_ranks.forget_compiled()
 
 
 def pytest_sessionfinish():

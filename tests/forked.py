@@ -16,18 +16,11 @@ import time
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-import torch
-
-# With DDP older versions of torch import `torch.distributed.nn.jit.instantiator`, which makes a
-# temporary directory and leaves it to the end of the process.
-_LEFT_BY_TORCH = ["ignore:Implicitly cleaning up <TemporaryDirectory:ResourceWarning"]
-_WARNINGS = ["error", *(_LEFT_BY_TORCH if torch.__version__ < "2.8" else [])]
-
 # What the first DDP of a process imports, what the first `fully_shard` does, and torchrun.
 _SLOW = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.launcher.api")
 
 SERVER = """if True:
-    import gc, importlib, json, os, runpy, select, signal, socket, sys, types, warnings
+    import contextlib, gc, importlib, json, os, runpy, select, signal, socket, sys, types, warnings
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(sys.argv[1] + ".new")
     listener.listen(99)
@@ -42,7 +35,7 @@ SERVER = """if True:
             importlib.import_module(name)
     del sys.modules["triton"]
     gc.freeze()  # or each program walks all of torch as it ends, which takes a second
-    waiting = {}  # who waits for a program, by its pid
+    waiting = {}  # who waits for a program, by its pid; may be killed at any moment
     woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(waker)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -53,25 +46,33 @@ SERVER = """if True:
         for pid, connection in list(waiting.items()):
             if connection in ready:  # who waits was killed: so is the program, with what it started
                 waiting.pop(pid).close()
-                os.killpg(pid, signal.SIGKILL)
+                for kill in (os.killpg, os.kill):  # before its `setsid` it has no group
+                    with contextlib.suppress(ProcessLookupError):
+                        kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
         if woken in ready:
             os.read(woken, 4096)
             for pid in list(waiting):
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
-                    with waiting.pop(pid) as connection:
-                        connection.sendall(b"%d " % os.waitstatus_to_exitcode(status))
+                    with waiting.pop(pid) as connection, contextlib.suppress(BrokenPipeError):
+                        connection.sendall(b"%d\\n" % os.waitstatus_to_exitcode(status))
         if listener in ready:
             connection, _ = listener.accept()
             _, outputs, _, _ = socket.recv_fds(connection, 1, 3)
-            asked = json.loads(connection.makefile().readline())
-            pid = os.fork()
+            line = connection.makefile().readline()
+            pid = os.fork() if line.endswith("\\n") else None  # or who asks was killed
             if pid == 0:
                 break
-            waiting[pid] = connection
             for number in outputs:
                 os.close(number)
-            connection.sendall(b"%d " % pid)
+            if pid is None:
+                connection.close()
+                continue
+            waiting[pid] = connection
+            with contextlib.suppress(BrokenPipeError):
+                connection.sendall(b"%d\\n" % pid)
+    asked = json.loads(line)
     os.setsid()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -95,7 +96,7 @@ SERVER = """if True:
     main = sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")
     sys.argv = arguments
     kind, code = asked["kind"], asked["code"]
-    del asked, arguments, outputs
+    del asked, arguments, line, outputs
     if kind == "-m":
         sys.path[0] = os.getcwd()
         runpy._run_module_as_main(code)
@@ -131,7 +132,7 @@ with socket.socket(socket.AF_UNIX) as connection:
     pid = 0
     def forward(number, _):
         os.kill(pid, number)
-    pid = int("".join(iter(lambda: said.read(1), " ")))
+    pid = int(said.readline())
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, forward)
     status = int(said.read())
@@ -145,14 +146,14 @@ sys.exit(status)
 class Program:
     """One program, in a process group of its own."""
 
-    def __init__(self, connection):
-        self._connection, self._code = connection, None
+    def __init__(self, connection, output):
+        self._connection, self._output, self._code = connection, Path(output), None
         self.pid = int(self._number())
 
     def _number(self):
         said = b""
-        while not said.endswith(b" "):
-            said += self._connection.recv(1)
+        while not said.endswith(b"\n"):
+            said += self._connection.recv(1) or b"the server has ended\n"
         return said
 
     def poll(self):
@@ -170,7 +171,9 @@ class Program:
         """Return the exit status, once it has ended."""
         deadline = time.monotonic() + seconds
         while self.poll() is None:
-            assert time.monotonic() < deadline, f"{self.pid} did not end within {seconds} s"
+            if time.monotonic() > deadline:
+                text = self._output.read_text(errors="replace")
+                raise AssertionError(f"{self.pid} did not end within {seconds} s, but said: {text}")
             time.sleep(0.005)
         return self._code
 
@@ -194,7 +197,7 @@ class Programs:
         if isinstance(code, Path):
             argv[0], code = code, code.read_text()
         asked = {
-            "argv": list(map(str, argv)), "kind": "", "code": code, "warnings": _WARNINGS,
+            "argv": list(map(str, argv)), "kind": "", "code": code, "warnings": ["error"],
             "folder": str(Path(folder).resolve()), "env": {**os.environ, **env},
         }  # fmt: skip
         connection = socket.socket(socket.AF_UNIX)
@@ -205,7 +208,7 @@ class Programs:
         for file in files:
             os.close(file)
         connection.sendall(json.dumps(asked).encode() + b"\n")
-        program = Program(connection)
+        program = Program(connection, errors or output)
         with self._lock:
             self._started.append(program)
         return program

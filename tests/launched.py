@@ -9,8 +9,6 @@ from pathlib import Path
 import torch.distributed as dist
 from on_ranks import caught, run
 
-from pardata.ranks._backend import backends
-
 
 def torchrun_variables(rank, size, port, **changes):
     """Return torchrun's variables for a rank on one host; ``None`` takes one away."""
@@ -70,7 +68,6 @@ def as_rank(environments, directory, fn, args):
     # Some tests wait a second for the others, who may still be importing this one.
     store.set(f"is there/{rank}", "")
     store.wait([f"is there/{other}" for other in range(size)])
-    _held = backends()  # through here too
     dist.destroy_process_group()
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         del os.environ[name]

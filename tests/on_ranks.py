@@ -32,7 +32,6 @@ import torch.distributed as dist
 from pardata import barrier, rank_zero_first, testing, world
 from pardata.data._uneven_shares import uneven_shares
 from pardata.messages._failure import Failure
-from pardata.ranks._backend import backends
 from pardata.ranks._logger import said
 from pardata.ranks._world import joined, process
 from pardata.seeds._default_seeds import loaders
@@ -303,6 +302,7 @@ class _Home:
         torch.set_grad_enabled(True)
         torch.use_deterministic_algorithms(False)
         torch.backends.cudnn.benchmark = False
+        forget_compiled()
 
     def _is_alone(self) -> bool:
         """Return whether no thread and no process of a test goes on in the next one."""
@@ -314,11 +314,17 @@ class _Home:
         return set(threading.enumerate()) <= self.threads
 
 
+def forget_compiled():
+    """Forget what a test has compiled: all tests together would meet dynamo's limit."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+        torch._dynamo.config.fail_on_recompile_limit_hit = False  # strategy "exact" sets it
+
+
 def _leave_group_of_counts() -> None:
     """Leave what `init` has made beside the group of `run`, or each test would add connections."""
     found = joined()
     if found is not None and found.group_of_counts is not None:
-        _held = backends()
         dist.destroy_process_group(found.group_of_counts)
 
 

@@ -29,6 +29,7 @@ import torchvision
 from batch_transforms import normalise, random_crop, random_flip
 from example_data import Digits, downloaded, microbatch_size, whole_share
 from torch import nn, optim
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.utils.data import Dataset
 from torchvision import datasets, transforms
 from torchvision.models.resnet import BasicBlock, ResNet
@@ -41,6 +42,8 @@ from pardata import (
     load_weights,
     make_loader,
     progress,
+    rank_zero_call,
+    unwrap,
     wrap_model,
 )
 
@@ -306,7 +309,9 @@ def main() -> int | str | None:
                 writer.write(step, {**results, **times})
                 checkpointer.save(step, **run)
         log.info("total training time %.1f s", time.perf_counter() - begin)
-        checkpointer.export(run_dir / "weights.pt")
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = get_model_state_dict(unwrap(model), options=whole)
+        rank_zero_call(torch.save, weights, run_dir / "weights.pt")
         if world.is_main:
             log.info("weights in %s, curves in %s", run_dir / "weights.pt", curves.draw(run_dir))
     return None

@@ -234,7 +234,8 @@ def _last_error(folder: Path, status: int) -> str:
     lines = (folder / "stderr.txt").read_text(errors="replace").splitlines()
     own = next((i for i, line in enumerate(lines) if TORCHRUN.match(line)), len(lines))
     killed = re.search(r"exitcode: -(\d+)\) local_rank: (\d+)", "\n".join(lines[own:]))
-    if killed:
+    # By SIGTERM torchrun itself ends the ranks that still run when one has failed.
+    if killed and int(killed[1]) != signal.SIGTERM:
         return f"rank {killed[2]} was killed by {_name_of(int(killed[1]))}"
     said = [line for line in lines[:own] if line.strip()]
     said = said or (folder / "stdout.txt").read_text(errors="replace").split("\n")

@@ -4,8 +4,8 @@
          shared memory, limits, versions
   check  a trial run: join, all-reduce, measure latency and bandwidth, take a batch from a worker
 
-Alone, `env` looks at this process and `check` starts two. Under a launcher (torchrun, srun,
-mpirun) every process runs the command; they join, and rank 0 prints one report of all ranks.
+Alone, `check` starts two processes. Under a launcher (torchrun, srun, mpirun) every process runs
+the command, and rank 0 prints.
 
 Examples:
   python -m pardata env
@@ -20,9 +20,14 @@ command line that is wrong.
 
 import argparse
 import faulthandler
+import json
+import os
 import sys
+from collections.abc import Sequence
 
-from pardata.doctor._examination import examine
+from pardata.doctor._check import check
+from pardata.doctor._environment import Finding, environment
+from pardata.ranks._launcher import detect
 
 
 def main(arguments: list[str]) -> int:
@@ -34,7 +39,7 @@ def main(arguments: list[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("command", choices=("env", "check"), help="what to do")
-    parser.add_argument("--json", action="store_true", help="print one JSON document, for programs")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
     how_long = "how long to wait for other ranks (default: 60)"
     parser.add_argument("--timeout", type=float, default=60, metavar="SECONDS", help=how_long)
     chosen = parser.parse_args(arguments)
@@ -44,7 +49,38 @@ def main(arguments: list[str]) -> int:
     # What waits for other ranks ends by itself and says why, the wait for the store of torch only
     # after twice its timeout. Whatever else hangs ends here, and shows where it was.
     faulthandler.dump_traceback_later(2 * chosen.timeout + 15, exit=True)
-    return examine(chosen.command, timeout=chosen.timeout, as_json=chosen.json)
+    return report(chosen.command, chosen.timeout, as_json=chosen.json)
+
+
+def report(command: str, timeout: float, *, as_json: bool = False) -> int:
+    """Print what "env" or "check" finds, on rank 0 and where something fails; return the status."""
+    prints = True
+    try:
+        launch = detect(os.environ)
+        prints = launch.rank == 0
+        is_check = command == "check"
+        findings = check(launch, timeout) if is_check else list(environment(launch, os.environ))
+    except Exception as error:  # noqa: BLE001  # whatever goes wrong is what is looked for
+        text = str(error).partition("\n\n")[0]  # then come stacks
+        findings = [Finding(command, text or type(error).__name__, is_error=True)]
+    fails = any(finding.is_error for finding in findings)
+    if prints or fails:
+        print(_as_json(findings) if as_json else _as_text(findings), flush=True)
+    return int(fails)
+
+
+def _as_text(findings: Sequence[Finding]) -> str:
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.status:9}{finding.name:15}{finding.text}")
+        if finding.cure:
+            lines.append(f"{'':24}cure: {finding.cure}")
+    return "\n".join(lines)
+
+
+def _as_json(findings: Sequence[Finding]) -> str:
+    told = [(one.name, {"status": one.status, **one._asdict()}) for one in findings]
+    return json.dumps(dict(told), indent=2)
 
 
 if __name__ == "__main__":

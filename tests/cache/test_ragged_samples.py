@@ -91,14 +91,6 @@ def test_any_number_of_workers_builds_the_same_files_and_a_line_names_what_diffe
     assert contents(tmp_path / "0") == contents(tmp_path / "1") == contents(tmp_path / "2")
 
 
-def test_only_what_differs_has_places(tmp_path):
-    cache_dataset(Samples(unlike), tmp_path)
-    names = {path.name for path in tmp_path.glob("pardata-files-*/*.bin")}
-    numbers = {f"{n}.bin" for n in range(7)}  # sorted by the paths of the parts
-    assert names - numbers == {f"{n}.places.bin" for n in (0, 1, 2, 3, 6)}
-    assert names > numbers
-
-
 def test_a_large_sample_after_small_ones_is_stored_too(tmp_path):
     cached = cache_dataset([b"a", b"b" * 2**20, b""], tmp_path)
     assert list(cached) == [b"a", b"b" * 2**20, b""]

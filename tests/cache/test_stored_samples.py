@@ -2,10 +2,8 @@
 
 import re
 import tempfile
-from collections import OrderedDict, UserDict, defaultdict
-from decimal import Decimal
+from collections import UserDict, defaultdict
 from enum import IntEnum
-from functools import partial
 from types import MappingProxyType
 
 import numpy as np
@@ -40,14 +38,10 @@ def stored(samples):
 KINDS = {
     "infinity and minus zero": lambda i: [float("inf"), -0.0, 1e300][i],
     "numpy float32": lambda i: np.float32(i / 3),
-    "numpy float64": lambda i: np.float64(i / 3),
-    "numpy bool": lambda i: np.bool_(i == 1),
     "numpy complex": lambda i: np.complex64(i + 1j),
     "numpy uint16": np.uint16,
     "array": lambda i: np.arange(6, dtype=np.float32).reshape(2, 3) + i,
-    "array of a number": np.array,
     "empty array": lambda i: np.zeros((0, 3), dtype=np.int16),
-    "tensor of a number": torch.tensor,
     "empty tensor": lambda i: torch.zeros(2, 0),
     "transposed tensor": lambda i: torch.arange(6).view(2, 3).t() + i,
     "expanded tensor": lambda i: torch.tensor([i]).expand(3),
@@ -60,14 +54,11 @@ KINDS = {
     },
     # containers: the others are in any nesting, below
     "empty ones": lambda i: {(1, 2): [(i, {"b": torch.tensor(i)}), []], "c": ()},
-    "OrderedDict": lambda i: OrderedDict(b=i, a=torch.tensor(i)),
     "defaultdict": lambda i: defaultdict(list, a=i, b=(i,)),
     "lists of numbers": lambda i: [[i, 2], [i / 3], [i > 1, True, False], [i, 0.5], []],
 }
 
 
-# torch 2.6's own default_collate, of NumPy's bools
-@pytest.mark.filterwarnings("ignore:In future, it will be an error for 'np.bool_?'")
 @pytest.mark.parametrize("name", KINDS)
 def test_a_sample_comes_back_as_it_was_and_its_batch_as_the_data_loader_has_it(name):
     samples = [KINDS[name](i) for i in range(3)]
@@ -105,7 +96,7 @@ def test_mappings_and_lists_of_other_classes_are_read():
         assert [column.tolist() for column in batch] == [[1], [2]]
 
 
-@pytest.mark.parametrize("mode", ["L", "LA", "RGB", "RGBA", "CMYK", "YCbCr"])
+@pytest.mark.parametrize("mode", ["L", "RGB", "CMYK"])
 def test_an_image_becomes_bytes_of_bands_height_and_width(mode):
     bands = len(Image.new(mode, (1, 1)).getbands())
     values = np.arange(3 * 2 * bands, dtype=np.uint8).reshape(3, 2, bands)
@@ -115,26 +106,15 @@ def test_an_image_becomes_bytes_of_bands_height_and_width(mode):
     assert np.array_equal(back.permute(1, 2, 0).numpy(), values)
 
 
-MODES = ("1", "P", "I", "F", "HSV")
-NO_DENSE = "a Tensor that is sparse, quantized or nested"
-NO_TENSOR = "a ndarray (can't convert"
 REFUSED = {
     "text": (lambda: "text", "a str"),
-    "none": (lambda: None, "a NoneType"),
-    "a set": (lambda: {1}, "a set"),
-    "a decimal": (lambda: Decimal(1), "a Decimal"),
-    "complex": (lambda: 1j, "a complex"),
     "a large int": (lambda: 2**63, "an int (Overflow"),
-    "a sparse tensor": (lambda: torch.eye(2).to_sparse(), NO_DENSE),
-    "a nested tensor": (lambda: torch.nested.nested_tensor([torch.zeros(2)]), NO_DENSE),
-    "an array of text": (lambda: np.array(["a"]), f"{NO_TENSOR} np.ndarray of type numpy.str_"),
-    "an array of objects": (lambda: np.array([None]), NO_TENSOR),
-    "a date": (lambda: np.datetime64("2020-01-01"), "a datetime64 (can't convert"),
-    **{mode: (partial(Image.new, mode, (2, 2)), f"an Image of mode {mode}") for mode in MODES},
+    "a sparse tensor": (lambda: torch.eye(2).to_sparse(), "a Tensor that is sparse, quan"),
+    "an array of objects": (lambda: np.array([None]), "a ndarray (can't convert"),
+    "an image": (lambda: Image.new("P", (2, 2)), "an Image of mode P"),
 }
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("name", REFUSED)
 def test_another_part_is_refused_by_its_path_with_the_cure(name, tmp_path):
     make, what = REFUSED[name]
@@ -184,10 +164,7 @@ def test_any_nesting_comes_back_and_has_the_batch_of_the_data_loader(structure):
 
 USUAL = {"x": torch.zeros(2, 3), "y": 1}
 FIRST = "as in the first sample, but is"
-CURE = "make all samples alike in the transform"
 UNLIKE = [
-    ({**USUAL, "x": torch.zeros(6)}, f"{FIRST} 1-dimensional float32: {CURE}"),
-    ({**USUAL, "x": torch.zeros(2, 3).double()}, "but is 2-dimensional float64: make"),
     ({**USUAL, "y": True}, "but is 0-dimensional bool: make"),
     (
         {"x": torch.zeros(2, 3)},
@@ -197,7 +174,6 @@ UNLIKE = [
         {"x": torch.zeros(2, 3), "z": 1, "y": 1},
         f"`sample['z']` must be missing, {FIRST} 0-dimensional int64: make",
     ),
-    ({**USUAL, "x": [torch.zeros(2, 3)]}, "`sample['x']` must be 2-dimensional float32, as in"),
 ]
 
 

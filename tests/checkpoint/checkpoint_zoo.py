@@ -16,10 +16,6 @@ from pardata.checkpoint._files import _digest, size_and_digest, verified
 from pardata.checkpoint._names import names
 
 STRATEGIES = ("none", "dp", "ddp", "fsdp", "exact")
-OPTIMIZERS = {
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
-}
 
 
 class Net(nn.Module):
@@ -41,11 +37,11 @@ class Net(nn.Module):
 class Run:
     """A model under a strategy, an optimizer, a scheduler and a loader."""
 
-    def __init__(self, strategy, optimizer="adam", seed=0, **options):
+    def __init__(self, strategy, seed=0, **options):
         torch.manual_seed(seed)
         self.model = wrap_model(Net(), strategy, device="cpu", **options)
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = OPTIMIZERS[optimizer](trained)
+        self.optimizer = torch.optim.Adam(trained, lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
         rows = torch.randn(48, 8, generator=torch.Generator().manual_seed(1))
         self.loader = make_loader(

@@ -15,7 +15,7 @@ from checkpoint_zoo import Thing, leftovers, limited, paths, save_steps, sharded
 from on_ranks import caught, run_caught
 from torch import nn
 
-from pardata import Checkpointer, all_reduce_sum, fingerprint, load_weights, rank_zero_call, world
+from pardata import Checkpointer, all_reduce_sum, rank_zero_call, world
 from pardata.checkpoint import _checkpointer
 from pardata.checkpoint._background import Background
 from pardata.checkpoint._folder import Attempt
@@ -102,52 +102,6 @@ def test_in_trouble_every_rank_is_told_each_time_and_what_was_there_stands(
         assert ends or after.type == error
 
 
-@pytest.mark.parametrize("kind", ["pt", "safetensors"])
-def test_an_export_to_a_full_disk_leaves_what_was_there(kind, tmp_path):
-    if kind == "safetensors":
-        pytest.importorskip("safetensors")
-    net, read = nn.Linear(2, 3), nn.Linear(2, 3)
-    net.weight = nn.Parameter(torch.randn(2, 3).T)  # which safetensors take in another order
-    file = tmp_path / "new" / f"weights.{kind}"
-    checkpointer = Checkpointer(tmp_path / "run")
-    checkpointer.save(1, model=net)
-    checkpointer.export(file)
-    checkpointer.save(2, model=nn.Linear(100, 100))
-    end = limited(9000)
-    raised = caught(checkpointer.export, file)
-    end()
-    assert "File too large" in raised.text
-    load_weights(read, file)
-    assert fingerprint(read) == fingerprint(net)
-    assert list(file.parent.iterdir()) == [file]
-
-
-@pytest.mark.parametrize("kind", ["pt", "safetensors"])
-@pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to])
-def test_an_export_does_not_write_through_a_link(kind, link, tmp_path):
-    if kind == "safetensors":
-        pytest.importorskip("safetensors")
-    other, file = tmp_path / "other", tmp_path / f"weights.{kind}"
-    other.write_text("mine")
-    link(tmp_path / f".unfinished-{file.name}", other)
-    checkpointer = Checkpointer(tmp_path / "run")
-    checkpointer.save(1, model=nn.Linear(2, 3))
-    checkpointer.export(file)
-    assert other.read_text() == "mine"
-    assert not file.is_symlink()
-    load_weights(nn.Linear(2, 3), file)
-
-
-def test_what_are_no_weights_is_not_exported(tmp_path):
-    checkpointer = Checkpointer(tmp_path / "run")
-    states = {"listed": [torch.ones(1)], "mixed": {"a": torch.ones(1), "b": 3}}
-    checkpointer.save(1, **{name: Thing(state) for name, state in states.items()})
-    for name, what in {"listed": "is a list", "mixed": "has 'b', which is none"}.items():
-        with pytest.raises(TypeError, match=rf"weights of a module, .* tensors, but it {what}"):
-            checkpointer.export(tmp_path / "weights.pt", name=name)
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
-
-
 # --- one after the other
 
 
@@ -166,35 +120,6 @@ def test_the_log_says_of_the_first_save_where_it_went_and_of_the_others_if_asked
 # --- in the background
 
 
-def change_at_once(directory):
-    net = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    best, seen = torch.zeros(300_000), ["a"]
-    expected, found = [], []
-    with Checkpointer(directory, asynchronous=True, keep=9) as checkpointer:
-        for step in range(3):
-            expected.append((net.weight.tolist(), optimizer.param_groups[0]["lr"], float(step)))
-            checkpointer.save(step, net=net, optimizer=optimizer, best=best, seen=seen)
-            with torch.no_grad():
-                net.weight.add_(1)
-            best.add_(1)
-            optimizer.param_groups[0]["lr"] /= 2
-            seen.append("b")
-    other = nn.Linear(2, 2)
-    while steps := whole_steps(directory):
-        values = Checkpointer(directory).restore(net=other, optimizer=optimizer).values
-        found.append((other.weight.tolist(), optimizer.param_groups[0]["lr"], values["best"].max()))
-        assert values["best"].min() == values["best"].max()
-        assert values["seen"] == ["a", "b", "b"][: steps[-1] + 1]
-        rank_zero_call(shutil.rmtree, directory / f"attempt-0001-step-{steps[-1]:09d}")
-    return found[::-1] == expected
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_what_is_written_is_the_state_at_the_call(size, tmp_path):
-    assert run_caught(change_at_once, tmp_path, world_size=size) == [True] * size
-
-
 def test_nothing_that_changes_before_it_is_written_is_written(tmp_path, monkeypatch):
     gate = threading.Event()
 
@@ -203,32 +128,22 @@ def test_nothing_that_changes_before_it_is_written_is_written(tmp_path, monkeypa
 
     monkeypatch.setattr(_checkpointer, "Background", held)
     dense, sparse, names = torch.ones(3), torch.eye(3).to_sparse(), {"a"}
+    net, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    weights = net.weight.tolist()
     with Checkpointer(tmp_path, asynchronous=True) as checkpointer:
-        checkpointer.save(1, dense=dense, sparse=sparse, names=names)
+        checkpointer.save(1, dense=dense, sparse=sparse, names=names, net=net, optimizer=optimizer)
+        net.weight.data.add_(1)
+        optimizer.param_groups[0]["lr"] = 7
         dense.add_(1)
         sparse.coalesce().values().add_(1)
         names.add("b")
         gate.set()
-    values = Checkpointer(tmp_path).restore().values
+    values = Checkpointer(tmp_path).restore(net=other, optimizer=optimizer).values
+    assert (other.weight.tolist(), optimizer.param_groups[0]["lr"]) == (weights, 0.5)
     assert torch.equal(values["dense"], torch.ones(3))
     assert torch.equal(values["sparse"].to_dense(), torch.eye(3))
     assert values["names"] == {"a"}
-
-
-def save_many(directory):
-    checkpointer = Checkpointer(directory, asynchronous=True)
-    most = 0
-    for step in range(10):
-        checkpointer.save(step, value=torch.ones(100_000))
-        names = [thread.name for thread in threading.enumerate()]
-        most = max(most, sum(name.startswith("pardata: ") for name in names))
-    checkpointer.wait()
-    checkpointer.wait()
-    return most <= 1, whole_steps(directory)
-
-
-def test_one_at_a_time_is_written(tmp_path):
-    assert run_caught(save_many, tmp_path, world_size=2) == [(True, [7, 8, 9])] * 2
 
 
 def calls_of_main():
@@ -287,7 +202,6 @@ CALLS = {
     "save": lambda checkpointer: checkpointer.save(9),
     "restore": lambda checkpointer: checkpointer.restore(),
     "wait": lambda checkpointer: checkpointer.wait(),
-    "export": lambda checkpointer: checkpointer.export("x.pt"),
     "exit": lambda checkpointer: checkpointer.__exit__(None, None, None),
 }
 

@@ -1,4 +1,4 @@
-"""all_gather along any dimension, and with gradients: those of one process."""
+"""all_gather of rows, and with gradients: those of one process."""
 
 import pytest
 import torch
@@ -13,34 +13,11 @@ from pardata import (
     all_reduce_sum,
     backward,
     broadcast,
-    fingerprint,
     world,
     wrap_model,
 )
 
 ROWS = [3, 1, 4]
-
-
-def gather_along(dim):
-    rank = world().rank
-    shape = [2, 3, 4]
-    shape[dim] = rank  # none on rank 0
-    own = torch.full(shape, rank, dtype=torch.float64)
-    found = all_gather({"h": own, "n": rank, "t": str(rank), "0": torch.tensor(rank)}, dim=dim)
-    whole = torch.cat([each["h"] for each in found], dim)
-    assert all(each["h"].is_contiguous() for each in found)
-    rest = [(each["n"], each["t"], each["0"].item()) for each in found]
-    return whole.shape, whole.unique().tolist(), rest
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_tensors_may_differ_in_any_one_dimension(size):
-    for dim in (0, 1, 2, -1, -3):
-        expected = [2, 3, 4]
-        expected[dim] = sum(range(size))
-        for shape, values, rest in run_caught(gather_along, dim, world_size=size):
-            assert (list(shape), values) == (expected, list(range(1, size)))
-            assert rest == [(rank, str(rank), rank) for rank in range(size)]
 
 
 # --- with gradients
@@ -105,17 +82,17 @@ def test_the_gradient_of_a_loss_over_all_rows_is_that_of_one_process(size, how, 
 def sums_of_gradients():
     rank, size = world().rank, world().size
     tree = {
-        "rows": torch.ones(2, 1 + rank, 3, dtype=torch.bfloat16, requires_grad=True),
+        "rows": torch.ones(1 + rank, 2, 3, dtype=torch.bfloat16, requires_grad=True),
         "number": torch.tensor(2.0, requires_grad=True),
         "unused": torch.ones(1, 1, requires_grad=True),
         "plain": torch.ones(1, 1),
         "whole": 3,
         "text": "x",
     }
-    found = all_gather(tree, 1, differentiable=True)
-    plain = all_gather(tree, 1)
+    found = all_gather(tree, differentiable=True)
+    plain = all_gather(tree)
     with torch.no_grad():
-        silent = all_gather(tree, 1, differentiable=True)
+        silent = all_gather(tree, differentiable=True)
     total = sum(each["rows"].float().sum() * (1 + each["number"]) for each in found) * (rank + 1)
     total.backward()
     carried = {name for name in ("rows", "number", "plain") if found[0][name].requires_grad}
@@ -139,7 +116,6 @@ def with_gradient(*shape, really=True):
 
 
 WRONG = {
-    "shape": (lambda r: all_gather(with_gradient(2, 1 + r), differentiable=True), "rowsx1 of tor"),
     "gradient": (
         lambda r: all_gather(with_gradient(2, really=r > 0), differentiable=True),
         "rank 0: structure='value: rows of torch.float32'\n",
@@ -148,14 +124,7 @@ WRONG = {
         lambda r: all_gather(with_gradient(2), differentiable=r > 0),
         "structure='value: rows of torch.float32, differentiable'",
     ),
-    "dim": (lambda r: all_gather(torch.ones(2, 2), -r), "rowsx2 of torch.float32, dim=-1'"),
-    "no dim": (lambda r: all_gather([torch.ones(2)], r > 0), "`dim` must be an integer, but is "),
-    "few": (lambda r: all_gather([torch.ones(2)], 2 - 2 * r), "`value[0]` must have a dimension"),
-    "rows": (
-        lambda r: all_gather([with_gradient(r, 2)], differentiable=True),
-        "rows of what is `differentiable`, but rank 0 passed none: pass drop_last=True to make_loa",
-    ),
-}  # fmt: skip
+}
 
 
 def what_is_wrong(name):
@@ -193,21 +162,6 @@ def test_nothing_of_it_depends_on_the_default_device(size):
         assert gradient == (size if rank == size - 1 else 0)
 
 
-def train(steps):
-    model = wrap_model(made(torch.float32)[0], device="cpu")
-    _, _, (each, *own) = made(torch.float32)
-    optimizer = torch.optim.Adam(model.parameters())
-    for _ in range(steps):
-        optimizer.zero_grad()
-        backward(model, lambda model, batch: clip(model, *batch, own=each), tuple(own))
-        optimizer.step()
-    return fingerprint(model)
-
-
-def test_replicas_stay_equal_to_the_bit():
-    assert len(set(run_caught(train, 5, world_size=3))) == 1
-
-
 # Their sum; in 16 bits it is 172.5, in whichever order they are added.
 HALVES = 8.984375, 75.75, 87.6875
 
@@ -221,14 +175,3 @@ def gather_halves():
 
 def test_gradients_of_halves_are_added_without_rounding_in_between():
     assert run_caught(gather_halves, world_size=3) == [172.375, 0, 0]  # all go to rank 0
-
-
-def gather_a_lazy_minus():
-    own = torch.tensor([1 + 2j]).conj().imag
-    assert own.is_neg()
-    return torch.cat(all_gather(own)).tolist()
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_lazy_minus_sign_arrives(size):
-    assert run_caught(gather_a_lazy_minus, world_size=size) == [[-2.0] * size] * size

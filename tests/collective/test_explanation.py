@@ -5,7 +5,6 @@ import re
 import signal
 import sys
 import time
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,29 +13,17 @@ import torch
 import torch.distributed as dist
 from launched import launched, slurm_variables
 from on_ranks import caught
-from sharding import needs_fsdp
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import pardata
 from pardata import all_gather, all_reduce_mean, all_reduce_sum, backward, make_loader, wrap_model
-from pardata.collective._explanation import asked, explained
-from pardata.messages._failure import Failure, consequence, is_consequence
-from pardata.messages._store import Channel
+from pardata.collective._explanation import explained
+from pardata.messages._failure import consequence, is_consequence
 from pardata.ranks._world import channel
 
 LONG = timedelta(seconds=30)
 LOST = "[x/gloo/transport/tcp/pair.cc:5] Connection closed by peer [::1]:5. This is typically so"
-
-
-def seat(line, rank, size):
-    """Return the line as this rank has it."""
-    return replace(line, rank=rank, size=size)
-
-
-@pytest.fixture
-def line():
-    return Channel(dist.HashStore(), LONG, 0, 1)
 
 
 # --- real groups
@@ -230,7 +217,6 @@ def alone_or_otherwise(case):
         dist.destroy_process_group()
 
 
-@needs_fsdp
 @pytest.mark.parametrize("size", [3])
 def test_a_fingerprint_of_shards_on_rank_0_alone_is_told_by_its_name(size):
     raised, *_ = launched(alone_or_otherwise, "fingerprint", size=size)
@@ -277,46 +263,3 @@ def test_without_a_group_to_ask_the_error_stays_as_it_is():
     with pytest.raises(RuntimeError) as raised:
         lose("all_gather")
     assert str(raised.value) == LOST
-
-
-# --- what ranks leave
-
-
-def failure(rank, *, is_cause=False):
-    return Failure(rank, "", f"text of {rank}", is_cause=is_cause)
-
-
-def asked_as(line, rank, size, *, patience=0, settle=0, is_cause=False):
-    own = failure(rank, is_cause=is_cause)
-    return asked(seat(line, rank, size), own, patience=patience, settle=settle)
-
-
-def test_failures_are_read_in_the_order_in_which_they_reached_the_store(line):
-    for rank, is_cause in ((2, False), (1, True), (3, True)):
-        asked_as(line, rank, 5, is_cause=is_cause)
-    known = asked_as(line, 0, 5)
-    assert [found.rank for found in known.failures] == [2, 1, 3, 0]
-    assert known.first == failure(1, is_cause=True)
-    assert known.missing == [4]
-    assert not known.store_is_gone
-
-
-def test_a_rank_that_failed_by_itself_asks_for_no_other_cause(line):
-    asked_as(line, 1, 3, is_cause=True)
-    assert asked_as(line, 2, 3, is_cause=True).first is None
-
-
-def test_who_knows_the_first_cause_waits_only_a_little_for_the_rest(line):
-    asked_as(line, 1, 3, is_cause=True)
-    start = time.monotonic()
-    known = asked_as(line, 0, 3, patience=60, settle=0.1)
-    assert time.monotonic() - start < 30
-    assert known.missing == [2]
-
-
-def test_no_more_than_so_many_are_kept_beside_causes(line):
-    for rank in range(70):
-        asked_as(line, rank, 100)
-    assert len(asked_as(line, 70, 100).failures) == 64
-    asked_as(line, 71, 100, is_cause=True)
-    assert asked_as(line, 72, 100).first.rank == 71

@@ -116,3 +116,17 @@ def test_it_is_told_also_where_only_the_last_step_is_uneven():
     for first, second, last in run(uneven_at_the_end):
         assert "RuntimeError" not in first + second
         assert "2 ranks share 1 microbatches" in last
+
+
+def steps_after_one_by_hand():
+    """Train on, where DDP arranges its buckets anew in a step, and the last step is uneven."""
+    model = wrap_model(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)), "ddp")
+    model(torch.ones(2, 4)).square().mean().backward()
+    loader = make_loader(TensorDataset(torch.ones(10, 4)), 4, microbatch_size=2, seed=0)
+    for batch in loader:
+        backward(model, lambda model, batch: model(batch[0]).square().mean(), batch)
+    return model._has_rebuilt_buckets
+
+
+def test_what_ddp_itself_sends_in_a_forward_is_no_call_of_the_loss_fn():
+    assert run(steps_after_one_by_hand) == [True, True]

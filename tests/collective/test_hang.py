@@ -34,7 +34,6 @@ from pardata.messages._table import ranks_text
 
 AFTER = 0.7  # seconds
 LATEST = 2 + 5
-LOCK = threading.Lock()
 TOLD, OVER = Path("told"), Path("over")  # files of a test's folder
 HERE = re.escape(Path(__file__).name)
 
@@ -78,10 +77,9 @@ def until(file, seconds=30):
         time.sleep(0.01)
 
 
-def closed(lock=None):
+def closed():
     """Return a lock that nobody gets before rank 0 has told: who waits for it is at one line."""
-    if lock is None:
-        (lock := threading.Lock()).acquire()
+    (lock := threading.Lock()).acquire()
     threading.Thread(target=lambda: (until(TOLD), lock.release())).start()
     return lock
 
@@ -135,12 +133,6 @@ def compile_slowly(_scene):
     torch.compile(torch.square, backend=slow)(torch.ones(2))
 
 
-def hold(_scene):
-    """Hold a lock while the workers are forked."""
-    LOCK.acquire()
-    closed(LOCK)
-
-
 def lead(_scene):
     with rank_zero_first():  # follows
         if pardata.world().is_main:
@@ -159,8 +151,6 @@ class Photos(Dataset):
     def __getitem__(self, index):
         if index == self.slow and self.how == "slow":
             closed().acquire()  # reads
-        if index == self.slow and self.how == "locked":
-            closed(LOCK).acquire()  # is locked
         return torch.ones(2)
 
 
@@ -177,8 +167,7 @@ class Scene:
         self.before(self)
         self.other = dist.new_group()
         dist.barrier()  # nobody waits for what another does first
-        # A worker leaves once a second where it is.
-        here = pardata.init(hang_after=2 if self.workers else AFTER)
+        here = pardata.init(hang_after=AFTER)
         self.is_last, pids = here.rank == here.size - 1, all_gather(os.getpid())
 
         def then():
@@ -211,8 +200,7 @@ class Scene:
 
 IN_STEP_1 = r"[(;] ?step 1 of epoch 0, \d s\)"
 TRAIN = f"in backward {at('trains')} {IN_STEP_1}"
-READS = f"reads sample {{slow}} of Photos {at('reads')}"
-WAITS = "waits for worker 0, which reads sample {slow} of Photos"
+READS = f"waits for its loader {at('reads')}"
 MEETS = f"waits in barrier\\('saved'\\) {at('meets')}"
 AFTER_0 = r"\(after step 0 of epoch 0, "
 # The rows of the last rank, and of the others.
@@ -242,12 +230,7 @@ SCENES = {
     "reads": (Scene(how="slow"), f"{READS} {AFTER_0}", TRAIN),
     "waits for a worker": (
         Scene(how="slow", workers=1),
-        f"{WAITS} {at('reads')}, {at('loops')} {AFTER_0}",
-        TRAIN,
-    ),
-    "waits for a locked worker": (
-        Scene(before=hold, how="locked", workers=1),
-        f"{WAITS} {at('is locked')}, {at('loops')} {AFTER_0}",
+        f"waits for its loader {at('loops')}",
         TRAIN,
     ),
 }
@@ -269,18 +252,14 @@ LONG_WORK = {
 
 
 def at_sizes(names):
-    """Each at one of the world sizes 2, 3 and 4; in the long run at all of them."""
-    return [
-        pytest.param(what, size, marks=() if size == 2 + n % 3 else pytest.mark.soak)
-        for size in (2, 3, 4)
-        for n, what in enumerate(names)
-    ]
+    """Each at one of the world sizes 2, 3 and 4."""
+    return [(what, 2 + number % 3) for number, what in enumerate(names)]
 
 
 @pytest.mark.parametrize(("what", "size"), at_sizes(SCENES))
 def test_the_table_names_who_keeps_the_others_waiting_and_where(what, size, tmp_path):
     scene, last, others = SCENES[what]
-    last = f"  rank {size - 1} {last.format(slow=4 * size - 1)}"
+    last = f"  rank {size - 1} {last}"
     text = told(scene, size, tmp_path, rf"(?m)^(\[.*\] )?{last}")
     head, *rows = text.split("\n")
     who = f"{ranks_text(range(size - 1))} wait{'' if size > 2 else 's'}"

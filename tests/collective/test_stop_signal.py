@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 from forked import python
-from on_ranks import run, run_caught
+from on_ranks import run
 
 from pardata import StopSignal, all_reduce_sum, world
 
@@ -48,53 +48,6 @@ def test_all_ranks_stop_at_the_same_step_whichever_was_asked(size):
             assert step == (first if first < 20 else None)
             was_asked = case.get(rank, 99) <= (19 if step is None else step)
             assert requested == was_asked
-
-
-def unequal_calls(more):
-    with StopSignal() as stop:
-        for _ in range(1 + more * (world().rank == world().size - 1)):
-            stop.agreed()
-
-
-@pytest.mark.parametrize("more", [1, 3])
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_that_call_it_unequally_often_are_told_on_every_rank(size, more):
-    for error in run_caught(unequal_calls, more, world_size=size):
-        assert error.type == "RuntimeError"
-        assert error.text == (
-            "every rank must call `agreed` equally often, but one has called it again and another "
-            "has left the block: call it at the same place of the loop on all ranks"
-        )
-
-
-def stopped_within():
-    """Return what two blocks know of a signal in the inner one: within that, and after it."""
-    with AT_ONCE, StopSignal() as outer:
-        with StopSignal() as inner:
-            if world().is_main:
-                os.kill(os.getpid(), signal.SIGTERM)
-            told = [inner.agreed() or inner.agreed()]
-        return [*told, outer.agreed() or outer.agreed(), outer.requested]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_signal_in_a_block_within_a_block_is_for_both(size):
-    for rank, told in enumerate(run(stopped_within, world_size=size)):
-        assert told == [True, True, rank == 0]
-
-
-def test_before_its_block_it_cannot_be_asked_and_it_is_no_bool():
-    with pytest.raises(RuntimeError) as raised:
-        StopSignal().agreed()
-    assert str(raised.value) == (
-        "a StopSignal must be entered before `agreed` is called, because it listens only within "
-        "its block: write `with StopSignal() as stop:`"
-    )
-    with StopSignal() as stop, pytest.raises(TypeError) as raised:
-        bool(stop)
-    assert str(raised.value) == (
-        "a StopSignal must not be taken for True or False: call its `agreed()`"
-    )
 
 
 @pytest.fixture
@@ -158,17 +111,6 @@ def test_a_signal_that_is_repeated_while_the_block_is_left_is_the_first_one_too(
     assert (mine, waited) == ([], [1.0])
 
 
-def test_ctrl_c_in_that_second_leaves_the_handlers_as_they_were(mine, monkeypatch):
-    def interrupt(_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(time, "sleep", interrupt)
-    with pytest.raises(KeyboardInterrupt), StopSignal(signal.SIGUSR2):
-        be_asked()
-    be_asked()
-    assert mine == ["mine"]
-
-
 def repeated_where_only_rank_0_was_asked():
     with patch.object(time, "sleep", lambda _: be_asked()), StopSignal(signal.SIGUSR2) as stop:
         if world().is_main:
@@ -181,13 +123,6 @@ def repeated_where_only_rank_0_was_asked():
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_nor_does_it_end_a_rank_that_stops_before_it_gets_its_own_signal(size):
     assert run(repeated_where_only_rank_0_was_asked, world_size=size) == [True] * size
-
-
-def test_a_second_signal_that_was_ignored_before_ends_the_process_all_the_same(mine, monkeypatch):
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    with StopSignal(), pytest.raises(SystemExit) as ended:
-        be_asked_after(monkeypatch, 1.1)
-    assert ended.value.code == 128 + signal.SIGUSR2
 
 
 TWICE = """
@@ -225,3 +160,21 @@ def test_outside_the_main_thread_nothing_is_heard_and_it_says_so_once(caplog):
     assert answers == [False, False]
     assert signal.getsignal(signal.SIGTERM) is before
     assert caplog.text.count("only the main thread hears signals") == 1
+
+
+def test_ctrl_c_in_that_second_leaves_the_handlers_as_they_were(mine, monkeypatch):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt), StopSignal(signal.SIGUSR2):
+        be_asked()
+    be_asked()
+    assert mine == ["mine"]
+
+
+def test_a_second_signal_that_was_ignored_before_ends_the_process_all_the_same(mine, monkeypatch):
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    with StopSignal(), pytest.raises(SystemExit) as ended:
+        be_asked_after(monkeypatch, 1.1)
+    assert ended.value.code == 128 + signal.SIGUSR2

@@ -4,9 +4,9 @@ import random
 
 import pytest
 import torch
-from data_zoo import Numbers, at, flat, joined, loader_of, place, steps
+from data_zoo import Numbers, flat, joined, loader_of, steps
 from logged import log_of
-from on_ranks import caught, run
+from on_ranks import run
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -20,33 +20,7 @@ from torch.utils.data import (
 
 from pardata import make_loader
 
-# --- a length that changes ---
-
-
-def _grown(workers, change):
-    data = [0, 1, 2, 3]
-    loader = loader_of(data, 3, num_workers=workers)
-    first = steps(loader)
-    change(data)
-    return first, caught(steps, loader), place(loader)
-
-
-def _append(data):
-    data.append(4)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize(("change", "now"), [(_append, 5), (list.pop, 3)])
-def test_a_dataset_of_another_length_is_an_error_that_names_the_cure(size, workers, change, now):
-    found = run(_grown, workers, change, world_size=size)
-    assert joined([first for first, _, _ in found]) == [[0, 1, 2], [3]]
-    for _, raised, state in found:
-        assert str(raised) == (
-            f"ValueError: `dataset` must keep the 4 samples that it had when its loader was made, "
-            f"but has {now}: make a new loader, or pass a `sampler`, whose length may change"
-        )
-        assert state == (1, 0)
+# --- a length that changes; of a dataset itself: tests/promises/misuse_data.py ---
 
 
 class Curriculum(Sampler):
@@ -214,11 +188,8 @@ def test_a_fingerprint_is_that_of_what_was_delivered_if_a_sampler_has_changed():
 class Shuffles(Sampler):
     """Shuffles a copy of its groups, and has no length, as torchvision's PKSampler."""
 
-    def __init__(self, *, in_place=False):
-        self.groups, self.in_place = [[*range(5)], [*range(5, 10)]], in_place
-
     def __iter__(self):
-        groups = self.groups if self.in_place else [[*group] for group in self.groups]
+        groups = [[*range(5)], [*range(5, 10)]]
         for group in groups:
             random.shuffle(group)
         return iter([index for pair in zip(*groups, strict=True) for index in pair])
@@ -242,12 +213,6 @@ def _epochs_of(options):
     return [steps(loader) for _ in range(2)]
 
 
-def test_a_sampler_that_keeps_a_state_is_told_what_to_change():
-    loader = loader_of(10, 4, sampler=Shuffles(in_place=True))
-    with pytest.raises(ValueError, match="keep nothing for the next one"):
-        iter(loader)
-
-
 class Endless(Sampler):
     def __iter__(self):
         while True:
@@ -259,12 +224,6 @@ def test_a_sampler_without_a_length_must_end(monkeypatch):
     text = "as many indices as its length, at most 100 without one, but yielded more: let its"
     with pytest.raises(ValueError, match=text):
         iter(loader_of(10, 4, sampler=Endless()))
-
-
-def test_a_place_is_that_of_the_order_when_a_sampler_has_grown():
-    loader = loader_of(20, 4, sampler=Curriculum([4, 12]), seed=1)
-    with pytest.raises(ValueError, match="has another now"):
-        iter(at(loader, 0, 8))
 
 
 # --- nothing at all ---

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-from data_zoo import Drawing, Numbers, at, flat, joined, steps
-from on_ranks import caught, run
+from data_zoo import Numbers, at, flat, joined, steps
+from on_ranks import run
 
 from pardata import make_loader, seed_everything
 
@@ -34,26 +34,12 @@ def test_no_two_loaders_go_through_the_data_in_lock_step():
     assert found[0] == orders(1, seed=5)[0]  # the first has the seed of the run
 
 
-def test_no_two_loaders_augment_alike():
-    one, other = (make_loader(Drawing(), 4, num_workers=0) for _ in range(2))
-    views = zip(flat(steps(one)), flat(steps(other)), strict=True)
-    assert all(first != second for first, second in views)
-
-
 def test_a_run_that_is_seeded_again_is_the_same_run():
     first = orders()
     seed_everything(5)
     assert orders() == first
     seed_everything(6)
     assert orders() != first
-
-
-def test_another_seed_of_torch_begins_to_count_anew():
-    torch.manual_seed(7)
-    seven = orders()
-    torch.manual_seed(8)
-    assert orders(1) == orders(1, seed=8)
-    assert seven[0] == orders(1, seed=7)[0]
 
 
 def test_a_loader_with_a_seed_and_one_that_was_refused_are_not_counted():
@@ -133,29 +119,3 @@ def test_a_state_loads_into_another_loader_of_the_run(workers):
     steps(again)  # its workers live on
     again.load_state_dict(state)
     assert [steps(again), steps(again)] == [whole[0][2:], whole[1]]
-
-
-def _resume_under_another_seed(state, **options):
-    seed_everything(6)
-    loader = shuffled(**options)
-    before = loader.state_dict()
-    raised = caught(loader.load_state_dict, state)
-    return raised, loader.state_dict() == before
-
-
-@pytest.mark.parametrize("options", [{}, {"seed": 6}])
-def test_a_state_of_another_run_is_refused(options):
-    state = shuffled().state_dict()
-    raised, is_as_before = _resume_under_another_seed(state, **options)
-    assert (
-        "seed was 5 and is 6: make this loader, and those before it, as at the save" in raised.text
-    )
-    assert is_as_before
-
-
-def test_a_state_that_is_refused_changes_no_seed():
-    one, other = (shuffled(shuffle=False) for _ in range(2))
-    before = other.state_dict()
-    with pytest.raises(ValueError, match="batch_size was 5"):
-        other.load_state_dict({**one.state_dict(), "batch_size": 5})
-    assert other.state_dict() == before

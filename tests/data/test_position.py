@@ -246,16 +246,3 @@ def test_a_thread_whose_loop_another_thread_took_over_delivers_nothing_more():
     assert NEWER in raised[0]
     assert place(loader) == (1, BATCH)
     assert [len(batch) for batch in batches] == [BATCH]
-
-
-def test_two_threads_cannot_share_one_iterator():
-    data = Waiting()
-    batches = iter(loader_of(data, BATCH))
-    next(batches)
-    thread = threading.Thread(target=next, args=(batches,))
-    thread.start()
-    data.asked.wait()
-    with pytest.raises(ValueError, match="generator already executing"):
-        next(batches)
-    data.go.set()
-    thread.join()

@@ -6,8 +6,8 @@ import random
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from data_zoo import Buffer, Count, Drawing, Numbers, flat, joined, loader_of, rows, states, steps
+from logged import log_of
 from on_ranks import caught, run
 from torch.utils.data import (
     ConcatDataset,
@@ -148,14 +148,11 @@ class Late(Numbers):
         return number + (random.random() if index >= self.since else 0.0)
 
 
-FIRST = 2  # the first sample is read twice more, to see whether it is reproducible
-
-
 @pytest.mark.parametrize("since", [5, 12])
 def test_what_draws_late_draws_as_if_it_always_had_and_is_read_once(since):
     data = Late(since)
     (late,) = epochs_of(data, 1)
-    assert data.read == 13 + FIRST
+    assert data.read == 13
     (always,) = epochs_of(Late(0), 1)
     assert flat(late)[since:] == flat(always)[since:]
     assert flat(late)[:since] == [*range(since)]
@@ -186,7 +183,7 @@ def test_a_seed_that_is_read_differs_in_each_sample_and_epoch_and_is_the_same_in
 
 
 LEFT_ALONE = [
-    *((data, {"shuffle": True}) for data in (Drawing(), DrawingSometimes(), Numbers(13))),
+    (DrawingSometimes(), {"shuffle": True}),
     *((Buffer(13), {"reproducible": reproducible}) for reproducible in (True, False)),
 ]
 
@@ -322,7 +319,7 @@ def _epochs(workers):
     return found
 
 
-@pytest.mark.parametrize("size", [1, 3, pytest.param(4, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("size", [3, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 4))])
 def test_a_sample_and_a_microbatch_are_the_same_whoever_reads_them(size):
     alone = _epochs([0])
     ranks = run(_epochs, [0, 2], world_size=size)
@@ -353,58 +350,50 @@ def test_collate_fn_and_batch_transform_do_not_draw_the_same_numbers():
 # --- a dataset with a generator of its own ---
 
 
-def _warned(folder, kind, workers, options):
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    handler = logging.FileHandler(folder / f"{rank}.log")  # which workers write to as well
-    logger = logging.getLogger("pardata.data._reader")
-    logger.addHandler(handler)
-    data = Numbers(13) if kind is None else Generators(kind)
-    epochs_of(data, num_workers=workers, **options)
-    logger.removeHandler(handler)
-    handler.close()
+def warned(data, options):
+    with log_of("pardata.data._make_loader", logging.WARNING) as log:
+        epochs_of(data, **options)
+    return log.lines
 
 
-def _all_warned(folder, cases):
-    for number, (kind, workers, options) in enumerate(cases):
-        own = folder / str(number)
-        own.mkdir(exist_ok=True)
-        _warned(own, kind, workers, options)
+TEXT = (
+    "`{}` is a generator that the loader does not seed, so that runs at other sizes draw other "
+    "numbers: draw from the default generators, or pass reproducible=False"
+)
 
 
-def lines(folder, size):
-    return [(folder / f"{rank}.log").read_text().splitlines() for rank in range(size)]
+class Transform:
+    """A transform with a generator in a list."""
+
+    def __init__(self):
+        self.parts = [None, np.random.RandomState(0)]
+
+    def __call__(self, batch):
+        return batch
 
 
-WARNED = [
-    ("torch", 0, {}),
-    ("numpy", 0, {"microbatch_size": 2}),
-    ("python", 2, {"shuffle": True}),
-    ("torch", 2, {"persistent_workers": False}),
-]
+OWN = {
+    "dataset.own": lambda: warned(Generators("torch"), {"num_workers": 2}),
+    "dataset.datasets[0].own": lambda: warned(ConcatDataset([Generators("python")] * 2), {}),
+    "batch_transform.parts[1]": lambda: warned(Numbers(13), {"batch_transform": Transform()}),
+}
+
+
+def warned_of(path):
+    return OWN[path]()
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_it_is_warned_about_once_on_rank_0(size, tmp_path):
-    run(_all_warned, tmp_path, WARNED, world_size=size)
-    for number, (_, _, options) in enumerate(WARNED):
-        (line,), *others = lines(tmp_path / str(number), size)
-        assert others == [[]] * (size - 1)
-        first = line.partition("sample ")[2].split()[0]
-        assert first == "0" or "shuffle" in options
-        assert line == (
-            f"{'[0/2] ' * (size > 1)}sample {first} of Generators differs when read twice with the "
-            f"same seed, so that runs at other sizes differ: draw from the default generators, or "
-            f"pass reproducible=False"
-        )
+@pytest.mark.parametrize("path", OWN)
+def test_it_is_warned_about_once_on_rank_0(path, size):
+    first, *others = run(warned_of, path, world_size=size)
+    assert first == [f"{'[0/2] ' * (size > 1)}{TEXT.format(path)}"]
+    assert others == [[]] * (size - 1)
 
 
-def test_what_is_reproducible_or_need_not_be_is_not_warned_about(tmp_path):
-    for kind, workers, options in [
-        (None, 0, {}),
-        ("torch", 0, {"reproducible": False}),
-        ("torch", 1, {"reproducible": False}),
-    ]:
-        _warned(tmp_path, kind, workers, options)
-    for data in (Drawing(), DrawingSometimes(), Subset(Drawing(), range(4))):
-        epochs_of(data)
-    assert lines(tmp_path, 1) == [[]]
+def test_what_is_reproducible_or_need_not_be_is_not_warned_about():
+    assert warned(Generators(), {"reproducible": False}) == []
+    held = Numbers(13)
+    held.libraries, held.generator = [random, np], torch.default_generator
+    for data in (held, DrawingSometimes(), Subset(Drawing(), range(4))):
+        assert warned(data, {}) == []

@@ -9,9 +9,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from data_zoo import Numbers, at, joined, loader_of, place, steps
-from on_ranks import caught, run
+from on_ranks import run
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.utils.data import SequentialSampler
 
 from pardata import make_loader
 from pardata.data._shuffle import Shuffle
@@ -57,45 +56,6 @@ def test_a_batch_is_delivered_once_the_loop_has_it_and_not_when_it_is_read(worke
     assert place(loader) == (1, 0)
 
 
-@pytest.mark.parametrize("error", [LookupError, KeyboardInterrupt])
-def test_an_error_in_the_body_keeps_the_place(error):
-    def leave(loader):
-        for step, _ in enumerate(loader, 1):
-            if step == 2:
-                raise error
-
-    loader = loader_of()
-    state = loader.state_dict()
-    assert caught(leave, loader).type == error.__name__
-    assert (place(loader), loader.epoch) == ((0, 10), 1)
-    assert state["delivered"] == 0  # a copy
-
-
-def test_a_state_that_is_loaded_in_a_running_loop_leaves_its_epoch_in_progress():
-    loader = loader_of()
-    later = {**loader.state_dict(), "epoch": 5, "delivered": 10}
-    for step, _ in enumerate(loader):
-        if step == 1:
-            loader.load_state_dict(later)
-            assert loader.epoch == 0
-            break
-    assert loader.epoch == 5
-    assert [len(step) for step in steps(loader)] == [5, 5, 3]
-    assert loader.epoch == 6
-
-
-# --- where it goes on ---
-
-
-def test_workers_that_live_on_go_on_there_too():
-    loader = loader_of(shuffle=True, num_workers=2)
-    whole = [steps(loader) for _ in range(2)]
-    for _ in loader:
-        break
-    at(loader, 1, 10)
-    assert steps(loader) == whole[1][2:]
-
-
 # --- from any size to any other ---
 
 
@@ -117,43 +77,14 @@ def test_a_billion_samples_in_it_goes_on_at_once():
         batch = next(iter(loader))
     assert torch.equal(batch, expected)
     assert sum(asked) <= 2**14
-    assert data.read <= 102  # the first one is read twice more, to see whether it is reproducible
+    assert data.read == 100
     assert loader.state_dict()["delivered"] == delivered + 100
 
 
 # --- what does not match; the whole texts are in docs/errors.md ---
 
-SAMPLED = {"sampler": SequentialSampler(range(23)), "drop_last": False}
-OTHERS = [
-    ({"seed": 2, "drop_last": True}, "drop_last was True and is False, seed was 2 and is 1: m"),
-    (SAMPLED, "sampler was 'SequentialSampler' and is None: make this loader, and those"),
-]
 
-
-@pytest.mark.parametrize(("options", "text"), OTHERS)
-def test_a_state_of_another_loader_names_what_differs(options, text):
-    state = loader_of(**options).state_dict()
-    with pytest.raises(ValueError, match=re.escape(text)):
-        loader_of().load_state_dict(state)
-
-
-NO_STATES = [
-    ([1, 2], "but is [1, 2], version None: look"),
-    ({"version": 1, "epoch": 0}, "but is {'epoch': 0, 'version': 1}, version 1: look"),
-    ({str(i): i for i in range(9)}, "but is {'0': 0, '1': 1, '2': 2, '3': 3, ...}, version "),
-]
-
-
-@pytest.mark.parametrize(("state", "text"), NO_STATES)
-def test_what_is_no_state_is_shown_in_short(state, text):
-    with pytest.raises(ValueError, match=re.escape(text)):
-        loader_of().load_state_dict(state)
-
-
-@pytest.mark.parametrize(
-    ("epoch", "delivered"),
-    [(0, 7), (0, 21), (0, 25), (0, 30), (0, -5), (0, 5.0), ("0", 5), (0, None), (True, 5)],
-)
+@pytest.mark.parametrize(("epoch", "delivered"), [(0, 7), (0, 25), (0, -5), (0, 5.0), (True, 5)])
 def test_a_place_inside_a_batch_or_beyond_the_end_is_none(epoch, delivered):
     loader = at(loader_of(), 0, 20)
     text = f"of 5, but is at sample {delivered!r} of epoch {epoch!r}: look"

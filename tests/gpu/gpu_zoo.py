@@ -3,6 +3,8 @@
 import contextlib
 
 import torch
+import torch.nn.functional as F  # noqa: N812  # the usual name
+from torch import nn
 
 SPIN = 100_000_000  # cycles: some 50 ms, against some 0.1 ms for all else that a step does
 
@@ -34,3 +36,34 @@ def late(place, value):
         result = torch.full(value.shape, float("nan"), dtype=value.dtype, device=place)
         own._sleep(SPIN)
         return result.copy_(value, non_blocking=True)
+
+
+class Spread(nn.Module):
+    """A layer on each device."""
+
+    def __init__(self, places):
+        super().__init__()
+        self.places = places
+        self.first, self.last = nn.Linear(4, 64).to(places[0]), nn.Linear(64, 3).to(places[1])
+
+    def forward(self, rows):
+        return self.last(torch.tanh(self.first(rows.to(self.places[0]))).to(self.places[1]))
+
+
+class Smooth(nn.Module):
+    """A small model, of which one may ask for its loss, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, rows, targets=None, kind="scores"):
+        scores = self.last(torch.tanh(self.first(rows)))
+        if kind == "scores":
+            return scores
+        return F.cross_entropy(scores, targets), scores
+
+
+def seeded(kind, *args):
+    torch.manual_seed(0)
+    return kind(*args)

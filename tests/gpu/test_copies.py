@@ -38,28 +38,12 @@ def test_a_copy_is_finished_whichever_gpu_is_the_current_one(hardware):
         assert copy.min() == 1
 
 
-def test_so_it_is_on_a_stream_of_ones_own(gpu):
-    own = torch.get_device_module(gpu)
-    with own.stream(own.Stream()):
-        assert copied(finished_late(torch.device(gpu), 2.0)).min() == 2
-
-
 def test_copies_are_queued_one_after_the_other_before_any_is_waited_for(gpu):
     late, copies = finished_late(torch.device(gpu), 5.0), Copies()
     with nothing_waits(gpu):
         made = [copies.of(part) for part in late.chunk(3)]
     copies.wait()
     assert [copy.min() for copy in made] == [5] * 3
-
-
-def test_without_waiting_it_would_not_be(gpu, monkeypatch):
-    device = torch.device(gpu)
-    # Takes the memory and loads the kernels: either may wait for the GPU. The memory is used again,
-    # with what was in it.
-    copied(finished_late(device, 3.0))
-    late = finished_late(device, 4.0)
-    monkeypatch.setattr(torch.get_device_module(gpu).Stream, "synchronize", lambda _: None)
-    assert copied(late).max() != 4
 
 
 def test_each_of_many_that_are_let_go_at_once_has_its_own(gpu):

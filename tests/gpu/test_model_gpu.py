@@ -8,18 +8,17 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812  # the usual name
+from gpu_zoo import Smooth, Spread, seeded
 from on_ranks import caught, run
 from sharding import whole
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DataParallel
 
 from pardata import (
     backward,
     check_in_sync,
     fingerprint,
     init,
-    load_weights,
     make_loader,
     unwrap,
     wrap_model,
@@ -39,25 +38,6 @@ class Net(nn.Module):
         return self.last(torch.relu(self.norm(self.first(rows))))
 
 
-class Smooth(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(4, 8)
-        self.last = nn.Linear(8, 3)
-
-    def forward(self, rows, targets=None, kind="scores"):
-        scores = self.last(torch.tanh(self.first(rows)))
-        if kind == "scores":
-            return scores
-        loss = F.cross_entropy(scores, targets)
-        return {"loss": loss, "scores": scores} if kind == "dict" else (loss, scores)
-
-
-def seeded(kind=Net, seed=0):
-    torch.manual_seed(seed)
-    return kind()
-
-
 def batch(rows=7, seed=0):
     numbers = torch.Generator().manual_seed(seed)
     return torch.randn(rows, 4, generator=numbers), torch.arange(rows) % 3
@@ -67,9 +47,8 @@ def batch(rows=7, seed=0):
 
 
 @needs_two
-@pytest.mark.parametrize("form", ["tuple", "dict"])
 @pytest.mark.parametrize("rows", [1, 2, 7])
-def test_dp_scatters_and_its_loss_is_the_mean_over_the_batch(form, rows, gpu):
+def test_dp_scatters_and_its_loss_is_the_mean_over_the_batch(rows, gpu):
     inputs, targets = (tensor.to(gpu) for tensor in batch(rows))
     net = seeded(Smooth).to(gpu)
     bare = copy.deepcopy(net)
@@ -77,31 +56,13 @@ def test_dp_scatters_and_its_loss_is_the_mean_over_the_batch(form, rows, gpu):
     loss.backward()
     wrapped = wrap_model(net, "dp", device_ids=[0, 1])
     assert isinstance(wrapped, DataParallel)
-    output = wrapped(inputs, targets=targets, kind=form)
-    ours, gathered = (output["loss"], output["scores"]) if form == "dict" else output
+    ours, gathered = wrapped(inputs, targets=targets, kind="tuple")
     assert ours.shape == ()
     torch.testing.assert_close(ours, loss)
     torch.testing.assert_close(gathered, scores)
     ours.backward()
     for parameter, expected in zip(net.parameters(), bare.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, expected.grad)
-
-
-@needs_two
-def test_dp_takes_devices_in_every_spelling_and_begins_at_the_first(hardware):
-    first, second = (torch.device(hardware, number) for number in (1, 0))
-    for ids in ([1, 0], [first, second], [str(first), str(second)]):
-        wrapped = wrap_model(seeded(Smooth), "dp", device_ids=ids)
-        assert next(wrapped.parameters()).device == first
-        assert wrapped(batch()[0].to(first)).device == first
-
-
-@needs_two
-def test_dp_puts_the_output_where_it_is_asked_to(gpu, hardware):
-    wrapped = wrap_model(seeded(Smooth), "dp", device_ids=[0, 1], output_device=1)
-    inputs, targets = (tensor.to(gpu) for tensor in batch())
-    loss, scores = wrapped(inputs, targets, kind="tuple")
-    assert loss.device == scores.device == torch.device(hardware, 1)
 
 
 def test_dp_on_one_gpu_keeps_a_scalar(device):
@@ -117,64 +78,18 @@ def test_dp_on_one_gpu_keeps_a_scalar(device):
 
 
 def test_a_single_process_moves_the_model_to_its_gpu(gpu):
-    net = seeded()
+    net = seeded(Net)
     assert wrap_model(net) is net
     assert next(net.parameters()).device == torch.device(gpu)
 
 
 def test_fingerprints_do_not_depend_on_the_device(device):
-    expected = fingerprint(seeded())
-    assert fingerprint(seeded().to(device)) == expected
-    assert fingerprint(wrap_model(seeded(), "dp", device=device, device_ids=[0])) == expected
+    expected = fingerprint(seeded(Net))
+    assert fingerprint(seeded(Net).to(device)) == expected
+    assert fingerprint(wrap_model(seeded(Net), "dp", device=device, device_ids=[0])) == expected
 
 
 # ddp and fsdp
-
-
-def steps(device, strategy, sync_batchnorm):
-    with init(device=device) as here:
-        net = seeded(seed=here.rank)
-        synchronises = sync_batchnorm and device != "cpu"
-        wrapped = wrap_model(net, strategy, sync_batchnorm=synchronises)
-        assert isinstance(wrapped.norm, nn.SyncBatchNorm) == (synchronises and here.size > 1)
-        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-        for step in range(3):
-            inputs, targets = (t.to(here.device) for t in batch(6, seed=10 * step + here.rank))
-            optimizer.zero_grad()
-            F.cross_entropy(wrapped(inputs), targets).backward()
-            optimizer.step()
-            check_in_sync(wrapped)
-        assert next(wrapped.parameters()).device == here.device
-        if isinstance(wrapped, DistributedDataParallel):
-            assert wrapped.device_ids == (None if device == "cpu" else [here.device.index])
-            # Batches from the CPU are moved.
-            assert wrapped(batch()[0]).device == here.device
-        load_weights(wrapped, seeded(seed=5).state_dict())
-        return fingerprint(wrapped) == fingerprint(seeded(seed=5))
-
-
-@pytest.mark.parametrize("sync_batchnorm", [False, True])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_ranks_train_in_sync(strategy, sync_batchnorm, everywhere):
-    assert all(everywhere(steps, strategy, sync_batchnorm))
-
-
-def normalised(device):
-    """Statistics over the global batch: those of one process that has it all."""
-    with init(device=device) as here:
-        wrapped = wrap_model(seeded(), "ddp", sync_batchnorm=True)
-        rows, _ = batch(8)
-        wrapped(rows.chunk(here.size)[here.rank].to(here.device)).sum().backward()
-        check_in_sync(wrapped)
-        return wrapped.norm.running_mean.cpu(), wrapped.norm.running_var.cpu()
-
-
-def test_sync_batchnorm_sees_the_global_batch(everywhere, gpu):
-    net = seeded()
-    net(batch(8)[0])
-    for mean, variance in everywhere(normalised):
-        torch.testing.assert_close(mean, net.norm.running_mean, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(variance, net.norm.running_var, rtol=1e-4, atol=1e-5)
 
 
 def trained_on_shares(device, strategy):
@@ -212,7 +127,7 @@ class Doubled(nn.BatchNorm1d):
 
 def of_their_own(device):
     with init(device=device) as here:
-        net = seeded()
+        net = seeded(Net)
         net.norm = Doubled(8)
         told = str(caught(lambda: wrap_model(net, "ddp", sync_batchnorm=True)))
         assert type(net.norm) is Doubled
@@ -233,23 +148,10 @@ def test_a_batch_norm_that_does_more_is_refused_and_stays(everywhere, gpu):
 # Modules on several devices
 
 
-class Spread(nn.Module):
-    def __init__(self, first, second):
-        super().__init__()
-        self.first = nn.Linear(4, 8).to(first)
-        self.norm = nn.BatchNorm1d(8).to(second)
-        self.last = nn.Linear(8, 3).to(second)
-        self.places = first, second
-
-    def forward(self, rows):
-        first, second = self.places
-        return self.last(self.norm(self.first(rows.to(first)).to(second)))
-
-
 def spread(strategy, first, second):
     rank = dist.get_rank()
     torch.manual_seed(rank)
-    wrapped = wrap_model(Spread(first, second), strategy)
+    wrapped = wrap_model(Spread([first, second]), strategy)
     assert wrapped.first.weight.device == first
     assert wrapped.last.weight.device == second
     assert wrapped.device_ids is None
@@ -264,10 +166,3 @@ def test_a_module_on_two_gpus_stays_there_and_is_wrapped_without_device_ids(hard
         spread, "ddp", torch.device(hardware, 0), torch.device(hardware, 1), world_size=2
     )
     torch.testing.assert_close(first, second)
-
-
-@needs_two
-def test_a_module_on_two_gpus_is_left_where_it_is_by_none(gpu, hardware):
-    net = Spread(torch.device(hardware, 0), torch.device(hardware, 1))
-    assert wrap_model(net, "none", device=gpu) is net
-    assert net.last.weight.device == torch.device(hardware, 1)

@@ -4,20 +4,14 @@ Run with ``pytest -m gpu``; with ``--device=cpu`` on a CPU.
 """
 
 import contextlib
-import json
-import os
 import signal
-import sys
 from itertools import chain
 
-import processes
 import pytest
 import torch
 import torch.distributed as dist
 from gpu_zoo import nothing_waits
-from launched import launched
 from on_ranks import caught, run
-from places import ROOT
 from torch.utils.data import IterableDataset
 
 from pardata import (
@@ -37,30 +31,6 @@ from pardata import (
     world,
     wrap_model,
 )
-
-SCRIPT = """
-import json, sys, torch, pardata
-import torch.distributed as dist
-with pardata.init(device=sys.argv[1]) as here:
-    total = pardata.all_reduce_sum(torch.ones(2, device=here.device))
-    bound = str(dist.group.WORLD.bound_device_id)
-    current = torch.get_device_module(here.device).current_device()
-    facts = [str(here.device), current, here.backend, here.launcher, total.tolist(), bound]
-print(json.dumps(facts), flush=True)
-"""
-
-
-def test_init_under_torchrun(device, hardware, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
-    found = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    printed = processes.run(*launcher, script, hardware, PYTHONPATH=found)
-    backend, current = ("gloo", "cpu") if hardware == "cpu" else (backend_for(hardware), 0)
-    # A group of one has nobody to connect to.
-    expected = [device, current, backend, "torchrun", [1, 1], "None"]
-    (line,) = [line for line in printed.splitlines() if line.startswith('["')]
-    assert json.loads(line) == expected
 
 
 def facts_of(device):
@@ -114,15 +84,6 @@ def device_at_the_start(device):
 def test_the_device_is_chosen_before_the_group_is_made(gpu, over_nccl):
     found = over_nccl(device_at_the_start)
     assert found == [([rank], rank) for rank in range(len(found))]
-
-
-def shared_gpu(device):
-    raised = caught(lambda: init(device=device))
-    return raised.type, "share one" in raised.text
-
-
-def test_two_ranks_of_nccl_on_one_gpu_are_refused(gpu):
-    assert launched(shared_gpu, gpu, size=2) == [("RuntimeError", True)] * 2
 
 
 # --- collectives
@@ -202,21 +163,6 @@ def unwaited(device):
 
 def test_no_reduction_waits_for_a_gpu(everywhere):
     assert set(map(repr, everywhere(unwaited))) == {"(0.5, [1.0, 1.0, 1.0], [1, 1, 1])"}
-
-
-def stopped(device):
-    with init(device=device) as here, StopSignal(signal.SIGUSR2) as stop:
-        heard = []
-        for step in range(5):
-            if step == 2 and here.rank == here.size - 1:
-                signal.raise_signal(signal.SIGUSR2)
-            heard.append(stop.agreed())
-        return heard, here.size
-
-
-def test_a_signal_to_one_rank_stops_all_at_one_step(everywhere):
-    for heard, size in everywhere(stopped):
-        assert heard == [step >= (2 if size == 1 else 3) for step in range(5)]
 
 
 def beside_gradients(device):

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # the usual name
-from gpu_zoo import nothing_waits
+from gpu_zoo import Smooth, nothing_waits, seeded
 from on_ranks import run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -34,15 +34,6 @@ from pardata.step._tally import Tally
 ROWS, CLASSES = 14, 3  # shares of two ranks, and microbatches of 3, are uneven
 
 
-class Smooth(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, CLASSES)
-
-    def forward(self, rows):
-        return self.last(torch.tanh(self.first(rows)))
-
-
 class Convolutional(nn.Module):
     """What has batch norm, dropout, and kernels that cuDNN chooses."""
 
@@ -55,11 +46,6 @@ class Convolutional(nn.Module):
 
     def forward(self, images):
         return self.last(self.body(images))
-
-
-def seeded(kind):
-    torch.manual_seed(0)
-    return kind()
 
 
 def data(*shape):
@@ -240,73 +226,6 @@ def test_training_goes_on_in_every_precision_and_compiled(how, everywhere, hardw
     first, *others = everywhere(trained, how)
     assert all(other == first for other in others)
     assert sum(first[-4:]) < 0.9 * sum(first[:4])
-
-
-def scaled_exactly(device):
-    """Return the losses and scales of some steps in half precision, of which the first overflow."""
-    with init(device=device) as here:
-        seed_everything(0, deterministic=True)
-        model = wrap_model(seeded(Smooth), "exact")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler(here.device.type, init_scale=2.0**127)
-
-        def loss_fn(model, batch):
-            with torch.autocast(here.device.type, dtype=torch.bfloat16):
-                return 8 * mean_loss(model, batch)
-
-        told = []
-        for _ in range(12):
-            for batch in make_loader(data(4), ROWS, microbatch_size=5, seed=0):
-                optimizer.zero_grad()
-                told.append((backward(model, loss_fn, batch, scaler=scaler).item(),))
-                scaler.step(optimizer)
-                scaler.update()
-                told[-1] += (scaler.get_scale(),)
-        return told
-
-
-def test_a_scaler_finds_its_scale_under_exact(everywhere):
-    first, *others = everywhere(scaled_exactly, **ENV)
-    assert all(other == first for other in others)
-    losses, scales = zip(*first, strict=True)
-    assert scales[0] == 2.0**126  # an overflow
-    assert scales[-2] == scales[-1] <= 2.0**126
-    assert losses[-1] < losses[0]
-
-
-# --- noise
-
-
-def noisy(device):
-    """Return the losses of steps that draw on the device, of a model that is on the CPU.
-
-    So they do where parameters are offloaded. Each step is one microbatch: the other ranks run a
-    placeholder, and draw likewise.
-    """
-    with init(device=device) as here:
-        seed_everything(0)
-        model = wrap_model(seeded(Smooth), "ddp", device="cpu")
-
-        def loss_fn(model, batch):
-            drawn = torch.rand(1, device=here.device).cpu()
-            return mean_loss(model, batch) * drawn
-
-        own = torch if here.device.type == "cpu" else torch.get_device_module(here.device)
-        losses = []
-        for batch in make_loader(data(4), 2, microbatch_size=2, seed=0, device="cpu"):
-            before = own.get_rng_state()
-            losses.append(backward(model, loss_fn, batch).item())
-            assert torch.equal(own.get_rng_state(), before)
-        return losses
-
-
-def test_noise_of_the_device_is_seeded_and_put_back_where_the_model_is_offloaded(
-    device, everywhere
-):
-    (alone,) = run(noisy, device, world_size=1)
-    assert len(set(alone)) == len(alone) == 7
-    for losses in everywhere(noisy):
-        assert losses == pytest.approx(alone, rel=1e-5)
 
 
 # --- no step waits for the GPU

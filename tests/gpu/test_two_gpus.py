@@ -1,12 +1,11 @@
-"""Two GPUs in one process: loaders, models and checkpoints on both, and dp over them.
+"""Two GPUs in one process: loaders, models and checkpoints on both.
 
 Run with ``pytest -m gpu`` on a machine with two GPUs, or with ``--device=sim``.
 """
 
 import pytest
 import torch
-from gpu_zoo import late, nothing_waits
-from torch import nn
+from gpu_zoo import Spread, late, nothing_waits, seeded
 from torch.utils.data import TensorDataset
 
 from pardata import Checkpointer, all_reduce_mean, backward, make_loader, wrap_model
@@ -47,34 +46,8 @@ def test_a_loader_on_each_gives_each_its_own(prefetch, places):
     assert [[pair.tolist() for pair in pairs] for pairs in found] == expected
 
 
-@pytest.mark.parametrize("prefetch", [0, 1])
-def test_a_loader_serves_the_gpu_that_is_not_the_current_one(prefetch, places):
-    found = []
-    for batch in loader_on(places[1], 7, prefetch=prefetch):
-        found.append(torch.stack([batch.min(), batch.max()]))
-        del batch
-    assert [pair.tolist() for pair in found] == [[7 + k] * 2 for k in range(STEPS)]
-
-
-class Spread(nn.Module):
-    """A layer on each device."""
-
-    def __init__(self, places):
-        super().__init__()
-        self.places = places
-        self.first, self.last = nn.Linear(4, 64).to(places[0]), nn.Linear(64, 3).to(places[1])
-
-    def forward(self, rows):
-        return self.last(torch.tanh(self.first(rows)).to(self.places[1]))
-
-
 def mean_loss(model, batch):
     return model(batch[0]).square().mean()
-
-
-def seeded(kind, *args):
-    torch.manual_seed(0)
-    return kind(*args)
 
 
 def batches_on(place):
@@ -114,19 +87,3 @@ def test_an_asynchronous_checkpoint_of_both_is_of_its_step(slower, places, tmp_p
     expected = seeded(Spread, ["cpu", "cpu"])
     for ours, parameter in zip(model.parameters(), expected.parameters(), strict=True):
         assert torch.equal(ours.cpu(), parameter)
-
-
-@pytest.mark.parametrize("microbatch_size", [None, 2])
-def test_dp_over_both_has_the_gradient_of_the_cpu(microbatch_size, places):
-    def gradient(device, **options):
-        model = wrap_model(seeded(nn.Linear, 4, 3), device=device, **options)
-        rows = torch.randn(7, 4, generator=torch.Generator().manual_seed(1))
-        loader = make_loader(
-            TensorDataset(rows), 7, microbatch_size=microbatch_size, seed=0, device=device
-        )
-        (batch,) = loader
-        loss = backward(model, mean_loss, batch)
-        return [loss.detach().cpu(), *(parameter.grad.cpu() for parameter in model.parameters())]
-
-    over_both = gradient(places[0], strategy="dp", device_ids=[0, 1])
-    torch.testing.assert_close(over_both, gradient("cpu"))

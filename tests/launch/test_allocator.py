@@ -77,7 +77,6 @@ SAID = "[0/2] the allocator keeps freed memory, unless PARDATA_TUNE_CPU=0"
 
 TUNED = [
     ({}, {}, True, [(1, [SAID]), (1, [])]),
-    ({}, {"PARDATA_TUNE_CPU": "1"}, True, [(1, [SAID]), (1, [])]),
     ({}, {}, False, [(1, []), (1, [])]),
     ({"tune_cpu": False}, {}, True, [(0, []), (0, [])]),
     ({}, {"PARDATA_TUNE_CPU": "0"}, True, [(0, []), (0, [])]),
@@ -88,7 +87,7 @@ TUNED = [
 @pytest.mark.parametrize(
     ("arguments", "env", "works", "expected"),
     TUNED,
-    ids=["default", "on", "elsewhere", "argument", "variable", "no-cpu"],
+    ids=["default", "elsewhere", "argument", "variable", "no-cpu"],
 )
 def test_init_tunes_on_a_cpu_unless_told_otherwise_and_says_so_once(
     arguments, env, works, expected

@@ -1,6 +1,5 @@
 """Meeting the other ranks: devices, addresses, who is missing, and coming back."""
 
-import logging
 import os
 import re
 import socket
@@ -16,19 +15,15 @@ import torch
 import torch.distributed as dist
 from launch_zoo import open_mpi_variables
 from launched import agent, launched, reserved_port, slurm_variables, torchrun_variables
-from logged import kept
 from on_ranks import caught, run
 from pretended import accelerators
 
 from pardata import all_reduce_sum, barrier, init, rank_zero_call, world
-from pardata.launch import _init
-from pardata.launch._address import _opened_stores, not_met, run_of
+from pardata.launch._address import _opened_stores, not_met
 from pardata.launch._rendezvous import own_device
 from pardata.messages._store import append
 from pardata.messages._turn import call_off
-from pardata.ranks._device import hidden_devices
 from pardata.ranks._launcher import Launch
-from pardata.ranks._logger import said
 from pardata.ranks._world import new_channel
 
 SOON = timedelta(seconds=4)  # a busy machine takes more than one to connect
@@ -85,7 +80,6 @@ OF_KINDS = [
     ("cuda", 1, None, "cuda:0"),
     ("xpu", 1, None, "xpu:0"),
     ("mps", 1, None, "mps:0"),
-    ("mps", 1, "mps", "mps:0"),
     ("mps", 2, None, "cpu"),  # its ranks could not send from there
     ("mps", 2, "mps", "mps:0"),  # refused by the backend's name
 ]
@@ -98,20 +92,6 @@ def test_any_accelerator_that_torch_has_is_taken_where_ranks_can_send_from_it(
     with accelerators(1, kind=kind):
         found = own_device(launch(0, size), None if wanted is None else torch.device(wanted))
     assert str(found) == device
-
-
-def join_on(kind):
-    with accelerators(2, kind=kind):
-        return caught(lambda: init(device=kind, timeout=timedelta(seconds=20)))
-
-
-def test_a_device_from_which_ranks_cannot_send_is_an_error_on_every_rank():
-    text = (
-        "`device` must be one from which ranks can send over 'gloo', but is 'mps:{}': train there "
-        "in one process under strategy 'none', or pass 'cpu'"
-    )
-    for rank, raised in enumerate(launched(join_on, "mps", size=2)):
-        assert (raised.type, raised.text) == ("RuntimeError", text.format(rank))
 
 
 def join_over_nccl():
@@ -133,7 +113,6 @@ def join_with_gpus(counts, uuid=None, kind="cuda", **arguments):
     return raised, dist.is_initialized()
 
 
-NO_GPU = "the local rank must be less than the number of visible GPUs, 2, but is 2 of 3"
 ON_ONE = (
     f"every rank must have a GPU of its own, but ranks 0, 1, 2 on {socket.gethostname()} share "
     f'one: start one process per GPU, or pass `init(backend="gloo")`, which can share (slowly)'
@@ -143,14 +122,13 @@ TABLE = "rank 0: backend='cuda:nccl,cpu:gloo'\n  rank 1: backend='gloo'"
 
 
 NO_GROUPS = [
-    ([2, 2, 2], None, f"rank 2 failed in `init`: RuntimeError: {NO_GPU}", NO_GPU),
     ([3, 3, 3], "GPU-7", ON_ONE, ON_ONE),
     ([2, 0], None, f"{KINDS}\n  {TABLE}", KINDS),
 ]
 
 
 @pytest.mark.parametrize(
-    ("counts", "uuid", "says", "own"), NO_GROUPS, ids=["too few", "the same", "of other kinds"]
+    ("counts", "uuid", "says", "own"), NO_GROUPS, ids=["the same", "of other kinds"]
 )
 def test_gpus_that_make_no_group_are_an_error_on_every_rank_at_once(counts, uuid, says, own):
     outcomes = launched(join_with_gpus, counts, uuid, size=len(counts))
@@ -177,7 +155,6 @@ def join_and_note_the_bound(counts, kind="cuda"):
 
 BOUND = [
     ([2, 2], ["cuda:0", "cuda:1"]),
-    ([3, 3], ["cuda:0", "cuda:1"]),
     # A model may be spread over the GPUs of a process.
     ([4, 4], ["None", "None"]),
     # All ranks or none: who is bound waits for the others to connect.
@@ -192,49 +169,9 @@ def test_a_group_is_bound_to_one_gpu_only_where_a_process_has_one(counts, bound)
 
 
 @pytest.mark.oldest
-def test_another_accelerator_has_its_own_backend_and_is_bound_where_torch_can():
-    bound = ["xpu:0", "xpu:1"] if torch.__version__ >= (2, 7) else ["None"] * 2
+def test_another_accelerator_has_its_own_backend_and_is_bound_too():
     found = launched(join_and_note_the_bound, [2, 2], "xpu", size=2)
-    assert found == [[("xpu:xccl,cpu:gloo", device)] for device in bound]
-
-
-@pytest.fixture
-def machine_with_gpus(tmp_path):
-    """Return a folder that looks as the root of a machine with GPUs does to a container."""
-    for name in ("dev", "proc/driver/nvidia/gpus/0000:01:00.0"):
-        (tmp_path / name).mkdir(parents=True)
-    return tmp_path
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-@pytest.mark.parametrize(
-    ("mask", "device", "warns"),
-    [(None, None, True), ("0", None, True), ("", None, False), (None, "cpu", False)],
-)
-def test_gpus_that_torch_does_not_see_are_a_warning_of_init(
-    mask, device, warns, machine_with_gpus, monkeypatch
-):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if mask is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
-    monkeypatch.setattr(_init, "hidden_devices", lambda: hidden_devices(machine_with_gpus))
-    said.clear()
-    _, keeper = kept("pardata.launch._init", logging.WARNING)
-    with init(device=device, tune_cpu=False):
-        pass
-    assert len(keeper.lines) == warns
-    if warns:
-        (line,) = keeper.lines
-        assert "torch sees none of 1 in /proc/driver/nvidia/gpus, so this run is on the" in line
-        assert "start the container with --gpus=all" in line
-        assert line.endswith('init(device="cpu") says that it is meant so')
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_a_machine_without_gpus_hides_none(tmp_path):
-    (tmp_path / "dev").mkdir()
-    (tmp_path / "dev" / "nvidiactl").touch()
-    assert hidden_devices(tmp_path) is None
+    assert found == [[("xpu:xccl,cpu:gloo", f"xpu:{rank}")] for rank in range(2)]
 
 
 def join_on_bad_device(bad):
@@ -257,20 +194,6 @@ def test_a_device_that_is_not_there_is_an_error_on_every_rank_and_a_second_try_w
             assert f"rank {bad[0]} failed in `init`: RuntimeError: {text}" in raised.text
         assert raised.seconds < 10
         assert total == size == 2
-
-
-def join_on_nonsense(bad):
-    device = "nonsense" if int(os.environ["RANK"]) == bad else "cpu"
-    return caught(lambda: init(device=device, timeout=timedelta(seconds=20)))
-
-
-@pytest.mark.parametrize("bad", [0, 2])
-def test_a_device_that_no_machine_has_is_an_error_on_every_rank_at_once(bad):
-    for rank, raised in enumerate(launched(join_on_nonsense, bad, size=3)):
-        told = "" if rank == bad else f"rank {bad} failed in `init`: ValueError: "
-        assert raised.text.startswith(f"{told}`device` must be the name of a device, as 'cpu'")
-        assert raised.type == ("ValueError" if rank == bad else "RuntimeError")
-        assert raised.seconds < 10
 
 
 # --- where to meet
@@ -475,90 +398,9 @@ def test_under_mpi_the_nodes_are_counted_by_the_names_of_the_hosts():
 # --- whose run it is
 
 
-USER = f", by user {os.getuid()}"
-NAMES = [
-    ("slurm", {"SLURM_JOB_ID": "5", "SLURM_STEP_ID": "1"}, "SLURM job 5, step 1, start 0"),
-    ("torchrun", {"TORCHELASTIC_RUN_ID": "a1"}, "torchrun's run a1"),
-    ("torchrun", {"TORCHELASTIC_RUN_ID": "none", "PWD": "/a"}, f"a run of t.py -x 3{USER} in /a"),
-    ("mpi", {"PMIX_NAMESPACE": "prterun-7@1"}, "Open MPI's run prterun-7@1"),
-    ("mpi", {}, f"a run of t.py -x 3{USER} in "),
-]
-
-
-@pytest.mark.parametrize(("launcher", "env", "named"), NAMES)
-def test_a_run_has_the_name_that_its_launcher_gave_it(launcher, env, named, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["/b/t.py", "-x", "3"])
-    assert run_of(launch(0, 2)._replace(launcher=launcher), env) == named
-
-
-SAME = [
-    ("t.py --lr 1", "/b/t.py --lr 1"),
-    ("t.py --local_rank=0 --lr 1", "t.py --local_rank=1 --lr 1"),
-    ("t.py --local-rank 0 --lr 1", "t.py --local-rank 1 --lr 1"),
-    ("t.py -nr 0 -g 2", "t.py -nr 1 -g 2"),
-    ("t.py 0 2", "t.py 1 2"),
-    (f"t.py --out /a/{socket.gethostname()}", "t.py --out /a/…"),
-    ("/x/site-packages/ray/worker.py --token=1", "/x/site-packages/ray/worker.py --token=2"),
-]
-OTHERS = [
-    ("t.py --lr 1", "t.py --lr 2"),
-    ("t.py --seed 0", "t.py --seed 1"),
-    ("t.py --lr=1", "t.py --lr=2"),
-    ("t.py a.yaml", "t.py b.yaml"),
-    ("t.py", "t.py --resume"),
-    ("t.py", "u.py"),
-]
-
-
-def run_named(command, monkeypatch, folder="/a", nodes=1):
-    monkeypatch.setattr(sys, "argv", command.split())
-    told = launch(0, 2)._replace(launcher="torchrun", local_size=2 // nodes)
-    return run_of(told, {"PWD": folder})
-
-
-@pytest.mark.parametrize(("one", "another"), SAME)
-def test_ranks_of_one_run_may_have_what_differs_between_ranks(one, another, monkeypatch):
-    assert run_named(one, monkeypatch) == run_named(another, monkeypatch)
-
-
-@pytest.mark.parametrize(("one", "another"), OTHERS)
-def test_runs_of_one_script_differ_in_what_else_they_were_told(one, another, monkeypatch):
-    assert run_named(one, monkeypatch) != run_named(another, monkeypatch)
-
-
-def test_on_one_host_runs_differ_in_their_folders_and_on_several_a_run_may_have_several(
-    monkeypatch,
-):
-    names = [run_named("t.py", monkeypatch, folder) for folder in ("/a", "/b")]
-    assert len(set(names)) == 2
-    names = [run_named("t.py", monkeypatch, folder, nodes=2) for folder in ("/a", "/b")]
-    assert names == ["a run of t.py"] * 2
-
-
 def by_hand(rank, size, port, **changes):
     gone = dict.fromkeys(("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"))
     return torchrun_variables(rank, size, port, **gone, **changes)
-
-
-def join_as(commands):
-    sys.argv = commands[int(os.environ["RANK"])].split()
-    return join_in_two_seconds()
-
-
-def test_two_runs_of_one_script_at_one_address_are_no_group():
-    commands = ["train.py --lr 0.1", "train.py --lr 0.2"]
-    first, second = launched(join_as, commands, size=2, variables=by_hand)
-    assert str(first).startswith("TimeoutError: `init` must be reached by every rank, but rank 1 ")
-    assert "but the store there is that of a run of train.py --lr 0.1, by user " in str(second)
-    assert "and this rank is of a run of train.py --lr 0.2, by user " in str(second)
-    assert str(second).endswith(
-        "if this is one run, set TORCHELASTIC_RUN_ID to the same name on all of its ranks"
-    )
-
-
-def test_ranks_with_their_number_among_the_arguments_are_one_group():
-    commands = [f"train.py --local-rank={rank} --lr 0.1" for rank in range(2)]
-    assert launched(join_as, commands, size=2, variables=by_hand) == [None] * 2
 
 
 def spawned(rank, port):

@@ -2,21 +2,23 @@
 
 import contextlib
 import json
+import os
 import re
+import signal
 import sys
 import threading
-import weakref
+import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from launch_zoo import torchrun
 from launched import agent, launched, reserved_port, slurm_variables, torchrun_variables
 from logged import kept
+from processes import wait_for, without_gloo
 
 import pardata
-from pardata.launch._leaving import folded, report_uncaught
+from pardata.launch._leaving import report_uncaught
 
 SCRIPT = """
 import sys, time, torch, pardata
@@ -177,6 +179,45 @@ def test_under_torchrun_the_line_stands_before_the_traceback_which_is_its_root_c
     assert "<N/A>" not in cause
 
 
+STORE = """
+import time, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+FAILS = """
+import pathlib, time, pardata
+here = pardata.init(timeout=30)
+if here.rank == 1:
+    pathlib.Path("here").touch()
+    while not pathlib.Path("go").exists():
+        time.sleep(0.01)
+    raise ValueError("boom")
+pardata.barrier()
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="stops a process by SIGSTOP")
+def test_the_others_hear_of_it_from_a_store_that_takes_a_while_to_answer(programs, tmp_path):
+    store, ranks = programs.start(STORE, output=tmp_path / "port"), []
+    with contextlib.ExitStack() as stack:
+        stack.callback(store.kill)
+        wait_for(lambda: (tmp_path / "port").read_text().endswith("\n"), often=0.02)
+        for rank in range(2):
+            env = torchrun_variables(rank, 2, int((tmp_path / "port").read_text()))
+            where = {"folder": tmp_path, "output": tmp_path / str(rank)}
+            ranks.append(programs.start(FAILS, **where, **env))
+        wait_for((tmp_path / "here").exists, often=0.02)
+        os.kill(store.pid, signal.SIGSTOP)
+        (tmp_path / "go").touch()
+        time.sleep(1.5)
+        os.kill(store.pid, signal.SIGCONT)
+        assert [one.wait() for one in ranks] == [1, 1]
+    text = (tmp_path / "0").read_text()
+    # At once, and not when its own wait times out.
+    assert "must be reached by every rank, but rank 1 of 2 failed first: ValueError: boom" in text
+
+
 # --- what is printed
 
 
@@ -225,50 +266,36 @@ if what == "without":
 train(what)
 """
 WRAPPED = "ValueError: `model` must not be wrapped yet, but is or holds a wrapped module "
-HINT = re.compile(r"  … \d+ frames? of pardata; PARDATA_TRACEBACK=full shows them\n")
 
 
 @pytest.fixture
 def said(programs, tmp_path):
     """Return what each of two ranks of a script prints, and leaves for torchrun."""
 
-    def run(what, **more):
+    def run(what):
         with agent() as port:
             ranks = []
             for rank in range(2):
                 env = torchrun_variables(rank, 2, port, TORCHELASTIC_ERROR_FILE=f"{rank}.json")
                 where = {"folder": tmp_path, "output": tmp_path / str(rank)}
-                ranks.append(programs.start(SAME, what, **where, **env, **more))
+                ranks.append(programs.start(SAME, what, **where, **env))
             assert all(one.wait(90) for one in ranks)
         files = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("*.json"))]
-        return [(tmp_path / str(rank)).read_text() for rank in range(2)], [
+        return [without_gloo((tmp_path / str(rank)).read_text()) for rank in range(2)], [
             file["message"]["message"] for file in files
         ]
 
     return run
 
 
-def test_what_all_raise_is_printed_once_without_frames_of_pardata(said):
+def test_what_all_raise_is_one_line_and_one_traceback_on_each(said):
     texts, files = said("twice")
-    full, short = sorted(texts, key=len, reverse=True)
-    assert short.count("\n") == 1
-    assert re.fullmatch(r"\[\d/2\] failed: " + WRAPPED + r".*\(train\.py:\d+\)\n", short)
-    lines = full.splitlines()
-    assert (len(lines), len(HINT.findall(full)), WRAPPED in lines[-1]) == (7, 1, True)
-    assert lines[-3].endswith("in train")
-    assert lines[-2].endswith(" frames of pardata; PARDATA_TRACEBACK=full shows them")
-    assert "pardata/" not in full
-    short, full = sorted(files, key=len)
-    assert re.fullmatch(WRAPPED + r".*\(train\.py:\d+\)", short)
-    assert len(HINT.findall(full)) == 1
-    assert full.startswith("Traceback ")
-
-
-def test_the_whole_traceback_is_printed_if_it_is_asked_for(said):
-    texts, files = said("twice", PARDATA_TRACEBACK="full")
-    for text in (*texts, max(files, key=len)):
-        assert "pardata/strategies/_wrap_model.py" in text
-        assert not HINT.search(text)
+    for rank, text in enumerate(texts):
+        line = rf"\[{rank}/2\] failed.*{WRAPPED}.*\(train\.py:\d+\)\n"
+        assert re.match(line, text)
+        assert text.count("Traceback (most recent call last):\n") == 1
+        assert text.splitlines()[-1].endswith("wrap once, at the outside")
+    assert any(file.startswith("Traceback ") for file in files)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -277,15 +304,6 @@ def test_a_hook_of_the_users_own_gets_all_frames_on_every_rank(said, when):
         frames = re.search(r"ValueError in (\d+) frames\n", text)
         assert frames
         assert int(frames[1]) > 5
-
-
-def test_frames_are_left_out_of_groups_of_exceptions_too():
-    text = "  + Exception Group Traceback (most recent call last):\n"
-    ours = f'  |   File "{Path(pardata.__file__).parent}/a.py", line 1, in f\n  |     f()\n'
-    user = '  |   File "pardata.py", line 1, in f\n  |     f()\n'
-    hint = "  |   … 2 frames of pardata; PARDATA_TRACEBACK=full shows them\n"
-    assert folded(text + user + ours * 2 + user) == text + user + hint + user
-    assert folded("boom\n  a\n") == "boom\n  a\n"
 
 
 @pytest.mark.parametrize(
@@ -323,25 +341,6 @@ def test_an_error_before_init_reaches_torchrun_too(said):
 # --- the hook
 
 
-def is_ours():
-    return sys.excepthook.__module__ == "pardata.launch._leaving"
-
-
-def where_it_is():
-    found = [is_ours()]
-    with pardata.init(timeout=timedelta(seconds=30)) as here:
-        found.append(is_ours())
-        before = sys.excepthook
-        assert pardata.init().rank == here.rank
-        assert sys.excepthook is before
-    return [*found, is_ours()]
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_the_hook_is_there_while_there_is_a_group_of_several(size):
-    assert launched(where_it_is, size=size) == [[False, size > 1, False]] * size
-
-
 def test_a_hook_that_came_later_stays(monkeypatch):
     seen = []
     monkeypatch.setattr(sys, "excepthook", lambda *facts: seen.append(facts))
@@ -357,16 +356,6 @@ def test_a_hook_that_came_later_stays(monkeypatch):
     sys.excepthook = ours
     remove()
     assert sys.excepthook is before
-
-
-def fail_in_a_second_group():
-    pardata.init(timeout=timedelta(seconds=30))
-    dist.destroy_process_group()
-    pardata.init(timeout=timedelta(seconds=30))
-    _, keeper = kept("pardata.launch._leaving")
-    sys.excepthook(ValueError, ValueError("boom"), None)
-    dist.destroy_process_group()
-    return keeper.lines
 
 
 def boom():
@@ -404,30 +393,13 @@ LOCK = r"TypeError: cannot pickle '_thread\.lock' object"
 )
 def test_what_rank_0_raises_and_all_hear_of_is_said_once(call, said):
     (first,), (other,) = launched(fail_on_rank_0, call, size=2)
-    line = r"\S*test_uncaught\.py:\d+"
-    assert re.fullmatch(rf"\[0/2\] failed: {said} \({line}\)", first)
-    expected = rf"\[1/2\] failed because rank 0 failed first: {said} \({line}\); here: {line}"
-    assert re.fullmatch(expected, other)
-
-
-def test_the_hook_of_a_group_that_the_user_destroyed_says_nothing_of_the_next():
-    expected = [[f"[{rank}/2] failed: ValueError: boom (an unknown line)"] for rank in range(2)]
-    assert launched(fail_in_a_second_group, size=2) == expected
+    said = rf"{said} \(\S*test_uncaught\.py:\d+\)"
+    assert re.fullmatch(rf"\[0/2\] failed: {said}", first)
+    assert re.match(rf"\[1/2\] failed because rank 0 failed first: {said}; here: ", other)
 
 
 class Group:
     """What a group is to the hook."""
-
-
-def test_a_thread_that_began_meanwhile_does_not_keep_the_group():
-    group = Group()
-    known = weakref.ref(group)
-    take_back = report_uncaught(group)
-    thread = threading.Thread(target=print)  # knows the hook
-    take_back()
-    del group
-    assert known() is None
-    assert not thread.is_alive()
 
 
 WRONG = "import sys, pardata\npardata.init(**eval(sys.argv[1]))\n"
@@ -486,3 +458,18 @@ def test_what_ranks_hear_of_in_a_step_is_said_by_the_log_too(strategy, where, pr
         text = (tmp_path / str(rank)).read_text()
         boom = "ValueError: boom (train.py:6)"
         assert f"[{rank}/3] failed because rank 1 failed first: {boom}; here: Runtime" in text
+
+
+def fail_in_a_second_group():
+    pardata.init(timeout=timedelta(seconds=30))
+    dist.destroy_process_group()
+    pardata.init(timeout=timedelta(seconds=30))
+    _, keeper = kept("pardata.launch._leaving")
+    sys.excepthook(ValueError, ValueError("boom"), None)
+    dist.destroy_process_group()
+    return keeper.lines
+
+
+def test_the_hook_of_a_group_that_the_user_destroyed_says_nothing_of_the_next():
+    expected = [[f"[{rank}/2] failed: ValueError: boom (an unknown line)"] for rank in range(2)]
+    assert launched(fail_in_a_second_group, size=2) == expected

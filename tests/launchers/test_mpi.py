@@ -53,14 +53,6 @@ def test_two_ranks_train_as_one_process_does(launcher, alone, folder, request):
     assert fingerprint(printed) == alone
 
 
-@pytest.mark.parametrize("launcher", ["open_mpi", pytest.param("mpich", marks=pytest.mark.soak)])
-def test_the_doctor_checks_all_ranks_and_prints_once(launcher, request):
-    mpirun = request.getfixturevalue(launcher)
-    printed = run(*mpirun, "-n", 2, PYTHON, "-m", "pardata", "check")
-    assert printed.count("pardata check: 2 ranks on ") == 1
-    assert re.search(r"^ok +all-reduce +correct\s*$", printed, re.MULTILINE)
-
-
 def test_open_mpi_starts_ranks_on_two_hosts(open_mpi, one_and_other):
     one, _, rsh = one_and_other
     printed = run(

@@ -13,9 +13,7 @@ from on_ranks import run
 
 from pardata.messages._failure import (
     Failure,
-    as_consequence,
     chain,
-    consequence,
     is_consequence,
     is_lost,
     one_line,
@@ -59,25 +57,6 @@ def raised(error):
     return travelled(failure)
 
 
-SURVIVING = [
-    KeyError("x"),
-    FileNotFoundError(2, "No such file", "a.txt"),
-    UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
-]
-
-
-@pytest.mark.parametrize("error", SURVIVING, ids=lambda error: type(error).__name__)
-def test_an_exception_that_survives_pickle_comes_back_as_itself(error):
-    failure = raised(error)
-    with pytest.raises(type(error)) as caught:
-        failure.reraise()
-    assert type(caught.value) is type(error)
-    assert str(caught.value) == str(error)
-    assert caught.value.args == error.args
-    assert caught.value is not error
-    assert is_consequence(caught.value)
-
-
 class Local(Exception):  # noqa: N818  # as above
     """Stands for a class that other processes cannot import."""
 
@@ -106,52 +85,8 @@ def test_an_exception_that_does_not_survive_comes_back_as_its_type_and_text(erro
     assert is_consequence(caught.value)
 
 
-def follow(how):
-    """Raise an error while another, which is a consequence, is handled."""
-    try:
-        raise as_consequence(RuntimeError("lost"), "barrier() at train.py:3")
-    except RuntimeError as error:
-        if how == "while":
-            raise ValueError  # noqa: B904  # that is what is tested
-        raise ValueError from (error if how == "from" else None)
-
-
-@pytest.mark.parametrize(("how", "follows"), [("from", True), ("while", True), ("instead", False)])
-def test_a_consequence_is_known_by_its_mark_in_all_that_comes_of_it(how, follows):
-    with pytest.raises(ValueError, match=r"^$") as caught:
-        follow(how)
-    assert is_consequence(caught.value) == follows
-    assert consequence(caught.value) == ("", None)
-    lost = caught.value.__context__
-    assert is_consequence(lost)
-    assert consequence(lost) == ("barrier() at train.py:3", None)
-    assert not is_consequence(RuntimeError("lost"))
-
-
-def test_a_chain_of_errors_that_bites_its_tail_ends():
-    first, second = ValueError(), KeyError()
-    first.__cause__, second.__cause__ = second, first
-    assert list(chain(first)) == [first, second]
-
-
 LINES = [
-    (ValueError("boom"), "ValueError: boom"),
     (ValueError("a table:\n  row"), "ValueError: a table"),
-    (ValueError("a table:\n  row\n  row\nA cure."), "ValueError: a table: a cure"),
-    (
-        ValueError(
-            "`the length` differs:\n  rank 0: the length=3\n  ranks 1, 2: the length=4\nDo."
-        ),
-        "ValueError: `the length` differs: 3 on rank 0, 4 on ranks 1, 2: do",
-    ),
-    (
-        ValueError("`a`, `b` differ:\n  rank 0: a=1, b=2\n  rank 1: a=2, b=1\nDo."),
-        "ValueError: `a`, `b` differ: a=1, b=2 on rank 0, a=2, b=1 on rank 1: do",
-    ),
-    (
-        ValueError("but here:\n" + "\n".join(f"  rank {rank}: {rank:0100}" for rank in range(5))),
-        f"ValueError: but here: {', '.join(f'{0:080} on rank {rank}' for rank in range(4))}, …",
-    ),
     (
         RuntimeError(
             "Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback (most recent "
@@ -162,7 +97,6 @@ LINES = [
         ),
         "RuntimeError: sample 3 could not be read: OSError: disk gone",
     ),
-    (ValueError("boom\nand more"), "ValueError: boom"),
     (RuntimeError("Lost. This is typically so"), "RuntimeError: Lost"),
     (ValueError("x" * 10**6), f"ValueError: {'x' * 1988}"),
     (KeyboardInterrupt(), "KeyboardInterrupt"),
@@ -187,20 +121,15 @@ def test_any_text_survives_the_journey(text, rank, call):
 
 LOST_OR_NOT = [
     (RuntimeError("[x/gloo/transport/tcp/pair.cc:5] Connection closed by peer"), True),
-    (RuntimeError("[gloo/gloo/transport/x.cc:1] Application timeout caused pair closure"), True),
     (RuntimeError("Application timeout caused pair closure"), True),
     (RuntimeError("Got an error: RuntimeError: [a/gloo/x.cc:9] Connection reset by peer"), True),
     (RuntimeError("tracker: Connection reset by peer"), False),
-    (RuntimeError("[a/gloo/transport/tcp/pair.cc:9] writev: Broken pipe"), True),
     (RuntimeError("Timed out waiting 5ms for recv operation to complete"), True),
-    (dist.DistNetworkError("anything"), True),
     (dist.DistStoreError("wait timeout after 5ms, keys: /0"), True),
     (dist.DistBackendError("NCCL error: remote process exited\nncclRemoteError"), True),
     (dist.DistBackendError("Watchdog caught collective operation timeout: x"), True),
     (dist.DistBackendError("NCCL error: unhandled cuda error"), False),
-    (RuntimeError("shape '[2]' is invalid for input of size 3"), False),
     (ConnectionResetError("Connection reset by peer"), False),
-    (TimeoutError("Timed out waiting"), False),
 ]
 
 
@@ -213,10 +142,6 @@ def test_only_what_a_backend_says_of_its_peers_is_a_lost_collective(error, lost)
 def raised_by_torch(text):
     """Raise in C++, as a backend does."""
     torch.ops.aten._assert_scalar(False, text)  # torch's own
-
-
-def raised_by_python(text):
-    raise RuntimeError(text)
 
 
 def raised_while_another_is_handled(text):
@@ -247,11 +172,14 @@ def test_a_collective_that_the_user_waits_for_is_lost_too():
 SAID = "[x/gloo/transport/tcp/pair.cc:5] Connection closed by peer"
 
 
-@pytest.mark.parametrize(
-    ("raise_it", "is_cause"),
-    [(raised_by_torch, False), (raised_by_python, True), (raised_while_another_is_handled, False)],
-)
-def test_what_python_code_raises_is_never_a_lost_collective_whatever_its_text(raise_it, is_cause):
+@pytest.mark.parametrize("raise_it", [raised_by_torch, raised_while_another_is_handled])
+def test_what_comes_of_a_lost_collective_is_no_cause(raise_it):
     with pytest.raises((RuntimeError, KeyError)) as caught:
         raise_it(SAID)
-    assert Failure.of(caught.value, rank=0, call="").is_cause == is_cause
+    assert not Failure.of(caught.value, rank=0, call="").is_cause
+
+
+def test_a_chain_of_errors_that_bites_its_tail_ends():
+    first, second = ValueError(), KeyError()
+    first.__cause__, second.__cause__ = second, first
+    assert list(chain(first)) == [first, second]

@@ -21,7 +21,6 @@ from pardata.messages import _store
 from pardata.messages._store import Channel
 from pardata.messages._turn import Turn, all_say
 
-SOON = timedelta(seconds=0.2)
 LONG = timedelta(seconds=30)
 
 

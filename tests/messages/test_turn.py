@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections import Counter
 from datetime import timedelta
 
 import pytest
@@ -73,45 +72,6 @@ def test_turns_run_over_every_kind_of_store(stores_of, options, prefixes, tmp_pa
     began = time.monotonic()
     assert together(values_of, 3) == [(told, 5, [None] * 3)] * 3
     assert time.monotonic() - began < LONG.total_seconds() / 2  # a verdict wakes who waits for it
-
-
-# --- what it costs
-
-
-class Counted:
-    """A store that counts what is asked of it."""
-
-    def __init__(self, store):
-        self._store = store
-        self.asked = Counter()
-
-    def __getattr__(self, name):
-        self.asked[name] += 1
-        return getattr(self._store, name)
-
-
-@pytest.mark.parametrize("size", [2, 8, 16])
-def test_a_turn_takes_so_many_requests_of_a_rank_however_many_there_are(size):
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    stores = [
-        Counted(dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False))
-        for _ in range(size)
-    ]
-    lines = [Channel(store, LONG, 0, 1) for store in stores]
-    told = together(lambda rank: say(lines[rank], rank, size, value=rank, decide=sum), size)
-    assert told == [sum(range(size))] * size
-    every = {"add": 2, "set": 1, "wait": 1, "get": 1}
-    own = {"check": 1, "multi_get": 1, "compare_set": 1, "delete_key": 2}  # and wakes the others
-    *others, decided = sorted((store.asked for store in stores), key=Counter.total)
-    assert others == [every] * (size - 1)
-    assert decided == {**every, **own, "set": 2}
-
-    for store in stores:
-        store.asked.clear()
-    assert together(lambda rank: led(lines[rank], rank, size, value="x"), size) == ["x"] * size
-    assert sum(stores[0].asked.values()) <= 10
-    for store in stores[1:]:
-        assert sum(store.asked.values()) <= 9  # the last one to come compares the calls
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -190,13 +150,6 @@ def test_what_takes_longer_than_the_groups_timeout_is_waited_for_as_long_as_one_
     assert together(late, 2) == [("done", [None, None])] * 2
 
 
-def test_where_the_last_to_come_dies_before_its_verdict_another_gives_it(line):
-    line.store.add("turn/1", 1)
-    own = '{"turn": 1, "call": "here", "failed": null, "value": "from the grave"}'
-    line.store.set("at/1", own)
-    assert say(line, 0, 2, value="x", timeout=SOON) == ["x", "from the grave"]
-
-
 # --- who failed
 
 
@@ -225,3 +178,10 @@ def test_who_leads_is_told_of_a_rank_that_called_off_when_its_work_is_done(line)
     call_off(seat(line, 1, 2), "rank 1 failed")
     raised = caught(lambda: turn.tell(decision=None))
     assert "rank 0 must finish its `rank_zero_first`, but rank 1 failed; this" in raised.text
+
+
+def test_where_the_last_to_come_dies_before_its_verdict_another_gives_it(line):
+    line.store.add("turn/1", 1)
+    own = '{"turn": 1, "call": "here", "failed": null, "value": "from the grave"}'
+    line.store.set("at/1", own)
+    assert say(line, 0, 2, value="x", timeout=SOON) == ["x", "from the grave"]

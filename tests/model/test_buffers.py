@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from model_zoo import batch, seeded
 from on_ranks import run
-from sharding import needs_fsdp
 from torch import nn
 
 from pardata import backward, unwrap, wrap_model
@@ -61,29 +60,6 @@ def test_whatever_was_done_to_buffers_is_undone(fails):
         assert torch.equal(buffer, before[name])
     assert module.cache is None
     assert not hasattr(module, "more")
-
-
-def test_blocks_one_after_another_and_within_each_other_have_values_of_their_own():
-    module, norm = Many(), nn.BatchNorm1d(2)
-    module.add_module("last", norm)
-    seen = []
-    for value in (1.0, 2.0):
-        norm.running_mean.fill_(value)
-        with KeptBuffers(module.modules()):
-            norm.running_mean.fill_(value + 10)
-            with KeptBuffers(module.modules()):
-                change_all(module)
-                norm.running_mean.fill_(0.0)
-            seen.append(norm.running_mean[0].item())
-        seen.append(norm.running_mean[0].item())
-    norm.running_mean = torch.full((2,), 5.0)  # another tensor, and of another dtype and shape
-    norm.running_var = torch.full((3,), 1 / 3, dtype=torch.float64)
-    with KeptBuffers(module.modules()):
-        norm.running_mean.zero_()
-        norm.running_var.zero_()
-    assert seen == [11.0, 1.0, 12.0, 2.0]
-    assert norm.running_mean.tolist() == [5.0] * 2
-    assert norm.running_var.tolist() == [1 / 3] * 3
 
 
 def averaged(weights):
@@ -160,6 +136,5 @@ def sharded():
     return [*found, differs()]  # after an error it broadcasts again
 
 
-@needs_fsdp
 def test_under_fsdp_buffers_are_broadcast_after_each_training_forward():
     assert run(sharded, world_size=2) == [[True, True, False, False]] * 2

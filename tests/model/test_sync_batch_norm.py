@@ -3,7 +3,6 @@
 import pytest
 import torch
 from on_ranks import caught, run
-from sharding import needs_fsdp
 from torch import nn
 
 from pardata import backward, make_loader, wrap_model
@@ -21,19 +20,15 @@ def on_cpus(strategy):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=needs_fsdp)])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_on_cpus_it_is_an_error_on_every_rank_that_changes_nothing(strategy, size):
     for refused, kind, shape in run(on_cpus, strategy, world_size=size):
-        assert str(refused) == (
-            "ValueError: `sync_batchnorm` must be False on a CPU, for which PyTorch has no "
-            "SyncBatchNorm, but is True for a model with batch norm, `1`: leave it out; with a "
-            "microbatch_size of make_loader each microbatch has its own statistics"
-        )
+        assert "`sync_batchnorm` must be False on a CPU" in str(refused)
         assert kind is nn.BatchNorm1d
         assert shape == (2, 1)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=needs_fsdp)])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_it_changes_nothing_in_a_group_of_one(strategy):
     assert run(on_cpus, strategy, world_size=1) == [(None, nn.BatchNorm1d, (2, 1))]
 
@@ -58,17 +53,11 @@ def in_microbatches(microbatch_size):
     return refused
 
 
-@needs_fsdp
 @pytest.mark.parametrize(("size", "microbatch_size"), [(2, 3), (2, 12), (3, 4)])
 def test_microbatches_are_refused_on_every_rank_before_anything_runs(size, microbatch_size):
     for refused in run(in_microbatches, microbatch_size, world_size=size):
         for raised in refused:
-            assert str(raised) == (
-                "ValueError: `batch` must be what a loader without `microbatch_size` yields for a "
-                "model with SyncBatchNorm, which takes the statistics of the global batch, but is "
-                "Microbatches, of which only some run at once: leave out microbatch_size, or "
-                "sync_batchnorm, so that each microbatch has its own"
-            )
+            assert "`batch` must be what a loader without `microbatch_size` yields" in str(raised)
 
 
 def test_one_process_takes_any_number_of_microbatches():

@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 from on_ranks import run
-from sharding import needs_fsdp
 from torch import nn
 from torch.nn.parallel import DataParallel
 
@@ -39,7 +38,6 @@ def test_any_nesting_of_compile_and_data_parallel_is_peeled(layers):
     assert unwrap(model) is net
 
 
-@needs_fsdp
 def test_a_sharded_module_is_its_own_inside():
     run(sharded, world_size=2)
 

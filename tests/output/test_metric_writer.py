@@ -46,9 +46,7 @@ def test_numbers_of_every_kind_are_written(tmp_path):
     assert [line["x"] for line in lines(tmp_path)] == [number for _, number in NUMBERS]
 
 
-@pytest.mark.parametrize(
-    "value", ["0.5", None, 1j, [1.0], torch.ones(2), torch.tensor(1j), np.ones(2)], ids=str
-)
+@pytest.mark.parametrize("value", ["0.5", None, torch.tensor(1j), np.ones(2)], ids=str)
 @pytest.mark.usefixtures("_no_tensorboard")
 def test_what_is_no_number_is_named_and_nothing_is_written(tmp_path, value):
     text = f"`values['acc']` must be one number, but is {value!r} ({type(value).__name__})"
@@ -112,12 +110,6 @@ def test_lines_of_other_programs_stay_and_a_last_line_gets_its_end(after, tmp_pa
     written = (tmp_path / "metrics.jsonl").read_text()
     assert written == "\n".join([*OTHERS, '{"step": 1}\n'])
     assert not (tmp_path / "metrics.removed.jsonl").exists()
-
-
-def test_without_a_step_only_a_last_line_is_moved(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("# mine\n{}\n{")
-    MetricWriter(tmp_path).close()
-    assert (tmp_path / "metrics.jsonl").read_text() == "# mine\n{}\n"
 
 
 def test_it_does_not_write_through_a_link(tmp_path):

@@ -4,8 +4,6 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from forked import python
@@ -14,8 +12,7 @@ from places import ARTICLES
 sys.path.insert(0, str(ARTICLES))
 
 import compare
-import compare_cells
-from compare_cells import Cell, CellError, kept, measured_in
+from compare_cells import Cell, CellError, measured_in
 from compare_machine import machine
 
 NONE = Cell("mnist", ("--data", "digits"), 1, "none", 1, 0)
@@ -84,12 +81,6 @@ def test_cells_and_their_times_are_reported_and_of_a_failed_one_the_last_line_of
     )
 
 
-def test_it_draws_what_it_found_and_keeps_no_checkpoints(compared):
-    out, _ = compared
-    assert sorted(path.name for path in out.glob("*.png")) == ["methods.png", "processes.png"]
-    assert not list(folder_of(out, "none").glob("checkpoints"))
-
-
 def test_finished_cells_are_not_run_again(compared, capsys):
     out, first = compared
     before = (folder_of(out, "none") / "metrics.jsonl").stat().st_mtime_ns
@@ -102,52 +93,7 @@ def test_finished_cells_are_not_run_again(compared, capsys):
     assert table_rows(printed.out, header) == table_rows(first.stdout, header)[:2]
 
 
-def test_a_dry_run_lists_what_is_kept_and_what_is_to_run_and_runs_nothing(
-    compared, capsys, tmp_path
-):
-    out, _ = compared
-    assert compare.main(["--dry-run", *ARGUMENTS, "--out", str(out), *WRONG]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split("  ")[0] for line in lines[::2]] == ["kept", "kept", "to run"]
-    assert "torch.distributed.run --standalone --nproc-per-node=2" in lines[3]
-    assert lines[3].endswith("--strategy ddp --num-workers 0 --epochs 1 --data digits --microbatch"
-                             "-size 1000")  # fmt: skip
-    assert compare.main(["--dry-run", "--out", str(tmp_path / "new")]) == 0
-    assert capsys.readouterr().out.count("to run") == 8
-    assert not (tmp_path / "new").exists()
-
-
-def test_a_cell_that_takes_too_long_is_ended_and_has_failed(tmp_path):
-    shown = []
-    with pytest.raises(CellError, match=r"ended after 1\.5 seconds, see --timeout"):
-        compare_cells.run(NONE, tmp_path / "cell", cores=1, timeout=1.5, show=shown.append)
-    assert re.fullmatch(r"\d+ s", shown[0])
-    assert kept(tmp_path / "cell") is None
-
-
 # --- what a run leaves
-
-AGENT = (
-    "E1123 10:00:00.000000 99 torch/distributed/elastic/multiprocessing/api.py:901] failed "
-    "(exitcode: -9) local_rank: 1 (pid: 101) of binary: /usr/bin/python\n"
-)
-
-
-@pytest.mark.parametrize(
-    ("err", "out", "status", "text"),
-    [
-        ("Traceback:\n[rank0]: ValueError: no\n\n", "fine\n", 1, "ValueError: no"),
-        ("", "the data could not be downloaded\n", 1, "the data could not be downloaded"),
-        ("\n", "\n", 3, "exit status 3"),
-        ("half way\n", "", -9, "killed by SIGKILL"),
-        (f"half way\n{AGENT}", "", 1, "rank 1 was killed by SIGKILL"),
-        ("", "", -250, "killed by signal 250"),
-    ],
-)
-def test_the_last_line_of_an_error_is_found(err, out, status, text, tmp_path):
-    (tmp_path / "stderr.txt").write_text(err)
-    (tmp_path / "stdout.txt").write_text(out)
-    assert compare_cells._last_error(tmp_path, status) == text
 
 
 ROWS = [
@@ -167,27 +113,6 @@ def test_times_of_epochs_are_added_and_a_run_that_stopped_early_has_failed(tmp_p
         measured_in(tmp_path, 1)
 
 
-def test_a_line_that_is_being_written_is_left_out(tmp_path):
-    written_lines(tmp_path, ROWS[:1])
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 2')
-    assert compare_cells._rows(tmp_path) == ROWS[:1]
-
-
-@pytest.mark.parametrize("text", ['{"accuracy": 1', "[]", '{"accuracy": 1}', '{"other": 1}'])
-def test_a_result_that_is_not_whole_is_none(text, tmp_path):
-    assert kept(tmp_path) is None
-    (tmp_path / "result.json").write_text(text)
-    assert kept(tmp_path) is None
-
-
-def test_other_options_epochs_rounds_or_machines_are_other_cells():
-    changes = [{}, {}, {"options": ("--data", "mnist")}, {"epochs": 2}, {"round": 1}]
-    changes += [{"workers": 1}, {"cache": True}, {"augment": True}]
-    folders = {replace(NONE, **change).folder(Path("out"), "here") for change in changes}
-    assert len(folders | {NONE.folder(Path("out"), "there")}) == 8
-
-
 # --- what is run
 
 
@@ -204,33 +129,3 @@ def test_none_and_dp_run_in_one_process_and_what_is_named_twice_once():
     for cell in cells:
         assert ("--cache" in cell.command()) == cell.cache
         assert ("torch.distributed.run" in cell.command()) == (cell.strategy == "ddp")
-
-
-def test_every_second_round_goes_the_other_way():
-    first, second = planned("--rounds", "2")[:8], planned("--rounds", "2")[8:]
-    assert [cell.once() for cell in second] == first[::-1]
-    assert {cell.round for cell in second} == {1}
-
-
-def test_options_after_two_dashes_reach_the_example():
-    (cell,) = planned(
-        "--strategies", "none", "--workers", "0", "--data-dir", "d", "--", "--lr", "1"
-    )
-    assert cell.command()[-6:] == ["--data", "digits", "--data-dir", "d", "--lr", "1"]
-    assert cell.command()[1].endswith("mnist.py")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["--data", "folder"], "--data of --script mnist must be digits or mnist, but is folder"),
-        (["--script", "cifar10", "--augment", "yes"], "cifar10 always augments; leave it out"),
-        (["--workers", "-1"], "must be a whole number from 0 up, but is -1"),
-        (["--processes", "0"], "must be a whole number from 1 up, but is 0"),
-        (["--rounds", "x"], "must be a whole number from 1 up, but is x"),
-    ],
-)
-def test_a_wrong_option_is_refused(arguments, text, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        compare.parse(arguments)
-    assert text in capsys.readouterr().err

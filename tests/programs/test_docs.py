@@ -50,9 +50,6 @@ LINKED = [*PAGES, *sorted(ROOT.glob("*/README.md"))]
 # A text block proves nothing: there shall be few.
 MOST_TEXT_BLOCKS = 18
 
-# fully_shard on a CPU needs streams that torch 2.6 does not have there.
-SHARDS = hasattr(torch.cpu.Stream, "record_event")
-
 RUN = ("python", "pycon", "bash", "console")
 NOT_RUN = ("text", "diff")
 MARKS = re.compile(r"continues( first)?|ranks|raises( on rank \d+)?|needs|tracker|not run")
@@ -248,8 +245,6 @@ def run_doctest(block):
 @pytest.mark.parametrize("block", to_run(RUNNABLE))
 @pytest.mark.usefixtures("_restored")
 def test_a_block_runs_as_it_says(block, tmp_path, monkeypatch):
-    if '"fsdp"' in block.program and not SHARDS:
-        pytest.skip("fully_shard on a CPU needs torch > 2.6")
     if needed := block.marks.get("needs"):
         pytest.importorskip(needed)
     monkeypatch.chdir(tmp_path)  # and back
@@ -491,26 +486,6 @@ def test_a_block_that_does_otherwise_fails(marks, code, complaint, tmp_path, mon
         run_python(block, tmp_path)
 
 
-def test_a_block_continues_what_it_says(tmp_path):
-    fences = "```python\n{}\n```\n"
-    marks = ["", "<!-- continues -->\n", "<!-- continues -->\n", "<!-- continues first -->\n", ""]
-    texts = [mark + fences.format(f"n{i}") for i, mark in enumerate(marks)]
-    found = blocks(page_with(tmp_path, "".join(texts)))
-    assert [block.program.split() for block in found] == [
-        ["n0"], ["n0", "n1"], ["n0", "n1", "n2"], ["n0", "n3"], ["n4"],
-    ]  # fmt: skip
-    assert found[1].program.splitlines() == ["", "n0", "", "", "", "n1"]  # lines are the page's
-
-
-def test_a_block_that_another_runs_in_the_same_way_is_run_alone_only_in_the_long_run(tmp_path):
-    fence = "```python\n{}\n```\n"
-    marks = ["", "<!-- continues -->", "<!-- continues -->\n<!-- ranks: 2 -->"]
-    marks += ["<!-- continues first -->\n<!-- raises: E: x -->", ""]
-    texts = [f"{mark}\n{fence.format(f'n{i}')}" for i, mark in enumerate(marks)]
-    each = to_run(blocks(page_with(tmp_path, "".join(texts))))
-    assert [len(block.marks) for block in each] == [1, 0, 0, 0, 0]
-
-
 def test_a_wrong_output_in_a_shell_or_doctest_block_fails(tmp_path):
     with pytest.raises(AssertionError):
         run_shell(only(tmp_path, "```console\n$ echo one\ntwo\n```\n"))
@@ -520,21 +495,6 @@ def test_a_wrong_output_in_a_shell_or_doctest_block_fails(tmp_path):
         run_doctest(only(tmp_path, "```pycon\n>>> 1 + 1\n3\n```\n"))
     run_shell(only(tmp_path, "```console\n$ echo one\none\n```\n"))
     run_doctest(only(tmp_path, "```pycon\n>>> 1 + 1\n2\n```\n"))
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "```text\nx\n```\n",
-        "```diff\nx\n```\n",
-        "```\nx\n```\n",
-        "```sh\nls\n```\n",
-        "<!-- not run: too slow -->\n```python\nx\n```\n",
-        "<!-- not run: for the block above -->\nwords between\n```text\nx\n```\n",
-    ],
-)
-def test_a_block_that_is_not_run_without_a_reason_is_found(text, tmp_path):
-    assert len(list(untrue_marks(blocks(page_with(tmp_path, text))))) == 1
 
 
 def test_a_dead_link_is_found(tmp_path):

@@ -3,14 +3,12 @@
 import pytest
 import torch
 from on_ranks import run
-from sharding import needs_fsdp, whole
+from sharding import whole
 
 from pardata import backward, make_loader, unwrap, wrap_model
 from pardata.model._unwrap import ShardedModule
 
 transformers = pytest.importorskip("transformers")
-
-pytestmark = needs_fsdp
 
 WORDS, LENGTH, ROWS = 97, 12, 6
 SMALL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}

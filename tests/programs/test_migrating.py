@@ -74,14 +74,3 @@ def test_before_and_after_learn_the_same(migration, sizes, tmp_path):
     ]
     assert losses[0] < 2.0, "an untrained one has 2.3"
     assert losses == pytest.approx([losses[0]] * len(losses), abs=3e-6)
-
-
-@pytest.mark.parametrize("migration", MIGRATIONS, ids=PEERS)
-def test_the_programs_are_of_the_section_that_they_stand_in(migration):
-    heading = "by hand" if migration.name == "ddp" else migration.name
-    above = PAGE.read_text(encoding="utf-8").splitlines()[: migration.after.line]
-    assert heading in next(line for line in reversed(above) if line.startswith("## ")).lower()
-    assert "pardata" not in migration.before.text
-    assert migration.module in migration.before.text
-    assert "from pardata import" in migration.after.text
-    assert migration.name not in migration.after.text

@@ -20,7 +20,6 @@ from places import ROOT
 from processes import run
 
 import pardata
-from pardata.doctor._surroundings import shared_package
 
 VERSION = pardata.__version__
 INFO = f"torch_pardata-{VERSION}.dist-info"
@@ -86,15 +85,15 @@ def test_the_sdist_holds_what_building_testing_and_documenting_need(built):
     assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
 
 
-def test_the_distribution_asks_for_torch_and_typing_extensions_alone(metadata):
+def test_the_distribution_asks_for_torch_alone(metadata):
     required = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
-    assert [re.split(r"[<>=~ ]", line)[0] for line in required] == ["torch", "typing-extensions"]
+    assert [re.split(r"[<>=~ ]", line)[0] for line in required] == ["torch"]
 
 
 def test_the_metadata_names_the_distribution_its_licence_and_its_pythons(metadata):
     assert (metadata["Name"], metadata["Version"]) == ("torch-pardata", VERSION)
     assert (metadata["License-Expression"], metadata["License-File"]) == ("BSD-3-Clause", "LICENSE")
-    assert metadata["Requires-Python"] == ">=3.10"
+    assert metadata["Requires-Python"] == ">=3.11"
     classifiers = set(metadata.get_all("Classifier"))
     # No more than the README's status and docs/install.md say.
     assert {"Development Status :: 3 - Alpha", "Typing :: Typed"} <= classifiers
@@ -207,7 +206,7 @@ def test_pip_installs_it_from_an_index_by_its_name_alone(wheel, environment, tmp
     assert (done.stdout, done.stderr) == (f"{where} [2, 2]\n", "")
 
 
-# --------------------------------------------- the unrelated `pardata` in the same environment
+# --------------------------------------------- the unrelated `pardata` beside it
 
 # The files of its releases 0.3.0 and 0.4.0 that an import comes past, with what they import.
 THEIRS = {
@@ -235,27 +234,6 @@ def theirs(tmp_path):
     return path
 
 
-DOCTOR = """
-import runpy, sys
-sys.argv[1:] = ["env"]
-runpy.run_module("pardata", run_name="__main__")
-"""
-
-
-@pytest.mark.parametrize("ours_first", [True, False])
-def test_beside_the_other_pardata_the_doctor_says_so(ours_first, wheel, theirs, environment):
-    for path in (wheel, theirs) if ours_first else (theirs, wheel):
-        environment.pip("install", "--no-deps", "--no-index", path)
-    environment.lend_packages()
-    done = environment.run(DOCTOR)
-    said = " ".join(done.stdout.split())
-    assert done.returncode == 1, done.stderr
-    assert "error installation `torch-pardata` must not share an environment with the" in said
-    assert "cure: remove both with `python -m pip uninstall --yes pardata torch-pardata`" in said
-    environment.pip("uninstall", "--yes", "pardata", "torch-pardata")
-    assert not (environment.site / "pardata").exists()
-
-
 def test_the_other_pardata_elsewhere_on_the_path_is_no_trouble(wheel, theirs, environment):
     environment.pip("install", "--no-deps", "--no-index", wheel)
     environment.pip(
@@ -266,7 +244,3 @@ def test_the_other_pardata_elsewhere_on_the_path_is_no_trouble(wheel, theirs, en
         file.write(f"{environment.site / 'x'}\n")
     done = environment.run("import pardata, sys; print(pardata.__version__, sys.path[-1])")
     assert (done.stdout, done.stderr) == (f"{VERSION} {environment.site / 'x'}\n", "")
-
-
-def test_no_file_of_ours_has_the_name_that_tells_the_other_pardata():
-    assert list(shared_package(ROOT / "src" / "pardata")) == []

@@ -4,7 +4,6 @@ The photographs go to the test's temporary folder. `-m soak` takes all of them: 
 on a phone, light and dark, down to its end.
 """
 
-import json
 import re
 import sys
 from importlib.util import find_spec
@@ -150,18 +149,6 @@ SOUGHT = {
     "torchft": "comparison",
 }
 FIRST = 5
-
-
-@pytest.mark.parametrize(("word", "page"), SOUGHT.items())
-def test_the_index_of_the_search_has_what_people_look_for(word, page, site):
-    from sphinx.search.en import SearchEnglish
-
-    text = (site / "searchindex.js").read_text(encoding="utf-8")
-    index = json.loads(text[text.index("(") + 1 : text.rindex(")")])
-    term = SearchEnglish({}).stem(word.lower())
-    found = [index[kind].get(term, []) for kind in ("terms", "titleterms")]
-    numbers = [n for each in found for n in (each if isinstance(each, list) else [each])]
-    assert page in [index["docnames"][number] for number in numbers]
 
 
 @needs_chromium

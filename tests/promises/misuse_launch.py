@@ -42,7 +42,6 @@ VARIABLES = {
     "`MASTER_PORT=99999`": {**LAUNCHED, "MASTER_PORT": "99999"},
     "`MASTER_ADDR` that does not resolve": {**LAUNCHED, "MASTER_ADDR": "no-such-host.invalid"},
     PORT_IS_TAKEN: LAUNCHED,
-    "`PARDATA_HANG_AFTER=soon`": {**LAUNCHED, "PARDATA_HANG_AFTER": "soon"},
     "`PARDATA_LAUNCHER=srun`": {"PARDATA_LAUNCHER": "srun"},
     "`PARDATA_LAUNCHER=slurm` without `srun`": {"PARDATA_LAUNCHER": "slurm"},
     "`srun`, and `export WORLD_SIZE=4` for 2 tasks": {**SRUN, "WORLD_SIZE": "4"},
@@ -135,7 +134,7 @@ def raised(row, rank, size, port):
     if size not in row.sizes:
         return None
     names = (*LAUNCHED, *OPEN_MPI, *MPICH, *SLURM, "GROUP_RANK", "GROUP_WORLD_SIZE")
-    for name in (*names, "PARDATA_LAUNCHER", "PARDATA_JOINED", "PARDATA_HANG_AFTER"):
+    for name in (*names, "PARDATA_LAUNCHER", "PARDATA_JOINED"):
         os.environ.pop(name, None)
     for name, text in VARIABLES.get(row.shown, {}).items():
         if text is not None:

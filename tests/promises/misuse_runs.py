@@ -67,13 +67,6 @@ def restore(*unnamed, **objects):
         own.restore(*unnamed, **objects)
 
 
-def export(saved):
-    with checkpoints() as own:
-        if saved:
-            own.save(1, **saved)
-        own.export(own._directory / "weights.pt")
-
-
 def spoil(change):
     """Restore from a directory whose only checkpoint was changed."""
     with checkpoints() as own:
@@ -106,6 +99,4 @@ LABELS = {
     "restoring from a checkpoint's own folder": "restore_in('first/attempt-0001-step-000000001')",
     "restoring where the only checkpoint is truncated": "spoil(truncate)",
     "restoring where the only checkpoint was exchanged for code": "spoil(exchange_for_code)",
-    "`export` where nothing was saved": "export({})",
-    "`export` where no model was saved": "export({'optimizer': adam()})",
 }

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from on_ranks import run
-from sharding import needs_fsdp
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -42,7 +41,7 @@ def same(one, other):
     [
         ("ddp", None, False, False),
         ("ddp", 4, True, False),
-        pytest.param("fsdp", 4, True, False, marks=needs_fsdp),
+        ("fsdp", 4, True, False),
         ("exact", 4, True, True),
     ],
 )

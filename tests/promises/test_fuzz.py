@@ -139,14 +139,8 @@ def test_any_text_is_a_node_list_or_refused_at_once(text):
 HUGE = {
     "a range": {"SLURM_STEP_NODELIST": "n[1-999999999999]"},
     "many ranges": {"SLURM_STEP_NODELIST": f"n[{','.join(['0-999999'] * 5000)}]"},
-    "a product": {"SLURM_STEP_NODELIST": "n" + "[0-999999]" * 8},
-    "many brackets": {"SLURM_STEP_NODELIST": "n" + "[1]" * 20_000},
-    "wide numbers": {"SLURM_STEP_NODELIST": f"n[{'0' * 5000}1-{'9' * 5000}]"},
     "brackets that never close": {"SLURM_STEP_NODELIST": "n[1" * 20_000},
-    "commas": {"SLURM_STEP_NODELIST": "," * 100_000},
-    "many names": {"SLURM_STEP_NODELIST": "n," * 50_000 + "n"},
     "tasks on many nodes": {"SLURM_STEP_TASKS_PER_NODE": ",".join(["2(x999999)"] * 10_000)},
-    "many tasks": {"SLURM_STEP_TASKS_PER_NODE": "9" * 100_000},
     "a number of many digits": {"SLURM_STEP_NUM_TASKS": "9" * 100_000},
 }
 
@@ -327,50 +321,3 @@ def test_a_file_that_carries_code_is_refused_and_the_code_is_not_run(form, tmp_p
         with pytest.raises(RuntimeError, match="must be a file of weights"):
             load_weights(net(), file)
         assert [path.name for path in tmp_path.iterdir()] == ["weights.pt"]
-
-
-# --- names
-
-parts = st.sampled_from(["module", "_orig_mod", "a", "0", "ä b", "x" * 300, "weight", "\n"])
-paths = st.lists(st.lists(parts, min_size=1, max_size=4).map(tuple), min_size=1, max_size=4)
-
-
-def model_of(found):
-    """Return a module with a parameter at each of these paths, but for those inside another."""
-    model = nn.Module()
-    for number, path in enumerate(found):
-        inner = model
-        for part in path[:-1]:
-            if part in inner._parameters:
-                break
-            if part not in inner._modules:
-                inner.add_module(part, nn.Module())
-            inner = inner._modules[part]
-        else:
-            if path[-1] not in inner._modules and path[-1] not in inner._parameters:
-                inner.register_parameter(path[-1], nn.Parameter(torch.tensor(float(number))))
-    return model
-
-
-@fuzzed(paths, st.sampled_from(["", "module.", "_orig_mod.", "module._orig_mod."]), quick=150,
-        soak=10_000)  # fmt: skip
-def test_weights_of_any_names_load_into_the_model_they_are_of(found, prefix):
-    model, other = model_of(found), model_of(found)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.fill_(-1.0)
-    state = {prefix + name: value for name, value in model.state_dict().items()}
-    try:
-        load_weights(other, state)
-    except (ValueError, RuntimeError):
-        assert prefix, "plain names always fit"  # a prefix may make two names of one
-        return
-    assert fingerprint(other) == fingerprint(model)
-
-
-@fuzzed(st.dictionaries(st.text(max_size=12), st.just(torch.ones(1)), max_size=3), quick=100,
-        soak=10_000)  # fmt: skip
-def test_weights_of_other_names_are_refused_by_name(state):
-    model = net()
-    with pytest.raises((RuntimeError, ValueError), match=r"0\.weight|comes twice"):
-        load_weights(model, state)

@@ -334,23 +334,6 @@ def sends():
         yield noted
 
 
-def sent_early():
-    """What is complete is sent while the last microbatch's backward still runs."""
-    model = seeded(smooth)
-    with patch.object(_bucket, "_MOST", 28):
-        told = one_step(model)  # in which it is seen that no parameter gets several gradients
-        seen = []
-        with sends() as noted:
-            hook = unwrap(model)[0].weight.register_hook(
-                lambda _: seen.append(len([n for n, _ in noted if n in (27, 28, 54)]))
-            )
-            model.zero_grad()
-            assert one_step(model) == told
-        hook.remove()
-    assert world().size == 1 or seen == [0] * (len(seen) - 1) + [1], (seen, noted)
-    return told
-
-
 def bytes_sent():
     """They are those of DDP where each rank has one piece, and the few that means take."""
     model = seeded(nn.Linear, 6, 20_000)
@@ -396,12 +379,8 @@ def compiled():
     def of_many_sizes(model, batch):
         return sum(model(batch[0][:1].expand(count, 6)).mean() for count in range(5, 9))
 
-    config = torch._dynamo.config
-    limit, fails = "recompile_limit", "fail_on_recompile_limit_hit"
-    if not hasattr(config, limit):
-        limit, fails = "cache_size_limit", "fail_on_cache_limit_hit"  # in torch 2.6
     torch._dynamo.reset()  # what was compiled before counts too
-    with config.patch({limit: 2, fails: False}):
+    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=False):
         model = seeded(lambda: torch.compile(smooth(), backend="eager", dynamic=False))
         told = one_step(model)
         with refused(
@@ -546,6 +525,24 @@ def buffers_of_other_shapes():
             one_step(wrapped(net))
 
 
+def failing_while_others_could_send():
+    """The others send nothing of what is complete before the last backward has ended."""
+
+    def failing(model, batch):
+        if world().rank == world().size - 1:
+            raise OSError("no such file")
+        return loss_fn(model, batch)
+
+    model = seeded(smooth)
+    with patch.object(_bucket, "_MOST", 28):
+        told = one_step(model)  # in which it is seen that no parameter gets several gradients
+        with refused("" if world().rank == world().size - 1 else "another one failed"):
+            one_step(model, failing)
+        model.zero_grad()
+        assert one_step(model) == told
+    return told
+
+
 def failing_on_one_rank():
     """An error of the user's on the last rank, in each place of its code, is one on all."""
     is_last = world().rank == world().size - 1
@@ -607,9 +604,9 @@ def at_other_steps():
 
 SCENARIOS = [
     *(plain, low_precision, autocast, checkpointed, counted, added_to, unused, generators),
-    *(buffers, in_evaluation, small_buckets, sent_early, bytes_sent, compiled, layouts),
+    *(buffers, in_evaluation, small_buckets, bytes_sent, compiled, layouts),
     *(not_finite, zeros_with_signs, kept_by_reference, sparse, buffers_of_other_shapes),
-    *(failing_on_one_rank, at_other_steps, few_microbatches),
+    *(failing_on_one_rank, failing_while_others_could_send, at_other_steps, few_microbatches),
 ]
 
 

@@ -105,15 +105,6 @@ def test_a_failure_that_does_not_travel_comes_back_as_text_that_names_the_rank(j
     assert "in fail" in str(caught.value.__cause__) or job[0] is die
 
 
-def return_a_lambda():
-    return lambda: None
-
-
-def test_a_result_that_does_not_pickle_is_an_error():
-    with pytest.raises(Exception, match=r"(?i)pickle"):
-        run(return_a_lambda)
-
-
 def stay_away(pid_file):
     if pardata.world().rank == 1:
         Path(pid_file).write_text(str(os.getpid()))
@@ -191,11 +182,6 @@ def test_nothing_is_left_behind(tmp_path, monkeypatch):
         run(fail, ValueError, 0)
     assert list(tmp_path.iterdir()) == []
     assert set(multiprocessing.active_children()) == children
-
-
-def test_without_a_forkserver_processes_are_spawned(monkeypatch):
-    monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: ["spawn"])
-    assert _running._context().get_start_method() == "spawn"
 
 
 def run_inside():

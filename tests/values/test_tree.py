@@ -41,23 +41,15 @@ def image(pixels, mode="L", size=(2, 3)):
 
 SAME = {
     "tensors": lambda: torch.tensor([1.5, NAN, math.inf, -0.0]),
-    "halves": lambda: torch.tensor([1.5, NAN]).bfloat16(),
-    "a tensor with a gradient": lambda: torch.ones(2, requires_grad=True),
     "a view": lambda: torch.arange(6).reshape(2, 3).T,
-    "an array": lambda: np.array([1.5, NAN]),
     "an array of objects": lambda: np.array(["a" * 1000, (1, 2), torch.ones(2)], dtype=object),
     "an image": lambda: image(range(6)),
     "numbers": lambda: [1, 2.5, NAN, True, 2j],
-    "text": lambda: ("a" * 1000, b"b" * 1000),
     "a set of texts": lambda: frozenset({"order", "differs", "everywhere"}),
     "a dict": lambda: {"x": torch.tensor([NAN]), "y": [np.ones(2), {"z": "text"}]},
-    "a namedtuple": lambda: Pair(torch.ones(2), (1, [2])),
-    "a sparse tensor": lambda: torch.eye(2).to_sparse(),
-    "a conjugate": lambda: torch.tensor([1 + 2j]).conj(),
     "a packed sequence": lambda: pack_sequence([torch.ones(2)]),
     "what has no equality": NoEquality,
     "what cannot be compared": lambda: [Quarrelsome(), Item(torch.ones(2))],
-    "what has equal parts": lambda: Item([1, 2]),
 }
 
 
@@ -74,29 +66,20 @@ DIFFERENT = {
     "a sparse tensor": (torch.eye(2).to_sparse(), torch.ones(2, 2).to_sparse()),
     "a conjugate": (torch.tensor([1 + 2j]), torch.tensor([1 + 2j]).conj()),
     "the shape": (torch.ones(2, 3), torch.ones(3, 2)),
-    "the length": (torch.ones(2), torch.ones(3)),
     "the type of numbers": (torch.zeros(2), torch.zeros(2, dtype=torch.int32)),
     "the view": (torch.arange(4).reshape(2, 2), torch.arange(4).reshape(2, 2).T),
     "the kind": (torch.ones(1), np.ones(1)),
     "integer and float": (1, 1.0),
-    "array": (np.array([1, 2]), np.array([2, 1])),
-    "shape of arrays": (np.ones((2, 3)), np.ones((3, 2))),
     "type of arrays": (np.zeros(2, np.int32), np.zeros(2, np.float32)),
     "array of objects": (np.array(["a", 1], dtype=object), np.array(["a", 2], dtype=object)),
     "shape of objects": (np.full((1, 2), None), np.full((2, 1), None)),
-    "NumPy numbers": (np.float64(1), np.float64(2)),
-    "numbers": (1.5, 2.5),
     "NaN and number": (NAN, 1.0),
-    "number and NaN": (1.0, NAN),
     "text": ("a", "b"),
-    "bytes": (b"a", b"b"),
     "a value": ({"x": 1, "y": [torch.ones(1)]}, {"x": 1, "y": [torch.zeros(1)]}),
     "a key": ({"x": 1}, {"y": 1}),
-    "a further key": ({"x": 1}, {"x": 1, "y": 2}),
     "a further item": ([1], [1, 2]),
     "something and nothing": (1, None),
     "one part of two, of which one cannot be compared": ([Quarrelsome(), 1], [Quarrelsome(), 2]),
-    "namedtuples": (Pair(1, 2), Pair(1, 3)),
 }
 
 

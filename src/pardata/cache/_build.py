@@ -14,14 +14,15 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from pardata.cache._cache_files import FILES, SOURCE, Files, record_of
+from pardata.cache._cache_files import FILES, SOURCE, Files
 from pardata.cache._column import ColumnWriter, Shapes
-from pardata.cache._original import CHUNK, Fields, bytes_of, check_alike, read_sample
+from pardata.cache._original import CHUNK, Fields, check_alike, read_sample
 from pardata.data._whole_batches import on_cpu
 from pardata.data._worker_processes import end_with_this_process
 from pardata.output._progress import progress
 from pardata.ranks._logger import get_logger
 from pardata.values._arguments import make_folder
+from pardata.values._tree import bytes_of
 
 _log = get_logger(__name__)
 
@@ -44,7 +45,7 @@ def ensure(dataset: Any, files: Files, source: dict[str, Any], workers: int) -> 
                 shutil.rmtree(left, ignore_errors=True)
         if files.are_there():  # another process may just have built it
             return
-        _say_why(files, source)
+        _log.info("pardata builds the cache in %s", directory)
         # Its own: where there are no locks, another process may be building here, too.
         unfinished = directory / f"{own}{token_hex(4)}"
         try:
@@ -59,21 +60,6 @@ def _is_old(folder: Path) -> bool:
     """Whether nothing was written into a folder for a day."""
     times = [path.stat().st_mtime for path in (folder, *folder.iterdir())]
     return time.time() - max(times) > _DAY
-
-
-def _say_why(files: Files, source: dict[str, Any]) -> None:
-    """Log why there is something to do."""
-    directory = files.folder.parent
-    if files.folder.exists():
-        _log.warning("pardata builds the cache in %s because it is damaged", directory)
-        return
-    why = "there is none"
-    for other in directory.glob(f"{FILES}*"):
-        with suppress(OSError, ValueError, TypeError, KeyError):
-            before = files._replace(folder=other).facts()
-            changed = [name for name in source if before[name] != source[name]]
-            why = f"the {' and the '.join(changed or ['shapes or dtypes'])} changed"
-    _log.info("pardata builds the cache in %s because %s", directory, why)
 
 
 @contextmanager
@@ -138,7 +124,7 @@ def _write(dataset: Any, files: Files, folder: Path, workers: int) -> dict[str, 
     with ExitStack() as stack:
         paths = files.paths(folder)
         columns = [stack.enter_context(closing(ColumnWriter(file))) for file in paths.values()]
-        written = _written(chunks, columns, files.length)
+        written = _written(chunks, columns)
         description = f"caching {type(dataset).__name__}"
         for _ in progress(written, description, total=files.length, batch_size=1):
             pass
@@ -148,37 +134,18 @@ def _write(dataset: Any, files: Files, folder: Path, workers: int) -> dict[str, 
     return shapes
 
 
-def _written(
-    chunks: DataLoader[dict[str, Tensor]], columns: list[ColumnWriter], length: int
-) -> Iterator[int]:
+def _written(chunks: DataLoader[dict[str, Tensor]], columns: list[ColumnWriter]) -> Iterator[int]:
     """Write what comes of all samples; yield something for each."""
     try:
-        for number, packed in enumerate(chunks):
+        for packed in chunks:
             for column, part in zip(columns, packed, strict=True):
                 column.add(*part)
-            if number == 0:
-                _reserve(columns, length)
             yield from range(len(packed[0][1]))
     except Exception as error:
         if chunks.num_workers == 0:
             raise
         # Its frames, which tell nothing of the sample, would keep the workers alive.
         raise error.with_traceback(None) from error.__cause__
-
-
-def _reserve(columns: list[ColumnWriter], length: int) -> None:
-    """Take the disk for parts of one shape, so that a full one is an error now, not in hours.
-
-    Raises:
-        OSError: where they do not fit; says how much they take.
-    """
-    sizes = [column.expected(length) for column in columns]
-    try:
-        for column, size in zip(columns, sizes, strict=True):
-            column.reserve(size)
-    except OSError as error:
-        text = f"{error.strerror}, and the cache takes at least {sum(sizes):,} bytes"
-        raise OSError(error.errno, text, error.filename) from error
 
 
 def _publish(unfinished: Path, files: Files, facts: dict[str, Any]) -> None:
@@ -188,7 +155,7 @@ def _publish(unfinished: Path, files: Files, facts: dict[str, Any]) -> None:
     """
     final = files.folder
     # Written before anything of the old cache goes: the disk may be full now.
-    facts["files"] = {path.name: record_of(path) for path in sorted(unfinished.iterdir())}
+    facts["files"] = {path.name: path.stat().st_size for path in sorted(unfinished.iterdir())}
     (unfinished / SOURCE).write_text(json.dumps(facts, indent=1))
     for path in unfinished.iterdir():
         with path.open("r+b") as file:

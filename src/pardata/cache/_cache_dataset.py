@@ -12,14 +12,14 @@ from torch.utils.data import Dataset, default_collate
 
 from pardata.cache._build import ensure
 from pardata.cache._cache_files import Files, files_of
-from pardata.cache._original import bytes_of, facts_of, fields_of, filled, is_numbers, read_sample
+from pardata.cache._original import facts_of, fields_of, filled, is_numbers, read_sample
 from pardata.collective._agreement import agree, require_same
 from pardata.collective._rank_zero import rank_zero_first
 from pardata.data._batch_parts import Ragged
 from pardata.data._whole_batches import ReadsBatches
 from pardata.ranks._world import require_world
 from pardata.seeds._generators import kept_generators
-from pardata.values._tree import leaves, mapped
+from pardata.values._tree import bytes_of, leaves, mapped
 
 
 def cache_dataset(
@@ -42,8 +42,7 @@ def cache_dataset(
     The cache would freeze random transforms, and a warning says so: leave them to the
     `batch_transform` of `make_loader`.
 
-    Files that a disk has damaged are built again, with a warning. The first rank of each node
-    compares their checksums before they are read, which takes 0.35 seconds for a gigabyte.
+    Files that are missing, or of another size than was written, are built again.
 
     Collective in a world larger than one: the first rank of each node builds, the others wait.
 
@@ -148,7 +147,7 @@ class CachedDataset(ReadsBatches):
 def _collated(leaf: Any, rows: Tensor | Ragged) -> Any:
     """Return what a batch has of the parts that are like `leaf` in a sample."""
     if isinstance(leaf, bytes):
-        return Ragged(map(bytes_of, rows))
+        return Ragged(bytes(bytes_of(row)) for row in rows)
     if isinstance(leaf, list) and isinstance(rows, Tensor):
         return list(rows.t().contiguous())  # a tensor for each place in a list of numbers
     return rows

@@ -2,7 +2,6 @@
 
 import math
 import mmap
-import os
 import warnings
 from array import array
 from collections.abc import Sequence
@@ -84,25 +83,8 @@ class ColumnWriter:
         _put(values, self._values)
         _put(places.tobytes(), self._places)
 
-    def expected(self, length: int) -> int:
-        """Return how many bytes so many samples take, if all have one shape; else 0."""
-        return 0 if self._shape is None else self._values.tell() // self._count * length
-
-    def reserve(self, size: int) -> None:
-        """Take so much of the disk.
-
-        Raises:
-            OSError: where there is not so much.
-        """
-        try:
-            if size and hasattr(os, "posix_fallocate"):  # not on macOS and Windows
-                os.posix_fallocate(self._values.fileno(), 0, size)
-        except OSError as error:
-            raise _at(self._values, error) from error
-
     def finish(self) -> Sequence[int] | None:
         """Return the shape that all samples have, so that no places are needed; or None."""
-        self._values.truncate()  # where more was reserved
         if self._shape is not None:
             Path(self._places.name).unlink()
         return self._shape
@@ -114,12 +96,7 @@ def _put(values: bytes, file: Any) -> None:
         while rest:  # the last bytes of a disk are written before it is full
             rest = rest[file.write(rest) :]
     except OSError as error:
-        raise _at(file, error) from error
-
-
-def _at(file: Any, error: OSError) -> OSError:
-    """Return the error with the name of the file, which it lacks."""
-    return OSError(error.errno, error.strerror, file.name)
+        raise OSError(error.errno, error.strerror, file.name) from error  # it lacks the name
 
 
 def _places_of(path: Path) -> Path:

@@ -1,6 +1,5 @@
 """The dataset that is cached: its samples, whether it has changed, and where its cache goes."""
 
-import ctypes
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -21,7 +20,7 @@ from pardata.ranks._world import World
 from pardata.seeds._generators import numpy_or_none, seed_generators
 from pardata.seeds._mix import mix
 from pardata.values._arguments import check_map_style, checked_path, kind_of
-from pardata.values._tree import digest_of, in_brackets, leaves, mapped
+from pardata.values._tree import bytes_of, digest_of, in_brackets, leaves, mapped
 
 _log = get_logger(__name__)
 
@@ -189,17 +188,11 @@ def filled(template: Any, parts: Iterable[Tensor]) -> Any:
 def _of_kind(leaf: Any, tensor: Tensor) -> Any:
     """Return a part of the kind of `leaf`."""
     if isinstance(leaf, bytes):
-        return bytes_of(tensor)
+        return bytes(bytes_of(tensor))
     if hasattr(leaf, "dtype") and not isinstance(leaf, Tensor):
         array = tensor.numpy()
         return array[()] if isinstance(leaf, numpy_or_none().generic) else array
     return tensor.tolist() if isinstance(leaf, int | float | list) else tensor
-
-
-def bytes_of(tensor: Tensor) -> bytes:
-    """Return the bytes of a tensor as they lie in memory, without NumPy, which is not required."""
-    plain = tensor.resolve_conj().resolve_neg().contiguous()
-    return ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.nbytes else b""
 
 
 def _as_tensor(leaf: Any, path: str) -> Tensor:

@@ -4,7 +4,7 @@ import atexit
 import os
 import sys
 from collections.abc import Callable
-from threading import Event, Thread
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from pardata.ranks._logger import get_logger
 
@@ -23,49 +23,29 @@ class Background:
     """
 
     def __init__(self, work: Callable[[], object], what: str) -> None:
-        self._what = what
-        self._error: BaseException | None = None
-        self._begin, self._ended = Event(), Event()
-
-        def run() -> None:
-            self._begin.wait()
-            try:
-                work()
-            except BaseException as error:  # noqa: BLE001  # `check` raises it
-                self._error = error
-            finally:
-                self._ended.set()
-
-        self._thread = Thread(target=run, name=f"pardata: {what}")
-
-    def start(self) -> None:
-        """Begin. Apart from making it, so that Ctrl-C here leaves nothing that nobody knows."""
+        self._what, self._pid = what, os.getpid()
         atexit.register(self._check_at_exit)
-        try:
-            # A new thread holds the interpreter for 5 ms, if it has work; its maker waits for it.
-            self._thread.start()
-        finally:
-            self._begin.set()
+        executor = ThreadPoolExecutor(1, thread_name_prefix=f"pardata: {what}")
+        self._future = executor.submit(work)
+        executor.shutdown(wait=False)  # its thread ends with the work
 
     def join(self) -> None:
         """Wait for the end."""
-        if self._thread.is_alive():
-            # If Ctrl-C interrupts the join, Python before 3.13 thinks that the thread has ended.
-            self._ended.wait()
-            self._thread.join()
+        if os.getpid() == self._pid:
+            wait([self._future])
 
     def check(self) -> None:
         """Wait for the end, and raise what the work has raised."""
         self.join()
         atexit.unregister(self._check_at_exit)
-        if self._error is not None:
-            raise self._error
+        if self._future.done():
+            self._future.result()
 
     def _check_at_exit(self) -> None:
         # Threads have ended by now.
-        if self._error is None:
+        if not self._future.done() or (error := self._future.exception()) is None:
             return
-        _log.error("%s failed: %s", self._what, self._error, ranks="all")
+        _log.error("%s failed: %s", self._what, error, ranks="all")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # nothing else can change the exit status here

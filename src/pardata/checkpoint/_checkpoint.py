@@ -121,16 +121,13 @@ class Checkpoint(NamedTuple):
             names = ", ".join(f"`{name}`" for name in lost)
             _log.warning(text, names, saved["processes"], here.size, ranks=[0])
 
-    def trees_of(
-        self, names: Iterable[str], likes: Likes, *, values: Iterable[str] = (), alone: bool = False
-    ) -> Any:
-        """Return what was saved under these names. Collective, or on one rank alone.
+    def trees_of(self, names: Iterable[str], likes: Likes, *, values: Iterable[str]) -> Any:
+        """Return what was saved under these names. Collective.
 
         Args:
             names: of things with a state.
             likes: what shows how a part is to be sharded; it is whole otherwise.
             values: names of more, which have no state.
-            alone: whether no other rank takes part.
         """
         objects = self.contents["objects"]
         saved = [name for name in objects if name not in self.manifest["values"]]
@@ -147,7 +144,7 @@ class Checkpoint(NamedTuple):
             return trees
         # A model's is under the very path, an optimizer's under that of the parameter's state.
         targets = {at: likes.get(at, likes.get(at[:-1])) for at in sharded}
-        tensors = shards.read(self.path, targets, alone=alone)
+        tensors = shards.read(self.path, targets)
         return mapped(trees, tensors.get, is_leaf=is_special)
 
 
@@ -231,9 +228,9 @@ def _read(path: Path, manifest: dict[str, Any], here: World) -> Checkpoint:
         # a whole checkpoint.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Validating sparse tensor")
-            contents = load(str(path / STATE))  # torch 2.6 maps no other path
+            contents = load(path / STATE)
             if manifest["per_rank"] and manifest["identity"]["processes"] == here.size:
-                contents["objects"].update(load(str(path / OWN.format(here.rank))))
+                contents["objects"].update(load(path / OWN.format(here.rank)))
         is_sharded = bool(contents["sharded"])
     except Exception as error:  # whatever PyTorch makes of bytes that somebody has made up
         raise UnusableError(

@@ -6,15 +6,14 @@ from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import Any, Never
 
 import torch.distributed as dist
-from typing_extensions import Never
 
 from pardata.checkpoint import _shards as shards
 from pardata.checkpoint._background import Background
 from pardata.checkpoint._checkpoint import CURE, Restored, newest
-from pardata.checkpoint._files import Digests, Written, write_own, write_weights
+from pardata.checkpoint._files import Digests, Written, write_own
 from pardata.checkpoint._folder import Folder
 from pardata.checkpoint._names import Retention, names
 from pardata.checkpoint._snapshot import Snapshot
@@ -171,8 +170,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
         Raises:
             ValueError: a name was not saved, or there is no checkpoint of step `at`. Or the
-                directory is one checkpoint itself. Or it does not exist, and its name is nearly
-                that of one next to it that has checkpoints.
+                directory is one checkpoint itself.
             TypeError: an object is a value (`restore` returns those), or has no name.
             RuntimeError: there are checkpoints and none is complete, or ranks differ. Or a state
                 does not fit its object, which the error names. Some objects may have their new
@@ -193,38 +191,6 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         require_world("Checkpointer.steps")
         self.wait()
         return sorted({name.step for name in rank_zero_call(names, self._directory)})
-
-    def export(
-        self, path: str | os.PathLike[str], *, name: str = "model", at: int | None = None
-    ) -> None:
-        """Write the bare weights of the newest complete checkpoint to a file. Collective.
-
-        The parameters have the names that the module itself gives them, for `load_weights` and
-        ``module.load_state_dict`` alike. If `path` ends in ``.safetensors`` it writes safetensors,
-        or else what ``torch.save`` writes. The file is there as a whole or not at all.
-
-        Args:
-            path: of the file.
-            name: under which the model was saved.
-            at: the step of the checkpoint to take, as for `restore`.
-
-        Raises:
-            FileNotFoundError: there is no checkpoint.
-            ValueError: nothing was saved under this name, or at this step.
-            TypeError: what was saved under this name is no model.
-            ImportError: safetensors is not installed.
-        """
-        self.wait()
-        found = newest("Checkpointer.export", at, {}, {"name": name, **self._options})
-        if found is None:
-            raise FileNotFoundError(
-                f"there must be a checkpoint in {self._directory} to export, but there is none"
-            )
-
-        def write() -> None:
-            write_weights(checked_path("path", path), found.trees_of([name], {}, alone=True)[name])
-
-        rank_zero_call(write)
 
     def wait(self) -> None:
         """Wait for the last asynchronous save, and raise its error on every rank. Collective."""
@@ -261,7 +227,6 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         if self._asynchronous:
             work = partial(self._folder.finish, *draft) if here.is_main else written
             self._background = Background(work, f"the checkpoint of step {step}")
-            self._background.start()
             return
         if not here.is_main:
             with suppress(OSError):  # it is on all ranks, and rank 0 tells

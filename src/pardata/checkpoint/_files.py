@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
 
 from pardata.collective._exchange import gathered
-from pardata.model._state_dict import safetensors_for
 from pardata.ranks._world import World
 
 FORMAT = 1
@@ -148,35 +146,3 @@ def sync(*paths: Path) -> None:
             os.fsync(opened)
         finally:
             os.close(opened)
-
-
-def write_weights(path: Path, state: Any) -> None:
-    """Write bare weights, for others, to a file that is there as a whole or not at all.
-
-    Raises:
-        TypeError: for what is no state dict.
-        ImportError: for safetensors that are not installed.
-    """
-    what = f"is a {type(state).__name__}"
-    if isinstance(state, Mapping):
-        others = [name for name, value in state.items() if not isinstance(value, Tensor)]
-        what = f"has {others[0]!r}, which is none" if others else ""
-    if what:
-        raise TypeError(
-            f"what is exported must be the weights of a module, all of them tensors, but it {what}"
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".unfinished-{path.name}")
-    unfinished.unlink(missing_ok=True)  # if it is a link, another file would be written
-    try:
-        if path.suffix == ".safetensors":
-            # The format wants tied weights apart, so each gets memory of its own.
-            tensors = {name: tensor.clone().contiguous() for name, tensor in state.items()}
-            safetensors_for(path).save_file(tensors, unfinished)
-        else:
-            save(state, unfinished)
-        sync(unfinished)
-        unfinished.replace(path)
-        sync(path.parent)
-    finally:
-        unfinished.unlink(missing_ok=True)

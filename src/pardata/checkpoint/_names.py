@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pardata.checkpoint._files import UnusableError, read_manifest
-from pardata.ranks._logger import get_logger
 from pardata.values._arguments import check_integer
-
-_log = get_logger(__name__)
 
 
 class Name(NamedTuple):
@@ -64,20 +61,12 @@ def candidates(directory: Path, at: int | None) -> list[Name]:
 
 
 def _check_directory(directory: Path) -> None:
-    """Raise if a directory without checkpoints is itself a checkpoint.
-
-    Warn if a folder in it has checkpoints. They may be those of an earlier phase, or a run's best,
-    which was saved before the first of its other checkpoints.
-    """
+    """Raise if a directory without checkpoints is itself a checkpoint."""
     if Name.parse(directory.name) is not None:
         raise ValueError(
             f"`directory` must be that of all checkpoints of a run, but {directory} is one of "
             f"them: pass {directory.parent}"
         )
-    below = (found for found in directory.glob("*/attempt-*") if Name.parse(found.name))
-    if (one := next(below, None)) is not None:
-        text = "there is no checkpoint in %s, but %s has some: pass that to resume its run"
-        _log.warning(text, directory, directory / one.parent.name)
 
 
 class Retention:

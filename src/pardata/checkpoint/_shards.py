@@ -6,8 +6,10 @@ PyTorch's imports cost half a second, so they are made where they are needed: wh
 model has paid for most of them.
 """
 
+import copyreg
 import dataclasses
 import pickle
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
@@ -15,7 +17,6 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pardata.checkpoint._files import Digests, UnusableError, Written, size_and_digest
@@ -23,6 +24,9 @@ from pardata.values._tree import TreePath
 
 _FOLDER = "sharded"
 _METADATA = ".metadata"
+
+# What makes a layout of its name, for pickle.
+_LAYOUT = copyreg.dispatch_table[torch.layout](torch.strided)[0]
 
 _DCP = "torch.distributed.checkpoint"
 _MODULES = ("torch", "torch.serialization", f"{_DCP}.metadata", f"{_DCP}.filesystem")
@@ -83,15 +87,12 @@ def writing(checkpoint: Path, parts: Mapping[TreePath, Tensor], group: Any) -> W
     return write
 
 
-def read(path: Path, targets: Mapping[TreePath, Any], *, alone: bool) -> dict[TreePath, Tensor]:
+def read(path: Path, targets: Mapping[TreePath, Any]) -> dict[TreePath, Tensor]:
     """Return tensors by path, each sharded like its target, or whole if that is not sharded.
 
-    Of a checkpoint that was checked. Collective, unless one rank alone reads.
+    Of a checkpoint that was checked. Collective.
     """
     import torch.distributed.checkpoint as dcp  # noqa: PLC0415  # slow to import
-
-    # dcp.load calls it. Older PyTorch cannot tell dcp.load that one rank reads alone.
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict  # noqa: PLC0415  # slow to import
 
     class Reader(dcp.FileSystemReader):
         def read_metadata(self, *_: Any, **__: Any) -> Any:  # newer torch passes more
@@ -100,9 +101,9 @@ def read(path: Path, targets: Mapping[TreePath, Any], *, alone: bool) -> dict[Tr
     metadata = read_metadata(path)
     stored = metadata.state_dict_metadata
     tensors = {str(at): _empty(stored[str(at)], target) for at, target in targets.items()}
-    with _failures_as_errors():
-        alone = alone or not dist.is_initialized()
-        _load_state_dict(tensors, Reader(path / _FOLDER), no_dist=alone)
+    with _failures_as_errors(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is")  # … not there, in one process
+        dcp.load(tensors, storage_reader=Reader(path / _FOLDER))
     return {at: tensors[str(at)] for at in targets}
 
 
@@ -163,7 +164,6 @@ class _Unpickler(pickle.Unpickler):
 def _is_plain(found: object) -> bool:
     """Whether this is a constant, or a class of data only, of which making one does nothing."""
     if not isinstance(found, type):
-        # The last is what a layout is pickled as.
-        return isinstance(found, torch.dtype) or found is torch.serialization._get_layout  # noqa: SLF001  # torch has no public name
+        return isinstance(found, torch.dtype) or found is _LAYOUT
     is_data = dataclasses.is_dataclass(found) or issubclass(found, Enum)
     return issubclass(found, PurePath | torch.Size) or (is_data and found.__module__ in _MODULES)

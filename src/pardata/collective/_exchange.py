@@ -17,26 +17,24 @@ from pardata.collective._forbidden import check_allowed
 from pardata.collective._header import Matching, number_of, plain
 from pardata.messages._table import ranks_text
 from pardata.ranks._world import World, require_world, way_of_counts
-from pardata.values._arguments import check_flag, check_integer
-from pardata.values._tree import TreePath, in_brackets, leaves
+from pardata.values._arguments import check_flag
+from pardata.values._tree import TreePath, bytes_of, leaves
 
 _T = TypeVar("_T")
 
 
-def all_gather(value: _T, dim: int = 0, *, differentiable: bool = False) -> list[_T]:
+def all_gather(value: _T, *, differentiable: bool = False) -> list[_T]:
     """Return the `value` of every rank, in rank order. Collective.
 
     `value` is a tensor, a number, anything else, or nested dicts, lists and tuples of them. Tensors
-    may differ between ranks in dimension `dim` (zero rows included) and in nothing else. They keep
-    their dtype and device; numbers become ``int``, ``float`` or ``bool``. `all_gather` pickles any
-    part without tensors and numbers, as a text or a list of texts of any length. Tensors inside
+    may differ between ranks in their first dimension (zero rows included) and in nothing else. They
+    keep their dtype and device; numbers become ``int``, ``float`` or ``bool``. `all_gather` pickles
+    any part without tensors and numbers, as a text or a list of texts of any length. Tensors inside
     other objects come on the CPU. It takes two small collectives and one of all the data, whatever
     the number of leaves. In a single process it returns ``[value]``, copied.
 
     Args:
         value: what this rank has.
-        dim: the dimension in which tensors may differ: 1 for hidden states of shape (layers, batch,
-            hidden), say.
         differentiable: let gradients flow back to the rank that has the tensor; by default tensors
             carry none. A rank's tensor gets the sum of the gradients of all ranks' losses. So
             `backward`, and ``loss.backward()`` under ``"ddp"``, give the gradient of the mean of
@@ -45,9 +43,7 @@ def all_gather(value: _T, dim: int = 0, *, differentiable: bool = False) -> list
 
     Raises:
         Exception: a value cannot be pickled; `pickle` raises it.
-        TypeError: a tensor, whose path the error names, is sparse or complex. Or `dim` or the flag
-            is wrong.
-        IndexError: a tensor has no dimension `dim`.
+        TypeError: a tensor, whose path the error names, is sparse or complex. Or the flag is wrong.
         ValueError: a rank has no rows of a tensor that carries a gradient.
         RuntimeError: structures, dtypes or other dimensions differ; the error has a table. All
             errors come on every rank, and the group is usable afterwards.
@@ -57,23 +53,21 @@ def all_gather(value: _T, dim: int = 0, *, differentiable: bool = False) -> list
     """
 
     def find() -> dict[TreePath, Any]:
-        check_integer("dim", dim)
         check_flag("differentiable", differentiable)
         found = leaves(value, by_text=True, is_leaf=_is_other)
-        return {path: x if _is_other(x) else _rows_first(x, path, dim) for path, x in found}
+        return {path: x if _is_other(x) else number_of(x, path) for path, x in found}
 
     def text(leaf: Any) -> str:
-        more = f", dim={dim}" * (dim != 0), ", differentiable" * (differentiable and _carries(leaf))
-        return f"{_text(leaf)}{''.join(more)}"
+        return _text(leaf) + ", differentiable" * (differentiable and _carries(leaf))
 
     matching = Matching("all_gather", find, text, differentiable=differentiable is True)
     parts = matching.guarded(lambda: [_as_tensor(leaf) for leaf in matching.leaves], [])
     with explained("all_gather"):
         matching.all_reduce(list)
-        columns = _gathered(matching, parts, dim)
+        columns = _gathered(matching, parts)
     for number, leaf in enumerate(matching.leaves):
         if differentiable and _carries(leaf):
-            columns[number] = _Joined.apply(matching, dim, columns[number], leaf)
+            columns[number] = _Joined.apply(matching, columns[number], leaf)
     ranks = [[column[rank] for column in columns] for rank in range(matching.here.size)]
     return [matching.rebuilt(value, of_rank, _is_other) for of_rank in ranks]
 
@@ -82,14 +76,13 @@ class _Joined(torch.autograd.Function):
     """Tensors of all ranks, whose gradients go to the ranks that have them."""
 
     @staticmethod
-    def forward(ctx: Any, matching: Matching, dim: int, of_ranks: Any, leaf: Tensor) -> Any:
+    def forward(ctx: Any, matching: Matching, of_ranks: Any, leaf: Tensor) -> Any:
         if none := [rank for rank, tensor in enumerate(of_ranks) if not tensor.numel()]:
             raise ValueError(
                 f"every rank must have rows of what is `differentiable`, but {ranks_text(none)} "
                 f"passed none: pass drop_last=True to make_loader, or a larger batch_size"
             )
         ctx.here, ctx.group = matching.here, matching.group(leaf)
-        ctx.dims = (dim, 0) if leaf.ndim else ((), ())
         return tuple(of_ranks)
 
     @staticmethod
@@ -102,7 +95,7 @@ class _Joined(torch.autograd.Function):
             with explained("all_gather (backward)"):
                 dist.all_reduce(flat, group=ctx.group)
         mine = flat.split([gradient.numel() for gradient in gradients])[ctx.here.rank]
-        return None, None, None, mine.view(like.shape).to(like.dtype).movedim(*ctx.dims)
+        return None, None, mine.view(like.shape).to(like.dtype)
 
 
 def broadcast(value: _T) -> _T:
@@ -131,7 +124,7 @@ def broadcast(value: _T) -> _T:
         data = data or bytearray(int(length))
         payload = torch.frombuffer(data, dtype=torch.uint8).to(matching.device)
         dist.broadcast(payload, 0, group=matching.group(payload))
-    return value if here.is_main else unpickled(_bytes_of(payload), here.device)
+    return value if here.is_main else unpickled(bytes_of(payload), here.device)
 
 
 def gathered(here: World, value: _T, group: Any = None) -> list[_T]:
@@ -159,7 +152,7 @@ def unpickled(data: bytes | bytearray, device: object = "cpu") -> Any:
     return torch.load(io.BytesIO(data), map_location=placed, weights_only=False)
 
 
-def _gathered(matching: Matching, parts: list[Tensor], dim: int) -> list[Any]:
+def _gathered(matching: Matching, parts: list[Tensor]) -> list[Any]:
     """Return of each leaf those of all ranks."""
     # What each rank brings: the rows of every leaf, then all bytes, padded to the longest.
     rows = [len(part) if part.ndim else 1 for part in parts]
@@ -176,19 +169,9 @@ def _gathered(matching: Matching, parts: list[Tensor], dim: int) -> list[Any]:
     received = [row[: sum(size)].split(size) for row, size in sent]
     both = zip(zip(*all_rows, strict=True), zip(*received, strict=True), strict=True)
     return [
-        [_from_bytes(leaf, part, n, data, dim) for n, data in zip(*column, strict=True)]
+        [_from_bytes(leaf, part, n, data) for n, data in zip(*column, strict=True)]
         for leaf, part, column in zip(matching.leaves, parts, both, strict=True)
     ]
-
-
-def _rows_first(leaf: Any, path: TreePath, dim: int) -> Any:
-    leaf = number_of(leaf, path)
-    if not isinstance(leaf, Tensor) or not leaf.ndim:
-        return leaf
-    if not -leaf.ndim <= dim < leaf.ndim:
-        name, shape = in_brackets("value", path), tuple(leaf.shape)
-        raise IndexError(f"`{name}` must have a dimension {dim} (`dim`), but its shape is {shape}")
-    return leaf.movedim(dim, 0)
 
 
 def _carries(leaf: Any) -> bool:
@@ -218,21 +201,13 @@ def _as_tensor(leaf: Any) -> Tensor:
     return torch.tensor(float(leaf), dtype=torch.float64, device="cpu")
 
 
-def _from_bytes(leaf: Any, part: Tensor, rows: int, data: Tensor, dim: int) -> Any:
+def _from_bytes(leaf: Any, part: Tensor, rows: int, data: Tensor) -> Any:
     if not isinstance(leaf, Tensor) and _is_other(leaf):
-        return unpickled(_bytes_of(data))
+        return unpickled(bytes_of(data))
     shape = (rows, *part.shape[1:]) if part.ndim else ()
     # A copy: a view may begin where an element of this dtype may not.
     tensor = data.clone().view(part.dtype).view(shape).to(part.device)
-    if not isinstance(leaf, Tensor):
-        return tensor.item()
-    return tensor.movedim(0, dim).contiguous() if part.ndim else tensor
-
-
-def _bytes_of(tensor: Tensor) -> bytearray:
-    data = bytearray(len(tensor))
-    torch.frombuffer(data, dtype=torch.uint8).copy_(tensor)  # needs no NumPy
-    return data
+    return tensor if isinstance(leaf, Tensor) else tensor.item()
 
 
 def _gather(matching: Matching, flat: Tensor) -> Tensor:

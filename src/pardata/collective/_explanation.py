@@ -26,8 +26,6 @@ from pardata.ranks._world import channel
 _GRACE_LOST, _GRACE_TIMED_OUT = 1.0, 2.0
 # Once it is known who failed first, the rest of the table is not worth more than this.
 _SETTLE = 0.3
-# The store may hang as well, with the process or the network that serves it.
-_MARGIN = 1.0
 _MOST = 64  # that are left, in addition to causes: the first one is among the first
 
 
@@ -76,7 +74,7 @@ def asked(
         _listen(group.store, known, patience, settle)
         known.store_is_gone = False
 
-    bounded(patience + _MARGIN, ask)
+    bounded(ask, patience)
     return known
 
 

@@ -92,7 +92,7 @@ class Watch:
 
     def _waited(self, note: Note) -> float:
         """Return for how many seconds this rank has been in one call, or step."""
-        call, since, _, step = note
+        call, since, step = note
         return time.monotonic() - max(since, self._awake) if call or step is not None else 0.0
 
     def _look(self) -> bool:
@@ -108,7 +108,7 @@ class Watch:
         if self._began is not None and note is not self._began:
             hang.end(note[1] - self._began[1])
             self._began = None
-        found = bounded(max(self._after, _LATE), hang.has_news)
+        found = bounded(hang.has_news, self._after)
         if not found:
             where = whereabouts(hang.number, note, frame).text
             _warn(f"{SERVER} does not answer; this rank {where}")

@@ -6,9 +6,7 @@ import sys
 import threading
 import time
 from types import FrameType
-from typing import Any
-
-from typing_extensions import Self
+from typing import Any, Self
 
 from pardata.collective._vote import Vote
 from pardata.ranks._logger import get_logger
@@ -27,10 +25,9 @@ class StopSignal:
 
     The block only notes the first signal. A second one acts as if this block were not there:
     SIGTERM ends the process at once. The same signal again within a second counts as the first one,
-    because launchers repeat it. So a run that stops leaves the block after that second. Blocks
-    around this one note its signals too. In another thread than the main one, as under Ray Train,
-    Python cannot listen to signals. That is logged once, and `agreed` still hears of the other
-    ranks' signals.
+    because launchers repeat it. So a run that stops leaves the block after that second. In another
+    thread than the main one, as under Ray Train, Python cannot listen to signals. That is logged
+    once, and `agreed` still hears of the other ranks' signals.
 
     Args:
         signals: SIGTERM and SIGUSR2 if none are given.
@@ -51,7 +48,7 @@ class StopSignal:
         self._received_at = 0.0
         self._agreed = False
         self._is_entered = False
-        self._sent: Vote | None = None  # whether any was asked, and whether any leaves the block
+        self._sent: Vote | None = None  # whether any rank was asked
 
     @property
     def requested(self) -> bool:
@@ -66,8 +63,7 @@ class StopSignal:
         and stays true. In a single process it is true at once.
 
         Raises:
-            RuntimeError: it is called before the block. Or one rank calls it again and another
-                leaves the block; then every rank raises it.
+            RuntimeError: it is called before the block.
         """
         here = require_world("StopSignal.agreed")
         if not self._is_entered:
@@ -82,7 +78,7 @@ class StopSignal:
                 why = f"got {signal.Signals(self._received).name}" if self._received else asked
                 _log.info("%s: the run stops at this step", why, ranks=[here.rank])
             elif here.size > 1:
-                self._sent = self._vote(leaves=False)
+                self._sent = Vote(here, "StopSignal.agreed", [self.requested])
         return self._agreed
 
     def __bool__(self) -> bool:
@@ -93,21 +89,12 @@ class StopSignal:
         """
         raise TypeError("a StopSignal must not be taken for True or False: call its `agreed()`")
 
-    def _vote(self, *, leaves: bool) -> Vote:
-        here = require_world("StopSignal.agreed")
-        return Vote(here, "StopSignal.agreed", [self.requested, leaves])
-
     def _heard(self) -> bool:
         """Return what all ranks said at the call before."""
         if self._sent is None:
             return False
         vote, self._sent = self._sent, None
-        (_, asked), (least, most), *_ = vote.result()
-        if least != most:
-            raise RuntimeError(
-                "every rank must call `agreed` equally often, but one has called it again and "
-                "another has left the block: call it at the same place of the loop on all ranks"
-            )
+        ((_, asked),) = vote.result()
         return bool(asked)
 
     def __enter__(self) -> Self:
@@ -126,8 +113,7 @@ class StopSignal:
                 self._outlast_repeats()
         finally:  # after Ctrl-C, as after all else
             self._stop_listening()
-        if kind is None and self._sent is not None and not self._heard():
-            self._sent = self._vote(leaves=True)
+        if kind is None:
             self._heard()
 
     def _outlast_repeats(self) -> None:
@@ -140,13 +126,10 @@ class StopSignal:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before = {}
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _note(self, number: int, _: FrameType | None) -> None:
         # Nothing but this: the program may be anywhere.
         if self._received is None:
             self._received, self._received_at = number, time.monotonic()
-            outer = _listener(self._before.get(number))
-            if outer is not None:
-                outer._note(number, frame)  # noqa: SLF001  # of its own class
             return
         if number == self._received and time.monotonic() < self._received_at + _REPEATED_WITHIN:
             return
@@ -158,13 +141,8 @@ class StopSignal:
 
 def may_stop(number: int) -> bool:
     """Whether a signal may ask the run to stop: by custom, or because a `StopSignal` listens."""
-    return number in _DEFAULT or _listener(signal.getsignal(number)) is not None
-
-
-def _listener(handler: object) -> StopSignal | None:
-    """Return the block that listens by this handler, if one does."""
-    listener = getattr(handler, "__self__", None)
-    return listener if isinstance(listener, StopSignal) else None
+    listener = getattr(signal.getsignal(number), "__self__", None)
+    return number in _DEFAULT or isinstance(listener, StopSignal)
 
 
 def _checked(number: int) -> int:

@@ -1,7 +1,6 @@
 """Where the ranks are when a run hangs: what each says of itself, and one table of all."""
 
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from time import monotonic
@@ -9,10 +8,10 @@ from types import FrameType
 from typing import Any, TypeAlias
 
 from pardata.messages._call_site import Call, calls_of, own_call, standing
-from pardata.messages._doing import Note, doing
+from pardata.messages._doing import LOADER, Note, doing
 from pardata.messages._table import ranks_by, ranks_text
 
-_PLURAL = {"is": "are", "waits": "wait", "reads": "read", "works": "work", "compiles": "compile"}
+_PLURAL = {"is": "are", "waits": "wait", "works": "work", "compiles": "compile"}
 
 
 @dataclass
@@ -48,7 +47,7 @@ Found: TypeAlias = Mapping[int, Whereabouts]  # by ranks
 
 def whereabouts(hang: int, note: Note, frame: FrameType) -> Whereabouts:
     """Say where this rank is, from its note and the innermost frame of the thread that trains."""
-    call, since, tell, step = note
+    call, since, step = note
     calls = calls_of(frame)
     own = own_call(calls)
     # Else pardata has called code of the user's, which is at work.
@@ -59,16 +58,14 @@ def whereabouts(hang: int, note: Note, frame: FrameType) -> Whereabouts:
     elif doing.leads:
         kind, call = "leads", doing.leads
         does = f"works in {call}"
-    elif tell is not None:
-        does = "waits for its loader"
-        with suppress(Exception):  # what it looks at is changing
-            does = tell(frame) or does
+    elif call == LOADER:
+        does = f"waits for {LOADER}"
     elif call:
         kind = "waits" if is_inside else ""
         does = f"{kind or 'is'} in {call}"
     text = f"{does} at {calls[own].place if is_inside else standing(calls)}"
-    when = f"step {step.number} of epoch {step.epoch}" if step else ""
-    when = f"after {when}" if step and tell is not None else when
+    after = "after " * (call == LOADER)
+    when = f"{after}step {step.number} of epoch {step.epoch}" if step else ""
     return Whereabouts(hang, kind, text, call, when, monotonic() - since, calls)
 
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from pardata.messages._doing import Tell, doing
+from pardata.messages._doing import LOADER, doing
 
 
 class Clock:
@@ -16,12 +16,9 @@ class Clock:
         self._end: float | None = None
         self.samples, self.waited = 0, 0.0
 
-    def next_of(self, batches: Iterator[Any], end: Any, tell: Tell) -> Any:
-        """Return the next batch, whose step comes first in it, or `end`.
-
-        `tell` says what is waited for, to who looks for a hang.
-        """
-        asked, before, batch = self.seconds(), doing.enter("its loader", tell), end
+    def next_of(self, batches: Iterator[Any], end: Any) -> Any:
+        """Return the next batch, whose step comes first in it, or `end`."""
+        asked, before, batch = self.seconds(), doing.enter(LOADER), end
         try:
             batch = next(batches, end)
         finally:

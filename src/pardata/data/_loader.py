@@ -233,7 +233,7 @@ class Loader:
         try:
             while True:
                 bookmark.check(begun)
-                step, state, batch = clock.next_of(batches, _END, self._source.reading)
+                step, state, batch = clock.next_of(batches, _END)
                 if step is None:
                     break
                 clock.samples += step.samples

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 from pardata.data._loader import Loader, Parts
 from pardata.data._loader_arguments import agreed
 from pardata.data._order import Requests
+from pardata.data._own_generators import own_generators
 from pardata.data._placement import Placement
 from pardata.data._position import Recipe
 from pardata.data._reader import Collation, Reader, Seeds
@@ -19,11 +20,12 @@ from pardata.data._settings import Arguments, Settings
 from pardata.data._stream import Stream
 from pardata.data._streamed import Streamed
 from pardata.data._workers import Source
+from pardata.ranks._logger import get_logger
 from pardata.seeds._default_seeds import default_seed, take_number
-from pardata.values._arguments import suggesting
+
+_log = get_logger(__name__)
 
 
-@suggesting
 def make_loader(
     dataset: Dataset[Any],
     batch_size: int | None = None,
@@ -146,6 +148,8 @@ def _parts(settings: Settings) -> Parts:
     given, ranks, plan, workers = settings.given, settings.ranks, settings.plan, settings.workers
     seeds = Seeds(settings.seed, given.reproducible, given.microbatch_size is not None)
     collation = Collation(given.collate_fn, seeds, settings.here.rank)
+    if given.reproducible:
+        _warn_of_own_generators(given)
     if not isinstance(given.dataset, IterableDataset):
         sampler = given.sampler if given.batch_sampler is None else given.batch_sampler
         to_workers = workers["num_workers"] > 0
@@ -156,6 +160,16 @@ def _parts(settings: Settings) -> Parts:
         source = Streamed(stream, None, ranks, workers)
     places = settings.device, given.batch_transform, collation, given.prefetch, settings.pins
     return _recipe(settings), source, Placement(*places)
+
+
+def _warn_of_own_generators(given: Arguments) -> None:
+    for name in ("dataset", "collate_fn", "batch_transform"):
+        for path in own_generators(name, getattr(given, name)):
+            text = (
+                "`%s` is a generator that the loader does not seed, so that runs at other sizes "
+                "draw other numbers: draw from the default generators, or pass reproducible=False"
+            )
+            _log.warning(text, path, ranks=[0], once=True)
 
 
 def _with_seed(settings: Settings, seed: Any) -> Parts | None:

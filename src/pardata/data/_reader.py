@@ -1,7 +1,7 @@
 """Reading a rank's part of a step, in a worker or here: seeded, collated, and errors say where."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
@@ -11,12 +11,8 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 from pardata.data._order import Request, as_list
 from pardata.data._plan import Fetched, GlobalStep
 from pardata.data._whole_batches import is_read_whole, on_cpu, whole_batch_reader
-from pardata.ranks._logger import get_logger
 from pardata.seeds import _generators as generators
 from pardata.seeds._mix import mix, mixed
-from pardata.values._tree import digest_of
-
-_log = get_logger(__name__)
 
 # The indices of samples, and what each is seeded by: its index, or its position.
 Wanted: TypeAlias = tuple[Sequence[Any], Sequence[int]]
@@ -95,14 +91,10 @@ class Reader(Dataset[Any]):
 
     def __init__(self, dataset: Any, collation: Collation) -> None:
         self.dataset, self.collation = dataset, collation
-        self._seeds = seeds = collation.seeds
+        self._seeds = collation.seeds
         self.look_again()
         # A Subset has __getitems__ whatever it is of, and would read one by one itself.
         self._by_items = hasattr(dataset, "__getitems__") and is_read_whole(dataset)
-        per_sample = self._read_whole is None and not self._by_items
-        # Shared, so that workers which are started anew for each epoch look only once.
-        looks = seeds.reproducible and per_sample and collation.rank == 0
-        self._looks_twice = torch.tensor(looks, device="cpu").share_memory_()
         self._epoch = -1  # that the dataset was told
 
     def look_again(self) -> None:
@@ -120,8 +112,6 @@ class Reader(Dataset[Any]):
         if (read := self._read_whole) is not None:
             batches = [self._got(read, torch.as_tensor(each, device="cpu")) for each in asked]
             return Fetched(step, batches)
-        if self._looks_twice:
-            self._warn_of_a_generator_of_its_own(request)
         indices = [as_list(each) for each in asked]
         wanted = enumerate(zip(indices, positions or indices, strict=True), step.first)
         with self._seeds.around_reading():
@@ -165,25 +155,6 @@ class Reader(Dataset[Any]):
     def _unread(self, index: Any, error: Exception) -> RuntimeError:
         what = f"{'samples' if isinstance(index, list) else 'sample'} {index} could not be read"
         return self.collation.failed(what, error)
-
-    def _warn_of_a_generator_of_its_own(self, request: Request) -> None:
-        """Read one sample twice under one seed: what differs is not reproducible."""
-        worker = get_worker_info()
-        step, asked, positions = request
-        first = as_list(asked[0][:1])
-        if not first or (worker and worker.id):
-            return
-        self._looks_twice.fill_(False)
-        text = (
-            "sample %s of %s differs when read twice with the same seed, so that runs at other "
-            "sizes differ: draw from the default generators, or pass reproducible=False"
-        )
-        # A user's objects may raise anything: this is advice, and must not end a run.
-        with generators.kept_generators(), suppress(Exception):
-            wanted = first, positions[0] if positions else first
-            reads = (self._samples(step.epoch, wanted) for _ in range(2))
-            if len({*map(digest_of, reads)}) > 1:
-                _log.warning(text, first[0], type(self.dataset).__name__)
 
 
 @cache

@@ -91,7 +91,7 @@ def is_read_whole(dataset: object) -> bool:
     return hasattr(dataset, "__getitems__")
 
 
-# torch 2.6 picks no rows of unsigned numbers.
+# torch 2.9 picks no rows of unsigned numbers.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 

@@ -6,62 +6,69 @@ import os
 import signal
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing import resource_tracker, util
-from types import FrameType
+from multiprocessing.process import BaseProcess
 from typing import Any
+from weakref import WeakSet
 
 from torch.utils.data import DataLoader, get_worker_info
-from torch.utils.data._utils import worker as torch_worker
 
 from pardata.collective._stop_signal import may_stop
-from pardata.data._reading import EACH, leave
 
 _PR_SET_PDEATHSIG = 1  # see prctl(2)
 _LAST = -200  # after finalizers that close the queues and remove the temporary folder
 
 
-def started(
-    loader: DataLoader[Any], init_fn: Callable[[int], None] | None, rows: Any
-) -> Iterator[Any]:
+class _Workers:
+    """The workers of this process, which SIGTERM does not end: killed as it ends.
+
+    multiprocessing sends its children SIGTERM then, and waits for them.
+    """
+
+    def __init__(self) -> None:
+        self._pid, self._processes = 0, WeakSet[BaseProcess]()
+
+    def add(self, processes: set[BaseProcess]) -> None:
+        if self._pid != os.getpid():  # else a fork would kill those of its parent
+            self._pid, self._processes = os.getpid(), WeakSet[BaseProcess]()
+            util.Finalize(None, self._kill, exitpriority=0)
+        self._processes.update(processes)
+
+    def _kill(self) -> None:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's raises if a worker dies
+        for process in self._processes:
+            process.kill()
+
+
+_workers = _Workers()
+
+
+def started(loader: DataLoader[Any], init_fn: Callable[[int], None] | None) -> Iterator[Any]:
     """Return the steps of a loader; workers that start now pass over signals that stop the run.
 
-    They leave in `rows` what they do.
-
-    A launcher sends its signal to all processes, and Python cannot tell who sent it. So a worker
+    A launcher sends its signal to all processes, and a handler cannot tell who sent it. So a worker
     passes over it, and ends when its rank ends, whatever ended that.
     """
-    numbers = [int(n) for n in signal.Signals if may_stop(n) and os.name != "nt"]
-    loader.worker_init_fn = partial(begin, init_fn, numbers, rows, end_with_this_process())
-    if not numbers or not loader.num_workers:
+    numbers = [int(n) for n in signal.Signals if may_stop(n)]
+    loader.worker_init_fn = partial(begin, init_fn, numbers, end_with_this_process())
+    if not loader.num_workers:
         return iter(loader)
     method = (loader.multiprocessing_context or multiprocessing).get_start_method()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    if method == "forkserver":
+        # It blocks these signals too, and the processes that it starts do not.
+        multiprocessing.set_forkserver_preload(["__main__", "pardata.data._fork_server"])
+    others = {*multiprocessing.active_children()}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # until a worker handles them
     try:
         if method != "fork":
             resource_tracker.ensure_running()  # unblocks SIGTERM, up to Python 3.13
             signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-        if method == "forkserver":
-            _let_the_fork_server_unblock()
-        steps = iter(loader)
+        return iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    for worker in vars(steps)["_workers"]:
-        popen = vars(worker)["_popen"]
-        # DataLoader calls it for a worker that does not end, and multiprocessing at exit.
-        popen.terminate = partial(_kill, weakref.proxy(popen))
-    return steps
-
-
-def _let_the_fork_server_unblock() -> None:
-    """Have it import what unblocks signals in the processes that it starts, not in the server."""
-    from multiprocessing import forkserver  # noqa: PLC0415  # torch does not import it either
-
-    preloaded = vars(vars(forkserver)["_forkserver"])["_preload_modules"]
-    ours = "pardata.data._fork_server"
-    multiprocessing.set_forkserver_preload([*dict.fromkeys([*preloaded, ours])])
+        _workers.add({*multiprocessing.active_children()} - others)
 
 
 def _end() -> None:
@@ -74,22 +81,6 @@ def _end() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
-
-
-def _kill(popen: Any) -> None:
-    if util.is_exiting():  # DataLoader's handler would raise an error of the worker's death
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    popen.kill()
-
-
-def awaited(steps: Any, frame: FrameType | None) -> tuple[int, int] | None:
-    """Return the worker that is waited for in the thread of a frame, if one is, and its process."""
-    while frame is not None and frame.f_code.co_name != "_get_data":
-        frame = frame.f_back
-    if frame is None or steps is None:
-        return None
-    worker: int = vars(steps)["_task_info"][vars(steps)["_rcvd_idx"]][0]
-    return worker, vars(steps)["_workers"][worker].pid
 
 
 def end_with_this_process() -> Callable[..., None]:
@@ -113,7 +104,6 @@ def _end_with(parent: int, *_: object) -> None:
 def begin(
     init_fn: Callable[[int], None] | None,
     numbers: list[int],
-    rows: Any,
     end_with_rank: Callable[[], None],
     worker: int,
 ) -> None:
@@ -122,23 +112,12 @@ def begin(
     There ``get_worker_info().dataset`` is the user's, and not our reader.
     """
     end_with_rank()
-    rank: Any = multiprocessing.parent_process()
-    if os.getppid() != rank.pid:  # DataLoader would watch the fork server instead of the rank
-        vars(torch_worker)["ManagerWatchdog"] = lambda: rank
     for number in numbers:
         signal.signal(number, lambda *_: None)  # a worker's own programs would inherit SIG_IGN
         signal.siginterrupt(number, False)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
     util.Finalize(None, _end, exitpriority=_LAST)
-    reading_thread = threading.get_ident()
-
-    def accompany() -> None:
-        while rank.is_alive():
-            leave(rows[worker], sys._current_frames()[reading_thread])  # noqa: SLF001  # its only name
-            rank.join(EACH)
-        os._exit(1)
-
-    threading.Thread(target=accompany, daemon=True).start()
+    threading.Thread(target=_end_after_rank, daemon=True).start()
     info: Any = get_worker_info()
     object.__setattr__(info, "dataset", info.dataset.dataset)  # it lets nobody else set anything
     if init_fn is not None:
@@ -147,3 +126,8 @@ def begin(
         except StopIteration as error:  # DataLoader would take it for the end
             text = f"`worker_init_fn` failed in worker {worker}: StopIteration: {error}"
             raise RuntimeError(text) from error
+
+
+def _end_after_rank() -> None:
+    multiprocessing.parent_process().join()  # type: ignore[union-attr]  # a worker has one
+    os._exit(1)

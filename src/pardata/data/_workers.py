@@ -1,20 +1,17 @@
 """Reading here or in workers: how many, whether they can hand over, and their seeds."""
 
 import os
-import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing import util
-from types import FrameType
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from pardata.data._position import Position
-from pardata.data._reading import left, read_in, rows_for
 from pardata.data._settings import WorkerOptions
 from pardata.data._whole_batches import is_read_whole, on_cpu, outline
-from pardata.data._worker_processes import awaited, started
+from pardata.data._worker_processes import started
 from pardata.ranks._machine import usable_cores
 from pardata.ranks._world import World
 from pardata.seeds._mix import mix
@@ -67,8 +64,6 @@ class Source:
         self.reader, self.requests = reader, requests
         self._ranks, self._options = ranks, options
         self.digest: str | None = None
-        self._rows = rows_for(options["num_workers"]) if options["num_workers"] else None
-        self._steps: Any = lambda: None  # a weak reference to what the workers of now bring
         self.workers: DataLoader[Any] | None = None
         self._outline: list[Any] = outline(reader.dataset)
         self.renew_workers()
@@ -111,16 +106,7 @@ class Source:
         seed = self.reader.collation.seeds.seed
         self.workers.generator.manual_seed(mix(seed, epoch, self._ranks.rank))
         with on_cpu():  # where DataLoader draws the seed of its workers
-            steps = started(self.workers, self._options["worker_init_fn"], self._rows)
-        self._steps = weakref.ref(steps)
-        return steps
-
-    def reading(self, frame: FrameType) -> str:
-        """Say what is waited for in the thread of this innermost frame: a sample, or a worker."""
-        if self._rows is None or (waited_for := awaited(self._steps(), frame)) is None:
-            return read_in(frame)
-        worker, pid = waited_for
-        return f"waits for worker {worker}, which {left(self._rows[worker], pid)},"
+            return started(self.workers, self._options["worker_init_fn"])
 
 
 def _as_it_is(fetched: Any) -> Any:

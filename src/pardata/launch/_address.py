@@ -1,14 +1,11 @@
 """The store at the address where the ranks of a run meet, and whose run it belongs to."""
 
 import os
-import re
 import socket
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -17,9 +14,6 @@ from pardata.messages._verdict import who_did_not_come
 from pardata.ranks._launcher import Launch
 
 _RUN = "pardata/run"  # the key of the name of the run that a store belongs to
-# Words in the names of options that each rank of a run may have for itself.
-_OF_A_RANK = {"rank", "r", "nr", "node", "host", "hostname", "machine", "proc", "process", "gpu"}
-_OF_A_RANK |= {"device", "worker", "role", "addr", "address", "ip"}
 
 # The stores that this process opened, by the run, with whether it serves them. Kept to its end: a
 # rank that joins again at once must not meet a store that is just closing.
@@ -99,12 +93,10 @@ def _require_own(store: dist.Store, launch: Launch, timeout: timedelta) -> None:
     else:
         raise not_met([0], launch.size, timeout)
     if theirs != ours:
-        hint = "; if this is one run, set TORCHELASTIC_RUN_ID to the same name on all of its ranks"
-        hint = hint if ours.startswith("a run of") else ""
         raise RuntimeError(
             f"all ranks that meet at {launch.master_addr}:{launch.master_port} must be of one run, "
             f"but the store there is that of {theirs}, and this rank is of {ours}: end the other "
-            f"run, or give this one a port of its own by MASTER_PORT{hint}"
+            f"run, or give this one a port of its own by MASTER_PORT"
         )
 
 
@@ -115,7 +107,7 @@ def not_met(missing: list[int], size: int, timeout: timedelta) -> TimeoutError:
 
 
 def run_of(launch: Launch, env: Mapping[str, str]) -> str:
-    """Return the name of the run that `launch` belongs to, the same on all of its ranks."""
+    """Return the name that the launcher of a run has given it, the same on all of its ranks."""
     if launch.launcher == "slurm":
         restarts = env.get("SLURM_RESTART_COUNT", "0")
         job, step = env.get("SLURM_JOB_ID"), env.get("SLURM_STEP_ID")
@@ -124,41 +116,4 @@ def run_of(launch: Launch, env: Mapping[str, str]) -> str:
         return f"torchrun's run {env['TORCHELASTIC_RUN_ID']}"
     if launch.launcher == "mpi" and "PMIX_NAMESPACE" in env:
         return f"Open MPI's run {env['PMIX_NAMESPACE']}"
-    if launch.launcher == "mpi" and launch.local_size == launch.size and (proxy := _hydra()):
-        return f"MPICH's run under process {proxy}"
-    # Started by hand. An installed program (Ray's worker, say) has other arguments in each process.
-    path, *arguments = sys.argv or [""]
-    is_installed = "-packages" in path
-    command = [Path(path).name, *([] if is_installed else _alike(arguments))]
-    # Where it was started: a script may go elsewhere, and other hosts have other folders and users.
-    is_here = launch.local_size == launch.size and not is_installed
-    user = f", by user {getattr(os, 'getuid', int)()} in {env.get('PWD', '')}"
-    return f"a run of {' '.join(command)}{user if is_here else ''}"
-
-
-def _alike(arguments: list[str]) -> list[str]:
-    """Return a command's arguments without what may be another on each rank of a run."""
-    found = []
-    for before, this in zip(["", *arguments], arguments, strict=False):
-        option = this.startswith("-") and this.partition("=")[0]
-        option = option or (before if before.startswith("-") and "=" not in before else "")
-        words = set(re.findall("[a-z]+", option.lower()))
-        # A number that belongs to no option may be the rank: train.py 0 2.
-        is_own = words & _OF_A_RANK or (not option and this.isdecimal())
-        found.append("…" if is_own else this.replace(socket.gethostname(), "…"))
-    return found
-
-
-def _hydra() -> int:
-    """Return the process by which MPICH started this one and its neighbours; 0 if it is unseen.
-
-    MPICH gives a run no name.
-    """
-    pid = "self"
-    with suppress(OSError, ValueError):  # no Linux, or not allowed to look
-        while pid != "0":
-            name, _, rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
-            if "(hydra_" in name:
-                return int(name.split()[0])
-            pid = rest.split()[1]
-    return 0
+    return "a run that its launcher has not named"

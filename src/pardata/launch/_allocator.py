@@ -13,8 +13,8 @@ def keep_freed_memory() -> bool:
     """Stop the allocator from returning freed memory; return whether that took effect.
 
     By default each activation of a training step is mapped, faulted in page by page, zeroed by
-    the kernel and unmapped again, step after step. ``benchmarks/allocator.py`` counts it. Lasts
-    for the life of the process. Elsewhere than under glibc nothing is done.
+    the kernel and unmapped again, step after step. Lasts for the life of the process. Elsewhere
+    than under glibc nothing is done.
     """
     if not sys.platform.startswith("linux"):
         return False

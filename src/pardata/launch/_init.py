@@ -19,7 +19,7 @@ from pardata.messages._call_site import call_site
 from pardata.messages._failure import leave_for_torchrun, one_line
 from pardata.messages._turn import all_say
 from pardata.ranks._backend import new_gloo_group, sends_numbers_apart, timeout_of
-from pardata.ranks._device import hidden_devices, masks, named_device, visible_devices
+from pardata.ranks._device import named_device, visible_devices
 from pardata.ranks._launcher import Launch, detect
 from pardata.ranks._logger import get_logger
 from pardata.ranks._world import (
@@ -64,9 +64,7 @@ def init(
     With several processes, every rank logs an uncaught exception in one line, which says which rank
     failed first. So it does for one that leaves the block of ``with init()``, and is caught outside
     of it. Ranks that wait for this one learn of it. If nobody catches it the previous
-    ``sys.excepthook`` runs then, which is restored when the group ends. If that is Python's own,
-    one rank prints a traceback that several raise, without the frames of pardata.
-    ``PARDATA_TRACEBACK=full`` prints all of it on each.
+    ``sys.excepthook`` runs then, which is restored when the group ends.
 
     Args:
         backend: of ``torch.distributed``; ``cuda:nccl,cpu:gloo`` on a GPU and ``gloo`` on a CPU by
@@ -77,12 +75,10 @@ def init(
         tune_cpu: on a CPU, under glibc, tell the allocator to keep freed memory. Results do not
             change. A step of a small convolutional net or an LSTM takes 0.6 to 0.7 of its time in
             one process. A wide MLP or ResNet-18 takes 0.9, a transformer 0.95 to 1. Peak memory
-            grows by up to 15 % (benchmarks/allocator.py). ``PARDATA_TUNE_CPU=0`` switches it off
-            from outside.
+            grows by up to 15 %. ``PARDATA_TUNE_CPU=0`` switches it off from outside.
         hang_after: seconds or a `timedelta`. If a rank waits so long for others, or for a step
             of a loader, a table in the log tells where each rank is. The default is a
             tenth of the group's timeout, at least a minute; 0 turns it off. Nothing is stopped.
-            ``PARDATA_HANG_AFTER`` in seconds takes precedence.
 
     Raises:
         ValueError: launcher variables are partial or contradictory.
@@ -97,7 +93,8 @@ def init(
     """
     try:
         patience = None if timeout is None else checked_timeout(timeout)
-        hang_after = _checked_hang_after(hang_after)
+        if hang_after is not None:
+            hang_after = checked_timeout(hang_after, "hang_after", or_none=True)
         here, before = current_world(), joined()
         if here.backend is None and (is_child() or dist.group.WORLD is not None):
             return here  # there is a group, which a child, or who opted out, does not touch
@@ -119,25 +116,10 @@ def init(
         leave_for_torchrun(f"{one_line(error)} ({call_site()})")  # there is no hook yet that would
         raise
     _log.info("%s", _found_text(ours.world))
-    if ours.world.device.type == "cpu":
-        if device is None:
-            _warn_of_hidden_gpus()
-        if tune_cpu and os.environ.get("PARDATA_TUNE_CPU") != "0" and keep_freed_memory():
-            _log.debug("the allocator keeps freed memory, unless PARDATA_TUNE_CPU=0", once=True)
+    wants = tune_cpu and os.environ.get("PARDATA_TUNE_CPU") != "0"
+    if ours.world.device.type == "cpu" and wants and keep_freed_memory():
+        _log.debug("the allocator keeps freed memory, unless PARDATA_TUNE_CPU=0", once=True)
     return ours.world
-
-
-def _checked_hang_after(given: timedelta | float | None) -> timedelta | None:
-    name, text = "PARDATA_HANG_AFTER", os.environ.get("PARDATA_HANG_AFTER")
-    if text is None:
-        return None if given is None else checked_timeout(given, "hang_after", or_none=True)
-    try:
-        return checked_timeout(float(text), name, or_none=True)
-    except ValueError:
-        raise ValueError(
-            f"`{name}` must be a number of seconds, 0 to turn it off, but is {text!r}: correct it, "
-            f"or unset it"
-        ) from None
 
 
 def _looked_after(ours: Joined, hang_after: timedelta | None) -> Callable[[], None]:
@@ -188,13 +170,6 @@ def _refuse_change(joined: World, backend: str | None, wanted: torch.device | st
             f"device={str(joined.device)!r}, but is now asked for backend={backend!r} and "
             f"device={str(device)!r}: pass them to the first call"
         )
-
-
-def _warn_of_hidden_gpus() -> None:
-    is_wanted = {"", "-1"} & set(masks().values())
-    if not is_wanted and (hidden := hidden_devices()) is not None:
-        text = '%s, so this run is on the CPU: %s; init(device="cpu") says that it is meant so'
-        _log.warning(text, *hidden, ranks=[0], once=True)
 
 
 def _found_text(here: World) -> str:

@@ -5,21 +5,14 @@ the end of a failure's way, which begins in ``messages/_failure``.
 """
 
 import atexit
-import ctypes
-import inspect
-import io
 import os
-import re
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, redirect_stderr, suppress
+from contextlib import suppress
 from datetime import timedelta
-from itertools import takewhile
-from pathlib import Path
 from traceback import format_exception
 from types import TracebackType
-from typing import Any
 from weakref import ref
 
 import torch.distributed as dist
@@ -30,7 +23,6 @@ from pardata.messages._call_site import raise_site
 from pardata.messages._failure import Failure, consequence, follows, leave_for_torchrun, one_line
 from pardata.messages._store import bounded
 from pardata.messages._turn import call_off
-from pardata.ranks._backend import backends
 from pardata.ranks._logger import get_logger
 from pardata.ranks._world import Joined, is_child, joined, process
 
@@ -39,10 +31,7 @@ _log = get_logger(__name__)
 _PATIENCE = timedelta(seconds=30)
 # As long as a rank takes to notice, and to read who failed first.
 _GRACE = 2.0
-_TOLD = "_pardata_told"  # an attribute of an exception that was reported: what `_report` says of it
-# Frames of pardata in a row, each with its lines of source, whatever stands before them.
-_FRAME = rf'  File "{re.escape(str(Path(__file__).parents[1]))}'
-_FRAMES = re.compile(rf"^(.*){_FRAME}.*\n(?:\1    .*\n|\1{_FRAME}.*\n)*", re.MULTILINE)
+_TOLD = "_pardata_told"  # an attribute of an exception that was reported
 
 
 def remember(ours: Joined) -> None:
@@ -73,8 +62,7 @@ def tell_at_the_end(error: BaseException | None) -> None:
         if isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code):
             _call_off(ours)
         else:
-            news, vars(error)[_TOLD] = _report(error, ours)
-            _part(ours, news)
+            _part(ours, _report(error, ours))
 
 
 def _call_off(ours: Joined) -> None:
@@ -97,9 +85,7 @@ def leave() -> None:
     if not check_out(left.channel.store, left.world.size, hosts_store=left.hosts_store):
         # Their own error says why; this process has finished.
         _log.warning("not all ranks left the process group: another rank failed or was killed")
-    _held = backends()
     dist.destroy_process_group()
-    del left  # and with it the last but one to know the group
 
 
 def check_out(store: dist.Store, size: int, *, hosts_store: bool) -> bool:
@@ -135,23 +121,16 @@ def report_uncaught(group: object) -> Callable[[], None]:
     following, watched = sys.excepthook, ref(group)
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        ours, news, is_told = joined(), "", vars(error).get(_TOLD, False)
-        if ours is None or ours.group is not watched() or is_child():
+        ours, news = joined(), ""
+        is_new = _TOLD not in vars(error)
+        if ours is None or ours.group is not watched() or is_child() or not is_new:
             following(kind, error, trace)
             return
-        is_new = _TOLD not in vars(error)
         with suppress(Exception):  # the traceback is printed whatever happens here
-            if is_new:
-                news, is_told = _report(error, ours)
-        # What another hook makes of an error is its own.
-        is_ours = _only_prints(following) and not _wants_all()
-        with redirect_stderr(io.StringIO()) if is_ours else nullcontext() as printed:
-            following(kind, error, trace)
-        if printed is not None and not is_told:
-            print(folded(printed.getvalue()), end="", file=sys.stderr, flush=True)
+            news = _report(error, ours)
+        following(kind, error, trace)
         with suppress(Exception):
-            if is_new:
-                _part(ours, news)
+            _part(ours, news)
 
     def remove() -> None:
         if sys.excepthook is hook:
@@ -161,13 +140,12 @@ def report_uncaught(group: object) -> Callable[[], None]:
     return remove
 
 
-def _report(error: BaseException, ours: Joined) -> tuple[str, bool]:
+def _report(error: BaseException, ours: Joined) -> str:
     """Log one line, and leave a text for torchrun.
 
-    Returns the news for who waits for this rank, "" if the store is gone, and whether another rank
-    prints the same traceback.
+    Returns the news for who waits for this rank, "" if the store is gone.
     """
-    here = ours.world
+    here, vars(error)[_TOLD] = ours.world, True
     short, known = consequence(error)
     summary = one_line(error) if short else f"{one_line(error)} ({raise_site(error)})"
     if known is None:
@@ -176,54 +154,23 @@ def _report(error: BaseException, ours: Joined) -> tuple[str, bool]:
         known = asked(ours.channel, failure, patience=patience, settle=0.0)
     first = known.first
     news = what_is_wrong(known)
-    before = takewhile(lambda one: one.rank != here.rank, known.failures)
-    is_told = summary in [one.text for one in before]
     if isinstance(error, KeyboardInterrupt):
         _log.warning("stopped by Ctrl-C (%s)", raise_site(error))
     elif first is None:
         _log.error("failed: %s", summary)
     else:
-        # What others raise too, or are told of by name, is said once.
-        is_same = one_line(error).endswith(first.text.rpartition(" (")[0])
-        at = raise_site(error) if is_same else known.own.text
-        _log.error("failed because rank %d %s; here: %s", first.rank, first.fault, at)
-        is_told = is_same
+        facts = first.rank, first.fault, known.own.text
+        _log.error("failed because rank %d %s; here: %s", *facts)
     if (first or known.own).is_cause:
-        text = "".join(format_exception(error))
-        leave_for_torchrun(news if first else summary if is_told else folded(text))
+        leave_for_torchrun(news if first else "".join(format_exception(error)))
     # Else torch would only print where in its code it saw that the store is gone.
-    return "" if known.store_is_gone else news, is_told
-
-
-def folded(text: str) -> str:
-    """Return a traceback as text, without frames of pardata."""
-
-    def count(found: re.Match[str]) -> str:
-        number = len(re.findall(_FRAME, found[0]))
-        frames = f"{number} frame{'s' if number > 1 else ''} of pardata"
-        return f"{found[1]}  … {frames}; PARDATA_TRACEBACK=full shows them\n"
-
-    return text if _wants_all() else _FRAMES.sub(count, text)
-
-
-def _wants_all() -> bool:
-    return os.environ.get("PARDATA_TRACEBACK") == "full"
-
-
-def _only_prints(hook: Any) -> bool:
-    """Return whether a hook is Python's own, or that of torch, which puts the rank before it."""
-    while getattr(hook, "__name__", "") == "_distributed_excepthook":
-        hook = inspect.getclosurevars(hook).nonlocals.get("old_hook")
-    return hook is sys.__excepthook__
+    return "" if known.store_is_gone else news
 
 
 def _part(ours: Joined, news: str) -> None:
     """Leave without waiting for the dead, but not before the living have read the store."""
     if news:
-        bounded(_GRACE, lambda: call_off_everywhere(ours.world, ours.channel, news))
-    # In torch 2.6 the end of a gloo backend waits for all that is under way, so it must not come:
-    # one reference is never given back.
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(backends()))
+        bounded(lambda: call_off_everywhere(ours.world, ours.channel, news))
     if ours.hosts_store:
         left = Failure(ours.world.rank, "", "")  # has been left
         asked(ours.channel, left, patience=_GRACE, settle=_GRACE, leave=False)

@@ -96,7 +96,7 @@ def _arrival(
         torch.accelerator.set_device_index(device)
         if _backend.runs_on_gpus(backend):  # gloo's ranks can share one
             gpu = str(getattr(_device.properties_of(device), "uuid", ""))
-            has_one = len(seen) < 2 * launch.local_size and _device.can_be_bound(device)
+            has_one = len(seen) < 2 * launch.local_size
     return {"host": host, "device": str(device), "gpu": gpu, "one": has_one, "backend": backend}
 
 

@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from opcode import opmap
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -29,11 +28,10 @@ _MARK = "_pardata_consequence"
 _LOST = re.compile("gloo/|Application timeout caused pair closure")
 _TIMED_OUT = re.compile(r"[Tt]imed out waiting|wait timeout|operation timeout|Socket Timeout")
 _LOST_BY_GPUS = re.compile(r"remote|connection|abort|time", re.IGNORECASE)
-# A table's row, and in what torch raises for a worker, below its traceback, the worker's own error.
-_ROW = re.compile(r"  (ranks? [\d, -]+): (.*)")
+# In what torch raises for a worker all that stands above the worker's own error.
 _OF_WORKER = re.compile(r"\A\w+: Caught \w+ in .*\n    .*?\n(?=\S)", re.DOTALL)
 _MOST = 2**16  # characters of a text that others get, and bytes of a pickled exception
-_MOST_ROWS, _ROW_LENGTH, _LINE_LENGTH = 4, 80, 2000
+_LINE_LENGTH = 2000
 
 
 @dataclass(frozen=True)
@@ -129,27 +127,14 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Return whether `error` is the backend's own: that a peer was not in the collective.
-
-    The backend raises in C++. What Python code raises is not its own, whatever the text says.
-    """
+    """Return whether `error` is the backend's own: that a peer was not in the collective."""
     if not isinstance(error, RuntimeError) or is_consequence(error):
         return False
     if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
         return True
     if isinstance(error, dist.DistBackendError):
         return _LOST_BY_GPUS.search(str(error)) is not None
-    has_the_words = _LOST.search(str(error)) is not None or is_timeout(error)
-    return has_the_words and not _is_of_python(error)
-
-
-def _is_of_python(error: BaseException) -> bool:
-    """Return whether a ``raise`` is the innermost line of the traceback: in C++ it is a call."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    code = b"" if trace is None else trace.tb_frame.f_code.co_code[trace.tb_lasti :]
-    return code[:1] == bytes([opmap["RAISE_VARARGS"]])
+    return _LOST.search(str(error)) is not None or is_timeout(error)
 
 
 def is_timeout(error: BaseException) -> bool:
@@ -188,19 +173,10 @@ def _shortened(text: str) -> str:
 def one_line(error: BaseException) -> str:
     """Return the first line of what `text_of` returns, without torch's advice to look elsewhere.
 
-    If an error has a table below its first line, the line also says the rows and the cure. If it is
-    that of a DataLoader's worker, the line says what the worker raised.
+    If it is that of a DataLoader's worker, the line says what the worker raised.
     """
-    first, *below = _OF_WORKER.sub("", text_of(error)).split("\n")
-    if first.endswith(":") and any(below):
-        name = first.split("`")[-2] if first.endswith("` differs:") else ""
-        matches = [row for row in map(_ROW.fullmatch, below) if row]
-        rows = [f"{row[2].removeprefix(f'{name}=')[:_ROW_LENGTH]} on {row[1]}" for row in matches]
-        more = ["…"] if len(rows) > _MOST_ROWS else []
-        last = below[-1].rstrip(".")
-        cure = "" if last.startswith(" ") else f"{last[:1].lower()}{last[1:]}"
-        first = ": ".join(filter(None, [first[:-1], ", ".join(rows[:_MOST_ROWS] + more), cure]))
-    return first.split(". This is typically")[0][:_LINE_LENGTH]
+    first = _OF_WORKER.sub("", text_of(error)).partition("\n")[0]
+    return first.partition(". This is typically")[0].removesuffix(":")[:_LINE_LENGTH]
 
 
 def _pickled(error: BaseException) -> str | None:

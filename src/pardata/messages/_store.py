@@ -1,7 +1,6 @@
 """The process group's own key-value store, asked so that nobody waits for it without an end."""
 
 import threading
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,7 +15,9 @@ _T = TypeVar("_T")
 
 SERVER = "the process that serves the group's store (rank 0, or torchrun's agent)"
 PART = 2**22  # bytes: a TCPStore cuts the connection over which a value of more than 8 MiB comes
-_MARGIN = 5.0  # seconds beyond its timeout that a store may take to say that it is over
+# Seconds that a store may take to answer, which is slow if its machine is. One that is gone says so
+# at once: this is for a process that is stopped, or a network that is down.
+_MARGIN = 5.0
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def answered(timeout: timedelta, work: Callable[[], _T]) -> _T:
         TimeoutError: if the store does not answer.
         RuntimeError: if it is gone.
     """
-    outcome = bounded(timeout.total_seconds() + _MARGIN, work)
+    outcome = bounded(work, timeout.total_seconds())
     if not outcome:
         where = call_site()
         what = f"must answer, but has not for {timeout}: is it stopped, or is the network down?"
@@ -52,8 +53,8 @@ def answered(timeout: timedelta, work: Callable[[], _T]) -> _T:
     return answer
 
 
-def bounded(seconds: float, work: Callable[[], _T]) -> list[_T | BaseException]:
-    """Run `work` on the store for so long; return what came of it, and nothing if it hangs.
+def bounded(work: Callable[[], _T], seconds: float = 0.0) -> list[_T | BaseException]:
+    """Run `work`, which may wait for so long; return what came of it, nothing if the store hangs.
 
     It runs in a thread, which can be left behind. torch waits without an end for a store whose
     process is stopped, or is behind a link that was cut.
@@ -69,7 +70,7 @@ def bounded(seconds: float, work: Callable[[], _T]) -> list[_T | BaseException]:
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    thread.join(seconds)
+    thread.join(seconds + _MARGIN)
     return outcome[:1]
 
 
@@ -118,16 +119,7 @@ def texts_of(store: dist.Store, keys: Sequence[str]) -> list[str | None]:
 def apart(channel: Channel, name: str) -> dist.Store:
     """Return a new part of the store, by a connection of its own. Every rank calls it as often.
 
-    A client of some versions of torch lets one thread ask at a time, also while that waits.
+    A client lets one thread ask at a time, also while that waits.
     """
-    store = channel.store
-    prefix = f"{name}/{store.add(f'{name}s of {channel.rank}', 1)}"
-    base = store
-    while isinstance(base, dist.PrefixStore):
-        base = base.underlying_store
-    if not isinstance(base, dist.TCPStore):
-        return dist.PrefixStore(prefix, store)
-    # The prefixes of others that are around the store cannot be asked for.
-    prefix = store.compare_set(prefix, "", uuid.uuid4().hex).decode()
-    base = dist.TCPStore(base.host, base.port, None, False, channel.timeout, wait_for_workers=False)
-    return dist.PrefixStore(prefix, base)
+    prefix = f"{name}/{channel.store.add(f'{name}s of {channel.rank}', 1)}"
+    return dist.PrefixStore(prefix, channel.store.clone())

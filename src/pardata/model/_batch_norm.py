@@ -2,7 +2,8 @@
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from pardata.model._modules import BatchNorm
 
 
 def synchronised(module: nn.Module) -> list[nn.Module]:
@@ -16,7 +17,7 @@ def check_batch_norms(model: nn.Module, device: torch.device) -> None:
     Raises:
         ValueError: names the first of them.
     """
-    norms = [(name, part) for name, part in model.named_modules() if isinstance(part, _BatchNorm)]
+    norms = [(name, part) for name, part in model.named_modules() if isinstance(part, BatchNorm)]
     for name, module in norms:
         if device.type == "cpu":
             raise ValueError(
@@ -25,7 +26,7 @@ def check_batch_norms(model: nn.Module, device: torch.device) -> None:
                 f"with a microbatch_size of make_loader each microbatch has its own statistics"
             )
         if not isinstance(module, nn.SyncBatchNorm) and (
-            getattr(module.forward, "__func__", None) is not _BatchNorm.forward
+            getattr(module.forward, "__func__", None) is not BatchNorm.forward
         ):
             raise ValueError(
                 f"`sync_batchnorm` must find batch norms with PyTorch's own forward, to replace "

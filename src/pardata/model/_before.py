@@ -1,33 +1,13 @@
-"""Gradients and buffers as a step finds them, and leaves them if it ends in an error."""
+"""Gradients that a step finds and leaves after an error; buffers that a block puts back."""
 
 from collections.abc import Iterable
-from operator import is_
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
-# ruff: noqa: SLF001  # torch has no public names for what a module holds, and its methods take long
+from pardata.model._modules import own_tensors
 
-_LARGE = 2**16  # elements
 _Gradient = tuple[nn.Parameter, Tensor]
-
-
-def walked(module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]:
-    """Return the parts of a module and their parameters: in a fourth of the time of its methods."""
-    parts, seen = [module], {module}
-    for part in parts:
-        for child in part._modules.values():
-            if child is not None and child not in seen:
-                seen.add(child)
-                parts.append(child)
-    return parts, [p for part in parts for p in part._parameters.values() if p is not None]
-
-
-def name_of(parameter: Tensor, named: Iterable[tuple[str, Tensor]]) -> str:
-    """Return the name that a parameter has among those that are `named`."""
-    return next((name for name, one in named if one is parameter), "a former parameter")
 
 
 class GradientsAside:
@@ -68,24 +48,6 @@ class GradientsAside:
             parameter.grad = gradient
 
 
-class AsFound(GradientsAside):
-    """A block of `GradientsAside` for a module, after which an error leaves its buffers, too.
-
-    They are what they were before, except a large buffer that changes for the first time.
-    """
-
-    def __init__(self, module: nn.Module, *, shares_memory: bool = False) -> None:
-        parts, parameters = walked(module)
-        super().__init__(parameters, shares_memory=shares_memory)
-        holders = [part for part in parts if part._buffers]
-        self._buffers = KeptBuffers(holders, after_errors_only=True) if holders else None
-
-    def __exit__(self, kind: object, *_rest: object) -> None:
-        if self._buffers is not None:
-            self._buffers.__exit__(kind)
-        super().__exit__(kind)
-
-
 @torch.no_grad()
 def _add(before: list[_Gradient]) -> None:
     for parameter, old in before:
@@ -103,69 +65,25 @@ class KeptBuffers:
 
     Args:
         parts: the modules whose buffers.
-        after_errors_only: leave them alone after a block that ends well.
     """
 
-    def __init__(self, parts: Iterable[nn.Module], *, after_errors_only: bool = False) -> None:
-        self._after_errors_only = after_errors_only
-        self._held = [(part, dict(own)) for part in parts if (own := part._buffers)]
-        tensors = [b for _, own in self._held for b in own.values() if b is not None]
-        if after_errors_only:
-            tensors = list(filter(_may_change, tensors))
-        known = _spare.pop(self._held[0][0], None) if tensors else None
-        self._copies = known if known and known.are_of(tensors) else _Copies(tensors)
-        self._copies.take()
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
+        found = [own for part in parts if (own := own_tensors(part)[1])]
+        self._held = [(own, dict(own)) for own in found]
+        tensors = [b for own in found for b in own.values() if b is not None]
+        # .data, because autograd may have saved a buffer.
+        self._values = [(buffer.data, buffer.data.clone()) for buffer in tensors]
 
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: object, *_rest: object) -> None:
-        if kind is not None or not self._after_errors_only:
-            self.put_back()
-        if self._held:
-            _spare[self._held[0][0]] = self._copies
+    def __exit__(self, *_: object) -> None:
+        self.put_back()
 
     def put_back(self) -> None:
         """Set the buffers to what they were."""
-        for part, own in self._held:
-            part._buffers.clear()
-            part._buffers.update(own)
-        self._copies.put_back()
-
-
-def _may_change(buffer: Tensor) -> bool:
-    """Return whether a step may change it: a large one if it has been changed since it was seen.
-
-    To copy the others (masks, tables of positions) at each step would take longer than the step.
-    Batch norm changes its small ones without a new version.
-    """
-    if buffer.numel() <= _LARGE or buffer.is_inference():
-        return True
-    return bool(_seen.setdefault(buffer, buffer._version) != buffer._version)
-
-
-class _Copies:
-    """Copies of buffers, in memory that serves step after step: new memory takes longer to get."""
-
-    def __init__(self, buffers: list[Tensor]) -> None:
-        self._buffers, alike = buffers, dict[object, list[Tensor]]()
-        for buffer in buffers:  # a GPU copies those of one dtype by one kernel
-            kind = buffer.device, None if buffer.is_cpu else buffer.dtype
-            # .data, because autograd may have saved a buffer.
-            alike.setdefault(kind, []).append(buffer.data)
-        self._groups = [(group, list(map(torch.empty_like, group))) for group in alike.values()]
-
-    def are_of(self, buffers: list[Tensor]) -> bool:
-        return len(buffers) == len(self._buffers) and all(map(is_, buffers, self._buffers))
-
-    def take(self) -> None:
-        for group, values in self._groups:
-            torch._foreach_copy_(values, group)
-
-    def put_back(self) -> None:
-        for group, values in self._groups:
-            torch._foreach_copy_(group, values)
-
-
-_spare = WeakKeyDictionary[nn.Module, _Copies]()  # by the first module with buffers
-_seen = WeakTensorKeyDictionary()  # the version of a large buffer at the first step
+        for own, before in self._held:
+            own.clear()
+            own.update(before)
+        for data, value in self._values:
+            data.copy_(value)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from pardata.model._autograd import in_backward
 from pardata.model._state_dict import NO_ASSIGN, LoadedKeys, load_whole
 from pardata.model._unwrap import unwrap
 from pardata.ranks._logger import get_logger
@@ -99,6 +100,7 @@ class ReadThrough(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kw: Any) -> None:
         # Reached where the wrapper is a child of the module that loads. PyTorch continues to look
         # for the weights under the names of the modules, so they get those for the moment.
+        self._check_versions(args[0])
         if args[0].get("assign_to_params_buffers"):
             raise ValueError(NO_ASSIGN)
         path = next(path for path, module in self.named_modules() if module is self._inside)
@@ -108,6 +110,9 @@ class ReadThrough(nn.Module):
         if not any(name in state_dict for name in wanted.values() if name not in names):
             state_dict.update({long: state_dict.pop(name) for name, long in wanted.items()})
         super()._load_from_state_dict(state_dict, prefix, *args, **kw)
+
+    def _check_versions(self, facts: Mapping[str, Any]) -> None:
+        """Refuse weights by what their state says of the version of this wrapper."""
 
     def _name_empty_share(self, error: Exception, inputs: Any) -> None:
         """Raise in place of the model's own error if it was run on a share that has no samples.
@@ -142,16 +147,14 @@ def refusing_forwards(wrapper: Any, name: str) -> Iterator[None]:
     """Raise in a block, or a method, that trains parts of a model whose gradients nobody syncs.
 
     Args:
-        wrapper: the model in DDP. Not its module: dynamo of torch 2.6 refuses a hook that holds
-            a compiled one.
+        wrapper: the model in DDP.
         name: of the method.
     """
 
     def refuse(module: nn.Module, _args: object) -> None:
         if wrapper._forward_runs or not torch.is_grad_enabled():  # noqa: SLF001  # a public name would hide the module's
             return
-        # A checkpointed part runs again in the backward of a forward that was in order.
-        if torch._C._current_graph_task_id() >= 0:  # noqa: SLF001  # torch has no public name
+        if in_backward():  # a checkpointed part runs again
             return
         trains = any(parameter.requires_grad for parameter in module.parameters())
         if trains and any(own is module for own in wrapper.module.modules()):

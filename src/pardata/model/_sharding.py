@@ -5,7 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# ruff: noqa: SLF001  # torch has no public names for what is read here
+from pardata.model._compiled import uncompiled
+from pardata.model._modules import own_tensors
+
+# ruff: noqa: SLF001  # a torch without `reset_iter_state`, as 2.9: see pytorch/torchtitan#1329
 
 
 @torch.no_grad()
@@ -16,7 +19,7 @@ def place(module: nn.Module, device: torch.device) -> dict[Tensor, Tensor]:
     which PyTorch's ``to_empty()`` would make several.
     """
     made: dict[Tensor, Tensor] = {}
-    held: list[Any] = [h for part in module.modules() for h in (part._parameters, part._buffers)]
+    held = [h for part in module.modules() for h in own_tensors(part)]
     for own, name, tensor in [(h, name, t) for h in held for name, t in h.items()]:
         if tensor is None or hasattr(tensor, "device_mesh") or tensor.device == device:
             continue
@@ -31,6 +34,7 @@ def place(module: nn.Module, device: torch.device) -> dict[Tensor, Tensor]:
     return made
 
 
+@uncompiled
 def shard_again(module: nn.Module, *_: object) -> None:
     """Shard what a forward without gradients has gathered: a forward hook.
 

@@ -1,7 +1,7 @@
 """State dicts: read from files, given the names of a module, and loaded into it."""
 
 import os
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pardata.collective._agreement import agree
+from pardata.model._modules import set_versions, versions_of
 from pardata.model._unwrap import Wrapper, layers, unwrap
 from pardata.ranks._world import require_world
 from pardata.values._arguments import kind_of
@@ -79,7 +80,7 @@ def _read_state(state: object) -> Mapping[str, Any]:
         if isinstance(value, Mapping) and not key.endswith("_extra_state"):
             cure = f"of several things, pass the model's part, as checkpoint[{key!r}]"
             if {"objects", "generators"} <= state.keys():
-                cure = "of a Checkpointer, pass the file of weights that its export() writes"
+                cure = "of a Checkpointer, call its restore(model=model)"
             raise TypeError(f"{must} {key!r} holds a dict: if this is a checkpoint {cure}")
     return state
 
@@ -88,15 +89,14 @@ def _renamed(state: Mapping[str, Any], plain: nn.Module) -> dict[str, Any]:
     """Give the entries of `state` the names that `plain` uses."""
     renamed: OrderedDict[str, Any] = OrderedDict()
     # What may be missing depends on which version of each module wrote `state`.
-    versions = {_core(path): facts for path, facts in getattr(state, "_metadata", {}).items()}
-    renamed._metadata = {  # type: ignore[attr-defined]  # noqa: SLF001  # PyTorch's place for it
-        path: versions.get(_core(path), {}) for path, _ in plain.named_modules()
-    }
-    by_core: dict[str, list[str]] = {}
-    for name in plain.state_dict():
-        by_core.setdefault(_core(name), []).append(name)
+    versions = {_core(path): facts for path, facts in versions_of(state).items()}
+    paths = [path for path, _ in plain.named_modules()]
+    set_versions(renamed, {path: versions.get(_core(path), {}) for path in paths})
+    own = plain.state_dict()
+    cores = Counter(map(_core, own))
+    partners = {_core(name): name for name in own if cores[_core(name)] == 1}
     for name, value in state.items():
-        partner = _partner(name, by_core.get(_core(name), []))
+        partner = name if name in own else partners.get(_core(name), name)
         if partner in renamed:
             raise ValueError(
                 f"`state_or_path` must name each parameter once, but {partner!r} comes twice"
@@ -113,25 +113,11 @@ def _once(plain: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     first = {module: path for path, module in plain.named_modules()}
     paths = {path: first[module] for path, module in plain.named_modules(remove_duplicate=False)}
     once: OrderedDict[str, Any] = OrderedDict()
-    once._metadata = state._metadata  # type: ignore[attr-defined]  # noqa: SLF001  # PyTorch's place
+    set_versions(once, versions_of(state))
     for name, value in state.items():
         path, dot, last = name.rpartition(".")
         once[paths.get(path, path) + dot + last] = value
     return once
-
-
-def _partner(name: str, partners: list[str]) -> str:
-    """Return which of the names with the same core `name` stands for; `name` itself if none."""
-    if len(partners) == 1:
-        return partners[0]
-    # Several, where children are really called "module": the longest that wrappers can have
-    # taken in, which is `name` itself where that is one of them.
-    return max((own for own in partners if _is_within(own, name)), key=len, default=name)
-
-
-def _is_within(short: str, long: str) -> bool:
-    parts = iter(long.split("."))
-    return all(part in parts for part in short.split("."))
 
 
 def _core(name: str) -> str:

@@ -77,4 +77,4 @@ def _inside(model: nn.Module) -> nn.Module | None:
     name = "_orig_mod" if type(model).__name__ == "OptimizedModule" else "module"
     # As it lies there: what reads through would look further.
     is_outer = name == "_orig_mod" or _is_wrapper(model)
-    return model._modules.get(name) if is_outer else None  # noqa: SLF001  # no public name
+    return dict(model.named_children()).get(name) if is_outer else None

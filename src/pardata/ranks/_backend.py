@@ -6,6 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+# ruff: noqa: SLF001  # process groups with public stores and options: pytorch/pytorch#151960
 
 
 def backend_for(device: torch.device) -> str:
@@ -68,11 +72,22 @@ def new_gloo_group(timeout: timedelta | None = None) -> Any:
     return dist.new_group(backend=backend, timeout=timeout)
 
 
+def default_store() -> Any:
+    """Return the store of the default group, which may be somebody else's."""
+    return distributed_c10d._get_default_store()
+
+
+def broadcast_together(tensors: list[Tensor], group: Any = None) -> None:
+    """Set tensors to rank 0's, in messages of 250 MB: more would take as much memory again."""
+    taken: Any = group or dist.group.WORLD
+    dist._broadcast_coalesced(taken, tensors, 250 * 2**20, 0)
+
+
 def timeout_of(group: Any) -> timedelta | None:
     """Return how long a collective on the CPU may take in `group`, if its backend says that."""
-    on_cpu = [kind for kind in group._device_types if kind.type == "cpu"]  # noqa: SLF001  # torch has no public way
+    on_cpu = [kind for kind in group._device_types if kind.type == "cpu"]
     # Under TORCH_DISTRIBUTED_DEBUG torch wraps the backend, and the wrapper has no options.
-    options = getattr(group._get_backend(on_cpu[0]), "options", None) if on_cpu else None  # noqa: SLF001  # torch has no public name
+    options = getattr(group._get_backend(on_cpu[0]), "options", None) if on_cpu else None
     found: timedelta | None = getattr(options, "_timeout", None)
     return found
 
@@ -85,18 +100,7 @@ def sequence_number(group: Any) -> int:
     """
     asked: Any = group or dist.group.WORLD
     try:
-        number: int = asked._get_sequence_number_for_group()  # noqa: SLF001  # torch has no public name
+        number: int = asked._get_sequence_number_for_group()
     except RuntimeError:
         return 0
     return number
-
-
-def backends() -> list[Any]:
-    """Return the backends of all groups: held while the groups are destroyed, they end last.
-
-    A gloo group waits at its end for its threads, and a thread that drops a tensor needs the
-    interpreter. Up to 2.7 torch keeps that meanwhile, and waits for ever. A backend's own handle
-    gives the interpreter up. https://github.com/pytorch/pytorch/pull/154976
-    """
-    groups = dist.distributed_c10d._world.pg_map  # noqa: SLF001  # torch has no public way
-    return [group._get_backend(kind) for group in groups for kind in group._device_types]  # noqa: SLF001  # torch has no public name

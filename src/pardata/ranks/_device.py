@@ -25,7 +25,7 @@ def visible_devices() -> list[torch.device]:
     """Return the accelerators that torch sees: none on a machine with a CPU alone."""
     if not torch.accelerator.is_available():
         return []
-    found: Any = torch.accelerator.current_accelerator()  # in torch 2.6 it raises if there is none
+    found: Any = torch.accelerator.current_accelerator()
     return [torch.device(found.type, n) for n in range(torch.accelerator.device_count())]
 
 
@@ -50,11 +50,6 @@ def current_device(n: int) -> torch.device:
     # Where none is in use, to ask which one is current would begin to use it.
     in_use = hasattr(of_kind, "is_initialized") and of_kind.is_initialized()
     return seen[(of_kind.current_device() if in_use else 0) or (n if n < len(seen) else 0)]
-
-
-def can_be_bound(device: torch.device) -> bool:
-    """Return whether torch binds a process group to such a device: 2.6 does to one kind."""
-    return device.type == "cuda" or not torch.__version__.startswith("2.6.")
 
 
 def has_streams(device: torch.device) -> bool:

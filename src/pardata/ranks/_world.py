@@ -19,7 +19,7 @@ from torch.utils.data import get_worker_info
 from pardata.messages._call_site import call_site
 from pardata.messages._failure import leave_for_torchrun
 from pardata.messages._store import Channel
-from pardata.ranks._backend import takes
+from pardata.ranks._backend import default_store, takes
 from pardata.ranks._device import current_device, require_visible, visible_devices
 from pardata.ranks._launcher import Launch, detect, launcher_text, numbers_told
 from pardata.ranks._logger import get_logger
@@ -247,7 +247,7 @@ def way_of_counts(here: World) -> tuple[Any, torch.device]:
 
 def new_channel(timeout: timedelta | None) -> Channel:
     """Return the store of the default group, and how long to wait on it by default."""
-    # The group may be somebody else's.
-    store = distributed_c10d._get_default_store()  # noqa: SLF001  # torch has no public way
     wait = distributed_c10d.default_pg_timeout if timeout is None else timeout
-    return Channel(dist.PrefixStore("pardata", store), wait, dist.get_rank(), dist.get_world_size())
+    return Channel(
+        dist.PrefixStore("pardata", default_store()), wait, dist.get_rank(), dist.get_world_size()
+    )

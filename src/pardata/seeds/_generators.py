@@ -1,13 +1,9 @@
 """The default generators of Python, NumPy and PyTorch: seeded, put back, caught in use."""
 
-import ctypes
 import json
 import pickle
 import random
-import struct
-import sys
 import zlib
-from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -16,8 +12,6 @@ from typing import Any, NamedTuple
 import torch
 
 from pardata.seeds._run_seed import run_seed
-
-_WORDS = 4 * 625  # bytes of a Mersenne twister: its words, and the position among them
 
 
 class Default(NamedTuple):
@@ -29,101 +23,38 @@ class Default(NamedTuple):
 
     def moved_since(self, state: Any) -> bool:
         """Return whether somebody drew from it, or seeded it."""
-        return bool(_bytes(self.state()) != _bytes(state))
+        now = self.state()
+        return not (torch.equal(now, state) if isinstance(state, torch.Tensor) else now == state)
 
 
-def _bytes(state: Any) -> Any:
-    """Return a state that can be compared: torch.equal takes four times as long."""
-    is_tensor = isinstance(state, torch.Tensor)
-    return _memory(state.data_ptr(), state.nbytes).raw if is_tensor else state
+def _of_numpy(random_: Any) -> Default:
+    """Return NumPy's: that of the bit generator which is set, also by the user."""
+    # NumPy has it from 1.24 on.
+    get_bits: Callable[[], Any] = getattr(random_, "get_bit_generator", lambda: None)
 
-
-def _memory(address: int, size: int) -> Any:
-    """Return a part of memory: its `raw` bytes are read and written where they lie."""
-    return (ctypes.c_char * size).from_address(address)
-
-
-def _of_python() -> Default:
-    """Return Python's. To hand out its state takes it 10 microseconds, and to take one 4.
-
-    So its words are read and written in memory, if they are seen to be there.
-    """
-    pythons: Any = vars(random)["_inst"]
-    memory = _memory(id(pythons) + object.__basicsize__, _WORDS)
-    *words, position = random.getstate()[1]
-    if memory.raw != array("I", [position, *words]).tobytes():
-        return Default(random.seed, random.getstate, random.setstate)
-
-    def restore(state: tuple[bytes, float | None]) -> None:
-        memory.raw, pythons.gauss_next = state
-
-    return Default(random.seed, lambda: (memory.raw, pythons.gauss_next), restore)
-
-
-class _NumPy:
-    """NumPy's, which takes 35 microseconds to hand out its state, and 40 to take one.
-
-    So we read and write its words in memory, and the second of two normal numbers that it keeps.
-    We do so only if they are seen to be there.
-    """
-
-    def __init__(self, numpy: Any) -> None:
-        self._random = numpy.random
-        self._get_bits = getattr(self._random, "get_bit_generator", lambda: None)  # NumPy 1.24
-        self._bits: Any = self  # the bit generator that was looked at: none yet
-        self._memory: list[Any] = []
-
-    def seed(self, number: int) -> None:
+    def seed(number: int) -> None:
         try:
-            self._random.seed(number % 2**32)
+            random_.seed(number % 2**32)
         except TypeError:  # it seeds an MT19937 alone, and the user has set another kind
-            bits: Any = self._get_bits()
-            self._random.set_bit_generator(type(bits)(number))
+            random_.set_bit_generator(type(get_bits())(number))
 
-    def state(self) -> tuple[Any, ...]:
-        if not (memory := self._memory_of(bits := self._get_bits())):
-            return bits, pickle.dumps(self._random.get_state(legacy=False))
-        words, second = memory
-        return bits, words.raw, second.raw
+    def state() -> tuple[Any, bytes]:
+        return get_bits(), pickle.dumps(random_.get_state(legacy=False))
 
-    def restore(self, state: tuple[Any, ...]) -> None:
-        if (bits := state[0]) is not self._get_bits():
-            self._random.set_bit_generator(bits)
-        if not (memory := self._memory_of(bits)):
-            self._random.set_state(pickle.loads(state[1]))  # noqa: S301  # it was dumped here
-            return
-        words, second = memory
-        with bits.lock:  # another thread may draw
-            words.raw, second.raw = state[1:]
+    def restore(state: tuple[Any, bytes]) -> None:
+        if state[0] is not get_bits():
+            random_.set_bit_generator(state[0])
+        random_.set_state(pickle.loads(state[1]))  # noqa: S301  # it was dumped here
 
-    def _memory_of(self, bits: Any) -> list[Any]:
-        """Return where the words and the second normal number are, or nothing."""
-        if bits is not self._bits:
-            self._bits, self._memory = bits, [] if bits is None else self._find(bits)
-        return self._memory
-
-    def _find(self, bits: Any) -> list[Any]:
-        drawn_from, like = self._random.standard_normal.__self__, self._random.RandomState(0)
-        like.standard_normal()
-        laid_out = ctypes.string_at(id(like), type(like).__basicsize__)
-        # The second normal number stands 8 bytes after the flag that says whether there is one.
-        flag = laid_out.find(struct.pack("d", like.get_state()[4])) - 8
-        state = self._random.get_state(legacy=False)
-        if state["bit_generator"] != "MT19937" or flag < 0 or laid_out[flag] != 1:
-            return []
-        words = _memory(bits.ctypes.state_address, _WORDS)
-        key, position = state["state"]["key"], state["state"]["pos"]
-        is_there = words.raw == key.tobytes() + position.to_bytes(4, sys.byteorder)
-        return [words, _memory(id(drawn_from) + flag, 16)] if is_there else []
+    return Default(seed, state, restore)
 
 
 @cache
 def default_generators() -> tuple[Default, ...]:
     """Return those of this process: Python's, NumPy's where it is installed, PyTorch's."""
-    found = [_of_python()]
+    found = [Default(random.seed, random.getstate, random.setstate)]
     if (numpy := numpy_or_none()) is not None:
-        numpys = _NumPy(numpy)
-        found.append(Default(numpys.seed, numpys.state, numpys.restore))
+        found.append(_of_numpy(numpy.random))
     return (*found, _of_torch(torch.default_generator))
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pardata.model._before import GradientsAside, KeptBuffers
+from pardata.model._compiled import uncompiled
 from pardata.model._sharding import forget_step, reshard, unsharded
 from pardata.model._unwrap import unwrap
 
@@ -89,4 +90,4 @@ def role_of(layer: nn.Module, equalise: Callable[[], None]) -> str:
     return "alone" if Guests.now is None else Guests.now.role(layer, equalise)
 
 
-_role_of_compiled = torch._disable_dynamo(role_of)  # noqa: SLF001  # torch.compiler.disable would import all of dynamo
+_role_of_compiled = uncompiled(role_of)

@@ -11,7 +11,8 @@ from torch.amp import GradScaler
 
 from pardata.collective._forbidden import forbidding_collectives
 from pardata.data._microbatches import Microbatches
-from pardata.model._before import AsFound
+from pardata.model._before import GradientsAside
+from pardata.model._modules import parameters_of
 from pardata.model._sharding import unsharded
 from pardata.model._unwrap import layers
 from pardata.ranks._backend import sequence_number
@@ -82,9 +83,9 @@ class Step(Replicas):
     def whole(self) -> Iterator[None]:
         """Run the whole step in the block; after it the tally has heard from all ranks.
 
-        A step that ends in an error leaves gradients and buffers as they were.
+        A step that ends in an error leaves gradients as they were.
         """
-        with AsFound(self.module):
+        with GradientsAside(parameters_of(self.module)):
             yield
             self.tally.raise_refused()
 
@@ -114,9 +115,10 @@ class Step(Replicas):
 
     def _started(self) -> tuple[object, int]:
         """Return how many collectives have started, and what else might have started one."""
-        others = Guests.now.number if Guests.now is not None else 0
-        by_ddp = getattr(self.layer, "_has_rebuilt_buckets", None), others
-        return by_ddp, sequence_number(self.group)
+        return self._others(), sequence_number(self.group)
+
+    def _others(self) -> tuple[object, ...]:
+        return (Guests.now.number if Guests.now is not None else 0,)
 
     def around(self, microbatch: Microbatch) -> AbstractContextManager[None]:  # noqa: ARG002  # the exact step uses it
         """Return the context of the forward and backward of one microbatch."""

@@ -6,7 +6,6 @@ from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.nn.modules.loss import _Loss
 
 from pardata.collective._explanation import explained
 from pardata.data._batch_parts import tensors_of
@@ -14,7 +13,8 @@ from pardata.data._microbatches import Microbatches
 from pardata.data._sample_count import is_empty
 from pardata.messages._doing import doing
 from pardata.model._batch_norm import synchronised
-from pardata.model._before import AsFound, KeptBuffers
+from pardata.model._before import GradientsAside, KeptBuffers
+from pardata.model._modules import parameters_of
 from pardata.model._unwrap import is_parallel
 from pardata.ranks._logger import get_logger
 from pardata.ranks._world import World, is_alone, require_world
@@ -57,11 +57,11 @@ def backward(
 
     Like ``Tensor.backward`` it adds: what was in ``.grad`` before stays, and only the new gradient
     is averaged over the ranks. A parameter that no microbatch uses keeps its ``.grad``. If a step
-    ends in an error, ``.grad`` and the buffers stay as they were. Catch an error only if every rank
-    raises it. If `loss_fn` fails on one rank, the others wait until that rank's process ends, and
-    then raise an error. If that rank runs another step of `Microbatches` instead, all ranks raise
-    an error. Do not leave gradients of a ``loss.backward()`` under ``no_sync()`` in ``.grad``: no
-    later step reduces them.
+    ends in an error, ``.grad`` stays as it was; buffers may have changed. Catch an error only if
+    every rank raises it. If `loss_fn` fails on one rank, the others wait until that rank's process
+    ends, and then raise an error. If that rank runs another step of `Microbatches` instead, all
+    ranks raise an error. Do not leave gradients of a ``loss.backward()`` under ``no_sync()`` in
+    ``.grad``: no later step reduces them.
 
     `backward` seeds PyTorch's default generators for each microbatch, so for dropout too, and puts
     them back afterwards. For `Microbatches` this seed is the same at every world size. It is made
@@ -155,7 +155,8 @@ def _check_arguments(model: object, loss_fn: object) -> None:
             f"`loss_fn` must be a function of the model and a microbatch, but is {what}: call "
             f"backward(model, loss_fn, batch)"
         )
-    if isinstance(loss_fn, _Loss) or getattr(loss_fn, "__module__", "") == "torch.nn.functional":
+    modules = {getattr(loss_fn, "__module__", ""), *(t.__module__ for t in type(loss_fn).__mro__)}
+    if modules & {"torch.nn.functional", "torch.nn.modules.loss"}:
         raise TypeError(
             f"`loss_fn` must run the model, but is {what}, which takes outputs and targets: write "
             f"def loss_fn(model, batch): return criterion(model(batch[0]), batch[1])"
@@ -175,7 +176,8 @@ def _alone(
         positive(checked_count(count(microbatch)))  # a mean does not tell of how many it is
     elif is_empty(microbatch):
         positive(0)
-    with AsFound(model), forked_torch_seed(microbatch_seed(batch, first)):
+    aside = GradientsAside(parameters_of(model))
+    with aside, forked_torch_seed(microbatch_seed(batch, first)):
         with forbidden_in(batch, is_even=True):
             returned = loss_fn(model, microbatch)
         if not isinstance(returned, Tensor):

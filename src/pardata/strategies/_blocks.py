@@ -2,15 +2,14 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
 
 from pardata.model._unwrap import layers
-from pardata.values._arguments import kind_of, meant
+from pardata.values._arguments import kind_of
 
-Kind: TypeAlias = type[nn.Module] | str
-Blocks: TypeAlias = Kind | Sequence[Kind]
+Blocks: TypeAlias = type[nn.Module] | Sequence[type[nn.Module]] | Literal["auto"]
 
 _PART = 0.1  # the part of the parameters that a list exceeds if its modules are blocks
 
@@ -20,7 +19,7 @@ def blocks_of(module: nn.Module, blocks: Blocks) -> list[nn.Module]:
 
     Args:
         module: which is not wrapped.
-        blocks: classes of modules, or their names; or ``"auto"``: the modules of the outermost
+        blocks: classes of modules; or ``"auto"``: the modules of the outermost
             lists that hold more than a tenth of the parameters each. A list is an
             ``nn.ModuleList``, or an ``nn.Sequential`` if there is no such ``nn.ModuleList``.
 
@@ -63,50 +62,45 @@ def _outermost(module: nn.Module, kind: type[nn.Module]) -> Iterator[nn.Module]:
 def _parts(one: nn.Module) -> Iterator[nn.Module]:
     """Yield what a list holds that has a forward, and parameters."""
     for part in one.children():
-        if type(part).forward is nn.Module.forward:  # a list of lists
+        if not _has_forward(part):  # a list of lists
             yield from _parts(part)
         elif size_of(part):
             yield layers(part)[-1]  # inside torch.compile
 
 
-def _named(module: nn.Module, blocks: Blocks) -> Iterator[nn.Module]:
+def _named(module: nn.Module, blocks: Any) -> Iterator[nn.Module]:
     """Yield the modules of the classes that are given."""
-    kinds = [blocks] if isinstance(blocks, type | str) else blocks
+    kinds: Sequence[type[nn.Module]] = [blocks] if isinstance(blocks, type) else blocks
     if not (isinstance(kinds, Sequence) and kinds and all(map(_is_kind, kinds))):
         given = kind_of(blocks) if isinstance(blocks, nn.Module) else repr(blocks)
         raise TypeError(
-            f"`blocks` must be 'auto', or classes of modules or their names, but is {given}: pass "
-            f"one or several of {_classes(module)}"
+            f"`blocks` must be 'auto' or classes of modules, but is {given}: pass one or several "
+            f"of {_classes(module)}"
         )
     inner = [one for one in module.modules() if one is not module and size_of(one)]
     for kind in kinds:
-        named = kind if isinstance(kind, str) else kind.__name__
-        found = [
-            one
-            for one in inner
-            if (type(one).__name__ == kind if isinstance(kind, str) else isinstance(one, kind))
-            and type(one).forward is not nn.Module.forward
-        ]
+        found = [one for one in inner if isinstance(one, kind) and _has_forward(one)]
         if not found:
-            known = [type(one).__name__ for one in inner]
             raise ValueError(
                 f"`blocks` must be classes of modules in {type(module).__name__} that have a "
-                f"forward and parameters, but it has none of {named!r}{meant(named, known)}: there "
-                f"are {_classes(module)}"
+                f"forward and parameters, but it has no {kind.__name__}: there are "
+                f"{_classes(module)}"
             )
         yield from found
 
 
 def _is_kind(kind: object) -> bool:
-    return isinstance(kind, str) or (isinstance(kind, type) and issubclass(kind, nn.Module))
+    return isinstance(kind, type) and issubclass(kind, nn.Module)
+
+
+def _has_forward(one: nn.Module) -> bool:
+    return type(one).forward is not nn.Module.forward
 
 
 def _classes(module: nn.Module) -> str:
     """Return the names of the classes that can be blocks, and how many modules each has."""
     parts = [one for one in module.modules() if one is not module and size_of(one)]
-    names = Counter(
-        type(one).__name__ for one in parts if type(one).forward is not nn.Module.forward
-    )
+    names = Counter(type(one).__name__ for one in parts if _has_forward(one))
     return ", ".join(f"{name} ({number})" for name, number in names.most_common()) or "none"
 
 

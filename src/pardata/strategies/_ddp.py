@@ -5,18 +5,20 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from types import MethodType
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.distributed.algorithms.join import _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
 
 from pardata.data._batch_parts import tensors_of
 from pardata.data._uneven_shares import uneven_shares
-from pardata.model._before import AsFound, name_of
-from pardata.model._buffers import after_backward, at_end_of_backward, broadcast
+from pardata.model._autograd import after_backward, at_end_of_backward
+from pardata.model._before import GradientsAside
+from pardata.model._buffers import broadcast
+from pardata.model._compiled import uncompiled
+from pardata.model._modules import name_of, parameters_of
 from pardata.model._read_through import ReadThrough, refusing_forwards
 from pardata.step._count import Microbatch
 from pardata.step._guests import Guests, role_of
@@ -25,6 +27,8 @@ from pardata.strategies._compare_gradients import compare_gradients
 from pardata.strategies._ddp_reducer import ReducedParameters, reset_reducer
 from pardata.strategies._parcel import Parcel, parcel_for
 from pardata.strategies._strategy import Settings, Strategy
+
+# ruff: noqa: SLF001  # DDP's methods that a subclass may only have under private names, and our own
 
 
 class ReadThroughDDP(ReadThrough, DistributedDataParallel):
@@ -60,7 +64,7 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
         finally:
             self.__dict__["_forward_runs"] = False
         trains = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if trains and role == "alone" and not self._join_config.enable:
+        if trains and role == "alone":
             self.__dict__["_expects_backward"] = True
             if self._inside.training:
                 uneven_shares.warn()
@@ -84,11 +88,10 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
         return not (
             self._reduced.trained in self._compared
             or self.process_group.size() == 1
-            or self._join_config.enable
             or self._comm_hooks
         )
 
-    @torch._disable_dynamo  # noqa: SLF001  # torch.compiler.disable would import all of dynamo
+    @uncompiled
     def _compare_after_backward(self, output: Any) -> None:
         # PyTorch's reducer ends in a callback that the backward has queued by then.
         later = partial(at_end_of_backward, self._compare_gradients)
@@ -110,13 +113,15 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
             self._broadcast_buffers()
 
     def will_sync_module_buffers(self) -> bool:
-        """Leave the buffers to PyTorch inside ``join()``: ranks that have finished follow it."""
-        return bool(self._join_config.enable and super().will_sync_module_buffers())
+        """Return False: PyTorch would equalise the buffers before a forward."""
+        return False
 
-    def _sync_final_model(self, is_last_joiner: bool) -> None:
-        super()._sync_final_model(is_last_joiner)
-        # PyTorch leaves it on, and every later forward would communicate.
-        self._join_config = _JoinConfig.construct_disabled_join_config()
+    def join_hook(self, **_: Any) -> Never:
+        """Refuse ``join()``: ranks that have finished would not equalise the buffers."""
+        raise RuntimeError(
+            "`join()` must not be used with a model of wrap_model: make_loader gives each rank as "
+            "many steps, and backward weights unequal shares"
+        )
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
         """Register on the module: there it is saved, and kept equal on all ranks."""
@@ -145,7 +150,7 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
         self.__dict__["_compared"] = set[tuple[bool, ...]]()
         return parameters, sparse
 
-    @torch._disable_dynamo  # noqa: SLF001  # torch.compiler.disable would import all of dynamo
+    @uncompiled
     def _broadcast_buffers(self) -> None:
         ignored = self.parameters_to_ignore
         buffers = (b for name, b in self.module.named_buffers() if name not in ignored)
@@ -157,17 +162,14 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
             return
         listed = re.search(r"indices which did not receive grad for rank \d+:([ \d]+)", str(error))
         indices = [int(text) for text in listed[1].split()] if listed else []
-        names = ", ".join(f"`{self._name_of(index)}`" for index in indices)
+        parameters, named = self._reduced.parameters, [*self.module.named_parameters()]
+        names = ", ".join(f"`{name_of(parameters[index], named)}`" for index in indices)
         raise RuntimeError(
             f"every parameter must take part in the loss, but {names or 'some'} did not in the "
             f"last step, so its gradient was not synchronised: use all outputs in the loss, "
             f"freeze what is not trained (requires_grad_(False)), or pass "
             f"wrap_model(..., find_unused_parameters=True)"
         ) from error
-
-    def _name_of(self, index: int) -> str:
-        """Return the name of a parameter by DDP's number."""
-        return name_of(self._reduced.parameters[index], self.module.named_parameters())
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
@@ -183,7 +185,7 @@ def _one_step(model: DistributedDataParallel, forwards: int) -> Iterator[None]:
     At its end all gradients must have been reduced; then the buffers are equalised.
     """
     if isinstance(model, ReadThroughDDP):
-        model._reduced.check(model)  # noqa: SLF001  # a public name would hide the module's
+        model._reduced.check(model)
     if model.__dict__.pop("_expects_backward", False) and forwards > 1:
         # After a forward that no backward has followed, as of an evaluation without no_grad(),
         # PyTorch would reduce in the next backward, no_sync() or not, and not on every rank.
@@ -191,21 +193,21 @@ def _one_step(model: DistributedDataParallel, forwards: int) -> Iterator[None]:
     try:
         yield
         # Now: the next collective would meet what other ranks still reduce.
-        model._check_reducer_finalized()  # noqa: SLF001  # torch has no public name
+        model._check_reducer_finalized()
         if isinstance(model, ReadThroughDDP):
-            model._compare_gradients()  # noqa: SLF001  # a public name would hide the module's
+            model._compare_gradients()
         if model.__dict__.get("_stays_arranged"):
             reset_reducer(model)
     except BaseException as error:
         reset_reducer(model)
         if isinstance(model, ReadThroughDDP):
-            model._name_unused(error)  # noqa: SLF001  # a public name would hide the module's
+            model._name_unused(error)
         raise
     finally:
         if (parcel := model.__dict__.get("_parcel")) is not None:
             parcel.numbers = None  # a failed step left them
     if isinstance(model, ReadThroughDDP):
-        model._equalise_buffers()  # noqa: SLF001  # our own class's
+        model._equalise_buffers()
 
 
 class DdpStep(SharedStep):
@@ -231,22 +233,26 @@ class DdpStep(SharedStep):
                 f"wrap_model"
             )
         shares_memory = self.layer.gradient_as_bucket_view
-        with AsFound(self.module, shares_memory=shares_memory), Guests(self.layer):
+        aside = GradientsAside(parameters_of(self.module), shares_memory=shares_memory)
+        with aside, Guests(self.layer):
             with _one_step(self.layer, self.share.most):
                 yield
             self._settle()
 
     def check(self, loss: Tensor) -> None:
         is_first = self.size > 1 and SEEN not in vars(self.layer)
-        if is_first and not self.layer._use_python_reducer:  # noqa: SLF001  # PyTorch's own hooks
+        if is_first and not self.layer._use_python_reducer:  # PyTorch's own hooks
             for name, parameter in self.module.named_parameters():
-                if parameter._post_accumulate_grad_hooks:  # noqa: SLF001  # torch has no public name
+                if parameter._post_accumulate_grad_hooks:
                     raise RuntimeError(
                         f"a parameter must have no register_post_accumulate_grad_hook under "
                         f"'ddp', but `{name}` has: it would see the gradient of one rank, before "
                         f"the mean; step after backward, or wrap under 'fsdp'"
                     )
         super().check(loss)
+
+    def _others(self) -> tuple[object, ...]:
+        return self.layer._has_rebuilt_buckets, *super()._others()
 
     def around(self, microbatch: Microbatch) -> AbstractContextManager[None]:
         last = microbatch is self.share.microbatches[-1]

@@ -1,5 +1,6 @@
 """DDP's reducer: the parameters that it was made for, and a new one after a failed backward."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pardata.model._before import name_of, walked
+from pardata.model._modules import name_of, parameters_of
 
-# ruff: noqa: SLF001  # torch has no public names for DDP's reducer
+# ruff: noqa: SLF001  # a public way to begin anew after an error: pytorch/pytorch#114194
 
 _AGAIN = "wrap again, model = wrap_model(unwrap(model))"
 
@@ -40,7 +41,7 @@ class ReducedParameters:
         Raises:
             RuntimeError: for a parameter that was added, exchanged, converted, frozen or unfrozen.
         """
-        for parameter in walked(model.module)[1]:
+        for parameter in parameters_of(model.module):
             if (
                 parameter.requires_grad
                 and self._kinds.get(id(parameter)) != _kind(parameter)
@@ -79,6 +80,16 @@ def _kind(parameter: Tensor) -> tuple[torch.dtype, torch.device]:
     return parameter.dtype, parameter.device
 
 
+def reduces_late(model: Any) -> bool:
+    """Return whether DDP reduces each gradient alone, or all at the end of a backward."""
+    return bool(model._use_python_reducer or model._delay_all_reduce_all_params)
+
+
+def register_hook(model: Any, state: object, hook: Callable[..., Any]) -> None:
+    """Register a communication hook that is not pickled with the model, as DDP's method would."""
+    dist._register_comm_hook(model.reducer, state, hook)
+
+
 def reset_reducer(model: Any) -> None:
     """Let DDP forget a backward that did not come to its end, perhaps on this rank alone.
 
@@ -113,4 +124,4 @@ def _renew_reducer(model: Any) -> None:
         model.__dict__["_static_graph_delay_allreduce_enqueued"] = False
     model.__dict__.pop("_parcel", None)  # it is registered with the old one
     for hook, state in model._comm_hooks:
-        dist._register_comm_hook(model.reducer, state, hook)
+        register_hook(model, state, hook)

@@ -1,7 +1,6 @@
 """Strategy "dp": PyTorch's DataParallel, reading through to its module."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import is_dataclass, replace
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -35,15 +34,6 @@ class ReadThroughDP(ReadThrough, DataParallel[nn.Module]):
         first = outputs[0]
         if isinstance(first, Tensor) and first.ndim == 0 and first.is_floating_point():
             return self._mean(outputs, output_device)
-        # By the constructors, as PyTorch does: the outputs of some libraries know no other way.
-        if isinstance(first, Mapping):
-            keys = (key for key, *_ in zip(*outputs, strict=True))  # equally many in each
-            columns = ((key, [output[key] for output in outputs]) for key in keys)
-            return type(first)((key, self.gather(own, output_device)) for key, own in columns)  # type: ignore[call-arg]  # dict and its kind
-        if is_dataclass(first):  # PyTorch does not know them
-            items = ((name, [getattr(o, name) for o in outputs]) for name in vars(first))
-            changed = {name: self.gather(own, output_device) for name, own in items}
-            return replace(first, **changed)  # type: ignore[type-var]  # no class
         if isinstance(first, tuple | list):
             parts = [self.gather(part, output_device) for part in zip(*outputs, strict=True)]
             return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)

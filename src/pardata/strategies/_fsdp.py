@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from typing import Any
 from weakref import ref
 
@@ -13,8 +14,10 @@ from torch.amp import GradScaler
 
 from pardata.collective._agreement import Facts
 from pardata.data._uneven_shares import uneven_shares
-from pardata.model._before import AsFound
+from pardata.model._before import GradientsAside
 from pardata.model._buffers import average, broadcast, real_buffers
+from pardata.model._compiled import uncompiled
+from pardata.model._modules import parameters_of
 from pardata.model._sharding import forget_step, place, reshard, shard_again
 from pardata.model._state_dict import load_sharded
 from pardata.model._unwrap import ShardedModule, unwrap
@@ -27,9 +30,11 @@ from pardata.strategies._blocks import blocks_of, size_of
 from pardata.strategies._old_optimizers import refuse_old_optimizers
 from pardata.strategies._strategy import Settings, Strategy, broadcast_weights
 from pardata.values._arguments import check_integer
+from pardata.values._tree import leaves
 
 _log = get_logger(__name__)
 
+_EQUAL = "_pardata_equal_buffers"  # in the attributes of a module that has the hook below
 _LARGE = 10**8  # parameters: from there on a model is not to be sharded at its root alone
 
 
@@ -63,7 +68,7 @@ class FsdpStep(SharedStep):
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        with AsFound(self.module):
+        with GradientsAside(parameters_of(self.module)):
             try:
                 with Guests(self.layer):
                     yield
@@ -127,11 +132,6 @@ class FsdpStrategy(Strategy):
         from torch.distributed.fsdp import fully_shard  # noqa: PLC0415  # half a second
 
         target = checked_device(self.device(settings))
-        if target.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):  # torch 2.6
-            raise RuntimeError(
-                f"strategy 'fsdp' on a CPU needs a newer torch, but this is {torch.__version__}, "
-                f"whose fully_shard needs a GPU: install a newer one, or use 'ddp'"
-            )
         # Inside torch.compile, as PyTorch advises: names and hooks are then those of the module.
         module = unwrap(model)
         given = {k: v for k, v in settings.options.items() if k not in self.own_options}
@@ -148,11 +148,15 @@ class FsdpStrategy(Strategy):
             if ignored:
                 options["ignored_params"] = {made.get(one, one) for one in ignored}
             fully_shard(part, **options)
-        refuse_old_optimizers(module, before)
+            if torch.__version__ < "2.12":
+                part.register_forward_hook(_refuse_dataclass)
+        new = set(module.parameters())
+        refuse_old_optimizers(p for one in before if (p := one()) is not None and p not in new)
         module.register_forward_pre_hook(_note_guest, prepend=True)
         module.register_forward_hook(shard_again)
         if settings.here.size > 1:
             module.register_forward_hook(_equal_buffers)
+            vars(module)[_EQUAL] = True
         return model
 
     load = staticmethod(load_sharded)
@@ -207,11 +211,25 @@ def _tell(module: nn.Module, blocks: list[nn.Module], settings: Settings) -> Non
         )
 
 
+@uncompiled  # as all hooks here: each model would count against dynamo's limit of recompilations
+def _refuse_dataclass(module: nn.Module, _args: object, output: object) -> None:
+    """Refuse an output in which FSDP finds no tensors before torch 2.12: a forward hook."""
+    kinds = (type(leaf).__name__ for _, leaf in leaves(output) if is_dataclass(leaf))
+    if torch.is_grad_enabled() and (kind := next(kinds, None)) is not None:
+        raise TypeError(
+            f"{type(module).__name__} must return tensors, in dicts, lists or tuples, but returns "
+            f"the dataclass {kind}, in which FSDP of torch {torch.__version__} finds none, and its "
+            f"gradients would be wrong: return a dict, or install torch 2.12"
+        )
+
+
+@uncompiled
 def _note_guest(module: nn.Module, _args: object) -> None:
     """Let the step of another model know of this one, before it gathers: a forward pre-hook."""
     role_of(module, lambda: broadcast(module.buffers()))
 
 
+@uncompiled
 def _equal_buffers(module: nn.Module, _args: object, _output: object) -> None:
     """Broadcast rank 0's buffers after a training forward: a forward hook."""
     role = role_of(module, lambda: None)  # a guest is known from the hook above
@@ -228,6 +246,5 @@ def _average_buffers(module: nn.Module, count: int, total: float | Tensor) -> No
         count: how much this rank's buffers count.
         total: how much those of all ranks.
     """
-    hooks = module._forward_hooks.values()  # noqa: SLF001  # torch has no public name
-    if _equal_buffers in hooks and module.training:
+    if _EQUAL in vars(module) and module.training:
         average(real_buffers(module).values(), count, total)

@@ -12,7 +12,7 @@ from pardata.strategies._fsdp import FsdpStrategy
 from pardata.strategies._none import NoneStrategy
 from pardata.strategies._strategy import Strategy
 from pardata.strategies.exact._exact import ExactStrategy
-from pardata.values._arguments import check_module, meant
+from pardata.values._arguments import check_module
 
 StrategyName: TypeAlias = Literal["auto", "none", "dp", "ddp", "fsdp", "exact"]
 
@@ -33,8 +33,7 @@ def named(name: object) -> Strategy:
     for strategy in STRATEGIES:
         if name == strategy.name:
             return strategy
-    known = get_args(StrategyName)
-    names, given = ", ".join(map(repr, known)), f"{name!r}{meant(str(name), known)}"
+    names, given = ", ".join(map(repr, get_args(StrategyName))), repr(name)
     if isinstance(name, torch.optim.Optimizer):  # other libraries wrap it with the model
         given = "an optimizer: make that after wrapping, of what wrap_model returns"
     raise ValueError(f"`strategy` must be one of {names}, but is {given}")

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from pardata.strategies._ddp_reducer import reduces_late, register_hook
+
 _SMALL = 2**17  # numbers: gradients that are copied in less time than a collective takes
 _MOST_RANKS = 64  # by which what travels with them, some 100 numbers for each, is no longer small
 
@@ -66,14 +68,12 @@ def parcel_for(model: DistributedDataParallel) -> Parcel | None:
     parameters = list(model.module.parameters())
     wide = {p.dtype for p in parameters} <= {torch.float32, torch.float64}
     sparse = any(getattr(part, "sparse", False) for part in model.module.modules())
-    delayed = model._use_python_reducer or model._delay_all_reduce_all_params  # noqa: SLF001  # torch has no public name
     small = sum(p.numel() for p in parameters) <= _SMALL
     few = model.process_group.size() <= _MOST_RANKS
     one_device = len({p.device for p in parameters}) == 1
-    if small and few and wide and one_device and not (sparse or delayed):
+    if small and few and wide and one_device and not (sparse or reduces_late(model)):
         with suppress(RuntimeError):  # there can be one hook, and the user has his own
             parcel = Parcel(model.process_group)
-            # Not by the method, which keeps what is registered and would pickle it.
-            dist._register_comm_hook(model.reducer, parcel, _mean_with_parcel)  # noqa: SLF001  # torch has no public name
+            register_hook(model, parcel, _mean_with_parcel)
             return parcel
     return None

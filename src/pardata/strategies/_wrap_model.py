@@ -75,8 +75,8 @@ def wrap_model(
         options: for the wrapped class. ``"ddp"``: ``find_unused_parameters``, ``bucket_cap_mb``,
             ``static_graph`` and so on. ``"dp"``: ``device_ids``, ``output_device``, ``dim``.
             ``"fsdp"``: ``blocks``, ``replicate``, and ``fully_shard``'s own, as ``mesh``,
-            ``mp_policy`` and ``offload_policy``. ``blocks`` are a class of modules or its name, or
-            a list of them. ``blocks="auto"`` makes a block of each module in an outermost
+            ``mp_policy`` and ``offload_policy``. ``blocks`` are a class of modules, or a list of
+            classes. ``blocks="auto"`` makes a block of each module in an outermost
             ``ModuleList``, if that list holds more than a tenth of the parameters. ``replicate`` is
             how many copies of the shards there are (1). ``"exact"``: ``threads`` (1), the same at
             every world size. ``"none"`` ignores the options of the others, so that one call serves

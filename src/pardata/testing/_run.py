@@ -12,14 +12,12 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, TypeVarTuple, Unpack
 
 import torch
 import torch.distributed as dist
-from typing_extensions import TypeVarTuple, Unpack
 
 from pardata.messages._failure import Failure
-from pardata.ranks._backend import backends
 from pardata.ranks._launcher import LAUNCHERS
 from pardata.values._arguments import check_integer, checked_timeout
 
@@ -33,7 +31,7 @@ _OWN = ("PARDATA_JOINED", "PARDATA_LAUNCHER")
 
 def run(
     fn: Callable[[Unpack[Args]], T],
-    *args: Unpack[Args],
+    *args: *Args,
     world_size: int = 2,
     timeout: timedelta | float = 120,
     env: Mapping[str, str] | None = None,
@@ -230,6 +228,5 @@ def _joined_call(rank: int, meeting: _Meeting, job: bytes) -> Any:
     result = fn(*args)
     # Nobody leaves while another still needs the connection.
     dist.barrier()
-    _held = backends()
     dist.destroy_process_group()
     return result

@@ -1,20 +1,13 @@
 """Checks of what many functions take: a module, a dataset, a flag, a number."""
 
-import difflib
-import inspect
 import os
 import re
-from collections.abc import Callable, Iterable
 from datetime import timedelta
-from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from torch import nn
 from torch.utils.data import IterableDataset
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 
 def kind_of(value: object) -> str:
@@ -103,25 +96,3 @@ def make_folder(directory: Path) -> None:
         raise NotADirectoryError(
             f"`directory` must be a folder, but {directory} is a file, or in one: pass another"
         ) from error
-
-
-def meant(word: str, words: Iterable[str]) -> str:
-    """Return the question whether one of `words` was meant that looks like `word`; else nothing."""
-    close = difflib.get_close_matches(word.lower(), list(words), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def suggesting(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let a function ask what was meant by an argument that it has not, as Python 3.13 does."""
-    known = inspect.signature(function).parameters
-
-    @wraps(function)
-    def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        for name in kwargs.keys() - known.keys():
-            raise TypeError(
-                f"`{function.__name__}` must be called with arguments that it has, but "
-                f"{name!r} is none{meant(name, known)}: see help({function.__name__})"
-            )
-        return function(*args, **kwargs)
-
-    return called

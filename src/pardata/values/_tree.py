@@ -3,7 +3,6 @@
 The one walker for batches, samples, states and metrics.
 """
 
-import ctypes
 import hashlib
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping
@@ -143,12 +142,18 @@ def _form(leaf: Any) -> list[Any]:
     return [type(leaf).__name__, *(getattr(leaf, name, None) for name in names)]
 
 
+def bytes_of(tensor: Tensor) -> bytearray:
+    """Return the bytes of a dense tensor, without NumPy, which torch does not require."""
+    data = bytearray(tensor.numel() * tensor.element_size())
+    if data:
+        torch.frombuffer(data, dtype=tensor.dtype).copy_(tensor.detach().reshape(-1))
+    return data
+
+
 def _add(digest: Any, leaf: Any) -> None:
     if isinstance(leaf, Tensor):
         dense = leaf.detach() if leaf.layout == torch.strided else leaf.detach().to_dense()
-        plain = dense.cpu().resolve_conj().resolve_neg().contiguous()
-        if plain.nbytes:  # as they lie in memory, without NumPy, which torch does not require
-            digest.update((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()))
+        digest.update(bytes_of(dense))
     elif str(getattr(leaf, "dtype", "")) == "object":  # an array whose bytes are addresses
         digest.update(digest_of(leaf.tolist()).encode())
     elif hasattr(leaf, "tobytes"):  # an array, a NumPy number, an image

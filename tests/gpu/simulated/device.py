@@ -176,16 +176,8 @@ def memory_allocated(device=None):
     return torch.accelerator.memory_allocated(_index(device))
 
 
-def max_memory_allocated(device=None):
-    return torch.accelerator.max_memory_allocated(_index(device))
-
-
 def memory_reserved(device=None):
     return torch.accelerator.memory_reserved(_index(device))
-
-
-def reset_peak_memory_stats(device=None):
-    torch.accelerator.reset_peak_memory_stats(_index(device))
 
 
 def empty_cache():
@@ -203,8 +195,3 @@ def set_sync_debug_mode(mode):
 def _sleep(cycles):
     """Keep the current stream busy, so many cycles of 2 GHz."""
     _C.sleep(cycles / 2000)
-
-
-def set_pace(*, host=1, kernel=10, copy=1000, collective=5000):
-    """Set how many simulated microseconds it takes to queue a task, and what each kind takes."""
-    _C.set_pace(host, kernel, copy, collective)

@@ -72,35 +72,6 @@ def batch_norm_backward_elemt(grad, x, mean, invstd, weight, sum_dy, sum_dy_xmu,
     return result.to(x.dtype)
 
 
-# --- LSTM
-
-
-def _thnn_fused_lstm_cell(from_input, from_hidden, cell, input_bias=None, hidden_bias=None):
-    gates = from_input + from_hidden
-    if input_bias is not None:
-        gates = gates + input_bias + hidden_bias
-    into, forget, new, out = gates.chunk(4, 1)
-    into, forget, new, out = into.sigmoid(), forget.sigmoid(), new.tanh(), out.sigmoid()
-    after = forget * cell + into * new
-    return out * after.tanh(), after, torch.cat([into, forget, new, out], 1)
-
-
-def _thnn_fused_lstm_cell_backward_impl(grad_hidden, grad_cell, cell, after, gates, has_bias):
-    into, forget, new, out = gates.chunk(4, 1)
-    end = after.tanh()
-    grad_hidden = torch.zeros_like(after) if grad_hidden is None else grad_hidden
-    grad = grad_hidden * out * (1 - end.square())
-    grad = grad if grad_cell is None else grad + grad_cell
-    parts = [
-        grad * new * into * (1 - into),
-        grad * cell * forget * (1 - forget),
-        grad * into * (1 - new.square()),
-        grad_hidden * end * out * (1 - out),
-    ]
-    grads = torch.cat(parts, 1)
-    return grads, grad * forget, grads.sum(0) if has_bias else torch.empty_like(grads[:0])
-
-
 OPERATORS = {
     fn.__name__: fn
     for fn in (
@@ -109,8 +80,6 @@ OPERATORS = {
         batch_norm_elemt,
         batch_norm_backward_reduce,
         batch_norm_backward_elemt,
-        _thnn_fused_lstm_cell,
-        _thnn_fused_lstm_cell_backward_impl,
     )
 }
 

@@ -34,54 +34,6 @@ def test_freed_memory_is_wrong_for_another_stream_unless_that_was_recorded(is_re
     assert later.sum().item() == 7 * COUNT
 
 
-def test_freed_memory_is_right_until_its_stream_allocates_again():
-    aside = torch.sim.Stream()
-    with torch.sim.stream(aside):
-        values = torch.ones(COUNT, device="sim")
-    torch.sim.current_stream().wait_stream(aside)
-    torch.sim._sleep(10_000_000)
-    total = values.sum()
-    del values
-    aside.wait_stream(torch.sim.current_stream())
-    with torch.sim.stream(aside):
-        torch.zeros(3, device="sim")
-    assert total.item() == COUNT
-
-
-def test_freed_memory_is_used_again_by_its_stream_alone():
-    count = 77 * COUNT  # nothing else has this size
-    place = torch.ones(count, device="sim").data_ptr()
-    with torch.sim.stream(torch.sim.Stream()):
-        assert torch.ones(count, device="sim").data_ptr() != place
-    assert torch.ones(count, device="sim").data_ptr() == place
-
-
-def test_memory_that_another_stream_uses_is_not_used_again():
-    values, aside = torch.ones(COUNT, device="sim"), torch.sim.Stream()
-    place = values.data_ptr()
-    with torch.sim.stream(aside):
-        torch.sim._sleep(10_000_000)
-    values.record_stream(aside)
-    del values
-    other = torch.ones(COUNT, device="sim")
-    assert other.data_ptr() != place
-    aside.synchronize()
-    assert torch.ones(COUNT, device="sim").data_ptr() == place
-
-
-def test_new_memory_holds_nothing_useful():
-    assert torch.empty(COUNT + 24, device="sim").isnan().all()
-    assert torch.empty(COUNT).pin_memory().is_pinned()
-    assert torch.empty(COUNT, pin_memory=True).isnan().all()
-
-
-def test_pinned_memory_is_kept_until_the_copy_has_read_it():
-    copy = torch.ones(COUNT).pin_memory().to("sim", non_blocking=True)
-    others = [torch.zeros(COUNT).pin_memory() for _ in range(10)]
-    assert copy.sum().item() == COUNT
-    assert all(other.sum() == 0 for other in others)
-
-
 READING = """
 import ctypes, torch
 x = torch.ones(3, device="sim")
@@ -107,7 +59,6 @@ def test_it_counts_what_is_in_use_exactly():
     values = torch.ones(128 * COUNT, device="sim")
     held, reserved = used()
     assert held - before[0] == 4 * 128 * COUNT
-    assert torch.sim.max_memory_allocated() >= held
     del values
     assert used() == (before[0], reserved)
     for _ in range(10):
@@ -116,8 +67,6 @@ def test_it_counts_what_is_in_use_exactly():
     for _ in range(10):
         torch.ones(128 * COUNT, device="sim") + 1
     assert used() == once
-    torch.sim.reset_peak_memory_stats()
-    assert torch.sim.max_memory_allocated() == once[0]
 
 
 def test_a_process_that_was_forked_after_the_start_cannot_use_it():

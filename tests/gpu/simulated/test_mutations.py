@@ -22,10 +22,3 @@ def test_a_test_sees_it(name):
     outcome = mutations.tried(mutations.MUTATIONS[name])
     assert outcome.red, outcome.told
     assert outcome.told == ""
-
-
-def test_one_that_changes_nothing_is_seen_by_none():
-    one = mutations.MUTATIONS[QUICK[-1]]
-    outcome = mutations.tried(one._replace(new=one.old))
-    assert outcome.red == []
-    assert " passed" in outcome.told

@@ -7,7 +7,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch
 
 sys.path.append(str(Path(__file__).parents[2]))
 sys.path.append(str(Path(__file__).parents[2] / "checkpoint"))
@@ -18,8 +17,6 @@ from pardata import Checkpointer, init
 
 GROUP_WAITS = 2.0
 SYNC_TAKES = 0.9  # a checkpoint syncs three files or more
-# fully_shard on a CPU needs streams that torch 2.6 does not have there.
-SHARDS = hasattr(torch.cpu.Stream, "record_event")
 
 
 def saves(strategy, directory, asynchronous):
@@ -53,14 +50,8 @@ def saves(strategy, directory, asynchronous):
     [
         ("ddp", False),
         pytest.param("ddp", True, marks=pytest.mark.soak),
-        *[
-            pytest.param(
-                "fsdp",
-                asynchronous,
-                marks=[pytest.mark.soak, pytest.mark.skipif(not SHARDS, reason="no CPU streams")],
-            )
-            for asynchronous in (False, True)
-        ],
+        pytest.param("fsdp", False, marks=pytest.mark.soak),
+        pytest.param("fsdp", True, marks=pytest.mark.soak),
     ],
 )
 def test_saves_take_as_long_as_the_disk_and_no_rank_gives_up(strategy, asynchronous, tmp_path):

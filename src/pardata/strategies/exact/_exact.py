@@ -13,6 +13,7 @@ from torch import nn
 from pardata.collective._agreement import Facts
 from pardata.model._batch_norm import synchronised
 from pardata.model._buffers import broadcast
+from pardata.model._modules import versions_of
 from pardata.model._read_through import ReadThrough
 from pardata.model._unwrap import Wrapper, layers, unwrap
 from pardata.ranks._device import checked_device
@@ -60,8 +61,8 @@ class ExactModel(ReadThrough, Wrapper):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state of the module inside, and in its metadata what decides the last bit."""
         state = super().state_dict(*args, **kwargs)
-        metadata = getattr(state, "_metadata", None)
-        if metadata is not None:
+        metadata = versions_of(state)
+        if metadata:
             # With a prefix where this is a child of the module that is asked.
             path = (args[1] if len(args) > 1 else kwargs.get("prefix", ""))[:-1]
             device = next(self.parameters()).device
@@ -70,14 +71,10 @@ class ExactModel(ReadThrough, Wrapper):
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Refuse weights of an exact run whose kernels were others: this would be another run."""
-        for facts in getattr(state, "_metadata", {}).values():
-            self._check_record(facts)
+        for facts in versions_of(state).values():
+            self._check_versions(facts)
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kw: Any) -> None:
-        self._check_record(args[0])
-        super()._load_from_state_dict(state_dict, prefix, *args, **kw)
-
-    def _check_record(self, facts: Mapping[str, Any]) -> None:
+    def _check_versions(self, facts: Mapping[str, Any]) -> None:
         then = facts.get(_RECORD)
         if then is None:
             return

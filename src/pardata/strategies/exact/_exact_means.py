@@ -58,8 +58,7 @@ class Means:
         same = (after == self._before) | (after.isnan() & self._before.isnan())
         if number == self._first:
             self._counted = self._flat(now, self._counting, torch.int64) - self._counts
-        for name, start in self._start.items():
-            now[name].copy_(start)
+        self.put_back()
         return [(after - self._before).masked_fill_(same, NOTHING)]
 
     def rows(self, count: int, first: int) -> Tensor:
@@ -100,6 +99,13 @@ class Means:
             for name, part in zip(names, parts, strict=True):
                 now[name].copy_(part.view(now[name].shape))
         return means
+
+    def put_back(self) -> None:
+        """Set the buffers to what they were at the start of the step."""
+        now = real_buffers(self._module)
+        for name, start in self._start.items():
+            if name in now and now[name].shape == start.shape:
+                now[name].copy_(start)
 
     def _now(self) -> dict[str, Tensor]:
         """Return the buffers as they are: those that there were, in their shapes."""

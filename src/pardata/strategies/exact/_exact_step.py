@@ -12,7 +12,8 @@ from torch.amp import GradScaler
 from pardata.collective._vote import Vote
 from pardata.data._microbatches import Microbatches
 from pardata.messages._failure import as_consequence
-from pardata.model._before import AsFound
+from pardata.model._before import GradientsAside
+from pardata.model._modules import parameters_of
 from pardata.ranks._world import way_of_counts, world
 from pardata.seeds._generators import Kept, default_generators
 from pardata.seeds._mix import mix
@@ -75,12 +76,16 @@ class ExactStep(Step):
         """Run the microbatches of this rank in the block; then set what all ranks have together."""
         self._begin()
         failed = self._refusal  # also where this rank runs nothing
-        with AsFound(self.module), self._sums, self._guests:
+        with GradientsAside(parameters_of(self.module)), self._sums, self._guests:
             try:
-                yield
-            except Exception as error:  # noqa: BLE001  # raised below: the others wait for this rank
-                failed = _of_compiler(error)
-            self._conclude(failed)
+                try:
+                    yield
+                except Exception as error:  # noqa: BLE001  # raised below: the others wait for it
+                    failed = _of_compiler(error)
+                self._conclude(failed)
+            except BaseException:
+                self._means.put_back()  # else the ranks would have different ones
+                raise
 
     def _begin(self) -> None:
         """Make what is added to."""
@@ -205,7 +210,7 @@ def _of_compiler(error: Exception) -> Exception:
     explained = RuntimeError(
         "a compiled model must be compiled for each size of its inputs under strategy 'exact', but "
         "dynamo has reached its limit: pad inputs to fewer sizes, or raise "
-        "torch._dynamo.config.recompile_limit (torch 2.6: cache_size_limit)"
+        "torch._dynamo.config.recompile_limit"
     )
     explained.__cause__ = error
     return explained

@@ -9,7 +9,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from pardata.model._before import name_of, walked
+from pardata.model._modules import name_of, parameters_of
 from pardata.step._count import Microbatch
 from pardata.strategies.exact._bucket import buckets_of
 from pardata.strategies.exact._ordered_sum import Exchange
@@ -50,7 +50,7 @@ class Sums:
 
     def _hook_parameters(self) -> None:
         """Hook every parameter that is not yet, frozen ones too: they may be trained later."""
-        for parameter in walked(self.module)[1]:
+        for parameter in parameters_of(self.module):
             can_be_trained = parameter.is_floating_point() or parameter.is_complex()
             if can_be_trained and parameter not in self.hooked and not parameter.is_inference():
                 trained = parameter.requires_grad

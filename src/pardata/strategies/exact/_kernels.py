@@ -5,7 +5,12 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from pardata.model._before import walked
+from pardata.model._compiled import (
+    fail_past_recompile_limit,
+    has_dynamic_sizes,
+    is_compiled_in_place,
+)
+from pardata.model._modules import walked
 from pardata.model._unwrap import unwrap
 from pardata.ranks._device import properties_of
 from pardata.strategies.exact._arithmetic import probe
@@ -29,15 +34,12 @@ def kernels(device: torch.device) -> dict[str, object]:
 def refused_kernels(model: nn.Module, threads: int) -> RuntimeError | None:
     """Return why a process may not compute with `model` and so many threads, if it may not.
 
-    Of a compiled model dynamo is told to fail at its limit of recompilations. Past it, it would run
-    uncompiled what it has not met: on each rank other sizes. That is for the whole process, as an
-    evaluation counts as well.
+    For a compiled model dynamo then fails at its limit of recompilations, in the whole process.
+    Past it, each rank would run other sizes uncompiled. An evaluation counts as well.
     """
     parts, parameters = walked(model)
     if any("dynamo_ctx" in part.__dict__ for part in parts):
-        config = torch._dynamo.config  # noqa: SLF001  # torch has no public name
-        new, old = "fail_on_recompile_limit_hit", "fail_on_cache_limit_hit"  # that of torch 2.6
-        setattr(config, new if hasattr(config, new) else old, True)
+        fail_past_recompile_limit()
     texts = (*_wrong_settings(parameters, threads), *_wrong_compilations(parts))
     return RuntimeError(f"under strategy 'exact' {texts[0]}") if texts else None
 
@@ -68,9 +70,9 @@ def _wrong_compilations(parts: Iterable[nn.Module]) -> Iterator[str]:
         context = part.__dict__.get("dynamo_ctx")
         options = getattr(context, "compiler_config", None) or {}
         timed = [name for name in _TIMED if options.get(name) and not options.get("deterministic")]
-        if part._compiled_call_impl is not None:  # noqa: SLF001  # torch has no public name
+        if is_compiled_in_place(part):
             how = "in place, where that cannot be seen"
-        elif context is not None and getattr(context, "_dynamic", None) is not False:
+        elif context is not None and has_dynamic_sizes(context):
             how = "without it, so that kernels may depend on the sizes that came before"
         elif timed:
             how = f"with {timed[0]}, so that kernels are chosen by their speed"

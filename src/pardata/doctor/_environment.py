@@ -1,0 +1,118 @@
+"""`python -m pardata env`: the launcher, the machine's devices and limits, what is installed."""
+
+import os
+import platform
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from pardata.ranks._backend import backend_for
+from pardata.ranks._device import hidden_devices, properties_of, visible_devices
+from pardata.ranks._launcher import Launch, launcher_of
+from pardata.ranks._machine import cpu_quota, usable_cores
+from pardata.ranks._version import __version__
+from pardata.ranks._world import World
+
+_GIB = 2**30
+_SHARED_MEMORY = "/dev/shm"  # noqa: S108  # where it is, not a temporary file
+_LEAST_SHARED_MEMORY = _GIB  # a container's default of 64 MB is used up by a few batches
+_FEWEST_FILES = 1024  # what most systems give; each tensor in flight from a worker takes one
+
+
+class Finding(NamedTuple):
+    """What was looked at, what was seen, and the cure if it is not as it should be."""
+
+    name: str
+    text: str
+    cure: str = ""
+    is_error: bool = False
+
+    @property
+    def status(self) -> str:
+        """How bad it is."""
+        return "error" if self.is_error else "warning" if self.cure else "ok"
+
+
+def environment(launch: Launch, env: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield what this process finds around itself, as its launcher described it."""
+    nodes = launch.num_nodes or -(-launch.size // launch.local_size)
+    here = World(*launch[1:5], 0, nodes, torch.device("cpu"), None, launch.launcher)
+    yield from (_launcher(launch, env), _gpus(), _cores(here), _threads(here))
+    if Path(_SHARED_MEMORY).exists():  # not on macOS and Windows
+        usage = shutil.disk_usage(_SHARED_MEMORY)
+        yield shared_memory(usage.total, usage.free)
+    yield from _open_files()
+    python = platform.python_version()
+    versions = f"pardata {__version__}, torch {torch.__version__}, Python {python}"
+    yield Finding("versions", versions)
+
+
+def _launcher(launch: Launch, env: Mapping[str, str]) -> Finding:
+    chosen = launcher_of(env)
+    if chosen is not None:
+        processes = f"{launch.size} process{'es' if launch.size > 1 else ''}"
+        address, names = f"{launch.master_addr}:{launch.master_port}", ", ".join(chosen.variables)
+        text = f"{chosen.text}: {processes}, to meet at {address}; from {names}"
+        return Finding("launcher", text)
+    tasks = env.get("SLURM_NTASKS", "1")
+    if tasks == "1" or "SLURM_STEP_ID" in env or env.get("PARDATA_LAUNCHER") == "none":
+        return Finding("launcher", "none: a single process")
+    cure = f"start the script with srun, to be the {tasks} tasks that the job asked for"
+    return Finding("launcher", "none: a single process, in the shell of a SLURM job", cure)
+
+
+def _gpus() -> Finding:
+    if (hidden := hidden_devices()) is not None:
+        return Finding("GPUs", *hidden)
+    if not (seen := visible_devices()):
+        return Finding("GPUs", "none: training runs on the CPU")
+    told = map(properties_of, seen)
+    kinds = Counter(f"{gpu.name}, {gpu.total_memory / _GIB:.0f} GiB" for gpu in told)
+    found = ", ".join(f"{number} x {kind}" for kind, number in kinds.items())
+    return Finding("GPUs", f"{found}; backend {backend_for(seen[0])}")
+
+
+def _cores(here: World) -> Finding:
+    allowed, quota = usable_cores(replace(here, local_size=1)), cpu_quota()
+    limit = "" if quota is None else f", with a quota of {quota:g}"
+    if here.local_size > allowed:
+        text = f"{here.local_size} ranks of this host share {allowed}{limit}"
+        cure = f"start at most {allowed} per host, or ask the scheduler for more cores"
+        return Finding("cores", text, cure)
+    return Finding("cores", f"{usable_cores(here)} per process, of {os.cpu_count()}{limit}")
+
+
+def _threads(here: World) -> Finding:
+    threads, cores = torch.get_num_threads(), usable_cores(here)
+    wish = os.environ.get("OMP_NUM_THREADS", "not set")
+    text = f"{threads} per process (OMP_NUM_THREADS: {wish})"
+    cure = f"set OMP_NUM_THREADS={cores}, as each process has {cores} of the cores"
+    return Finding("threads", text, cure if threads > cores else "")
+
+
+def shared_memory(total: int, free: int) -> Finding:
+    """Return whether so many bytes, of which so many are free, are enough for workers' batches."""
+    if free >= _LEAST_SHARED_MEMORY:
+        return Finding(_SHARED_MEMORY, f"{total / _GIB:.1f} GiB")  # what is free changes
+    cure = (
+        "workers hand batches over there: start the container with --shm-size=8g or --ipc=host, "
+        "remove what other runs have left there, or pass num_workers=0"
+    )
+    text = f"{free / 2**20:.0f} MiB free of {total / _GIB:.1f} GiB"
+    return Finding(_SHARED_MEMORY, text, cure)
+
+
+def _open_files() -> Iterator[Finding]:
+    try:
+        import resource  # noqa: PLC0415  # not on Windows
+    except ImportError:
+        return
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    cure = "ulimit -n $(ulimit -Hn): each tensor that a worker hands over takes one"
+    text = "no limit" if most == resource.RLIM_INFINITY else f"at most {most}"
+    yield Finding("open files", text, cure if 0 <= most < _FEWEST_FILES else "")

@@ -1,0 +1,144 @@
+"""What `python -m pardata env` says of launchers and of a machine, with limits on both sides."""
+
+import os
+import resource
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+from launched import slurm_variables, torchrun_variables
+from on_ranks import run_caught
+from pretended import accelerators
+
+from pardata.doctor._environment import environment, shared_memory
+from pardata.ranks._launcher import SINGLE, detect
+
+MIB, GIB = 2**20, 2**30
+OK, WARNING, ERROR = "ok", "warning", "error"
+
+
+def found(name, env=None, **changes):
+    """Return what is said of `name` on this very machine, from among all findings."""
+    launch = (SINGLE if env is None else detect(env))._replace(**changes)
+    return next(one for one in environment(launch, env or {}) if one.name == name)
+
+
+def check(finding, status, text, cure=""):
+    """Compare a finding with its status, and with how its text and its cure begin."""
+    assert finding.status == status
+    assert finding.text.startswith(text)
+    assert finding.cure.startswith(cure)
+    assert bool(finding.cure) == (status != OK)
+
+
+# --- launchers
+
+SHELL = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}
+
+
+@pytest.mark.parametrize(
+    ("env", "text"),
+    [
+        ({"MASTER_ADDR": "n1"}, "none: a single process"),  # an address names no launcher
+        (torchrun_variables(1, 3, 5), "torchrun: 3 processes, to meet at 127.0.0.1:5; from RANK, "),
+        (torchrun_variables(0, 1, 5), "torchrun: 1 process, to meet at "),
+        (slurm_variables(1, 2, 5), "SLURM: 2 processes, to meet at localhost:5; from SLURM_PROCID"),
+        ({**SHELL, "SLURM_NTASKS": "1"}, "none: a single process"),
+        ({**SHELL, "PARDATA_LAUNCHER": "none"}, "none: a single process"),
+    ],
+)
+def test_a_launcher_is_named_with_its_variables(env, text):
+    check(found("launcher", env), OK, text)
+
+
+def test_the_shell_of_a_job_of_several_tasks_is_told_to_use_srun():
+    text = "none: a single process, in the shell of a SLURM job"
+    check(found("launcher", SHELL), WARNING, text, "start the script with srun, to be the 4 tasks")
+
+
+# --- the machine
+
+
+def test_shared_memory_below_a_gibibyte_is_little():
+    cure = "workers hand batches over there: start the container with --shm-size=8g"
+    check(shared_memory(24 * GIB, GIB), OK, "24.0 GiB")
+    check(shared_memory(24 * GIB, GIB - 1), WARNING, "1024 MiB free of 24.0 GiB", cure)
+    check(shared_memory(24 * GIB, 64 * MIB), WARNING, "64 MiB free of 24.0 GiB", cure)
+
+
+def _files():
+    found_with = []
+    for soft, hard in ((1024, 5000), (1023, 5000), (256, 2000)):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        found_with.append(found("open files"))
+    return found_with
+
+
+def test_fewer_than_1024_open_files_are_few():
+    ((enough, fewer, few),) = run_caught(_files, world_size=1, fresh=True)
+    cure = "ulimit -n $(ulimit -Hn): each tensor"
+    check(enough, OK, "at most 1024")
+    check(fewer, WARNING, "at most 1023", cure)
+    check(few, WARNING, "at most 256", cure)
+
+
+def _too_old():
+    warnings.warn("the driver is too old", stacklevel=1)
+    return False
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Pretend to have a torch that answers so, GPUs of these names, and so many device files."""
+
+    def pretend(is_available, names=(), files=0):
+        told = [SimpleNamespace(name=name, total_memory=141 * GIB) for name in names]
+        of_kind = {"get_device_properties": lambda device: told[device.index]}
+        monkeypatch.setattr(Path, "glob", lambda *_: range(files))
+        there = accelerators(len(names), **of_kind)
+        with there, patch.object(torch.accelerator, "is_available", is_available):
+            return found("GPUs")
+
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return pretend
+
+
+def test_gpus_are_counted_and_those_that_torch_does_not_see_are_a_warning(gpus):
+    here = "2 x H200, 141 GiB, 1 x H100, 141 GiB; backend cuda:nccl,cpu:gloo"
+    check(gpus(lambda: True, ["H200", "H100", "H200"], 3), OK, here)
+    check(gpus(lambda: False), OK, "none: training runs on the CPU")
+    cure = f"install a torch for CUDA (this one is {torch.__version__}), unset CUDA_VISIBLE_DEVICES"
+    check(gpus(lambda: False, files=2), WARNING, "torch sees none of 2 in /dev", cure)
+    finding = gpus(_too_old, files=2)
+    check(finding, WARNING, "torch sees none of 2 in /dev (the driver is too old)", cure)
+    assert "unset CUDA_VISIBLE_DEVICES (it is '')" in finding.cure
+
+
+def test_an_accelerator_of_one_process_is_shown_with_what_it_says_of_itself(monkeypatch):
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 24 * GIB)
+    with accelerators(1, kind="mps"):
+        check(found("GPUs"), OK, "1 x mps, 24 GiB; backend gloo")
+
+
+def test_more_ranks_than_cores_are_a_warning():
+    text = "4096 ranks of this host share "
+    check(found("cores", size=4096, local_size=4096), WARNING, text, "start at m")
+    alone = found("cores")
+    assert alone.status == OK
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    assert int(alone.text.split()[0]) <= cores
+
+
+def _threads(number):
+    torch.set_num_threads(number)
+    return found("threads", local_size=4096)  # which leaves one core to each
+
+
+def test_more_threads_than_cores_are_a_warning():
+    (one,), (two,) = (run_caught(_threads, number, world_size=1) for number in (1, 2))
+    check(one, OK, "1 per process (OMP_NUM_THREADS: ")
+    check(two, WARNING, "2 per process (OMP_NUM_THREADS: ", "set OMP_NUM_THREADS=1, as each")

@@ -6,6 +6,7 @@ as ``python`` would: what takes seconds is then not the imports, also under torc
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -143,6 +144,17 @@ sys.exit(status)
 """
 
 
+def threads_of(pid):
+    """Return where the threads of a process are, the main one last, if a debugger is here."""
+    command = ["gdb", "-p", str(pid), "-batch", "-ex", "thread apply all backtrace 20"]
+    if not shutil.which(command[0]):
+        return ""
+    with suppress(subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        return done.stdout[-6000:]
+    return "the debugger did not answer"
+
+
 class Program:
     """One program, in a process group of its own."""
 
@@ -173,6 +185,7 @@ class Program:
         while self.poll() is None:
             if time.monotonic() > deadline:
                 text = self._output.read_text(errors="replace")
+                text += f"\n{threads_of(self.pid)}"
                 raise AssertionError(f"{self.pid} did not end within {seconds} s, but said: {text}")
             time.sleep(0.005)
         return self._code

@@ -7,6 +7,7 @@ those that hang or die.
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import logging
 import multiprocessing
@@ -74,6 +75,7 @@ def run(fn, *args, world_size=2, timeout=_PATIENCE, env=None, fresh=False) -> li
     `fresh` asks for ranks that nobody had before, as an `env` does: for what is of a whole process,
     or breaks the group on purpose.
     """
+    _start_server()
     if fresh or env:
         return testing.run(fn, *args, world_size=world_size, timeout=timeout, env=env)
     job = pickle.dumps((fn, args))
@@ -84,6 +86,17 @@ def run(fn, *args, world_size=2, timeout=_PATIENCE, env=None, fresh=False) -> li
         if not team.is_well:
             team.end()
             del _teams[world_size]
+
+
+@functools.cache
+def _start_server() -> None:
+    """Start the server that forks ranks, with pytest imported too, as most test modules do."""
+    if "forkserver" in multiprocessing.get_all_start_methods():
+        from multiprocessing import forkserver  # which cannot be imported on Windows
+
+        of_run = ("pardata.testing", "torch._dynamo", "torch.distributed.fsdp")
+        forkserver.set_forkserver_preload([*of_run, "pytest", "unittest.mock"])
+        forkserver.ensure_running()
 
 
 def run_caught(fn, *args, world_size: int, **options) -> list[Any]:

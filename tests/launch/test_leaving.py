@@ -1,49 +1,54 @@
 """Who has left the group comes no more: whoever waits for it is told at once."""
 
 import contextlib
-import time
 
-import pytest
 from launched import agent, torchrun_variables
 
 SCRIPT = """
 import sys, pardata
 
 how, bad = sys.argv[1], int(sys.argv[2])
-with pardata.init(timeout=100) as here:
+with pardata.init(timeout=200) as here:
     pardata.barrier("all are there")
     if here.rank == bad and how == "exit":
         sys.exit(0)
     if here.rank != bad:
         CALL
 """
-# A turn of all ranks, and one that only rank 0 ends, for which the others wait for hours.
-CALLS = {"barrier('end')": [0, 2], "rank_zero_call(max)": [0]}
+# The call of those that wait, which rank has left, and how: at its script's end, or by an exit.
+# Only rank 0 ends the last call, for which the others wait for hours.
 RUNS = [
-    (call, bad, how)
-    for number, (call, ranks) in enumerate(CALLS.items())
-    for bad in ranks
-    for how in ("end", "exit")[number:]
+    ("barrier('end')", 0, "end"),
+    ("barrier('end')", 2, "exit"),
+    ("rank_zero_call(max)", 0, "exit"),
 ]
 
 
-@pytest.mark.parametrize(("call", "bad", "how"), RUNS)
-def test_who_waits_for_a_rank_that_has_ended_well_is_told_at_once(
-    call, bad, how, programs, tmp_path
-):
-    code = SCRIPT.replace("CALL", f"pardata.{call.replace('(max)', '(max, 1, 2)')}")
+def run_all(programs, folder, runs):
+    """Run scripts on three ranks each, all at once; return exit codes and texts for each."""
     with contextlib.ExitStack() as stack:
-        port, began, ranks = stack.enter_context(agent()), time.monotonic(), []
-        for rank in range(3):
-            env = torchrun_variables(rank, 3, port)
-            ranks.append(programs.start(code, how, bad, output=tmp_path / str(rank), **env))
-        codes = [each.wait(60) for each in ranks]
-    texts = [(tmp_path / str(rank)).read_text() for rank in range(3)]
-    assert codes == [int(rank != bad) for rank in range(3)], texts
-    assert time.monotonic() < began + 50  # half of the timeout
-    for rank in {0, 1, 2} - {bad}:
-        assert f"`{call}`" in texts[rank]
-        assert f"rank {bad} of 3 has left the group: see where its script ends" in texts[rank]
+        ranks = []
+        for number, (code, *arguments) in enumerate(runs):
+            port = stack.enter_context(agent())
+            for rank in range(3):
+                env, output = torchrun_variables(rank, 3, port), folder / f"{number}-{rank}"
+                ranks.append((programs.start(code, *arguments, output=output, **env), output))
+        # Half of the groups' timeout.
+        ended = [(each.wait(100), output.read_text()) for each, output in ranks]
+    return [tuple(zip(*ended[at : at + 3], strict=True)) for at in range(0, len(ended), 3)]
+
+
+def test_who_waits_for_a_rank_that_has_ended_well_is_told_at_once(programs, tmp_path):
+    scripts = []
+    for call, bad, how in RUNS:
+        made = f"pardata.{call.replace('(max)', '(max, 1, 2)')}"
+        scripts.append((SCRIPT.replace("CALL", made), how, bad))
+    found = run_all(programs, tmp_path, scripts)
+    for (call, bad, _), (codes, texts) in zip(RUNS, found, strict=True):
+        assert codes == tuple(int(rank != bad) for rank in range(3)), texts
+        for rank in {0, 1, 2} - {bad}:
+            assert f"`{call}`" in texts[rank]
+            assert f"rank {bad} of 3 has left the group: see where its script ends" in texts[rank]
 
 
 CAUGHT = """
@@ -54,7 +59,7 @@ how = sys.argv[1]
 if how == "adopted":
     torch.distributed.init_process_group("gloo")
 try:
-    with pardata.init(timeout=100) as here:
+    with pardata.init(timeout=200) as here:
         pardata.barrier("all are there")
         if here.rank == 1:
             raise ValueError("boom")
@@ -67,20 +72,14 @@ except BaseException as error:
 """
 
 
-@pytest.mark.parametrize("how", ["made", "adopted", "another", "exit"])
-def test_an_exception_that_is_caught_outside_of_the_block_is_told_at_once(how, programs, tmp_path):
-    with contextlib.ExitStack() as stack:
-        port, began, ranks = stack.enter_context(agent()), time.monotonic(), []
-        for rank in range(3):
-            env = torchrun_variables(rank, 3, port)
-            ranks.append(programs.start(CAUGHT, how, output=tmp_path / str(rank), **env))
-        codes = [each.wait(60) for each in ranks]
-    texts = [(tmp_path / str(rank)).read_text() for rank in range(3)]
-    assert codes == [int(how in ("another", "exit"))] * 3, texts
-    assert time.monotonic() < began + 50  # half of the timeout
-    for rank, text in enumerate(texts):
-        first = "failed because rank 1 failed first: ValueError: boom (train.py:12)"
-        assert f"[{rank}/3] {first if rank != 1 else 'failed: ValueError: boom'}" in text
-        assert ("caught RuntimeError" in text) == (rank != 1)
-        said = [line for line in text.splitlines() if line.startswith(f"[{rank}/3] failed")]
-        assert len(said) == 1 + (how == "another"), text
+def test_an_exception_that_is_caught_outside_of_the_block_is_told_at_once(programs, tmp_path):
+    hows = ("made", "adopted", "another", "exit")
+    found = run_all(programs, tmp_path, [(CAUGHT, how) for how in hows])
+    first = "failed because rank 1 failed first: ValueError: boom (train.py:12)"
+    for how, (codes, texts) in zip(hows, found, strict=True):
+        assert codes == (int(how in ("another", "exit")),) * 3, texts
+        for rank, text in enumerate(texts):
+            assert f"[{rank}/3] {first if rank != 1 else 'failed: ValueError: boom'}" in text
+            assert ("caught RuntimeError" in text) == (rank != 1)
+            said = [line for line in text.splitlines() if line.startswith(f"[{rank}/3] failed")]
+            assert len(said) == 1 + (how == "another"), text

@@ -11,6 +11,7 @@ import time
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 from launch_zoo import torchrun
 from launched import agent, launched, reserved_port, slurm_variables, torchrun_variables
@@ -73,9 +74,13 @@ RUNS = {
     "rank 0": (",call,own", 0, torchrun_variables),
     "store": (",collective,barrier", 0, slurm_variables),
     "second": ("collective,,second", 1, slurm_variables),
-    "flight": ("asleep,,asleep", 1, torchrun_variables, "flight"),
     "exit": ("stop,,barrier", 1, torchrun_variables, "exit"),
 }
+# If the interpreter ends the group, gloo of torch 2.9 waits for what is under way. Here a reference
+# cycle keeps the group longer than that, but nothing promises it.
+ENDS_AT_ONCE = torch.__version__ >= (2, 12)
+if ENDS_AT_ONCE:
+    RUNS["flight"] = "asleep,,asleep", 1, torchrun_variables, "flight"
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +163,7 @@ def test_where_rank_0_takes_the_store_with_it_all_end_and_say_what_they_know(end
     )
 
 
+@pytest.mark.skipif(not ENDS_AT_ONCE, reason="torch may wait for a collective under way at exit")
 def test_a_collective_under_way_does_not_keep_a_process_that_failed(ended):
     # The others went on only once it had ended.
     assert len(ended["flight"]) == 3

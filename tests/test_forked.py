@@ -3,6 +3,7 @@
 import socket
 import subprocess
 
+import forked
 import pytest
 from processes import wait_for
 
@@ -18,7 +19,8 @@ def test_a_command_that_is_killed_ends_none_of_the_others(sent, programs, tmp_pa
     assert subprocess.check_output(command, text=True) == "here\n"
 
 
-def test_a_wait_in_vain_says_what_the_program_has_said(programs, tmp_path):
+def test_a_wait_in_vain_says_what_the_program_has_said(programs, tmp_path, monkeypatch):
+    monkeypatch.setattr(forked, "threads_of", str)  # a debugger takes ten seconds
     program = programs.start("import time; print('here'); time.sleep(600)", output=tmp_path / "out")
     wait_for((tmp_path / "out").read_text, often=0.02)
     with pytest.raises(AssertionError, match=r"did not end within 0 s, but said: here\n"):

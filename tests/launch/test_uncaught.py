@@ -78,7 +78,7 @@ RUNS = {
 }
 # If the interpreter ends the group, gloo of torch 2.9 waits for what is under way. Here a reference
 # cycle keeps the group longer than that, but nothing promises it.
-ENDS_AT_ONCE = torch.__version__ >= (2, 12)
+ENDS_AT_ONCE = torch.__version__ >= (2, 14)
 if ENDS_AT_ONCE:
     RUNS["flight"] = "asleep,,asleep", 1, torchrun_variables, "flight"
 

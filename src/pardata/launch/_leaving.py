@@ -11,8 +11,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from threading import Event, Thread
 from traceback import format_exception
 from types import TracebackType
+from typing import Any
 from weakref import ref
 
 import torch.distributed as dist
@@ -23,6 +25,7 @@ from pardata.messages._call_site import raise_site
 from pardata.messages._failure import Failure, consequence, follows, leave_for_torchrun, one_line
 from pardata.messages._store import bounded
 from pardata.messages._turn import call_off
+from pardata.ranks._backend import all_groups
 from pardata.ranks._logger import get_logger
 from pardata.ranks._world import Joined, is_child, joined, process
 
@@ -171,7 +174,17 @@ def _part(ours: Joined, news: str) -> None:
     """Leave without waiting for the dead, but not before the living have read the store."""
     if news:
         bounded(lambda: call_off_everywhere(ours.world, ours.channel, news))
+    Thread(target=_keep, args=[all_groups()], daemon=True).start()
     if ours.hosts_store:
         left = Failure(ours.world.rank, "", "")  # has been left
         asked(ours.channel, left, patience=_GRACE, settle=_GRACE, leave=False)
         time.sleep(0.2)  # until the last one has read the last note
+
+
+def _keep(_groups: list[Any]) -> None:
+    """Keep process groups until the process has ended, as a thread that never does.
+
+    If the interpreter ends a gloo group, the group waits there for collectives that are under way,
+    for as long as its timeout: in torch 2.9, while 2.14 does not wait.
+    """
+    Event().wait()

@@ -72,6 +72,11 @@ def new_gloo_group(timeout: timedelta | None = None) -> Any:
     return dist.new_group(backend=backend, timeout=timeout)
 
 
+def all_groups() -> list[Any]:
+    """Return every process group that this process is in."""
+    return list(distributed_c10d._world.pg_map)
+
+
 def default_store() -> Any:
     """Return the store of the default group, which may be somebody else's."""
     return distributed_c10d._get_default_store()

@@ -148,7 +148,7 @@ def _report(error: BaseException, ours: Joined) -> str:
 
     Returns the news for who waits for this rank, "" if the store is gone.
     """
-    here, vars(error)[_TOLD] = ours.world, True
+    here = ours.world
     short, known = consequence(error)
     summary = one_line(error) if short else f"{one_line(error)} ({raise_site(error)})"
     if known is None:
@@ -166,6 +166,7 @@ def _report(error: BaseException, ours: Joined) -> str:
         _log.error("failed because rank %d %s; here: %s", *facts)
     if (first or known.own).is_cause:
         leave_for_torchrun(news if first else "".join(format_exception(error)))
+    vars(error)[_TOLD] = True
     # Else torch would only print where in its code it saw that the store is gone.
     return "" if known.store_is_gone else news
 

@@ -37,6 +37,7 @@ from pardata.ranks._logger import said
 from pardata.ranks._world import joined, process
 from pardata.seeds._default_seeds import loaders
 from pardata.seeds._run_seed import run_seed
+from pardata.testing import _run
 
 _LIFE = 10**6  # seconds that ranks may live
 _PATIENCE = 120  # seconds for a test, if it does not say
@@ -94,8 +95,7 @@ def _start_server() -> None:
     if "forkserver" in multiprocessing.get_all_start_methods():
         from multiprocessing import forkserver  # which cannot be imported on Windows
 
-        of_run = ("pardata.testing", "torch._dynamo", "torch.distributed.fsdp")
-        forkserver.set_forkserver_preload([*of_run, "pytest", "unittest.mock"])
+        forkserver.set_forkserver_preload([*_run._PRELOADED, "pytest", "unittest.mock"])
         forkserver.ensure_running()
 
 

@@ -27,6 +27,8 @@ Args = TypeVarTuple("Args")
 # How long the others may run after one rank has failed, to fail in their turn.
 _GRACE = 5.0
 _OWN = ("PARDATA_JOINED", "PARDATA_LAUNCHER")
+# The last two are imported by the first optimizer and by fully_shard, and take a second.
+_PRELOADED = ["pardata.testing", "torch._dynamo", "torch.distributed.fsdp"]
 
 
 def run(
@@ -190,8 +192,7 @@ def _context() -> Any:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    # The last two are imported by the first optimizer and by fully_shard, and take a second.
-    context.set_forkserver_preload(["pardata.testing", "torch._dynamo", "torch.distributed.fsdp"])
+    context.set_forkserver_preload(_PRELOADED)
     return context
 
 

@@ -146,12 +146,12 @@ sys.exit(status)
 
 def threads_of(pid):
     """Return where the threads of a process are, the main one last, if a debugger is here."""
-    command = ["gdb", "-p", str(pid), "-batch", "-ex", "thread apply all backtrace 20"]
+    command = ["gdb", "-p", str(pid), "-batch", "-ex", "thread apply all backtrace 15"]
     if not shutil.which(command[0]):
         return ""
     with suppress(subprocess.TimeoutExpired):
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        return done.stdout[-6000:]
+        return done.stdout[-8000:]
     return "the debugger did not answer"
 
 

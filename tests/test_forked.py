@@ -1,5 +1,6 @@
 """The tests start programs however the command that waits for one is killed."""
 
+import shutil
 import socket
 import subprocess
 
@@ -26,3 +27,11 @@ def test_a_wait_in_vain_says_what_the_program_has_said(programs, tmp_path, monke
     with pytest.raises(AssertionError, match=r"did not end within 0 s, but said: here\n"):
         program.wait(0)
     program.kill()
+
+
+@pytest.mark.skipif(not shutil.which("gdb"), reason="needs gdb")
+def test_a_wait_in_vain_says_where_the_threads_are():
+    with subprocess.Popen(["sleep", "600"]) as program:
+        text = forked.threads_of(program.pid)
+        program.kill()
+    assert "nanosleep" in text

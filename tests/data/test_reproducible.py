@@ -2,6 +2,7 @@
 
 import logging
 import random
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -391,9 +392,33 @@ def test_it_is_warned_about_once_on_rank_0(path, size):
     assert others == [[]] * (size - 1)
 
 
+class Files(Mapping):
+    """A mapping that opens a file for each of its items."""
+
+    def __len__(self):
+        return 3
+
+    def __iter__(self):
+        return iter("abc")
+
+    def __getitem__(self, key):
+        raise OSError(key)
+
+
+class Slots:
+    """An object without a `__dict__`, whose attributes are looked up elsewhere."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name):
+        raise KeyError(name)
+
+
 def test_what_is_reproducible_or_need_not_be_is_not_warned_about():
     assert warned(Generators(), {"reproducible": False}) == []
     held = Numbers(13)
     held.libraries, held.generator = [random, np], torch.default_generator
+    held.global_ones = [random.random.__self__, np.random.random.__self__]
+    held.files, held.slots = Files(), Slots()
     for data in (held, DrawingSometimes(), Subset(Drawing(), range(4))):
         assert warned(data, {}) == []

@@ -1,7 +1,7 @@
 """Random generators that a dataset or a transform has of its own, which no loader seeds."""
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +17,10 @@ def own_generators(name: str, holder: Any) -> Iterator[str]:
     kinds: tuple[Any, ...] = random.Random, torch.Generator
     if (numpy := numpy_or_none()) is not None:
         kinds += numpy.random.Generator, numpy.random.RandomState
-    seen, layer = {id(torch.default_generator)}, [(name, holder)]
+    of_python: Any = random.random
+    seen, layer = {id(torch.default_generator), id(of_python.__self__)}, [(name, holder)]
+    if numpy is not None:
+        seen.add(id(numpy.random.random.__self__))
     for _ in range(_DEEPEST):
         below: list[tuple[str, Any]] = []
         for path, value in layer:
@@ -32,10 +35,17 @@ def own_generators(name: str, holder: Any) -> Iterator[str]:
 
 
 def _parts(path: str, value: Any) -> list[tuple[str, Any]]:
-    """Return what an object holds that may hold a generator: not samples by the thousand."""
-    if isinstance(value, Mapping | list | tuple):
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    """Return what an object holds that may hold a generator: not samples by the thousand.
+
+    It reads nothing of a mapping of the user's own, which may open files, or draw.
+    """
+    if isinstance(value, dict | list | tuple):
+        items = dict.items(value) if isinstance(value, dict) else enumerate(value)
         return [(f"{path}[{key!r}]", item) for key, item in items] if len(value) < 100 else []
-    if isinstance(value, torch.Tensor | type | ModuleType) or not hasattr(value, "__dict__"):
+    if isinstance(value, torch.Tensor | type | ModuleType):
         return []
-    return [(f"{path}.{key}", item) for key, item in vars(value).items()]
+    try:
+        held = vars(value)
+    except Exception:  # noqa: BLE001  # without a `__dict__` an object's `__getattr__` is asked
+        return []
+    return [(f"{path}.{key}", item) for key, item in held.items()]

@@ -124,6 +124,8 @@ LOST_OR_NOT = [
     (RuntimeError("Application timeout caused pair closure"), True),
     (RuntimeError("Got an error: RuntimeError: [a/gloo/x.cc:9] Connection reset by peer"), True),
     (RuntimeError("tracker: Connection reset by peer"), False),
+    (RuntimeError("Timed out waiting for the licence server"), False),
+    (RuntimeError("database: operation timeout"), False),
     (RuntimeError("Timed out waiting 5ms for recv operation to complete"), True),
     (dist.DistStoreError("wait timeout after 5ms, keys: /0"), True),
     (dist.DistBackendError("NCCL error: remote process exited\nncclRemoteError"), True),

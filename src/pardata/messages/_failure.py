@@ -26,7 +26,9 @@ _MARK = "_pardata_consequence"
 
 # What gloo says, which names a file of its own or is this, and a GPU's backend if it raises.
 _LOST = re.compile("gloo/|Application timeout caused pair closure")
-_TIMED_OUT = re.compile(r"[Tt]imed out waiting|wait timeout|operation timeout|Socket Timeout")
+_TIMED_OUT = re.compile(
+    r"[Tt]imed out waiting \d+ms|wait timeout after|collective operation timeout|Socket Timeout"
+)
 _LOST_BY_GPUS = re.compile(r"remote|connection|abort|time", re.IGNORECASE)
 # In what torch raises for a worker all that stands above the worker's own error.
 _OF_WORKER = re.compile(r"\A\w+: Caught \w+ in .*\n    .*?\n(?=\S)", re.DOTALL)

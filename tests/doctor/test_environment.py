@@ -17,7 +17,7 @@ from pardata.doctor._environment import environment, shared_memory
 from pardata.ranks._launcher import SINGLE, detect
 
 MIB, GIB = 2**20, 2**30
-OK, WARNING, ERROR = "ok", "warning", "error"
+OK, WARNING = "ok", "warning"
 
 
 def found(name, env=None, **changes):

@@ -226,7 +226,7 @@ MUTATIONS = {
         "collective/_header.py",
         "                work.wait()\n",
         "                pass\n",
-        "tests/gradient tests/collective",
+        "tests/step tests/collective",
     ),
     "a vote is read before it is there": Mutation(
         "collective/_vote.py",

@@ -14,7 +14,6 @@ _MASKS = (
     *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
     *("ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES"),
 )
-INTERFACE = "NCCL_SOCKET_IFNAME"  # the network's, by which GPUs send
 # How many collectives PyTorch's flight recorder keeps, and the file of each rank, without its
 # number. The newer name is first.
 _RECORDS = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from model_zoo import Net, wrapped_as
 from on_ranks import caught, run, run_caught
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -246,6 +247,13 @@ def kept_objects(strategy):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_the_optimizer_still_trains_what_was_loaded(strategy):
     run(kept_objects, strategy, world_size=2)
+
+
+def test_a_file_of_safetensors_is_loaded(tmp_path):
+    source, model = seeded(1), seeded(0)
+    save_file(source.state_dict(), tmp_path / "x.safetensors")
+    assert load_weights(model, tmp_path / "x.safetensors") == ([], [])
+    assert fingerprint(model) == fingerprint(source)
 
 
 def test_safetensors_that_are_not_installed_are_told(tmp_path, monkeypatch):

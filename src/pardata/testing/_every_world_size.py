@@ -24,7 +24,7 @@ _ROUNDING = (
 
 
 def assert_same_at_every_world_size(
-    train: Callable[[Unpack[Args]], Iterable[Trained]],
+    train: Callable[[Unpack[Args]], Iterator[Trained]],
     *args: *Args,
     sizes: Iterable[int] = (1, 2, 3),
     rtol: float = 0.0,

@@ -23,7 +23,7 @@ import faulthandler
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from pardata.doctor._check import check
 from pardata.doctor._environment import Finding, environment
@@ -65,17 +65,15 @@ def report(command: str, timeout: float, *, as_json: bool = False) -> int:
         findings = [Finding(command, text or type(error).__name__, is_error=True)]
     fails = any(finding.is_error for finding in findings)
     if prints or fails:
-        print(_as_json(findings) if as_json else _as_text(findings), flush=True)
+        print(_as_json(findings) if as_json else "\n".join(_as_text(findings)), flush=True)
     return int(fails)
 
 
-def _as_text(findings: Sequence[Finding]) -> str:
-    lines = []
+def _as_text(findings: Sequence[Finding]) -> Iterator[str]:
     for finding in findings:
-        lines.append(f"{finding.status:9}{finding.name:15}{finding.text}")
+        yield f"{finding.status:9}{finding.name:15}{finding.text}"
         if finding.cure:
-            lines.append(f"{'':24}cure: {finding.cure}")
-    return "\n".join(lines)
+            yield f"{'':24}cure: {finding.cure}"
 
 
 def _as_json(findings: Sequence[Finding]) -> str:

@@ -110,16 +110,13 @@ class StopSignal:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if self._before and (self.requested or self._agreed):
-                self._outlast_repeats()
+                # After the block they would end the process, in the middle of an asynchronous save.
+                since = self._received_at if self.requested else time.monotonic()
+                time.sleep(max(0.0, since + _REPEATED_WITHIN - time.monotonic()))
         finally:  # after Ctrl-C, as after all else
             self._stop_listening()
         if kind is None:
             self._heard()
-
-    def _outlast_repeats(self) -> None:
-        # After the block they would end the process, in the middle of an asynchronous save.
-        since = self._received_at if self.requested else time.monotonic()
-        time.sleep(max(0.0, since + _REPEATED_WITHIN - time.monotonic()))
 
     def _stop_listening(self) -> None:
         for number, handler in self._before.items():

@@ -15,12 +15,11 @@ _DEEPEST = 5  # attributes, items and entries from the object on
 def own_generators(name: str, holder: Any) -> Iterator[str]:
     """Yield the path of each generator that an object holds, as ``dataset.transform.rng``."""
     kinds: tuple[Any, ...] = random.Random, torch.Generator
+    seen = {id(torch.default_generator), id(random.random.__self__)}  # type: ignore[attr-defined]  # a method
     if (numpy := numpy_or_none()) is not None:
         kinds += numpy.random.Generator, numpy.random.RandomState
-    of_python: Any = random.random
-    seen, layer = {id(torch.default_generator), id(of_python.__self__)}, [(name, holder)]
-    if numpy is not None:
         seen.add(id(numpy.random.random.__self__))
+    layer = [(name, holder)]
     for _ in range(_DEEPEST):
         below: list[tuple[str, Any]] = []
         for path, value in layer:
@@ -37,15 +36,11 @@ def own_generators(name: str, holder: Any) -> Iterator[str]:
 def _parts(path: str, value: Any) -> list[tuple[str, Any]]:
     """Return what an object holds that may hold a generator: not samples by the thousand.
 
-    It reads nothing of a mapping of the user's own, which may open files, or draw.
+    It runs no code of the user's: a mapping of its own may open files, or draw.
     """
     if isinstance(value, dict | list | tuple):
         items = dict.items(value) if isinstance(value, dict) else enumerate(value)
         return [(f"{path}[{key!r}]", item) for key, item in items] if len(value) < 100 else []
-    if isinstance(value, torch.Tensor | type | ModuleType):
+    if isinstance(value, torch.Tensor | type | ModuleType) or not type(value).__dictoffset__:
         return []
-    try:
-        held = vars(value)
-    except Exception:  # noqa: BLE001  # without a `__dict__` an object's `__getattr__` is asked
-        return []
-    return [(f"{path}.{key}", item) for key, item in held.items()]
+    return [(f"{path}.{key}", item) for key, item in vars(value).items()]

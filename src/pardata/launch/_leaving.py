@@ -14,7 +14,6 @@ from datetime import timedelta
 from threading import Event, Thread
 from traceback import format_exception
 from types import TracebackType
-from typing import Any
 from weakref import ref
 
 import torch.distributed as dist
@@ -125,8 +124,7 @@ def report_uncaught(group: object) -> Callable[[], None]:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         ours, news = joined(), ""
-        is_new = _TOLD not in vars(error)
-        if ours is None or ours.group is not watched() or is_child() or not is_new:
+        if ours is None or ours.group is not watched() or is_child() or _TOLD in vars(error):
             following(kind, error, trace)
             return
         with suppress(Exception):  # the traceback is printed whatever happens here
@@ -148,22 +146,19 @@ def _report(error: BaseException, ours: Joined) -> str:
 
     Returns the news for who waits for this rank, "" if the store is gone.
     """
-    here = ours.world
     short, known = consequence(error)
     summary = one_line(error) if short else f"{one_line(error)} ({raise_site(error)})"
     if known is None:
-        failure = Failure(here.rank, "", short or summary, is_cause=not follows(error))
+        failure = Failure(ours.world.rank, "", short or summary, is_cause=not follows(error))
         patience = 0.0 if failure.is_cause else _GRACE
         known = asked(ours.channel, failure, patience=patience, settle=0.0)
-    first = known.first
-    news = what_is_wrong(known)
+    first, news = known.first, what_is_wrong(known)
     if isinstance(error, KeyboardInterrupt):
         _log.warning("stopped by Ctrl-C (%s)", raise_site(error))
     elif first is None:
         _log.error("failed: %s", summary)
     else:
-        facts = first.rank, first.fault, known.own.text
-        _log.error("failed because rank %d %s; here: %s", *facts)
+        _log.error("failed because rank %d %s; here: %s", first.rank, first.fault, known.own.text)
     if (first or known.own).is_cause:
         leave_for_torchrun(news if first else "".join(format_exception(error)))
     vars(error)[_TOLD] = True
@@ -182,10 +177,10 @@ def _part(ours: Joined, news: str) -> None:
         time.sleep(0.2)  # until the last one has read the last note
 
 
-def _keep(_groups: list[Any]) -> None:
+def _keep(_groups: object) -> None:
     """Keep process groups until the process has ended, as a thread that never does.
 
-    If the interpreter ends a gloo group, the group waits there for collectives that are under way,
-    for as long as its timeout: in torch 2.9, while 2.14 does not wait.
+    If the interpreter ends a gloo group, torch 2.9 waits there for collectives that are under way,
+    for as long as the group's timeout. torch 2.14 does not.
     """
     Event().wait()

@@ -25,10 +25,8 @@ _E = TypeVar("_E", bound=BaseException)
 _MARK = "_pardata_consequence"
 
 # What gloo says, which names a file of its own or is this, and a GPU's backend if it raises.
-_LOST = re.compile("gloo/|Application timeout caused pair closure")
-_TIMED_OUT = re.compile(
-    r"[Tt]imed out waiting \d+ms|wait timeout after|collective operation timeout|Socket Timeout"
-)
+_LOST = re.compile(r"gloo/|Application timeout caused pair closure|[Tt]imed out waiting \d+ms")
+_TIMED_OUT = re.compile(r"[Tt]imed out waiting|wait timeout|operation timeout|Socket Timeout")
 _LOST_BY_GPUS = re.compile(r"remote|connection|abort|time", re.IGNORECASE)
 # In what torch raises for a worker all that stands above the worker's own error.
 _OF_WORKER = re.compile(r"\A\w+: Caught \w+ in .*\n    .*?\n(?=\S)", re.DOTALL)
@@ -69,9 +67,8 @@ class Failure:
     @property
     def fault(self) -> str:
         """What a rank that failed first did."""
-        is_wish = self.text.startswith("KeyboardInterrupt")
-        text = self.text.removeprefix("KeyboardInterrupt")
-        return f"was stopped by Ctrl-C{text}" if is_wish else f"failed first: {text}"
+        where = self.text.removeprefix("KeyboardInterrupt")
+        return f"failed first: {where}" if where == self.text else f"was stopped by Ctrl-C{where}"
 
     def summary(self) -> str:
         """Say what went wrong, and where."""
@@ -136,7 +133,7 @@ def is_lost(error: BaseException) -> bool:
         return True
     if isinstance(error, dist.DistBackendError):
         return _LOST_BY_GPUS.search(str(error)) is not None
-    return _LOST.search(str(error)) is not None or is_timeout(error)
+    return _LOST.search(str(error)) is not None
 
 
 def is_timeout(error: BaseException) -> bool:

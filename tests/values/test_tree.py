@@ -90,6 +90,15 @@ def test_what_differs_in_anything_has_another(name):
     assert digest_of({"nested": [one]}) != digest_of({"nested": [other]})
 
 
+@pytest.mark.filterwarnings("ignore:.*quantize")  # they are deprecated
+def test_quantized_tensors_are_told_apart():
+    numbers = [
+        torch.quantize_per_tensor(torch.ones(2) * n, 0.1, 2, torch.quint8) for n in (1, 1, 2)
+    ]
+    first, same, other = map(digest_of, numbers)
+    assert first == same != other
+
+
 def test_images_are_the_same_if_their_pixels_size_and_mode_are():
     others = [image([0, 1, 2, 3, 4, 6]), image(range(6), size=(3, 2)), image(range(6), mode="P")]
     assert len({digest_of(each) for each in [image(range(6)), *others]}) == 4

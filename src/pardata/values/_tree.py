@@ -144,9 +144,10 @@ def _form(leaf: Any) -> list[Any]:
 
 def bytes_of(tensor: Tensor) -> bytearray:
     """Return the bytes of a dense tensor, without NumPy, which torch does not require."""
+    tensor = tensor.detach().int_repr() if tensor.is_quantized else tensor.detach()
     data = bytearray(tensor.numel() * tensor.element_size())
     if data:
-        torch.frombuffer(data, dtype=tensor.dtype).copy_(tensor.detach().reshape(-1))
+        torch.frombuffer(data, dtype=tensor.dtype).copy_(tensor.reshape(-1))
     return data
 
 

@@ -58,7 +58,7 @@ class Means:
         same = (after == self._before) | (after.isnan() & self._before.isnan())
         if number == self._first:
             self._counted = self._flat(now, self._counting, torch.int64) - self._counts
-        self.put_back()
+        self.put_back(now)
         return [(after - self._before).masked_fill_(same, NOTHING)]
 
     def rows(self, count: int, first: int) -> Tensor:
@@ -100,9 +100,9 @@ class Means:
                 now[name].copy_(part.view(now[name].shape))
         return means
 
-    def put_back(self) -> None:
-        """Set the buffers to what they were at the start of the step."""
-        now = real_buffers(self._module)
+    def put_back(self, found: dict[str, Tensor] | None = None) -> None:
+        """Set the buffers, those that were `found`, to what they were at the start of the step."""
+        now = found or real_buffers(self._module)
         for name, start in self._start.items():
             if name in now and now[name].shape == start.shape:
                 now[name].copy_(start)

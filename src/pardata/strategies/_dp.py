@@ -30,7 +30,7 @@ class ReadThroughDP(ReadThrough, DataParallel[nn.Module]):
         return chunks, chunk_kwargs
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
-        """Join the outputs as PyTorch does, but a scalar of each part to their weighted mean."""
+        """Join the outputs as PyTorch does, but scalars to their mean, also in tuples and lists."""
         first = outputs[0]
         if isinstance(first, Tensor) and first.ndim == 0 and first.is_floating_point():
             return self._mean(outputs, output_device)

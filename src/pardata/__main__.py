@@ -77,8 +77,7 @@ def _as_text(findings: Sequence[Finding]) -> Iterator[str]:
 
 
 def _as_json(findings: Sequence[Finding]) -> str:
-    told = [(one.name, {"status": one.status, **one._asdict()}) for one in findings]
-    return json.dumps(dict(told), indent=2)
+    return json.dumps({f.name: {"status": f.status, **f._asdict()} for f in findings}, indent=2)
 
 
 if __name__ == "__main__":

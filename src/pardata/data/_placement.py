@@ -38,9 +38,7 @@ class Placement(NamedTuple):
         return [self._placed(batch, step, number) for number, batch in numbered]
 
     def _placed(self, batch: Any, step: GlobalStep, microbatch: int) -> Any:
-        if self.pins:
-            batch = pinned(batch)
-        batch = moved(batch, self.device)
+        batch = moved(pinned(batch) if self.pins else batch, self.device)
         if self.transform is None:
             return batch
         with self.collation.seeds.around("batch_transform", step, microbatch, self.device):

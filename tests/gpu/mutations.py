@@ -29,7 +29,7 @@ MARKS = re.compile(
     r"|\.(synchronize|wait)\(\)|pin_memory=True|non_blocking="
 )
 # … threads, files, and what is itself made of these.
-OTHERS = {"begin.wait()", "self._ended.wait()", "written.wait()", "self.wait()"}
+OTHERS = {"begin.wait()", "self._ended.wait()", "written.wait()", "self.wait()", "Event().wait()"}
 
 
 def places(source, mutation):

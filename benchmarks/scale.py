@@ -41,16 +41,15 @@ from torch.utils.data import TensorDataset
 
 from pardata import Checkpointer, barrier, make_loader, rank_zero_call, wrap_model
 from pardata.checkpoint import _checkpointer
-from pardata.collective import _hang
-from pardata.collective._hang import Hang
-from pardata.collective._rank_zero import call_off_everywhere
-from pardata.collective._whereabouts import whereabouts
-from pardata.launch import _address, _leaving, _rendezvous
-from pardata.launch._leaving import remember
-from pardata.messages._doing import Doing, Note, doing
-from pardata.ranks import _world
-from pardata.ranks._launcher import Launch
-from pardata.ranks._world import Joined
+from pardata.collectives._barrier import call_off_everywhere
+from pardata.environment import _world
+from pardata.environment._launchers import Launch
+from pardata.environment._world import Joined
+from pardata.process_group import _leaving, _rendezvous
+from pardata.process_group._rank_status import whereabouts
+from pardata.process_group._shutdown import remember
+from pardata.process_group._watchdog import Hang
+from pardata.store._current_op import Doing, Note, doing
 from pardata.strategies import _wrap_model
 from pardata.strategies._ddp import DdpStrategy
 from pardata.strategies._strategy import Settings
@@ -183,7 +182,7 @@ class Simulated:
 
     def _join(self) -> None:
         launch = self._launch
-        with patch.dict(_address._opened_stores, {launch.identity: (self.store, launch.rank == 0)}):  # noqa: SLF001  # see `simulation`
+        with patch.dict(_tcp_store._opened_stores, {launch.identity: (self.store, launch.rank == 0)}):  # noqa: SLF001  # see `simulation`
             found = _rendezvous.join(
                 launch, backend="gloo", timeout=PATIENCE, device=torch.device("cpu")
             )
@@ -256,7 +255,7 @@ def simulation() -> Iterator[None]:
             (nn.Module, "to", lambda model, _: model),
             (DdpStrategy, "wrap", lambda _, model, __: model),
             # So many threads on a few cores come late, and a rank that does not come is silent.
-            (_hang, "_GRACE", PATIENCE.total_seconds() / 4),
+            (_watchdog, "_GRACE", PATIENCE.total_seconds() / 4),
         ):
             stack.enter_context(patch.object(where, name, what))
         _world.process.__class__ = EachThread
@@ -267,7 +266,7 @@ def simulation() -> Iterator[None]:
 def simulate(launches: list[Launch], directory: str, meet: Any, answers: Any) -> None:
     """Run in a process of its own: be these ranks."""
     torch.set_num_threads(1)
-    logging.getLogger("pardata.collective._hang").setLevel(logging.ERROR)
+    logging.getLogger("pardata.process_group._watchdog").setLevel(logging.ERROR)
     calls: dict[str, list[Call]] = {name: [] for name in OPERATIONS}
     together = threading.Barrier(len(launches), action=meet.wait)
     connecting = threading.Lock()  # not all at once, as the server's queue is short

@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from pardata import __version__
-from pardata.ranks._launcher import MPICH, OPEN_MPI, SLURM, TORCHRUN
+from pardata.environment._launchers import MPICH, OPEN_MPI, SLURM, TORCHRUN
 
 # The mark of a folder's tests, but for those of the long run. The rooms that depend on the versions
 # of torch and Python also run on the oldest ones.

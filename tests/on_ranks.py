@@ -32,11 +32,11 @@ import torch.distributed as dist
 
 from pardata import barrier, rank_zero_first, testing, world
 from pardata.data._uneven_shares import uneven_shares
-from pardata.messages._failure import Failure
-from pardata.ranks._logger import said
-from pardata.ranks._world import joined, process
-from pardata.seeds._default_seeds import loaders
-from pardata.seeds._run_seed import run_seed
+from pardata.environment._logger import said
+from pardata.environment._world import joined, process
+from pardata.rng._default_seeds import loaders
+from pardata.rng._run_seed import run_seed
+from pardata.store._remote_error import Failure
 from pardata.testing import _run
 
 _LIFE = 10**6  # seconds that ranks may live

@@ -2,7 +2,7 @@
 
 from launched import slurm_variables, torchrun_variables
 
-from pardata.ranks._launcher import Launch
+from pardata.environment._launchers import Launch
 
 
 def told(text):

@@ -2,7 +2,7 @@
 
 from pardata.cache import CachedDataset, cache_dataset
 from pardata.checkpoint import Checkpointer, Restored
-from pardata.collective import (
+from pardata.collectives import (
     StopSignal,
     all_gather,
     all_reduce_max,
@@ -15,12 +15,12 @@ from pardata.collective import (
     rank_zero_first,
 )
 from pardata.data import Loader, Microbatches, make_loader
-from pardata.launch import init
+from pardata.environment import RankLogger, World, get_logger, world
+from pardata.environment._version import __version__ as __version__
 from pardata.model import LoadedKeys, unwrap
 from pardata.output import MetricWriter, Progress, progress
-from pardata.ranks import RankLogger, World, get_logger, world
-from pardata.ranks._version import __version__ as __version__
-from pardata.seeds import seed_everything
+from pardata.process_group import init
+from pardata.rng import seed_everything
 from pardata.strategies import backward, check_in_sync, fingerprint, load_weights, wrap_model
 
 __all__ = [

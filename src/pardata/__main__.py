@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 
 from pardata.doctor._check import check
 from pardata.doctor._environment import Finding, environment
-from pardata.ranks._launcher import detect
+from pardata.environment._launchers import detect
 
 
 def main(arguments: list[str]) -> int:

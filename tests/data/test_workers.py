@@ -22,7 +22,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from pardata import Checkpointer, make_loader, world
 from pardata.data._workers import choose_workers
-from pardata.ranks._machine import usable_cores
+from pardata.environment._cpu import usable_cores
 
 STOPPING, HANGING, ENDING = (
     Path(__file__).parents[1] / name for name in ("stopping.py", "hanging.py", "ending.py")

@@ -14,7 +14,7 @@ from on_ranks import run_caught
 from pretended import accelerators
 
 from pardata.doctor._environment import environment, shared_memory
-from pardata.ranks._launcher import SINGLE, detect
+from pardata.environment._launchers import SINGLE, detect
 
 MIB, GIB = 2**20, 2**30
 OK, WARNING = "ok", "warning"

@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 import pardata
-from pardata.collective import _header
-from pardata.ranks import _device
+from pardata.environment import _device
 from pardata.step import _tally
 
 
@@ -34,7 +33,7 @@ def narrow(gpu, hardware, monkeypatch):
     monkeypatch.delattr(torch.sim, "Stream")
     monkeypatch.setitem(dist.Backend.default_device_backend_map, "sim", "gloo")
     monkeypatch.setitem(dist.Backend.backend_capability, "gloo", ["cpu"])
-    for module in (_header, _tally):
+    for module in (_fingerprint, _tally):
         monkeypatch.setattr(
             module, "widest", lambda device: (torch.float32, torch.float64)[device.type == "cpu"]
         )

@@ -36,10 +36,10 @@ from processes import run
 
 import pardata
 import pardata.testing
-from pardata.launch._leaving import leave
-from pardata.ranks._logger import said
-from pardata.seeds._default_seeds import loaders
-from pardata.seeds._run_seed import run_seed
+from pardata.environment._logger import said
+from pardata.process_group._shutdown import leave
+from pardata.rng._default_seeds import loaders
+from pardata.rng._run_seed import run_seed
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),

@@ -66,7 +66,7 @@ def test_the_page_is_short_enough_to_be_read_and_every_symptom_is_found():
 
 
 def logged(file):
-    with log_of("pardata.collective._hang") as log:
+    with log_of("pardata.process_group._watchdog") as log:
         run_program_on_rank(file)
     return "\n".join(log.lines)
 

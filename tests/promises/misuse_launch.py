@@ -22,7 +22,7 @@ from on_ranks import Raised, caught
 from pretended import accelerators
 
 from pardata import init
-from pardata.ranks._launcher import MPICH, OPEN_MPI, SLURM, TORCHRUN
+from pardata.environment._launchers import MPICH, OPEN_MPI, SLURM, TORCHRUN
 
 STARTS = [row for row in ROWS if row.name in {"init", "world"}]
 

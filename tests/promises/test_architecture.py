@@ -110,7 +110,7 @@ def test_a_door_is_one_sentence_its_public_names_and_nothing_else(name):
 def test_the_face_takes_its_names_from_the_doors():
     taken = [node for node in TREES[FACE].body if isinstance(node, ast.ImportFrom)]
     doors = {f"pardata.{name}" for name in ORDER}
-    assert {node.module for node in taken} <= doors | {"pardata.ranks._version"}
+    assert {node.module for node in taken} <= doors | {"pardata.environment._version"}
 
 
 def test_files_in_a_room_are_private():
@@ -137,7 +137,7 @@ def test_at_the_top_of_a_file_only_the_required_packages_are_imported():
 
 
 @pytest.mark.parametrize(
-    "name", ["pardata.ranks._launcher", "pardata.data._plan", "pardata.seeds._mix"]
+    "name", ["pardata.environment._launchers", "pardata.data._plan", "pardata.rng._splitmix64"]
 )
 def test_arithmetic_and_variables_know_no_other_file_and_nothing_distributed(name):
     text = FILES[name].read_text()
@@ -185,11 +185,11 @@ def test_private_names_of_torch_stand_in_one_file_for_each_part_of_it():
 
 
 # Docstrings that tell users of CUDA what they will read.
-NAMES_TO_USERS = {"pardata.ranks._world", "pardata.launch._init"}
+NAMES_TO_USERS = {"pardata.environment._world", "pardata.process_group._init"}
 ACCELERATORS = {"cuda", "nccl", "xpu", "mps", "npu", "hip", "rocr", "ascend", "nvidia"}
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name != "pardata.ranks._device"])
+@pytest.mark.parametrize("name", [name for name in FILES if name != "pardata.environment._device"])
 def test_only_one_file_names_accelerators(name):
     text = FILES[name].read_text()
     if name in NAMES_TO_USERS:
@@ -197,7 +197,7 @@ def test_only_one_file_names_accelerators(name):
             if isinstance(node, ast.ClassDef | ast.FunctionDef):
                 text = text.replace(ast.get_docstring(node, clean=False) or "\0", "")
     named = ACCELERATORS & set(re.findall("[a-z]+", text.lower()))
-    assert not named, f"{name} names {named}: what they differ in is for ranks/_device.py"
+    assert not named, f"{name} names {named}: what they differ in is for environment/_device.py"
 
 
 def code_lines(path):

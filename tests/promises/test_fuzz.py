@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 from variables import MPICH, OPEN_MPI, SRUN, TORCHRUN
 
 from pardata import fingerprint, load_weights, make_loader
-from pardata.ranks._launcher import SINGLE, detect, first_host
+from pardata.environment._launchers import SINGLE, detect, first_host
 
 
 def fuzzed(*strategies, quick, soak):

@@ -14,15 +14,15 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from pardata._pytree import bytes_of
+from pardata._validation import make_folder
 from pardata.cache._cache_files import FILES, SOURCE, Files
 from pardata.cache._column import ColumnWriter, Shapes
 from pardata.cache._original import CHUNK, Fields, check_alike, read_sample
 from pardata.data._whole_batches import on_cpu
 from pardata.data._worker_processes import end_with_this_process
+from pardata.environment._logger import get_logger
 from pardata.output._progress import progress
-from pardata.ranks._logger import get_logger
-from pardata.values._arguments import make_folder
-from pardata.values._tree import bytes_of
 
 _log = get_logger(__name__)
 

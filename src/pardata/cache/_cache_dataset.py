@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
+from pardata._pytree import bytes_of, leaves, mapped
 from pardata.cache._build import ensure
 from pardata.cache._cache_files import Files, files_of
 from pardata.cache._original import facts_of, fields_of, filled, is_numbers, read_sample
-from pardata.collective._agreement import agree, require_same
-from pardata.collective._rank_zero import rank_zero_first
+from pardata.collectives._barrier import rank_zero_first
+from pardata.collectives._consensus import agree, require_same
 from pardata.data._batch_parts import Ragged
 from pardata.data._whole_batches import ReadsBatches
-from pardata.ranks._world import require_world
-from pardata.seeds._generators import kept_generators
-from pardata.values._tree import bytes_of, leaves, mapped
+from pardata.environment._world import require_world
+from pardata.rng._rng_state import kept_generators
 
 
 def cache_dataset(

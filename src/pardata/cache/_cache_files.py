@@ -5,9 +5,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pardata._pytree import digest_of
 from pardata.cache._column import Column
 from pardata.cache._original import Fields
-from pardata.values._tree import digest_of
 
 # Nothing else in the directory is touched: it may hold the user's own files too.
 FILES = "pardata-files-"

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
-from pardata.collective._agreement import Facts
+from pardata._pytree import bytes_of, digest_of, in_brackets, leaves, mapped
+from pardata._validation import check_map_style, checked_path, kind_of
+from pardata.collectives._consensus import Facts
 from pardata.data._whole_batches import layers
 from pardata.data._workers import choose_workers
-from pardata.ranks._logger import get_logger
-from pardata.ranks._machine import usable_cores
-from pardata.ranks._world import World
-from pardata.seeds._generators import numpy_or_none, seed_generators
-from pardata.seeds._mix import mix
-from pardata.values._arguments import check_map_style, checked_path, kind_of
-from pardata.values._tree import bytes_of, digest_of, in_brackets, leaves, mapped
+from pardata.environment._cpu import usable_cores
+from pardata.environment._logger import get_logger
+from pardata.environment._world import World
+from pardata.rng._rng_state import numpy_or_none, seed_generators
+from pardata.rng._splitmix64 import mix
 
 _log = get_logger(__name__)
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 
-from pardata.ranks._logger import get_logger
+from pardata.environment._logger import get_logger
 
 _log = get_logger(__name__)
 

@@ -11,21 +11,21 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from pardata._pytree import TreePath, is_special, mapped
+from pardata._validation import check_integer
 from pardata.checkpoint import _shards as shards
 from pardata.checkpoint._files import OWN, STATE, UnusableError, verified
 from pardata.checkpoint._names import Name, candidates
 from pardata.checkpoint._snapshot import Copies, check_stateful
-from pardata.collective._agreement import Facts, agree, require_same
-from pardata.collective._rank_zero import rank_zero_call
-from pardata.messages._failure import follows
-from pardata.messages._table import ranks_text
+from pardata.collectives._barrier import rank_zero_call
+from pardata.collectives._consensus import Facts, agree, require_same
+from pardata.environment._logger import get_logger
+from pardata.environment._world import World, require_world
 from pardata.model._unwrap import unwrap
-from pardata.ranks._logger import get_logger
-from pardata.ranks._world import World, require_world
-from pardata.seeds._generators import restore_generators
+from pardata.rng._rng_state import restore_generators
+from pardata.store._rank_format import ranks_text
+from pardata.store._remote_error import follows
 from pardata.strategies._weights import load_weights
-from pardata.values._arguments import check_integer
-from pardata.values._tree import TreePath, is_special, mapped
 
 _log = get_logger(__name__)
 

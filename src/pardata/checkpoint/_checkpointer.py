@@ -10,6 +10,7 @@ from typing import Any, Never
 
 import torch.distributed as dist
 
+from pardata._validation import check_flag, check_integer, checked_path, kind_of
 from pardata.checkpoint import _shards as shards
 from pardata.checkpoint._background import Background
 from pardata.checkpoint._checkpoint import CURE, Restored, newest
@@ -17,15 +18,14 @@ from pardata.checkpoint._files import Digests, Written, write_own
 from pardata.checkpoint._folder import Folder
 from pardata.checkpoint._names import Retention, names
 from pardata.checkpoint._snapshot import Snapshot
-from pardata.collective._agreement import agree, require_same, same
-from pardata.collective._exchange import gathered
-from pardata.collective._explanation import explained
-from pardata.collective._rank_zero import rank_zero_call
-from pardata.ranks._backend import new_gloo_group
-from pardata.ranks._logger import get_logger
-from pardata.ranks._world import World, require_world
-from pardata.seeds._generators import generator_states
-from pardata.values._arguments import check_flag, check_integer, checked_path, kind_of
+from pardata.collectives._all_gather import gathered
+from pardata.collectives._barrier import rank_zero_call
+from pardata.collectives._comm_errors import explained
+from pardata.collectives._consensus import agree, require_same, same
+from pardata.environment._backend import new_gloo_group
+from pardata.environment._logger import get_logger
+from pardata.environment._world import World, require_world
+from pardata.rng._rng_state import generator_states
 
 _log = get_logger(__name__)
 

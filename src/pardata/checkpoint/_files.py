@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from pardata.collective._exchange import gathered
-from pardata.ranks._world import World
+from pardata.collectives._all_gather import gathered
+from pardata.environment._world import World
 
 FORMAT = 1
 STATE = "state.pt"

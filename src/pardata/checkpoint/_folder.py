@@ -21,7 +21,7 @@ from typing import Any
 
 from pardata.checkpoint._files import STATE, Manifest, Written, save, sync, write_manifest
 from pardata.checkpoint._names import Name, Retention, entries, names
-from pardata.ranks._logger import get_logger
+from pardata.environment._logger import get_logger
 
 _log = get_logger(__name__)
 

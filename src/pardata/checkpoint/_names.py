@@ -7,8 +7,8 @@ from math import isnan
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pardata._validation import check_integer
 from pardata.checkpoint._files import UnusableError, read_manifest
-from pardata.values._arguments import check_integer
 
 
 class Name(NamedTuple):

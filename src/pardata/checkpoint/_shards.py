@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pardata._pytree import TreePath
 from pardata.checkpoint._files import Digests, UnusableError, Written, size_and_digest
-from pardata.values._tree import TreePath
 
 _FOLDER = "sharded"
 _METADATA = ".metadata"

@@ -9,13 +9,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from pardata._pytree import TreePath, in_brackets, is_special, mapped, sha256_of
+from pardata._validation import kind_of
 from pardata.checkpoint._shards import is_sharded
-from pardata.ranks._device import has_streams
-from pardata.ranks._version import __version__
-from pardata.ranks._world import World
+from pardata.environment._device import has_streams
+from pardata.environment._version import __version__
+from pardata.environment._world import World
 from pardata.strategies._known import strategy_of
-from pardata.values._arguments import kind_of
-from pardata.values._tree import TreePath, in_brackets, is_special, mapped, sha256_of
 
 _Named: TypeAlias = Mapping[str, Any]
 

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from pardata.values._tree import TreePath, in_brackets, leaves, mapped
+from pardata._pytree import TreePath, in_brackets, leaves, mapped
 
 
 class Ragged(list[Any]):

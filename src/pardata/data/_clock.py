@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from pardata.messages._doing import LOADER, doing
+from pardata.store._current_op import LOADER, doing
 
 
 class Clock:

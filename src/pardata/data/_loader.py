@@ -8,7 +8,8 @@ from typing import Any, NoReturn, TypeAlias
 
 from torch.utils.data import Dataset
 
-from pardata.collective._exchange import all_gather
+from pardata._validation import check_integer
+from pardata.collectives._all_gather import all_gather
 from pardata.data._batch_parts import emptied
 from pardata.data._clock import Clock
 from pardata.data._microbatches import Microbatches
@@ -19,8 +20,7 @@ from pardata.data._position import Bookmark, Pass, Recipe
 from pardata.data._sample_count import Read, delivered
 from pardata.data._whole_batches import is_read_whole
 from pardata.data._workers import Source
-from pardata.ranks._logger import get_logger
-from pardata.values._arguments import check_integer
+from pardata.environment._logger import get_logger
 
 _log = get_logger(__name__)
 

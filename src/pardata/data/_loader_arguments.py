@@ -6,17 +6,17 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from pardata.collective._agreement import agree, require_same
+from pardata._validation import check_flag, check_integer, check_map_style
+from pardata.collectives._consensus import agree, require_same
 from pardata.data._order import length_of
 from pardata.data._plan import Plan, share
 from pardata.data._settings import Arguments, Settings, WorkerOptions
 from pardata.data._uneven_shares import uneven_shares
 from pardata.data._workers import choose_workers
-from pardata.ranks._device import checked_device, has_streams
-from pardata.ranks._logger import get_logger
-from pardata.ranks._world import World, current_world, require_world, single_world
-from pardata.seeds._default_seeds import default_seed, next_number
-from pardata.values._arguments import check_flag, check_integer, check_map_style
+from pardata.environment._device import checked_device, has_streams
+from pardata.environment._logger import get_logger
+from pardata.environment._world import World, current_world, require_world, single_world
+from pardata.rng._default_seeds import default_seed, next_number
 
 _log = get_logger(__name__)
 

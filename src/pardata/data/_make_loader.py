@@ -20,8 +20,8 @@ from pardata.data._settings import Arguments, Settings
 from pardata.data._stream import Stream
 from pardata.data._streamed import Streamed
 from pardata.data._workers import Source
-from pardata.ranks._logger import get_logger
-from pardata.seeds._default_seeds import default_seed, take_number
+from pardata.environment._logger import get_logger
+from pardata.rng._default_seeds import default_seed, take_number
 
 _log = get_logger(__name__)
 

@@ -7,10 +7,10 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from pardata.collective._agreement import agree
+from pardata._pytree import mapped
+from pardata.collectives._consensus import agree
 from pardata.data._sample_count import samples_of
-from pardata.ranks._world import require_world
-from pardata.values._tree import mapped
+from pardata.environment._world import require_world
 
 _T = TypeVar("_T")
 

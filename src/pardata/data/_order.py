@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from pardata.collective._agreement import agree, require_same
+from pardata.collectives._consensus import agree, require_same
 from pardata.data._plan import GlobalStep, Plan
 from pardata.data._position import Position
 from pardata.data._shuffle import Shuffle
 from pardata.data._whole_batches import on_cpu
-from pardata.ranks._world import World
-from pardata.seeds._generators import forked_seed
-from pardata.seeds._mix import mix
+from pardata.environment._world import World
+from pardata.rng._rng_state import forked_seed
+from pardata.rng._splitmix64 import mix
 
 # The numbers of samples; a sampler may yield those of any kind.
 Indices: TypeAlias = "Tensor | Sequence[Any]"

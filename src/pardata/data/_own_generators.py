@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pardata.seeds._generators import numpy_or_none
+from pardata.rng._rng_state import numpy_or_none
 
 _DEEPEST = 5  # attributes, items and entries from the object on
 

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from pardata._pytree import TreePath, mapped
 from pardata.data._batch_parts import is_indivisible
 from pardata.data._plan import Fetched, GlobalStep
 from pardata.data._reader import Collation
-from pardata.ranks._device import has_streams
-from pardata.values._tree import TreePath, mapped
+from pardata.environment._device import has_streams
 
 Shaped: TypeAlias = Callable[[Fetched], Any]
 

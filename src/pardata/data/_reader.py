@@ -11,8 +11,8 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 from pardata.data._order import Request, as_list
 from pardata.data._plan import Fetched, GlobalStep
 from pardata.data._whole_batches import is_read_whole, on_cpu, whole_batch_reader
-from pardata.seeds import _generators as generators
-from pardata.seeds._mix import mix, mixed
+from pardata.rng import _rng_state as generators
+from pardata.rng._splitmix64 import mix, mixed
 
 # The indices of samples, and what each is seeded by: its index, or its position.
 Wanted: TypeAlias = tuple[Sequence[Any], Sequence[int]]

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from pardata._pytree import leaves
 from pardata.data._batch_parts import is_list, is_text, tensors_of
-from pardata.ranks._logger import get_logger
-from pardata.values._tree import leaves
+from pardata.environment._logger import get_logger
 
 _log = get_logger(__name__)
 

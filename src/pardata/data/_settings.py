@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset, Sampler
 
 from pardata.data._plan import Plan
-from pardata.ranks._world import World
+from pardata.environment._world import World
 
 
 class WorkerOptions(TypedDict):

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from pardata._pytree import digest_of, leaves
 from pardata.data._plan import Fetched, GlobalStep, Plan, share
 from pardata.data._reader import Collation
-from pardata.seeds._generators import kept_generators, seed_generators
-from pardata.seeds._mix import mix
-from pardata.values._tree import digest_of, leaves
+from pardata.rng._rng_state import kept_generators, seed_generators
+from pardata.rng._splitmix64 import mix
 
 _END = object()
 _HASHED = (torch.Tensor, str, bytes, int, float, complex, type(None))  # by `digest_of`

@@ -3,15 +3,15 @@
 from collections.abc import Iterator
 from typing import Any
 
-from pardata.collective._agreement import agree, require_same
-from pardata.collective._vote import Vote
+from pardata._pytree import digest_of
+from pardata.collectives._consensus import agree, require_same
+from pardata.collectives._min_max import Vote
 from pardata.data._plan import Fetched
 from pardata.data._position import Position
 from pardata.data._stream import Stream, not_of_this_stream
 from pardata.data._workers import Source
-from pardata.messages._table import ranks_text
-from pardata.ranks._world import World
-from pardata.values._tree import digest_of
+from pardata.environment._world import World
+from pardata.store._rank_format import ranks_text
 
 _NEXT = "the next step of an IterableDataset"
 

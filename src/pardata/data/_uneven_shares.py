@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from pardata.ranks._logger import get_logger
+from pardata.environment._logger import get_logger
 
 _log = get_logger(__name__)
 

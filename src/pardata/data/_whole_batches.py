@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
+from pardata._pytree import TreePath, leaves, mapped
 from pardata.data._batch_parts import Ragged, is_ragged
-from pardata.ranks._device import has_streams
-from pardata.values._tree import TreePath, leaves, mapped
+from pardata.environment._device import has_streams
 
 # --- looked at: whether a dataset is still what it was, and where tensors are made
 

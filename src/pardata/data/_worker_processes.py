@@ -15,7 +15,7 @@ from weakref import WeakSet
 
 from torch.utils.data import DataLoader, get_worker_info
 
-from pardata.collective._stop_signal import may_stop
+from pardata.collectives._stop_signal import may_stop
 
 _PR_SET_PDEATHSIG = 1  # see prctl(2)
 _LAST = -200  # after finalizers that close the queues and remove the temporary folder

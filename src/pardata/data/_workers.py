@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from pardata._validation import check_integer
 from pardata.data._position import Position
 from pardata.data._settings import WorkerOptions
 from pardata.data._whole_batches import is_read_whole, on_cpu, outline
 from pardata.data._worker_processes import started
-from pardata.ranks._machine import usable_cores
-from pardata.ranks._world import World
-from pardata.seeds._mix import mix
-from pardata.values._arguments import check_integer
+from pardata.environment._cpu import usable_cores
+from pardata.environment._world import World
+from pardata.rng._splitmix64 import mix
 
 _LONGEST_SOCKET = 107  # characters: `sun_path` of Linux's unix(7), without its last zero
 

@@ -9,15 +9,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from pardata.collective._agreement import agree
-from pardata.collective._reduction import all_reduce_sum
+from pardata.collectives._all_reduce import all_reduce_sum
+from pardata.collectives._consensus import agree
 from pardata.data._workers import choose_workers
 from pardata.doctor._environment import Finding
-from pardata.launch._init import init
-from pardata.ranks._device import properties_of, visible_devices
-from pardata.ranks._launcher import Launch
-from pardata.ranks._machine import usable_cores
-from pardata.ranks._world import World
+from pardata.environment._cpu import usable_cores
+from pardata.environment._device import properties_of, visible_devices
+from pardata.environment._launchers import Launch
+from pardata.environment._world import World
+from pardata.process_group._init import init
 from pardata.testing._run import run
 
 _TIMES_SMALL, _TIMES_LARGE = 200, 5  # how often a measure is taken

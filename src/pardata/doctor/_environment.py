@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import torch
 
-from pardata.ranks._backend import backend_for
-from pardata.ranks._device import hidden_devices, properties_of, visible_devices
-from pardata.ranks._launcher import Launch, launcher_of
-from pardata.ranks._machine import cpu_quota, usable_cores
-from pardata.ranks._version import __version__
-from pardata.ranks._world import World
+from pardata.environment._backend import backend_for
+from pardata.environment._cpu import cpu_quota, usable_cores
+from pardata.environment._device import hidden_devices, properties_of, visible_devices
+from pardata.environment._launchers import Launch, launcher_of
+from pardata.environment._version import __version__
+from pardata.environment._world import World
 
 _GIB = 2**30
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108  # where it is, not a temporary file

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from pardata._pytree import leaves
+from pardata.environment._logger import get_logger
 from pardata.model._autograd import in_backward
 from pardata.model._state_dict import NO_ASSIGN, LoadedKeys, load_whole
 from pardata.model._unwrap import unwrap
-from pardata.ranks._logger import get_logger
-from pardata.values._tree import leaves
 
 _log = get_logger(__name__)
 

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from pardata.collective._agreement import agree
+from pardata._validation import kind_of
+from pardata.collectives._consensus import agree
+from pardata.environment._world import require_world
 from pardata.model._modules import set_versions, versions_of
 from pardata.model._unwrap import Wrapper, layers, unwrap
-from pardata.ranks._world import require_world
-from pardata.values._arguments import kind_of
 
 # What wrappers put into the names of parameters.
 _PREFIXES = ("module", "_orig_mod")

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from pardata.values._arguments import check_module
+from pardata._validation import check_module
 
 
 class Wrapper(nn.Module):

@@ -12,9 +12,9 @@ from weakref import finalize
 
 from torch import Tensor
 
-from pardata.ranks._logger import get_logger
-from pardata.ranks._world import require_world
-from pardata.values._arguments import check_integer, checked_path, make_folder
+from pardata._validation import check_integer, checked_path, make_folder
+from pardata.environment._logger import get_logger
+from pardata.environment._world import require_world
 
 _log = get_logger(__name__)
 

@@ -8,8 +8,8 @@ from typing import Any, Generic, TypeVar, cast
 
 from torch import Tensor
 
-from pardata.ranks._world import require_world
-from pardata.values._arguments import check_integer, kind_of
+from pardata._validation import check_integer, kind_of
+from pardata.environment._world import require_world
 
 T = TypeVar("T")
 

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pardata.collective._header import Matching, all_equal, hashes
+from pardata._pytree import digest_of
+from pardata._validation import check_integer
+from pardata.collectives._fingerprint import Matching, all_equal, hashes
 from pardata.data._batch_parts import tensors_of
 from pardata.data._microbatches import Microbatches
 from pardata.data._sample_count import delivered, samples_of
-from pardata.messages._failure import as_consequence
-from pardata.ranks._logger import get_logger
-from pardata.values._arguments import check_integer
-from pardata.values._tree import digest_of
+from pardata.environment._logger import get_logger
+from pardata.store._remote_error import as_consequence
 
 _log = get_logger(__name__)
 

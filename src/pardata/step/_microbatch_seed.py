@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from pardata.data._microbatches import Microbatches
-from pardata.ranks._world import is_alone, world
-from pardata.seeds._mix import mix
-from pardata.seeds._run_seed import run_seed
+from pardata.environment._world import is_alone, world
+from pardata.rng._run_seed import run_seed
+from pardata.rng._splitmix64 import mix
 
 
 def microbatch_seed(batch: Any, number: int = 0) -> int:

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from pardata.collective._forbidden import forbidding_collectives
+from pardata.collectives._forbidden import forbidding_collectives
 from pardata.data._microbatches import Microbatches
+from pardata.environment._backend import sequence_number
 from pardata.model._before import GradientsAside
 from pardata.model._modules import parameters_of
 from pardata.model._sharding import unsharded
 from pardata.model._unwrap import layers
-from pardata.ranks._backend import sequence_number
 from pardata.step._count import Microbatch, Replicas, Share, started
 from pardata.step._forward import leaves_of
 from pardata.step._guests import Guests

@@ -9,16 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pardata.collective._agreement import agree, require_same
-from pardata.collective._header import Leaf, all_equal, hashes, numbers_of
-from pardata.collective._reduction import like, shape_text, split_like
+from pardata._pytree import TreePath, in_brackets, mapped
+from pardata._validation import kind_of
+from pardata.collectives._all_reduce import like, shape_text, split_like
+from pardata.collectives._consensus import agree, require_same
+from pardata.collectives._fingerprint import Leaf, all_equal, hashes, numbers_of
 from pardata.data._batch_parts import tensors_of
 from pardata.data._sample_count import samples_of
-from pardata.ranks._device import has_streams, widest
-from pardata.ranks._world import world
+from pardata.environment._device import has_streams, widest
+from pardata.environment._world import world
 from pardata.step._count import positive
-from pardata.values._arguments import kind_of
-from pardata.values._tree import TreePath, in_brackets, mapped
 
 # The places of a message: what was counted, hashes and their squares, then the first values.
 _HASHES = 3

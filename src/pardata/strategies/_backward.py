@@ -7,25 +7,25 @@ from weakref import WeakSet
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from pardata.collective._explanation import explained
+from pardata._validation import kind_of
+from pardata.collectives._comm_errors import explained
 from pardata.data._batch_parts import tensors_of
 from pardata.data._microbatches import Microbatches
 from pardata.data._sample_count import is_empty
-from pardata.messages._doing import doing
+from pardata.environment._logger import get_logger
+from pardata.environment._world import World, is_alone, require_world
 from pardata.model._batch_norm import synchronised
 from pardata.model._before import GradientsAside, KeptBuffers
 from pardata.model._modules import parameters_of
 from pardata.model._unwrap import is_parallel
-from pardata.ranks._logger import get_logger
-from pardata.ranks._world import World, is_alone, require_world
-from pardata.seeds._generators import forked_torch_seed, kept_generators
+from pardata.rng._rng_state import forked_torch_seed, kept_generators
 from pardata.step._count import Count, Microbatch, Share, checked_count, positive
 from pardata.step._forward import add_zeros, forward_of
 from pardata.step._microbatch_seed import count_run, microbatch_seed
 from pardata.step._step import Step, forbidden_in, known_metrics
 from pardata.step._tally import Tally, checked, wide
+from pardata.store._current_op import doing
 from pardata.strategies._known import strategy_and_layer
-from pardata.values._arguments import kind_of
 
 _log = get_logger(__name__)
 

@@ -6,8 +6,8 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
 
+from pardata._validation import kind_of
 from pardata.model._unwrap import layers
-from pardata.values._arguments import kind_of
 
 Blocks: TypeAlias = type[nn.Module] | Sequence[type[nn.Module]] | Literal["auto"]
 

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pardata.collective._explanation import explained
-from pardata.collective._header import all_equal, hashes
+from pardata.collectives._comm_errors import explained
+from pardata.collectives._fingerprint import all_equal, hashes
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of an element
 

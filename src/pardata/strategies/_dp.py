@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 
+from pardata._pytree import leaves
+from pardata.environment._device import visible_devices
+from pardata.environment._logger import get_logger
 from pardata.model._read_through import ReadThrough
-from pardata.ranks._device import visible_devices
-from pardata.ranks._logger import get_logger
 from pardata.strategies._strategy import Settings, Strategy
-from pardata.values._tree import leaves
 
 _log = get_logger(__name__)
 

@@ -12,8 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from pardata.collective._agreement import Facts
+from pardata._pytree import leaves
+from pardata._validation import check_integer
+from pardata.collectives._consensus import Facts
 from pardata.data._uneven_shares import uneven_shares
+from pardata.environment._device import checked_device
+from pardata.environment._logger import get_logger
 from pardata.model._before import GradientsAside
 from pardata.model._buffers import average, broadcast, real_buffers
 from pardata.model._compiled import uncompiled
@@ -21,16 +25,12 @@ from pardata.model._modules import parameters_of
 from pardata.model._sharding import forget_step, place, reshard, shard_again
 from pardata.model._state_dict import load_sharded
 from pardata.model._unwrap import ShardedModule, unwrap
-from pardata.ranks._device import checked_device
-from pardata.ranks._logger import get_logger
 from pardata.step._count import Microbatch
 from pardata.step._guests import Guests, role_of
 from pardata.step._step import SharedStep
 from pardata.strategies._blocks import blocks_of, size_of
 from pardata.strategies._old_optimizers import refuse_old_optimizers
 from pardata.strategies._strategy import Settings, Strategy, broadcast_weights
-from pardata.values._arguments import check_integer
-from pardata.values._tree import leaves
 
 _log = get_logger(__name__)
 

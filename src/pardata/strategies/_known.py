@@ -5,6 +5,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import nn
 
+from pardata._validation import check_module
 from pardata.model._unwrap import layers
 from pardata.strategies._ddp import DdpStrategy
 from pardata.strategies._dp import DpStrategy
@@ -12,7 +13,6 @@ from pardata.strategies._fsdp import FsdpStrategy
 from pardata.strategies._none import NoneStrategy
 from pardata.strategies._strategy import Strategy
 from pardata.strategies.exact._exact import ExactStrategy
-from pardata.values._arguments import check_module
 
 StrategyName: TypeAlias = Literal["auto", "none", "dp", "ddp", "fsdp", "exact"]
 

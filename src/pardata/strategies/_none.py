@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from pardata.ranks._logger import get_logger
+from pardata.environment._logger import get_logger
 from pardata.strategies._strategy import Settings, Strategy
 
 _log = get_logger(__name__)

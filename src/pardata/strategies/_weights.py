@@ -6,14 +6,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pardata.collective._agreement import require_same, same
-from pardata.collective._explanation import explained
-from pardata.messages._table import table_of
+from pardata._pytree import sha256_of
+from pardata.collectives._comm_errors import explained
+from pardata.collectives._consensus import require_same, same
+from pardata.environment._world import require_world
 from pardata.model._state_dict import LoadedKeys
 from pardata.model._unwrap import unwrap
-from pardata.ranks._world import require_world
+from pardata.store._rank_format import table_of
 from pardata.strategies._known import strategy_of
-from pardata.values._tree import sha256_of
 
 
 def load_weights(

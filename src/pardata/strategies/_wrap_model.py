@@ -8,16 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pardata.collective._agreement import same
-from pardata.messages._table import table_of
+from pardata._validation import check_flag, check_module
+from pardata.collectives._consensus import same
+from pardata.environment._backend import require_taken
+from pardata.environment._device import checked_device, named_device
+from pardata.environment._world import require_world
 from pardata.model._batch_norm import check_batch_norms
 from pardata.model._unwrap import ShardedModule, is_parallel
-from pardata.ranks._backend import require_taken
-from pardata.ranks._device import checked_device, named_device
-from pardata.ranks._world import require_world
+from pardata.store._rank_format import table_of
 from pardata.strategies._known import STRATEGIES, StrategyName, named
 from pardata.strategies._strategy import Settings, Strategy
-from pardata.values._arguments import check_flag, check_module
 
 # Kinds of options that can be compared between ranks.
 _PLAIN = (bool, int, float, str)

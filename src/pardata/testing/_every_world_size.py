@@ -7,9 +7,9 @@ from typing import Any, TypeAlias, TypeVarTuple, Unpack
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from pardata._validation import kind_of
 from pardata.strategies._weights import named_tensors
 from pardata.testing._run import run
-from pardata.values._arguments import kind_of
 
 Args = TypeVarTuple("Args")
 

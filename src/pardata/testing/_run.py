@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, TypeVar, TypeVarTuple, Unpack
 import torch
 import torch.distributed as dist
 
-from pardata.messages._failure import Failure
-from pardata.ranks._launcher import LAUNCHERS
-from pardata.values._arguments import check_integer, checked_timeout
+from pardata._validation import check_integer, checked_timeout
+from pardata.environment._launchers import LAUNCHERS
+from pardata.store._remote_error import Failure
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 import pardata
-from pardata.ranks._world import channel
+from pardata.environment._world import channel
 
 SHORT = timedelta(seconds=0.3)
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F  # noqa: N812  # the usual name
 from torch import Tensor
 from torch.nn.grad import conv2d_input, conv2d_weight
 
-from pardata.ranks._device import widest
-from pardata.values._tree import sha256_of
+from pardata._pytree import sha256_of
+from pardata.environment._device import widest
 
 
 def probe(device: torch.device) -> str:

@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from pardata.collective._agreement import Facts
+from pardata._validation import check_integer
+from pardata.collectives._consensus import Facts
+from pardata.environment._device import checked_device
+from pardata.environment._logger import get_logger
 from pardata.model._batch_norm import synchronised
 from pardata.model._buffers import broadcast
 from pardata.model._modules import versions_of
 from pardata.model._read_through import ReadThrough
 from pardata.model._unwrap import Wrapper, layers, unwrap
-from pardata.ranks._device import checked_device
-from pardata.ranks._logger import get_logger
 from pardata.step._guests import role_of
 from pardata.strategies._strategy import Settings, Strategy, broadcast_weights
 from pardata.strategies.exact._exact_step import ExactStep
 from pardata.strategies.exact._exact_sums import Sums
 from pardata.strategies.exact._kernels import kernels, refused_kernels
-from pardata.values._arguments import check_integer
 
 _log = get_logger(__name__)
 

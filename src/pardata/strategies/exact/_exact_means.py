@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from pardata.environment._device import widest
 from pardata.model._buffers import real_buffers
-from pardata.ranks._device import widest
 from pardata.step._count import Microbatch
 from pardata.strategies.exact._fixed_tree import Stack
 from pardata.strategies.exact._ordered_sum import NOTHING, Exchange

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from pardata.collective._vote import Vote
+from pardata.collectives._min_max import Vote
 from pardata.data._microbatches import Microbatches
-from pardata.messages._failure import as_consequence
+from pardata.environment._world import way_of_counts, world
 from pardata.model._before import GradientsAside
 from pardata.model._modules import parameters_of
-from pardata.ranks._world import way_of_counts, world
-from pardata.seeds._generators import Kept, default_generators, seed_generators
-from pardata.seeds._mix import mix
-from pardata.seeds._run_seed import run_seed
+from pardata.rng._rng_state import Kept, default_generators, seed_generators
+from pardata.rng._run_seed import run_seed
+from pardata.rng._splitmix64 import mix
 from pardata.step._count import Microbatch, started
 from pardata.step._guests import Guests
 from pardata.step._microbatch_seed import microbatch_seed
 from pardata.step._step import Step
+from pardata.store._remote_error import as_consequence
 from pardata.strategies.exact._exact_means import Means
 from pardata.strategies.exact._kernels import refused_kernels
 from pardata.strategies.exact._ordered_sum import Exchange, OrderedSum

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
+from pardata.environment._device import properties_of
 from pardata.model._compiled import (
     fail_past_recompile_limit,
     has_dynamic_sizes,
@@ -12,7 +13,6 @@ from pardata.model._compiled import (
 )
 from pardata.model._modules import walked
 from pardata.model._unwrap import unwrap
-from pardata.ranks._device import properties_of
 from pardata.strategies.exact._arithmetic import probe
 
 # Options of torch.compile that choose kernels by their speed.

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pardata.ranks._world import world
+from pardata.environment._world import world
 from pardata.strategies.exact._fixed_tree import Stack, subtrees_of
 
 # The second is the name until torch 2.14, where it warns.

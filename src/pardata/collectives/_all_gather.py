@@ -1,0 +1,219 @@
+"""Values as they are, of all ranks or of rank 0, to all; what is no tensor or number is pickled."""
+
+import io
+import math
+from numbers import Integral, Real
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+from torch.serialization import default_restore_location
+
+from pardata._pytree import TreePath, bytes_of, leaves
+from pardata._validation import check_flag
+from pardata.collectives._comm_errors import explained
+from pardata.collectives._fingerprint import Matching, number_of, plain
+from pardata.collectives._forbidden import check_allowed
+from pardata.environment._world import World, require_world, way_of_counts
+from pardata.store._rank_format import ranks_text
+
+_T = TypeVar("_T")
+
+
+def all_gather(value: _T, *, differentiable: bool = False) -> list[_T]:
+    """Return the `value` of every rank, in rank order. Collective.
+
+    `value` is a tensor, a number, anything else, or nested dicts, lists and tuples of them. Tensors
+    may differ between ranks in their first dimension (zero rows included) and in nothing else. They
+    keep their dtype and device; numbers become ``int``, ``float`` or ``bool``. `all_gather` pickles
+    any part without tensors and numbers, as a text or a list of texts of any length. Tensors inside
+    other objects come on the CPU. It takes two small collectives and one of all the data, whatever
+    the number of leaves. In a single process it returns ``[value]``, copied.
+
+    Args:
+        value: what this rank has.
+        differentiable: let gradients flow back to the rank that has the tensor; by default tensors
+            carry none. A rank's tensor gets the sum of the gradients of all ranks' losses. So
+            `backward`, and ``loss.backward()`` under ``"ddp"``, give the gradient of the mean of
+            these losses. Every rank must run the backward, which is collective, once for each
+            tensor. It has no gradient itself.
+
+    Raises:
+        Exception: a value cannot be pickled; `pickle` raises it.
+        TypeError: a tensor, whose path the error names, is sparse or complex. Or the flag is wrong.
+        ValueError: a rank has no rows of a tensor that carries a gradient.
+        RuntimeError: structures, dtypes or other dimensions differ; the error has a table. All
+            errors come on every rank, and the group is usable afterwards.
+
+    >>> all_gather({"rows": torch.arange(3), "names": ["a", "b"]})
+    [{'rows': tensor([0, 1, 2]), 'names': ['a', 'b']}]
+    """
+
+    def find() -> dict[TreePath, Any]:
+        check_flag("differentiable", differentiable)
+        found = leaves(value, by_text=True, is_leaf=_is_other)
+        return {path: x if _is_other(x) else number_of(x, path) for path, x in found}
+
+    def text(leaf: Any) -> str:
+        return _text(leaf) + ", differentiable" * (differentiable and _carries(leaf))
+
+    matching = Matching("all_gather", find, text, differentiable=differentiable is True)
+    parts = matching.guarded(lambda: [_as_tensor(leaf) for leaf in matching.leaves], [])
+    with explained("all_gather"):
+        matching.all_reduce(list)
+        columns = _gathered(matching, parts)
+    for number, leaf in enumerate(matching.leaves):
+        if differentiable and _carries(leaf):
+            columns[number] = _Joined.apply(matching, columns[number], leaf)
+    ranks = [[column[rank] for column in columns] for rank in range(matching.here.size)]
+    return [matching.rebuilt(value, of_rank, _is_other) for of_rank in ranks]
+
+
+class _Joined(torch.autograd.Function):
+    """Tensors of all ranks, whose gradients go to the ranks that have them."""
+
+    @staticmethod
+    def forward(ctx: Any, matching: Matching, of_ranks: Any, leaf: Tensor) -> Any:
+        if none := [rank for rank, tensor in enumerate(of_ranks) if not tensor.numel()]:
+            raise ValueError(
+                f"every rank must have rows of what is `differentiable`, but {ranks_text(none)} "
+                f"passed none: pass drop_last=True to make_loader, or a larger batch_size"
+            )
+        ctx.here, ctx.group = matching.here, matching.group(leaf)
+        return tuple(of_ranks)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        like = gradients[ctx.here.rank]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        flat = flat.to(torch.promote_types(flat.dtype, torch.float32))  # a sum of halves rounds
+        if ctx.here.size > 1:
+            with explained("all_gather (backward)"):
+                dist.all_reduce(flat, group=ctx.group)
+        mine = flat.split([gradient.numel() for gradient in gradients])[ctx.here.rank]
+        return None, None, mine.view(like.shape).to(like.dtype)
+
+
+def broadcast(value: _T) -> _T:
+    """Return rank 0's `value` on every rank; what the others pass is not looked at. Collective.
+
+    `value` is anything that can be pickled, tensors of any dtype, shape and size included, alone or
+    inside other objects. What was on the CPU comes on the CPU, and what was on rank 0's GPU on the
+    receiving rank's `world().device`. Rank 0 gets `value` itself, and so does a single process.
+
+    Raises:
+        Exception: for what cannot be pickled, as `pickle` raises it; all errors are raised on every
+            rank, and the group is usable afterwards.
+        RuntimeError: other ranks are in another call.
+
+    >>> broadcast({"seed": 3, "order": torch.tensor([2, 0, 1])})
+    {'seed': 3, 'order': tensor([2, 0, 1])}
+    """
+    check_allowed("broadcast")
+    here = require_world("broadcast")
+    if here.size == 1:
+        return value
+    matching = Matching("broadcast", dict, str)
+    data = matching.guarded(lambda: pickled(value), bytearray()) if here.is_main else bytearray()
+    with explained("broadcast"):
+        (length,) = matching.all_reduce(lambda: [len(data)])
+        data = data or bytearray(int(length))
+        payload = torch.frombuffer(data, dtype=torch.uint8).to(matching.device)
+        dist.broadcast(payload, 0, group=matching.group(payload))
+    return value if here.is_main else unpickled(bytes_of(payload), here.device)
+
+
+def gathered(here: World, value: _T, group: Any = None) -> list[_T]:
+    """Return the small `value` of every rank on rank 0, and nothing on the others. Collective."""
+    if here.size == 1:
+        return [value]
+    values: Any = [None] * here.size if here.is_main else None
+    dist.gather_object(value, values, group=group or way_of_counts(here)[0])
+    return values or []
+
+
+def pickled(value: object) -> bytearray:
+    """Return `value` in bytes; fail here, with the cause, if other ranks could not read it."""
+    torch.save(value, buffer := io.BytesIO())
+    unpickled(data := bytearray(buffer.getbuffer()))
+    return data
+
+
+def unpickled(data: bytes | bytearray, device: object = "cpu") -> Any:
+    """Return what another rank pickled; what was on its GPU comes on `device`."""
+
+    def placed(storage: Any, where: str) -> Any:
+        return default_restore_location(storage, where if where == "cpu" else str(device))
+
+    return torch.load(io.BytesIO(data), map_location=placed, weights_only=False)
+
+
+def _gathered(matching: Matching, parts: list[Tensor]) -> list[Any]:
+    """Return of each leaf those of all ranks."""
+    # What each rank brings: the rows of every leaf, then all bytes, padded to the longest.
+    rows = [len(part) if part.ndim else 1 for part in parts]
+    wide = torch.tensor(rows, dtype=torch.int64, device=matching.device)
+    all_rows: list[list[int]] = _gather(matching, wide).tolist()
+    row_bytes = [math.prod(part.shape[1:]) * part.element_size() for part in parts]
+    sizes = [[n * b for n, b in zip(r, row_bytes, strict=True)] for r in all_rows]
+    device = matching.here.device if any(matching.ways) else matching.device
+    # Clones: one element of a column counts as contiguous, yet its stride forbids the view.
+    flat = [p.reshape(-1).clone(memory_format=torch.contiguous_format) for p in parts]
+    own = torch.cat([part.view(torch.uint8).to(device) for part in flat])
+    padded = pad(own, (0, max(map(sum, sizes)) - len(own)))
+    sent = zip(_gather(matching, padded), sizes, strict=True)
+    received = [row[: sum(size)].split(size) for row, size in sent]
+    both = zip(zip(*all_rows, strict=True), zip(*received, strict=True), strict=True)
+    return [
+        [_from_bytes(leaf, part, n, data) for n, data in zip(*column, strict=True)]
+        for leaf, part, column in zip(matching.leaves, parts, both, strict=True)
+    ]
+
+
+def _carries(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled()
+
+
+def _is_other(value: object) -> bool:
+    """Return whether there is no tensor and no number in it, so that it is pickled as a whole."""
+    return not any(isinstance(plain(leaf), Tensor | Real) for _, leaf in leaves(value))
+
+
+def _text(leaf: Any) -> str:
+    if _is_other(leaf):
+        return "no tensor or number"
+    part = _as_tensor(leaf)
+    shape = "x".join(["rows", *map(str, part.shape[1:])]) if part.ndim else "number"
+    return f"{shape} of {part.dtype}"
+
+
+def _as_tensor(leaf: Any) -> Tensor:
+    if isinstance(leaf, Tensor):
+        return leaf.detach().resolve_neg()  # a lazy minus sign is not in the bytes
+    if _is_other(leaf):
+        return torch.frombuffer(pickled(leaf), dtype=torch.uint8)
+    if isinstance(leaf, Integral):
+        return torch.tensor(leaf if isinstance(leaf, bool) else int(leaf), device="cpu")
+    return torch.tensor(float(leaf), dtype=torch.float64, device="cpu")
+
+
+def _from_bytes(leaf: Any, part: Tensor, rows: int, data: Tensor) -> Any:
+    if not isinstance(leaf, Tensor) and _is_other(leaf):
+        return unpickled(bytes_of(data))
+    shape = (rows, *part.shape[1:]) if part.ndim else ()
+    # A copy: a view may begin where an element of this dtype may not.
+    tensor = data.clone().view(part.dtype).view(shape).to(part.device)
+    return tensor if isinstance(leaf, Tensor) else tensor.item()
+
+
+def _gather(matching: Matching, flat: Tensor) -> Tensor:
+    """Stack the vectors, of one length, of all ranks."""
+    if matching.here.size == 1:
+        return flat[None]
+    stacked = [torch.empty_like(flat) for _ in range(matching.here.size)]
+    dist.all_gather(stacked, flat, group=matching.group(flat))
+    return torch.stack(stacked)

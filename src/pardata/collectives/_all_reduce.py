@@ -1,0 +1,253 @@
+"""Reduce numbers, tensors and nested structures of them over all ranks, in one collective."""
+
+import math
+from numbers import Integral, Real
+from typing import Any, TypeVar, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pardata.collectives._comm_errors import explained
+from pardata.collectives._fingerprint import ROOM, Leaf, Matching, Values, numbers_of
+
+_T = TypeVar("_T")
+
+# Whole numbers below this are exact in float64.
+_EXACT = 2**53
+_SUM = dist.ReduceOp.SUM
+
+
+@overload
+def all_reduce_mean(value: float, weight: float | Tensor = 1) -> float: ...
+
+
+@overload
+def all_reduce_mean(value: _T, weight: float | Tensor = 1) -> _T: ...
+
+
+def all_reduce_mean(value: Any, weight: float | Tensor = 1) -> Any:
+    """Return the mean of `value` over all ranks, weighted by each rank's `weight`. Collective.
+
+    `value` is a number, a tensor, or nested dicts, lists and tuples of them; the result has the
+    same structure. One collective sends up to 57 numbers in all, and a second one the rest. Tensors
+    on GPUs travel in one of their own. No GPU is waited for, except for a `weight` on one. Sums are
+    in float64. Floating-point tensors keep their dtype and device, integer and bool tensors become
+    the default floating dtype, numbers become ``float``. The input is not changed and the result
+    carries no gradient. In a single process the value itself is the mean.
+
+    Args:
+        value: what to average. A number on one rank may be a tensor without dimensions on another.
+        weight: how much this rank's value counts, for example its number of samples. With 0 it does
+            not count at all, not even NaN.
+
+    Raises:
+        TypeError: a leaf, whose path the error names, or a weight is no number.
+        ValueError: a weight is negative or not finite, or all weights are 0.
+        RuntimeError: structures or shapes differ between ranks; the error has a table. All errors
+            come on every rank, and the group is usable afterwards.
+
+    >>> all_reduce_mean({"loss": 0.5, "correct": torch.tensor([3.0, 1.0])}, weight=8)
+    {'loss': 0.5, 'correct': tensor([3., 1.])}
+    """
+    matching = Matching("all_reduce_mean", lambda: numbers_of(value), shape_text)
+    number = matching.guarded(lambda: _checked_weight(weight), 0.0)
+    if matching.here.size == 1:
+        number = float(number > 0)  # alone, the mean is the value, to the last bit
+    with explained("all_reduce_mean"):
+        total, sums = _reduced(matching, number)
+    if total == 0:
+        raise ValueError(
+            "`weight` must be positive on at least one rank, but is 0 on all: nothing was counted"
+        )
+    means = [part / total for part in sums]
+    return matching.rebuilt(value, map(like, matching.leaves, means))
+
+
+def all_reduce_sum(value: _T) -> _T:
+    """Return the sum of `value` over all ranks. Collective.
+
+    It does as `all_reduce_mean`, except that there is no weight, and whole numbers stay whole.
+    Integer and bool tensors become int64, as with ``torch.sum``.
+
+    Raises:
+        TypeError: a leaf, whose path the error names, is no number.
+        OverflowError: whole numbers or a sum of them reach 2**53, from where float64 is not exact.
+            Whole numbers on GPUs cannot: a collective of their own adds them in int64.
+        RuntimeError: structures or shapes differ between ranks; the error has a table. All errors
+            come on every rank, and the group is usable afterwards.
+
+    >>> all_reduce_sum([3, torch.tensor([1.5, 2.5])])
+    [3, tensor([1.5000, 2.5000])]
+    """
+    return _exactly("all_reduce_sum", value, _SUM)
+
+
+def all_reduce_max(value: _T) -> _T:
+    """Return the largest `value` of all ranks, number by number. Collective.
+
+    It does as `all_reduce_sum`, except that it takes one collective more, and the result is NaN if
+    any rank has NaN. Floating-point tensors keep their dtype. Whole numbers stay whole, and integer
+    and bool tensors become int64.
+
+    Raises:
+        TypeError: a leaf, whose path the error names, is no number.
+        OverflowError: whole numbers that are not on a GPU reach 2**53.
+        RuntimeError: structures or shapes differ between ranks; the error has a table. All errors
+            come on every rank, and the group is usable afterwards.
+
+    >>> all_reduce_max({"seconds": 1.5, "length": torch.tensor([3, 4])})
+    {'seconds': 1.5, 'length': tensor([3, 4])}
+    """
+    return _exactly("all_reduce_max", value, dist.ReduceOp.MAX)
+
+
+def all_reduce_min(value: _T) -> _T:
+    """Return the smallest `value` of all ranks, number by number. Collective.
+
+    It does as `all_reduce_max` in everything else, errors included.
+
+    >>> all_reduce_min([3, torch.tensor([1.5, 2.5])])
+    [3, tensor([1.5000, 2.5000])]
+    """
+    return _exactly("all_reduce_min", value, dist.ReduceOp.MIN)
+
+
+def _exactly(call: str, value: _T, op: Any) -> _T:
+    """Reduce `value` so that whole numbers stay whole."""
+    matching = Matching(call, lambda: numbers_of(value), shape_text, exact=True)
+    with explained(call):
+        _, reduced = _reduced(matching, 1, op)
+    return matching.rebuilt(value, map(_exactly_like, matching.leaves, reduced))
+
+
+def _reduced(matching: Matching, weight: float, op: Any = _SUM) -> tuple[float, list[Any]]:
+    """Return the sum of the weights, and each leaf, times its weight, reduced over all ranks."""
+    packed: dict[Any, Values] = {}
+
+    def rides(way: Any) -> bool:
+        return way is None and op == _SUM and len(packed[None]) < ROOM
+
+    def pack() -> list[float]:
+        packed.clear()
+        for way in dict.fromkeys([None, *matching.ways]):
+            packed[way] = _packed(matching, way, weight)
+        near = packed[None] if rides(None) else []
+        return [weight, *(near if isinstance(near, list) else near.tolist())]
+
+    total, *near = matching.all_reduce(pack)
+    reduced: dict[Any, Any] = {}
+    for way, values in packed.items():
+        if rides(way) and isinstance(values, list):
+            reduced[way] = iter(near)
+            continue
+        sums = matching.vector(near) if rides(way) else _sent(matching, values, op)
+        reduced[way] = iter(split_like(sums, matching.by(way)))
+    return total, [next(reduced[way]) for way in matching.ways]
+
+
+def split_like(flat: Tensor, leaves: list[Leaf]) -> list[Tensor]:
+    """Return the front of a vector in the shapes of leaves."""
+    shapes = [getattr(leaf, "shape", torch.Size()) for leaf in leaves]
+    sizes = [shape.numel() for shape in shapes]
+    parts = flat[: sum(sizes)].split(sizes)
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _packed(matching: Matching, way: Any, weight: float) -> Values:
+    """Return all that travels in this way, times `weight`."""
+    parts, dtype, device = matching.by(way), way, matching.here.device
+    if way is None:
+        parts = [part.cpu() if isinstance(part, Tensor) else part for part in parts]
+        for part in filter(_is_integer_kind, parts if matching.exact else []):
+            _require_exact(part)
+        # 0 * NaN is NaN: what does not count is not multiplied.
+        if not any(getattr(part, "ndim", 0) for part in parts):
+            # Not float of a tensor, which warns of one with a gradient.
+            numbers = [part.item() if isinstance(part, Tensor) else part for part in parts]
+            return [float(number) * weight if weight else 0.0 for number in numbers]
+        dtype, device = torch.float64, matching.device
+    # The dtype at once: a float would become a float32 first.
+    wide = [torch.as_tensor(part, dtype=dtype, device=device) for part in parts]
+    flat = torch.cat([part.detach().reshape(-1) for part in wide])
+    return flat.mul_(weight) if weight else flat.zero_()
+
+
+def _sent(matching: Matching, values: Values, op: Any) -> Tensor:
+    """Reduce what all ranks are known to have, in a collective of its own."""
+    flat = matching.vector(values) if isinstance(values, list) else values
+    if matching.here.size == 1 or not len(flat):
+        return flat
+    if op == _SUM or not flat.is_floating_point():
+        dist.all_reduce(flat, op, group=matching.group(flat))
+        return flat
+    # What a backend makes of NaN depends on the order of ranks, so it travels next to the numbers.
+    sign = 1 if op == dist.ReduceOp.MAX else -1
+    is_nan = flat.isnan()
+    both = torch.cat([flat.masked_fill(is_nan, -sign * math.inf), sign * is_nan])
+    dist.all_reduce(both, op, group=matching.group(both))
+    return both[: len(flat)].masked_fill_(both[len(flat) :] != 0, math.nan)
+
+
+def like(leaf: Leaf, value: Tensor | float, dtype: torch.dtype | None = None) -> Leaf:
+    """Return `value` as a float, or as a new tensor if `leaf` is one, of its dtype if of floats."""
+    if not isinstance(leaf, Tensor):
+        return float(value)
+    kind = leaf.dtype if leaf.is_floating_point() else dtype or torch.get_default_dtype()
+    if isinstance(value, Tensor):
+        return value.to(leaf.device, kind, copy=True)
+    return torch.full((), value, dtype=kind, device=leaf.device)  # half of torch.tensor's time
+
+
+def _exactly_like(leaf: Leaf, total: Tensor | float) -> Leaf:
+    """Return `total` as the kind of number that `leaf` is, unless that would change its value."""
+    # A fraction if a float was on another rank; else int64 as torch.sum, for a sum of uint8 is
+    # soon beyond 255.
+    if not _is_integer_kind(leaf) or not _is_integral(total):
+        return like(leaf, total, torch.float64)
+    return like(leaf, total, torch.int64) if isinstance(leaf, Tensor) else int(total)
+
+
+def _is_integer_kind(leaf: Leaf) -> bool:
+    return isinstance(leaf, Integral) or (isinstance(leaf, Tensor) and not leaf.is_floating_point())
+
+
+def _is_integral(total: Tensor | float) -> bool:
+    if isinstance(total, Tensor) and total.dtype == torch.int64:  # it travelled apart
+        return True
+    # Where it is not, a float was elsewhere. The fraction of infinity is NaN.
+    whole = bool((total.frac() == 0).all()) if isinstance(total, Tensor) else total.is_integer()
+    if whole:
+        _require_exact(total)
+    return whole
+
+
+def _require_exact(number: Leaf) -> None:
+    # A large number may be gone from the sum again, and what it rounded away with it. 2**53 itself
+    # may be what 2**53 + 1 was rounded to.
+    if isinstance(number, Tensor):
+        number = float(number.double().abs().max()) if number.numel() else 0
+    if abs(number) >= _EXACT:
+        raise OverflowError(
+            f"whole numbers and their sum must be below 2**53 to be exact, but one has "
+            f"{int(number).bit_length()} bits: pass it as a float"
+        )
+
+
+def _checked_weight(weight: object) -> float:
+    if isinstance(weight, Tensor) and weight.numel() == 1:
+        weight = weight.item()
+    if not isinstance(weight, Real):
+        raise TypeError(f"`weight` must be one number, but is {weight!r} ({type(weight).__name__})")
+    number = float(weight)
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(f"`weight` must be a finite number that is not negative, but is {number}")
+    return number
+
+
+def shape_text(leaf: Leaf) -> str:
+    """Return what must be the same on every rank."""
+    # A number and a tensor without dimensions are the same, and so are all dtypes.
+    if isinstance(leaf, Tensor) and leaf.ndim:
+        return "x".join(map(str, leaf.shape))
+    return "number"

@@ -1,0 +1,151 @@
+"""A run that is asked to stop, and stops on all ranks at the same step."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Any, Self
+
+from pardata.collectives._min_max import Vote
+from pardata.environment._logger import get_logger
+from pardata.environment._world import require_world
+
+_log = get_logger(__name__)
+
+# SLURM sends what --signal says, by custom SIGUSR2: backends may catch SIGUSR1. Windows has none.
+_DEFAULT = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR2") if hasattr(signal, name))
+# SLURM sends SIGTERM twice at a time limit, and torchrun repeats what SLURM sends to its ranks too.
+_REPEATED_WITHIN = 1.0  # seconds; on the cluster of the tests it took 4 to 20 milliseconds
+
+
+class StopSignal:
+    """Within the block, a signal asks the run to stop, and `agreed` tells all ranks when.
+
+    The block only notes the first signal. A second one acts as if this block were not there:
+    SIGTERM ends the process at once. The same signal again within a second counts as the first one,
+    because launchers repeat it. So a run that stops leaves the block after that second. In another
+    thread than the main one, as under Ray Train, Python cannot listen to signals. That is logged
+    once, and `agreed` still hears of the other ranks' signals.
+
+    Args:
+        signals: SIGTERM and SIGUSR2 if none are given.
+
+    Raises:
+        ValueError: one of `signals` is no signal that can be caught.
+
+    >>> with StopSignal() as stop:
+    ...     for step in range(3):
+    ...         if stop.agreed():
+    ...             break  # after saving a checkpoint
+    """
+
+    def __init__(self, *signals: int) -> None:
+        self._signals = [_checked(number) for number in signals or _DEFAULT]
+        self._before: dict[int, Any] = {}
+        self._received: int | None = None
+        self._received_at = 0.0
+        self._agreed = False
+        self._is_entered = False
+        self._sent: Vote | None = None  # whether any rank was asked
+
+    @property
+    def requested(self) -> bool:
+        """Whether this very process got a signal."""
+        return self._received is not None
+
+    def agreed(self) -> bool:
+        """Return whether all ranks stop now: true at the same call on every rank. Collective.
+
+        Call it once a step, on every rank. It sends in the background whether this rank got a
+        signal, and the next call reads that, so no step waits. The answer is then one step late,
+        and stays true. In a single process it is true at once.
+
+        Raises:
+            RuntimeError: it is called before the block.
+        """
+        here = require_world("StopSignal.agreed")
+        if not self._is_entered:
+            raise RuntimeError(
+                "a StopSignal must be entered before `agreed` is called, because it listens only "
+                "within its block: write `with StopSignal() as stop:`"
+            )
+        if not self._agreed:
+            self._agreed = self.requested if here.size == 1 else self._heard()
+            if self._agreed:
+                asked = "another rank was asked to stop"
+                why = f"got {signal.Signals(self._received).name}" if self._received else asked
+                _log.info("%s: the run stops at this step", why, ranks=[here.rank])
+            elif here.size > 1:
+                self._sent = Vote(here, "StopSignal.agreed", [self.requested])
+        return self._agreed
+
+    def __bool__(self) -> bool:
+        """Raise, because it would always be true.
+
+        Raises:
+            TypeError: always; it says what to ask instead.
+        """
+        raise TypeError("a StopSignal must not be taken for True or False: call its `agreed()`")
+
+    def _heard(self) -> bool:
+        """Return what all ranks said at the call before."""
+        if self._sent is None:
+            return False
+        vote, self._sent = self._sent, None
+        ((_, asked),) = vote.result()
+        return bool(asked)
+
+    def __enter__(self) -> Self:
+        self._is_entered = True
+        if threading.current_thread() is not threading.main_thread():
+            text = "only the main thread hears signals: this process stops when another rank does"
+            _log.warning(text, ranks="all", once=True)
+            return self
+        for number in self._signals:
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if self._before and (self.requested or self._agreed):
+                # After the block they would end the process, in the middle of an asynchronous save.
+                since = self._received_at if self.requested else time.monotonic()
+                time.sleep(max(0.0, since + _REPEATED_WITHIN - time.monotonic()))
+        finally:  # after Ctrl-C, as after all else
+            self._stop_listening()
+        if kind is None:
+            self._heard()
+
+    def _stop_listening(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before = {}
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        # Nothing but this: the program may be anywhere.
+        if self._received is None:
+            self._received, self._received_at = number, time.monotonic()
+            return
+        if number == self._received and time.monotonic() < self._received_at + _REPEATED_WITHIN:
+            return
+        self._stop_listening()
+        if signal.getsignal(number) is signal.SIG_IGN:
+            sys.exit(128 + number)
+        os.kill(os.getpid(), number)
+
+
+def may_stop(number: int) -> bool:
+    """Whether a signal may ask the run to stop: by custom, or because a `StopSignal` listens."""
+    listener = getattr(signal.getsignal(number), "__self__", None)
+    return number in _DEFAULT or isinstance(listener, StopSignal)
+
+
+def _checked(number: int) -> int:
+    caught = [found for found in signal.Signals if found.name not in ("SIGKILL", "SIGSTOP")]
+    if isinstance(number, bool) or number not in caught:  # True would be SIGHUP
+        raise ValueError(
+            f"`signals` must be ones that can be caught, as signal.SIGTERM, but are {number!r}"
+        )
+    return int(number)

@@ -1,0 +1,88 @@
+"""Rank-aware logging: a standard-library adapter, nothing configured."""
+
+import logging
+import os
+import sys
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch.distributed as dist
+
+from pardata.environment._launchers import detect
+
+said = set[tuple[str, int, str]]()  # what was logged with `once=True`: logger, level and line
+
+
+class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # none before Python 3.11
+    """A logger that knows its rank; made by `get_logger`."""
+
+    def log(  # type: ignore[override]  # the two arguments more are for callers who know them
+        self,
+        level: int,
+        msg: object,
+        *args: object,
+        ranks: str | Iterable[int] | None = None,
+        once: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Log on the ranks asked for; by default rank 0 below WARNING, every rank from there."""
+        if not self.isEnabledFor(level):
+            return
+        rank, size = _rank_and_size()
+        if not _chosen(rank, level, ranks):
+            return
+        if once:
+            # Not formatted: what does not go together is logging's to report, and ends no run.
+            key = (self.logger.name, level, f"{msg} {args!r}")
+            if key in said:  # by whichever adapter
+                return
+            said.add(key)
+        prefix = f"[{rank}/{size}] " if size > 1 else ""
+        text = prefix + str(msg).replace("\n", "\n" + prefix)
+        # 2: past this frame, so that the record shows the caller's file and line.
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+        tqdm = sys.modules.get("tqdm")
+        # A bar on the terminal makes room for the line, and is drawn again below it.
+        with tqdm.tqdm.external_write_mode() if tqdm else nullcontext():
+            self.logger.log(level, text, *args, **kwargs)
+
+
+def get_logger(name: str) -> RankLogger:
+    """Return an adapter of ``logging.getLogger(name)`` that writes ``[rank/size]`` before a line.
+
+    A single process writes no such prefix. Rank 0 alone writes records below WARNING; every rank
+    writes WARNING and above. Each call takes two more arguments. ``ranks="all"`` or a list of ranks
+    writes there instead, and ``once=True`` writes a line the first time only. File and line are the
+    caller's.
+
+    A line does not run into a bar of tqdm, as `progress` draws one: the bar moves below it.
+
+    It works before `init`: the rank then comes from the launcher's variables. It touches no level,
+    handler or other logger: configure ``logging`` as usual. Not collective.
+
+    >>> get_logger("train").info("epoch %d", 1, once=True)
+    """
+    return RankLogger(logging.getLogger(name), {})
+
+
+def _chosen(rank: int, level: int, ranks: str | Iterable[int] | None) -> bool:
+    if ranks is None:
+        return rank == 0 or level >= logging.WARNING
+    if isinstance(ranks, str) and ranks == "all":
+        return True
+    chosen = [-1] if isinstance(ranks, str) or not isinstance(ranks, Iterable) else [*ranks]
+    # A rank that is not there may be there in a larger world.
+    if not all(isinstance(number, int) and number >= 0 for number in chosen):
+        raise ValueError(f"`ranks` must be 'all' or a list of ranks, but is {ranks!r}")
+    return rank in chosen
+
+
+def _rank_and_size() -> tuple[int, int]:
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    try:
+        launch = detect(os.environ)
+    except ValueError:  # broken variables are `init`'s to report; a log line never fails
+        return 0, 1
+    return launch.rank, launch.size

@@ -1,0 +1,253 @@
+"""Which process am I? Asking about the process group.
+
+What `init` found is kept next to torch's own group and valid only for that group and this process.
+So a group that somebody else destroys, or a fork, cannot leave a stale answer.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.utils.data import get_worker_info
+
+from pardata.environment._backend import default_store, takes
+from pardata.environment._device import current_device, require_visible, visible_devices
+from pardata.environment._launchers import Launch, detect, launcher_text, numbers_told
+from pardata.environment._logger import get_logger
+from pardata.store._caller import call_site
+from pardata.store._client import Channel
+from pardata.store._remote_error import leave_for_torchrun
+
+_AtTheEnd = Callable[[BaseException | None], None]  # ``with init()`` tells it of the exception
+_CPU = torch.device("cpu")
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class World(AbstractContextManager["World"]):
+    """The processes of this run, seen from one of them. Returned by `init` and `world`.
+
+    As a context manager it leaves, at the end of the block, the group that `init` joined. If an
+    exception leaves the block the other ranks are told of it, whoever catches it outside.
+
+    Attributes:
+        rank: number of this process, 0 to `size` - 1.
+        size: number of processes.
+        local_rank: number of this process on its node.
+        local_size: number of processes on this node.
+        node_rank: number of this node.
+        num_nodes: number of nodes.
+        device: where this process computes.
+        backend: of the process group, as ``"cuda:nccl,cpu:gloo"``; ``None`` if there is no group.
+        launcher: ``"torchrun"``, ``"slurm"``, ``"mpi"``, ``"existing"`` (the group was there before
+            `init`) or ``"single"``.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node_rank: int
+    num_nodes: int
+    device: torch.device
+    backend: str | None
+    launcher: str
+    _at_the_end: _AtTheEnd | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        """Whether this is the first process of its node."""
+        return self.local_rank == 0
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if self._at_the_end is not None:
+            self._at_the_end(error)
+
+
+@dataclass(eq=False)  # nobody compares two: frozen or equal, it would take longer to import
+class Joined:
+    """What `init` found, for which group and process, and what it left to be done.
+
+    Attributes:
+        group_of_counts: by which small numbers travel, if they would meet gradients in `group`,
+            or it takes no tensors on the CPU.
+        on_leaving: called before the group is left.
+    """
+
+    world: World
+    channel: Channel
+    hosts_store: bool = False
+    group_of_counts: Any = None
+    group: object = field(default_factory=lambda: dist.group.WORLD)
+    pid: int = field(default_factory=os.getpid)
+    on_leaving: Callable[[], None] = lambda: None
+
+
+class Process:
+    """What `init` found in this process; `joined` tells whether it still holds."""
+
+    joined: Joined | None = None
+    was_asked = False  # by `world`, while there was no group
+
+
+process = Process()
+
+
+def is_alone() -> bool:
+    """Return whether there is no group, or one of this process: in less time than `world`."""
+    group = dist.group.WORLD
+    return group is None or group.size() == 1
+
+
+def world() -> World:
+    """Return the current world: the single-process one if no group was joined.
+
+    It is cheap, not collective, and never joins. It also sees a group that was made without `init`.
+    DataLoader workers and forked children are a world of their own. Before `init`, under a launcher
+    of several processes, it logs a warning once: each of them is rank 0 of 1 then.
+
+    >>> world().size
+    1
+    """
+    found = current_world()
+    if found.backend is None and not process.was_asked:
+        process.was_asked = True
+        _warn_if_launched()
+    return found
+
+
+def _warn_if_launched() -> None:
+    """Warn if this is one of several processes that a launcher started, each rank 0 by itself."""
+    try:
+        launch = detect(os.environ)
+    except ValueError:  # it is `init` that raises it
+        return
+    if launch.size > 1 and not is_child() and dist.group.WORLD is None and not inherits(launch):
+        _log.warning(
+            "`world()` was called without a group, so this process is rank 0 of 1: %s started %d "
+            "processes, and each gets this answer; call `pardata.init()` first, or set "
+            "PARDATA_LAUNCHER=none to run as a single process (%s)",
+            launcher_text(launch), launch.size, call_site(), ranks=[0],
+        )  # fmt: skip
+
+
+def current_world() -> World:
+    """Return what `world` does, without a warning."""
+    # Opted out; `init` may still make this process its group of one.
+    alone = process.joined is None and os.environ.get("PARDATA_LAUNCHER") == "none"
+    if alone or is_child() or dist.group.WORLD is None:
+        return single_world()
+    found = joined()
+    return existing_world(None) if found is None else found.world
+
+
+def require_world(what: str) -> World:
+    """Return the current world, or raise if `what` needs a group that was not joined.
+
+    Raises:
+        RuntimeError: if a launcher started several processes and `init` was not called.
+    """
+    found = current_world()
+    if found.backend is not None or is_child():
+        return found
+    launch = detect(os.environ)
+    if launch.size > 1:
+        text = (
+            f"`{what}` needs the process group: {launcher_text(launch)} started {launch.size} "
+            f"processes, but `pardata.init()` was not called in this one: call it first, or set "
+            f"PARDATA_LAUNCHER=none to run as a single process"
+        )
+        leave_for_torchrun(f"{text} ({call_site()})")  # there is no hook that would
+        raise RuntimeError(text)
+    return found
+
+
+def channel() -> Channel:
+    """Return the store of the current group, for messages between ranks."""
+    found = joined()
+    return new_channel(None) if found is None else found.channel
+
+
+def joined() -> Joined | None:
+    """Return what `init` found, if that still holds."""
+    found = process.joined
+    return found if found is not None and found.group is dist.group.WORLD else None
+
+
+def is_child() -> bool:
+    """Whether this is a forked child or a DataLoader worker, which must not touch the group."""
+    found = process.joined
+    forked = found is not None and found.pid != os.getpid()
+    return forked or get_worker_info() is not None
+
+
+def inherits(launch: Launch) -> str:
+    """Return the process that joined as `launch`, if this one has only inherited its variables."""
+    pid, _, identity = os.environ.get("PARDATA_JOINED", "").partition(" ")
+    return pid if pid != str(os.getpid()) and identity == launch.identity else ""
+
+
+def single_world() -> World:
+    """Describe a process that is alone."""
+    # A child must not wake the GPU that its parent uses.
+    device = current_device(0) if not is_child() and visible_devices() else _CPU
+    return World(0, 1, 0, 1, 0, 1, device, None, "single")
+
+
+def existing_world(device: torch.device | None, hosts: Sequence[str] = ()) -> World:
+    """Describe a group that somebody else made, which says nothing about nodes.
+
+    Args:
+        device: where to compute. It is the GPU of this rank if it has no number, or if it is not
+            given and the group is one of GPUs.
+        hosts: of all ranks, in their order; one for all if they were not asked for.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    # Ray Train and torchrun say this in addition to the group.
+    env = numbers_told(os.environ, ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"))
+    hosts = hosts or [""] * size
+    local_rank = env.get("LOCAL_RANK", hosts[:rank].count(hosts[rank]))
+    local_size = env.get("LOCAL_WORLD_SIZE", hosts.count(hosts[rank]))
+    node, nodes = rank // local_size, -(-size // local_size)
+    if "LOCAL_WORLD_SIZE" not in env:
+        names = list(dict.fromkeys(hosts))
+        node, nodes = names.index(hosts[rank]), len(names)
+    node = env.get("GROUP_RANK", env.get("NODE_RANK", node))
+    parts = dict(part.split(":") for part in dist.get_backend_config().split(","))
+    distinct = set(parts.values())
+    backend = dist.get_backend_config() if len(distinct) > 1 else distinct.pop()
+    kinds = [kind for kind, name in parts.items() if not takes(name, "cpu")]
+    device = device or torch.device(*kinds or ["cpu"])
+    if device.index is None and any(device.type == seen.type for seen in visible_devices()):
+        # The one to which the group is bound, else the current one, or the local rank's.
+        device = getattr(dist.group.WORLD, "bound_device_id", None) or current_device(local_rank)
+    require_visible(device)
+    return World(rank, size, local_rank, local_size, node, nodes, device, backend, "existing")
+
+
+def way_of_counts(here: World) -> tuple[Any, torch.device]:
+    """Return the group by which small integers travel (None: the default one), and their device."""
+    found = joined()
+    if found is not None and found.group_of_counts is not None:
+        return found.group_of_counts, _CPU
+    return None, _CPU if takes(here.backend, "cpu") else here.device
+
+
+def new_channel(timeout: timedelta | None) -> Channel:
+    """Return the store of the default group, and how long to wait on it by default."""
+    wait = distributed_c10d.default_pg_timeout if timeout is None else timeout
+    return Channel(
+        dist.PrefixStore("pardata", default_store()), wait, dist.get_rank(), dist.get_world_size()
+    )

@@ -1,6 +1,0 @@
-"""Which process am I, who are the others, and how do I leave them a message?"""
-
-from pardata.ranks._logger import RankLogger, get_logger
-from pardata.ranks._world import World, world
-
-__all__ = ["RankLogger", "World", "get_logger", "world"]

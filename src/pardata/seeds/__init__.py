@@ -1,5 +1,0 @@
-"""All random numbers: seeded, put back, caught in use."""
-
-from pardata.seeds._seed_everything import seed_everything
-
-__all__ = ["seed_everything"]

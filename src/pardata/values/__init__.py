@@ -1,1 +1,0 @@
-"""Nested values and their bits, and arguments that are what they must be."""

@@ -1,0 +1,180 @@
+"""A signal on any rank stops all of them at the same step, and a later one ends the process."""
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from unittest.mock import patch
+
+import pytest
+from forked import python
+from on_ranks import run
+
+from pardata import StopSignal, all_reduce_sum, world
+
+SIZES = [1, 2, 3, 4]
+SIGNALS = ["SIGTERM", "SIGUSR2"]
+AT_ONCE = patch("pardata.collectives._stop_signal._REPEATED_WITHIN", 0)  # leave the block
+
+
+def stopped_at(asked, name):
+    """Return the step at which this rank stops, where ranks are asked at steps of `asked`."""
+    with StopSignal() as stop:
+        for step in range(20):
+            if asked.get(world().rank) == step:
+                os.kill(os.getpid(), getattr(signal, name))
+            all_reduce_sum(1)  # what else goes on
+            if stop.agreed():
+                assert stop.agreed()  # and it stays so, on every rank
+                return step, stop.requested
+    return None, stop.requested
+
+
+def stopped(cases):
+    with AT_ONCE:
+        return [stopped_at(asked, name) for asked, name in cases]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_all_ranks_stop_at_the_same_step_whichever_was_asked(size):
+    last = size - 1
+    asked = [{last: 3}, {0: 0}, {0: 5, last: 2}, {last: 19}, {}]
+    cases = [(case, name) for case in asked for name in SIGNALS]
+    late = 0 if size == 1 else 1  # heard at the call after
+    for rank, told in enumerate(run(stopped, cases, world_size=size)):
+        for (case, _), (step, requested) in zip(cases, told, strict=True):
+            first = min(case.values(), default=99) + late
+            assert step == (first if first < 20 else None)
+            was_asked = case.get(rank, 99) <= (19 if step is None else step)
+            assert requested == was_asked
+
+
+@pytest.fixture
+def mine(monkeypatch):
+    """Have a handler of one's own for SIGUSR2, and return what it hears. Nobody sleeps."""
+    heard = []
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    before = signal.signal(signal.SIGUSR2, lambda *_: heard.append("mine"))
+    yield heard
+    signal.signal(signal.SIGUSR2, before)
+
+
+def be_asked():
+    os.kill(os.getpid(), signal.SIGUSR2)
+
+
+def be_asked_after(monkeypatch, seconds):
+    now = time.monotonic()
+    be_asked()
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: now + seconds)
+        be_asked()
+
+
+def test_handlers_are_those_of_before_after_the_block_and_hear_a_second_signal_in_it(
+    mine, caplog, monkeypatch
+):
+    with caplog.at_level("INFO", logger="pardata"), StopSignal() as stop:
+        be_asked()
+        assert stop.requested
+        assert stop.agreed()
+        assert mine == []
+    assert "got SIGUSR2: the run stops at this step" in caplog.text
+    be_asked()
+    assert mine == ["mine"]
+    with StopSignal(signal.SIGUSR2) as stop:
+        be_asked_after(monkeypatch, 1.1)
+        assert stop.requested
+    assert mine == ["mine"] * 2
+
+
+def test_the_same_signal_within_a_second_is_the_first_one_and_another_is_a_second(
+    mine, monkeypatch
+):
+    with StopSignal(signal.SIGUSR2) as stop:
+        be_asked_after(monkeypatch, 0.9)
+        assert stop.requested
+        assert mine == []
+    with StopSignal(signal.SIGUSR2, signal.SIGTERM):
+        os.kill(os.getpid(), signal.SIGTERM)
+        be_asked()
+    assert mine == ["mine"]
+
+
+def test_a_signal_that_is_repeated_while_the_block_is_left_is_the_first_one_too(mine, monkeypatch):
+    now, waited = time.monotonic(), []
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "sleep", lambda seconds: (be_asked(), waited.append(seconds)))
+    with StopSignal(signal.SIGUSR2):
+        be_asked()
+    assert (mine, waited) == ([], [1.0])
+
+
+def repeated_where_only_rank_0_was_asked():
+    with patch.object(time, "sleep", lambda _: be_asked()), StopSignal(signal.SIGUSR2) as stop:
+        if world().is_main:
+            be_asked()
+        while not stop.agreed():
+            pass
+    return stop.requested
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_nor_does_it_end_a_rank_that_stops_before_it_gets_its_own_signal(size):
+    assert run(repeated_where_only_rank_0_was_asked, world_size=size) == [True] * size
+
+
+TWICE = """
+import os, signal, time
+from pardata import StopSignal
+with StopSignal() as stop:
+    for now in range(0, 4, 2):
+        time.monotonic = lambda: now
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("still there", stop.requested, flush=True)
+print("never printed")
+"""
+
+
+def test_a_second_sigterm_ends_the_process_at_once():
+    done = subprocess.run(
+        [python(), "-c", TWICE], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout == "still there True\n"
+    assert done.returncode == -signal.SIGTERM
+
+
+def test_outside_the_main_thread_nothing_is_heard_and_it_says_so_once(caplog):
+    answers = []
+
+    def loop():
+        for _ in range(2):
+            with StopSignal() as stop:
+                answers.append(stop.agreed())
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=loop)
+    thread.start()
+    thread.join()
+    assert answers == [False, False]
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert caplog.text.count("only the main thread hears signals") == 1
+
+
+def test_ctrl_c_in_that_second_leaves_the_handlers_as_they_were(mine, monkeypatch):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt), StopSignal(signal.SIGUSR2):
+        be_asked()
+    be_asked()
+    assert mine == ["mine"]
+
+
+def test_a_second_signal_that_was_ignored_before_ends_the_process_all_the_same(mine, monkeypatch):
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    with StopSignal(), pytest.raises(SystemExit) as ended:
+        be_asked_after(monkeypatch, 1.1)
+    assert ended.value.code == 128 + signal.SIGUSR2

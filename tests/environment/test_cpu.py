@@ -1,0 +1,96 @@
+"""How many cores a rank may use: affinity, quota, and who shares them."""
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from pardata import world
+from pardata.environment._cpu import cpu_quota, usable_cores
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Pretend to be a machine with so many cores, so many allowed, and a quota."""
+
+    def pretend(cores, allowed, quota=None):
+        monkeypatch.setattr(os, "cpu_count", lambda: cores)
+        monkeypatch.setattr(
+            os, "sched_getaffinity", lambda _pid: set(range(allowed)), raising=False
+        )
+        monkeypatch.setattr(_cpu, "cpu_quota", lambda: quota)
+        monkeypatch.delenv("SLURM_CPUS_ON_NODE", raising=False)
+
+    return pretend
+
+
+def rank(local_size=1, launcher="torchrun"):
+    return replace(world(), local_size=local_size, launcher=launcher)
+
+
+CORES = [
+    ((16, 16, None), 1, "single", 16),
+    ((16, 16, None), 4, "torchrun", 4),
+    ((16, 16, None), 32, "existing", 1),
+    # The launcher bound this task: what is allowed is its own.
+    ((16, 4, None), 4, "slurm", 4),
+    # It did not bind: the tasks share all.
+    ((16, 16, None), 4, "slurm", 4),
+    # A quota is the container's, for all its ranks.
+    ((16, 16, 8.0), 4, "torchrun", 2),
+    ((16, 16, 0.5), 1, "single", 1),
+    ((16, 4, 8.0), 4, "slurm", 2),
+]
+
+
+@pytest.mark.parametrize(("machine_has", "local_size", "launcher", "cores"), CORES)
+def test_the_cores_of_a_rank(machine, machine_has, local_size, launcher, cores):
+    machine(*machine_has)
+    assert usable_cores(rank(local_size, launcher)) == cores
+
+
+JOBS = [
+    (16, 16, 2),  # of 64, and the tasks are not bound: they share the job's
+    (64, 16, 2),  # … and nothing confines them to those
+    (2, 16, 2),  # … bound
+    (64, 64, 8),  # the whole machine
+]
+
+
+@pytest.mark.parametrize(("allowed", "of_the_job", "cores"), JOBS)
+def test_tasks_of_slurm_share_the_cores_of_their_job(
+    allowed, of_the_job, cores, machine, monkeypatch
+):
+    machine(64, allowed)
+    monkeypatch.setenv("SLURM_CPUS_ON_NODE", str(of_the_job))
+    assert usable_cores(rank(8, "slurm")) == cores
+    # An allocation in which somebody else started the ranks says nothing of them.
+    assert usable_cores(rank(8, "torchrun")) == max(1, allowed // 8)
+
+
+def test_without_affinity_all_cores_count(machine, monkeypatch):
+    machine(6, 6)
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert usable_cores(rank(2)) == 3
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert usable_cores(rank(1)) == 1
+
+
+QUOTAS = [
+    (2, "max", "100000", None),
+    (2, "50000", "100000\n", 0.5),
+    (1, "-1", "100000", None),
+    (1, "150000\n", "100000\n", 1.5),
+    (0, "", "", None),  # nothing says so
+]
+
+
+@pytest.mark.parametrize(("version", "limit", "period", "cores"), QUOTAS)
+def test_the_quota_of_each_version_of_cgroup(tmp_path, version, limit, period, cores):
+    (tmp_path / "cpu").mkdir()
+    if version == 2:
+        (tmp_path / "cpu.max").write_text(f"{limit} {period}")
+    elif version == 1:
+        (tmp_path / "cpu/cpu.cfs_quota_us").write_text(limit)
+        (tmp_path / "cpu/cpu.cfs_period_us").write_text(period)
+    assert cpu_quota(tmp_path) == cores

@@ -1,0 +1,228 @@
+"""Which launcher started this process, from its variables alone."""
+
+import itertools
+import re
+
+import pytest
+from launched import slurm_variables, torchrun_variables
+from variables import (
+    AS_MPICH,
+    AS_SLURM,
+    AS_TORCHRUN,
+    DAEMON,
+    MPICH,
+    OPEN_MPI,
+    RAY,
+    SALLOC,
+    SBATCH,
+    SRUN,
+    TORCHRUN,
+)
+
+from pardata.environment._launchers import (
+    LAUNCHERS,
+    SINGLE,
+    Launch,
+    Launcher,
+    detect,
+    launcher_text,
+)
+from pardata.testing._run import _environment
+
+
+def refused(env, *fragments):
+    """Show that `env` is refused with a message that says all of this."""
+    before = dict(env)
+    with pytest.raises(ValueError, match=re.escape(fragments[0])) as caught:
+        detect(env)
+    for fragment in fragments:
+        assert fragment in str(caught.value)
+    assert env == before
+
+
+AS_OPEN_MPI = Launch("mpi", 1, 2, 1, 2, None, None, "127.0.0.1", 19738)
+PMI2 = {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "5"}  # of srun --mpi=pmi2, beside its own
+CHOICE = "PARDATA_LAUNCHER"
+
+
+RECOGNISED = [
+    ({}, SINGLE),
+    (TORCHRUN, AS_TORCHRUN),
+    (RAY, Launch("torchrun", 1, 2, 1, 2, None, None, "192.0.2.2", 41231)),
+    (SRUN, AS_SLURM),
+    (MPICH, AS_MPICH),
+    (OPEN_MPI, AS_OPEN_MPI),
+    (SBATCH, SINGLE),
+    (SALLOC, SINGLE),
+    (SBATCH | {"SLURM_STEP_ID": "batch"}, SINGLE),
+    # An interactive step has a number, and one task.
+    (SALLOC | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}, SINGLE),
+    # Exported by hand for the job's own use; it makes nobody a rank.
+    ({"MASTER_ADDR": "h1", "MASTER_PORT": "29500"}, SINGLE),
+    (SRUN | PMI2, AS_SLURM),
+    (SRUN | PMI2 | {"SLURM_STEP_NUM_TASKS": "1"}, SINGLE),
+    # The order of precedence: torchrun, Open MPI, SLURM, MPICH.
+    (MPICH | DAEMON | OPEN_MPI | TORCHRUN, AS_TORCHRUN),
+    # Open MPI's own variables, not those of its daemon in the allocation.
+    (MPICH | DAEMON | OPEN_MPI, AS_OPEN_MPI),
+    (MPICH | SRUN, AS_SLURM),
+    # What is chosen goes before all.
+    (TORCHRUN | SRUN | {CHOICE: "torchrun"}, AS_TORCHRUN),
+    (SRUN | {CHOICE: "slurm", "RANK": "7"}, AS_SLURM),
+    (SRUN | OPEN_MPI | {CHOICE: "mpi", "RANK": "3"}, AS_OPEN_MPI),
+    (SRUN | MPICH | {CHOICE: "mpi", "RANK": "3"}, AS_MPICH),
+    (SRUN | {CHOICE: "none", "RANK": "nonsense"}, SINGLE),
+    # The last local rank there can be.
+    (
+        TORCHRUN | {"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3"},
+        AS_TORCHRUN._replace(local_size=4, local_rank=3),
+    ),
+]
+
+
+# As seen under the real launchers, the variables that say nothing left in on purpose.
+@pytest.mark.parametrize(("env", "expected"), RECOGNISED, ids=itertools.count())
+def test_the_real_variables_of_each_launcher_are_recognised(env, expected):
+    assert detect(env) == expected
+
+
+def test_the_port_of_open_mpi_differs_between_runs():
+    other = detect(OPEN_MPI | {"PMIX_NAMESPACE": "1934360578"})
+    assert 15000 <= other.master_port < 25000
+    assert other.master_port != AS_OPEN_MPI.master_port
+
+
+@pytest.mark.parametrize("variables", [torchrun_variables, slurm_variables])
+def test_all_ranks_of_a_launch_agree_where_to_meet_and_differ_in_identity(variables):
+    found = [detect(variables(rank, 4, 29511)) for rank in range(4)]
+    assert {(each.master_addr, each.master_port) for each in found} == {
+        (found[0].master_addr, 29511)
+    }
+    assert len({each.identity for each in found}) == 4
+
+
+@pytest.mark.parametrize("choice", ["torchrun", "slurm", "mpi"])
+def test_a_launcher_that_was_chosen_and_is_not_there_is_refused(choice):
+    refused({CHOICE: choice}, "must be set together", "must still be set: start")
+    if choice == "slurm":
+        refused(SBATCH | {CHOICE: choice}, "`SLURM_STEP_ID`", "a SLURM step")
+        refused({"SLURM_STEP_ID": "0"}, "`SLURM_STEP_NUM_TASKS` must be a whole number, but is ''")
+
+
+REQUIRED = [
+    *((TORCHRUN, name, "torchrun") for name in list(TORCHRUN)[:4]),
+    *((OPEN_MPI, name, "Open MPI") for name in list(OPEN_MPI)[:4]),
+    *((MPICH, name, "MPICH") for name in MPICH if name != "PMI_FD"),
+    *((SRUN, f"SLURM_{n}", "a SLURM step") for n in ("PROCID", "LOCALID", "NODEID", "JOB_ID")),
+    (TORCHRUN, "MASTER_PORT", "torchrun"),
+    (TORCHRUN, "MASTER_ADDR", "torchrun"),
+    *((SRUN, f"SLURM_STEP_{n}", "a SLURM step") for n in ("NODELIST", "TASKS_PER_NODE")),
+]
+
+
+@pytest.mark.parametrize("empty", [False, True], ids=["unset", "empty"])
+@pytest.mark.parametrize(("env", "name", "launcher"), REQUIRED, ids=[r[1] for r in REQUIRED])
+def test_a_partial_set_names_what_is_missing_and_what_is_there(env, name, launcher, empty):
+    partial = {**env, name: ""} if empty else {k: v for k, v in env.items() if k != name}
+    there = next(other for _, other, of in REQUIRED if of == launcher and other != name)
+    refused(
+        partial,
+        f"the variables of {launcher} must be set together, but `{name}` must still be set",
+        f"`{there}`",
+        "start the script with the launcher itself",
+        "set PARDATA_LAUNCHER=none to run as a single process",
+    )
+
+
+CONTRADICTIONS = [
+    (TORCHRUN, {"RANK": "4"}, "the rank must be less than the world size (4)"),
+    (TORCHRUN, {"LOCAL_WORLD_SIZE": "5"}, "the local world size must be less than"),
+    (MPICH, {"MPI_LOCALRANKID": "2"}, "the local rank must be less"),
+    (SRUN, {"SLURM_PROCID": "4"}, "the rank must be less"),
+    (SRUN, {"SLURM_STEP_TASKS_PER_NODE": "5(x2)"}, "the local world size must be less"),
+]
+
+
+@pytest.mark.parametrize(("env", "changes", "what"), CONTRADICTIONS)
+def test_numbers_that_contradict_each_other_are_refused(env, changes, what):
+    launcher = launcher_text(detect(env))
+    refused({**env, **changes}, what, f"but {launcher} set it to", "left over", "contradict")
+
+
+@pytest.mark.parametrize("found", [SRUN, OPEN_MPI, MPICH], ids=["slurm", "open-mpi", "mpich"])
+def test_torch_variables_exported_by_hand_must_say_what_the_launcher_says(found):
+    launch = detect(found)
+    assert detect({**found, "RANK": str(launch.rank), "WORLD_SIZE": str(launch.size)}) == launch
+    for name, value in (("RANK", launch.rank), ("WORLD_SIZE", launch.size)):
+        refused(
+            {**found, name: "7"},
+            f"`{name}` must be {value}, as {launcher_text(launch)} says, but is 7",
+            "unset it, or choose one launcher with PARDATA_LAUNCHER",
+        )
+
+
+def test_master_variables_set_by_hand_win_over_what_slurm_and_mpi_suggest():
+    own = {"MASTER_ADDR": "h7", "MASTER_PORT": "1234"}
+    for env in (SRUN, OPEN_MPI, MPICH):
+        found = detect({**env, **own})
+        assert (found.master_addr, found.master_port) == ("h7", 1234)
+        empty = detect({**env, "MASTER_PORT": ""})
+        assert empty == detect(env)
+
+
+@pytest.mark.parametrize(
+    ("job", "step", "port"),
+    [("7", "0", 15007), ("81234", "0", 16234), ("9999", "0", 24999), ("9999", "3", 25002)],
+)
+def test_the_port_of_a_slurm_step_follows_from_job_and_step(job, step, port):
+    assert detect({**SRUN, "SLURM_JOB_ID": job, "SLURM_STEP_ID": step}).master_port == port
+
+
+def test_ranks_per_node_may_be_uneven():
+    uneven = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_LOCALID": "0"}
+    assert detect(uneven).local_size == 1
+    first = detect({**uneven, "SLURM_NODEID": "0", "SLURM_LOCALID": "2", "SLURM_PROCID": "2"})
+    assert (first.local_size, first.num_nodes, first.node_rank) == (3, 2, 0)
+
+
+@pytest.mark.parametrize("text", ["2(x2", "2,,1", "2 "])
+def test_a_list_of_tasks_per_node_must_be_one_and_have_this_node(text):
+    name = "SLURM_STEP_TASKS_PER_NODE"
+    refused(SRUN | {name: text}, f"`{name}` must look like '2(x3),1', but is {text!r}")
+    says = "the rank of the node must be less than the number of nodes (2), but SLURM set it to 2"
+    refused(SRUN | {"SLURM_NODEID": "2"}, says)
+
+
+# --- a launcher that nobody knows yet, added as docs/architecture.md says
+
+
+FLUX = {
+    "FLUX_TASK_RANK": "1",
+    "FLUX_JOB_SIZE": "3",
+    "FLUX_TASK_LOCAL_ID": "1",
+    "FLUX_JOB_NNODES": "1",
+}
+
+
+def read_flux(env):
+    rank, size, local_rank, nodes = (int(env[name]) for name in FLUX)
+    return Launch("flux", rank, size, local_rank, size // nodes, None, nodes, "h1", 5)
+
+
+def test_one_row_of_the_table_is_all_that_a_launcher_needs(monkeypatch):
+    is_there = lambda env: "FLUX_TASK_RANK" in env  # noqa: E731  # short
+    row = Launcher("flux", "Flux", tuple(FLUX), ("FLUX_",), is_there, read_flux, "FLUX_CORES")
+    before = list(LAUNCHERS)
+    LAUNCHERS.append(row)
+    try:
+        for chosen in ({}, {"PARDATA_LAUNCHER": "flux"}):
+            assert detect(FLUX | chosen) == read_flux(FLUX)
+        assert launcher_text(detect(FLUX)) == "Flux"
+        with pytest.raises(ValueError, match=r"but Flux set it to 7: the variables \(FLUX_\*\) "):
+            detect(FLUX | {"FLUX_TASK_RANK": "7"})
+        # No rank of a test inherits them.
+        for name, value in {**FLUX, "FLUX_OTHER": "x"}.items():
+            monkeypatch.setenv(name, value)
+        assert not [name for name in _environment({}) if name.startswith("FLUX")]
+    finally:
+        LAUNCHERS[:] = before

@@ -1,0 +1,547 @@
+"""Which process am I: joining once, leaving cleanly, children, and what others made."""
+
+import contextlib
+import dataclasses
+import os
+import re
+import signal
+import socket
+from datetime import timedelta
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from launched import launched, reserved_port, slurm_variables, torchrun_variables
+from logged import log_of
+from on_ranks import caught, run, run_caught
+from pretended import accelerators
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import pardata
+from pardata import World, all_reduce_sum, barrier, init, rank_zero_first, world
+from pardata.environment._launchers import Launch
+from pardata.environment._world import Process, joined
+
+SIZES = [1, 2, 3, 4]
+LAUNCHERS = [torchrun_variables, slurm_variables]
+by_launcher = pytest.mark.parametrize("variables", LAUNCHERS, ids=["torchrun", "slurm"])
+
+
+# --- a single process
+
+
+def test_a_process_that_nobody_launched_is_a_world_of_one_that_cannot_be_changed():
+    here = world()
+    assert here == World(0, 1, 0, 1, 0, 1, here.device, None, "single")
+    assert not dist.is_initialized()
+    assert repr(here).startswith("World(rank=0, size=1, local_rank=0, local_size=1, node_rank=0,")
+    assert "_at_the_end" not in repr(here)
+    for name in ("rank", "other"):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(here, name, 1)
+
+
+def test_init_in_a_single_process_makes_a_group_of_one_and_leaves_it():
+    with init(tune_cpu=False) as here:
+        assert (here.rank, here.size, here.launcher) == (0, 1, "single")
+        assert here.backend is not None
+        assert world() == here
+        assert dist.get_world_size() == 1
+        assert all_reduce_sum(3) == 3
+    assert not dist.is_initialized()
+    assert world().backend is None
+    assert "PARDATA_JOINED" not in os.environ
+
+
+# --- joining
+
+
+def join_and_describe():
+    os.environ["PARDATA_JOINED"] = "1 torchrun:0/2@127.0.0.1:1"  # of another run: does not matter
+    with init() as here:
+        inside = dataclasses.astuple(here)[:6], here.launcher, here.backend, str(here.device)
+        total = all_reduce_sum(here.rank)
+        same = world() == here
+    return inside, total, same, world().launcher, dist.is_initialized()
+
+
+@by_launcher
+@pytest.mark.parametrize("size", SIZES)
+def test_every_rank_of_a_launcher_joins_and_leaves(size, variables):
+    launcher = "torchrun" if variables is torchrun_variables else "slurm" if size > 1 else "single"
+    for rank, found in enumerate(launched(join_and_describe, size=size, variables=variables)):
+        inside = (rank, size, rank, size, 0, 1), launcher, "gloo", "cpu"
+        assert found == (inside, sum(range(size)), True, "single", False)
+
+
+def join_repeatedly():
+    first = init()
+    with init() as second:
+        third = init(backend="gloo", device="cpu", timeout=timedelta(seconds=1))
+        with init(), init():
+            pass
+        inside = all_reduce_sum(1)
+    # None of them was the first: the group is still there.
+    after = all_reduce_sum(1)
+    return first == second == third, inside, after
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_init_again_changes_nothing_and_only_the_first_leaves(size):
+    assert launched(join_repeatedly, size=size) == [(True, size, size)] * size
+
+
+OTHER_ARGUMENTS = [
+    ({"device": "meta"}, "backend=None and device='meta'"),
+    ({"device": "cpu", "backend": "nccl"}, "backend='nccl' and device='cpu'"),
+]
+
+
+def join_then_ask_otherwise():
+    with init():
+        return [caught(lambda: init(**a)) for a, _ in OTHER_ARGUMENTS], all_reduce_sum(1)  # noqa: B023  # called at once
+
+
+def test_init_again_with_other_arguments_is_refused():
+    for found, total in launched(join_then_ask_otherwise, size=2):
+        for raised, (_, asked) in zip(found, OTHER_ARGUMENTS, strict=True):
+            assert str(raised) == (
+                f"RuntimeError: `init` has already joined with backend='gloo' and device='cpu', "
+                f"but is now asked for {asked}: pass them to the first call"
+            )
+        assert total == 2
+
+
+def join_three_times():
+    totals = []
+    for _ in range(3):
+        with init() as here:
+            totals.append(all_reduce_sum(here.rank + 1))
+            barrier("end")
+    return totals
+
+
+@by_launcher
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_group_that_was_left_can_be_joined_again_at_once(size, variables):
+    total = sum(range(1, size + 1))
+    assert launched(join_three_times, size=size, variables=variables) == [[total] * 3] * size
+
+
+def raise_inside():
+    message = "the reason"
+    try:
+        with init():
+            raise ValueError(message)
+    except ValueError:
+        return dist.is_initialized(), all_reduce_sum(1)
+
+
+def test_an_exception_that_unwinds_leaves_the_group_alone():
+    assert launched(raise_inside, size=2) == [(True, 2)] * 2
+
+
+def destroy_oneself():
+    with init() as here:
+        dist.destroy_process_group()
+        gone = world().launcher
+    return here.size, gone, world().launcher, joined()
+
+
+def test_a_group_that_the_user_destroys_is_gone_and_leaving_does_nothing():
+    assert launched(destroy_oneself, size=2) == [(2, "single", "single", None)] * 2
+
+
+# --- a group that somebody else made
+
+
+def adopt(device):
+    before = world().device
+    with init(device=device) as here:
+        same = init() == here == world()
+    devices = str(before), str(here.device)
+    return same, here.launcher, devices, dist.is_initialized(), all_reduce_sum(1)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("device", [None, "meta"])
+def test_a_group_that_exists_is_adopted_with_any_device_and_never_left(device, size):
+    expected = True, "existing", ("cpu", device or "cpu"), True, size
+    assert run_caught(adopt, device, world_size=size) == [expected] * size
+
+
+def describe_with(env):
+    rank = dist.get_rank()
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    os.environ.update({name: values[rank] for name, values in env.items()})
+    return dataclasses.astuple(world())[:6]
+
+
+SAID = [
+    ({}, [(rank, 4, rank, 4, 0, 1) for rank in range(4)]),
+    (  # torchrun
+        {"LOCAL_RANK": "0120", "LOCAL_WORLD_SIZE": "3331", "GROUP_RANK": "0001"},
+        [(0, 4, 0, 3, 0, 2), (1, 4, 1, 3, 0, 2), (2, 4, 2, 3, 0, 2), (3, 4, 0, 1, 1, 4)],
+    ),
+    (  # Ray, with its workers in another order
+        {"LOCAL_RANK": "0101", "LOCAL_WORLD_SIZE": "2222", "NODE_RANK": "1100"},
+        [(rank, 4, rank % 2, 2, 1 - rank // 2, 2) for rank in range(4)],
+    ),
+]
+
+
+@pytest.mark.parametrize(("env", "expected"), SAID, ids=["nothing", "torchrun", "ray"])
+def test_what_is_said_beside_a_group_is_believed(env, expected):
+    assert run_caught(describe_with, env, world_size=4) == expected
+
+
+def adopt_on_hosts(hosts):
+    rank = dist.get_rank()
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    with patch.object(socket, "gethostname", lambda: hosts[rank]):
+        here = init()
+    assert world() == here
+    with rank_zero_first(local=True):
+        return dataclasses.astuple(here)[:6]
+
+
+HOSTS = [
+    ("aabb", [(0, 4, 0, 2, 0, 2), (1, 4, 1, 2, 0, 2), (2, 4, 0, 2, 1, 2), (3, 4, 1, 2, 1, 2)]),
+    ("aaab", [(0, 4, 0, 3, 0, 2), (1, 4, 1, 3, 0, 2), (2, 4, 2, 3, 0, 2), (3, 4, 0, 1, 1, 2)]),
+]
+
+
+@pytest.mark.parametrize(("hosts", "expected"), HOSTS)
+def test_who_adopts_a_group_asks_for_the_hosts_where_nothing_is_said(hosts, expected):
+    assert run_caught(adopt_on_hosts, hosts, world_size=4) == expected
+
+
+@contextlib.contextmanager
+def gpus_of_a_group(bound=None, current=0, count=4, backend="cuda:nccl,cpu:gloo"):
+    """Let the group say that it is one of GPUs, bound to one or not; note which is made current.
+
+    There is no other way to have such a group without a GPU.
+    """
+    dist.group.WORLD.bound_device_id = bound
+    with (
+        patch.object(dist, "get_backend_config", lambda: backend),
+        accelerators(count, current=current) as made_current,
+    ):
+        yield made_current
+    dist.group.WORLD.bound_device_id = None
+
+
+def adopt_gpus(chosen, local_rank, options):
+    os.environ["LOCAL_RANK"] = str(local_rank)
+    with gpus_of_a_group(**options) as made_current:
+        here = init(device=chosen)
+        return str(here.device), [str(device) for device in made_current]
+
+
+GPUS = [
+    ({"bound": torch.device("cuda", 3), "current": 2}, None, "cuda:3"),
+    ({"current": 2}, None, "cuda:2"),
+    ({}, None, "cuda:1"),  # nobody has chosen one: the local rank's
+    ({"count": 1}, None, "cuda:0"),  # … which is the only one that it sees
+    ({"current": 2}, "cuda:3", "cuda:3"),
+]
+
+
+@pytest.mark.parametrize(("options", "chosen", "device"), GPUS, ids=str)
+def test_the_gpu_of_an_adopted_group_is_made_current(options, chosen, device):
+    (found,) = run_caught(adopt_gpus, chosen, 1, options, world_size=1)
+    assert found == (device, [device])
+
+
+def adopt_what_is_not_there(kinds):
+    return caught(lambda: init(device=kinds[dist.get_rank()]))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_group_is_not_adopted_with_an_accelerator_that_is_not_here(size):
+    *others, last = run_caught(
+        adopt_what_is_not_there, [None, "cpu", "cuda:7"][-size:], world_size=size
+    )
+    text = "`device` must be one that is here, but is 'cuda:7': PyTorch sees the CPU"
+    assert (last.type, last.text[: len(text)]) == ("RuntimeError", text)
+    for other in others:
+        assert f"rank {size - 1} failed in `init`: RuntimeError: {text}" in other.text
+
+
+def vote_beside_nccl():
+    asked = []
+    reduce = dist.all_reduce
+
+    def all_reduce(tensor, *args, group=None, **kwargs):
+        asked.append((tensor.device.type, dist.get_backend(group)))
+        return reduce(tensor, *args, group=group, **kwargs)
+
+    with gpus_of_a_group(backend="cuda:nccl"), patch.object(dist, "all_reduce", all_reduce):
+        here = init()
+        assert (here.backend, here.device.type) == ("nccl", "cuda")
+        with pardata.StopSignal(signal.SIGUSR2) as stop:
+            if here.rank == 1:
+                signal.raise_signal(signal.SIGUSR2)
+            heard = [stop.agreed() for _ in range(2)]
+    return heard, asked
+
+
+def test_small_numbers_travel_over_gloo_also_beside_a_group_of_nccl_alone():
+    assert run_caught(vote_beside_nccl, world_size=2) == [([False, True], [("cpu", "gloo")])] * 2
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu", "mps"])
+def test_a_process_that_is_alone_computes_on_the_accelerator_that_is_current(kind):
+    for current, number in ((None, 0), (2, 2 if kind != "mps" else 0)):
+        with accelerators(3, current=current, kind=kind):
+            assert world().device == torch.device(kind, number)
+
+
+# --- a launcher, and init not called
+
+NET, DATA = nn.Linear(2, 2), TensorDataset(torch.arange(8))
+
+
+def ask_whether_to_stop():
+    with pardata.StopSignal() as stop:
+        stop.agreed()
+
+
+NEED_A_GROUP = {
+    "barrier": pardata.barrier,
+    "rank_zero_first": lambda: pardata.rank_zero_first().__enter__(),
+    "rank_zero_call": lambda: pardata.rank_zero_call(max, 1, 2),
+    "all_reduce_mean": lambda: pardata.all_reduce_mean(1.0),
+    "all_reduce_sum": lambda: pardata.all_reduce_sum({"a": 1}),
+    "backward": lambda: pardata.backward(NET, lambda model, x: model(x).sum(), torch.ones(1, 2)),
+    "all_reduce_max": lambda: pardata.all_reduce_max(1),
+    "all_reduce_min": lambda: pardata.all_reduce_min(1),
+    "all_gather": lambda: pardata.all_gather(torch.ones(1)),
+    "broadcast": lambda: pardata.broadcast("text"),
+    "make_loader": lambda: pardata.make_loader(DATA, 4),
+    "wrap_model": lambda: pardata.wrap_model(NET),
+    "wrap_model(strategy='ddp')": lambda: pardata.wrap_model(NET, "ddp"),
+    "wrap_model(strategy='fsdp')": lambda: pardata.wrap_model(NET, "fsdp"),
+    "check_in_sync": lambda: pardata.check_in_sync(NET),
+    "seed_everything(per_rank=True)": lambda: pardata.seed_everything(1, per_rank=True),
+    "cache_dataset": lambda: pardata.cache_dataset(DATA, "nowhere"),
+    "MetricWriter": lambda: pardata.MetricWriter("nowhere").close(),
+    "progress": lambda: pardata.progress([1]),
+    "Checkpointer.save": lambda: pardata.Checkpointer("nowhere").save(1, best=0.5),
+    "Checkpointer.restore": lambda: pardata.Checkpointer("nowhere").restore(model=NET),
+    "Checkpointer.steps": lambda: pardata.Checkpointer("nowhere").steps(),
+    "StopSignal.agreed": ask_whether_to_stop,
+}
+NEED_NONE = {
+    "world": pardata.world,
+    "get_logger": lambda: pardata.get_logger("x").info("x"),
+    "unwrap": lambda: pardata.unwrap(NET),
+    "fingerprint": lambda: pardata.fingerprint(NET),
+    "seed_everything": lambda: pardata.seed_everything(1),
+    "load_weights": lambda: pardata.load_weights(NET, NET.state_dict()),
+}
+# Itself, and what others return.
+OTHERS = {"init", "World", "Loader", "Microbatches", "Restored", "CachedDataset", "LoadedKeys"}
+OTHERS |= {"Progress", "RankLogger"}
+
+
+def test_every_public_function_is_in_one_of_the_two_lists():
+    covered = {re.match(r"\w+", name)[0] for name in (*NEED_A_GROUP, *NEED_NONE)}
+    assert covered | OTHERS == set(pardata.__all__)
+
+
+@pytest.fixture
+def launched_without_init(monkeypatch):
+    for name, value in torchrun_variables(1, 2, 29511).items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("name", NEED_A_GROUP)
+def test_under_a_launcher_what_needs_the_group_raises_without_init(name, launched_without_init):
+    what = name.split("(strategy")[0]
+    with pytest.raises(RuntimeError) as raised:
+        NEED_A_GROUP[name]()
+    assert f"`{what}" in str(raised.value)
+    assert (
+        "needs the process group: torchrun started 2 processes, but `pardata.init()` was not "
+        "called in this one: call it first, or set PARDATA_LAUNCHER=none to run as a single process"
+    ) in str(raised.value)
+    assert not os.path.exists("nowhere")  # noqa: PTH110  # one line
+
+
+@pytest.mark.parametrize("name", NEED_NONE)
+def test_under_a_launcher_what_needs_no_group_works_without_init(name, launched_without_init):
+    NEED_NONE[name]()
+    assert not dist.is_initialized()
+
+
+def asked(**variables):
+    """Return what is logged where the world is asked for twice, as the first of two ranks."""
+    with pytest.MonkeyPatch.context() as patched, log_of() as log:
+        for name, value in (torchrun_variables(0, 2, 29511) | variables).items():
+            patched.setenv(name, value)
+        patched.setattr("pardata.environment._world.process", Process())
+        assert (world().size, world().rank) == (1, 0)
+        return log.lines
+
+
+def test_under_a_launcher_world_warns_once_before_init():
+    (line,) = asked()
+    assert line.startswith(
+        "[0/2] `world()` was called without a group, so this process is rank 0 of 1: torchrun "
+        "started 2 processes, and each gets this answer; call `pardata.init()` first, or set "
+        "PARDATA_LAUNCHER=none to run as a single process ("
+    )
+    assert re.search(r"test_world\.py:\d+\)$", line)
+    joined_by_a_parent = f"1 {Launch('torchrun', 0, 2, 0, 2, 0, 1, '127.0.0.1', 29511).identity}"
+    for quiet in (
+        {"PARDATA_LAUNCHER": "none"},
+        {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
+        {"RANK": "none"},  # for which `init` raises
+        {"PARDATA_JOINED": joined_by_a_parent},
+        {"RANK": "1"},  # rank 0 says it
+    ):
+        assert asked(**quiet) == []
+    with patch("pardata.environment._world.get_worker_info", object):
+        assert asked() == []
+
+
+def ask_with_a_group():
+    with log_of() as log:
+        sizes = world().size, init().size
+        pid = os.fork()
+        if not pid:
+            os._exit(world().size + len(log.lines))
+        return sizes, world().size, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), log.lines
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of fork
+def test_with_a_group_and_in_a_child_world_does_not_warn():
+    variables = torchrun_variables(0, 2, 29511)
+    found = run(ask_with_a_group, world_size=2, env=variables)
+    assert [one[:3] for one in found] == [((2, 2), 2, 1)] * 2
+    assert not any("world()" in line for one in found for line in one[3])
+
+
+@pytest.mark.parametrize("name", NEED_A_GROUP)
+def test_with_pardata_launcher_none_everything_works_alone(
+    name, launched_without_init, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("PARDATA_LAUNCHER", "none")
+    monkeypatch.chdir(tmp_path)
+    if "ddp" in name or "fsdp" in name:
+        pytest.skip("wants a group, which init makes: see the next test")
+    with contextlib.suppress(StopIteration):
+        NEED_A_GROUP[name]()
+
+
+def test_with_pardata_launcher_none_init_makes_a_group_of_one(launched_without_init, monkeypatch):
+    monkeypatch.setenv("PARDATA_LAUNCHER", "none")
+    with init(tune_cpu=False) as here:
+        assert (here.size, here.launcher) == (1, "single")
+        model = pardata.wrap_model(nn.Linear(2, 2), "ddp")
+        assert isinstance(model, nn.parallel.DistributedDataParallel)
+
+
+def opt_out_beside_a_group():
+    os.environ["PARDATA_LAUNCHER"] = "none"
+    return world().size, init().size, world().launcher, all_reduce_sum(1), dist.is_initialized()
+
+
+def test_with_pardata_launcher_none_a_group_of_others_is_never_touched():
+    outcomes = run_caught(opt_out_beside_a_group, world_size=2)
+    assert outcomes == [(1, 1, "single", 1, True)] * 2
+
+
+# --- children
+
+
+def test_a_data_loader_worker_that_was_spawned_is_alone_too(launched_without_init, monkeypatch):
+    # It knows nothing of its parent's group, but inherits the launcher's variables.
+    monkeypatch.setattr("pardata.environment._world.get_worker_info", object)
+    here = init(timeout=timedelta(seconds=5))
+    assert (world().size, here.size, world().launcher) == (1, 1, "single")
+    barrier("in a worker")
+    assert all_reduce_sum(3) == 3
+    assert not dist.is_initialized()
+
+
+# --- leaving at exit
+
+# A rank falls through to the end of the script, so that it ends as any script does.
+EXITING = """
+import atexit, os, sys, time
+import torch.distributed as dist
+import pardata
+
+ending = os.environ["ENDING"]
+if ending == "after one that was adopted":
+    atexit.register(lambda: print("left", not dist.is_initialized(), file=sys.stderr))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert pardata.init().launcher == "existing"
+    dist.destroy_process_group()
+here = pardata.init()
+assert here.launcher == "slurm"
+assert pardata.all_reduce_sum(1) == here.size
+pardata.barrier()
+time.sleep(0.3)  # all have left the barrier
+if ending == "one by one":
+    time.sleep(4 * here.rank)  # longer than a process takes to end, beside all others
+elif ending == "exception" and here.rank == 0:
+    raise ValueError("the reason")
+elif ending == "exception":
+    time.sleep(1)  # rank 0 must not wait for this
+    os._exit(5)
+elif ending == "killed" and here.rank == 0:
+    os._exit(9)
+elif ending == "killed":
+    time.sleep(1.5)  # rank 0 is gone by now
+"""
+
+
+@pytest.fixture(scope="module")
+def exits(programs, tmp_path_factory):
+    """Return, for each way to end, exit code and output of each rank."""
+    directory = tmp_path_factory.mktemp("exits")
+    endings = {
+        **{f"alike {run}": 4 for run in range(3)},
+        **dict.fromkeys(["one by one", "after one that was adopted", "exception", "killed"], 2),
+    }
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            (ending, directory / f"{ending}-{rank}", slurm_variables(rank, size, port))
+            for ending, size in endings.items()
+            for port in [stack.enter_context(reserved_port())]
+            for rank in range(size)
+        ]
+        started = [
+            programs.start(EXITING, output=file, ENDING=ending, **variables)
+            for ending, file, variables in ranks
+        ]
+        codes = [rank.wait() for rank in started]
+    found = {ending: [] for ending in endings}
+    for (ending, file, _), code in zip(ranks, codes, strict=True):
+        found[ending].append((code, file.read_text()))
+    return found
+
+
+ENDINGS = [
+    *[(f"alike {run}", [0] * 4, [None] * 4) for run in range(3)],
+    ("one by one", [0, 0], [None, None]),  # rank 0 keeps the store open until the end
+    ("after one that was adopted", [0, 0], ["left True\n"] * 2),
+    ("exception", [1, 5], ["ValueError: the reason", ""]),
+    ("killed", [9, 0], ["", "not all ranks left the process group: another rank failed or w"]),
+]
+
+
+@pytest.mark.parametrize(("ending", "codes", "says"), ENDINGS)
+def test_ranks_leave_at_exit_without_a_word_unless_one_of_them_failed(exits, ending, codes, says):
+    found, said = zip(*exits[ending], strict=True)
+    assert list(found) == codes
+    assert all(
+        text == "" if part is None else part in text for text, part in zip(said, says, strict=True)
+    )

@@ -1,0 +1,259 @@
+"""The thread that looks for hangs: who tells, what is known of the silent, and that it ends."""
+
+import logging
+import os
+import re
+import signal
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+from launched import launched, slurm_variables
+from logged import log_of
+from ranks_zoo import together
+
+import pardata
+from pardata.environment._device import flight_recorder
+from pardata.process_group._rank_status import Whereabouts, headline, table
+from pardata.process_group._watchdog import Hang
+from pardata.store._caller import Call
+from pardata.store._client import Channel
+from pardata.store._current_op import doing
+
+TICK = timedelta(seconds=0.1)
+
+
+def watches():
+    return [thread.name for thread in threading.enumerate()].count("pardata: watch")
+
+
+# --- who does not answer
+
+
+class Keeping(logging.Handler):
+    """Writes what a rank tells into a file, and lets a rank that was stopped go on."""
+
+    def __init__(self, file, pid):
+        super().__init__()
+        self.file, self.pid = Path(file), pid
+
+    def emit(self, record):
+        self.file.write_text(record.getMessage())
+        os.kill(self.pid, signal.SIGCONT)
+
+
+def lose(folder, bad, number):
+    """Send a rank a signal while the others wait for it."""
+    here = pardata.init(hang_after=1)
+    pids = pardata.all_gather(os.getpid())
+    if here.rank == bad:
+        os.kill(os.getpid(), number)
+    elif here.rank in (0, bad + 1):  # which tells
+        log = logging.getLogger("pardata.collectives")
+        log.addHandler(Keeping(f"{folder}/told", pids[bad]))
+    pardata.barrier()
+
+
+@pytest.mark.parametrize("size", [3])
+def test_a_rank_that_was_killed_is_gone(size, tmp_path):
+    with pytest.raises(RuntimeError, match="exit code -9"):
+        launched(lose, str(tmp_path), size - 1, signal.SIGKILL, size=size)
+    head, first, last, *_ = (tmp_path / "told").read_text().split("\n")
+    assert f" for rank {size - 1}, " in head
+    assert re.search(r"  ranks? [0, 12]+waits? in barrier\(\) at \S*test_watch\.py:\d+ \(", first)
+    assert re.search(rf"  rank {size - 1} does not answer: its process \d+ on \S+ is gone$", last)
+
+
+def test_where_rank_0_does_not_answer_another_tells(tmp_path):
+    launched(lose, str(tmp_path), 0, signal.SIGSTOP, size=2)
+    told = (tmp_path / "told").read_text()
+    assert told.startswith("[1/2] rank 1 waits for rank 0, ")
+    assert "\n[1/2]   rank 0 does not answer: its process " in told
+
+
+def test_a_store_that_does_not_answer_is_told_by_who_waits(tmp_path):
+    launched(lose, str(tmp_path), 0, signal.SIGSTOP, size=2, variables=slurm_variables)
+    assert re.fullmatch(
+        r"\[1/2\] the process that serves the group's store \(rank 0, or torchrun's agent\) does "
+        r"not answer; this rank waits in barrier\(\) at \S*test_watch\.py:\d+",
+        (tmp_path / "told").read_text(),
+    )
+
+
+# --- goes on, whatever fails
+
+
+class Raising(logging.Handler):
+    """Keeps what a rank tells, and raises on the first."""
+
+    def __init__(self, folder, error):
+        super().__init__()
+        self.told, self.folder, self.error = [], folder, error
+
+    def emit(self, record):
+        text = record.getMessage()
+        self.told.append(text)
+        (self.folder / str(len([one for one in self.told if " waits for " in one]))).touch()
+        if len(self.told) == 1:
+            raise self.error("of a handler")
+
+
+def hang_twice(folder, error):
+    """Wait twice, in a file whose path is no text, for a rank that comes when it was told."""
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / "error.json")
+    here = pardata.init(hang_after=0.3)
+    handler = Raising(folder, error)
+    logging.getLogger("pardata.collectives").addHandler(handler)
+    wait = compile("barrier()", "/path\udce9/train.py", "exec")
+    for number in (1, 2):
+        while here.rank == 1 and not (folder / str(number)).exists():
+            time.sleep(0.05)
+        exec(wait, {"barrier": pardata.barrier})
+    return handler.told
+
+
+@pytest.mark.parametrize("error", [OSError, RuntimeError])
+def test_neither_a_path_that_is_no_text_nor_an_error_of_a_handler_ends_it(error, tmp_path):
+    told, _ = launched(hang_twice, tmp_path, error, size=2, patience=60)
+    tables = [text for text in told if text.startswith("[0/2] rank 0 waits for rank 1, ")]
+    assert len(tables) == 2
+    for number, text in enumerate(tables, 1):
+        assert "rank 0 waits in barrier() at /path\udce9/train.py:1" in text
+        written = (tmp_path / f"hang-{number}.txt").read_text()
+        assert r"rank 0 waits in barrier() at /path\udce9/train.py:1" in written
+
+
+def look_badly():
+    pardata.init(hang_after=0.3)
+    with patch.object(Hang, "tell", side_effect=OSError("of a look")), log_of() as log:
+        if pardata.world().rank:
+            time.sleep(1.5)
+        pardata.barrier()
+        return log.lines, watches()
+
+
+def test_an_error_of_its_own_is_logged_once_and_does_not_end_it():
+    for rank, (told, number) in enumerate(launched(look_badly, size=2)):
+        text = f"[{rank}/2] a look for hangs failed: OSError: of a look"
+        assert (told, number) == ([text], 1)
+
+
+# --- as long as its group
+
+
+def joined_with(after):
+    with pardata.init(hang_after=after, device="cpu"):
+        during = watches()
+        pid = os.fork()
+        if pid == 0:
+            os._exit(watches())  # a forked child has none
+        forked = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return during, forked, watches(), doing.thread
+
+
+@pytest.mark.filterwarnings(
+    "ignore:This process:DeprecationWarning"
+)  # of fork, from Python 3.12 on
+@pytest.mark.parametrize(("after", "number"), [(None, 1), (0, 0), (2, 1)])
+def test_there_is_one_as_long_as_the_group_unless_it_is_turned_off(after, number):
+    found = launched(joined_with, after, size=2)
+    assert found == [(number, 0, 0, 0)] * 2
+
+
+def destroyed():
+    pardata.init(hang_after=1)
+    pardata.barrier()
+    (thread,) = [one for one in threading.enumerate() if one.name == "pardata: watch"]
+    dist.destroy_process_group()
+    thread.join(10)
+    return thread.is_alive()
+
+
+def test_it_ends_with_a_group_that_the_user_has_destroyed():
+    assert launched(destroyed, size=2) == [False, False]
+
+
+# --- what is told
+
+
+def one(rank, text="waits in barrier() at a.py:1", **changes):
+    known = {"kind": "waits", "call": "barrier()", "step": "", "seconds": 60.0 + rank, "stack": []}
+    return Whereabouts(**{"hang": 1, "text": text, **known, **changes})
+
+
+def test_a_thousand_ranks_are_two_lines():
+    found = {rank: one(rank) for rank in range(1024) if rank != 17}
+    changes = {"kind": "", "step": "step 3 of epoch 0", "seconds": 5000.0}
+    found[17] = one(17, "is at a.py:2 (open, b.py:3)", **changes)
+    assert headline(found, []) == (
+        "ranks 0-16, 18-1023 wait for rank 17, 1083 s so far; nothing is stopped:", True,
+    )  # fmt: skip
+    assert table(found, {}) == [
+        "  ranks 0-16, 18-1023 wait in barrier() at a.py:1 (1083 s)",
+        "  rank 17 is at a.py:2 (open, b.py:3; step 3 of epoch 0, 5000 s)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "silent", "head"),
+    [
+        ([{}, {}], [], "all ranks wait in the same call, 61 s so far; nothing is stopped:"),
+        ([{"kind": ""}, {"kind": ""}], [], "a step does not end, 61 s so far; nothing"),
+        ([{"kind": "compiles"}] * 2, [], "no hang, but long work on ranks 0, 1, 61 s so far:"),
+        ([{"kind": "compiles"}, {}], [2], "rank 1 waits for ranks 0, 2, 61 s so far; nothing"),
+    ],
+)
+def test_the_headline_says_who_waits_for_whom_and_whether_it_is_a_hang(changes, silent, head):
+    found = {rank: one(rank, **each) for rank, each in enumerate(changes)}
+    text, is_hang = headline(found, silent)
+    assert text.startswith(head)
+    assert is_hang is not head.startswith("no hang")
+
+
+def told_by(size, stacks=1):
+    """Let ranks, which are threads, tell of a hang; return what is logged, and their requests."""
+    store = dist.HashStore()
+
+    def tell(rank):
+        stack = [Call("", f"a.py:{rank % stacks}", "f"), *[Call("torch", "t.py:1", "g")] * 3]
+        hang = Hang(Channel(store, TICK, rank, size), 1)
+        hang.begin()
+        hang.tell(one(rank, stack=stack))
+        return hang.is_one
+
+    with log_of("pardata.process_group._watchdog") as log:
+        assert together(tell, size) == [True] * size
+    (text,) = log.lines
+    return text
+
+
+def test_the_log_has_a_few_stacks_folded_and_torchruns_folder_all_of_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    text = told_by(8, stacks=6)
+    shown = ["  a.py:0 in f", "  … 2 frames of torch", "  t.py:1 in g"]
+    assert "\n".join(["ranks 0, 6:", *shown]) in text
+    assert "a.py:4" not in text
+    assert text.endswith(f"and 2 stacks more\nthe whole stacks are in {tmp_path}/hang-1.txt")
+    assert "ranks 4:" not in (whole := (tmp_path / "hang-1.txt").read_text())
+    assert "\n".join(["rank 4:", "  a.py:4 in f", *["  t.py:1 in g"] * 3]) in whole
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "file"),
+    [
+        ("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000", "/x_<rank>"),
+        ("TORCH_NCCL_TRACE_BUFFER_SIZE", "0", None),
+    ],
+)
+def test_the_file_of_the_flight_recorder_is_named_where_it_is_on(name, value, file, monkeypatch):
+    monkeypatch.setenv(name, value)
+    if file and file.startswith("/x"):
+        monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "/x_")
+    text = flight_recorder()
+    begin = "at the timeout PyTorch's flight recorder writes its file for each rank: "
+    assert text == ("" if file is None else begin + file)
+    assert told_by(2).endswith(text)

@@ -1,0 +1,92 @@
+"""The group's store: it may hang or be gone, and nobody waits for it without an end."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from launched import launched, slurm_variables
+from on_ranks import caught
+from ranks_zoo import seat
+
+import pardata
+from pardata.store._client import Channel
+from pardata.store._round import Turn, all_say
+
+LONG = timedelta(seconds=30)
+
+
+def lose_rank_0(call, directory):
+    # The store lives in rank 0's process, as under SLURM and MPI.
+    pardata.init(timeout=LONG)
+    pardata.barrier()
+    if pardata.world().rank == 0:
+        time.sleep(0.2)  # the other is waiting by now
+        os._exit(3)
+    raised = caught(CALLS[call])
+    (Path(directory) / "outcome").write_text(f"{raised.type} {raised.seconds:.1f} {raised.text}")
+
+
+def nothing():
+    """Run on rank 0."""
+
+
+CALLS = {"barrier": pardata.barrier, "rank_zero_call": lambda: pardata.rank_zero_call(nothing)}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_rank_that_dies_with_the_store_is_an_error_at_once_and_no_timeout(call, tmp_path):
+    with pytest.raises(RuntimeError, match="the process ended with exit code 3"):
+        launched(lose_rank_0, call, str(tmp_path), size=2, variables=slurm_variables)
+    kind, seconds, text = (tmp_path / "outcome").read_text().split(" ", 2)
+    assert kind == "RuntimeError"
+    assert float(seconds) < LONG.total_seconds() - 5
+    assert text.startswith(
+        "the process that serves the group's store (rank 0, or torchrun's agent) must stay as "
+        "long as any rank, but has ended: look at its output for an error; this rank is at "
+    )
+
+
+FROZEN = """
+import sys, time
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def frozen_store():
+    """Yield a store whose process is stopped as soon as it has answered once."""
+    command = [sys.executable, "-c", FROZEN]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False)
+            store.set("there", "yes")
+            server.send_signal(signal.SIGSTOP)
+            yield Channel(store, timedelta(seconds=0.5), 0, 1)
+        finally:
+            server.kill()
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="stops a process by SIGSTOP")
+def test_a_store_that_does_not_answer_is_an_error_and_no_hang(monkeypatch):
+    monkeypatch.setattr(_client, "_MARGIN", 0.5)
+    with frozen_store() as line:
+        for call in (
+            lambda: all_say(seat(line, 0, 2), "somewhere", lambda: "x", list),
+            lambda: Turn(seat(line, 1, 2), "somewhere").heard(timedelta(hours=2)),
+            lambda: Turn(seat(line, 0, 2), "somewhere").come(),
+        ):
+            raised = caught(call)
+            assert raised.type == "TimeoutError"
+            says = r".*'s store .* must answer, but has not for 0:00:00\.5.*test_store\.py:\d+"
+            assert re.fullmatch(says, raised.text)

@@ -43,13 +43,13 @@ from pardata import Checkpointer, barrier, make_loader, rank_zero_call, wrap_mod
 from pardata.checkpoint import _checkpointer
 from pardata.collectives._barrier import call_off_everywhere
 from pardata.environment import _world
-from pardata.environment._launchers import Launch
-from pardata.environment._world import Joined
-from pardata.process_group import _leaving, _rendezvous
+from pardata.environment._launchers import LaunchInfo
+from pardata.environment._world import GroupState
+from pardata.process_group import _rendezvous, _tcp_store, _watchdog
 from pardata.process_group._rank_status import whereabouts
 from pardata.process_group._shutdown import remember
 from pardata.process_group._watchdog import Hang
-from pardata.store._current_op import Doing, Note, doing
+from pardata.store._current_op import CurrentOp, OpRecord, current_op
 from pardata.strategies import _wrap_model
 from pardata.strategies._ddp import DdpStrategy
 from pardata.strategies._strategy import Settings
@@ -136,7 +136,7 @@ class EachThread(_world.Process):
         self._kept.joined = found
 
 
-class DoingEachThread(Doing):
+class DoingEachThread(CurrentOp):
     """What a rank does: the call in which it works while others wait, kept for each thread."""
 
     _kept = threading.local()
@@ -155,7 +155,7 @@ class DoingEachThread(Doing):
 class Simulated:
     """One rank: a connection to the store, and the operations in their order."""
 
-    def __init__(self, launch: Launch, directory: str) -> None:
+    def __init__(self, launch: LaunchInfo, directory: str) -> None:
         self.store = Counted(launch.master_port)
         self._launch = launch
         store = dist.PrefixStore("watch", self.store)
@@ -182,16 +182,18 @@ class Simulated:
 
     def _join(self) -> None:
         launch = self._launch
-        with patch.dict(_tcp_store._opened_stores, {launch.identity: (self.store, launch.rank == 0)}):  # noqa: SLF001  # see `simulation`
+        with patch.dict(
+            _tcp_store._opened, {launch.identity: (self.store, launch.rank == 0)}
+        ):  # see `simulation`
             found = _rendezvous.join(
                 launch, backend="gloo", timeout=PATIENCE, device=torch.device("cpu")
             )
         store = dist.PrefixStore("pardata", self.store)
         line = _world.Channel(store, PATIENCE, launch.rank, launch.size)
-        remember(Joined(replace(found.world, backend="gloo"), line, found.hosts_store))
+        remember(GroupState(replace(found.world, backend="gloo"), line, found.hosts_store))
 
     def _tell_of_a_hang(self) -> None:
-        note: Note = ("barrier()", time.monotonic() - 60, None)
+        note: OpRecord = ("barrier()", time.monotonic() - 60, None)
         self._hang.begin()
         self._hang.tell(whereabouts(1, note, sys._getframe()))  # noqa: SLF001  # its only name
         require(holds=self._hang.is_one, what="a rank was not told that it is a hang")
@@ -259,11 +261,11 @@ def simulation() -> Iterator[None]:
         ):
             stack.enter_context(patch.object(where, name, what))
         _world.process.__class__ = EachThread
-        doing.__class__ = DoingEachThread
+        current_op.__class__ = DoingEachThread
         yield
 
 
-def simulate(launches: list[Launch], directory: str, meet: Any, answers: Any) -> None:
+def simulate(launches: list[LaunchInfo], directory: str, meet: Any, answers: Any) -> None:
     """Run in a process of its own: be these ranks."""
     torch.set_num_threads(1)
     logging.getLogger("pardata.process_group._watchdog").setLevel(logging.ERROR)
@@ -271,7 +273,7 @@ def simulate(launches: list[Launch], directory: str, meet: Any, answers: Any) ->
     together = threading.Barrier(len(launches), action=meet.wait)
     connecting = threading.Lock()  # not all at once, as the server's queue is short
 
-    def live(launch: Launch) -> None:
+    def live(launch: LaunchInfo) -> None:
         try:
             with connecting:
                 rank = Simulated(launch, directory)
@@ -299,7 +301,7 @@ def measure(size: int) -> dict[str, Cost]:
     processes = min(size, PROCESSES)
     meet, answers = context.Barrier(processes), context.Queue()
     launches = [
-        Launch("torchrun", rank, size, rank, size, 0, 1, "127.0.0.1", server.port)
+        LaunchInfo("torchrun", rank, size, rank, size, 0, 1, "127.0.0.1", server.port)
         for rank in range(size)
     ]
     with tempfile.TemporaryDirectory() as directory:

@@ -32,11 +32,11 @@ import torch.distributed as dist
 
 from pardata import barrier, rank_zero_first, testing, world
 from pardata.data._uneven_shares import uneven_shares
-from pardata.environment._logger import said
-from pardata.environment._world import joined, process
+from pardata.environment._logger import logged_once
+from pardata.environment._world import group_state, process
 from pardata.rng._default_seeds import loaders
 from pardata.rng._run_seed import run_seed
-from pardata.store._remote_error import Failure
+from pardata.store._remote_error import RemoteError
 from pardata.testing import _run
 
 _LIFE = 10**6  # seconds that ranks may live
@@ -133,7 +133,7 @@ class _Team:
         self._last_test = os.environ.get("PYTEST_CURRENT_TEST", "")
         self._tell((job, timeout))
         outcomes = self._outcomes(timeout)
-        failed = [outcome for outcome in outcomes.values() if isinstance(outcome, Failure)]
+        failed = [outcome for outcome in outcomes.values() if isinstance(outcome, RemoteError)]
         if len(outcomes) == self._size:  # else some are still at it
             self._tell("go home")
             self.is_well = self._are_back()
@@ -173,7 +173,7 @@ class _Team:
                 break
             for rank in map(self._pipes.index, ready):
                 outcomes[rank] = _said(self._pipes[rank], 0) or _died(rank)
-                if isinstance(outcomes[rank], Failure):
+                if isinstance(outcomes[rank], RemoteError):
                     deadline = min(deadline, time.monotonic() + _GRACE)
         return outcomes
 
@@ -219,8 +219,8 @@ def _said(pipe: Connection, seconds: float) -> Any:
         return None
 
 
-def _died(rank: int) -> Failure:
-    return Failure(rank, "run", "ProcessDied: the process ended without a word")
+def _died(rank: int) -> RemoteError:
+    return RemoteError(rank, "run", "ProcessDied: the process ended without a word")
 
 
 _teams: dict[int, _Team] = {}
@@ -251,13 +251,13 @@ def _asked(pipe: Connection) -> Any:
         os._exit(0)  # the process of the tests is gone: nobody reads what this one has to say
 
 
-def _outcome(rank: int, job: bytes) -> bytes | Failure:
+def _outcome(rank: int, job: bytes) -> bytes | RemoteError:
     """Return what the job returned, pickled, or its failure."""
     try:
         fn, args = pickle.loads(job)
         return pickle.dumps(fn(*args))
     except BaseException as error:  # noqa: BLE001  # SystemExit too
-        return Failure.of(error, rank=rank, call="run")
+        return RemoteError.of(error, rank=rank, call="run")
 
 
 @dataclass
@@ -284,7 +284,7 @@ class _Home:
         if process.joined is not None:
             process.joined.on_leaving()
         process.joined = None
-        said.clear()
+        logged_once.clear()
         run_seed.seed, run_seed.calls = None, 0
         uneven_shares.batch_size = 0
         loaders.clear()
@@ -336,7 +336,7 @@ def forget_compiled():
 
 def _leave_group_of_counts() -> None:
     """Leave what `init` has made beside the group of `run`, or each test would add connections."""
-    found = joined()
+    found = group_state()
     if found is not None and found.group_of_counts is not None:
         dist.destroy_process_group(found.group_of_counts)
 

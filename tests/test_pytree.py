@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from pardata._pytree import digest_of
+from pardata._pytree import content_hash
 
 Pair = namedtuple("Pair", ["x", "y"])  # noqa: PYI024  # the untyped kind must work too
 NAN = float("nan")
@@ -55,7 +55,7 @@ SAME = {
 
 @pytest.mark.parametrize("name", SAME)
 def test_what_is_made_twice_alike_has_the_same(name):
-    assert digest_of(SAME[name]()) == digest_of(SAME[name]())
+    assert content_hash(SAME[name]()) == content_hash(SAME[name]())
 
 
 DIFFERENT = {
@@ -86,8 +86,8 @@ DIFFERENT = {
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_what_differs_in_anything_has_another(name):
     one, other = DIFFERENT[name]
-    assert digest_of(one) != digest_of(other)
-    assert digest_of({"nested": [one]}) != digest_of({"nested": [other]})
+    assert content_hash(one) != content_hash(other)
+    assert content_hash({"nested": [one]}) != content_hash({"nested": [other]})
 
 
 @pytest.mark.filterwarnings("ignore:.*quantize")  # they are deprecated
@@ -95,10 +95,10 @@ def test_quantized_tensors_are_told_apart():
     numbers = [
         torch.quantize_per_tensor(torch.ones(2) * n, 0.1, 2, torch.quint8) for n in (1, 1, 2)
     ]
-    first, same, other = map(digest_of, numbers)
+    first, same, other = map(content_hash, numbers)
     assert first == same != other
 
 
 def test_images_are_the_same_if_their_pixels_size_and_mode_are():
     others = [image([0, 1, 2, 3, 4, 6]), image(range(6), size=(3, 2)), image(range(6), mode="P")]
-    assert len({digest_of(each) for each in [image(range(6)), *others]}) == 4
+    assert len({content_hash(each) for each in [image(range(6)), *others]}) == 4

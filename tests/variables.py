@@ -2,7 +2,7 @@
 
 from launched import slurm_variables, torchrun_variables
 
-from pardata.environment._launchers import Launch
+from pardata.environment._launchers import LaunchInfo
 
 
 def told(text):
@@ -39,6 +39,6 @@ RAY = told(
 # Under `mpirun` in an allocation SLURM's variables are those of its daemon, the same on each rank.
 DAEMON = {**SRUN, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
 
-AS_TORCHRUN = Launch("torchrun", 3, 4, 1, 2, 1, 2, "h1", 37911)
-AS_SLURM = Launch("slurm", 3, 4, 1, 2, 1, 2, "n1", 15000 + 1234 + 2)
-AS_MPICH = Launch("mpi", 1, 2, 1, 2, None, None, "127.0.0.1", 29500)
+AS_TORCHRUN = LaunchInfo("torchrun", 3, 4, 1, 2, 1, 2, "h1", 37911)
+AS_SLURM = LaunchInfo("slurm", 3, 4, 1, 2, 1, 2, "n1", 15000 + 1234 + 2)
+AS_MPICH = LaunchInfo("mpi", 1, 2, 1, 2, None, None, "127.0.0.1", 29500)

@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 
 from pardata.doctor._check import check
 from pardata.doctor._environment import Finding, environment
-from pardata.environment._launchers import detect
+from pardata.environment._launchers import detect_launch
 
 
 def main(arguments: list[str]) -> int:
@@ -56,7 +56,7 @@ def report(command: str, timeout: float, *, as_json: bool = False) -> int:
     """Print what "env" or "check" finds, on rank 0 and where something fails; return the status."""
     prints = True
     try:
-        launch = detect(os.environ)
+        launch = detect_launch(os.environ)
         prints = launch.rank == 0
         is_check = command == "check"
         findings = check(launch, timeout) if is_check else list(environment(launch, os.environ))

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 # The keys and indices that lead to a leaf.
-TreePath: TypeAlias = tuple[Any, ...]
+KeyPath: TypeAlias = tuple[Any, ...]
 
 _Test: TypeAlias = Callable[[Any], bool] | None
 
 _LEAVES = {Tensor, torch.nn.Parameter, int, float, str, bytes, bool, type(None)}  # most of all
 
 
-def is_special(part: object) -> bool:
+def is_custom_container(part: object) -> bool:
     """Whether a container is more than its items: no dict, and no list or tuple but a plain one."""
     if isinstance(part, list | tuple):
         return type(part) not in (list, tuple)
@@ -39,9 +39,9 @@ def _parts(tree: Any, is_leaf: _Test, *, by_text: bool) -> Iterable[tuple[Any, A
     return [(key, tree[key]) for key in (sorted(keys, key=repr) if by_text else keys)]
 
 
-def leaves(
-    tree: Any, *, is_leaf: _Test = None, by_text: bool = False, path: TreePath = ()
-) -> list[tuple[TreePath, Any]]:
+def leaves_with_path(
+    tree: Any, *, is_leaf: _Test = None, by_text: bool = False, path: KeyPath = ()
+) -> list[tuple[KeyPath, Any]]:
     """Return each leaf of `tree` with its path.
 
     Args:
@@ -57,17 +57,17 @@ def leaves(
     parts = _parts(tree, is_leaf, by_text=by_text)
     if parts is None:
         return [(path, tree)]
-    pairs: list[tuple[TreePath, Any]] = []
+    pairs: list[tuple[KeyPath, Any]] = []
     for key, part in parts:
         if type(part) in _LEAVES:  # most are: to go into each takes as long again
             pairs.append(((*path, key), part))
         else:
-            pairs += leaves(part, is_leaf=is_leaf, by_text=by_text, path=(*path, key))
+            pairs += leaves_with_path(part, is_leaf=is_leaf, by_text=by_text, path=(*path, key))
     return pairs
 
 
-def mapped(
-    tree: Any, change: Callable[[TreePath, Any], Any], *, is_leaf: _Test = None, path: TreePath = ()
+def map_with_path(
+    tree: Any, change: Callable[[KeyPath, Any], Any], *, is_leaf: _Test = None, path: KeyPath = ()
 ) -> Any:
     """Return a tree like `tree`, of leaves that `change` makes of the path and leaf it is given.
 
@@ -84,14 +84,14 @@ def mapped(
         return change(path, tree)
     items = {
         key: change((*path, key), part)
-        if type(part) in _LEAVES  # as in `leaves`
-        else mapped(part, change, is_leaf=is_leaf, path=(*path, key))
+        if type(part) in _LEAVES  # as in `leaves_with_path`
+        else map_with_path(part, change, is_leaf=is_leaf, path=(*path, key))
         for key, part in parts
     }
     return _like(tree, items)
 
 
-def in_brackets(name: str, path: TreePath) -> str:
+def keystr(name: str, path: KeyPath) -> str:
     """Write a path as code would: ``value['loss'][2]``.
 
     >>> in_brackets("value", ("loss", 2))
@@ -117,12 +117,12 @@ def _like(tree: Any, items: dict[Any, Any]) -> Any:
     return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
 
 
-def digest_of(tree: Any) -> str:
+def content_hash(tree: Any) -> str:
     """Return a short text for the tensors, arrays, images, numbers and texts in a tree.
 
     Nothing is known of what else is in it but its type.
     """
-    pairs = leaves(tree, by_text=True)
+    pairs = leaves_with_path(tree, by_text=True)
     return sha256_of((f"{path} {_form(leaf)}", leaf) for path, leaf in pairs)[:16]
 
 
@@ -156,7 +156,7 @@ def _add(digest: Any, leaf: Any) -> None:
         dense = leaf.detach() if leaf.layout == torch.strided else leaf.detach().to_dense()
         digest.update(bytes_of(dense))
     elif str(getattr(leaf, "dtype", "")) == "object":  # an array whose bytes are addresses
-        digest.update(digest_of(leaf.tolist()).encode())
+        digest.update(content_hash(leaf.tolist()).encode())
     elif hasattr(leaf, "tobytes"):  # an array, a NumPy number, an image
         digest.update(leaf.tobytes())
     elif isinstance(leaf, str | bytes | int | float | complex):

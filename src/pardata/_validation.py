@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 
-def kind_of(value: object) -> str:
+def type_with_article(value: object) -> str:
     """Return the name of a value's type with its article, for messages: "an int"."""
     name = type(value).__name__
     return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
@@ -19,7 +19,9 @@ def kind_of(value: object) -> str:
 def check_module(model: object) -> None:
     """Refuse what is no module."""
     if not isinstance(model, nn.Module):
-        what = f"the class {model.__name__}" if isinstance(model, type) else kind_of(model)
+        what = (
+            f"the class {model.__name__}" if isinstance(model, type) else type_with_article(model)
+        )
         raise TypeError(f"`model` must be a torch.nn.Module, but is {what}")
 
 
@@ -36,17 +38,23 @@ def check_map_style(dataset: object, otherwise: str) -> None:
     if isinstance(dataset, IterableDataset) or not has_both:  # it inherits `__getitem__`
         raise TypeError(
             f"`dataset` must have `__getitem__` and `__len__`{otherwise}, but is "
-            f"{kind_of(dataset)}: pass a list, or a Dataset with both"
+            f"{type_with_article(dataset)}: pass a list, or a Dataset with both"
         )
 
 
-def check_flag(name: str, value: object) -> None:
+def check_bool(name: str, value: object) -> None:
     """Refuse what is no bool: the text "False", of a command line say, would count as True."""
     if not isinstance(value, bool):
         raise TypeError(f"`{name}` must be True or False, but is {value!r}")
 
 
-def check_integer(name: str, value: object, *, least: int | None = None, why: str = "") -> None:
+def check_text(name: str, value: object) -> None:
+    """Refuse what is no text."""
+    if not isinstance(value, str):
+        raise TypeError(f"`{name}` must be a text, but is {type_with_article(value)} ({value!r})")
+
+
+def check_int(name: str, value: object, *, least: int | None = None, why: str = "") -> None:
     """Refuse what is no integer, as a bool or a float, and what is below `least`.
 
     `why` follows the bound in the message, to say where it comes from.
@@ -60,7 +68,7 @@ def check_integer(name: str, value: object, *, least: int | None = None, why: st
         raise ValueError(msg)
 
 
-def checked_timeout(timeout: Any, name: str = "timeout", *, or_none: bool = False) -> timedelta:
+def to_timedelta(timeout: Any, name: str = "timeout", *, or_none: bool = False) -> timedelta:
     """Return how long to wait: what is given in seconds, or as a `timedelta`; `or_none`: 0."""
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
@@ -74,7 +82,7 @@ def checked_timeout(timeout: Any, name: str = "timeout", *, or_none: bool = Fals
     return timedelta(seconds=seconds)
 
 
-def checked_path(name: str, path: str | os.PathLike[str]) -> Path:
+def local_path(name: str, path: str | os.PathLike[str]) -> Path:
     """Return an absolute path, which stays the same when the program changes its directory.
 
     Refuse a URL: a file system would take "s3://bucket" for a folder "s3:".
@@ -88,7 +96,7 @@ def checked_path(name: str, path: str | os.PathLike[str]) -> Path:
     return Path(path).absolute()
 
 
-def make_folder(directory: Path) -> None:
+def ensure_directory(directory: Path) -> None:
     """Make the folder that is the argument `directory`, unless it is there."""
     try:
         directory.mkdir(parents=True, exist_ok=True)

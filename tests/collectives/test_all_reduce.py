@@ -25,7 +25,7 @@ from pardata import (
     broadcast,
     world,
 )
-from pardata._pytree import mapped
+from pardata._pytree import map_with_path
 from pardata.collectives._fingerprint import numbers_of
 
 CALLS = (all_reduce_mean, all_reduce_sum, all_reduce_max, all_reduce_min)
@@ -43,7 +43,7 @@ def leaves(value):
 
 def rebuild(value, replacements):
     found = dict(zip(numbers_of(value), replacements, strict=True))
-    return mapped(value, lambda path, _: found[path])
+    return map_with_path(value, lambda path, _: found[path])
 
 
 def on_every_rank(fn, size, *args):

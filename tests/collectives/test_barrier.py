@@ -17,8 +17,8 @@ from torch import nn
 
 from pardata import all_reduce_sum, barrier, broadcast, rank_zero_call, rank_zero_first, world
 from pardata.collectives._barrier import _of_node, call_off_everywhere
-from pardata.collectives._consensus import agree
-from pardata.environment._world import channel
+from pardata.collectives._consensus import consensus
+from pardata.environment._world import store_client
 from pardata.store._round import Turn
 
 SIZES = [1, 2, 4]
@@ -61,10 +61,10 @@ def wait_without(absent, wait):
     """Return what ranks raise that wait, while `absent` ones come only once they have given up."""
     barrier("all are there")
     if world().rank in absent:
-        channel().store.wait(["gave-up"], LONG)
+        store_client().store.wait(["gave-up"], LONG)
         return None
     raised = caught(wait)
-    channel().store.set("gave-up", "")
+    store_client().store.set("gave-up", "")
     return raised
 
 
@@ -96,7 +96,7 @@ def test_a_barrier_names_the_ranks_that_did_not_come(size, absent, names):
 
 def wait_where_rank_0_works(call):
     here = world()
-    told = channel().store
+    told = store_client().store
     if here.rank:
         raised = caught(barrier)
         told.add("have been told", 1)
@@ -114,7 +114,7 @@ def work_first(local):
 
 
 def until_all_are_told():
-    while channel().store.add("have been told", 0) < world().size - 1:
+    while store_client().store.add("have been told", 0) < world().size - 1:
         time.sleep(0.01)
 
 
@@ -277,8 +277,8 @@ def return_and_raise_what_is_large():
     found = rank_zero_call(lambda: (b"0" * LARGE, [f"{n:012d}" for n in range(100_000)]))
     raised = [caught(rank_zero_call, fail) for fail in (fail_largely, parse_what_is_large)]
     raised.append(caught(fail_in_a_block))
-    raised.append(caught(agree, world(), "here", fail_largely))
-    raised.append(caught(agree, world(), "here", lambda: "x" * LARGE))
+    raised.append(caught(consensus, world(), "here", fail_largely))
+    raised.append(caught(consensus, world(), "here", lambda: "x" * LARGE))
     with patch("pardata.collectives._barrier._MOST", LARGE):
         raised.append(caught(rank_zero_call, lambda: b"0" * LARGE))
     barrier("afterwards")
@@ -340,7 +340,7 @@ def watched_error(section):
 
     def raise_once():
         try:
-            agree(world(), "here", lose) if section == "agree" else rank_zero_call(lose)
+            consensus(world(), "here", lose) if section == "agree" else rank_zero_call(lose)
         except LostError as error:
             return weakref.ref(error)
 
@@ -427,16 +427,16 @@ def call_off_for_a_node():
     """Be told in a node's own turn of a rank elsewhere that failed, when the first one is gone."""
     here, started = world(), time.monotonic()
     if here.rank == 0:
-        channel().store.wait(["at is there"], LONG)
-        call_off_everywhere(here, channel(), "rank 0 failed first: boom")
+        store_client().store.wait(["at is there"], LONG)
+        call_off_everywhere(here, store_client(), "rank 0 failed first: boom")
         return None
-    store = channel().store
+    store = store_client().store
     raised = caught(lambda: wait_in_a_node(store))
     return raised.type, raised.text, time.monotonic() - started < LONG.total_seconds()
 
 
 def wait_in_a_node(store):
-    line = _of_node(channel(), 0, 1, 2)
+    line = _of_node(store_client(), 0, 1, 2)
     store.set("at is there", "")
     turn = Turn(line, "rank_zero_first(local=True)")
     turn.decision(turn.heard(LONG))

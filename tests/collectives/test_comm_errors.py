@@ -18,8 +18,8 @@ from torch.utils.data import TensorDataset
 
 import pardata
 from pardata import all_gather, all_reduce_mean, all_reduce_sum, backward, make_loader, wrap_model
-from pardata.collectives._comm_errors import explained
-from pardata.environment._world import channel
+from pardata.collectives._comm_errors import explain_comm_errors
+from pardata.environment._world import store_client
 from pardata.store._remote_error import consequence, is_consequence
 
 LONG = timedelta(seconds=30)
@@ -56,10 +56,10 @@ def come_late(call, after):
     run = CALLS[call]()
     pardata.barrier("all are there", timeout=LONG)
     late = pardata.world().rank == 1
-    while late and channel().store.add(after, 0) < 2:
+    while late and store_client().store.add(after, 0) < 2:
         time.sleep(0.02)
     raised = caught(run)
-    channel().store.add("ended", 1)
+    store_client().store.add("ended", 1)
     pardata.barrier("all have raised", timeout=LONG)
     dist.destroy_process_group()
     return raised
@@ -134,9 +134,9 @@ def lose_the_store(directory):
     pardata.init(timeout=LONG)
     pardata.barrier()
     if pardata.world().rank == 0:
-        channel().store.wait(["past the barrier"], LONG)
+        store_client().store.wait(["past the barrier"], LONG)
         os.kill(os.getpid(), signal.SIGKILL)
-    channel().store.set("past the barrier", "")
+    store_client().store.set("past the barrier", "")
     raised = caught(mean)
     (Path(directory) / "outcome").write_text(f"{raised.type} {raised.seconds} {raised.text}")
 
@@ -156,7 +156,7 @@ def test_a_rank_that_takes_the_store_with_it_is_told_so(tmp_path):
 def lose_in(places):
     pardata.init(timeout=LONG)
     try:
-        with explained("outer"):
+        with explain_comm_errors("outer"):
             lose(places[pardata.world().rank])
     except RuntimeError as error:
         return str(error), is_consequence(error), consequence(error)[1]
@@ -165,7 +165,7 @@ def lose_in(places):
 
 
 def lose(place):
-    with explained(place):
+    with explain_comm_errors(place):
         torch.ops.aten._assert_scalar(False, LOST)  # raised in C++, as gloo does
 
 
@@ -179,7 +179,7 @@ def reduce_once_more(culprit):
     for _ in range(3):  # in the second one DDP agrees on its buckets
         step()
     raised = caught((lambda: all_reduce_sum(1)) if here.rank == culprit else step)
-    channel().store.add("raised", 1)
+    store_client().store.add("raised", 1)
     pardata.barrier("all have raised", timeout=LONG)
     dist.destroy_process_group()
     return raised
@@ -211,8 +211,8 @@ def alone_or_otherwise(case):
         options = {} if here.rank else {"count": lambda batch: len(batch[0])}
         return caught(lambda: backward(model, lambda m, x: m(x[0]).mean(), batch, **options))
     finally:
-        channel().store.add("raised", 1)
-        while channel().store.add("raised", 0) < here.size:  # a lost connection would say more
+        store_client().store.add("raised", 1)
+        while store_client().store.add("raised", 0) < here.size:  # a lost connection would say more
             time.sleep(0.1)
         dist.destroy_process_group()
 
@@ -254,7 +254,7 @@ def test_where_all_came_the_network_is_suspected_and_the_innermost_explains():
 
 @pytest.mark.parametrize("error", [ValueError("x"), RuntimeError("x"), KeyboardInterrupt()])
 def test_any_other_error_goes_through_as_it_is(error):
-    with pytest.raises(type(error)) as raised, explained("all_gather"):
+    with pytest.raises(type(error)) as raised, explain_comm_errors("all_gather"):
         raise error
     assert raised.value is error
 

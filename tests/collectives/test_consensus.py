@@ -4,7 +4,7 @@ import pytest
 from on_ranks import run_caught
 
 from pardata import barrier, world
-from pardata.collectives._consensus import agree
+from pardata.collectives._consensus import consensus
 
 
 def fail_on(*ranks):
@@ -16,7 +16,7 @@ def fail_on(*ranks):
         return {}
 
     try:
-        return agree(here, "make_loader", state)
+        return consensus(here, "make_loader", state)
     finally:
         barrier("afterwards")
 

@@ -22,7 +22,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from pardata import Checkpointer, make_loader, world
 from pardata.data._workers import choose_workers
-from pardata.environment._cpu import usable_cores
+from pardata.environment._cpu import cpus_per_rank
 
 STOPPING, HANGING, ENDING = (
     Path(__file__).parents[1] / name for name in ("stopping.py", "hanging.py", "ending.py")
@@ -49,7 +49,7 @@ def test_auto_is_the_cores_less_one_and_none_for_whole_batches(
 
 def _auto_workers():
     workers = make_loader(range(4), 2)._source.workers
-    return 0 if workers is None else workers.num_workers, usable_cores(world())
+    return 0 if workers is None else workers.num_workers, cpus_per_rank(world())
 
 
 def test_ranks_of_one_node_share_its_cores():

@@ -14,7 +14,7 @@ from on_ranks import run_caught
 from pretended import accelerators
 
 from pardata.doctor._environment import environment, shared_memory
-from pardata.environment._launchers import SINGLE, detect
+from pardata.environment._launchers import SINGLE, detect_launch
 
 MIB, GIB = 2**20, 2**30
 OK, WARNING = "ok", "warning"
@@ -22,7 +22,7 @@ OK, WARNING = "ok", "warning"
 
 def found(name, env=None, **changes):
     """Return what is said of `name` on this very machine, from among all findings."""
-    launch = (SINGLE if env is None else detect(env))._replace(**changes)
+    launch = (SINGLE if env is None else detect_launch(env))._replace(**changes)
     return next(one for one in environment(launch, env or {}) if one.name == name)
 
 

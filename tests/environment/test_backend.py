@@ -6,9 +6,9 @@ import torch.distributed as dist
 from on_ranks import run
 
 from pardata.environment._backend import (
+    has_accelerator_backend,
     new_gloo_group,
-    runs_on_gpus,
-    takes,
+    supports_device,
 )
 
 BACKENDS = [
@@ -25,8 +25,8 @@ BACKENDS = [
 def test_what_a_backend_takes_is_what_it_was_made_for_or_what_torch_says_of_it(
     backend, on_accelerators, takes_these
 ):
-    assert runs_on_gpus(backend) is on_accelerators
-    assert [kind for kind in ("cpu", "cuda", "xpu", "mps") if takes(backend, kind)] == (
+    assert has_accelerator_backend(backend) is on_accelerators
+    assert [kind for kind in ("cpu", "cuda", "xpu", "mps") if supports_device(backend, kind)] == (
         takes_these.split() if backend else ["cpu", "cuda"]
     )
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from pardata import world
-from pardata.environment._cpu import cpu_quota, usable_cores
+from pardata.environment import _cpu
+from pardata.environment._cpu import cgroup_cpu_quota, cpus_per_rank
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ CORES = [
 @pytest.mark.parametrize(("machine_has", "local_size", "launcher", "cores"), CORES)
 def test_the_cores_of_a_rank(machine, machine_has, local_size, launcher, cores):
     machine(*machine_has)
-    assert usable_cores(rank(local_size, launcher)) == cores
+    assert cpus_per_rank(rank(local_size, launcher)) == cores
 
 
 JOBS = [
@@ -63,17 +64,17 @@ def test_tasks_of_slurm_share_the_cores_of_their_job(
 ):
     machine(64, allowed)
     monkeypatch.setenv("SLURM_CPUS_ON_NODE", str(of_the_job))
-    assert usable_cores(rank(8, "slurm")) == cores
+    assert cpus_per_rank(rank(8, "slurm")) == cores
     # An allocation in which somebody else started the ranks says nothing of them.
-    assert usable_cores(rank(8, "torchrun")) == max(1, allowed // 8)
+    assert cpus_per_rank(rank(8, "torchrun")) == max(1, allowed // 8)
 
 
 def test_without_affinity_all_cores_count(machine, monkeypatch):
     machine(6, 6)
     monkeypatch.delattr(os, "sched_getaffinity")
-    assert usable_cores(rank(2)) == 3
+    assert cpus_per_rank(rank(2)) == 3
     monkeypatch.setattr(os, "cpu_count", lambda: None)
-    assert usable_cores(rank(1)) == 1
+    assert cpus_per_rank(rank(1)) == 1
 
 
 QUOTAS = [
@@ -93,4 +94,4 @@ def test_the_quota_of_each_version_of_cgroup(tmp_path, version, limit, period, c
     elif version == 1:
         (tmp_path / "cpu/cpu.cfs_quota_us").write_text(limit)
         (tmp_path / "cpu/cpu.cfs_period_us").write_text(period)
-    assert cpu_quota(tmp_path) == cores
+    assert cgroup_cpu_quota(tmp_path) == cores

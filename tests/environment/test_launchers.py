@@ -22,9 +22,9 @@ from variables import (
 from pardata.environment._launchers import (
     LAUNCHERS,
     SINGLE,
-    Launch,
     Launcher,
-    detect,
+    LaunchInfo,
+    detect_launch,
     launcher_text,
 )
 from pardata.testing._run import _environment
@@ -34,13 +34,13 @@ def refused(env, *fragments):
     """Show that `env` is refused with a message that says all of this."""
     before = dict(env)
     with pytest.raises(ValueError, match=re.escape(fragments[0])) as caught:
-        detect(env)
+        detect_launch(env)
     for fragment in fragments:
         assert fragment in str(caught.value)
     assert env == before
 
 
-AS_OPEN_MPI = Launch("mpi", 1, 2, 1, 2, None, None, "127.0.0.1", 19738)
+AS_OPEN_MPI = LaunchInfo("mpi", 1, 2, 1, 2, None, None, "127.0.0.1", 19738)
 PMI2 = {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "5"}  # of srun --mpi=pmi2, beside its own
 CHOICE = "PARDATA_LAUNCHER"
 
@@ -48,7 +48,7 @@ CHOICE = "PARDATA_LAUNCHER"
 RECOGNISED = [
     ({}, SINGLE),
     (TORCHRUN, AS_TORCHRUN),
-    (RAY, Launch("torchrun", 1, 2, 1, 2, None, None, "192.0.2.2", 41231)),
+    (RAY, LaunchInfo("torchrun", 1, 2, 1, 2, None, None, "192.0.2.2", 41231)),
     (SRUN, AS_SLURM),
     (MPICH, AS_MPICH),
     (OPEN_MPI, AS_OPEN_MPI),
@@ -83,18 +83,18 @@ RECOGNISED = [
 # As seen under the real launchers, the variables that say nothing left in on purpose.
 @pytest.mark.parametrize(("env", "expected"), RECOGNISED, ids=itertools.count())
 def test_the_real_variables_of_each_launcher_are_recognised(env, expected):
-    assert detect(env) == expected
+    assert detect_launch(env) == expected
 
 
 def test_the_port_of_open_mpi_differs_between_runs():
-    other = detect(OPEN_MPI | {"PMIX_NAMESPACE": "1934360578"})
+    other = detect_launch(OPEN_MPI | {"PMIX_NAMESPACE": "1934360578"})
     assert 15000 <= other.master_port < 25000
     assert other.master_port != AS_OPEN_MPI.master_port
 
 
 @pytest.mark.parametrize("variables", [torchrun_variables, slurm_variables])
 def test_all_ranks_of_a_launch_agree_where_to_meet_and_differ_in_identity(variables):
-    found = [detect(variables(rank, 4, 29511)) for rank in range(4)]
+    found = [detect_launch(variables(rank, 4, 29511)) for rank in range(4)]
     assert {(each.master_addr, each.master_port) for each in found} == {
         (found[0].master_addr, 29511)
     }
@@ -145,14 +145,16 @@ CONTRADICTIONS = [
 
 @pytest.mark.parametrize(("env", "changes", "what"), CONTRADICTIONS)
 def test_numbers_that_contradict_each_other_are_refused(env, changes, what):
-    launcher = launcher_text(detect(env))
+    launcher = launcher_text(detect_launch(env))
     refused({**env, **changes}, what, f"but {launcher} set it to", "left over", "contradict")
 
 
 @pytest.mark.parametrize("found", [SRUN, OPEN_MPI, MPICH], ids=["slurm", "open-mpi", "mpich"])
 def test_torch_variables_exported_by_hand_must_say_what_the_launcher_says(found):
-    launch = detect(found)
-    assert detect({**found, "RANK": str(launch.rank), "WORLD_SIZE": str(launch.size)}) == launch
+    launch = detect_launch(found)
+    assert (
+        detect_launch({**found, "RANK": str(launch.rank), "WORLD_SIZE": str(launch.size)}) == launch
+    )
     for name, value in (("RANK", launch.rank), ("WORLD_SIZE", launch.size)):
         refused(
             {**found, name: "7"},
@@ -164,10 +166,10 @@ def test_torch_variables_exported_by_hand_must_say_what_the_launcher_says(found)
 def test_master_variables_set_by_hand_win_over_what_slurm_and_mpi_suggest():
     own = {"MASTER_ADDR": "h7", "MASTER_PORT": "1234"}
     for env in (SRUN, OPEN_MPI, MPICH):
-        found = detect({**env, **own})
+        found = detect_launch({**env, **own})
         assert (found.master_addr, found.master_port) == ("h7", 1234)
-        empty = detect({**env, "MASTER_PORT": ""})
-        assert empty == detect(env)
+        empty = detect_launch({**env, "MASTER_PORT": ""})
+        assert empty == detect_launch(env)
 
 
 @pytest.mark.parametrize(
@@ -175,13 +177,15 @@ def test_master_variables_set_by_hand_win_over_what_slurm_and_mpi_suggest():
     [("7", "0", 15007), ("81234", "0", 16234), ("9999", "0", 24999), ("9999", "3", 25002)],
 )
 def test_the_port_of_a_slurm_step_follows_from_job_and_step(job, step, port):
-    assert detect({**SRUN, "SLURM_JOB_ID": job, "SLURM_STEP_ID": step}).master_port == port
+    assert detect_launch({**SRUN, "SLURM_JOB_ID": job, "SLURM_STEP_ID": step}).master_port == port
 
 
 def test_ranks_per_node_may_be_uneven():
     uneven = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_LOCALID": "0"}
-    assert detect(uneven).local_size == 1
-    first = detect({**uneven, "SLURM_NODEID": "0", "SLURM_LOCALID": "2", "SLURM_PROCID": "2"})
+    assert detect_launch(uneven).local_size == 1
+    first = detect_launch(
+        {**uneven, "SLURM_NODEID": "0", "SLURM_LOCALID": "2", "SLURM_PROCID": "2"}
+    )
     assert (first.local_size, first.num_nodes, first.node_rank) == (3, 2, 0)
 
 
@@ -206,7 +210,7 @@ FLUX = {
 
 def read_flux(env):
     rank, size, local_rank, nodes = (int(env[name]) for name in FLUX)
-    return Launch("flux", rank, size, local_rank, size // nodes, None, nodes, "h1", 5)
+    return LaunchInfo("flux", rank, size, local_rank, size // nodes, None, nodes, "h1", 5)
 
 
 def test_one_row_of_the_table_is_all_that_a_launcher_needs(monkeypatch):
@@ -216,10 +220,10 @@ def test_one_row_of_the_table_is_all_that_a_launcher_needs(monkeypatch):
     LAUNCHERS.append(row)
     try:
         for chosen in ({}, {"PARDATA_LAUNCHER": "flux"}):
-            assert detect(FLUX | chosen) == read_flux(FLUX)
-        assert launcher_text(detect(FLUX)) == "Flux"
+            assert detect_launch(FLUX | chosen) == read_flux(FLUX)
+        assert launcher_text(detect_launch(FLUX)) == "Flux"
         with pytest.raises(ValueError, match=r"but Flux set it to 7: the variables \(FLUX_\*\) "):
-            detect(FLUX | {"FLUX_TASK_RANK": "7"})
+            detect_launch(FLUX | {"FLUX_TASK_RANK": "7"})
         # No rank of a test inherits them.
         for name, value in {**FLUX, "FLUX_OTHER": "x"}.items():
             monkeypatch.setenv(name, value)

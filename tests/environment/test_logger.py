@@ -10,7 +10,7 @@ from logged import kept
 from on_ranks import run_caught
 
 from pardata import get_logger
-from pardata.environment._logger import said
+from pardata.environment._logger import logged_once
 
 LEVELS = ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 
@@ -18,7 +18,7 @@ LEVELS = ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 @pytest.fixture
 def log(request):
     yield kept(request.node.name)
-    said.clear()
+    logged_once.clear()
 
 
 def write_at_all_levels():

@@ -21,8 +21,8 @@ from torch.utils.data import TensorDataset
 
 import pardata
 from pardata import World, all_reduce_sum, barrier, init, rank_zero_first, world
-from pardata.environment._launchers import Launch
-from pardata.environment._world import Process, joined
+from pardata.environment._launchers import LaunchInfo
+from pardata.environment._world import Process, group_state
 
 SIZES = [1, 2, 3, 4]
 LAUNCHERS = [torchrun_variables, slurm_variables]
@@ -147,7 +147,7 @@ def destroy_oneself():
     with init() as here:
         dist.destroy_process_group()
         gone = world().launcher
-    return here.size, gone, world().launcher, joined()
+    return here.size, gone, world().launcher, group_state()
 
 
 def test_a_group_that_the_user_destroys_is_gone_and_leaving_does_nothing():
@@ -397,7 +397,9 @@ def test_under_a_launcher_world_warns_once_before_init():
         "PARDATA_LAUNCHER=none to run as a single process ("
     )
     assert re.search(r"test_world\.py:\d+\)$", line)
-    joined_by_a_parent = f"1 {Launch('torchrun', 0, 2, 0, 2, 0, 1, '127.0.0.1', 29511).identity}"
+    joined_by_a_parent = (
+        f"1 {LaunchInfo('torchrun', 0, 2, 0, 2, 0, 1, '127.0.0.1', 29511).identity}"
+    )
     for quiet in (
         {"PARDATA_LAUNCHER": "none"},
         {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},

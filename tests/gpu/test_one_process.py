@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 import pardata
+from pardata.collectives import _fingerprint
 from pardata.environment import _device
 from pardata.step import _tally
 

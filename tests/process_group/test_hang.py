@@ -30,7 +30,7 @@ from pardata import (
     rank_zero_first,
     wrap_model,
 )
-from pardata.store._rank_format import ranks_text
+from pardata.store._rank_format import format_ranks
 
 AFTER = 0.7  # seconds
 LATEST = 2 + 5
@@ -262,7 +262,7 @@ def test_the_table_names_who_keeps_the_others_waiting_and_where(what, size, tmp_
     last = f"  rank {size - 1} {last}"
     text = told(scene, size, tmp_path, rf"(?m)^(\[.*\] )?{last}")
     head, *rows = text.split("\n")
-    who = f"{ranks_text(range(size - 1))} wait{'' if size > 2 else 's'}"
+    who = f"{format_ranks(range(size - 1))} wait{'' if size > 2 else 's'}"
     assert re.match(last, rows[1]), text
     assert re.match(f"  {who} {others}", rows[0]), text
     one = f"{who} for rank {size - 1}"
@@ -276,7 +276,7 @@ def test_the_table_names_who_keeps_the_others_waiting_and_where(what, size, tmp_
 def test_long_work_is_named_and_no_hang(what, size, tmp_path):
     scene, rank, works, waits = LONG_WORK[what]
     rank %= size
-    who = ranks_text([other for other in range(size) if other != rank])
+    who = format_ranks([other for other in range(size) if other != rank])
     rows = [f"  rank {rank} {works}", f"  {who} wait{'' if size > 2 else 's'} {waits}"]
     text = told(scene, size, tmp_path, rf"(?m)^(\[.*\] )?{rows[0]}")
     head, *found = text.split("\n")

@@ -19,10 +19,10 @@ from on_ranks import caught, run
 from pretended import accelerators
 
 from pardata import all_reduce_sum, barrier, init, rank_zero_call, world
-from pardata.environment._launchers import Launch
-from pardata.environment._world import new_channel
-from pardata.process_group._rendezvous import own_device
-from pardata.process_group._tcp_store import _opened_stores, not_met
+from pardata.environment._launchers import LaunchInfo
+from pardata.environment._world import new_store_client
+from pardata.process_group._rendezvous import select_device
+from pardata.process_group._tcp_store import _opened, not_met
 from pardata.store._client import append
 from pardata.store._round import call_off
 
@@ -32,7 +32,7 @@ SOON = timedelta(seconds=4)  # a busy machine takes more than one to connect
 def launch(local_rank, local_size):
     """Return a launch on one host."""
     numbers = (local_rank, local_size) * 2
-    return Launch("torchrun", *numbers, 0, 1, "127.0.0.1", 1)
+    return LaunchInfo("torchrun", *numbers, 0, 1, "127.0.0.1", 1)
 
 
 # --- which device
@@ -61,7 +61,7 @@ def test_a_local_rank_gets_the_gpu_of_its_number_or_the_only_one_it_is_shown_or_
     if mask is not None:
         monkeypatch.setenv(mask, "5")
     with pretend_gpus(visible):
-        found = caught(own_device, launch(local_rank, 4), None)
+        found = caught(select_device, launch(local_rank, 4), None)
     if visible == 0:
         assert found == torch.device("cpu")
     elif local_rank < visible or (visible == 1 and mask is not None):
@@ -90,7 +90,7 @@ def test_any_accelerator_that_torch_has_is_taken_where_ranks_can_send_from_it(
     kind, size, wanted, device
 ):
     with accelerators(1, kind=kind):
-        found = own_device(launch(0, size), None if wanted is None else torch.device(wanted))
+        found = select_device(launch(0, size), None if wanted is None else torch.device(wanted))
     assert str(found) == device
 
 
@@ -282,7 +282,7 @@ def test_after_leaving_the_address_is_free_for_a_group_of_the_users_own():
 
 
 def adopt_after_an_attempt_that_failed():
-    rank, store = dist.get_rank(), new_channel(None)
+    rank, store = dist.get_rank(), new_store_client(None)
     for _ in range(rank):  # it was a call ahead of rank 0
         caught(barrier, "", 0.1)
     call_off(store, f"rank {rank} of 2 failed first: ValueError: of the attempt before")
@@ -428,7 +428,7 @@ def join_in_two_seconds():
         with init(timeout=timedelta(seconds=2)):
             pass
     except RuntimeError:
-        assert not _opened_stores  # a second try would meet the other run's again
+        assert not _opened  # a second try would meet the other run's again
         raise
 
 

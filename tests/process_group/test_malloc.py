@@ -13,7 +13,8 @@ from logged import Keeper
 from on_ranks import run_caught
 
 from pardata import init
-from pardata.process_group._malloc import keep_freed_memory
+from pardata.process_group import _malloc
+from pardata.process_group._malloc import tune_glibc_malloc
 
 glibc = pytest.mark.skipif(
     not sys.platform.startswith("linux") or not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"),
@@ -26,7 +27,7 @@ def page_faults(tuned):
     import resource
 
     if tuned:
-        assert keep_freed_memory()
+        assert tune_glibc_malloc()
     size = 10 * 2**20  # 40 MB: above what glibc learns to keep by itself
     faults = []
     for _ in range(40):
@@ -52,7 +53,7 @@ def test_elsewhere_than_under_glibc_nothing_is_done(platform, monkeypatch):
     musl = SimpleNamespace(CDLL=lambda _name: object()) if platform == "linux" else None
     monkeypatch.setattr(_malloc, "ctypes", musl)
     monkeypatch.setattr(sys, "platform", platform)
-    assert keep_freed_memory() is False
+    assert tune_glibc_malloc() is False
 
 
 def init_and_count(arguments, env, works):

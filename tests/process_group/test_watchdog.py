@@ -20,9 +20,9 @@ import pardata
 from pardata.environment._device import flight_recorder
 from pardata.process_group._rank_status import Whereabouts, headline, table
 from pardata.process_group._watchdog import Hang
-from pardata.store._caller import Call
-from pardata.store._client import Channel
-from pardata.store._current_op import doing
+from pardata.store._caller import Frame
+from pardata.store._client import StoreClient
+from pardata.store._current_op import current_op
 
 TICK = timedelta(seconds=0.1)
 
@@ -152,7 +152,7 @@ def joined_with(after):
         if pid == 0:
             os._exit(watches())  # a forked child has none
         forked = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return during, forked, watches(), doing.thread
+    return during, forked, watches(), current_op.thread
 
 
 @pytest.mark.filterwarnings(
@@ -219,8 +219,8 @@ def told_by(size, stacks=1):
     store = dist.HashStore()
 
     def tell(rank):
-        stack = [Call("", f"a.py:{rank % stacks}", "f"), *[Call("torch", "t.py:1", "g")] * 3]
-        hang = Hang(Channel(store, TICK, rank, size), 1)
+        stack = [Frame("", f"a.py:{rank % stacks}", "f"), *[Frame("torch", "t.py:1", "g")] * 3]
+        hang = Hang(StoreClient(store, TICK, rank, size), 1)
         hang.begin()
         hang.tell(one(rank, stack=stack))
         return hang.is_one

@@ -36,7 +36,7 @@ from processes import run
 
 import pardata
 import pardata.testing
-from pardata.environment._logger import said
+from pardata.environment._logger import logged_once
 from pardata.process_group._shutdown import leave
 from pardata.rng._default_seeds import loaders
 from pardata.rng._run_seed import run_seed
@@ -150,7 +150,7 @@ def _restored():
     path, modules = list(sys.path), set(sys.modules)
     yield
     leave()
-    said.clear()
+    logged_once.clear()
     run_seed.seed, run_seed.calls = None, 0
     loaders.clear()  # their default seeds count the loaders of a process
     sys.path[:] = path

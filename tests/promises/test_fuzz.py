@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 from variables import MPICH, OPEN_MPI, SRUN, TORCHRUN
 
 from pardata import fingerprint, load_weights, make_loader
-from pardata.environment._launchers import SINGLE, detect, first_host
+from pardata.environment._launchers import SINGLE, detect_launch, first_host
 
 
 def fuzzed(*strategies, quick, soak):
@@ -78,7 +78,7 @@ environments = st.builds(
 @fuzzed(environments, quick=400, soak=30_000)
 def test_any_variables_are_a_consistent_launch_or_an_error_that_names_one(env):
     before = dict(env)
-    launch, refusal = told(detect, env)
+    launch, refusal = told(detect_launch, env)
     assert env == before
     if launch is None:
         named = set(re.findall(r"[A-Z][A-Z_]{3,}", refusal.replace(OPT_OUT, "")))
@@ -95,7 +95,7 @@ def test_any_variables_are_a_consistent_launch_or_an_error_that_names_one(env):
         # What was found is what one of the launchers said.
         sizes = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
         assert str(launch.size) in {env[name].lstrip("0") for name in sizes if name in env}
-    assert detect(env) == launch
+    assert detect_launch(env) == launch
 
 
 # --- node lists
@@ -148,7 +148,7 @@ HUGE = {
 @pytest.mark.parametrize("name", HUGE)
 def test_what_is_huge_takes_neither_time_nor_memory(name):
     began = time.monotonic()
-    launch, refusal = told(detect, {**SRUN, **HUGE[name]})
+    launch, refusal = told(detect_launch, {**SRUN, **HUGE[name]})
     assert launch.size == 4 if launch else next(iter(HUGE[name])) in refusal
     assert time.monotonic() - began < 10
 

@@ -10,7 +10,7 @@ import torch
 from on_ranks import caught
 
 from pardata import make_loader
-from pardata.store._caller import call_site, raise_site
+from pardata.store._caller import call_site, raise_location
 
 
 def test_what_lies_between_in_python_torch_and_pardata_is_passed_over():
@@ -39,7 +39,7 @@ def test_an_error_came_up_where_the_user_called_what_raised_it():
     with pytest.raises(ValueError, match="Expecting") as caught:
         json.loads("{")
     line = inspect.currentframe().f_lineno - 1
-    assert raise_site(caught.value).endswith(f"{Path(__file__).name}:{line}")
+    assert raise_location(caught.value).endswith(f"{Path(__file__).name}:{line}")
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -55,7 +55,7 @@ def test_a_path_is_short_below_the_working_directory_and_whole_elsewhere(
     exec(code, names)
     with pytest.raises(KeyError) as caught:
         names["fail"]()
-    assert raise_site(caught.value) == ("train.py:2" if inside else f"{file}:2")
+    assert raise_location(caught.value) == ("train.py:2" if inside else f"{file}:2")
 
 
 def test_a_working_directory_that_is_gone_is_no_error(tmp_path, monkeypatch):

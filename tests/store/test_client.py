@@ -17,7 +17,8 @@ from on_ranks import caught
 from ranks_zoo import seat
 
 import pardata
-from pardata.store._client import Channel
+from pardata.store import _client
+from pardata.store._client import StoreClient
 from pardata.store._round import Turn, all_say
 
 LONG = timedelta(seconds=30)
@@ -72,7 +73,7 @@ def frozen_store():
             store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False)
             store.set("there", "yes")
             server.send_signal(signal.SIGSTOP)
-            yield Channel(store, timedelta(seconds=0.5), 0, 1)
+            yield StoreClient(store, timedelta(seconds=0.5), 0, 1)
         finally:
             server.kill()
 

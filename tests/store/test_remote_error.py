@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from on_ranks import run
 
 from pardata.store._remote_error import (
-    Failure,
-    chain,
+    RemoteError,
+    exception_chain,
     is_consequence,
-    is_lost,
+    is_peer_failure,
     one_line,
-    text_of,
+    type_and_message,
 )
 
 
@@ -44,16 +44,16 @@ class Speechless(Exception):  # noqa: N818  # as above
 
 
 def travelled(failure):
-    return Failure(**json.loads(json.dumps(asdict(failure))))
+    return RemoteError(**json.loads(json.dumps(asdict(failure))))
 
 
 # Plain ones, interrupts, and one that takes two arguments: tests/collectives/test_barrier.py.
 def raised(error):
-    """Raise `error` and return its `Failure`, after a journey as JSON."""
+    """Raise `error` and return its `RemoteError`, after a journey as JSON."""
     try:
         raise error
     except BaseException as caught:  # noqa: BLE001  # SystemExit too
-        failure = Failure.of(caught, rank=3, call="rank_zero_call")
+        failure = RemoteError.of(caught, rank=3, call="rank_zero_call")
     return travelled(failure)
 
 
@@ -74,13 +74,13 @@ NOT_SURVIVING = [
 ]
 
 
-@pytest.mark.parametrize("error", NOT_SURVIVING, ids=lambda error: text_of(error)[:20])
+@pytest.mark.parametrize("error", NOT_SURVIVING, ids=lambda error: type_and_message(error)[:20])
 def test_an_exception_that_does_not_survive_comes_back_as_its_type_and_text(error):
     failure = raised(error)
     assert failure.pickled is None
     with pytest.raises(RuntimeError) as caught:
         failure.reraise()
-    assert str(caught.value) == f"rank 3 failed in `rank_zero_call`: {text_of(error)}"
+    assert str(caught.value) == f"rank 3 failed in `rank_zero_call`: {type_and_message(error)}"
     assert failure.summary() == str(caught.value)
     assert is_consequence(caught.value)
 
@@ -111,7 +111,7 @@ def test_any_error_fits_on_one_line(error, text):
 
 @given(st.text(), st.integers(0, 10**6), st.text(max_size=5))
 def test_any_text_survives_the_journey(text, rank, call):
-    failure = Failure.of(ValueError(text), rank=rank, call=call)
+    failure = RemoteError.of(ValueError(text), rank=rank, call=call)
     assert travelled(failure) == failure
     assert failure.text.removeprefix("ValueError: ") == (text.strip() or "ValueError")
 
@@ -137,8 +137,8 @@ LOST_OR_NOT = [
 
 @pytest.mark.parametrize(("error", "lost"), LOST_OR_NOT)
 def test_only_what_a_backend_says_of_its_peers_is_a_lost_collective(error, lost):
-    assert is_lost(error) == lost
-    assert Failure.of(error, rank=0, call="").is_cause != lost
+    assert is_peer_failure(error) == lost
+    assert RemoteError.of(error, rank=0, call="").is_cause != lost
 
 
 def raised_by_torch(text):
@@ -161,7 +161,7 @@ def wait_in_vain():
         if dist.get_rank() == 0:
             with pytest.raises(RuntimeError) as caught:
                 wait(dist.all_reduce(torch.ones(1), group=group, async_op=True))
-            found.append((is_lost(caught.value), str(caught.value)))
+            found.append((is_peer_failure(caught.value), str(caught.value)))
     dist.barrier()
     return found
 
@@ -178,10 +178,10 @@ SAID = "[x/gloo/transport/tcp/pair.cc:5] Connection closed by peer"
 def test_what_comes_of_a_lost_collective_is_no_cause(raise_it):
     with pytest.raises((RuntimeError, KeyError)) as caught:
         raise_it(SAID)
-    assert not Failure.of(caught.value, rank=0, call="").is_cause
+    assert not RemoteError.of(caught.value, rank=0, call="").is_cause
 
 
 def test_a_chain_of_errors_that_bites_its_tail_ends():
     first, second = ValueError(), KeyError()
     first.__cause__, second.__cause__ = second, first
-    assert list(chain(first)) == [first, second]
+    assert list(exception_chain(first)) == [first, second]

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from on_ranks import caught
 from ranks_zoo import seat, together
 
-from pardata.store import _verdict
-from pardata.store._client import Channel
+from pardata.store import _client, _verdict
+from pardata.store._client import StoreClient
 from pardata.store._round import Turn, all_say, call_off
 
 SOON = timedelta(seconds=0.2)
@@ -19,7 +19,7 @@ LONG = timedelta(seconds=30)
 
 @pytest.fixture
 def line():
-    return Channel(dist.HashStore(), LONG, 0, 1)
+    return StoreClient(dist.HashStore(), LONG, 0, 1)
 
 
 def say(line, rank, size, call="here", *, value=None, decide=list, timeout=LONG):
@@ -64,7 +64,7 @@ def test_turns_run_over_every_kind_of_store(stores_of, options, prefixes, tmp_pa
         stores = [dist.PrefixStore(prefix, store) for store in stores]
 
     def values_of(rank):
-        line = Channel(stores[rank], LONG, 0, 1)
+        line = StoreClient(stores[rank], LONG, 0, 1)
         told = [say(line, rank, 3, value=f"{turn}-{rank} …\n") for turn in range(3)]
         return told, led(line, rank, 3, value=5), say(line, rank, 3)
 
@@ -141,7 +141,7 @@ def test_a_rank_that_gave_up_before_and_now_does_not_come_is_named(line):
 
 
 def test_what_takes_longer_than_the_groups_timeout_is_waited_for_as_long_as_one_says():
-    line = Channel(dist.HashStore(), timedelta(seconds=0.1), 0, 1)
+    line = StoreClient(dist.HashStore(), timedelta(seconds=0.1), 0, 1)
 
     def late(rank):
         time.sleep(0 if rank else 0.35)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from pardata._pytree import bytes_of, leaves, mapped
+from pardata._pytree import bytes_of, leaves_with_path, map_with_path
 from pardata.cache._build import ensure
 from pardata.cache._cache_files import Files, files_of
 from pardata.cache._original import facts_of, fields_of, filled, is_numbers, read_sample
 from pardata.collectives._barrier import rank_zero_first
-from pardata.collectives._consensus import agree, require_same
+from pardata.collectives._consensus import consensus, raise_if_different
 from pardata.data._batch_parts import Ragged
 from pardata.data._whole_batches import ReadsBatches
 from pardata.environment._world import require_world
@@ -71,7 +71,7 @@ def cache_dataset(
     here = require_world("cache_dataset")
     with kept_generators():
         facts = partial(facts_of, dataset, directory, num_workers, here)
-        plans: list[Any] = agree(here, "cache_dataset", facts, _plans)
+        plans: list[Any] = consensus(here, "cache_dataset", facts, _plans)
         plan = next(plan for plan in plans if plan["node"] == here.node_rank)
         with rank_zero_first(local=True):
             first, parts = read_sample(dataset, 0)
@@ -96,10 +96,12 @@ class CachedDataset(ReadsBatches):
         self._map()
         self._sample: Any = first
         self._sample = self[0]  # whose parts do not hang on to the source's memory
-        self._kinds = [leaf for _, leaf in leaves(self._sample, is_leaf=is_numbers)]
+        self._kinds = [leaf for _, leaf in leaves_with_path(self._sample, is_leaf=is_numbers)]
         # The batch has no values, because there are numbers that DataLoader refuses.
         nothing = torch.zeros((), device="cpu")
-        self._batch: Any = default_collate([mapped(first, lambda *_: nothing, is_leaf=is_numbers)])
+        self._batch: Any = default_collate(
+            [map_with_path(first, lambda *_: nothing, is_leaf=is_numbers)]
+        )
 
     def __len__(self) -> int:
         return self._files.length
@@ -117,7 +119,7 @@ class CachedDataset(ReadsBatches):
         It has a list, with an item for each sample, of bytes and of parts whose shapes differ.
         """
         columns = map(_collated, self._kinds, self._rows(indices))
-        return mapped(self._batch, lambda *_: next(columns))
+        return map_with_path(self._batch, lambda *_: next(columns))
 
     def _rows(self, indices: Tensor | Sequence[int]) -> list[Tensor | Ragged]:
         chosen = torch.as_tensor(indices, device="cpu")
@@ -156,5 +158,5 @@ def _collated(leaf: Any, rows: Tensor | Ragged) -> Any:
 def _plans(facts_of_ranks: list[dict[str, Any]]) -> list[Any]:
     """Require the same dataset on all ranks; return the plan of each node."""
     plans = [facts.pop("plan") for facts in facts_of_ranks]
-    require_same("cache_dataset", facts_of_ranks, "Pass the same dataset on every rank.")
+    raise_if_different("cache_dataset", facts_of_ranks, "Pass the same dataset on every rank.")
     return [plan for plan in plans if plan is not None]

@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pardata._pytree import digest_of
+from pardata._pytree import content_hash
 from pardata.cache._column import Column
 from pardata.cache._original import Fields
 
@@ -58,4 +58,4 @@ class Files(NamedTuple):
 def files_of(directory: Path, source: dict[str, Any], fields: Fields) -> Files:
     """Return the files of this source in a directory: in a folder named after what they hold."""
     kinds = [[path, str(field.dtype), field.ndim] for path, field in sorted(fields.items())]
-    return Files(directory / (FILES + digest_of([source, kinds])), fields, source["length"])
+    return Files(directory / (FILES + content_hash([source, kinds])), fields, source["length"])

@@ -11,12 +11,18 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
-from pardata._pytree import bytes_of, digest_of, in_brackets, leaves, mapped
-from pardata._validation import check_map_style, checked_path, kind_of
+from pardata._pytree import (
+    bytes_of,
+    content_hash,
+    keystr,
+    leaves_with_path,
+    map_with_path,
+)
+from pardata._validation import check_map_style, local_path, type_with_article
 from pardata.collectives._consensus import Facts
 from pardata.data._whole_batches import layers
 from pardata.data._workers import choose_workers
-from pardata.environment._cpu import usable_cores
+from pardata.environment._cpu import cpus_per_rank
 from pardata.environment._logger import get_logger
 from pardata.environment._world import World
 from pardata.rng._rng_state import numpy_or_none, seed_generators
@@ -53,7 +59,7 @@ def facts_of(dataset: Any, directory: Any, num_workers: Any, here: World) -> Fac
     if here.is_local_main:
         source = _identity(dataset)
         default = _default_directory(dataset, source)
-        folder = default if directory is None else checked_path("directory", directory)
+        folder = default if directory is None else local_path("directory", directory)
         plan = {"node": here.node_rank, "source": source, "place": str(folder.absolute())}
         plan["workers"] = workers
     return {"the class": _class_name(dataset), "the length": len(dataset), "plan": plan}
@@ -62,7 +68,7 @@ def facts_of(dataset: Any, directory: Any, num_workers: Any, here: World) -> Fac
 def _workers(num_workers: Any, dataset: Any, here: World) -> int:
     if num_workers != "auto":
         return choose_workers(num_workers, dataset, here)
-    cores = usable_cores(replace(here, local_size=1))  # the other ranks wait: theirs are free
+    cores = cpus_per_rank(replace(here, local_size=1))  # the other ranks wait: theirs are free
     return cores if cores > 1 and len(dataset) >= _WORTH_WORKERS else 0
 
 
@@ -95,12 +101,12 @@ def _identity(dataset: Any) -> dict[str, Any]:
     length = len(dataset)
     is_random = is_lawless = False
     subsets = [layer for layer in layers(dataset) if isinstance(layer, Subset)]
-    digests = [digest_of(torch.as_tensor(subset.indices, device="cpu")) for subset in subsets]
+    digests = [content_hash(torch.as_tensor(subset.indices, device="cpu")) for subset in subsets]
     for index in sorted({i * (length - 1) // (_LOOKED_AT - 1) for i in range(_LOOKED_AT)}):
-        digest, other = (digest_of(read_sample(dataset, index, seed)[1]) for seed in (0, 1))
+        digest, other = (content_hash(read_sample(dataset, index, seed)[1]) for seed in (0, 1))
         if digest != other:
             is_random = True
-            is_lawless = is_lawless or digest != digest_of(read_sample(dataset, index)[1])
+            is_lawless = is_lawless or digest != content_hash(read_sample(dataset, index)[1])
         digests.append(digest)
     if is_random:
         _log.warning(_RANDOM, type(dataset).__name__, ranks=[0])
@@ -110,7 +116,7 @@ def _identity(dataset: Any) -> dict[str, Any]:
         "class": _class_name(dataset),
         "transform": _transform_text(dataset),
         # What a seed does not bring back tells nothing, and would change with every run.
-        "contents": "random" if is_lawless else digest_of(digests),
+        "contents": "random" if is_lawless else content_hash(digests),
     }
 
 
@@ -124,7 +130,7 @@ def _default_directory(dataset: Any, source: dict[str, Any]) -> Path:
     """Return where the cache of this source goes if nobody says otherwise."""
     root = os.environ.get("PARDATA_CACHE")
     below = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "pardata")
-    return below.expanduser() / f"{type(dataset).__name__}-{digest_of(source)}"
+    return below.expanduser() / f"{type(dataset).__name__}-{content_hash(source)}"
 
 
 def _unreadable(index: int, error: Exception) -> RuntimeError:
@@ -149,7 +155,9 @@ def parts_of(sample: Any) -> dict[str, Tensor]:
         TypeError: for a part that cannot be stored, naming its path, and for a sample without
             parts.
     """
-    named = {in_brackets("sample", path): leaf for path, leaf in leaves(sample, is_leaf=is_numbers)}
+    named = {
+        keystr("sample", path): leaf for path, leaf in leaves_with_path(sample, is_leaf=is_numbers)
+    }
     if not named:
         raise TypeError(f"`sample` must have at least one part, but is {sample!r}")
     return {name: _as_tensor(leaf, name) for name, leaf in named.items()}
@@ -182,7 +190,9 @@ def filled(template: Any, parts: Iterable[Tensor]) -> Any:
     Tensors, arrays, bytes, numbers and lists of them come back as such; an image stays a tensor.
     """
     following = iter(parts)
-    return mapped(template, lambda _, leaf: _of_kind(leaf, next(following)), is_leaf=is_numbers)
+    return map_with_path(
+        template, lambda _, leaf: _of_kind(leaf, next(following)), is_leaf=is_numbers
+    )
 
 
 def _of_kind(leaf: Any, tensor: Tensor) -> Any:
@@ -201,7 +211,7 @@ def _as_tensor(leaf: Any, path: str) -> Tensor:
     Raises:
         TypeError: for what cannot be stored.
     """
-    what = kind_of(leaf)
+    what = type_with_article(leaf)
     try:
         if type(leaf).__module__.startswith("PIL.") and hasattr(leaf, "mode"):
             what += f" of mode {leaf.mode}"

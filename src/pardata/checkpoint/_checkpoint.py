@@ -11,20 +11,20 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from pardata._pytree import TreePath, is_special, mapped
-from pardata._validation import check_integer
+from pardata._pytree import KeyPath, is_custom_container, map_with_path
+from pardata._validation import check_int
 from pardata.checkpoint import _shards as shards
 from pardata.checkpoint._files import OWN, STATE, UnusableError, verified
 from pardata.checkpoint._names import Name, candidates
 from pardata.checkpoint._snapshot import Copies, check_stateful
 from pardata.collectives._barrier import rank_zero_call
-from pardata.collectives._consensus import Facts, agree, require_same
+from pardata.collectives._consensus import Facts, consensus, raise_if_different
 from pardata.environment._logger import get_logger
 from pardata.environment._world import World, require_world
 from pardata.model._unwrap import unwrap
 from pardata.rng._rng_state import restore_generators
-from pardata.store._rank_format import ranks_text
-from pardata.store._remote_error import follows
+from pardata.store._rank_format import format_ranks
+from pardata.store._remote_error import is_secondary
 from pardata.strategies._weights import load_weights
 
 _log = get_logger(__name__)
@@ -37,7 +37,7 @@ CURE = (
 _PATIENCE = timedelta(hours=2)  # with the slowest disk
 
 # What shows how parts of states are to be sharded, by where they are.
-Likes: TypeAlias = Mapping[TreePath, Tensor]
+Likes: TypeAlias = Mapping[KeyPath, Tensor]
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,9 @@ class Checkpoint(NamedTuple):
         objects, saved = self.contents["objects"], self.contents["generators"]
         lost = [name for name in self.manifest["per_rank"] if name not in objects]
         things = {name: thing for name, thing in things.items() if name not in lost}
-        likes: dict[TreePath, Tensor] = {}
+        likes: dict[KeyPath, Tensor] = {}
         # All ranks hear of an error in it, because it runs the user's own code.
-        agree(here, "Checkpointer.restore", lambda: likes.update(_likes(things)))
+        consensus(here, "Checkpointer.restore", lambda: likes.update(_likes(things)))
         values = [name for name in self.manifest["values"] if name in objects]
         trees = _owned(self.trees_of(things, likes, values=values), things, likes)
         # What can be iterated shows that a run resumes, and not only what the run has learnt.
@@ -100,7 +100,7 @@ class Checkpoint(NamedTuple):
                 states = saved[here.rank if is_alike else 0]
                 restore_generators(states, here.device, only_seed=not is_alike)
 
-        agree(here, "Checkpointer.restore (loading)", load)
+        consensus(here, "Checkpointer.restore (loading)", load)
         self._tell(here, lost)
         if things and not resumes:
             _log.info("pardata left seed and random generators as they are: no loader is restored")
@@ -145,7 +145,7 @@ class Checkpoint(NamedTuple):
         # A model's is under the very path, an optimizer's under that of the parameter's state.
         targets = {at: likes.get(at, likes.get(at[:-1])) for at in sharded}
         tensors = shards.read(self.path, targets)
-        return mapped(trees, tensors.get, is_leaf=is_special)
+        return map_with_path(trees, tensors.get, is_leaf=is_custom_container)
 
 
 def newest(call: str, at: int | None, given: Mapping[str, Any], facts: Facts) -> Checkpoint | None:
@@ -167,11 +167,11 @@ def newest(call: str, at: int | None, given: Mapping[str, Any], facts: Facts) ->
 
     def tell() -> Facts:
         if at is not None:
-            check_integer("at", at, least=0)
+            check_int("at", at, least=0)
         check_stateful(given)
         return {**facts, "at": at, "objects": list(given)}
 
-    agree(here, call, tell, lambda all_facts: require_same(call, all_facts, CURE))
+    consensus(here, call, tell, lambda all_facts: raise_if_different(call, all_facts, CURE))
     passed_over: dict[Name, str] = {}
     while there := rank_zero_call(candidates, directory, at):
         if there == [*passed_over]:  # else one was added or removed meanwhile
@@ -213,11 +213,11 @@ def _looked_at(here: World, path: Path, step: int) -> Checkpoint | str:
         if unseeing and len(unseeing) < len(reasons):
             raise RuntimeError(
                 f"every rank must see the checkpoints, but {path} is not there for "
-                f"{ranks_text(unseeing)}: save to a disk that all nodes share"
+                f"{format_ranks(unseeing)}: save to a disk that all nodes share"
             )
         return "it is gone" if unseeing else next(filter(None, reasons), "")
 
-    return agree(here, "Checkpointer (verifying)", look, judge, _PATIENCE) or read[0]
+    return consensus(here, "Checkpointer (verifying)", look, judge, _PATIENCE) or read[0]
 
 
 def _read(path: Path, manifest: dict[str, Any], here: World) -> Checkpoint:
@@ -248,14 +248,14 @@ def _owned(trees: Any, things: Mapping[str, Any], likes: Likes) -> Any:
     """
     copies = Copies()
 
-    def owned(at: TreePath, leaf: Any) -> Any:
+    def owned(at: KeyPath, leaf: Any) -> Any:
         is_copied = isinstance(things.get(at[0]), nn.Module) and "_extra_state" not in str(at[1])
         if is_copied or shards.is_sharded(leaf) or not isinstance(leaf, Tensor):
             return leaf
         placed = shards.placed(leaf, likes.get(at[:-1]))
         return copies.of(leaf) if placed is None else placed
 
-    return mapped(trees, owned, is_leaf=is_special)
+    return map_with_path(trees, owned, is_leaf=is_custom_container)
 
 
 def _load(name: str, thing: Any, tree: Any) -> None:
@@ -270,7 +270,7 @@ def _load(name: str, thing: Any, tree: Any) -> None:
         else:
             thing.load_state_dict(tree)
     except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-        if follows(error):
+        if is_secondary(error):
             raise
         raise RuntimeError(
             f"what is restored must be like what was saved, but the state of `{name}` does not fit "
@@ -279,9 +279,9 @@ def _load(name: str, thing: Any, tree: Any) -> None:
         ) from error
 
 
-def _likes(things: Mapping[str, object]) -> dict[TreePath, Tensor]:
+def _likes(things: Mapping[str, object]) -> dict[KeyPath, Tensor]:
     """Return what shows how parts of the states of things are sharded, by where they are."""
-    likes: dict[TreePath, Tensor] = {}
+    likes: dict[KeyPath, Tensor] = {}
     for name, thing in things.items():
         if isinstance(thing, nn.Module):
             state = unwrap(thing).state_dict().items()

@@ -10,7 +10,7 @@ from typing import Any, Never
 
 import torch.distributed as dist
 
-from pardata._validation import check_flag, check_integer, checked_path, kind_of
+from pardata._validation import check_bool, check_int, local_path, type_with_article
 from pardata.checkpoint import _shards as shards
 from pardata.checkpoint._background import Background
 from pardata.checkpoint._checkpoint import CURE, Restored, newest
@@ -18,10 +18,10 @@ from pardata.checkpoint._files import Digests, Written, write_own
 from pardata.checkpoint._folder import Folder
 from pardata.checkpoint._names import Retention, names
 from pardata.checkpoint._snapshot import Snapshot
-from pardata.collectives._all_gather import gathered
+from pardata.collectives._all_gather import gather_to_rank_zero
 from pardata.collectives._barrier import rank_zero_call
-from pardata.collectives._comm_errors import explained
-from pardata.collectives._consensus import agree, require_same, same
+from pardata.collectives._comm_errors import explain_comm_errors
+from pardata.collectives._consensus import consensus, raise_if_different, require_equal
 from pardata.environment._backend import new_gloo_group
 from pardata.environment._logger import get_logger
 from pardata.environment._world import World, require_world
@@ -79,8 +79,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
     ) -> None:
         kept = {"keep": keep, "keep_every": keep_every, "keep_best": keep_best}
         self._retention = Retention(keep, keep_every, keep_best)
-        check_flag("asynchronous", asynchronous)
-        self._directory = checked_path("directory", directory)
+        check_bool("asynchronous", asynchronous)
+        self._directory = local_path("directory", directory)
         self._asynchronous = asynchronous
         # What must be the same on all ranks, else they would write to different places.
         self._options = {"directory": str(self._directory), "asynchronous": asynchronous, **kept}
@@ -127,7 +127,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
         def tell() -> dict[str, object]:
             nonlocal snapshot
-            check_integer("step", step, least=0)
+            check_int("step", step, least=0)
             self._retention.check_value(objects)
             if not isinstance(own, Mapping) or own.keys() & objects.keys():
                 raise TypeError(
@@ -138,9 +138,11 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             named = {"objects": list(objects), "per_rank": list(own)}
             return {"options": {"step": step, **named, **self._options}, "details": snapshot.texts}
 
-        same(here, "Checkpointer.save", tell, _raise_of_what_differs)
-        with explained("Checkpointer.save"):  # apart: a turn would take them from all to all
-            generators = gathered(here, generator_states(here.device))
+        require_equal(here, "Checkpointer.save", tell, _raise_of_what_differs)
+        with explain_comm_errors(
+            "Checkpointer.save"
+        ):  # apart: a turn would take them from all to all
+            generators = gather_to_rank_zero(here, generator_states(here.device))
         contents = {"objects": snapshot.trees, "sharded": list(snapshot.parts)}
         self._start(here, step, snapshot, {**contents, "generators": generators})
 
@@ -200,7 +202,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         rank_zero_call(background.join)  # if that is interrupted, the next call waits again
         self._background = None
         rank_zero_call(background.check)  # its error first, for another one says no more
-        agree(require_world("Checkpointer.wait"), "Checkpointer.wait", background.check)
+        consensus(require_world("Checkpointer.wait"), "Checkpointer.wait", background.check)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # After an error the other ranks may be anywhere; the interpreter waits for the thread.
@@ -237,11 +239,11 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 def _refuse(call: str, unnamed: tuple[object, ...]) -> None:
     """Raise if something has no name, under which it could be saved."""
     if unnamed:
-        kind = kind_of(unnamed[0])
+        kind = type_with_article(unnamed[0])
         raise TypeError(f"`objects` must be named, but {kind} is not: call {call}model=model)")
 
 
 def _raise_of_what_differs(all_facts: list[dict[str, Any]]) -> None:
     """Raise if ranks differ in options, or in details, of which each may have its own."""
     for kind in ("options", "details"):
-        require_same("Checkpointer.save", [facts[kind] for facts in all_facts], CURE)
+        raise_if_different("Checkpointer.save", [facts[kind] for facts in all_facts], CURE)

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from pardata.collectives._all_gather import gathered
+from pardata.collectives._all_gather import gather_to_rank_zero
 from pardata.environment._world import World
 
 FORMAT = 1
@@ -132,7 +132,7 @@ def write_own(here: World, folder: Path, own: Any, group: Any) -> Digests:
         record = size_and_digest(path)
     except Exception as error:  # noqa: BLE001  # whatever it is, rank 0 waits for this one
         why = f"rank {here.rank}: {error!r}"
-    reports = gathered(here, (path.name, record, why), group)
+    reports = gather_to_rank_zero(here, (path.name, record, why), group)
     if failed := "; ".join(why for *_, why in reports if why):
         raise OSError(f"every rank must write what it has of its own, but not all could: {failed}")
     return {name: record for name, record, _ in reports}

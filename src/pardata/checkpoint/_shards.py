@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pardata._pytree import TreePath
+from pardata._pytree import KeyPath
 from pardata.checkpoint._files import Digests, UnusableError, Written, size_and_digest
 
 _FOLDER = "sharded"
@@ -44,7 +44,7 @@ def placed(tensor: Tensor, like: Any) -> Tensor | None:
     return distribute_tensor(moved, like.device_mesh, like.placements)
 
 
-def writing(checkpoint: Path, parts: Mapping[TreePath, Tensor], group: Any) -> Written:
+def writing(checkpoint: Path, parts: Mapping[KeyPath, Tensor], group: Any) -> Written:
     """Return what writes this rank's parts, and raises if any rank failed; all call it.
 
     On rank 0 that returns what a manifest records of the files of all ranks.
@@ -87,7 +87,7 @@ def writing(checkpoint: Path, parts: Mapping[TreePath, Tensor], group: Any) -> W
     return write
 
 
-def read(path: Path, targets: Mapping[TreePath, Any]) -> dict[TreePath, Tensor]:
+def read(path: Path, targets: Mapping[KeyPath, Any]) -> dict[KeyPath, Tensor]:
     """Return tensors by path, each sharded like its target, or whole if that is not sharded.
 
     Of a checkpoint that was checked. Collective.

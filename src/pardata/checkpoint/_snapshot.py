@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from pardata._pytree import TreePath, in_brackets, is_special, mapped, sha256_of
-from pardata._validation import kind_of
+from pardata._pytree import KeyPath, is_custom_container, keystr, map_with_path, sha256_of
+from pardata._validation import type_with_article
 from pardata.checkpoint._shards import is_sharded
 from pardata.environment._device import has_streams
 from pardata.environment._version import __version__
@@ -42,7 +42,7 @@ class Snapshot:
     """
 
     def __init__(self, here: World, objects: _Named, per_rank: _Named, *, copy: bool) -> None:
-        self.parts: dict[TreePath, Tensor] = {}
+        self.parts: dict[KeyPath, Tensor] = {}
         self.texts: dict[str, str] = {}
         both = {**objects, **per_rank}
         strategies = {n: strategy_of(o) for n, o in both.items() if isinstance(o, nn.Module)}
@@ -61,7 +61,7 @@ class Snapshot:
                 self.trees[name] = self._taken(states[name], make, (name,))
             _require_safe((name,), self.trees[name])
         if copy:
-            self.trees = mapped(self.trees, _copied, is_leaf=is_special)
+            self.trees = map_with_path(self.trees, _copied, is_leaf=is_custom_container)
         copies.wait()
         self.own = {name: self.trees.pop(name) for name in per_rank}
         self.facts = {
@@ -76,7 +76,7 @@ class Snapshot:
             },
         }
 
-    def _taken(self, tree: Any, make: Callable[[Tensor], Tensor], path: TreePath = ()) -> Any:
+    def _taken(self, tree: Any, make: Callable[[Tensor], Tensor], path: KeyPath = ()) -> Any:
         """Return a tree as it will be written: a mapping of its own kind as a plain dict.
 
         Args:
@@ -85,7 +85,7 @@ class Snapshot:
             path: stands before all paths.
         """
 
-        def take(at: TreePath, leaf: Any) -> Any:
+        def take(at: KeyPath, leaf: Any) -> Any:
             if isinstance(leaf, Mapping):
                 return self._taken(dict(leaf), make, at)
             if at[0] in self._with_bits:
@@ -97,7 +97,7 @@ class Snapshot:
             self.parts[at] = leaf
             return None
 
-        return mapped(tree, take, is_leaf=is_special, path=path)
+        return map_with_path(tree, take, is_leaf=is_custom_container, path=path)
 
 
 def _text_of(leaf: object, with_bits: bool) -> str:  # noqa: FBT001  # of one caller
@@ -115,7 +115,7 @@ def check_stateful(objects: Mapping[str, object]) -> None:
         if not _is_stateful(thing):
             raise TypeError(
                 f"`restore` must be given what has state_dict and load_state_dict, but `{name}` "
-                f"is {kind_of(thing)}: values are in what it returns, and `at` is the step"
+                f"is {type_with_article(thing)}: values are in what it returns, `at` is the step"
             )
 
 
@@ -161,11 +161,11 @@ def _plain_tensor(tensor: Tensor) -> Tensor:
     return plain.clone() if is_part else plain
 
 
-def _copied(_: TreePath, leaf: Any) -> Any:
+def _copied(_: KeyPath, leaf: Any) -> Any:
     return leaf if isinstance(leaf, Tensor) else deepcopy(leaf)
 
 
-def _require_safe(path: TreePath, part: Any) -> None:
+def _require_safe(path: KeyPath, part: Any) -> None:
     """Raise for what could be written and not be read again without running code.
 
     Raises:
@@ -173,7 +173,9 @@ def _require_safe(path: TreePath, part: Any) -> None:
     """
     # Asking PyTorch itself, which knows what the user has allowed in addition to its own.
     # Of tensors only those of classes that need not be known to it.
-    without = mapped(part, lambda _, x: None if type(x) is Tensor else x, is_leaf=is_special)
+    without = map_with_path(
+        part, lambda _, x: None if type(x) is Tensor else x, is_leaf=is_custom_container
+    )
     file = io.BytesIO()
     try:
         torch.save(without, file)
@@ -187,6 +189,6 @@ def _require_safe(path: TreePath, part: Any) -> None:
         kind = f"{type(part).__module__}.{type(part).__qualname__}"
         raise TypeError(
             f"what is saved must be tensors, numbers, strings, and dicts, lists and tuples of "
-            f"them, but `{in_brackets(path[0], path[1:])}` is {text} ({kind}): convert it, or "
+            f"them, but `{keystr(path[0], path[1:])}` is {text} ({kind}): convert it, or "
             f"leave it out; it would have to run code when it is loaded"
         ) from error

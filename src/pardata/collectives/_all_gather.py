@@ -12,13 +12,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 from torch.serialization import default_restore_location
 
-from pardata._pytree import TreePath, bytes_of, leaves
-from pardata._validation import check_flag
-from pardata.collectives._comm_errors import explained
-from pardata.collectives._fingerprint import Matching, number_of, plain
+from pardata._pytree import KeyPath, bytes_of, leaves_with_path
+from pardata._validation import check_bool
+from pardata.collectives._comm_errors import explain_comm_errors
+from pardata.collectives._fingerprint import CheckedCollective, number_of, to_python_number
 from pardata.collectives._forbidden import check_allowed
-from pardata.environment._world import World, require_world, way_of_counts
-from pardata.store._rank_format import ranks_text
+from pardata.environment._world import World, cpu_group_and_device, require_world
+from pardata.store._rank_format import format_ranks
 
 _T = TypeVar("_T")
 
@@ -52,17 +52,17 @@ def all_gather(value: _T, *, differentiable: bool = False) -> list[_T]:
     [{'rows': tensor([0, 1, 2]), 'names': ['a', 'b']}]
     """
 
-    def find() -> dict[TreePath, Any]:
-        check_flag("differentiable", differentiable)
-        found = leaves(value, by_text=True, is_leaf=_is_other)
+    def find() -> dict[KeyPath, Any]:
+        check_bool("differentiable", differentiable)
+        found = leaves_with_path(value, by_text=True, is_leaf=_is_other)
         return {path: x if _is_other(x) else number_of(x, path) for path, x in found}
 
     def text(leaf: Any) -> str:
         return _text(leaf) + ", differentiable" * (differentiable and _carries(leaf))
 
-    matching = Matching("all_gather", find, text, differentiable=differentiable is True)
-    parts = matching.guarded(lambda: [_as_tensor(leaf) for leaf in matching.leaves], [])
-    with explained("all_gather"):
+    matching = CheckedCollective("all_gather", find, text, differentiable=differentiable is True)
+    parts = matching.capture(lambda: [_as_tensor(leaf) for leaf in matching.leaves], [])
+    with explain_comm_errors("all_gather"):
         matching.all_reduce(list)
         columns = _gathered(matching, parts)
     for number, leaf in enumerate(matching.leaves):
@@ -76,10 +76,10 @@ class _Joined(torch.autograd.Function):
     """Tensors of all ranks, whose gradients go to the ranks that have them."""
 
     @staticmethod
-    def forward(ctx: Any, matching: Matching, of_ranks: Any, leaf: Tensor) -> Any:
+    def forward(ctx: Any, matching: CheckedCollective, of_ranks: Any, leaf: Tensor) -> Any:
         if none := [rank for rank, tensor in enumerate(of_ranks) if not tensor.numel()]:
             raise ValueError(
-                f"every rank must have rows of what is `differentiable`, but {ranks_text(none)} "
+                f"every rank must have rows of what is `differentiable`, but {format_ranks(none)} "
                 f"passed none: pass drop_last=True to make_loader, or a larger batch_size"
             )
         ctx.here, ctx.group = matching.here, matching.group(leaf)
@@ -92,7 +92,7 @@ class _Joined(torch.autograd.Function):
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         flat = flat.to(torch.promote_types(flat.dtype, torch.float32))  # a sum of halves rounds
         if ctx.here.size > 1:
-            with explained("all_gather (backward)"):
+            with explain_comm_errors("all_gather (backward)"):
                 dist.all_reduce(flat, group=ctx.group)
         mine = flat.split([gradient.numel() for gradient in gradients])[ctx.here.rank]
         return None, None, mine.view(like.shape).to(like.dtype)
@@ -117,33 +117,33 @@ def broadcast(value: _T) -> _T:
     here = require_world("broadcast")
     if here.size == 1:
         return value
-    matching = Matching("broadcast", dict, str)
-    data = matching.guarded(lambda: pickled(value), bytearray()) if here.is_main else bytearray()
-    with explained("broadcast"):
+    matching = CheckedCollective("broadcast", dict, str)
+    data = matching.capture(lambda: serialize(value), bytearray()) if here.is_main else bytearray()
+    with explain_comm_errors("broadcast"):
         (length,) = matching.all_reduce(lambda: [len(data)])
         data = data or bytearray(int(length))
         payload = torch.frombuffer(data, dtype=torch.uint8).to(matching.device)
         dist.broadcast(payload, 0, group=matching.group(payload))
-    return value if here.is_main else unpickled(bytes_of(payload), here.device)
+    return value if here.is_main else deserialize(bytes_of(payload), here.device)
 
 
-def gathered(here: World, value: _T, group: Any = None) -> list[_T]:
+def gather_to_rank_zero(here: World, value: _T, group: Any = None) -> list[_T]:
     """Return the small `value` of every rank on rank 0, and nothing on the others. Collective."""
     if here.size == 1:
         return [value]
     values: Any = [None] * here.size if here.is_main else None
-    dist.gather_object(value, values, group=group or way_of_counts(here)[0])
+    dist.gather_object(value, values, group=group or cpu_group_and_device(here)[0])
     return values or []
 
 
-def pickled(value: object) -> bytearray:
+def serialize(value: object) -> bytearray:
     """Return `value` in bytes; fail here, with the cause, if other ranks could not read it."""
     torch.save(value, buffer := io.BytesIO())
-    unpickled(data := bytearray(buffer.getbuffer()))
+    deserialize(data := bytearray(buffer.getbuffer()))
     return data
 
 
-def unpickled(data: bytes | bytearray, device: object = "cpu") -> Any:
+def deserialize(data: bytes | bytearray, device: object = "cpu") -> Any:
     """Return what another rank pickled; what was on its GPU comes on `device`."""
 
     def placed(storage: Any, where: str) -> Any:
@@ -152,7 +152,7 @@ def unpickled(data: bytes | bytearray, device: object = "cpu") -> Any:
     return torch.load(io.BytesIO(data), map_location=placed, weights_only=False)
 
 
-def _gathered(matching: Matching, parts: list[Tensor]) -> list[Any]:
+def _gathered(matching: CheckedCollective, parts: list[Tensor]) -> list[Any]:
     """Return of each leaf those of all ranks."""
     # What each rank brings: the rows of every leaf, then all bytes, padded to the longest.
     rows = [len(part) if part.ndim else 1 for part in parts]
@@ -160,7 +160,7 @@ def _gathered(matching: Matching, parts: list[Tensor]) -> list[Any]:
     all_rows: list[list[int]] = _gather(matching, wide).tolist()
     row_bytes = [math.prod(part.shape[1:]) * part.element_size() for part in parts]
     sizes = [[n * b for n, b in zip(r, row_bytes, strict=True)] for r in all_rows]
-    device = matching.here.device if any(matching.ways) else matching.device
+    device = matching.here.device if any(matching.wire_dtypes) else matching.device
     # Clones: one element of a column counts as contiguous, yet its stride forbids the view.
     flat = [p.reshape(-1).clone(memory_format=torch.contiguous_format) for p in parts]
     own = torch.cat([part.view(torch.uint8).to(device) for part in flat])
@@ -180,7 +180,9 @@ def _carries(leaf: Any) -> bool:
 
 def _is_other(value: object) -> bool:
     """Return whether there is no tensor and no number in it, so that it is pickled as a whole."""
-    return not any(isinstance(plain(leaf), Tensor | Real) for _, leaf in leaves(value))
+    return not any(
+        isinstance(to_python_number(leaf), Tensor | Real) for _, leaf in leaves_with_path(value)
+    )
 
 
 def _text(leaf: Any) -> str:
@@ -195,7 +197,7 @@ def _as_tensor(leaf: Any) -> Tensor:
     if isinstance(leaf, Tensor):
         return leaf.detach().resolve_neg()  # a lazy minus sign is not in the bytes
     if _is_other(leaf):
-        return torch.frombuffer(pickled(leaf), dtype=torch.uint8)
+        return torch.frombuffer(serialize(leaf), dtype=torch.uint8)
     if isinstance(leaf, Integral):
         return torch.tensor(leaf if isinstance(leaf, bool) else int(leaf), device="cpu")
     return torch.tensor(float(leaf), dtype=torch.float64, device="cpu")
@@ -203,14 +205,14 @@ def _as_tensor(leaf: Any) -> Tensor:
 
 def _from_bytes(leaf: Any, part: Tensor, rows: int, data: Tensor) -> Any:
     if not isinstance(leaf, Tensor) and _is_other(leaf):
-        return unpickled(bytes_of(data))
+        return deserialize(bytes_of(data))
     shape = (rows, *part.shape[1:]) if part.ndim else ()
     # A copy: a view may begin where an element of this dtype may not.
     tensor = data.clone().view(part.dtype).view(shape).to(part.device)
     return tensor if isinstance(leaf, Tensor) else tensor.item()
 
 
-def _gather(matching: Matching, flat: Tensor) -> Tensor:
+def _gather(matching: CheckedCollective, flat: Tensor) -> Tensor:
     """Stack the vectors, of one length, of all ranks."""
     if matching.here.size == 1:
         return flat[None]

@@ -8,8 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pardata.collectives._comm_errors import explained
-from pardata.collectives._fingerprint import ROOM, Leaf, Matching, Values, numbers_of
+from pardata.collectives._comm_errors import explain_comm_errors
+from pardata.collectives._fingerprint import (
+    PAYLOAD_SLOTS,
+    CheckedCollective,
+    Leaf,
+    Values,
+    numbers_of,
+)
 
 _T = TypeVar("_T")
 
@@ -50,11 +56,11 @@ def all_reduce_mean(value: Any, weight: float | Tensor = 1) -> Any:
     >>> all_reduce_mean({"loss": 0.5, "correct": torch.tensor([3.0, 1.0])}, weight=8)
     {'loss': 0.5, 'correct': tensor([3., 1.])}
     """
-    matching = Matching("all_reduce_mean", lambda: numbers_of(value), shape_text)
-    number = matching.guarded(lambda: _checked_weight(weight), 0.0)
+    matching = CheckedCollective("all_reduce_mean", lambda: numbers_of(value), shape_text)
+    number = matching.capture(lambda: _checked_weight(weight), 0.0)
     if matching.here.size == 1:
         number = float(number > 0)  # alone, the mean is the value, to the last bit
-    with explained("all_reduce_mean"):
+    with explain_comm_errors("all_reduce_mean"):
         total, sums = _reduced(matching, number)
     if total == 0:
         raise ValueError(
@@ -115,22 +121,22 @@ def all_reduce_min(value: _T) -> _T:
 
 def _exactly(call: str, value: _T, op: Any) -> _T:
     """Reduce `value` so that whole numbers stay whole."""
-    matching = Matching(call, lambda: numbers_of(value), shape_text, exact=True)
-    with explained(call):
+    matching = CheckedCollective(call, lambda: numbers_of(value), shape_text, exact=True)
+    with explain_comm_errors(call):
         _, reduced = _reduced(matching, 1, op)
     return matching.rebuilt(value, map(_exactly_like, matching.leaves, reduced))
 
 
-def _reduced(matching: Matching, weight: float, op: Any = _SUM) -> tuple[float, list[Any]]:
+def _reduced(matching: CheckedCollective, weight: float, op: Any = _SUM) -> tuple[float, list[Any]]:
     """Return the sum of the weights, and each leaf, times its weight, reduced over all ranks."""
     packed: dict[Any, Values] = {}
 
     def rides(way: Any) -> bool:
-        return way is None and op == _SUM and len(packed[None]) < ROOM
+        return way is None and op == _SUM and len(packed[None]) < PAYLOAD_SLOTS
 
     def pack() -> list[float]:
         packed.clear()
-        for way in dict.fromkeys([None, *matching.ways]):
+        for way in dict.fromkeys([None, *matching.wire_dtypes]):
             packed[way] = _packed(matching, way, weight)
         near = packed[None] if rides(None) else []
         return [weight, *(near if isinstance(near, list) else near.tolist())]
@@ -142,8 +148,8 @@ def _reduced(matching: Matching, weight: float, op: Any = _SUM) -> tuple[float, 
             reduced[way] = iter(near)
             continue
         sums = matching.vector(near) if rides(way) else _sent(matching, values, op)
-        reduced[way] = iter(split_like(sums, matching.by(way)))
-    return total, [next(reduced[way]) for way in matching.ways]
+        reduced[way] = iter(split_like(sums, matching.leaves_with(way)))
+    return total, [next(reduced[way]) for way in matching.wire_dtypes]
 
 
 def split_like(flat: Tensor, leaves: list[Leaf]) -> list[Tensor]:
@@ -154,9 +160,9 @@ def split_like(flat: Tensor, leaves: list[Leaf]) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _packed(matching: Matching, way: Any, weight: float) -> Values:
+def _packed(matching: CheckedCollective, way: Any, weight: float) -> Values:
     """Return all that travels in this way, times `weight`."""
-    parts, dtype, device = matching.by(way), way, matching.here.device
+    parts, dtype, device = matching.leaves_with(way), way, matching.here.device
     if way is None:
         parts = [part.cpu() if isinstance(part, Tensor) else part for part in parts]
         for part in filter(_is_integer_kind, parts if matching.exact else []):
@@ -173,7 +179,7 @@ def _packed(matching: Matching, way: Any, weight: float) -> Values:
     return flat.mul_(weight) if weight else flat.zero_()
 
 
-def _sent(matching: Matching, values: Values, op: Any) -> Tensor:
+def _sent(matching: CheckedCollective, values: Values, op: Any) -> Tensor:
     """Reduce what all ranks are known to have, in a collective of its own."""
     flat = matching.vector(values) if isinstance(values, list) else values
     if matching.here.size == 1 or not len(flat):

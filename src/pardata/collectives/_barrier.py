@@ -1,22 +1,17 @@
-"""What one rank does for all, and waiting for each other, without ever hanging in silence."""
+"""Barriers, and sections that rank 0 runs alone, over the group's store."""
 
 import base64
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import ParamSpec, TypeVar
 
-import torch.distributed as dist
-
-from pardata._validation import checked_timeout
-from pardata.collectives._all_gather import pickled, unpickled
-from pardata.collectives._consensus import agree
-from pardata.environment._world import World, channel, require_world
-from pardata.store._client import Channel
-from pardata.store._current_op import doing
-from pardata.store._remote_error import Failure
-from pardata.store._round import Turn, call_off, refuse_within
+from pardata._validation import check_text, to_timedelta
+from pardata.collectives._all_gather import deserialize, serialize
+from pardata.collectives._consensus import consensus
+from pardata.environment._world import require_world, store_client
+from pardata.store._current_op import current_op
+from pardata.store._round import exchange, follow, forbid_in_rank_zero_section, lead
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
@@ -28,24 +23,26 @@ _MOST = 2**26  # bytes of a result
 def barrier(name: str = "", timeout: timedelta | float | None = None) -> None:
     """Wait until every rank is here. Collective; returns at once in a single process.
 
-    It waits on the group's store and not in a collective of the backend. So it can say who is
-    missing, and the group is usable afterwards. It does not wait for work queued on a GPU.
+    It waits on the group's store and not in a collective of the backend, so it can name the ranks
+    that are missing. It does not wait for work queued on a GPU. After a timeout no call of pardata
+    that needs all ranks can follow in this group.
 
     Args:
         name: shown in errors. Ranks that wait at barriers of different names get an error.
         timeout: seconds or a `timedelta`; the group's own if not given.
 
     Raises:
-        TypeError: `timeout` is no time.
+        TypeError: `name` is no text (the timeout is the second argument), or `timeout` is no time.
         ValueError: `timeout` is not more than 0.
         TimeoutError: ranks did not come; it names them.
         RuntimeError: other ranks are in another call.
 
     >>> barrier("data is ready")
     """
-    patience = None if timeout is None else checked_timeout(timeout)
+    check_text("name", name)
+    patience = None if timeout is None else to_timedelta(timeout)
     here = require_world("barrier")
-    agree(here, f"barrier({name!r})" if name else "barrier()", lambda: None, timeout=patience)
+    consensus(here, f"barrier({name!r})" if name else "barrier()", lambda: None, timeout=patience)
 
 
 @contextmanager
@@ -57,8 +54,8 @@ def rank_zero_first(*, local: bool = False, timeout: timedelta | float = _HOURS)
     process the block simply runs.
 
     Args:
-        local: let the first rank *of each node* go first, once all ranks are here. This is for
-            files on disks that nodes do not share.
+        local: let the first rank *of each node* go first. The others follow once all of these are
+            done. This is for files on disks that nodes do not share.
         timeout: how long the others wait, in seconds or a `timedelta`. It is long on purpose and
             independent of the group's, within which they notice that the host of the group's store
             is gone.
@@ -70,38 +67,24 @@ def rank_zero_first(*, local: bool = False, timeout: timedelta | float = _HOURS)
     >>> with rank_zero_first(local=True):
     ...     pass  # download, unless the files are there
     """
-    patience = checked_timeout(timeout)
+    patience = to_timedelta(timeout)
     here = require_world("rank_zero_first")
     if here.size == 1:
         yield
         return
-    call, turns = "rank_zero_first", channel()
-    if local:
-        call = "rank_zero_first(local=True)"
-        agree(here, call, lambda: None, timeout=patience)
-        turns = _of_node(turns, here.node_rank, here.local_rank, here.local_size)
-    turn = Turn(turns, call)
-    if turns.rank == 0:
-        with _led(turn, "rank_zero_first", here.rank):
+    client = store_client()
+    call = f"rank_zero_first({'local=True' * local})"
+    if here.local_rank == 0 if local else here.rank == 0:
+        with lead(client, call, others=patience if local else None) as publish:
             yield
-        turn.tell(decision=None)
+        if not local:
+            publish(None)
     else:
-        turn.decision(turn.heard(patience))
+        if local:
+            exchange(client, call, lambda: None, lambda _: None, patience)
+        else:
+            follow(client, call, patience)
         yield
-
-
-def _of_node(group: Channel, node: int, rank: int, size: int) -> Channel:
-    """Return the channel of a node, which has turns of its own and other numbers of ranks."""
-    return Channel(dist.PrefixStore(f"node{node}", group.store), group.timeout, rank, size)
-
-
-def call_off_everywhere(here: World, group: Channel, news: str) -> None:
-    """Let all who wait for this rank, or for the first one of their node, read `news` instead."""
-    call_off(group, news)
-    # A first one that was killed cannot say so, and who notices may be on another node.
-    if group.store.add("nodes are told", 1) == 1:
-        for node in range(here.num_nodes):
-            call_off(_of_node(group, node, 0, 1), news)
 
 
 def rank_zero_call(fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -129,36 +112,22 @@ def rank_zero_call(fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs)
     here = require_world("rank_zero_call")
     if here.size == 1:
         return fn(*args, **kwargs)
-    if doing.leads == "rank_zero_call":  # the others wait for the outer one
-        refuse_within("rank_zero_call")
-    name = getattr(fn, "__qualname__", type(fn).__qualname__)
-    turn = Turn(channel(), f"rank_zero_call({name})")
+    if current_op.leads == "rank_zero_call":  # the others wait for the outer one
+        forbid_in_rank_zero_section("rank_zero_call")
+    client, call = (
+        store_client(),
+        f"rank_zero_call({getattr(fn, '__qualname__', type(fn).__qualname__)})",
+    )
     if not here.is_main:
-        received: _T = unpickled(base64.b64decode(turn.decision(turn.heard(_HOURS))))
+        received: _T = deserialize(base64.b64decode(follow(client, call, _HOURS)))
         return received
-    with _led(turn, "rank_zero_call", here.rank):
+    with lead(client, call) as publish:
         result = fn(*args, **kwargs)
-        data = pickled(result)
+        data = serialize(result)
         if len(data) > _MOST:
             raise ValueError(
                 f"what `rank_zero_call` returns must be at most {_MOST >> 20} MiB, but is "
                 f"{len(data) / 2**20:.1f}: return less, as a path, or send it by `broadcast`"
             )
-    turn.tell(decision=base64.b64encode(data).decode())
+    publish(base64.b64encode(data).decode())
     return result
-
-
-@contextmanager
-def _led(turn: Turn, call: str, rank: int) -> Iterator[None]:
-    """Lead a turn: tell the waiting ranks of any exception, and raise it again."""
-    turn.come()
-    before, doing.leads = doing.leads, call
-    try:
-        yield
-    except BaseException as error:
-        failure = Failure.of(error, rank=rank, call=call)
-        with suppress(Exception):  # the first error says more
-            turn.tell(failed=[asdict(failure)])
-        raise
-    finally:
-        doing.leads = before

@@ -8,7 +8,7 @@ import time
 from types import FrameType
 from typing import Any, Self
 
-from pardata.collectives._min_max import Vote
+from pardata.collectives._fingerprint import CheckedCollective, LeastAndMost
 from pardata.environment._logger import get_logger
 from pardata.environment._world import require_world
 
@@ -48,7 +48,7 @@ class StopSignal:
         self._received_at = 0.0
         self._agreed = False
         self._is_entered = False
-        self._sent: Vote | None = None  # whether any rank was asked
+        self._sent: LeastAndMost | None = None  # whether any rank was asked
 
     @property
     def requested(self) -> bool:
@@ -72,13 +72,14 @@ class StopSignal:
                 "within its block: write `with StopSignal() as stop:`"
             )
         if not self._agreed:
-            self._agreed = self.requested if here.size == 1 else self._heard()
+            self._agreed = self.requested if here.size == 1 else self._last_result()
             if self._agreed:
                 asked = "another rank was asked to stop"
                 why = f"got {signal.Signals(self._received).name}" if self._received else asked
                 _log.info("%s: the run stops at this step", why, ranks=[here.rank])
             elif here.size > 1:
-                self._sent = Vote(here, "StopSignal.agreed", [self.requested])
+                collective = CheckedCollective("StopSignal.agreed", dict, str)
+                self._sent = collective.start_min_max([self.requested])
         return self._agreed
 
     def __bool__(self) -> bool:
@@ -89,12 +90,12 @@ class StopSignal:
         """
         raise TypeError("a StopSignal must not be taken for True or False: call its `agreed()`")
 
-    def _heard(self) -> bool:
+    def _last_result(self) -> bool:
         """Return what all ranks said at the call before."""
         if self._sent is None:
             return False
-        vote, self._sent = self._sent, None
-        ((_, asked),) = vote.result()
+        least_and_most, self._sent = self._sent, None
+        ((_, asked),) = least_and_most()
         return bool(asked)
 
     def __enter__(self) -> Self:
@@ -116,7 +117,7 @@ class StopSignal:
         finally:  # after Ctrl-C, as after all else
             self._stop_listening()
         if kind is None:
-            self._heard()
+            self._last_result()
 
     def _stop_listening(self) -> None:
         for number, handler in self._before.items():

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from pardata._pytree import TreePath, in_brackets, leaves, mapped
+from pardata._pytree import KeyPath, keystr, leaves_with_path, map_with_path
 
 
 class Ragged(list[Any]):
@@ -31,7 +31,7 @@ def is_text(part: Any) -> bool:
 def tensors_of(batch: Any, seen: dict[int, Any] | None = None) -> Iterator[Tensor]:
     """Yield every tensor in `batch`, however it is nested, and in the attributes of its objects."""
     seen = {} if seen is None else seen  # what it holds lives on: another might get its number
-    for _, leaf in leaves(batch, is_leaf=lambda part: hasattr(part, "__dict__")):
+    for _, leaf in leaves_with_path(batch, is_leaf=lambda part: hasattr(part, "__dict__")):
         if id(leaf) in seen:
             continue
         seen[id(leaf)] = leaf
@@ -68,7 +68,7 @@ def emptied(batch: Any, *, lists_are_columns: bool) -> Any:
     def may_be_samples(part: Any) -> bool:
         return is_list(part) and len(part) == 1 and not lists_are_columns
 
-    def empty(path: TreePath, leaf: Any) -> Any:
+    def empty(path: KeyPath, leaf: Any) -> Any:
         if is_ragged(leaf) or is_text(leaf) or (isinstance(leaf, Tensor) and leaf.ndim):
             return leaf[:0]
         what = type(leaf).__name__ + " without dimensions" * isinstance(leaf, Tensor)
@@ -76,7 +76,7 @@ def emptied(batch: Any, *, lists_are_columns: bool) -> Any:
             what += " of one item, which may be a sample"
         raise TypeError(
             f"a batch must be made of tensors, dicts, lists and tuples for a rank to get none of "
-            f"its rows, but `{in_brackets('batch', path)}` is a {what}: evaluate over "
+            f"its rows, but `{keystr('batch', path)}` is a {what}: evaluate over "
             f"Microbatches, of which a rank may have none (pass `microbatch_size`), or use "
             f"drop_last=True, or a batch size that leaves every rank a sample"
         )
@@ -84,7 +84,7 @@ def emptied(batch: Any, *, lists_are_columns: bool) -> Any:
     def is_leaf(part: Any) -> bool:
         return is_ragged(part) or is_indivisible(part) or may_be_samples(part)
 
-    return mapped(batch, empty, is_leaf=is_leaf)
+    return map_with_path(batch, empty, is_leaf=is_leaf)
 
 
 def is_indivisible(batch: Any) -> bool:

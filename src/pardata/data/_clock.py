@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from pardata.store._current_op import LOADER, doing
+from pardata.store._current_op import LOADER, current_op
 
 
 class Clock:
@@ -18,11 +18,11 @@ class Clock:
 
     def next_of(self, batches: Iterator[Any], end: Any) -> Any:
         """Return the next batch, whose step comes first in it, or `end`."""
-        asked, before, batch = self.seconds(), doing.enter(LOADER), end
+        asked, before, batch = self.seconds(), current_op.push(LOADER), end
         try:
             batch = next(batches, end)
         finally:
-            doing.leave(before, batch[0])
+            current_op.pop(before, batch[0])
         self.waited += self.seconds() - asked
         return batch
 
@@ -31,7 +31,7 @@ class Clock:
         if is_ending():
             return
         self._end = time.perf_counter()
-        doing.leave(doing.enter(""), None)
+        current_op.pop(current_op.push(""), None)
 
     def seconds(self) -> float:
         end = time.perf_counter() if self._end is None else self._end

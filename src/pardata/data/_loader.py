@@ -8,7 +8,7 @@ from typing import Any, NoReturn, TypeAlias
 
 from torch.utils.data import Dataset
 
-from pardata._validation import check_integer
+from pardata._validation import check_int
 from pardata.collectives._all_gather import all_gather
 from pardata.data._batch_parts import emptied
 from pardata.data._clock import Clock
@@ -112,7 +112,7 @@ class Loader:
         >>> list(loader.epochs(2))
         []
         """
-        check_integer("count", count, least=0)
+        check_int("count", count, least=0)
         return self._epochs(count)
 
     def _epochs(self, count: int) -> Iterator[int]:
@@ -135,7 +135,7 @@ class Loader:
 
         After `load_state_dict`, the epoch of that state still runs only its rest.
         """
-        check_integer("epoch", epoch, least=0)
+        check_int("epoch", epoch, least=0)
         self._bookmark.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:

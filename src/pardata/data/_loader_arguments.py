@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from pardata._validation import check_flag, check_integer, check_map_style
-from pardata.collectives._consensus import agree, require_same
+from pardata._validation import check_bool, check_int, check_map_style
+from pardata.collectives._consensus import consensus, raise_if_different
 from pardata.data._order import length_of
 from pardata.data._plan import Plan, share
 from pardata.data._settings import Arguments, Settings, WorkerOptions
@@ -46,10 +46,10 @@ def agreed(given: Arguments) -> Settings:
     def decide(facts_of_ranks: list[dict[str, Any]]) -> list[int]:
         loaders: list[list[int]] = [each.pop("loaders") for each in facts_of_ranks]  # may differ
         cure = "Pass the same dataset and arguments on every rank."
-        require_same("make_loader", facts_of_ranks, cure)
+        raise_if_different("make_loader", facts_of_ranks, cure)
         return loaders[0]
 
-    initial, number = agree(ranks, "make_loader", facts, decide)
+    initial, number = consensus(ranks, "make_loader", facts, decide)
     (settings,) = made
     _look_at_shares(settings)
     if given.seed is not None:
@@ -75,14 +75,14 @@ def _settings(given: Arguments, here: World, ranks: World) -> Settings:
     if given.batch_sampler is not None:
         _check_alone(given)
     drop_last = bool(given.shuffle) if given.drop_last is None else given.drop_last
-    check_flag("drop_last", drop_last)
+    check_bool("drop_last", drop_last)
     for name in _FLAGS:
-        check_flag(name, getattr(given, name))
+        check_bool(name, getattr(given, name))
     _check_data(given)
     plan = _plan(given, ranks, drop_last=drop_last)
     seed = 0 if given.seed is None else given.seed
-    check_integer("seed", seed)
-    check_integer("prefetch", given.prefetch, least=0)
+    check_int("seed", seed)
+    check_int("prefetch", given.prefetch, least=0)
     for name in ("collate_fn", "batch_transform", "worker_init_fn"):
         function = getattr(given, name)
         if function is not None and not callable(function):
@@ -196,7 +196,7 @@ def _plan(given: Arguments, ranks: World, *, drop_last: bool) -> Plan:
     sizes = _length_of(given), batch_size or 0, drop_last, microbatch_size
     plan = Plan(*sizes, ranks.rank, ranks.size)
     if microbatch_size is not None:
-        check_integer("microbatch_size", microbatch_size, least=1)
+        check_int("microbatch_size", microbatch_size, least=1)
     if given.batch_sampler is not None:
         return plan
     least = ranks.size if microbatch_size is None else 1
@@ -204,7 +204,7 @@ def _plan(given: Arguments, ranks: World, *, drop_last: bool) -> Plan:
         what = "the number of samples of one optimizer step, over all processes"
         raise TypeError(f"`batch_size` is missing: pass {what}")
     why = ", one for each rank, as it counts the samples of all ranks together" if least > 1 else ""
-    check_integer("batch_size", batch_size, least=least, why=why)
+    check_int("batch_size", batch_size, least=least, why=why)
     if microbatch_size is not None and microbatch_size > batch_size:
         raise ValueError(
             f"`microbatch_size` must be at most the `batch_size` of {batch_size}, but is "

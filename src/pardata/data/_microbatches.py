@@ -7,8 +7,8 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from pardata._pytree import mapped
-from pardata.collectives._consensus import agree
+from pardata._pytree import map_with_path
+from pardata.collectives._consensus import consensus
 from pardata.data._sample_count import samples_of
 from pardata.environment._world import require_world
 
@@ -68,7 +68,9 @@ class Microbatches(Sequence[_T]):
         if not self._batches:
             return self._others
         # A copy of a tuple would be the tuple.
-        copied: _T = mapped(self._batches[0], lambda path, leaf: leaf if path else copy(leaf))
+        copied: _T = map_with_path(
+            self._batches[0], lambda path, leaf: leaf if path else copy(leaf)
+        )
         return copied
 
     @classmethod
@@ -105,7 +107,7 @@ class Microbatches(Sequence[_T]):
                 )
             return [count for one in shares for count in one], facts[0]["seed"]
 
-        counts, seed = agree(here, "Microbatches.of", state, decide)
+        counts, seed = consensus(here, "Microbatches.of", state, decide)
         where: dict[str, Any] = {"epoch": epoch, "step": step, "first": here.rank * len(share)}
         return cls(share, **where, counts=counts, seed=seed, size=here.size)
 

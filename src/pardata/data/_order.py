@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from pardata.collectives._consensus import agree, require_same
+from pardata.collectives._consensus import consensus, raise_if_different
 from pardata.data._plan import GlobalStep, Plan
 from pardata.data._position import Position
 from pardata.data._shuffle import Shuffle
@@ -190,10 +190,10 @@ class Requests(Sampler[Request]):
 
         def decide(facts: list[dict[str, object]]) -> object:
             cure = "Make the sampler of the same arguments on every rank."
-            require_same(f"make_loader({self.name}=…)", facts, cure)
+            raise_if_different(f"make_loader({self.name}=…)", facts, cure)
             return facts[0]["the order"]
 
-        return drawn, agree(self.ranks, "iter(loader) with a sampler", draw, decide)
+        return drawn, consensus(self.ranks, "iter(loader) with a sampler", draw, decide)
 
     def _drawn_once(self, epoch: int) -> list[Any]:
         if hasattr(self.sampler, "set_epoch"):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from pardata._pytree import TreePath, mapped
+from pardata._pytree import KeyPath, map_with_path
 from pardata.data._batch_parts import is_indivisible
 from pardata.data._plan import Fetched, GlobalStep
 from pardata.data._reader import Collation
@@ -58,13 +58,13 @@ def moved(batch: Any, device: torch.device) -> Any:
     An object of another kind is moved by its own ``to``, if it has one.
     """
 
-    def move(_: TreePath, leaf: Any) -> Any:
+    def move(_: KeyPath, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             # Without streams a copy that nobody waits for may read what is no longer there.
             return leaf.to(device, non_blocking=has_streams(device))
         return leaf.to(device) if hasattr(leaf, "to") else leaf
 
-    return batch if device.type == "cpu" else mapped(batch, move, is_leaf=is_indivisible)
+    return batch if device.type == "cpu" else map_with_path(batch, move, is_leaf=is_indivisible)
 
 
 def pinned(batch: Any) -> Any:
@@ -73,11 +73,11 @@ def pinned(batch: Any) -> Any:
     An object of another kind is pinned by its own ``pin_memory``, if it has one.
     """
 
-    def pin(_: TreePath, leaf: Any) -> Any:
+    def pin(_: KeyPath, leaf: Any) -> Any:
         stays = isinstance(leaf, Tensor) and leaf.device.type != "cpu"
         return leaf if stays or not hasattr(leaf, "pin_memory") else leaf.pin_memory()
 
-    return mapped(batch, pin, is_leaf=is_indivisible)
+    return map_with_path(batch, pin, is_leaf=is_indivisible)
 
 
 def _ahead(

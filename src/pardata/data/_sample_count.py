@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from pardata._pytree import leaves
+from pardata._pytree import leaves_with_path
 from pardata.data._batch_parts import is_list, is_text, tensors_of
 from pardata.environment._logger import get_logger
 
@@ -87,7 +87,7 @@ def _first(batch: Any) -> Any:
         part = next(iter(part.values())) if isinstance(part, dict) else part[0]
     if type(part).__weakrefoffset__:
         return part
-    candidates = (leaf for _, leaf in leaves(batch) if type(leaf).__weakrefoffset__)
+    candidates = (leaf for _, leaf in leaves_with_path(batch) if type(leaf).__weakrefoffset__)
     return next(candidates, None)
 
 

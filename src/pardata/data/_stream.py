@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from pardata._pytree import digest_of, leaves
+from pardata._pytree import content_hash, leaves_with_path
 from pardata.data._plan import Fetched, GlobalStep, Plan, share
 from pardata.data._reader import Collation
 from pardata.rng._rng_state import kept_generators, seed_generators
 from pardata.rng._splitmix64 import mix
 
 _END = object()
-_HASHED = (torch.Tensor, str, bytes, int, float, complex, type(None))  # by `digest_of`
+_HASHED = (torch.Tensor, str, bytes, int, float, complex, type(None))  # by `content_hash`
 
 
 class Stream(IterableDataset[Fetched]):
@@ -67,7 +67,7 @@ class Stream(IterableDataset[Fetched]):
             return
         first = delivered // batch_size
         for number, read in enumerate(self._shares(samples, batch_size), first):
-            digest = digest or digest_of([read[0], read[-1]])
+            digest = digest or content_hash([read[0], read[-1]])
             if (number - first) % workers == worker:
                 step, runs = self.plan.share_of(len(read), epoch, number)
                 yield self._fetched(step, runs, read, digest)
@@ -79,7 +79,7 @@ class Stream(IterableDataset[Fetched]):
             return self._seeded(epoch, batch_size, first=delivered), ""
         samples = self._seeded(epoch, batch_size)
         begin = _next(samples, min(delivered, batch_size))
-        read, digest = len(begin), digest_of([begin[0], begin[-1]]) if begin else ""
+        read, digest = len(begin), content_hash([begin[0], begin[-1]]) if begin else ""
         del begin  # what is read again is not kept
         with kept_generators():
             read += sum(1 for _ in islice(samples, delivered - read))
@@ -104,9 +104,10 @@ class Stream(IterableDataset[Fetched]):
         """Return a hash of the first samples. Objects have none: then it tells ranks apart."""
         ends = [read[0], read[-1]]
         has_hash = (
-            isinstance(leaf, _HASHED) or hasattr(leaf, "tobytes") for _, leaf in leaves(ends)
+            isinstance(leaf, _HASHED) or hasattr(leaf, "tobytes")
+            for _, leaf in leaves_with_path(ends)
         )
-        return digest_of(ends) + ("" if all(has_hash) else f" of rank {self.plan.rank}")
+        return content_hash(ends) + ("" if all(has_hash) else f" of rank {self.plan.rank}")
 
     def _shares(self, samples: Iterator[Any], rows: int) -> Iterator[list[Any]]:
         """Yield the samples by `rows`, and what is left of them, unless that is dropped."""

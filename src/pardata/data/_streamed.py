@@ -3,15 +3,15 @@
 from collections.abc import Iterator
 from typing import Any
 
-from pardata._pytree import digest_of
-from pardata.collectives._consensus import agree, require_same
-from pardata.collectives._min_max import Vote
+from pardata._pytree import content_hash
+from pardata.collectives._consensus import consensus, raise_if_different
+from pardata.collectives._fingerprint import CheckedCollective
 from pardata.data._plan import Fetched
 from pardata.data._position import Position
 from pardata.data._stream import Stream, not_of_this_stream
 from pardata.data._workers import Source
 from pardata.environment._world import World
-from pardata.store._rank_format import ranks_text
+from pardata.store._rank_format import format_ranks
 
 _NEXT = "the next step of an IterableDataset"
 
@@ -78,20 +78,20 @@ class Streamed(Source):
         """
         stream, here = self.reader, self._ranks
         last: Any = None  # no step yet
-        coming = _Coming(steps, here)
+        coming = _Coming(steps)
         while True:
-            (fewest, most), (_, any_failed) = coming.vote.result()
+            (fewest, most), (_, any_failed) = coming.counts()
             is_over = not most or (not fewest and stream.is_sharded and stream.plan.drop_last)
             if is_over and not any_failed:
                 return
             is_wrong = last is None and not fewest if stream.is_sharded else fewest != most
             if any_failed or is_wrong:
-                agree(here, _NEXT, coming.samples, _none_on if stream.is_sharded else _ended_on)
+                consensus(here, _NEXT, coming.samples, _none_on if stream.is_sharded else _ended_on)
             if last is None and coming.fetched:
                 self._compare(coming.fetched, before)
             # It has the shape of this rank's last step, without rows. All have a first step.
             last = coming.fetched or last._replace(step=last.step._replace(rows=0))
-            coming = _Coming(steps, here)
+            coming = _Coming(steps)
             yield last
 
     def _compare(self, first: Fetched, before: str | None) -> None:
@@ -116,12 +116,12 @@ class Streamed(Source):
                 "Let the dataset yield the same samples everywhere, drawing from the default "
                 "generators alone, or pass sharded=True if it splits them by rank and worker."
             )
-            require_same("make_loader(IterableDataset)", facts, cure)
+            raise_if_different("make_loader(IterableDataset)", facts, cure)
             return facts[:1]
 
         call = "iter(loader) of an IterableDataset"
-        digests = agree(self._ranks, call, lambda: {"first samples": first.digest}, decide)
-        self.digest = digest_of(digests)
+        digests = consensus(self._ranks, call, lambda: {"first samples": first.digest}, decide)
+        self.digest = content_hash(digests)
         if before not in (None, self.digest):
             raise ValueError(
                 f"`dataset` must yield the same samples when read again to resume, but "
@@ -156,7 +156,7 @@ class _Coming:
     While the step before runs, ranks vote on how many samples it has: 0 if there is none.
     """
 
-    def __init__(self, steps: Iterator[Fetched], here: World) -> None:
+    def __init__(self, steps: Iterator[Fetched]) -> None:
         self.fetched: Fetched | None = None
         self._error: Exception | None = None
         try:
@@ -164,7 +164,8 @@ class _Coming:
         except Exception as error:  # noqa: BLE001  # raised again, on every rank
             self._error = error
         self._count = 0 if self.fetched is None else self.fetched.step.samples
-        self.vote = Vote(here, _NEXT, [self._count, self._error is not None])
+        numbers = [self._count, self._error is not None]
+        self.counts = CheckedCollective(_NEXT, dict, str).start_min_max(numbers)
 
     def samples(self) -> int:
         """Return how many samples it has, or raise the error."""
@@ -177,14 +178,14 @@ class _Coming:
 def _ended_on(counts: list[int]) -> None:
     shorter = [rank for rank, count in enumerate(counts) if count < max(counts)]
     raise RuntimeError(
-        f"every rank must read the same samples, but they ended on {ranks_text(shorter)} of "
+        f"every rank must read the same samples, but they ended on {format_ranks(shorter)} of "
         f"{len(counts)} before the others: let the dataset yield the same samples everywhere, "
         f"drawing from the default generators alone, or pass sharded=True if it splits by rank"
     )
 
 
 def _none_on(counts: list[int]) -> None:
-    empty = ranks_text([rank for rank, count in enumerate(counts) if not count])
+    empty = format_ranks([rank for rank, count in enumerate(counts) if not count])
     raise RuntimeError(
         f"every rank must have a sample, but there is none at all on {empty} of {len(counts)}: let "
         f"the dataset yield some on each, or pass sharded=False"

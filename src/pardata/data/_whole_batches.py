@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
-from pardata._pytree import TreePath, leaves, mapped
+from pardata._pytree import KeyPath, leaves_with_path, map_with_path
 from pardata.data._batch_parts import Ragged, is_ragged
 from pardata.environment._device import has_streams
 
@@ -137,19 +137,22 @@ def _joined(readers: list[ReadRows], ends: list[int], indices: Tensor) -> Any:
         places.append(rows)
     if len(parts) == 1:
         return parts[0]
-    columns, order = [dict(leaves(one, is_leaf=is_ragged)) for one in parts], torch.cat(places)
+    columns, order = (
+        [dict(leaves_with_path(one, is_leaf=is_ragged)) for one in parts],
+        torch.cat(places),
+    )
     if any(column.keys() != columns[0].keys() for column in columns):
         raise ValueError("the datasets of a ConcatDataset must return the same parts, but differ")
     order = order.argsort()
 
-    def put_together(path: TreePath, _: Any) -> Any:
+    def put_together(path: KeyPath, _: Any) -> Any:
         parts_of_column = [column[path] for column in columns]
         if not any(map(is_ragged, parts_of_column)):
             return rows_of(torch.cat(parts_of_column), order)
         rows = [*chain.from_iterable(parts_of_column)]
         return Ragged(rows[i] for i in order.tolist())
 
-    return mapped(parts[0], put_together, is_leaf=is_ragged)
+    return map_with_path(parts[0], put_together, is_leaf=is_ragged)
 
 
 def _from_the_front(indices: Tensor, length: int) -> Tensor:

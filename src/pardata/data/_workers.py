@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from pardata._validation import check_integer
+from pardata._validation import check_int
 from pardata.data._position import Position
 from pardata.data._settings import WorkerOptions
 from pardata.data._whole_batches import is_read_whole, on_cpu, outline
 from pardata.data._worker_processes import started
-from pardata.environment._cpu import usable_cores
+from pardata.environment._cpu import cpus_per_rank
 from pardata.environment._world import World
 from pardata.rng._splitmix64 import mix
 
@@ -28,8 +28,8 @@ def choose_workers(num_workers: Any, dataset: Any, here: World) -> int:
             hand over a tensor.
     """
     if num_workers == "auto":
-        num_workers = 0 if is_read_whole(dataset) else min(8, usable_cores(here) - 1)
-    check_integer("num_workers", num_workers, least=0, why=" or 'auto'")
+        num_workers = 0 if is_read_whole(dataset) else min(8, cpus_per_rank(here) - 1)
+    check_int("num_workers", num_workers, least=0, why=" or 'auto'")
     if num_workers:
         _check_they_can_send()
     return int(num_workers)

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from pardata.collectives._all_reduce import all_reduce_sum
-from pardata.collectives._consensus import agree
+from pardata.collectives._consensus import consensus
 from pardata.data._workers import choose_workers
 from pardata.doctor._environment import Finding
-from pardata.environment._cpu import usable_cores
+from pardata.environment._cpu import cpus_per_rank
 from pardata.environment._device import properties_of, visible_devices
-from pardata.environment._launchers import Launch
+from pardata.environment._launchers import LaunchInfo
 from pardata.environment._world import World
 from pardata.process_group._init import init
 from pardata.testing._run import run
@@ -26,7 +26,7 @@ _LARGE_ON_GPU = 2**24  # 64 MiB: less does not fill the links between GPUs
 _SAMPLE = 2**20  # 4 MiB that a worker hands over
 
 
-def check(launch: Launch, timeout: float) -> list[Finding]:
+def check(launch: LaunchInfo, timeout: float) -> list[Finding]:
     """Try what training needs, on the processes of a launcher, or else on two; return what came.
 
     Collective under a launcher. Raises what goes wrong, on every rank.
@@ -59,9 +59,9 @@ def _trial(here: World, timeout: float) -> list[Finding]:
         _take_from_a_worker(here, timeout)
         gpu = "" if here.device.type == "cpu" else f" {properties_of(here.device).name}"
         node = f"{socket.gethostname()}, node {here.node_rank}, local rank {here.local_rank}"
-        return f"{node}, {here.device}{gpu}, cores: {usable_cores(here)}"
+        return f"{node}, {here.device}{gpu}, cores: {cpus_per_rank(here)}"
 
-    places: list[str] = agree(here, "pardata check", own, list)  # what one rank raises, all do
+    places: list[str] = consensus(here, "pardata check", own, list)  # what one rank raises, all do
     found += [Finding(f"rank {rank}", place) for rank, place in enumerate(places)]
     found.append(Finding("all-reduce", "correct"))
     found.append(Finding("shared memory", f"a worker handed over {4 * _SAMPLE / 2**20:.0f} MiB"))

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 
 from pardata.environment._backend import backend_for
-from pardata.environment._cpu import cpu_quota, usable_cores
-from pardata.environment._device import hidden_devices, properties_of, visible_devices
-from pardata.environment._launchers import Launch, launcher_of
+from pardata.environment._cpu import cgroup_cpu_quota, cpus_per_rank
+from pardata.environment._device import properties_of, undetected_gpus, visible_devices
+from pardata.environment._launchers import LaunchInfo, select_launcher
 from pardata.environment._version import __version__
 from pardata.environment._world import World
 
@@ -38,7 +38,7 @@ class Finding(NamedTuple):
         return "error" if self.is_error else "warning" if self.cure else "ok"
 
 
-def environment(launch: Launch, env: Mapping[str, str]) -> Iterator[Finding]:
+def environment(launch: LaunchInfo, env: Mapping[str, str]) -> Iterator[Finding]:
     """Yield what this process finds around itself, as its launcher described it."""
     nodes = launch.num_nodes or -(-launch.size // launch.local_size)
     here = World(*launch[1:5], 0, nodes, torch.device("cpu"), None, launch.launcher)
@@ -52,8 +52,8 @@ def environment(launch: Launch, env: Mapping[str, str]) -> Iterator[Finding]:
     yield Finding("versions", versions)
 
 
-def _launcher(launch: Launch, env: Mapping[str, str]) -> Finding:
-    chosen = launcher_of(env)
+def _launcher(launch: LaunchInfo, env: Mapping[str, str]) -> Finding:
+    chosen = select_launcher(env)
     if chosen is not None:
         processes = f"{launch.size} process{'es' if launch.size > 1 else ''}"
         address, names = f"{launch.master_addr}:{launch.master_port}", ", ".join(chosen.variables)
@@ -67,7 +67,7 @@ def _launcher(launch: Launch, env: Mapping[str, str]) -> Finding:
 
 
 def _gpus() -> Finding:
-    if (hidden := hidden_devices()) is not None:
+    if (hidden := undetected_gpus()) is not None:
         return Finding("GPUs", *hidden)
     if not (seen := visible_devices()):
         return Finding("GPUs", "none: training runs on the CPU")
@@ -78,17 +78,17 @@ def _gpus() -> Finding:
 
 
 def _cores(here: World) -> Finding:
-    allowed, quota = usable_cores(replace(here, local_size=1)), cpu_quota()
+    allowed, quota = cpus_per_rank(replace(here, local_size=1)), cgroup_cpu_quota()
     limit = "" if quota is None else f", with a quota of {quota:g}"
     if here.local_size > allowed:
         text = f"{here.local_size} ranks of this host share {allowed}{limit}"
         cure = f"start at most {allowed} per host, or ask the scheduler for more cores"
         return Finding("cores", text, cure)
-    return Finding("cores", f"{usable_cores(here)} per process, of {os.cpu_count()}{limit}")
+    return Finding("cores", f"{cpus_per_rank(here)} per process, of {os.cpu_count()}{limit}")
 
 
 def _threads(here: World) -> Finding:
-    threads, cores = torch.get_num_threads(), usable_cores(here)
+    threads, cores = torch.get_num_threads(), cpus_per_rank(here)
     wish = os.environ.get("OMP_NUM_THREADS", "not set")
     text = f"{threads} per process (OMP_NUM_THREADS: {wish})"
     cure = f"set OMP_NUM_THREADS={cores}, as each process has {cores} of the cores"

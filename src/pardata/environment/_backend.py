@@ -15,16 +15,16 @@ from torch.distributed import distributed_c10d
 def backend_for(device: torch.device) -> str:
     """Return the backend of ranks that compute on such devices: torch's own, and gloo."""
     native = dist.Backend.default_device_backend_map.get(device.type, "gloo")
-    return f"{device.type}:{native},cpu:gloo" if runs_on_gpus(native) else "gloo"
+    return f"{device.type}:{native},cpu:gloo" if has_accelerator_backend(native) else "gloo"
 
 
-def require_taken(device: torch.device, backend: str | None) -> None:
+def check_supported(device: torch.device, backend: str | None) -> None:
     """Refuse a device from which ranks cannot send.
 
     Raises:
         RuntimeError: says what can be done there.
     """
-    if not takes(backend, device.type):
+    if not supports_device(backend, device.type):
         alone = "train there in one process under strategy 'none', or pass 'cpu'"
         cure = "leave out `backend`" if device.type == "cpu" else alone
         raise RuntimeError(
@@ -33,12 +33,12 @@ def require_taken(device: torch.device, backend: str | None) -> None:
         )
 
 
-def runs_on_gpus(backend: str | None) -> bool:
+def has_accelerator_backend(backend: str | None) -> bool:
     """Return whether a group with this backend has one that is for accelerators alone."""
     return backend is not None and not all("cpu" in kinds for _, kinds in _parts(backend))
 
 
-def takes(backend: str | None, kind: str) -> bool:
+def supports_device(backend: str | None, kind: str) -> bool:
     """Return whether a group with this backend, if it is one, reduces tensors on such devices."""
     parts = _parts(backend or "gloo")
     return any(kind in kinds if own is None else kind == own for own, kinds in parts)
@@ -52,12 +52,16 @@ def _parts(backend: str) -> Iterator[tuple[str | None, Collection[str]]]:
         yield kind or None, dist.Backend.backend_capability.get(name, ("cpu", kind))
 
 
-def sends_numbers_apart(backend: str | None, device: torch.device) -> bool:
+def has_cpu_backend_beside(backend: str | None, device: torch.device) -> bool:
     """Return whether a group with this backend sends numbers on the CPU next to its gradients.
 
     The gradients are of a model on `device`, whose own backend sends them; gloo sends the numbers.
     """
-    return device.type != "cpu" and runs_on_gpus(backend) and takes(backend, "cpu")
+    return (
+        device.type != "cpu"
+        and has_accelerator_backend(backend)
+        and supports_device(backend, "cpu")
+    )
 
 
 def new_gloo_group(timeout: timedelta | None = None) -> Any:
@@ -88,7 +92,7 @@ def broadcast_together(tensors: list[Tensor], group: Any = None) -> None:
     dist._broadcast_coalesced(taken, tensors, 250 * 2**20, 0)
 
 
-def timeout_of(group: Any) -> timedelta | None:
+def group_timeout(group: Any) -> timedelta | None:
     """Return how long a collective on the CPU may take in `group`, if its backend says that."""
     on_cpu = [kind for kind in group._device_types if kind.type == "cpu"]
     # Under TORCH_DISTRIBUTED_DEBUG torch wraps the backend, and the wrapper has no options.

@@ -68,13 +68,13 @@ def properties_of(device: torch.device) -> Any:
 
 
 @cache
-def widest(device: torch.device) -> torch.dtype:
+def widest_float_dtype(device: torch.device) -> torch.dtype:
     """Return float64, or float32 if a device has no float64."""
     has_it = properties_of(device).has_fp64 if device.type == "xpu" else device.type != "mps"
     return torch.float64 if has_it else torch.float32
 
 
-def masks() -> dict[str, str]:
+def visibility_variables() -> dict[str, str]:
     """Return the variables of this process that restrict which devices it sees."""
     return {name: os.environ[name] for name in _MASKS if name in os.environ}
 
@@ -89,7 +89,7 @@ def flight_recorder() -> str:
     return f"at the timeout PyTorch's flight recorder writes its file for each rank: {where}"
 
 
-def hidden_devices(root: Path = Path("/")) -> tuple[str, str] | None:
+def undetected_gpus(root: Path = Path("/")) -> tuple[str, str] | None:
     """Return that torch sees none of the GPUs that are here, and the cure, if that is so."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")  # torch warns of a driver that is too old
@@ -111,7 +111,7 @@ def hidden_devices(root: Path = Path("/")) -> tuple[str, str] | None:
     return text, cure
 
 
-def named_device(device: Any) -> torch.device:
+def parse_device(device: Any) -> torch.device:
     """Return the device of this name, whether it is there or not."""
     try:
         return torch.device(device)
@@ -129,7 +129,7 @@ def checked_device(device: Any) -> torch.device:
         ValueError: if this names none.
         RuntimeError: if there is none such on this machine.
     """
-    named = named_device(device)
+    named = parse_device(device)
     try:
         return torch.empty(0, device=named).device
     except (RuntimeError, AssertionError) as error:  # the second is torch's, too

@@ -21,7 +21,7 @@ SLURM = tuple(f"SLURM_{name}" for name in (*_OF_TASK, *_OF_STEP))
 _OPT_OUT = "set PARDATA_LAUNCHER=none to run as a single process"
 
 
-class Launch(NamedTuple):
+class LaunchInfo(NamedTuple):
     """What a launcher told this process. ``None``: the launcher does not say."""
 
     launcher: str
@@ -35,12 +35,12 @@ class Launch(NamedTuple):
     master_port: int
 
     @property
-    def identity(self) -> str:
+    def launch_id(self) -> str:
         """Tell this process of this run from every other: a subprocess inherits it unchanged."""
         return f"{self.launcher}:{self.rank}/{self.size}@{self.master_addr}:{self.master_port}"
 
 
-SINGLE = Launch("single", 0, 1, 0, 1, 0, 1, "", 0)
+SINGLE = LaunchInfo("single", 0, 1, 0, 1, 0, 1, "", 0)
 
 
 class Launcher(NamedTuple):
@@ -52,7 +52,7 @@ class Launcher(NamedTuple):
         variables: that it sets for each process, and `read` needs.
         families: beginnings of the names of all variables that it may set.
         started: whether the variables are those of one of its processes.
-        read: makes a `Launch` of them.
+        read: makes a `LaunchInfo` of them.
         cores: the variable that says how many cores the job has here, "" if none does. It is None
             for a launcher that never gives a process cores of its own.
     """
@@ -62,7 +62,7 @@ class Launcher(NamedTuple):
     variables: tuple[str, ...]
     families: tuple[str, ...]
     started: Callable[[Env], bool]
-    read: Callable[[Env], Launch]
+    read: Callable[[Env], LaunchInfo]
     cores: str | None
 
     @property
@@ -71,14 +71,14 @@ class Launcher(NamedTuple):
         return tuple(name for name in self.variables if not name.startswith("MASTER_"))
 
 
-def detect(env: Env) -> Launch:
+def detect_launch(env: Env) -> LaunchInfo:
     """Read the launcher's variables, or return ``SINGLE`` if none started this process.
 
     Raises:
         ValueError: for a set that is partial, contradictory or not numeric, and for an unknown
             ``PARDATA_LAUNCHER``; the message names the variable.
     """
-    launcher = launcher_of(env)
+    launcher = select_launcher(env)
     if launcher is None:
         return SINGLE
     launch = launcher.read(env)
@@ -88,7 +88,7 @@ def detect(env: Env) -> Launch:
     return launch
 
 
-def launcher_of(env: Env) -> Launcher | None:
+def select_launcher(env: Env) -> Launcher | None:
     """Return the launcher that is chosen, or else whose variables say "one of many"."""
     choice = env.get("PARDATA_LAUNCHER", "auto")
     choices = ("auto", *dict.fromkeys(launcher.name for launcher in LAUNCHERS), "none")
@@ -114,7 +114,7 @@ def _is_open_mpis(env: Env) -> bool:
 def _is_slurms(env: Env) -> bool:
     # sbatch sets SLURM_PROCID and SLURM_NTASKS for a plain `python` too. Only srun starts a step.
     is_step = env.get("SLURM_STEP_ID", "").isdecimal()
-    return is_step and whole_number(env, "SLURM_STEP_NUM_TASKS") > 1
+    return is_step and read_int(env, "SLURM_STEP_NUM_TASKS") > 1
 
 
 def _is_mpichs(env: Env) -> bool:
@@ -122,15 +122,15 @@ def _is_mpichs(env: Env) -> bool:
     return any(name in env for name in MPICH) and "SLURM_STEP_ID" not in env
 
 
-def _torchrun(env: Env) -> Launch:
+def _torchrun(env: Env) -> LaunchInfo:
     rank, size, local_rank, local_size = _numbers(env, TORCHRUN, "torchrun")
-    numbers = numbers_told(env, ("GROUP_RANK", "GROUP_WORLD_SIZE"))
+    numbers = read_ints(env, ("GROUP_RANK", "GROUP_WORLD_SIZE"))
     node, nodes = numbers.get("GROUP_RANK"), numbers.get("GROUP_WORLD_SIZE")
     address, port = env["MASTER_ADDR"], _port(env, 0)  # the address is set
-    return Launch("torchrun", rank, size, local_rank, local_size, node, nodes, address, port)
+    return LaunchInfo("torchrun", rank, size, local_rank, local_size, node, nodes, address, port)
 
 
-def _mpi(env: Env) -> Launch:
+def _mpi(env: Env) -> LaunchInfo:
     """Read the four variables that every MPI sets; the address it does not tell."""
     if _is_open_mpis(env):
         names, who, option = OPEN_MPI, "Open MPI", "-x MASTER_ADDR=<host of rank 0>"
@@ -145,17 +145,19 @@ def _mpi(env: Env) -> Launch:
             f"`MASTER_ADDR` must be set when MPI spans several hosts ({local_size} of {size} "
             f"ranks are on this one), but is not: add `{option}` to the command"
         )
-    return Launch("mpi", rank, size, local_rank, local_size, None, None, address, _port(env, port))
+    return LaunchInfo(
+        "mpi", rank, size, local_rank, local_size, None, None, address, _port(env, port)
+    )
 
 
-def _slurm(env: Env) -> Launch:
+def _slurm(env: Env) -> LaunchInfo:
     rank, size, local_rank, node = _numbers(env, SLURM, "a SLURM step")
     local_size, nodes = _tasks_at(node, env["SLURM_STEP_TASKS_PER_NODE"])
     # The same rule as Lightning and Ignite, plus the step, so that two steps of a job differ.
-    job, step = whole_number(env, "SLURM_JOB_ID"), whole_number(env, "SLURM_STEP_ID")
+    job, step = read_int(env, "SLURM_JOB_ID"), read_int(env, "SLURM_STEP_ID")
     port = _port(env, 15000 + (job % 10000 + step) % (65536 - 15000))
     address = env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"])
-    return Launch("slurm", rank, size, local_rank, local_size, node, nodes, address, port)
+    return LaunchInfo("slurm", rank, size, local_rank, local_size, node, nodes, address, port)
 
 
 def _tasks_at(node: int, text: str) -> tuple[int, int]:
@@ -200,10 +202,10 @@ def _numbers(env: Env, names: tuple[str, ...], launcher: str) -> list[int]:
             f"the variables of {launcher} must be set together, but {', '.join(missing)} must "
             f"still be set{also}: start the script with the launcher itself, or {_OPT_OUT}"
         )
-    return [whole_number(env, name) for name in names[:4]]
+    return [read_int(env, name) for name in names[:4]]
 
 
-def whole_number(env: Env, name: str) -> int:
+def read_int(env: Env, name: str) -> int:
     """Return the variable `name` as a number, or raise a `ValueError` that shows it."""
     text = env.get(name, "")
     # isascii: int() takes the digits of every script. 18 digits: more cannot be a count.
@@ -214,19 +216,19 @@ def whole_number(env: Env, name: str) -> int:
     return int(text)
 
 
-def numbers_told(env: Env, names: Iterable[str]) -> dict[str, int]:
+def read_ints(env: Env, names: Iterable[str]) -> dict[str, int]:
     """Return the numbers of those variables that are set."""
-    return {name: whole_number(env, name) for name in names if env.get(name)}
+    return {name: read_int(env, name) for name in names if env.get(name)}
 
 
 def _port(env: Env, default: int) -> int:
-    port = numbers_told(env, ["MASTER_PORT"]).get("MASTER_PORT", default)
+    port = read_ints(env, ["MASTER_PORT"]).get("MASTER_PORT", default)
     if not 0 < port < 65536:
         raise ValueError(f"`MASTER_PORT` must be between 1 and 65535, but is {port}")
     return port
 
 
-def _check_bounds(launch: Launch, launcher: Launcher) -> None:
+def _check_bounds(launch: LaunchInfo, launcher: Launcher) -> None:
     names = [name for name in launcher.marks if not name.startswith(launcher.families)]
     variables = ", ".join([*names, *(f"{family}*" for family in launcher.families)])
     for value, bound, name, of in (
@@ -243,9 +245,9 @@ def _check_bounds(launch: Launch, launcher: Launcher) -> None:
             )
 
 
-def _check_torchs(launch: Launch, env: Env) -> None:
+def _check_torchs(launch: LaunchInfo, env: Env) -> None:
     """Refuse torch's variables, exported by hand, that contradict the launcher found."""
-    numbers = numbers_told(env, TORCHRUN[:4])
+    numbers = read_ints(env, TORCHRUN[:4])
     for name, value in zip(TORCHRUN, launch[1:5], strict=False):  # without the address
         if numbers.get(name, value) != value:
             raise ValueError(
@@ -254,13 +256,13 @@ def _check_torchs(launch: Launch, env: Env) -> None:
             )
 
 
-def launcher_text(launch: Launch) -> str:
+def launcher_text(launch: LaunchInfo) -> str:
     """Name a launcher as a person would."""
-    known = named(launch.launcher)
+    known = launcher_by_name(launch.launcher)
     return known.text.removeprefix("Open ") if known else launch.launcher
 
 
-def named(name: str) -> Launcher | None:
+def launcher_by_name(name: str) -> Launcher | None:
     """Return the first launcher of this name."""
     return next((launcher for launcher in LAUNCHERS if launcher.name == name), None)
 

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pardata.environment._launchers import detect
+from pardata.environment._launchers import detect_launch
 
-said = set[tuple[str, int, str]]()  # what was logged with `once=True`: logger, level and line
+logged_once = set[
+    tuple[str, int, str]
+]()  # what was logged with `once=True`: logger, level and line
 
 
 class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # none before Python 3.11
@@ -35,9 +37,9 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # none befor
         if once:
             # Not formatted: what does not go together is logging's to report, and ends no run.
             key = (self.logger.name, level, f"{msg} {args!r}")
-            if key in said:  # by whichever adapter
+            if key in logged_once:  # by whichever adapter
                 return
-            said.add(key)
+            logged_once.add(key)
         prefix = f"[{rank}/{size}] " if size > 1 else ""
         text = prefix + str(msg).replace("\n", "\n" + prefix)
         # 2: past this frame, so that the record shows the caller's file and line.
@@ -82,7 +84,7 @@ def _rank_and_size() -> tuple[int, int]:
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     try:
-        launch = detect(os.environ)
+        launch = detect_launch(os.environ)
     except ValueError:  # broken variables are `init`'s to report; a log line never fails
         return 0, 1
     return launch.rank, launch.size

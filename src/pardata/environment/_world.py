@@ -1,12 +1,12 @@
-"""Which process am I? Asking about the process group.
+"""The current world, and the state that `init` made.
 
-What `init` found is kept next to torch's own group and valid only for that group and this process.
-So a group that somebody else destroys, or a fork, cannot leave a stale answer.
+The state is valid for torch's default group at that time, and for this process. So it is not stale
+after somebody else destroyed the group, nor in a forked child.
 """
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -16,13 +16,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils.data import get_worker_info
 
-from pardata.environment._backend import default_store, takes
+from pardata.environment._backend import default_store, supports_device
 from pardata.environment._device import current_device, require_visible, visible_devices
-from pardata.environment._launchers import Launch, detect, launcher_text, numbers_told
+from pardata.environment._launchers import LaunchInfo, detect_launch, launcher_text, read_ints
 from pardata.environment._logger import get_logger
 from pardata.store._caller import call_site
-from pardata.store._client import Channel
-from pardata.store._remote_error import leave_for_torchrun
+from pardata.store._client import StoreClient
 
 _AtTheEnd = Callable[[BaseException | None], None]  # ``with init()`` tells it of the exception
 _CPU = torch.device("cpu")
@@ -76,30 +75,50 @@ class World(AbstractContextManager["World"]):
             self._at_the_end(error)
 
 
-@dataclass(eq=False)  # nobody compares two: frozen or equal, it would take longer to import
-class Joined:
-    """What `init` found, for which group and process, and what it left to be done.
+@dataclass(eq=False)  # frozen or comparable it would take longer to import
+class GroupState:
+    """What `init` made or adopted.
 
     Attributes:
-        group_of_counts: by which small numbers travel, if they would meet gradients in `group`,
-            or it takes no tensors on the CPU.
-        on_leaving: called before the group is left.
+        world: this process in it.
+        client: of its store.
+        hosts_store: whether this process serves the store.
+        cpu_group: for small tensors on the CPU; None if the default group takes them, and without
+            mixing them with gradients.
+        group: the default group at that time.
+        pid: of this process.
+        resources: what `init` opened, in order; closed in the reverse order.
+        has_own_cpus: whether the ranks of this host are bound to different cores.
+        hang_after: for how long a rank waits until the watchdog logs it; 0: there is none.
+        has_failed: whether the other ranks were told that this one failed.
     """
 
     world: World
-    channel: Channel
+    client: StoreClient
     hosts_store: bool = False
-    group_of_counts: Any = None
+    cpu_group: Any = None
     group: object = field(default_factory=lambda: dist.group.WORLD)
     pid: int = field(default_factory=os.getpid)
-    on_leaving: Callable[[], None] = lambda: None
+    resources: ExitStack = field(default_factory=ExitStack)
+    has_own_cpus: bool = False
+    hang_after: timedelta = timedelta(0)
+    has_failed: bool = False
 
 
 class Process:
-    """What `init` found in this process; `joined` tells whether it still holds."""
+    """The state of this process; `group_state` tells whether it is still valid.
 
-    joined: Joined | None = None
-    was_asked = False  # by `world`, while there was no group
+    Attributes:
+        state: that `init` made.
+        other: a group that was made without `init`, and a client of its store.
+        others: number of such groups.
+        was_asked: whether `world` was called while there was no group.
+    """
+
+    state: GroupState | None = None
+    other: tuple[Any, StoreClient] | None = None
+    others: int = 0
+    was_asked: bool = False
 
 
 process = Process()
@@ -131,7 +150,7 @@ def world() -> World:
 def _warn_if_launched() -> None:
     """Warn if this is one of several processes that a launcher started, each rank 0 by itself."""
     try:
-        launch = detect(os.environ)
+        launch = detect_launch(os.environ)
     except ValueError:  # it is `init` that raises it
         return
     if launch.size > 1 and not is_child() and dist.group.WORLD is None and not inherits(launch):
@@ -146,10 +165,10 @@ def _warn_if_launched() -> None:
 def current_world() -> World:
     """Return what `world` does, without a warning."""
     # Opted out; `init` may still make this process its group of one.
-    alone = process.joined is None and os.environ.get("PARDATA_LAUNCHER") == "none"
+    alone = process.state is None and os.environ.get("PARDATA_LAUNCHER") == "none"
     if alone or is_child() or dist.group.WORLD is None:
         return single_world()
-    found = joined()
+    found = group_state()
     return existing_world(None) if found is None else found.world
 
 
@@ -162,41 +181,44 @@ def require_world(what: str) -> World:
     found = current_world()
     if found.backend is not None or is_child():
         return found
-    launch = detect(os.environ)
+    launch = detect_launch(os.environ)
     if launch.size > 1:
-        text = (
+        raise RuntimeError(
             f"`{what}` needs the process group: {launcher_text(launch)} started {launch.size} "
             f"processes, but `pardata.init()` was not called in this one: call it first, or set "
             f"PARDATA_LAUNCHER=none to run as a single process"
         )
-        leave_for_torchrun(f"{text} ({call_site()})")  # there is no hook that would
-        raise RuntimeError(text)
     return found
 
 
-def channel() -> Channel:
-    """Return the store of the current group, for messages between ranks."""
-    found = joined()
-    return new_channel(None) if found is None else found.channel
+def store_client() -> StoreClient:
+    """Return the client of the current group's store."""
+    if (found := group_state()) is not None:
+        return found.client
+    if process.other is None or process.other[0] is not dist.group.WORLD:
+        # The next such group may have the same store, with the keys of this one.
+        process.others += 1
+        process.other = dist.group.WORLD, new_store_client(None, f"pardata/{process.others}")
+    return process.other[1]
 
 
-def joined() -> Joined | None:
-    """Return what `init` found, if that still holds."""
-    found = process.joined
+def group_state() -> GroupState | None:
+    """Return the state that `init` made, if it is that of the current group."""
+    found = process.state
     return found if found is not None and found.group is dist.group.WORLD else None
 
 
 def is_child() -> bool:
     """Whether this is a forked child or a DataLoader worker, which must not touch the group."""
-    found = process.joined
+    found = process.state
     forked = found is not None and found.pid != os.getpid()
     return forked or get_worker_info() is not None
 
 
-def inherits(launch: Launch) -> str:
+def inherits(launch: LaunchInfo) -> str:
     """Return the process that joined as `launch`, if this one has only inherited its variables."""
     pid, _, identity = os.environ.get("PARDATA_JOINED", "").partition(" ")
-    return pid if pid != str(os.getpid()) and identity == launch.identity else ""
+    return pid if pid != str(os.getpid()) and identity == launch.launch_id else ""
 
 
 def single_world() -> World:
@@ -216,7 +238,7 @@ def existing_world(device: torch.device | None, hosts: Sequence[str] = ()) -> Wo
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     # Ray Train and torchrun say this in addition to the group.
-    env = numbers_told(os.environ, ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"))
+    env = read_ints(os.environ, ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"))
     hosts = hosts or [""] * size
     local_rank = env.get("LOCAL_RANK", hosts[:rank].count(hosts[rank]))
     local_size = env.get("LOCAL_WORLD_SIZE", hosts.count(hosts[rank]))
@@ -228,7 +250,7 @@ def existing_world(device: torch.device | None, hosts: Sequence[str] = ()) -> Wo
     parts = dict(part.split(":") for part in dist.get_backend_config().split(","))
     distinct = set(parts.values())
     backend = dist.get_backend_config() if len(distinct) > 1 else distinct.pop()
-    kinds = [kind for kind, name in parts.items() if not takes(name, "cpu")]
+    kinds = [kind for kind, name in parts.items() if not supports_device(name, "cpu")]
     device = device or torch.device(*kinds or ["cpu"])
     if device.index is None and any(device.type == seen.type for seen in visible_devices()):
         # The one to which the group is bound, else the current one, or the local rank's.
@@ -237,17 +259,16 @@ def existing_world(device: torch.device | None, hosts: Sequence[str] = ()) -> Wo
     return World(rank, size, local_rank, local_size, node, nodes, device, backend, "existing")
 
 
-def way_of_counts(here: World) -> tuple[Any, torch.device]:
-    """Return the group by which small integers travel (None: the default one), and their device."""
-    found = joined()
-    if found is not None and found.group_of_counts is not None:
-        return found.group_of_counts, _CPU
-    return None, _CPU if takes(here.backend, "cpu") else here.device
+def cpu_group_and_device(here: World) -> tuple[Any, torch.device]:
+    """Return the group (None: the default one) and the device for collectives of small numbers."""
+    found = group_state()
+    if found is not None and found.cpu_group is not None:
+        return found.cpu_group, _CPU
+    return None, _CPU if supports_device(here.backend, "cpu") else here.device
 
 
-def new_channel(timeout: timedelta | None) -> Channel:
-    """Return the store of the default group, and how long to wait on it by default."""
+def new_store_client(timeout: timedelta | None, prefix: str = "pardata") -> StoreClient:
+    """Return a client of the default group's store, with torch's timeout if none is given."""
     wait = distributed_c10d.default_pg_timeout if timeout is None else timeout
-    return Channel(
-        dist.PrefixStore("pardata", default_store()), wait, dist.get_rank(), dist.get_world_size()
-    )
+    store = dist.PrefixStore(prefix, default_store())
+    return StoreClient(store, wait, dist.get_rank(), dist.get_world_size())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from pardata._pytree import leaves
+from pardata._pytree import leaves_with_path
 from pardata.environment._logger import get_logger
 from pardata.model._autograd import in_backward
 from pardata.model._state_dict import NO_ASSIGN, LoadedKeys, load_whole
@@ -119,7 +119,9 @@ class ReadThrough(nn.Module):
 
         For there are models that take no batch without rows, as those of transformers.
         """
-        tensors = [leaf for _, leaf in leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
+        tensors = [
+            leaf for _, leaf in leaves_with_path(inputs) if isinstance(leaf, Tensor) and leaf.ndim
+        ]
         if not tensors or any(len(tensor) for tensor in tensors):
             return
         raise RuntimeError(

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from pardata._validation import kind_of
-from pardata.collectives._consensus import agree
+from pardata._validation import type_with_article
+from pardata.collectives._consensus import consensus
 from pardata.environment._world import require_world
 from pardata.model._modules import set_versions, versions_of
 from pardata.model._unwrap import Wrapper, layers, unwrap
@@ -56,7 +56,7 @@ def load_sharded(model: nn.Module, given: object, *, strict: bool, assign: bool)
         return {}
 
     # The ranks load together, so none begins where another cannot.
-    agree(require_world("load_weights"), "load_weights", check)
+    consensus(require_world("load_weights"), "load_weights", check)
     ((state, keys),) = found
     whole = not any(hasattr(value, "full_tensor") for value in state.values())
     if whole:
@@ -70,7 +70,9 @@ def _read_state(state: object) -> Mapping[str, Any]:
     if isinstance(state, str | os.PathLike):
         state = read_weights(state)
     if not isinstance(state, Mapping):
-        raise TypeError(f"`state_or_path` must be a state dict or a path, but is {kind_of(state)}")
+        raise TypeError(
+            f"`state_or_path` must be a state dict or a path, but is {type_with_article(state)}"
+        )
     must = "`state_or_path` must map names to tensors, but"
     for key, value in state.items():
         if not isinstance(key, str):

@@ -12,7 +12,7 @@ from weakref import finalize
 
 from torch import Tensor
 
-from pardata._validation import check_integer, checked_path, make_folder
+from pardata._validation import check_int, ensure_directory, local_path
 from pardata.environment._logger import get_logger
 from pardata.environment._world import require_world
 
@@ -45,13 +45,13 @@ class MetricWriter(AbstractContextManager["MetricWriter"]):
 
     def __init__(self, directory: str | os.PathLike[str], *, after: int | None = None) -> None:
         if after is not None:
-            check_integer("after", after)
-        path = checked_path("directory", directory)
+            check_int("after", after)
+        path = local_path("directory", directory)
         self._file: TextIO | None = None
         self._board: Any = None
         if not require_world("MetricWriter").is_main:
             return
-        make_folder(path)
+        ensure_directory(path)
         file = path / "metrics.jsonl"
         if file.exists():
             _set_apart(file, after)
@@ -67,7 +67,7 @@ class MetricWriter(AbstractContextManager["MetricWriter"]):
                 it names, is not one number.
             ValueError: a value is named ``"step"``. On rank 0, after `close`.
         """
-        check_integer("step", step)
+        check_int("step", step)
         if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
             raise TypeError(
                 f"`values` must map names to numbers, but is {values!r}: pass {{'loss': loss}}"

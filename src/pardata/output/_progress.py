@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from torch import Tensor
 
-from pardata._validation import check_integer, kind_of
+from pardata._validation import check_int, type_with_article
 from pardata.environment._world import require_world
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ def progress(
         raise TypeError(f"`iterable` must be something to iterate over, but is {iterable!r}")
     for name, number in {"total": total, "batch_size": batch_size}.items():
         if number is not None:
-            check_integer(name, number, least=0)
+            check_int(name, number, least=0)
     if total is None and isinstance(iterable, Sized):
         with suppress(TypeError):  # it has a __len__, as every loader, and yet no length
             total = len(iterable)
@@ -80,7 +80,8 @@ class Progress(Generic[T]):
             count = value.numel() if isinstance(value, Tensor) else getattr(value, "size", 1)
             if hasattr(value, "item") and count != 1:
                 raise TypeError(
-                    f"`{name}` must be one number, but is {kind_of(value)} of {count}: take a mean"
+                    f"`{name}` must be one number, but is {type_with_article(value)} of {count}: "
+                    f"take a mean"
                 )
             # Drawn later: its graph need not live until then.
             self._values[name] = value.detach() if isinstance(value, Tensor) else value

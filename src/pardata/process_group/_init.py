@@ -1,38 +1,44 @@
 """Joining the process group of whatever launched this process. Only `init` joins."""
 
+import multiprocessing
 import os
 import socket
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from pardata._validation import checked_timeout
-from pardata.environment._backend import new_gloo_group, sends_numbers_apart, timeout_of
-from pardata.environment._device import named_device, visible_devices
-from pardata.environment._launchers import Launch, detect
+from pardata._validation import to_timedelta
+from pardata.environment._backend import group_timeout, has_cpu_backend_beside, new_gloo_group
+from pardata.environment._cpu import cpus_of_process
+from pardata.environment._device import parse_device, visible_devices
+from pardata.environment._launchers import LaunchInfo, detect_launch
 from pardata.environment._logger import get_logger
 from pardata.environment._world import (
-    Joined,
+    GroupState,
     World,
     current_world,
     existing_world,
+    group_state,
     inherits,
     is_child,
-    joined,
-    new_channel,
+    new_store_client,
 )
-from pardata.process_group._malloc import keep_freed_memory
-from pardata.process_group._rendezvous import join, once_made, with_fresh_part
-from pardata.process_group._shutdown import remember, report_uncaught, tell_at_the_end
-from pardata.process_group._watchdog import Watch
-from pardata.store._caller import call_site
-from pardata.store._remote_error import leave_for_torchrun, one_line
-from pardata.store._round import all_say
+from pardata.process_group._malloc import tune_glibc_malloc
+from pardata.process_group._rendezvous import (
+    create_group,
+    create_on_all_ranks,
+    hosts_with_own_cpus,
+    with_fresh_prefix,
+)
+from pardata.process_group._shutdown import end, remember, report_uncaught
+from pardata.process_group._watchdog import Watchdog
+from pardata.store._round import exchange
 
 _log = get_logger(__name__)
 
@@ -91,85 +97,100 @@ def init(
     ...     world.rank, world.size
     (0, 1)
     """
-    try:
-        patience = None if timeout is None else checked_timeout(timeout)
-        if hang_after is not None:
-            hang_after = checked_timeout(hang_after, "hang_after", or_none=True)
-        here, before = current_world(), joined()
-        if here.backend is None and (is_child() or dist.group.WORLD is not None):
-            return here  # there is a group, which a child, or who opted out, does not touch
-        if before is not None:
-            _refuse_change(before.world, backend, device)
-            return replace(before.world, _at_the_end=None)
-        if dist.group.WORLD is not None:
-            ours = _adopt(device, patience)
-        else:
-            launch = detect(os.environ)
-            _refuse_inherited(launch)
-            ours = join(launch, backend=backend, timeout=patience, device=device)
-        with suppress(ValueError):  # who made the group need not have used a launcher's variables
-            os.environ["PARDATA_JOINED"] = f"{os.getpid()} {detect(os.environ).identity}"
-        if ours.world.size > 1:
-            ours.on_leaving = _looked_after(ours, hang_after)
-        remember(ours)
-    except Exception as error:
-        leave_for_torchrun(f"{one_line(error)} ({call_site()})")  # there is no hook yet that would
-        raise
-    _log.info("%s", _found_text(ours.world))
+    patience = None if timeout is None else to_timedelta(timeout)
+    if hang_after is not None:
+        hang_after = to_timedelta(hang_after, "hang_after", or_none=True)
+    world, before = current_world(), group_state()
+    if world.backend is None and (is_child() or dist.group.WORLD is not None):
+        return world  # there is a group, which a child, or who opted out, does not touch
+    if before is not None:
+        _check_same_arguments(before, backend, device, patience, hang_after)
+        return replace(before.world, _at_the_end=None)
+    if dist.group.WORLD is not None:
+        state = _adopt_group(device, patience)
+    else:
+        launch = detect_launch(os.environ)
+        _check_not_inherited(launch)
+        state = create_group(launch, backend=backend, timeout=patience, device=device)
+    with suppress(ValueError):  # who made the group need not have used a launcher's variables
+        os.environ["PARDATA_JOINED"] = f"{os.getpid()} {detect_launch(os.environ).launch_id}"
+    remember(state)
+    report_uncaught(state)
+    state.hang_after = _hang_after(state, hang_after)
+    if state.hang_after:
+        state.resources.callback(Watchdog(state, state.hang_after.total_seconds()).stop)
+    _log.info("%s", _found_text(state.world))
     wants = tune_cpu and os.environ.get("PARDATA_TUNE_CPU") != "0"
-    if ours.world.device.type == "cpu" and wants and keep_freed_memory():
+    if state.world.device.type == "cpu" and wants and tune_glibc_malloc():
         _log.debug("the allocator keeps freed memory, unless PARDATA_TUNE_CPU=0", once=True)
-    return ours.world
+    return state.world
 
 
-def _looked_after(ours: Joined, hang_after: timedelta | None) -> Callable[[], None]:
-    """Tell of exceptions and hangs from now on; return what ends that."""
-    ends = ExitStack()
-    ends.callback(report_uncaught(ours.group))
-    if hang_after is None:
-        hang_after = max(ours.channel.timeout / 10, _LEAST_HANG)
-    if hang_after:
-        ends.callback(Watch(ours.channel, hang_after.total_seconds()).end)
-    return ends.close
+def _hang_after(state: GroupState, given: timedelta | None) -> timedelta:
+    if given is not None:
+        return given
+    return max(state.client.timeout / 10, _LEAST_HANG)
 
 
-def _adopt(device: torch.device | str | None, timeout: timedelta | None) -> Joined:
-    channel, counts = with_fresh_part(new_channel(timeout)), None
+def _adopt_group(device: torch.device | str | None, timeout: timedelta | None) -> GroupState:
+    client, cpu_group = with_fresh_prefix(new_store_client(timeout)), None
 
     def world_of(hosts: Sequence[str] = ()) -> World:
-        return existing_world(None if device is None else named_device(device), hosts)
+        return existing_world(None if device is None else parse_device(device), hosts)
 
-    def arrive() -> tuple[str, bool]:
-        return socket.gethostname(), sends_numbers_apart(world_of().backend, world_of().device)
+    def facts() -> dict[str, Any]:
+        here = world_of()
+        apart = has_cpu_backend_beside(here.backend, here.device)
+        return {"host": socket.gethostname(), "apart": apart, "cpus": cpus_of_process()}
 
-    hosts, apart = zip(*all_say(channel, "init", arrive, list), strict=True)
-    here = replace(world_of(hosts), _at_the_end=tell_at_the_end)
-    if here.device in visible_devices():
-        torch.accelerator.set_device_index(here.device)
-    if here.size > 1 and not all(apart):
-        patience = timeout or timeout_of(dist.group.WORLD) or channel.timeout
-        counts = once_made(channel, partial(new_gloo_group, patience))
-    return Joined(here, channel, group_of_counts=counts)
-
-
-def _refuse_inherited(launch: Launch) -> None:
-    if launch.size > 1 and (pid := inherits(launch)):
-        raise RuntimeError(
-            f"this process inherited the variables of rank {launch.rank}, which process {pid} has "
-            f"joined as: start it with PARDATA_LAUNCHER=none to run alone, or with its own launcher"
-        )
+    rows = exchange(client, "init", facts, list)
+    world = replace(world_of([row["host"] for row in rows]), _at_the_end=end)
+    if world.device in visible_devices():
+        torch.accelerator.set_device_index(world.device)
+    if world.size > 1 and not all(row["apart"] for row in rows):
+        patience = timeout or group_timeout(dist.group.WORLD) or client.timeout
+        cpu_group = create_on_all_ranks(client, partial(new_gloo_group, patience))
+    has_own_cpus = socket.gethostname() in hosts_with_own_cpus(rows)
+    return GroupState(world, client, cpu_group=cpu_group, has_own_cpus=has_own_cpus)
 
 
-def _refuse_change(joined: World, backend: str | None, wanted: torch.device | str | None) -> None:
-    device = None if wanted is None else named_device(wanted)
+def _check_not_inherited(launch: LaunchInfo) -> None:
+    if launch.size == 1 or not (pid := inherits(launch)):
+        return
+    what = (
+        f"this process inherited the variables of rank {launch.rank}, as which process {pid} runs"
+    )
+    if multiprocessing.parent_process() is not None:  # a spawned worker imports the script again
+        raise RuntimeError(f"{what}: put the script under `if __name__ == '__main__':`")
+    raise RuntimeError(
+        f"{what}: start it with PARDATA_LAUNCHER=none to run alone, or with its own launcher"
+    )
+
+
+def _check_same_arguments(
+    state: GroupState,
+    backend: str | None,
+    device: torch.device | str | None,
+    timeout: timedelta | None,
+    hang_after: timedelta | None,
+) -> None:
+    """Refuse arguments of a second `init` that differ from those of the first."""
+    here, wanted = state.world, None if device is None else parse_device(device)
     # A kind without a number asks for this rank's GPU, whichever that is.
-    same = device in (None, joined.device, torch.device(joined.device.type))
-    if not same or backend not in (None, joined.backend):
-        raise RuntimeError(
-            f"`init` has already joined with backend={joined.backend!r} and "
-            f"device={str(joined.device)!r}, but is now asked for backend={backend!r} and "
-            f"device={str(device)!r}: pass them to the first call"
-        )
+    if wanted in (here.device, torch.device(here.device.type)):
+        wanted = None
+    had = {
+        "backend": (backend, here.backend),
+        "device": (wanted, here.device),
+        "timeout": (timeout, state.client.timeout),
+        "hang_after": (hang_after, state.hang_after),
+    }
+    for name, (given, found) in had.items():
+        if given not in (None, found):
+            raise RuntimeError(
+                f"`{name}` must be {str(found)!r}, with which `init` has joined, but is "
+                f"{str(given)!r}: pass it to the first call"
+            )
 
 
 def _found_text(here: World) -> str:

@@ -9,7 +9,7 @@ import sys
 _SETTINGS = {-4: 0, -1: 2**31 - 1, -2: 64 * 2**20}
 
 
-def keep_freed_memory() -> bool:
+def tune_glibc_malloc() -> bool:
     """Stop the allocator from returning freed memory; return whether that took effect.
 
     By default each activation of a training step is mapped, faulted in page by page, zeroed by

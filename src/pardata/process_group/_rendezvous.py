@@ -1,10 +1,12 @@
-"""Meet the other ranks, agree that everybody can take part, and make the process group."""
+"""The ranks meet, agree that all of them can take part, and create the process group."""
 
 import json
+import os
 import socket
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
@@ -14,93 +16,113 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from pardata.collectives._consensus import require_same
+from pardata.collectives._consensus import raise_if_different
 from pardata.environment import _backend, _device
-from pardata.environment._launchers import Launch
-from pardata.environment._world import Joined, World, new_channel
-from pardata.process_group._shutdown import check_out, leave_at_the_end
-from pardata.process_group._tcp_store import not_met, store_of
-from pardata.store._client import Channel, append
-from pardata.store._rank_format import ranks_by, ranks_text
-from pardata.store._round import all_say
+from pardata.environment._cpu import cpus_of_process
+from pardata.environment._launchers import LaunchInfo
+from pardata.environment._world import GroupState, World, new_store_client
+from pardata.process_group._shutdown import count_out, end
+from pardata.process_group._tcp_store import not_met, open_store
+from pardata.store._client import StoreClient, append
+from pardata.store._rank_format import format_rank_table, format_ranks, group_ranks_by
+from pardata.store._round import exchange
 
 _T = TypeVar("_T")
 
 _MARGIN = timedelta(seconds=10)
 
 
-def join(
-    launch: Launch,
+def create_group(
+    launch: LaunchInfo,
     *,
     backend: str | None,
     timeout: timedelta | None,
     device: torch.device | str | None,
-) -> Joined:
-    """Make the process group that `launch` describes, and one for small numbers if it needs it.
+) -> GroupState:
+    """Create the process group that `launch` describes, and one for small numbers if it needs one.
 
     Collective. A rank that cannot take part says so over the store before any group exists. So the
     error is raised on every rank, and no other rank waits.
     """
     patience = distributed_c10d.default_pg_timeout if timeout is None else timeout
-    store, hosts_store = store_of(launch, patience)
-    channel = with_fresh_part(Channel(store, patience, launch.rank, launch.size))
-    store = channel.store
-    channel = replace(channel, store=dist.PrefixStore("pardata/join", store))
-    arrive = cache(partial(_arrival, launch, backend, device))
+    opened, hosts_store = open_store(launch, patience)
+    fresh = with_fresh_prefix(StoreClient(opened, patience, launch.rank, launch.size))
+    client = replace(fresh, store=dist.PrefixStore("pardata/init", fresh.store))
+    propose = cache(partial(_proposal, launch, backend, device))
     try:
-        hosts, binds, apart = all_say(channel, "init", arrive, _agreed)
-        own = arrive()
+        plan = exchange(client, "init", propose, _checked_proposals)
+        own, hosts = propose(), plan["hosts"]
         device, backend = torch.device(own["device"]), own["backend"]
-
         how: dict[str, Any] = {"rank": launch.rank, "world_size": launch.size, "timeout": timeout}
-        how["store"] = dist.PrefixStore("group", store)
+        how["store"] = dist.PrefixStore("group", fresh.store)
         # Lets it connect at once; a group of one has nobody to connect to.
-        how["device_id"] = device if binds and launch.size > 1 else None
-        once_made(channel, partial(dist.init_process_group, backend, **how))
-        counts = None if apart else once_made(channel, partial(_backend.new_gloo_group, patience))
+        how["device_id"] = device if plan["binds"] and launch.size > 1 else None
+        create_on_all_ranks(client, partial(dist.init_process_group, backend, **how))
+        cpu_group = None
+        if not plan["is_apart"]:
+            cpu_group = create_on_all_ranks(client, partial(_backend.new_gloo_group, patience))
     except Exception:  # only to clean up: it is raised again
         if dist.is_initialized():
             dist.destroy_process_group()
-        # The others read the same; the store must be there until they have.
-        check_out(store, launch.size, hosts_store=hosts_store)
+        with suppress(Exception):  # the store must be there until the others have read the same
+            count_out(client, patience, hosts_store=hosts_store)
         raise
     node = hosts.index(own["host"]) if launch.node_rank is None else launch.node_rank
     nodes = len(hosts) if launch.num_nodes is None else launch.num_nodes
-    here = World(*launch[1:5], node, nodes, device, backend, launch.launcher, leave_at_the_end)
-    return Joined(here, new_channel(timeout), hosts_store, counts)
+    world = World(*launch[1:5], node, nodes, device, backend, launch.launcher, end)
+    has_own_cpus = own["host"] in plan["with_own_cpus"]
+    client = new_store_client(timeout)
+    return GroupState(world, client, hosts_store, cpu_group, has_own_cpus=has_own_cpus)
 
 
-def once_made(channel: Channel, make: Callable[[], _T]) -> _T:
-    """Return the group that `make` makes, once every rank has made it. Collective.
+def create_on_all_ranks(client: StoreClient, create: Callable[[], _T]) -> _T:
+    """Return the group that `create` makes, once every rank has made it. Collective.
 
     torch does not wait: a rank that leaves at once closes connections that another is still making
     ("connectFullMesh failed … Connection closed by peer"). And the others connect to one that has
     failed for as long as the timeout.
     """
-    made: list[_T] = []
-    later = replace(channel, timeout=channel.timeout + _MARGIN)
-    all_say(later, "init", lambda: made.append(make()), lambda _: None)
-    return made[0]
+    created: list[_T] = []
+    patience = client.timeout + _MARGIN
+    exchange(client, "init", lambda: created.append(create()), lambda _: None, patience)
+    return created[0]
 
 
-def _arrival(
-    launch: Launch, backend: str | None, wanted: torch.device | str | None
+def _proposal(
+    launch: LaunchInfo, backend: str | None, wanted: torch.device | str | None
 ) -> dict[str, Any]:
     """Return what a rank tells the others before there is a group; make its device current."""
-    device = own_device(launch, None if wanted is None else _device.named_device(wanted))
+    device = select_device(launch, None if wanted is None else _device.parse_device(wanted))
     backend = backend or _backend.backend_for(device)
     if launch.size > 1:
-        _backend.require_taken(device, backend)
+        _backend.check_supported(device, backend)
     host, gpu, has_one = socket.gethostname(), "", False
     if device in (seen := _device.visible_devices()):
         torch.accelerator.set_device_index(device)
-        if _backend.runs_on_gpus(backend):  # gloo's ranks can share one
+        if _backend.has_accelerator_backend(backend):  # gloo's ranks can share one
             gpu = str(getattr(_device.properties_of(device), "uuid", ""))
             has_one = len(seen) < 2 * launch.local_size
-    return {"host": host, "device": str(device), "gpu": gpu, "one": has_one, "backend": backend}
+    address = "" if os.environ.get("GLOO_SOCKET_IFNAME") else _address_of(host)
+    return {
+        "host": host,
+        "address": address,
+        "cpus": cpus_of_process(),
+        "device": str(device),
+        "gpu": gpu,
+        "has_one": has_one,
+        "backend": backend,
+    }
 
 
-def own_device(launch: Launch, wanted: torch.device | None) -> torch.device:
+def _address_of(host: str) -> str:
+    """Return the address at which gloo connects to this host; "" if its name has none."""
+    try:
+        return socket.gethostbyname(host)
+    except OSError:
+        return ""
+
+
+def select_device(launch: LaunchInfo, wanted: torch.device | None) -> torch.device:
     """Return the device of this local rank.
 
     Raises:
@@ -115,7 +137,7 @@ def own_device(launch: Launch, wanted: torch.device | None) -> torch.device:
         return wanted or kind
     visible = len(seen)
     # A launcher that binds a GPU to each task, as SLURM's --gpus-per-task: it is this one's own.
-    if visible == 1 and _device.masks():
+    if visible == 1 and _device.visibility_variables():
         return seen[0]
     if launch.local_rank >= visible:
         raise RuntimeError(
@@ -128,37 +150,37 @@ def own_device(launch: Launch, wanted: torch.device | None) -> torch.device:
     return seen[launch.local_rank]
 
 
-def with_fresh_part(channel: Channel) -> Channel:
-    """Return `channel` with a part of its store that nobody used before. Collective.
+def with_fresh_prefix(client: StoreClient) -> StoreClient:
+    """Return `client` with a prefix of its store that nobody used before. Collective.
 
     A store outlives the group, and torchrun's the processes too: after a restart it still holds
     what the last attempt left. Rank 0 invents a name; each rank asks for it with a word of its
     own, so that no answer can be an old one.
     """
-    if channel.rank == 0:
-        return _handed_out(channel)
-    store, word = channel.store, uuid.uuid4().hex
+    if client.rank == 0:
+        return _hand_out_prefix(client)
+    store, word = client.store, uuid.uuid4().hex
     append(store, "asked", word)
     try:
-        store.wait([f"answer/{word}"], channel.timeout)
+        store.wait([f"answer/{word}"], client.timeout)
         part = dist.PrefixStore(store.get(f"answer/{word}").decode(), store)
-        append(part, "came", str(channel.rank))
-        part.wait(["missing"], channel.timeout + _MARGIN)  # rank 0 waits as long for the last of us
+        append(part, "came", str(client.rank))
+        part.wait(["missing"], client.timeout + _MARGIN)  # rank 0 waits as long for the last of us
         missing = json.loads(part.get("missing"))
     except RuntimeError as error:
-        raise not_met([0], channel.size, channel.timeout) from error
+        raise not_met([0], client.size, client.timeout) from error
     if missing:
-        raise not_met(missing, channel.size, channel.timeout)
-    return replace(channel, store=part)
+        raise not_met(missing, client.size, client.timeout)
+    return replace(client, store=part)
 
 
-def _handed_out(channel: Channel) -> Channel:
-    name, store = uuid.uuid4().hex, channel.store
+def _hand_out_prefix(client: StoreClient) -> StoreClient:
+    name, store = uuid.uuid4().hex, client.store
     part = dist.PrefixStore(name, store)
     append(store, "asked", "")  # to read both before anybody came
     append(part, "came", "")
-    missing, answered = set(range(1, channel.size)), set[str]()
-    deadline = time.monotonic() + channel.timeout.total_seconds()
+    missing, answered = set(range(1, client.size)), set[str]()
+    deadline = time.monotonic() + client.timeout.total_seconds()
     while missing and time.monotonic() < deadline:
         asked = set(store.get("asked").decode().split()) - answered
         if asked:
@@ -170,28 +192,48 @@ def _handed_out(channel: Channel) -> Channel:
     part.set("missing", json.dumps(sorted(missing)))
     if missing:
         time.sleep(1)  # the store may live here: those who came read it now
-        raise not_met(sorted(missing), channel.size, channel.timeout)
-    return replace(channel, store=part)
+        raise not_met(sorted(missing), client.size, client.timeout)
+    return replace(client, store=part)
 
 
-def _agreed(arrivals: list[dict[str, Any]]) -> tuple[list[str], bool, bool]:
-    """Require that all ranks can make one group; return the hosts, and how to make it.
+def _checked_proposals(proposals: list[dict[str, Any]]) -> dict[str, Any]:
+    """Require that all ranks can make one group; return how to make it.
 
     Whether it binds GPUs, and whether small numbers travel apart in it by themselves.
     """
-    backends: list[dict[str, object]] = [{"backend": arrival["backend"]} for arrival in arrivals]
-    require_same("init", backends, "Is a GPU driver missing on a node? Else pass `backend`.")
-    gpus = ((rank, (arrival["host"], arrival["gpu"])) for rank, arrival in enumerate(arrivals))
-    for (host, gpu), ranks in ranks_by(gpus).items():
+    backends: list[dict[str, object]] = [{"backend": one["backend"]} for one in proposals]
+    raise_if_different("init", backends, "Is a GPU driver missing on a node? Else pass `backend`.")
+    hosts = list(dict.fromkeys(one["host"] for one in proposals))
+    addresses = [one["address"] for one in proposals]
+    if len(hosts) > 1 and any(address.startswith("127.") for address in addresses):
+        rows = format_rank_table([f"{one['host']} is {one['address']}" for one in proposals])
+        raise RuntimeError(
+            f"the name of each host must have an address that the other hosts reach, but one is "
+            f"that of the host itself:\n{rows}\nSet GLOO_SOCKET_IFNAME to the name of the network "
+            f"interface (`ip -br addr` lists them), or correct /etc/hosts."
+        )
+    gpus = ((rank, (one["host"], one["gpu"])) for rank, one in enumerate(proposals))
+    for (host, gpu), ranks in group_ranks_by(gpus).items():
         if gpu and len(ranks) > 1:
             raise RuntimeError(
-                f"every rank must have a GPU of its own, but {ranks_text(ranks)} "
+                f"every rank must have a GPU of its own, but {format_ranks(ranks)} "
                 f"on {host} share one: start one process per GPU, or pass "
                 f'`init(backend="gloo")`, which can share (slowly)'
             )
-    # All ranks or none, for those that are bound connect at once; and none if a process has
-    # several, over which a model may be spread: a group that is bound takes no other GPU.
-    binds = all(arrival["one"] for arrival in arrivals)
-    ways = [(arrival["backend"], torch.device(arrival["device"])) for arrival in arrivals]
-    apart = len(ways) == 1 or all(_backend.sends_numbers_apart(*way) for way in ways)
-    return list(dict.fromkeys(arrival["host"] for arrival in arrivals)), binds, apart
+    ways = [(one["backend"], torch.device(one["device"])) for one in proposals]
+    return {
+        "hosts": hosts,
+        "with_own_cpus": hosts_with_own_cpus(proposals),
+        # All ranks or none, for those that are bound connect at once; and none if a process has
+        # several, over which a model may be spread: a group that is bound takes no other GPU.
+        "binds": all(one["has_one"] for one in proposals),
+        "is_apart": len(ways) == 1 or all(_backend.has_cpu_backend_beside(*way) for way in ways),
+    }
+
+
+def hosts_with_own_cpus(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the hosts on which ranks are bound to different cores."""
+    cpus = dict[str, set[tuple[int, ...]]]()
+    for row in rows:
+        cpus.setdefault(row["host"], set()).add(tuple(row["cpus"]))
+    return [host for host, sets in cpus.items() if len(sets) > 1]

@@ -1,180 +1,163 @@
-"""Leaving the group that `init` made: at the end of its block, at exit, or by an exception.
+"""Leaving the process group: at the end of a block or of the process, or by an exception.
 
-Of an exception that nobody catches one line says whose fault it is, and nobody waits on. That is
-the end of a failure's way, which begins in ``store/_remote_error``.
+An exception that ends this rank is reported where it passes: in ``World.__exit__``, else in
+`sys.excepthook`. One line of the log names the rank that failed first; the other ranks are told,
+and do not wait for this one.
 """
 
 import atexit
+import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from threading import Event, Thread
 from traceback import format_exception
 from types import TracebackType
-from weakref import ref
 
 import torch.distributed as dist
 
-from pardata.collectives._barrier import call_off_everywhere
-from pardata.collectives._comm_errors import asked, what_is_wrong
+from pardata.collectives._comm_errors import first_failure, report_failure
 from pardata.environment._backend import all_groups
 from pardata.environment._logger import get_logger
-from pardata.environment._world import Joined, is_child, joined, process
-from pardata.store._caller import raise_site
-from pardata.store._client import bounded
-from pardata.store._remote_error import Failure, consequence, follows, leave_for_torchrun, one_line
-from pardata.store._round import call_off
+from pardata.environment._world import GroupState, group_state, is_child, process
+from pardata.store._client import StoreClient, wait_for
+from pardata.store._remote_error import RemoteError, is_secondary, summary_line
+from pardata.store._round import abort_rounds
 
 _log = get_logger(__name__)
 
-_PATIENCE = timedelta(seconds=30)
-# As long as a rank takes to notice, and to read who failed first.
-_GRACE = 2.0
-_TOLD = "_pardata_told"  # an attribute of an exception that was reported
+_PATIENCE = timedelta(seconds=2)  # of a rank that has failed, for the others
 
 
-def remember(ours: Joined) -> None:
-    """Keep what `init` found, and leave at exit the group that it made."""
-    if ours.world.launcher != "existing":
-        atexit.register(_leave_at_exit)
-    process.joined = ours
+def remember(state: GroupState) -> None:
+    """Keep the state that `init` made. If it made the group, close the state at exit."""
+    process.state = state
+    if state.world.launcher == "existing":
+        return
+    atexit.register(_close_at_exit)
+    state.resources.callback(atexit.unregister, _close_at_exit)
+    # Closed in the reverse order.
+    state.resources.callback(dist.destroy_process_group)
+    state.resources.callback(_count_out, state, state.client.timeout)
+    state.resources.callback(_say_goodbye, state)
+    state.resources.callback(os.environ.pop, "PARDATA_JOINED", None)
 
 
-def leave_at_the_end(error: BaseException | None) -> None:
-    """Leave at the end of a block. If an exception leaves it, only tell the other ranks.
+def end(error: BaseException | None) -> None:
+    """Leave the group, if `init` made it; if there is an `error`, only tell the other ranks.
 
     They may then be anywhere: waiting for them would turn an error into a hang.
     """
-    if error is None:
-        leave()
+    state = group_state()  # none if the user has destroyed the group
+    if state is None or state.has_failed or is_child():
         return
-    atexit.unregister(_leave_at_exit)
-    tell_at_the_end(error)
+    succeeds = isinstance(error, SystemExit) and not error.code
+    if error is None or succeeds or isinstance(error, GeneratorExit):
+        if state.world.launcher != "existing":
+            process.state = None
+            state.resources.close()
+    elif state.world.size > 1:
+        with suppress(Exception):  # `error` is raised whatever happens here
+            _fail(error, state)
 
 
-def tell_at_the_end(error: BaseException | None) -> None:
-    """Tell the other ranks of an exception that leaves a block, caught outside of it or not."""
-    ours = joined()
-    if error is None or ours is None or ours.world.size == 1 or is_child():
-        return
-    with suppress(Exception):  # the exception is raised whatever happens here
-        if isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code):
-            _call_off(ours)
-        else:
-            _part(ours, _report(error, ours))
-
-
-def _call_off(ours: Joined) -> None:
-    """Tell who waits for this rank, or will, that it comes no more."""
-    cure = "see where its script ends, and make this call on every rank, or on none"
-    with suppress(RuntimeError):  # the store may be gone
-        who = f"rank {ours.world.rank} of {ours.world.size}"
-        call_off(ours.channel, f"{who} has left the group: {cure}")
-
-
-def leave() -> None:
-    """Leave the group that `init` made in this process, once no rank needs its store."""
-    left, process.joined = joined(), None  # nothing if the user has destroyed the group already
-    if left is None or left.world.launcher == "existing" or left.pid != os.getpid():
-        return
-    os.environ.pop("PARDATA_JOINED", None)
-    left.on_leaving()
-    if left.world.size > 1:
-        _call_off(left)
-    if not check_out(left.channel.store, left.world.size, hosts_store=left.hosts_store):
-        # Their own error says why; this process has finished.
-        _log.warning("not all ranks left the process group: another rank failed or was killed")
-    dist.destroy_process_group()
-
-
-def check_out(store: dist.Store, size: int, *, hosts_store: bool) -> bool:
-    """Say that this rank needs the store no more; if it lives here, wait until none does.
-
-    Returns whether all ranks said so. It is no turn: a turn asks the store in a thread, and from
-    Python 3.12 on none can be started at exit.
-    """
-    try:
-        if store.add("left", 1) == size:
-            store.set("all-left", "")
-        if hosts_store:
-            store.wait(["all-left"], _PATIENCE)
-    except RuntimeError:
-        return False
-    return True
-
-
-def _leave_at_exit() -> None:
-    # Set by the interpreter for an exception that nobody caught.
+def _close_at_exit() -> None:
+    # The interpreter sets it for an exception that nobody caught.
     if getattr(sys, "last_value", None) is None:
-        leave()
+        end(None)
 
 
-def report_uncaught(group: object) -> Callable[[], None]:
-    """Log an exception that nobody catches while `group` is there, and tell the other ranks of it.
+def _say_goodbye(state: GroupState) -> None:
+    who = f"rank {state.world.rank} of {state.world.size} has left the group"
+    cure = "see where its script ends, and make this call on every rank, or on none"
+    with suppress(Exception):  # the store may have ended
+        abort_rounds(state.client, f"{who}: {cure}")
 
-    Stands before the `sys.excepthook` that it finds, and hands every exception on to it. Returns
-    what takes this back; if another hook stands before this one by then, it only hands on.
+
+def _count_out(state: GroupState, patience: timedelta) -> None:
+    with suppress(Exception):  # the store has ended: another rank failed, and its error says why
+        if not count_out(state.client, patience, hosts_store=state.hosts_store):
+            _log.warning("not all ranks have left the group within %s: see their output", patience)
+
+
+def count_out(client: StoreClient, patience: timedelta, *, hosts_store: bool) -> bool:
+    """Say that this rank needs the store no more; if it serves it, wait until no rank does.
+
+    Returns whether none does.
     """
-    # Weak, for a thread keeps the hook that it finds until after it was joined. It must not be the
-    # last to know the group, whose end needs the interpreter, which may have ended by then.
-    following, watched = sys.excepthook, ref(group)
+
+    def leave(store: dist.Store) -> bool:
+        if store.add("left", 1) == client.size:
+            store.set("all-left", "")
+        return not hosts_store or wait_for(store, ["all-left"], patience)
+
+    return client.request(leave, patience)
+
+
+def report_uncaught(state: GroupState) -> None:
+    """Report an exception that nobody catches while the group of `state` is there.
+
+    The hook stands before the `sys.excepthook` that it finds, and hands every exception on to it.
+    """
+    following = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        ours, news = joined(), ""
-        if ours is None or ours.group is not watched() or is_child() or _TOLD in vars(error):
-            following(kind, error, trace)
-            return
-        with suppress(Exception):  # the traceback is printed whatever happens here
-            news = _report(error, ours)
+        if group_state() is state:
+            end(error)
         following(kind, error, trace)
-        with suppress(Exception):
-            _part(ours, news)
 
     def remove() -> None:
-        if sys.excepthook is hook:
+        if sys.excepthook is hook:  # else another one hands on to it
             sys.excepthook = following
 
     sys.excepthook = hook
-    return remove
+    state.resources.callback(remove)
 
 
-def _report(error: BaseException, ours: Joined) -> str:
-    """Log one line, and leave a text for torchrun.
-
-    Returns the news for who waits for this rank, "" if the store is gone.
-    """
-    short, known = consequence(error)
-    summary = one_line(error) if short else f"{one_line(error)} ({raise_site(error)})"
-    if known is None:
-        failure = Failure(ours.world.rank, "", short or summary, is_cause=not follows(error))
-        patience = 0.0 if failure.is_cause else _GRACE
-        known = asked(ours.channel, failure, patience=patience, settle=0.0)
-    first, news = known.first, what_is_wrong(known)
-    if isinstance(error, KeyboardInterrupt):
-        _log.warning("stopped by Ctrl-C (%s)", raise_site(error))
-    elif first is None:
-        _log.error("failed: %s", summary)
-    else:
-        _log.error("failed because rank %d %s; here: %s", first.rank, first.fault, known.own.text)
-    if (first or known.own).is_cause:
-        leave_for_torchrun(news if first else "".join(format_exception(error)))
-    vars(error)[_TOLD] = True
-    # Else torch would only print where in its code it saw that the store is gone.
-    return "" if known.store_is_gone else news
+def _fail(error: BaseException, state: GroupState) -> None:
+    """Log why this rank ends, and tell the others, without waiting for those that are stuck."""
+    client, state.has_failed = state.client, True
+    try:
+        news = _report(error, client)
+        abort_rounds(client, news)
+    finally:
+        Thread(target=_keep, args=[all_groups()], daemon=True).start()
+    count_out(client, _PATIENCE, hosts_store=state.hosts_store)
 
 
-def _part(ours: Joined, news: str) -> None:
-    """Leave without waiting for the dead, but not before the living have read the store."""
-    if news:
-        bounded(lambda: call_off_everywhere(ours.world, ours.channel, news))
-    Thread(target=_keep, args=[all_groups()], daemon=True).start()
-    if ours.hosts_store:
-        left = Failure(ours.world.rank, "", "")  # has been left
-        asked(ours.channel, left, patience=_GRACE, settle=_GRACE, leave=False)
-        time.sleep(0.2)  # until the last one has read the last note
+def _report(error: BaseException, client: StoreClient) -> str:
+    """Log one line, leave a text for torchrun, and return the text for the other ranks."""
+    line, first, who = summary_line(error), None, f"rank {client.rank} of {client.size}"
+    own = RemoteError(client.rank, "", line)
+    try:
+        if not is_secondary(error):
+            _write_elastic_error_file("".join(format_exception(error)))
+            report_failure(client, own)
+        else:
+            first = first_failure(client, _PATIENCE)
+    finally:  # the store may have ended
+        if first is None:
+            _log.error("failed: %s", line)
+        else:
+            _log.error(
+                "failed because rank %d failed first: %s; here: %s", first.rank, first.text, line
+            )
+    if first is None:
+        return f"{who} {'has failed' if is_secondary(error) else 'failed first'}: {line}"
+    text = f"rank {first.rank} of {client.size} failed first: {first.text}"
+    _write_elastic_error_file(text)
+    return text
+
+
+def _write_elastic_error_file(text: str) -> None:
+    """Write `text` where torchrun looks for the root cause, as torch's own ``record`` does."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        with suppress(OSError):  # what follows matters more
+            Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
 
 
 def _keep(_groups: object) -> None:

@@ -1,42 +1,38 @@
-"""The store at the address where the ranks of a run meet, and whose run it belongs to."""
+"""The TCPStore at the address where the ranks of a run meet, and the run it belongs to."""
 
 import os
 import socket
-import time
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from pardata.environment._launchers import Launch
-from pardata.store._client import came
-from pardata.store._verdict import who_did_not_come
+from pardata.environment._launchers import LaunchInfo
+from pardata.store._client import set_once, wait_for
+from pardata.store._round import missing_ranks_text
 
-_RUN = "pardata/run"  # the key of the name of the run that a store belongs to
+_RUN = "pardata/run"  # the key of the run that a store belongs to
 
 # The stores that this process opened, by the run, with whether it serves them. Kept to its end: a
 # rank that joins again at once must not meet a store that is just closing.
-_opened_stores: dict[str, tuple[dist.Store, bool]] = {}
+_opened = dict[str, tuple[dist.Store, bool]]()
 
 
-def store_of(launch: Launch, timeout: timedelta) -> tuple[dist.Store, bool]:
-    """Return the store of this run, opened once, and whether it lives here."""
-    if launch.identity not in _opened_stores:
-        opened = _opened(launch, timeout)
-        _require_own(opened[0], launch, timeout)  # before it is kept: a second try looks again
-        _opened_stores[launch.identity] = opened
-    return _opened_stores[launch.identity]
+def open_store(launch: LaunchInfo, timeout: timedelta) -> tuple[dist.Store, bool]:
+    """Return the store of this run, opened once, and whether this process serves it."""
+    if launch.launch_id not in _opened:
+        opened = _connected(launch, timeout) if launch.master_addr else (dist.HashStore(), True)
+        _check_run(opened[0], launch, timeout)  # before it is kept: a second try looks again
+        _opened[launch.launch_id] = opened
+    return _opened[launch.launch_id]
 
 
-def _opened(launch: Launch, timeout: timedelta) -> tuple[dist.Store, bool]:
-    """Return the store at the address that the launcher named, and whether it lives here.
+def _connected(launch: LaunchInfo, timeout: timedelta) -> tuple[dist.Store, bool]:
+    """Return the store at the address that the launcher named, and whether this process serves it.
 
     Raises:
-        RuntimeError: if the address does not resolve, its port is taken, or nobody listens.
+        RuntimeError: the address does not resolve, its port is taken, or nobody listens.
     """
-    if not launch.master_addr:
-        return dist.HashStore(), True
     address = launch.master_addr, launch.master_port
     where = f"{launch.master_addr}:{launch.master_port}"
     try:
@@ -51,9 +47,7 @@ def _opened(launch: Launch, timeout: timedelta) -> tuple[dist.Store, bool]:
     served = launch.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
     hosts = launch.rank == 0 and served != str(True)
     try:
-        if not hosts:
-            _wait_for(address, timeout)
-        # A group that the user makes later at this address shares the store. `with_fresh_part`
+        # A group that the user makes later at this address shares the store. `with_fresh_prefix`
         # waits for the others, and can name who is missing.
         store = dist.TCPStore(
             *address, launch.size, hosts, timeout, wait_for_workers=False, multi_tenant=True
@@ -71,24 +65,12 @@ def _opened(launch: Launch, timeout: timedelta) -> tuple[dist.Store, bool]:
     return store, hosts
 
 
-def _wait_for(address: tuple[str, int], timeout: timedelta) -> None:
-    """Wait until rank 0 listens: torch may try for twice its timeout, and prints where in C++."""
-    deadline = time.monotonic() + timeout.total_seconds()
-    while (left := deadline - time.monotonic()) > 0:
-        with suppress(OSError):
-            socket.create_connection(address, max(0.1, left)).close()
-            return
-        time.sleep(0.1)
-    raise TimeoutError
-
-
-def _require_own(store: dist.Store, launch: Launch, timeout: timedelta) -> None:
+def _check_run(store: dist.Store, launch: LaunchInfo, timeout: timedelta) -> None:
     """Leave the name of this run on the store as rank 0; refuse a store that is another run's."""
-    ours = run_of(launch, os.environ)
+    ours = run_name(launch, os.environ)
     if launch.rank == 0:
-        theirs = store.compare_set(_RUN, "", ours).decode()
-        store.set(_RUN, theirs)  # wakes who waits, which the line above does not everywhere
-    elif came(store, [_RUN], timeout):
+        theirs = set_once(store, _RUN, ours)
+    elif wait_for(store, [_RUN], timeout):
         theirs = store.get(_RUN).decode()
     else:
         raise not_met([0], launch.size, timeout)
@@ -102,11 +84,11 @@ def _require_own(store: dist.Store, launch: Launch, timeout: timedelta) -> None:
 
 def not_met(missing: list[int], size: int, timeout: timedelta) -> TimeoutError:
     """Return the error that names ranks which did not come."""
-    who = who_did_not_come(missing, size, f" within {timeout}")
+    who = missing_ranks_text(missing, size, f" within {timeout}")
     return TimeoutError(f"`init` must be reached by every rank, but {who}")
 
 
-def run_of(launch: Launch, env: Mapping[str, str]) -> str:
+def run_name(launch: LaunchInfo, env: Mapping[str, str]) -> str:
     """Return the name that the launcher of a run has given it, the same on all of its ranks."""
     if launch.launcher == "slurm":
         restarts = env.get("SLURM_RESTART_COUNT", "0")

@@ -1,234 +1,151 @@
-"""A hang: a thread of each rank looks for it, each then says where it is, one logs a table.
+"""A thread of each rank that looks for a stalled run; one rank logs where all of them are.
 
-The thread sleeps, and looks once in a tick. A rank that waits for long says so on the store, where
-all look. Each rank makes so many requests, at any number of ranks; only the one that logs reads
-what all say. Nothing is stopped.
+The thread sleeps, and looks once in a tick. A rank that waits for long begins a stall, which the
+others see on the store: each writes its status, and one logs the table. Each look is one request,
+at any number of ranks. Nothing is stopped.
 """
 
 import atexit
 import json
-import os
-import socket
 import sys
-import threading
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import asdict, replace
 from datetime import timedelta
-from pathlib import Path
-from weakref import ref
+from threading import Event, Thread
 
 import torch.distributed as dist
 
-from pardata.environment._cpu import state_of
 from pardata.environment._device import flight_recorder
 from pardata.environment._logger import get_logger
-from pardata.process_group._rank_status import Whereabouts, headline, stacks, table, whereabouts
-from pardata.store._client import SERVER, Channel, answered, apart, bounded, came, texts_of
-from pardata.store._current_op import Note, doing
-from pardata.store._remote_error import one_line
+from pardata.environment._world import GroupState
+from pardata.process_group._rank_status import RankStatus, rank_status, status_table
+from pardata.store._client import SERVER, StoreClient, set_once, texts_of
+from pardata.store._current_op import OpRecord, current_op
 
 _log = get_logger(__name__)
 
-_TICK, _LEAST = 1.5, 0.1  # seconds, at most and at least: each is a request
+_TICK, _SHORTEST = 1.0, 0.1  # seconds between two looks, and the least for a short `after`
 _LATE = 5.0  # seconds by which a look is late only if the process was stopped
-_GRACE = 0.5  # seconds in which a rank that runs does what it is asked for
-_MOST = 4  # stacks in the log; the file has all
-_LEFT = '["", 0]'  # the stack of a rank that has no process
+_GRACE = 0.5  # seconds in which a rank that runs looks and answers
 
 
-class Watch:
-    """Watches the thread that makes it until `end`, or until its group ends.
+class Watchdog(Thread):
+    """Watches the thread that makes it, until its group ends or `stop` is called.
 
     Args:
-        channel: of the group.
-        after: the seconds after which a rank that waits says so.
+        state: of the group.
+        after: the seconds after which a rank that waits begins a stall.
     """
 
-    def __init__(self, channel: Channel, after: float) -> None:
-        self._after, self._most = after, channel.timeout.total_seconds() / 2
+    def __init__(self, state: GroupState, after: float) -> None:
+        super().__init__(name="pardata: watchdog", daemon=True)
+        self._after, self._tick = after, min(_TICK, max(after / 4, _SHORTEST))
+        self._group, self._stopped = state.group, Event()
+        client = state.client
+        store = dist.PrefixStore("watchdog", client.request(lambda store: store.clone()))
+        self._client = StoreClient(store, timedelta(0), client.rank, client.size)
         self._looked, self._awake = time.monotonic(), 0.0
-        self._group, self._pid, self._ended = ref(dist.group.WORLD), os.getpid(), threading.Event()
-        store = answered(channel.timeout, lambda: apart(channel, "watch"))
-        self._tick = min(_TICK, max(after / 4, _LEAST))
-        self._channel = replace(channel, store=store, timeout=timedelta(seconds=self._tick))
-        self._hang = Hang(self._channel, 1)
-        self._began: Note | None = None  # the wait by which this rank has begun the hang
-        doing.begin()
-        self._watched = doing.thread
-        self._thread = threading.Thread(target=self._run, name="pardata: watch", daemon=True)
-        self._thread.start()
-        atexit.register(self.end)
+        self._number = 1  # of the stall that is under way, or will be the next
+        self._began: OpRecord | None = None  # the wait by which this rank began it
+        self._answered: float | None = None  # when this rank wrote its status
+        self._has_asked, self._logs = False, False  # who logs; whether this rank does
+        atexit.register(self.stop)  # for a group that `init` adopted, and after an error
+        current_op.begin()
+        self._watched = current_op.thread
+        self.start()
 
-    def end(self) -> None:
-        """End, except in a forked child, which has no such thread."""
-        atexit.unregister(self.end)
-        if os.getpid() == self._pid:
-            doing.thread = 0
-            self._ended.set()
-            self._thread.join(_LATE)
+    def stop(self) -> None:
+        """End the thread."""
+        atexit.unregister(self.stop)
+        current_op.thread = 0
+        self._stopped.set()
+        self.join(_LATE)
 
-    def _run(self) -> None:
-        with suppress(RuntimeError):  # the store is gone, and the ranks see it
-            sign(self._channel, is_here=True)
-            while not self._ended.wait(self._pause()) and self._goes_on():
-                pass
-            sign(self._channel, is_here=False)
+    def run(self) -> None:
+        """Look until the group has ended, or its store."""
+        with suppress(RuntimeError, TimeoutError):
+            while not self._stopped.wait(self._tick) and dist.group.WORLD is self._group:
+                try:
+                    self._look()
+                except (RuntimeError, TimeoutError):
+                    raise
+                except Exception as error:  # noqa: BLE001  # the next look may be fine
+                    _warn(f"a look for stalls failed: {type(error).__name__}: {error}", once=True)
 
-    def _goes_on(self) -> bool:
-        """Look once; an error of the look itself is logged, and ends no watch."""
-        try:
-            return self._look()
-        except RuntimeError:
-            raise
-        except Exception as error:  # noqa: BLE001  # whatever it is, the next look may be fine
-            _warn(f"a look for hangs failed: {one_line(error)}", once=True)
-            return True
-
-    def _pause(self) -> float:
-        left = self._after - self._waited(doing.now)
-        return min(max(left, _LEAST), self._tick) if left > 0 else self._tick
-
-    def _waited(self, note: Note) -> float:
-        """Return for how many seconds this rank has been in one call, or step."""
-        call, since, step = note
-        return time.monotonic() - max(since, self._awake) if call or step is not None else 0.0
-
-    def _look(self) -> bool:
-        """Look whether this rank waits for long, or another says so; return whether to continue."""
-        hang, note, now = self._hang, doing.now, time.monotonic()
-        frame = sys._current_frames().get(self._watched)  # noqa: SLF001  # its only name
-        group = self._group()
-        if frame is None or group is None or dist.group.WORLD is not group:
-            return False
+    def _look(self) -> None:
+        record, now = current_op.record, time.monotonic()
+        frame = sys._current_frames().get(self._watched)  # noqa: SLF001  # its documented name
+        if frame is None:
+            return
         if now - self._looked > self._tick + _LATE:
             self._awake = now
         self._looked = now
-        if self._began is not None and note is not self._began:
-            hang.end(note[1] - self._began[1])
+        call, since, step = record
+        waits = now - max(since, self._awake) if call or step is not None else 0.0
+        if self._began is not None and record is not self._began:
+            self._set("over", f"{record[1] - self._began[1]:.0f}")
             self._began = None
-        found = bounded(hang.has_news, self._after)
-        if not found:
-            where = whereabouts(hang.number, note, frame).text
-            _warn(f"{SERVER} does not answer; this rank {where}")
-        if found not in ([False], [True]):
-            return False
-        if hang.is_told and found[0]:
-            seconds, self._hang = hang.seconds(), Hang(self._channel, hang.number + 1)
-            if hang.is_one:  # each step may take that long
-                self._after = max(self._after, min(2.0 * seconds, self._most))
-        elif not hang.is_told and (found[0] or self._waited(note) >= self._after):
-            if not found[0] and hang.begin():
-                self._began = note
-            hang.tell(whereabouts(hang.number, note, frame))
-        return True
+        news = self._news(rank_status(record, frame))
+        if self._answered is None:
+            if news or waits >= self._after:
+                self._answer(rank_status(record, frame), is_first=not news, record=record)
+        elif news:
+            self._end_stall()
+        elif not self._has_asked and now - self._answered > self._patience():
+            self._log_once()
 
+    def _patience(self) -> float:
+        """Return for how long to wait for the others' status: rank 0 logs, if it answers."""
+        return (1 if self._client.rank == 0 else 2) * self._tick + _GRACE
 
-def sign(channel: Channel, *, is_here: bool) -> None:
-    """Leave for the others which process this is, or that it has left."""
-    process = json.dumps([socket.gethostname(), os.getpid()]) if is_here else _LEFT
-    if is_here:
-        channel.store.set(f"at/{channel.rank}", "")  # else who logs asks for each rank
-    channel.store.set(f"process/{channel.rank}", process)
+    def _news(self, status: RankStatus) -> bool:
+        """Return whether a rank began the stall; once this one has answered, whether it is over."""
+        key = f"{self._number}/{'began' if self._answered is None else 'over'}"
+        try:
+            return self._client.request(lambda store: store.check([key]))
+        except TimeoutError:
+            _warn(f"{SERVER} does not answer; this rank {status.text}")
+            raise
 
+    def _answer(self, status: RankStatus, *, is_first: bool, record: OpRecord) -> None:
+        number, rank = self._number, str(self._client.rank)
 
-class Hang:
-    """The hang of a number, which may be still to come.
+        def answer(store: dist.Store) -> bool:
+            store.set(f"at/{rank}", json.dumps([number, status]))
+            return is_first and set_once(store, f"{number}/began", rank) == rank
 
-    Attributes:
-        is_told: whether this rank has said where it is.
-        is_one: whether it is a hang, or ranks wait for long work.
+        self._answered, self._has_asked = time.monotonic(), False
+        if self._client.request(answer):
+            self._began = record
 
-    Args:
-        channel: the watch's own; after its timeout each rank that runs has looked.
-        number: from 1.
-    """
+    def _log_once(self) -> None:
+        """Log the table, unless another rank does."""
+        number, rank, size = self._number, str(self._client.rank), self._client.size
 
-    def __init__(self, channel: Channel, number: int) -> None:
-        self.number, self.is_told, self.is_one = number, False, False
-        self._channel, self._logs = channel, False
-        self._store = dist.PrefixStore(str(number), channel.store)
+        def statuses(store: dist.Store) -> list[str | None] | None:
+            if set_once(store, f"{number}/logs", rank) != rank:
+                return None
+            return texts_of(store, [f"at/{one}" for one in range(size)])
 
-    def has_news(self) -> bool:
-        """Return whether a rank has begun it; once it is told, whether it is over."""
-        return self._store.check(["over" if self.is_told else "began"])
+        self._has_asked = True
+        if (texts := self._client.request(statuses)) is None:
+            return
+        self._logs = True
+        found = {rank: json.loads(text) for rank, text in enumerate(texts) if text}
+        known = {rank: RankStatus(*one[1]) for rank, one in found.items() if one[0] == number}
+        _warn("\n".join(filter(None, [status_table(known, size), flight_recorder()])))
 
-    def begin(self) -> bool:
-        """Begin it; return whether no other rank has."""
-        return self._is_first("began")
-
-    def end(self, seconds: float) -> None:
-        """Say that it is over, as the rank that has begun it."""
-        self._store.set("over", f"{seconds:.0f}")
-
-    def seconds(self) -> int:
-        """Return how long it has taken, once it is over; who has told of it logs that."""
-        seconds = int(self._store.get("over"))
+    def _end_stall(self) -> None:
+        key = f"{self._number}/over"
+        seconds = self._client.request(lambda store: store.get(key)).decode()
         if self._logs:
             _warn(f"the run continues after {seconds} s")
-        return seconds
+        self._number, self._answered, self._logs = self._number + 1, None, False
 
-    def tell(self, own: Whereabouts) -> None:
-        """Say where this rank is, and see to it that one rank logs where all are."""
-        channel, tick = self._channel, self._channel.timeout.total_seconds()
-        channel.store.set(f"at/{channel.rank}", json.dumps(asdict(own)))
-        if self._store.add("came", 1) == channel.size:
-            self._store.set("all", "")
-        self.is_told = True
-        news, grace = ("all", _GRACE) if channel.rank == 0 else ("silent", 2 * _GRACE)
-        self._come([news], tick + grace)
-        if self._is_first("logs"):  # rank 0, or one that has waited for it in vain
-            self._log_all()
-        elif self._come(["silent"], 2 * _GRACE):
-            self._look_for_silent()
-
-    def _log_all(self) -> None:
-        ranks, self._logs = range(self._channel.size), True
-        texts = texts_of(self._channel.store, [f"at/{rank}" for rank in ranks])
-        said = {rank: Whereabouts.of(json.loads(text)) for rank, text in enumerate(texts) if text}
-        found = {rank: one for rank, one in said.items() if one.hang == self.number}
-        silent = [rank for rank in ranks if rank not in found]
-        head, self.is_one = headline(found, silent)
-        self._store.set("silent", json.dumps([silent, self.is_one]))
-        lines = [head, *table(found, self._states(silent))]
-        if self.is_one:
-            file = _written(f"hang-{self.number}.txt", [*lines, *stacks(found, fold=False)])
-            several = stacks(found, fold=True)
-            lines += several[:_MOST]
-            lines += [f"and {len(several) - _MOST} stacks more"] if len(several) > _MOST else []
-            lines += [f"the whole stacks are in {file}"] if file else []
-            lines += [text] if (text := flight_recorder()) else []
-        _warn("\n".join(lines))
-
-    def _states(self, silent: list[int]) -> dict[int, str]:
-        """Return what is known of ranks that do not answer."""
-        if not silent:
-            return {}
-        self._look_for_silent()
-        keys = [f"seen/{rank}" for rank in silent]
-        self._come(keys, _GRACE)
-        seen = zip(silent, texts_of(self._store, keys), strict=True)
-        return {rank: text or "does not answer, nor does any of its host" for rank, text in seen}
-
-    def _look_for_silent(self) -> None:
-        """Say what ranks of this host do that do not answer, and which have left."""
-        silent, self.is_one = json.loads(self._store.get("silent"))
-        if not silent:
-            return
-        processes = texts_of(self._channel.store, [f"process/{rank}" for rank in silent])
-        for rank, text in zip(silent, processes, strict=True):
-            host, pid = json.loads(text or _LEFT)
-            if host in ("", socket.gethostname()):
-                state = f"does not answer: its process {pid} on {host} {state_of(pid)}"
-                self._store.set(f"seen/{rank}", state if host else "has left the group")
-
-    def _is_first(self, key: str) -> bool:
-        own = str(self._channel.rank)
-        return self._store.compare_set(key, "", own).decode() == own
-
-    def _come(self, keys: list[str], seconds: float) -> bool:
-        return came(self._store, keys, timedelta(seconds=seconds))
+    def _set(self, key: str, text: str) -> None:
+        number = self._number
+        self._client.request(lambda store: store.set(f"{number}/{key}", text))
 
 
 def _warn(text: str, *, once: bool = False) -> None:
@@ -236,14 +153,3 @@ def _warn(text: str, *, once: bool = False) -> None:
         _log.warning(text, once=once)
     except Exception:  # noqa: BLE001  # a handler of the user's own may raise anything
         traceback.print_exc()  # as `logging` does
-
-
-def _written(name: str, lines: list[str]) -> Path | None:
-    """Write a file where torchrun looks for errors; return it if there is such a place."""
-    if errors := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        file = Path(errors).parent / name
-        with suppress(OSError):
-            # A path may have bytes that are no text.
-            file.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")
-            return file
-    return None

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from pardata._validation import check_flag, check_integer
+from pardata._validation import check_bool, check_int
 from pardata.environment._world import require_world
 from pardata.rng._default_seeds import loaders
 from pardata.rng._rng_state import seed_generators
@@ -35,11 +35,11 @@ def seed_everything(seed: int, *, per_rank: bool = False, deterministic: bool = 
     >>> seed_everything(0)
     0
     """
-    check_integer("seed", seed)
+    check_int("seed", seed)
     if not 0 <= seed < 2**63:
         raise ValueError(f"`seed` must be between 0 and 2**63 - 1, but is {seed}")
-    check_flag("per_rank", per_rank)
-    check_flag("deterministic", deterministic)
+    check_bool("per_rank", per_rank)
+    check_bool("deterministic", deterministic)
     loaders.clear()
     run_seed.seed, run_seed.calls = seed, 0  # without the rank: `backward` mixes that in anyway
     if per_rank:

@@ -11,14 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pardata._pytree import digest_of
-from pardata._validation import check_integer
-from pardata.collectives._fingerprint import Matching, all_equal, hashes
+from pardata._pytree import content_hash
+from pardata._validation import check_int
+from pardata.collectives._fingerprint import (
+    CheckedCollective,
+    fingerprint_slots,
+    fingerprints_match,
+)
 from pardata.data._batch_parts import tensors_of
 from pardata.data._microbatches import Microbatches
 from pardata.data._sample_count import delivered, samples_of
 from pardata.environment._logger import get_logger
-from pardata.store._remote_error import as_consequence
+from pardata.store._remote_error import mark_secondary
 
 _log = get_logger(__name__)
 
@@ -135,13 +139,17 @@ def _counted(held: Sequence[Any], count: Count, replicas: Replicas) -> tuple[Seq
     except Exception as raised:  # noqa: BLE001  # raised again once all ranks know
         error = raised
     # Without a `count` this is a model's first step: do all ranks have the same samples?
-    seen = hashes(_beginning(held[0], replicas), replicas.size) if count is samples_of else []
+    seen = (
+        fingerprint_slots(_beginning(held[0], replicas), replicas.size)
+        if count is samples_of
+        else []
+    )
     sums = _start_sum([sum(counts), error is not None, *seen], replicas)
 
     @cache  # asked for with each microbatch, and waited for once
     def total() -> int:
         everything, failed, *beginnings = map(int, sums())
-        if beginnings and all_equal(beginnings, replicas.size):
+        if beginnings and fingerprints_match(beginnings, replicas.size):
             text = (
                 "all ranks train on the same samples: a plain DataLoader gives each of them the "
                 "whole dataset, and so does make_loader with distributed=False. Use make_loader "
@@ -152,7 +160,7 @@ def _counted(held: Sequence[Any], count: Count, replicas: Replicas) -> tuple[Seq
             raise error
         if failed:
             text = f"every microbatch must be counted, but that failed on {failed} other rank(s)"
-            raise as_consequence(RuntimeError(f"{text}: see the error there"))
+            raise mark_secondary(RuntimeError(f"{text}: see the error there"))
         return positive(everything)
 
     return counts, total
@@ -167,7 +175,7 @@ def _beginning(batch: Any, replicas: Replicas) -> str:
         known = delivered.get(batch)
         first_rows = [x[:8] for x in tensors_of(batch) if x.ndim]
         if first_rows and (known is None or known.size != replicas.size):
-            return digest_of(first_rows)
+            return content_hash(first_rows)
     return f"of rank {dist.get_rank()}"
 
 
@@ -177,7 +185,7 @@ def _start_sum(own: list[float], replicas: Replicas) -> Callable[[], Sequence[fl
         return lambda: own
     if replicas.size == dist.get_world_size():
         # In the form of all other collectives of ours: a rank that is in another one is told.
-        return Matching("backward", lambda: {(): 0}, lambda _: "counts").start(own)
+        return CheckedCollective("backward", lambda: {(): 0}, lambda _: "counts").start(own)
     numbers = torch.tensor(own, device=next(replicas.layer.parameters()).device)
     sums = started(numbers, replicas.group)
     return lambda: sums().tolist()
@@ -198,7 +206,7 @@ def checked_count(number: Any) -> int:
     """Return what `count` has returned, which may be of NumPy, or a tensor, too."""
     if hasattr(number, "__index__") and not isinstance(number, bool):
         number = index(number)
-    check_integer("count(microbatch)", number, least=0)
+    check_int("count(microbatch)", number, least=0)
     return int(number)
 
 

@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pardata._pytree import TreePath, in_brackets, mapped
-from pardata._validation import kind_of
+from pardata._pytree import KeyPath, keystr, map_with_path
+from pardata._validation import type_with_article
 from pardata.collectives._all_reduce import like, shape_text, split_like
-from pardata.collectives._consensus import agree, require_same
-from pardata.collectives._fingerprint import Leaf, all_equal, hashes, numbers_of
+from pardata.collectives._consensus import consensus, raise_if_different
+from pardata.collectives._fingerprint import Leaf, fingerprint_slots, fingerprints_match, numbers_of
 from pardata.data._batch_parts import tensors_of
 from pardata.data._sample_count import samples_of
-from pardata.environment._device import has_streams, widest
+from pardata.environment._device import has_streams, widest_float_dtype
 from pardata.environment._world import world
 from pardata.step._count import positive
 
@@ -44,7 +44,7 @@ class Tally:
     total: float | Tensor
     _text: str | None = None  # the structure of what `loss_fn` returns
     _metrics: Any = None
-    _paths: tuple[TreePath, ...] = ()
+    _paths: tuple[KeyPath, ...] = ()
     _error: Exception | None = None
     _means: list[Tensor] | None = None  # those of the loss, and of the leaves of metrics
 
@@ -73,7 +73,7 @@ class Tally:
             found = numbers_of(metrics, "metrics")
         except TypeError as error:
             return self._refuse(error)
-        described = (f"{in_brackets('metrics', path)}: {shape_text(found[path])}" for path in found)
+        described = (f"{keystr('metrics', path)}: {shape_text(found[path])}" for path in found)
         text = "; ".join(["metrics", *described])
         if self._text not in (None, text):
             return self._refuse(ValueError(_UNLIKE))
@@ -108,7 +108,7 @@ class Tally:
         if not values.is_cpu and _compared.get(layer) != rest and size == world().size:
             self.raise_of_structures()
             _compared[layer] = rest
-        front = [self.count, *hashes(f"{self.step} {self.structure()}", size)]
+        front = [self.count, *fingerprint_slots(f"{self.step} {self.structure()}", size)]
         ends = torch.tensor(front + [0] * (_ROOM - len(values)), dtype=torch.float64)
         if not values.is_cpu:
             ends = ends.pin_memory().to(values.device, non_blocking=True)
@@ -122,12 +122,14 @@ class Tally:
                 counted; on a GPU, which nobody waits for, means are NaN instead.
         """
         if not sums.is_cpu:
-            hashes, squares = sums[1:_FRONT].view(2, -1)
+            fingerprint_slots, squares = sums[1:_FRONT].view(2, -1)
             self.total = sums[0]
-            sums = torch.where((size * squares == hashes.square()).all(), sums, torch.nan)
+            sums = torch.where(
+                (size * squares == fingerprint_slots.square()).all(), sums, torch.nan
+            )
         else:
             count, *seen = map(int, sums[:_FRONT].tolist())
-            if not all_equal(seen, size):
+            if not fingerprints_match(seen, size):
                 self.raise_of_structures()
             self.total = positive(count)
         values = sums[_FRONT:]
@@ -150,7 +152,7 @@ class Tally:
         if not self._text:
             return loss
         found = dict(zip(self._paths, map(like, leaves, metrics), strict=True))
-        return loss, mapped(self._metrics, lambda path, _: found[path])
+        return loss, map_with_path(self._metrics, lambda path, _: found[path])
 
     def _first(self) -> list[Any]:
         """Return loss and metrics of the first microbatch here."""
@@ -171,7 +173,7 @@ class Tally:
 
     def _flat(self, leaf: Leaf) -> Tensor:
         device = self._first()[0].device
-        dtype = widest(device)
+        dtype = widest_float_dtype(device)
         if isinstance(leaf, Tensor):
             flat = leaf.detach().reshape(-1).to(dtype)
             if flat.is_cpu and has_streams(device):  # so that nobody waits for the copy
@@ -195,7 +197,12 @@ class Tally:
             "Call `backward` for each step of one loader, and let `loss_fn` return the same "
             "structure, on every rank."
         )
-        agree(world(), "backward", facts, lambda of_ranks: require_same("backward", of_ranks, cure))
+        consensus(
+            world(),
+            "backward",
+            facts,
+            lambda of_ranks: raise_if_different("backward", of_ranks, cure),
+        )
 
 
 _UNLIKE = (
@@ -204,7 +211,7 @@ _UNLIKE = (
 )
 
 
-def _check_means(found: Mapping[TreePath, Leaf], microbatch: Any) -> None:
+def _check_means(found: Mapping[KeyPath, Leaf], microbatch: Any) -> None:
     """Refuse a metric that has a row for each sample: it is no mean.
 
     Once another number of samples has shown that a metric is none, its structure is known.
@@ -216,7 +223,7 @@ def _check_means(found: Mapping[TreePath, Leaf], microbatch: Any) -> None:
         shape = leaf.shape if isinstance(leaf, Tensor) else ()
         if shape and shape[0] in rows and tuple(shape) != (1,):
             raise TypeError(
-                f"`{in_brackets('metrics', path)}` must be a mean over the microbatch, but its "
+                f"`{keystr('metrics', path)}` must be a mean over the microbatch, but its "
                 f"shape is {tuple(shape)}, a row for each of {shape[0]} samples: return its mean, "
                 f"or keep it and call all_gather after backward; pass list(metric) if its rows are "
                 f"no samples"
@@ -238,5 +245,6 @@ def checked(loss: Any) -> Tensor:
     has_loss = hasattr(loss, "loss") or (isinstance(loss, Mapping) and "loss" in loss)
     cure = "return its `.loss`" if has_loss else f"{cure}, and return it"
     raise TypeError(
-        f"{must}, but returned {kind_of(loss)}: {cure}, or it and metrics: (loss, metrics)"
+        f"{must}, but returned {type_with_article(loss)}: {cure}, or it and metrics: "
+        f"(loss, metrics)"
     )

@@ -1,4 +1,4 @@
-"""Where in the user's own code a call was made, an exception raised, or a thread is."""
+"""The user's line in a stack or a traceback."""
 
 import functools
 import os
@@ -17,54 +17,54 @@ _LIBRARIES = ("pardata", "torch", "Python")
 _GENERATED = ("torchinductor_", "<eval_with_key")  # in names of files of torch.compile and fx
 
 
-class Call(NamedTuple):
-    """One of the calls that a thread is in: whose code it is ("" the user's own), and where."""
+class Frame(NamedTuple):
+    """A frame of a stack: of which package ("" the user's own code), its file and line."""
 
-    whose: str
+    package: str
     place: str
     function: str
 
 
 def call_site() -> str:
-    """Return file and line of the user's call that led here, innermost first. Reads no file."""
-    return _users_place(calls_of(sys._getframe(1)))  # noqa: SLF001  # inspect's reads files
+    """Return file and line of the user's call that led here. Reads no file."""
+    return _user_place(frames_of(sys._getframe(1)))  # noqa: SLF001  # inspect's reads files
 
 
-def raise_site(error: BaseException) -> str:
-    """Return file and line of the user's code in which `error` came up."""
-    return _users_place(_calls(traceback.walk_tb(error.__traceback__)))
+def raise_location(error: BaseException) -> str:
+    """Return file and line of the user's code that raised `error`."""
+    return _user_place(_frames(traceback.walk_tb(error.__traceback__)))
 
 
-def calls_of(frame: FrameType) -> list[Call]:
-    """Return the calls that the thread of `frame` is in, outermost first. Reads no file."""
-    return _calls(traceback.walk_stack(frame))[::-1]
+def frames_of(frame: FrameType) -> list[Frame]:
+    """Return the frames of a stack, outermost first. Reads no file."""
+    return _frames(traceback.walk_stack(frame))[::-1]
 
 
-def own_call(calls: Sequence[Call]) -> int:
-    """Return which call is the innermost of the user's own code; else of a package, else of all."""
-    kinds = [(call.whose == "", call.whose not in _LIBRARIES) for call in calls]
-    return max(range(len(calls)), key=lambda n: (kinds[n], n))
+def user_frame(frames: Sequence[Frame]) -> int:
+    """Return which frame is the innermost of the user's code, else of a package, else of all."""
+    kinds = [(frame.package == "", frame.package not in _LIBRARIES) for frame in frames]
+    return max(range(len(frames)), key=lambda n: (kinds[n], n))
 
 
-def standing(calls: Sequence[Call]) -> str:
-    """Return the user's line in which a thread is, and the innermost of all in brackets."""
-    own, last = calls[own_call(calls)], calls[-1]
+def location(frames: Sequence[Frame]) -> str:
+    """Return the user's line in which a thread is, and the innermost frame in brackets."""
+    own, last = frames[user_frame(frames)], frames[-1]
     return own.place if own is last else f"{own.place} ({last.function}, {last.place})"
 
 
-def _users_place(calls: Sequence[Call]) -> str:
-    """Return where the innermost call is that is in none of the libraries, else of all."""
-    users = [call for call in calls if call.whose not in _LIBRARIES] or calls
+def _user_place(frames: Sequence[Frame]) -> str:
+    """Return the place of the innermost frame that is of no library, else of all."""
+    users = [frame for frame in frames if frame.package not in _LIBRARIES] or frames
     return users[-1].place if users else "an unknown line"
 
 
-def _calls(frames: Iterable[tuple[FrameType, int]]) -> list[Call]:
-    calls = []
+def _frames(frames: Iterable[tuple[FrameType, int]]) -> list[Frame]:
+    found = []
     for frame, line in frames:
-        whose, file = _source(frame.f_code.co_filename)
-        place = f"{file if whose else _short(file)}:{line}"
-        calls.append(Call(whose, place, frame.f_code.co_name))
-    return calls
+        package, file = _source(frame.f_code.co_filename)
+        place = f"{file if package else _short(file)}:{line}"
+        found.append(Frame(package, place, frame.f_code.co_name))
+    return found
 
 
 def _short(file: str) -> str:

@@ -9,7 +9,7 @@ _Key = TypeVar("_Key", bound=Hashable)
 _LONG = 4  # ranks in a row, which are written from the first to the last
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Write ``[1]`` as "rank 1" and ``[0, 2, 3, 4, 5]`` as "ranks 0, 2-5"."""
     texts: list[str] = []
     for _, numbered in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0]):
@@ -18,7 +18,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"
 
 
-def ranks_by(keys: Iterable[tuple[int, _Key]]) -> dict[_Key, list[int]]:
+def group_ranks_by(keys: Iterable[tuple[int, _Key]]) -> dict[_Key, list[int]]:
     """Return the ranks of each key, from pairs of a rank and its key."""
     sets: dict[_Key, list[int]] = {}
     for rank, key in keys:
@@ -26,12 +26,12 @@ def ranks_by(keys: Iterable[tuple[int, _Key]]) -> dict[_Key, list[int]]:
     return sets
 
 
-def table_of(lines: Sequence[str]) -> str:
+def format_rank_table(lines: Sequence[str]) -> str:
     """Return a table of what each rank says, in rank order; the odd one out is easy to see.
 
     >>> print(table_of(["length=10", "length=9", "length=10"]))
       ranks 0, 2: length=10
       rank 1: length=9
     """
-    rows = ranks_by(enumerate(lines)).items()
-    return "\n".join(f"  {ranks_text(ranks)}: {line}" for line, ranks in rows)
+    rows = group_ranks_by(enumerate(lines)).items()
+    return "\n".join(f"  {format_ranks(ranks)}: {line}" for line, ranks in rows)

@@ -1,220 +1,326 @@
-"""A turn: every rank says something, one decides, and all hear the one verdict.
+"""A round: all ranks contribute a value over the store, and all get one result or one error.
 
-All turns of a group are one numbered sequence over its store. A rank counts itself in, and leaves
-an entry under ``at/{rank}``: in which turn and call it is, and what it says. Then it waits for one
-key, the verdict. It makes as many requests at any number of ranks. The first verdict stands. It
-comes from the last rank to come, rank 0 that has done its work, a rank whose patience ends, or one
-that fails. Nothing here is a collective of the backend: who does not come is named, and the group
-is usable afterwards.
+The rounds of a group are numbered, and every rank makes the same ones in the same order. In each
+a rank writes its contribution, counts itself in, and waits for one key, the result. The first
+result stands. In `exchange` the last rank to arrive writes it; in `lead` rank 0 does, or the first
+rank of a node, which works for the others. A rank that waits in vain writes who is missing, and one
+that leaves the group writes why: no round can follow then. No request grows with the number of
+ranks, except for the one that reads all contributions.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
-from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
 
 from pardata.store._caller import call_site
-from pardata.store._client import PART, Channel, answered, came, taken
-from pardata.store._current_op import doing
-from pardata.store._remote_error import Failure, as_consequence, follows, text_of
-from pardata.store._verdict import KINDS, ORDER, Decide, Verdict, entries_of, give, judge, key_of
+from pardata.store._client import StoreClient, set_once, texts_of, wait_for
+from pardata.store._current_op import current_op
+from pardata.store._rank_format import format_rank_table, format_ranks
+from pardata.store._remote_error import RemoteError, is_secondary, mark_secondary, type_and_message
 
-Say = Callable[[], object]
-Patience = timedelta | None  # None: that of the group
+Decide: TypeAlias = Callable[[list[Any]], object]  # gets the values of all ranks, in rank order
+Publish: TypeAlias = Callable[[object], None]
+
+_RAISABLE = {error.__name__: error for error in (RuntimeError, ValueError, TypeError)}
+_SAME_CALLS = "every rank must make the same calls in the same order, but"
+_LEFT = "-1"  # in place of the number of parts of a result: its rank has left the group
+_MOST = 2**22  # characters of a value: a TCPStore closes a connection that sends over 8 MiB
 
 
-def all_say(channel: Channel, call: str, say: Say, decide: Decide, timeout: Patience = None) -> Any:
-    """Return what is decided on what all ranks say. Collective.
+def exchange(
+    client: StoreClient,
+    call: str,
+    contribute: Callable[[], object],
+    decide: Decide,
+    timeout: timedelta | None = None,
+) -> Any:
+    """Return what `decide` makes of the values that `contribute` returns on all ranks. Collective.
 
     Args:
-        channel: the store, and this rank.
-        call: its name in errors; ranks in different calls are told.
-        say: returns something JSON-like. What it raises is raised here, and told to the others.
-        decide: gets what all said, in rank order, on the rank that comes last. What it raises is
-            raised on every rank.
-        timeout: how long to wait for the others; that of `channel` if not given.
+        client: of the store.
+        call: the name of the call in errors.
+        contribute: returns a value that fits in JSON. An exception in it is raised on this rank,
+            and in a text on the others.
+        decide: runs on the rank that arrives last. An exception in it is raised on every rank.
+        timeout: for how long to wait for the other ranks; that of `client` if not given.
 
     Raises:
-        TimeoutError: names the ranks that did not come, or says that the store does not answer.
-        RuntimeError: if ranks are in different calls (says which rank is in which), if one
-            has failed (see `call_off`), or if the store is gone.
+        TimeoutError: ranks did not come, or the store does not answer. The error names them.
+        RuntimeError: ranks are in different calls, one has left the group, or the store has ended.
     """
-    refuse_within(call)
-    turn = Turn(channel, call, decide)
+    forbid_in_rank_zero_section(call)
+    this = Round(client, call, decide=decide)
+    value, error = None, None
     try:
-        turn.value = say()
-        if (length := len(json.dumps(turn.value))) > PART:
+        value = contribute()
+        if (length := len(json.dumps(value))) > _MOST:
             raise ValueError(
-                f"what ranks compare in `{call}` must be at most {PART >> 20} MiB, but is "
+                f"what ranks compare in `{call}` must be at most {_MOST >> 20} MiB, but is "
                 f"{length / 2**20:.1f}: pass less, or what is the same on every rank"
             )
-    except Exception as error:  # noqa: BLE001  # raised again by `decision`, on every rank
-        turn.error, turn.value = error, None
+    except Exception as raised:  # noqa: BLE001  # raised again once the other ranks know
+        value, error = None, raised
     try:
-        return turn.decision(turn.heard(channel.timeout if timeout is None else timeout))
-    except Exception as error:
-        if turn.error is None or error is turn.error:
+        result = this.wait(timeout or client.timeout, value, error)
+        return this.value_of(result, error)
+    except Exception as raised:
+        if error is None or raised is error:
             raise
-        raise error from turn.error  # it may be why the others did not come
+        raise raised from error  # it may be why other ranks did not come
     finally:
-        turn.error = None  # held by a frame of its own it would live until a garbage collection
+        error = None  # held by this frame it would live until a garbage collection
 
 
-def refuse_within(call: str) -> None:
-    """Refuse a call of all ranks if the others wait until this one has done its work."""
-    if doing.leads:
+@contextmanager
+def lead(client: StoreClient, call: str, others: timedelta | None = None) -> Iterator[Publish]:
+    """Work for the ranks that `follow`, or `exchange`; yield a function that sends them a result.
+
+    An exception in the block is raised on every rank.
+
+    Args:
+        client: of the store.
+        call: the name of the call in errors.
+        others: for how long to wait after the block for other ranks that lead, too.
+    """
+    this = Round(client, call, decide=None if others is None else _nothing)
+    if others is None:
+        client.request(lambda store: this.arrive(store, None, None))
+    before, current_op.leads = current_op.leads, call.partition("(")[0]
+    try:
+        yield lambda value: this.publish({"value": value})
+    except BaseException as error:
+        remote = RemoteError.of(error, rank=client.rank, call=current_op.leads)
+        with suppress(Exception):  # the first error says more
+            this.publish({"errors": [asdict(remote)]})
+        raise
+    finally:
+        current_op.leads = before
+    if others is not None:
+        this.value_of(this.wait(others))
+
+
+def follow(client: StoreClient, call: str, timeout: timedelta) -> Any:
+    """Return the result of the rank that leads; raise the exception that it raised."""
+    this = Round(client, call)
+    return this.value_of(this.wait(timeout))
+
+
+def _nothing(_values: list[Any]) -> None:
+    """Decide on nothing: it matters only that all ranks are here."""
+
+
+def forbid_in_rank_zero_section(call: str) -> None:
+    """Raise if this rank works for the others, which wait for it and cannot make `call`."""
+    if current_op.leads:
         raise RuntimeError(
             f"`{call}` must be reached by every rank, but the others wait until this rank has done "
-            f"its `{doing.leads}`: make the call after it, or before"
+            f"its `{current_op.leads}`: make the call after it, or before"
         )
 
 
-class Turn:
-    """One rank's part in a turn; in a later one, if the others gave it up in the meantime.
+def abort_rounds(client: StoreClient, text: str) -> None:
+    """Let each rank that waits for this one, now or later, raise an error with `text`.
 
-    Attributes:
-        call: its name in errors.
-        decide: makes the decision of what all say; if it is not given, rank 0 gives one.
-        value: what this rank says.
-        error: what it raised instead.
+    The other ranks may be some rounds ahead, which rank 0 led; they wait in the first round that
+    has no result.
+    """
+    result = json.dumps({"rank": client.rank, "call": "", "left": text})
+    head = f"{client.rank} {_LEFT} {result}"
+
+    def abort(store: dist.Store) -> None:
+        number = client.rounds + 1
+        # One is enough, whichever rank wrote it.
+        while set_once(store, f"{number}/result", head).split(" ", 2)[1] != _LEFT:
+            number += 1
+
+    client.closed = client.closed or text
+    client.request(abort)
+
+
+class Round:
+    """One rank's part in a round.
 
     Args:
-        channel: the store, and this rank.
+        client: of the store.
+        call: the name of the call in errors.
+        decide: makes the result on the rank that arrives last; None if rank 0 leads.
     """
 
-    def __init__(self, channel: Channel, call: str, decide: Decide | None = None) -> None:
-        self._channel, self.call, self.decide = channel, call, decide
-        self.value: object = None
-        self.error: Exception | None = None
-        self._number, self._where, self._late = 0, call_site(), ""
+    def __init__(self, client: StoreClient, call: str, *, decide: Decide | None = None) -> None:
+        if client.closed:
+            raise mark_secondary(
+                RuntimeError(
+                    f"`{call}` must be reached by every rank, but an earlier call has failed, and "
+                    f"no other can follow in this group: {client.closed}"
+                )
+            )
+        client.rounds += 1
+        self._client, self._call, self._decide = client, call, decide
+        self._number, self._where = client.rounds, call_site()
+        self._key = f"{self._number}/result"
 
-    def heard(self, timeout: timedelta) -> Verdict:
-        """Come, and return the verdict once it is there.
+    def wait(
+        self, timeout: timedelta, value: object = None, error: Exception | None = None
+    ) -> dict[str, Any]:
+        """Contribute `value` or `error`, and return the result once it is there.
 
         As often as the group's timeout passes, the store must answer.
         """
-        before = doing.enter(self.call)
-        try:
-            return self._verdict(timeout)
-        finally:
-            doing.leave(before)
-
-    def _verdict(self, timeout: timedelta) -> Verdict:
         left, is_here = timeout, False
-        while left:
-            patience = min(left, self._channel.timeout)
-            left -= patience
-            ends = timeout if self.decide and not left else None
-            # Both in one request to the store, as each starts a thread.
-            listen = partial(self._listened, patience, ends, comes=not is_here)
-            verdict, is_here = answered(patience, listen), True
-            if verdict is None:
-                continue
-            if not self._gave_me_up(verdict):
-                return verdict
-            left, is_here = timeout, False  # those who gave this rank up are in a later turn
-            self._late = f"; rank {verdict['rank']} came before, and gave up waiting for this rank"
-        cure = "give a larger `timeout` if the work takes that long, else look at rank 0's output"
-        raise self._in_vain(TimeoutError, f" within {timeout}, but has not: {cure}")
 
-    def come(self) -> None:
-        """Let all know that this rank is here."""
-        answered(self._channel.timeout, self._come)
+        def listen(store: dist.Store) -> dict[str, Any] | None:
+            if not is_here:
+                self.arrive(store, value, error)
+            return self._read(store) if wait_for(store, [self._key], patience) else None
 
-    def tell(self, **verdict: object) -> None:
-        """Give the verdict when the work is done; raise another one, if that stands."""
-        give_it = partial(self._give, verdict)
-        while self._gave_me_up(stands := answered(self._channel.timeout, give_it)):
-            self.come()
-        if not verdict.items() <= stands.items():  # it is another's
-            self.decision(stands)
-
-    def decision(self, verdict: Verdict) -> Any:
-        """Return what a verdict decides, or raise what it says instead. Once for each verdict."""
-        if "parts" in verdict:
-            readers = self._channel.size - (self.decide is None)  # rank 0 does not read its own
-            take = partial(taken, self._channel.store, verdict["parts"], readers)
-            verdict = json.loads(answered(self._channel.timeout, take))
-        if "error" in verdict:
-            kind, text = verdict["error"]
-            raise KINDS[kind](text)
-        if verdict["call"] not in ("", self.call):
-            raise RuntimeError(
-                f"{ORDER} rank {verdict['rank']} is in {verdict['call']} and rank "
-                f"{self._channel.rank} in {self.call}: look for a branch that skips one"
+        before = current_op.push(self._call)
+        try:
+            while left:
+                patience = min(left, self._client.timeout)
+                if (result := self._client.request(listen, patience)) is not None:
+                    return result
+                left, is_here = left - patience, True
+            return self._client.request(
+                lambda store: self._give(store, self._missing(store, timeout))
             )
-        if "off" in verdict:
-            kind = TimeoutError if "missing" in verdict else RuntimeError
-            raise self._in_vain(kind, f", but {verdict['off']}")
-        if "failed" in verdict:
-            failed = [Failure(**told) for told in verdict["failed"]]
-            if self.decide is None:
-                failed[0].reraise()
-            # Who failed because another one did says that, if it is known.
-            if self.error is not None and follows(self.error) != failed[0].is_cause:
-                raise self.error
-            seen = f"(seen on rank {self._channel.rank}, which did nothing wrong)"
-            summaries = [failure.summary() for failure in failed]
-            raise as_consequence(RuntimeError("\n".join([*summaries, seen])))
-        return verdict["decision"]
+        finally:
+            current_op.pop(before)
 
-    def _in_vain(self, kind: type[Exception], news: str) -> Exception:
-        """Return the error of a rank that waits for what does not come."""
-        of_all = f"`{self.call}` must be reached by every rank"
-        must = of_all if self.decide else f"rank 0 must finish its `{self.call}`"
-        end = ", timed out" if kind is TimeoutError else ""
-        error = kind(f"{must}{news}; this rank waits at {self._where}{self._late}")
-        return as_consequence(error, f"{self.call} at {self._where}{end}")
+    def arrive(self, store: dist.Store, value: object, error: Exception | None) -> None:
+        """Write this rank's contribution, and the result if it is the last one to arrive."""
+        client, failed = self._client, None
+        if error is not None:  # the others get its text, and raise a RuntimeError
+            text, secondary = type_and_message(error), is_secondary(error)
+            failed = asdict(RemoteError(client.rank, self._call, text, is_secondary=secondary))
+        entry = [self._number, self._call, self._where, value, failed]
+        store.set(f"at/{client.rank}", json.dumps(entry))
+        count = f"{self._number}/count"
+        if store.add(count, 1) == client.size:
+            store.delete_key(count)
+            for key in client.last_result:  # all are in this round, so all have read it
+                store.delete_key(key)
+            if (result := self._result(_entries(store, client.size))) is not None:
+                self._give(store, result)
 
-    def _gave_me_up(self, verdict: Verdict) -> bool:
-        return self._channel.rank in verdict.get("missing", ())
+    def publish(self, result: dict[str, Any]) -> None:
+        """Write the result of the rank that leads; raise another one, if that stands."""
+        stands = self._client.request(lambda store: self._give(store, result))
+        if stands is not result:
+            self.value_of(stands)
 
-    def _listened(
-        self, patience: timedelta, ends: timedelta | None, *, comes: bool
-    ) -> Verdict | None:
-        """Return the verdict if it comes in time; give one if all patience ends, if all say."""
-        if comes:
-            self._come()
-        key = key_of(self._number)
-        if came(self._channel.store, [key], patience):
-            verdict: Verdict = json.loads(self._channel.store.get(key))
-            return verdict
-        return None if ends is None else self._judge(ends)
+    def value_of(self, result: dict[str, Any], error: Exception | None = None) -> Any:
+        """Return the value of a result, or raise what it has instead.
 
-    def _come(self) -> None:
-        store, rank = self._channel.store, self._channel.rank
-        self._number = store.add(f"turn/{rank}", 1)
-        entry = {"turn": self._number, "call": self.call, "where": self._where, "failed": None}
-        if self.error is not None:  # each raises its own: the others need no more than the text
-            text, is_cause = text_of(self.error), not follows(self.error)
-            entry["failed"] = asdict(Failure(rank, self.call, text, is_cause=is_cause))
-        store.set(f"at/{rank}", json.dumps({**entry, "value": self.value}))
-        if store.add(f"came/{self._number}", 1) == self._channel.size:
-            # All are here, so all have read the verdict before.
-            store.delete_key(f"came/{self._number}")
-            store.delete_key(key_of(self._number - 1))
-            self._judge(self._channel.timeout)
-
-    def _judge(self, timeout: timedelta) -> Verdict | None:
-        """Give a verdict, as the last one to come, or as one whose patience ends.
-
-        Returns the one that stands; None if rank 0 is still to give it.
+        Args:
+            result: of this round.
+            error: what this rank contributed.
         """
-        entries = entries_of(self._channel.store, self._channel.size)
-        verdict = judge(entries, self._number, self.decide, timeout)
-        return None if verdict is None else self._give(verdict)
+        client = self._client
+        if "raises" in result:
+            kind, text = result["raises"]
+            raise _RAISABLE[kind](text)
+        if result["call"] not in ("", self._call):
+            raise RuntimeError(
+                f"{_SAME_CALLS} rank {result['rank']} is in {result['call']} and rank "
+                f"{client.rank} in {self._call}: look for a branch that skips one"
+            )
+        if "left" in result:
+            raise self._closed(RuntimeError, result["left"])
+        if "missing" in result:
+            raise self._closed(TimeoutError, self._timeout_text(result))
+        if "errors" in result:
+            errors = [RemoteError(**one) for one in result["errors"]]
+            if errors[0].traceback:  # of a rank that led
+                errors[0].reraise()
+            # An error that another rank's caused gives way to it, if that is known.
+            if error is not None and is_secondary(error) == errors[0].is_secondary:
+                raise error
+            seen = f"(seen on rank {client.rank}, which did nothing wrong)"
+            raise mark_secondary(RuntimeError("\n".join([*(e.summary for e in errors), seen])))
+        return result["value"]
 
-    def _give(self, verdict: Verdict) -> Verdict:
-        signed = {"rank": self._channel.rank, "call": self.call, **verdict}
-        return give(self._channel.store, self._number, signed)
+    def _closed(self, kind: type[Exception], text: str) -> Exception:
+        self._client.closed = text
+        must = f"`{self._call}` must be reached by every rank"
+        return mark_secondary(kind(f"{must}, but {text}; this rank waits at {self._where}"))
+
+    def _timeout_text(self, result: dict[str, Any]) -> str:
+        missing, within = result["missing"], result["within"]
+        if self._client.rank in missing:
+            return f"this rank came when rank {result['rank']} had waited for {within}"
+        if self._decide is None:
+            return (
+                f"rank 0 has not finished within {within}: give a larger `timeout` if the work "
+                f"takes that long, else look at its output"
+            )
+        return missing_ranks_text(missing, self._client.size, f" within {within}")
+
+    def _missing(self, store: dist.Store, timeout: timedelta) -> dict[str, Any]:
+        entries = enumerate(_entries(store, self._client.size))
+        late = [rank for rank, entry in entries if entry is None or entry[0] < self._number]
+        return {"missing": late, "within": str(timeout)}
+
+    def _result(self, entries: Sequence[Any]) -> dict[str, Any] | None:
+        """Return the result of the contributions of all ranks; None if rank 0 will give it."""
+        later = [entry[0] > self._number for entry in entries]
+        calls = [
+            e[1] + ", which comes later" * is_later
+            for e, is_later in zip(entries, later, strict=True)
+        ]
+        here = {call for call, is_later in zip(calls, later, strict=True) if not is_later}
+        # Only a rank that leads may be in a later round, or one whose wait was interrupted.
+        if len(here) > 1 or (self._decide and any(later)):
+            return {"raises": ["RuntimeError", f"{_SAME_CALLS} here:\n{format_rank_table(calls)}"]}
+        if self._decide is None:
+            return None
+        if failed := [entry[4] for entry in entries if entry[4]]:
+            return {"errors": sorted(failed, key=lambda error: error["is_secondary"])}
+        try:
+            return {"value": self._decide([entry[3] for entry in entries])}
+        except Exception as error:  # noqa: BLE001  # raised on every rank
+            kind, text = type(error).__name__, str(error)
+            raises = [kind, text] if kind in _RAISABLE else ["RuntimeError", f"{kind}: {text}"]
+            return {"raises": raises}
+
+    def _give(self, store: dist.Store, result: dict[str, Any]) -> dict[str, Any]:
+        """Write a result, in parts if it is long, if none stands; return the one that stands."""
+        rank = self._client.rank
+        text = json.dumps({"rank": rank, "call": self._call, **result})
+        first, *more = [text[start : start + _MOST] for start in range(0, len(text), _MOST)]
+        keys = [f"{self._key}/{rank}/{number}" for number in range(len(more))]
+        for key, part in zip(keys, more, strict=True):
+            store.set(key, part)
+        head = f"{rank} {len(more)} {first}"
+        if set_once(store, self._key, head) != head:
+            return self._read(store)
+        self._client.last_result = [self._key, *keys]
+        return result
+
+    def _read(self, store: dist.Store) -> dict[str, Any]:
+        rank, count, first = store.get(self._key).decode().split(" ", 2)
+        keys = [f"{self._key}/{rank}/{number}" for number in range(int(count))]
+        self._client.last_result = [self._key, *keys]
+        result: dict[str, Any] = json.loads(
+            first + "".join(store.get(key).decode() for key in keys)
+        )
+        return result
 
 
-def call_off(channel: Channel, news: str) -> None:
-    """Let all who wait, now or later, for this rank read `news` instead: it comes no more."""
-    verdict = {"rank": channel.rank, "call": "", "off": news}
-    turn = channel.store.add(f"turn/{channel.rank}", 0) + 1
-    # Others may be turns ahead of this rank, if rank 0 decided, or if they gave it up.
-    while give(channel.store, turn, verdict)["call"]:  # one that calls off is of none
-        turn += 1
+def _entries(store: dist.Store, size: int) -> list[Any]:
+    """Return the last contribution of each rank, None for a rank that was in no round yet."""
+    texts = texts_of(store, [f"at/{rank}" for rank in range(size)])
+    return [None if text is None else json.loads(text) for text in texts]
+
+
+def missing_ranks_text(missing: list[int], size: int, when: str) -> str:
+    """Name ranks that did not come, and say where to look."""
+    ranks = format_ranks(missing)
+    return (
+        f"{ranks} of {size} did not come{when}: look at the output of {ranks} for an earlier "
+        f"error, or for a branch that skips this call"
+    )

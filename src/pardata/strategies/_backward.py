@@ -7,8 +7,8 @@ from weakref import WeakSet
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from pardata._validation import kind_of
-from pardata.collectives._comm_errors import explained
+from pardata._validation import type_with_article
+from pardata.collectives._comm_errors import explain_comm_errors
 from pardata.data._batch_parts import tensors_of
 from pardata.data._microbatches import Microbatches
 from pardata.data._sample_count import is_empty
@@ -24,7 +24,7 @@ from pardata.step._forward import add_zeros, forward_of
 from pardata.step._microbatch_seed import count_run, microbatch_seed
 from pardata.step._step import Step, forbidden_in, known_metrics
 from pardata.step._tally import Tally, checked, wide
-from pardata.store._current_op import doing
+from pardata.store._current_op import current_op
 from pardata.strategies._known import strategy_and_layer
 
 _log = get_logger(__name__)
@@ -130,9 +130,9 @@ def backward(
     _check_arguments(model, loss_fn)
     step = _step_of(model, batch, scaler)
     step.share = Share.of(batch, count, step)
-    with explained("backward", batch), step.whole():
+    with explain_comm_errors("backward", batch), step.whole():
         for one in step.share.microbatches:
-            doing.get_on()
+            current_op.heartbeat()
             with step.around(one), forked_torch_seed(microbatch_seed(batch, one.number)):
                 (_run if one.count else _run_placeholder)(step, model, loss_fn, one)
     if type(step) is Step and step.size == 1:
@@ -144,7 +144,7 @@ def backward(
 
 def _check_arguments(model: object, loss_fn: object) -> None:
     """Refuse what is meant for another function, and arguments in another order."""
-    what = getattr(loss_fn, "__name__", kind_of(loss_fn))
+    what = getattr(loss_fn, "__name__", type_with_article(loss_fn))
     if isinstance(model, Tensor):
         raise TypeError(
             "`model` must be a module, but is a Tensor: in place of loss.backward(), call "

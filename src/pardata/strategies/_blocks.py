@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
 
-from pardata._validation import kind_of
+from pardata._validation import type_with_article
 from pardata.model._unwrap import layers
 
 Blocks: TypeAlias = type[nn.Module] | Sequence[type[nn.Module]] | Literal["auto"]
@@ -72,7 +72,7 @@ def _named(module: nn.Module, blocks: Any) -> Iterator[nn.Module]:
     """Yield the modules of the classes that are given."""
     kinds: Sequence[type[nn.Module]] = [blocks] if isinstance(blocks, type) else blocks
     if not (isinstance(kinds, Sequence) and kinds and all(map(_is_kind, kinds))):
-        given = kind_of(blocks) if isinstance(blocks, nn.Module) else repr(blocks)
+        given = type_with_article(blocks) if isinstance(blocks, nn.Module) else repr(blocks)
         raise TypeError(
             f"`blocks` must be 'auto' or classes of modules, but is {given}: pass one or several "
             f"of {_classes(module)}"

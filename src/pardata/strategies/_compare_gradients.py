@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pardata.collectives._comm_errors import explained
-from pardata.collectives._fingerprint import all_equal, hashes
+from pardata.collectives._comm_errors import explain_comm_errors
+from pardata.collectives._fingerprint import fingerprint_slots, fingerprints_match
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of an element
 
@@ -23,10 +23,10 @@ def compare_gradients(named: Sequence[tuple[str, Tensor]], group: Any) -> None:
     """
     size, device = dist.get_world_size(group), named[0][1].device
     digests = torch.stack([_digest(parameter.grad, device) for _, parameter in named])
-    with explained("comparing the gradients"):
-        sums = torch.tensor(hashes(str(digests.tolist()), size), device=device)
+    with explain_comm_errors("comparing the gradients"):
+        sums = torch.tensor(fingerprint_slots(str(digests.tolist()), size), device=device)
         dist.all_reduce(sums, group=group)
-        if all_equal(sums.tolist(), size):
+        if fingerprints_match(sums.tolist(), size):
             return
         of_ranks = [torch.empty_like(digests) for _ in range(size)]
         dist.all_gather(of_ranks, digests, group=group)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 
-from pardata._pytree import leaves
+from pardata._pytree import leaves_with_path
 from pardata.environment._device import visible_devices
 from pardata.environment._logger import get_logger
 from pardata.model._read_through import ReadThrough
@@ -50,7 +50,7 @@ class ReadThroughDP(ReadThrough, DataParallel[nn.Module]):
 
 def _rows(values: Iterable[Any], dim: int) -> int:
     """Return the rows of the first tensor found."""
-    tensors = (leaf for _, leaf in leaves(list(values)) if isinstance(leaf, Tensor))
+    tensors = (leaf for _, leaf in leaves_with_path(list(values)) if isinstance(leaf, Tensor))
     return next((tensor.shape[dim] if tensor.ndim > dim else 1 for tensor in tensors), 0)
 
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from pardata._pytree import leaves
-from pardata._validation import check_integer
+from pardata._pytree import leaves_with_path
+from pardata._validation import check_int
 from pardata.collectives._consensus import Facts
 from pardata.data._uneven_shares import uneven_shares
 from pardata.environment._device import checked_device
@@ -103,7 +103,7 @@ class FsdpStrategy(Strategy):
 
     def check(self, model: nn.Module, settings: Settings) -> None:
         size, replicas = settings.here.size, settings.options.get("replicate", 1)
-        check_integer("replicate", replicas, least=1)
+        check_int("replicate", replicas, least=1)
         if size % replicas:
             known = " or ".join(str(n) for n in range(1, size + 1) if size % n == 0)
             raise ValueError(
@@ -214,7 +214,7 @@ def _tell(module: nn.Module, blocks: list[nn.Module], settings: Settings) -> Non
 @uncompiled  # as all hooks here: each model would count against dynamo's limit of recompilations
 def _refuse_dataclass(module: nn.Module, _args: object, output: object) -> None:
     """Refuse an output in which FSDP finds no tensors before torch 2.12: a forward hook."""
-    kinds = (type(leaf).__name__ for _, leaf in leaves(output) if is_dataclass(leaf))
+    kinds = (type(leaf).__name__ for _, leaf in leaves_with_path(output) if is_dataclass(leaf))
     if torch.is_grad_enabled() and (kind := next(kinds, None)) is not None:
         raise TypeError(
             f"{type(module).__name__} must return tensors, in dicts, lists or tuples, but returns "

@@ -7,12 +7,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from pardata._pytree import sha256_of
-from pardata.collectives._comm_errors import explained
-from pardata.collectives._consensus import require_same, same
+from pardata.collectives._comm_errors import explain_comm_errors
+from pardata.collectives._consensus import raise_if_different, require_equal
 from pardata.environment._world import require_world
 from pardata.model._state_dict import LoadedKeys
 from pardata.model._unwrap import unwrap
-from pardata.store._rank_format import table_of
+from pardata.store._rank_format import format_rank_table
 from pardata.strategies._known import strategy_of
 
 
@@ -62,7 +62,7 @@ def fingerprint(model: nn.Module) -> str:
     >>> fingerprint(nn.Identity())[:8]
     'e3b0c442'
     """
-    with explained("fingerprint"):
+    with explain_comm_errors("fingerprint"):
         return sha256_of((f"{name} {whole.dtype}", whole) for name, whole in named_tensors(model))
 
 
@@ -92,13 +92,13 @@ def check_in_sync(model: nn.Module) -> None:
             for part, own in _copies(value)
         }
 
-    same(here, "check_in_sync", digests, _compare)
+    require_equal(here, "check_in_sync", digests, _compare)
 
 
 def _compare(told: list[dict[str, Any]]) -> None:
     """Raise, with a table of the first weight that differs."""
     names: list[dict[str, object]] = [{"the parameter names": sorted(facts)} for facts in told]
-    require_same("check_in_sync", names, "Build the same model on every rank.")
+    raise_if_different("check_in_sync", names, "Build the same model on every rank.")
     differing = []
     for name in told[0]:
         said = {facts[name] for facts in told}
@@ -106,7 +106,7 @@ def _compare(told: list[dict[str, Any]]) -> None:
             differing.append(name)
     if not differing:
         return
-    table = table_of([facts[differing[0]] for facts in told])
+    table = format_rank_table([facts[differing[0]] for facts in told])
     raise RuntimeError(
         f"every rank must hold the same weights, but `{differing[0]}` differs between ranks "
         f"({len(differing)} of {len(told[0])} parameters and buffers differ):\n{table}\n"

@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pardata._validation import check_flag, check_module
-from pardata.collectives._consensus import same
-from pardata.environment._backend import require_taken
-from pardata.environment._device import checked_device, named_device
+from pardata._validation import check_bool, check_module
+from pardata.collectives._consensus import require_equal
+from pardata.environment._backend import check_supported
+from pardata.environment._device import checked_device, parse_device
 from pardata.environment._world import require_world
 from pardata.model._batch_norm import check_batch_norms
 from pardata.model._unwrap import ShardedModule, is_parallel
-from pardata.store._rank_format import table_of
+from pardata.store._rank_format import format_rank_table
 from pardata.strategies._known import STRATEGIES, StrategyName, named
 from pardata.strategies._strategy import Settings, Strategy
 
@@ -107,7 +107,7 @@ def wrap_model(
         _check(model, chosen, settings)
         target = checked_device(chosen.device(settings))
         if chosen.needs_group:
-            require_taken(target, here.backend)
+            check_supported(target, here.backend)
         if len(_devices(model)) < 2 and not chosen.places_model:
             model.to(target)  # else somebody placed its parts by hand
         if not chosen.is_collective:
@@ -117,7 +117,7 @@ def wrap_model(
     if any(one.name == name and not one.is_collective for one in STRATEGIES):
         checked()
     else:  # an unknown one too: the other ranks may have it right, and wait
-        same(here, "wrap_model", checked, _check_same_models)
+        require_equal(here, "wrap_model", checked, _check_same_models)
     chosen = named(name)
     if sync_batchnorm and here.size > 1 and chosen.is_collective:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -145,7 +145,7 @@ def _check(model: nn.Module, chosen: Strategy, settings: Settings) -> None:
             f"`options` must be ones of strategy {chosen.name!r}, but {name!r} is not; there are "
             f"{', '.join(sorted(known))}"
         )
-    check_flag("sync_batchnorm", settings.sync_batchnorm)
+    check_bool("sync_batchnorm", settings.sync_batchnorm)
     if not (chosen.takes_all or any(p.requires_grad for p in model.parameters())):
         raise ValueError(
             f"`model` must have a parameter to train under strategy {chosen.name!r}, but "
@@ -161,7 +161,7 @@ def _check(model: nn.Module, chosen: Strategy, settings: Settings) -> None:
         )
     chosen.check(model, settings)
     if settings.sync_batchnorm and settings.here.size > 1 and chosen.is_collective:
-        check_batch_norms(model, named_device(chosen.device(settings)))
+        check_batch_norms(model, parse_device(chosen.device(settings)))
 
 
 def _check_devices(model: nn.Module, chosen: Strategy) -> None:
@@ -214,5 +214,5 @@ def _check_same_models(told: list[dict[str, object]]) -> None:
     first = next(entry for entry in entries if len(set(entry)) > 1)
     raise RuntimeError(
         f"every rank must pass the same model to `wrap_model`, but they differ, first here:\n"
-        f"{table_of(first)}\n{named(told[0]['the strategy']).cure}"
+        f"{format_rank_table(first)}\n{named(told[0]['the strategy']).cure}"
     )

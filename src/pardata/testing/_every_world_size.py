@@ -7,7 +7,7 @@ from typing import Any, TypeAlias, TypeVarTuple, Unpack
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from pardata._validation import kind_of
+from pardata._validation import type_with_article
 from pardata.strategies._weights import named_tensors
 from pardata.testing._run import run
 
@@ -86,7 +86,7 @@ def _recorded(train: Any, args: Any) -> list[dict[str, Any]]:
     steps = train(*args)
     if not isinstance(steps, Iterator):
         raise TypeError(
-            f"`train` must be a generator function, but returned {kind_of(steps)}: write "
+            f"`train` must be a generator function, but returned {type_with_article(steps)}: write "
             f"`yield model` after each step"
         )
     return [_copied(trained) for trained in steps]
@@ -98,7 +98,7 @@ def _copied(trained: Any) -> dict[str, Any]:
     if not isinstance(named, Mapping):
         raise TypeError(
             f"`train` must yield its model, or a dict of tensors or numbers, after each step, but "
-            f"yielded {kind_of(trained)}: write `yield model`"
+            f"yielded {type_with_article(trained)}: write `yield model`"
         )
     whole = {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in named.items()}
     return {k: v.detach().cpu().clone() if isinstance(v, Tensor) else v for k, v in whole.items()}

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, TypeVar, TypeVarTuple, Unpack
 import torch
 import torch.distributed as dist
 
-from pardata._validation import check_integer, checked_timeout
+from pardata._validation import check_int, to_timedelta
 from pardata.environment._launchers import LAUNCHERS
-from pardata.store._remote_error import Failure
+from pardata.store._remote_error import RemoteError
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
@@ -66,8 +66,8 @@ def run(
     >>> run(max, 1, 2, world_size=1)
     [2]
     """
-    check_integer("world_size", world_size, least=1)
-    timeout = checked_timeout(timeout).total_seconds()
+    check_int("world_size", world_size, least=1)
+    timeout = to_timedelta(timeout).total_seconds()
     variables = _environment(dict(env or {}))
     try:
         job = pickle.dumps((fn, args))
@@ -153,12 +153,12 @@ class _Rank:
         except EOFError:
             self._process.join()
             text = f"the process ended with exit code {self._process.exitcode}, without a word"
-            self.outcome = Failure(self.rank, "run", f"ProcessDied: {text}", text)
+            self.outcome = RemoteError(self.rank, "run", f"ProcessDied: {text}", text)
 
 
 def _results(team: list[_Rank], meeting: _Meeting) -> list[Any]:
     deadline = time.monotonic() + meeting.timeout
-    failures: list[Failure] = []
+    failures: list[RemoteError] = []
     while waiting := [member for member in team if member.outcome is None]:
         ready = wait([member.pipe for member in waiting], max(0, deadline - time.monotonic()))
         if not ready:
@@ -168,11 +168,11 @@ def _results(team: list[_Rank], meeting: _Meeting) -> list[Any]:
         for member in waiting:
             if member.pipe in ready:
                 member.receive()
-                if isinstance(member.outcome, Failure):
+                if isinstance(member.outcome, RemoteError):
                     failures.append(member.outcome)
                     deadline = min(deadline, time.monotonic() + _GRACE)
     if failures:
-        next((failure for failure in failures if failure.is_cause), failures[0]).reraise()
+        next((failure for failure in failures if not failure.is_secondary), failures[0]).reraise()
     return [pickle.loads(member.outcome) for member in team]  # noqa: S301  # our own children's
 
 
@@ -209,10 +209,10 @@ def _work(rank: int, meeting: _Meeting, job: bytes, pipe: Connection) -> None:
         with meeting.stack_file(rank).open("w") as stack:
             # Just before the parent gives up, write where this rank is.
             faulthandler.dump_traceback_later(max(0.1, meeting.timeout - 1), file=stack)
-            outcome: bytes | Failure = pickle.dumps(_joined_call(rank, meeting, job))
+            outcome: bytes | RemoteError = pickle.dumps(_joined_call(rank, meeting, job))
             faulthandler.cancel_dump_traceback_later()
     except BaseException as error:  # noqa: BLE001  # SystemExit too: the parent raises it
-        outcome = Failure.of(error, rank=rank, call="run")
+        outcome = RemoteError.of(error, rank=rank, call="run")
     sys.stdout.flush()
     sys.stderr.flush()
     pipe.send(outcome)

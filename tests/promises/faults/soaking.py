@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 import pardata
-from pardata.environment._world import channel
+from pardata.environment._world import store_client
 
 SHORT = timedelta(seconds=0.3)
 
@@ -61,7 +61,7 @@ class Run:
 
     def one_does_not_come(self, culprit):
         self.given_up += self.size - 1
-        store = channel().store
+        store = store_client().store
         if self.rank != culprit:
             try:
                 pardata.barrier(timeout=SHORT)

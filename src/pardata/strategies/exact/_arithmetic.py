@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.nn.grad import conv2d_input, conv2d_weight
 
 from pardata._pytree import sha256_of
-from pardata.environment._device import widest
+from pardata.environment._device import widest_float_dtype
 
 
 def probe(device: torch.device) -> str:
     """Return a digest of what a device computes in each precision."""
-    dtypes = list(dict.fromkeys([torch.float32, widest(device), torch.float16]))
+    dtypes = list(dict.fromkeys([torch.float32, widest_float_dtype(device), torch.float16]))
     asked = getattr(torch.get_device_module(device), "is_bf16_supported", None)
     if asked is None or asked(including_emulation=False):
         dtypes.append(torch.bfloat16)

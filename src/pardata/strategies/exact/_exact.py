@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pardata._validation import check_integer
+from pardata._validation import check_int
 from pardata.collectives._consensus import Facts
 from pardata.environment._device import checked_device
 from pardata.environment._logger import get_logger
@@ -102,7 +102,7 @@ class ExactStrategy(Strategy):
                 "make the model anew without it, because there batch norm takes the statistics of "
                 "microbatches, the same at every world size"
             )
-        check_integer("threads", settings.options.get("threads", 1), least=1)
+        check_int("threads", settings.options.get("threads", 1), least=1)
 
     def facts(self, model: nn.Module, settings: Settings) -> Facts:
         torch.set_num_threads(threads := settings.options.get("threads", 1))

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from pardata.environment._device import widest
+from pardata.environment._device import widest_float_dtype
 from pardata.model._buffers import real_buffers
 from pardata.step._count import Microbatch
 from pardata.strategies.exact._fixed_tree import Stack
@@ -29,7 +29,7 @@ class Means:
     def __init__(self, module: nn.Module, exchange: Exchange, first: int) -> None:
         self._module, self._exchange, self._first = module, exchange, first
         self._device = next(module.parameters()).device
-        self._dtype = widest(self._device)
+        self._dtype = widest_float_dtype(self._device)
         start = real_buffers(module)
         self.shapes = _shapes(start)
         self._real = [name for name, buffer in start.items() if buffer.is_floating_point()]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from pardata.collectives._min_max import Vote
+from pardata.collectives._fingerprint import CheckedCollective, LeastAndMost
 from pardata.data._microbatches import Microbatches
-from pardata.environment._world import way_of_counts, world
+from pardata.environment._world import cpu_group_and_device, world
 from pardata.model._before import GradientsAside
 from pardata.model._modules import parameters_of
 from pardata.rng._rng_state import Kept, default_generators, seed_generators
@@ -21,7 +21,7 @@ from pardata.step._count import Microbatch, started
 from pardata.step._guests import Guests
 from pardata.step._microbatch_seed import microbatch_seed
 from pardata.step._step import Step
-from pardata.store._remote_error import as_consequence
+from pardata.store._remote_error import mark_secondary
 from pardata.strategies.exact._exact_means import Means
 from pardata.strategies.exact._kernels import refused_kernels
 from pardata.strategies.exact._ordered_sum import Exchange, OrderedSum
@@ -53,7 +53,7 @@ class ExactStep(Step):
     for: what ranks must know of each other before that, they tell on the CPU.
     """
 
-    _vote: Vote | None = None
+    _vote: LeastAndMost | None = None
     _answer: _Answer | None = None
     least = 1  # if a placeholder: by what it returns a rank that has none knows the metrics
     takes_means = False
@@ -113,13 +113,13 @@ class ExactStep(Step):
 
     def _ask(self, *, failed: bool) -> None:
         facts = self._key(), failed, zlib.crc32(self.tally.structure().encode()), self._first
-        self._vote = Vote(world(), "backward", facts)
+        self._vote = CheckedCollective("backward", dict, str).start_min_max(facts)
 
     def _heard(self) -> _Answer:
         """Return what all have said."""
         if self._vote is not None:
             vote, self._vote, self._answer = self._vote, None, _Answer()  # also where it raises
-            (key, other_key), (_, failed), (text, other_text), (first, _) = vote.result()
+            (key, other_key), (_, failed), (text, other_text), (first, _) = vote()
             self._answer = _Answer(key == other_key, bool(failed), text == other_text, first)
         return self._answer or _Answer()
 
@@ -162,7 +162,7 @@ class ExactStep(Step):
     def _sent_apart(self, rows: Tensor, flags: list[bool]) -> tuple[list[bool], Tensor]:
         """Add up, and hear, what does not ride with the gradients. Collective."""
         self._sums.send_rest()
-        group, device = way_of_counts(world())
+        group, device = cpu_group_and_device(world())
         of_any = torch.tensor(flags, dtype=torch.int32, device=device)
         sums = OrderedSum(self._exchange, rows)
         wait = started(of_any, group) if self.size > 1 else lambda: of_any
@@ -196,13 +196,13 @@ class ExactStep(Step):
         batch = self.batch
         step = batch.epoch, batch.step, microbatch_seed(batch)
         sent = zlib.crc32(repr(self._means.shapes).encode(), self._sums.digest)
-        return mix(batch.seed, *step, *batch.counts, sent)
+        return mix(batch.seed, *step, *batch.counts, sent) % 2**52
 
 
 def _failed_elsewhere() -> RuntimeError:
     # Marked, so that the log says which one, and how.
     text = "every rank must run its microbatches, but another one failed: see its error"
-    return as_consequence(RuntimeError(text))
+    return mark_secondary(RuntimeError(text))
 
 
 def _of_compiler(error: Exception) -> Exception:

@@ -15,11 +15,11 @@ from pardata.cache._build import ensure
 from pardata.cache._cache_files import Files, files_of
 from pardata.cache._original import facts_of, fields_of, filled, is_numbers, read_sample
 from pardata.collectives._barrier import rank_zero_first
-from pardata.collectives._consensus import consensus, raise_if_different
 from pardata.data._batch_parts import Ragged
 from pardata.data._whole_batches import ReadsBatches
-from pardata.environment._world import require_world
+from pardata.environment._world import require_world, store_client
 from pardata.rng._rng_state import kept_generators
+from pardata.store._round import exchange, raise_if_different
 
 
 def cache_dataset(
@@ -71,7 +71,7 @@ def cache_dataset(
     here = require_world("cache_dataset")
     with kept_generators():
         facts = partial(facts_of, dataset, directory, num_workers, here)
-        plans: list[Any] = consensus(here, "cache_dataset", facts, _plans)
+        plans: list[Any] = exchange(store_client(), "cache_dataset", facts, _plans)
         plan = next(plan for plan in plans if plan["node"] == here.node_rank)
         with rank_zero_first(local=True):
             first, parts = read_sample(dataset, 0)

@@ -19,7 +19,6 @@ from pardata._pytree import (
     map_with_path,
 )
 from pardata._validation import check_map_style, local_path, type_with_article
-from pardata.collectives._consensus import Facts
 from pardata.data._whole_batches import layers
 from pardata.data._workers import choose_workers
 from pardata.environment._cpu import cpus_per_rank
@@ -27,6 +26,7 @@ from pardata.environment._logger import get_logger
 from pardata.environment._world import World
 from pardata.rng._rng_state import numpy_or_none, seed_generators
 from pardata.rng._splitmix64 import mix
+from pardata.store._round import Facts
 
 _log = get_logger(__name__)
 

@@ -18,13 +18,13 @@ from pardata.checkpoint._files import OWN, STATE, UnusableError, verified
 from pardata.checkpoint._names import Name, candidates
 from pardata.checkpoint._snapshot import Copies, check_stateful
 from pardata.collectives._barrier import rank_zero_call
-from pardata.collectives._consensus import Facts, consensus, raise_if_different
 from pardata.environment._logger import get_logger
-from pardata.environment._world import World, require_world
+from pardata.environment._world import World, require_world, store_client
 from pardata.model._unwrap import unwrap
 from pardata.rng._rng_state import restore_generators
 from pardata.store._rank_format import format_ranks
 from pardata.store._remote_error import is_secondary
+from pardata.store._round import Facts, exchange, raise_if_different
 from pardata.strategies._weights import load_weights
 
 _log = get_logger(__name__)
@@ -86,7 +86,7 @@ class Checkpoint(NamedTuple):
         things = {name: thing for name, thing in things.items() if name not in lost}
         likes: dict[KeyPath, Tensor] = {}
         # All ranks hear of an error in it, because it runs the user's own code.
-        consensus(here, "Checkpointer.restore", lambda: likes.update(_likes(things)))
+        exchange(store_client(), "Checkpointer.restore", lambda: likes.update(_likes(things)))
         values = [name for name in self.manifest["values"] if name in objects]
         trees = _owned(self.trees_of(things, likes, values=values), things, likes)
         # What can be iterated shows that a run resumes, and not only what the run has learnt.
@@ -100,7 +100,7 @@ class Checkpoint(NamedTuple):
                 states = saved[here.rank if is_alike else 0]
                 restore_generators(states, here.device, only_seed=not is_alike)
 
-        consensus(here, "Checkpointer.restore (loading)", load)
+        exchange(store_client(), "Checkpointer.restore (loading)", load)
         self._tell(here, lost)
         if things and not resumes:
             _log.info("pardata left seed and random generators as they are: no loader is restored")
@@ -171,7 +171,9 @@ def newest(call: str, at: int | None, given: Mapping[str, Any], facts: Facts) ->
         check_stateful(given)
         return {**facts, "at": at, "objects": list(given)}
 
-    consensus(here, call, tell, lambda all_facts: raise_if_different(call, all_facts, CURE))
+    exchange(
+        store_client(), call, tell, lambda all_facts: raise_if_different(call, all_facts, CURE)
+    )
     passed_over: dict[Name, str] = {}
     while there := rank_zero_call(candidates, directory, at):
         if there == [*passed_over]:  # else one was added or removed meanwhile
@@ -217,7 +219,7 @@ def _looked_at(here: World, path: Path, step: int) -> Checkpoint | str:
             )
         return "it is gone" if unseeing else next(filter(None, reasons), "")
 
-    return consensus(here, "Checkpointer (verifying)", look, judge, _PATIENCE) or read[0]
+    return exchange(store_client(), "Checkpointer (verifying)", look, judge, _PATIENCE) or read[0]
 
 
 def _read(path: Path, manifest: dict[str, Any], here: World) -> Checkpoint:

@@ -21,11 +21,11 @@ from pardata.checkpoint._snapshot import Snapshot
 from pardata.collectives._all_gather import gather_to_rank_zero
 from pardata.collectives._barrier import rank_zero_call
 from pardata.collectives._comm_errors import explain_comm_errors
-from pardata.collectives._consensus import consensus, raise_if_different, require_equal
 from pardata.environment._backend import new_gloo_group
 from pardata.environment._logger import get_logger
-from pardata.environment._world import World, require_world
+from pardata.environment._world import World, require_world, store_client
 from pardata.rng._rng_state import generator_states
+from pardata.store._round import exchange, raise_if_different, require_equal
 
 _log = get_logger(__name__)
 
@@ -138,7 +138,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             named = {"objects": list(objects), "per_rank": list(own)}
             return {"options": {"step": step, **named, **self._options}, "details": snapshot.texts}
 
-        require_equal(here, "Checkpointer.save", tell, _raise_of_what_differs)
+        require_equal(store_client(), "Checkpointer.save", tell, _raise_of_what_differs)
         with explain_comm_errors(
             "Checkpointer.save"
         ):  # apart: a turn would take them from all to all
@@ -202,7 +202,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         rank_zero_call(background.join)  # if that is interrupted, the next call waits again
         self._background = None
         rank_zero_call(background.check)  # its error first, for another one says no more
-        consensus(require_world("Checkpointer.wait"), "Checkpointer.wait", background.check)
+        require_world("Checkpointer.wait")
+        exchange(store_client(), "Checkpointer.wait", background.check)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # After an error the other ranks may be anywhere; the interpreter waits for the thread.

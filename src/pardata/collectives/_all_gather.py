@@ -2,6 +2,7 @@
 
 import io
 import math
+from collections.abc import Callable
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
@@ -117,14 +118,20 @@ def broadcast(value: _T) -> _T:
     here = require_world("broadcast")
     if here.size == 1:
         return value
-    matching = CheckedCollective("broadcast", dict, str)
-    data = matching.capture(lambda: serialize(value), bytearray()) if here.is_main else bytearray()
-    with explain_comm_errors("broadcast"):
+    data = broadcast_bytes("broadcast", lambda: serialize(value) if here.is_main else bytearray())
+    return value if here.is_main else deserialize(data, here.device)
+
+
+def broadcast_bytes(call: str, make: Callable[[], bytearray]) -> bytearray:
+    """Return what `make` returns on rank 0; what it raises is raised on every rank. Collective."""
+    matching = CheckedCollective(call, dict, str)
+    data = matching.capture(make, bytearray())
+    with explain_comm_errors(call):
         (length,) = matching.all_reduce(lambda: [len(data)])
-        data = data or bytearray(int(length))
-        payload = torch.frombuffer(data, dtype=torch.uint8).to(matching.device)
+        payload = torch.frombuffer(data or bytearray(int(length)), dtype=torch.uint8)
+        payload = payload.to(matching.device)
         dist.broadcast(payload, 0, group=matching.group(payload))
-    return value if here.is_main else deserialize(bytes_of(payload), here.device)
+    return bytes_of(payload)
 
 
 def gather_to_rank_zero(here: World, value: _T, group: Any = None) -> list[_T]:

@@ -1,14 +1,12 @@
 """Barriers, and sections that rank 0 runs alone, over the group's store."""
 
-import base64
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import ParamSpec, TypeVar
 
 from pardata._validation import check_text, to_timedelta
-from pardata.collectives._all_gather import deserialize, serialize
-from pardata.collectives._consensus import consensus
+from pardata.collectives._all_gather import broadcast_bytes, deserialize, serialize
 from pardata.environment._world import require_world, store_client
 from pardata.store._current_op import current_op
 from pardata.store._round import exchange, follow, forbid_in_rank_zero_section, lead
@@ -17,7 +15,6 @@ _T = TypeVar("_T")
 _P = ParamSpec("_P")
 
 _HOURS = timedelta(hours=2)
-_MOST = 2**26  # bytes of a result
 
 
 def barrier(name: str = "", timeout: timedelta | float | None = None) -> None:
@@ -41,8 +38,9 @@ def barrier(name: str = "", timeout: timedelta | float | None = None) -> None:
     """
     check_text("name", name)
     patience = None if timeout is None else to_timedelta(timeout)
-    here = require_world("barrier")
-    consensus(here, f"barrier({name!r})" if name else "barrier()", lambda: None, timeout=patience)
+    require_world("barrier")
+    call = f"barrier({name!r})" if name else "barrier()"
+    exchange(store_client(), call, lambda: None, timeout=patience)
 
 
 @contextmanager
@@ -75,23 +73,20 @@ def rank_zero_first(*, local: bool = False, timeout: timedelta | float = _HOURS)
     client = store_client()
     call = f"rank_zero_first({'local=True' * local})"
     if here.local_rank == 0 if local else here.rank == 0:
-        with lead(client, call, others=patience if local else None) as publish:
+        with lead(client, call, others=patience if local else None):
             yield
-        if not local:
-            publish(None)
+        return
+    if local:
+        exchange(client, call, lambda: None, timeout=patience)
     else:
-        if local:
-            exchange(client, call, lambda: None, lambda _: None, patience)
-        else:
-            follow(client, call, patience)
-        yield
+        follow(client, call, patience)
+    yield
 
 
 def rank_zero_call(fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
     """Run ``fn(*args, **kwargs)`` on rank 0 only and return its result on every rank.
 
-    The result travels by pickle over the group's store, so it should be small, and must be at most
-    64 MiB; `broadcast` takes more. On the other ranks its tensors come on the CPU, whatever device
+    The result travels by pickle. On the other ranks its tensors come on the CPU, whatever device
     they were on. An exception on rank 0, ``SystemExit`` and ``KeyboardInterrupt`` included, is
     raised on every rank, with its origin. Where the exception itself is larger than 64 KiB the
     others raise a `RuntimeError` with its text. Collective; in a single process it is a plain call.
@@ -102,7 +97,6 @@ def rank_zero_call(fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs)
         kwargs: handed to it.
 
     Raises:
-        ValueError: the result is too large; raised on every rank.
         TimeoutError: rank 0 took more than two hours; raised on the waiting ranks.
         RuntimeError: other ranks are in another call, or pass another function.
 
@@ -114,20 +108,14 @@ def rank_zero_call(fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs)
         return fn(*args, **kwargs)
     if current_op.leads == "rank_zero_call":  # the others wait for the outer one
         forbid_in_rank_zero_section("rank_zero_call")
-    client, call = (
-        store_client(),
-        f"rank_zero_call({getattr(fn, '__qualname__', type(fn).__qualname__)})",
-    )
+    name = getattr(fn, "__qualname__", type(fn).__qualname__)
+    client, call = store_client(), f"rank_zero_call({name})"
     if not here.is_main:
-        received: _T = deserialize(base64.b64decode(follow(client, call, _HOURS)))
+        follow(client, call, _HOURS)
+        received: _T = deserialize(broadcast_bytes("rank_zero_call", bytearray))
         return received
-    with lead(client, call) as publish:
+    with lead(client, call):
         result = fn(*args, **kwargs)
         data = serialize(result)
-        if len(data) > _MOST:
-            raise ValueError(
-                f"what `rank_zero_call` returns must be at most {_MOST >> 20} MiB, but is "
-                f"{len(data) / 2**20:.1f}: return less, as a path, or send it by `broadcast`"
-            )
-    publish(base64.b64encode(data).decode())
+    broadcast_bytes("rank_zero_call", lambda: data)
     return result

@@ -11,13 +11,12 @@ import time
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch.distributed as dist
 
 from pardata.environment._world import store_client
 from pardata.store._caller import call_site
-from pardata.store._client import SERVER, StoreClient, append, set_once, wait_for
+from pardata.store._client import SERVER, StoreClient, append, set_once
 from pardata.store._current_op import current_op
 from pardata.store._rank_format import format_rank_table
 from pardata.store._remote_error import RemoteError, is_peer_failure, is_timeout, mark_secondary
@@ -26,15 +25,7 @@ from pardata.store._round import forbid_in_rank_zero_section, missing_ranks_text
 _FAILURE = "failure"
 # For how long to wait for the others. After a lost connection all fail at the same moment; after a
 # timeout as far apart as they came.
-_LOST, _TIMED_OUT = timedelta(seconds=1), timedelta(seconds=2)
-
-
-class _Report(NamedTuple):
-    """What a rank whose collective failed leaves for the others."""
-
-    rank: int
-    call: str
-    text: str
+_LOST, _TIMED_OUT = 1.0, 2.0
 
 
 def report_failure(client: StoreClient, error: RemoteError) -> None:
@@ -46,8 +37,12 @@ def first_failure(client: StoreClient, patience: timedelta) -> RemoteError | Non
     """Return the failure of the run, if one comes in time."""
 
     def read(store: dist.Store) -> RemoteError | None:
-        is_there = wait_for(store, [_FAILURE], patience)
-        return RemoteError(**json.loads(store.get(_FAILURE))) if is_there else None
+        deadline = time.monotonic() + patience.total_seconds()
+        while not store.check([_FAILURE]):  # torch logs a `wait` that times out
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(0.1)
+        return RemoteError(**json.loads(store.get(_FAILURE)))
 
     return client.request(read, patience)
 
@@ -83,68 +78,59 @@ class explain_comm_errors:  # noqa: N801  # a context manager, as `suppress`
             raise better from error
 
     def _explained(self, error: BaseException) -> Exception:
-        client, where, call = store_client(), call_site(), self._call
+        client, call, has_timed_out = store_client(), self._call, is_timeout(error)
         epoch, step = getattr(self._batch, "epoch", None), getattr(self._batch, "step", None)
         if isinstance(epoch, int) and isinstance(step, int):
             call = f"{call} (epoch {epoch}, step {step})"
-        has_timed_out = is_timeout(error)
-        ended = "timed out" if has_timed_out else "lost a connection"
-        text = f"{call} at {where}, {ended} after {time.monotonic() - self._began:.1f} s"
-        own, table = _Report(client.rank, self._call, text), ""
         try:
-            first, reports = _exchanged(client, own, _TIMED_OUT if has_timed_out else _LOST)
+            why = _diagnosis(client, self._call, has_timed_out=has_timed_out)
         except (RuntimeError, TimeoutError):
             why = f"{SERVER} has ended or does not answer: look at its output"
-        else:
-            why = _diagnosis(client, first, reports, is_timeout=has_timed_out)
-            texts = {report.rank: report.text for report in reports}
-            rows = [texts.get(rank, "no report") for rank in range(client.size)]
-            table = f"\n{format_rank_table(rows)}"
-        kind = TimeoutError if has_timed_out else RuntimeError
-        must = f"`{call}` must be reached by every rank, but {why}; this rank waits at {where}"
-        line = str(error).partition("\n")[0][:300]
-        return mark_secondary(kind(f"{must}{table}\n({type(error).__name__}: {line})"))
+        ended = "timed out" if has_timed_out else "lost a connection"
+        return mark_secondary(
+            (TimeoutError if has_timed_out else RuntimeError)(
+                f"`{call}` must be reached by every rank, but {why}; this rank waits at "
+                f"{call_site()}, and {ended} after {time.monotonic() - self._began:.1f} s "
+                f"({str(error).partition(chr(10))[0][:300]})"
+            )
+        )
 
 
-def _exchanged(
-    client: StoreClient, own: _Report, patience: timedelta
-) -> tuple[RemoteError | None, list[_Report]]:
-    """Report, and return the failure of the run, if there is one, and the reports of all ranks."""
-
-    def collect(store: dist.Store) -> list[_Report]:
-        append(store, "reports", json.dumps(own))
-        deadline, pause = time.monotonic() + patience.total_seconds(), 0.05
-        while True:
-            reports = [_Report(*json.loads(line)) for line in store.get("reports").splitlines()]
-            has_all = len({report.rank for report in reports}) == client.size
-            if has_all or store.check([_FAILURE]) or time.monotonic() > deadline:
-                return reports
-            time.sleep(pause)
-            pause *= 2  # all ranks ask
-
-    reports = client.request(collect, patience)
-    return first_failure(client, timedelta(milliseconds=1)), reports
-
-
-def _diagnosis(
-    client: StoreClient, first: RemoteError | None, reports: list[_Report], *, is_timeout: bool
-) -> str:
-    missing = sorted(set(range(client.size)) - {report.rank for report in reports})
-    calls = {report.call for report in reports}
-    if first is not None:
+def _diagnosis(client: StoreClient, call: str, *, has_timed_out: bool) -> str:
+    """Say which rank failed, or did not come, or how else this rank's collective failed."""
+    calls = _reported(client, call, _TIMED_OUT if has_timed_out else _LOST)
+    if (first := first_failure(client, timedelta(0))) is not None:
         return f"rank {first.rank} of {client.size} failed first: {first.text}"
-    if missing:
+    if missing := [rank for rank in range(client.size) if rank not in calls]:
         waits = ", or wait for one that did not" if len(missing) > 1 else ""
         return missing_ranks_text(missing, client.size, waits)
-    if len(calls) > 1:
+    if len(set(calls.values())) > 1:
         cure = "make the same calls in the same order on each"
-        if "Checkpointer.save" in calls:
+        if "Checkpointer.save" in calls.values():
             cure = "call `save` on every rank at the same step, not under `if world.is_main`"
-        return f"the ranks are in different calls: {cure}"
-    if is_timeout:
+        table = format_rank_table([calls[rank] for rank in range(client.size)])
+        return f"the ranks are in different calls: {cure}\n{table}\n"
+    if has_timed_out:
         return (
             "they wait for different things in it, or one came too late: give the call the same "
             "arguments (`count`), and the model the same mode and frozen parameters, on every "
             "rank; or give init a larger `timeout`; or the network is down"
         )
     return "a connection between them was lost: is the network down, or did one come too late?"
+
+
+def _reported(client: StoreClient, call: str, patience: float) -> dict[int, str]:
+    """Report that `call` failed; return the calls of all ranks that report theirs in time."""
+
+    def report(store: dist.Store) -> dict[int, str]:
+        append(store, "reports", json.dumps([client.rank, call]))
+        deadline, pause = time.monotonic() + patience, 0.05
+        while True:
+            calls = dict(map(json.loads, store.get("reports").splitlines()))
+            has_all = len(calls) == client.size
+            if has_all or store.check([_FAILURE]) or time.monotonic() > deadline:
+                return calls
+            time.sleep(pause)
+            pause *= 2  # all ranks ask
+
+    return client.request(report, timedelta(seconds=patience))

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from pardata._pytree import KeyPath, keystr, leaves_with_path, map_with_path
 from pardata.collectives._comm_errors import explain_comm_errors
-from pardata.collectives._consensus import consensus, raise_if_different
 from pardata.collectives._forbidden import check_allowed
 from pardata.environment._backend import has_accelerator_backend
 from pardata.environment._device import widest_float_dtype
-from pardata.environment._world import cpu_group_and_device, require_world
+from pardata.environment._world import cpu_group_and_device, require_world, store_client
+from pardata.store._round import exchange, raise_if_different
 
 _T = TypeVar("_T")
 
@@ -172,7 +172,7 @@ class CheckedCollective:
         cure = "Make the same call with the same structure on every rank."
         facts = lambda: {"structure": self._facts()}  # noqa: E731  # a name says what it is
         differ = lambda rows: raise_if_different(self._call, rows, cure)  # noqa: E731  # as above
-        consensus(self.here, self._call, facts, differ)
+        exchange(store_client(), self._call, facts, differ)
 
     def group(self, tensor: Tensor) -> Any:
         """Return the process group that takes `tensor`, once all ranks are known to agree."""

@@ -7,7 +7,6 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from pardata._validation import check_bool, check_int, check_map_style
-from pardata.collectives._consensus import consensus, raise_if_different
 from pardata.data._order import length_of
 from pardata.data._plan import Plan, share
 from pardata.data._settings import Arguments, Settings, WorkerOptions
@@ -15,8 +14,15 @@ from pardata.data._uneven_shares import uneven_shares
 from pardata.data._workers import choose_workers
 from pardata.environment._device import checked_device, has_streams
 from pardata.environment._logger import get_logger
-from pardata.environment._world import World, current_world, require_world, single_world
+from pardata.environment._world import (
+    World,
+    current_world,
+    require_world,
+    single_world,
+    store_client,
+)
 from pardata.rng._default_seeds import default_seed, next_number
+from pardata.store._round import exchange, raise_if_different
 
 _log = get_logger(__name__)
 
@@ -49,7 +55,7 @@ def agreed(given: Arguments) -> Settings:
         raise_if_different("make_loader", facts_of_ranks, cure)
         return loaders[0]
 
-    initial, number = consensus(ranks, "make_loader", facts, decide)
+    initial, number = exchange(store_client(), "make_loader", facts, decide)
     (settings,) = made
     _look_at_shares(settings)
     if given.seed is not None:

@@ -8,9 +8,9 @@ from typing import Any, TypeVar, overload
 import torch
 
 from pardata._pytree import map_with_path
-from pardata.collectives._consensus import consensus
 from pardata.data._sample_count import samples_of
-from pardata.environment._world import require_world
+from pardata.environment._world import require_world, store_client
+from pardata.store._round import exchange
 
 _T = TypeVar("_T")
 
@@ -107,7 +107,7 @@ class Microbatches(Sequence[_T]):
                 )
             return [count for one in shares for count in one], facts[0]["seed"]
 
-        counts, seed = consensus(here, "Microbatches.of", state, decide)
+        counts, seed = exchange(store_client(), "Microbatches.of", state, decide)
         where: dict[str, Any] = {"epoch": epoch, "step": step, "first": here.rank * len(share)}
         return cls(share, **where, counts=counts, seed=seed, size=here.size)
 

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from pardata.collectives._consensus import consensus, raise_if_different
 from pardata.data._plan import GlobalStep, Plan
 from pardata.data._position import Position
 from pardata.data._shuffle import Shuffle
 from pardata.data._whole_batches import on_cpu
-from pardata.environment._world import World
+from pardata.environment._world import World, store_client
 from pardata.rng._rng_state import forked_seed
 from pardata.rng._splitmix64 import mix
+from pardata.store._round import exchange, raise_if_different
 
 # The numbers of samples; a sampler may yield those of any kind.
 Indices: TypeAlias = "Tensor | Sequence[Any]"
@@ -193,7 +193,7 @@ class Requests(Sampler[Request]):
             raise_if_different(f"make_loader({self.name}=…)", facts, cure)
             return facts[0]["the order"]
 
-        return drawn, consensus(self.ranks, "iter(loader) with a sampler", draw, decide)
+        return drawn, exchange(store_client(), "iter(loader) with a sampler", draw, decide)
 
     def _drawn_once(self, epoch: int) -> list[Any]:
         if hasattr(self.sampler, "set_epoch"):

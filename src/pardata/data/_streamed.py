@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from pardata._pytree import content_hash
-from pardata.collectives._consensus import consensus, raise_if_different
 from pardata.collectives._fingerprint import CheckedCollective
 from pardata.data._plan import Fetched
 from pardata.data._position import Position
 from pardata.data._stream import Stream, not_of_this_stream
 from pardata.data._workers import Source
-from pardata.environment._world import World
+from pardata.environment._world import store_client
 from pardata.store._rank_format import format_ranks
+from pardata.store._round import exchange, raise_if_different
 
 _NEXT = "the next step of an IterableDataset"
 
@@ -76,7 +76,7 @@ class Streamed(Source):
             RuntimeError: where a dataset that all ranks read whole ends at different steps, or a
                 rank has nothing at all; on every rank. So does an error that `steps` raises.
         """
-        stream, here = self.reader, self._ranks
+        stream = self.reader
         last: Any = None  # no step yet
         coming = _Coming(steps)
         while True:
@@ -86,7 +86,12 @@ class Streamed(Source):
                 return
             is_wrong = last is None and not fewest if stream.is_sharded else fewest != most
             if any_failed or is_wrong:
-                consensus(here, _NEXT, coming.samples, _none_on if stream.is_sharded else _ended_on)
+                exchange(
+                    store_client(),
+                    _NEXT,
+                    coming.samples,
+                    _none_on if stream.is_sharded else _ended_on,
+                )
             if last is None and coming.fetched:
                 self._compare(coming.fetched, before)
             # It has the shape of this rank's last step, without rows. All have a first step.
@@ -120,7 +125,7 @@ class Streamed(Source):
             return facts[:1]
 
         call = "iter(loader) of an IterableDataset"
-        digests = consensus(self._ranks, call, lambda: {"first samples": first.digest}, decide)
+        digests = exchange(store_client(), call, lambda: {"first samples": first.digest}, decide)
         self.digest = content_hash(digests)
         if before not in (None, self.digest):
             raise ValueError(

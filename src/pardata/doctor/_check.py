@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from pardata.collectives._all_reduce import all_reduce_sum
-from pardata.collectives._consensus import consensus
 from pardata.data._workers import choose_workers
 from pardata.doctor._environment import Finding
 from pardata.environment._cpu import cpus_per_rank
 from pardata.environment._device import properties_of, visible_devices
 from pardata.environment._launchers import LaunchInfo
-from pardata.environment._world import World
+from pardata.environment._world import World, store_client
 from pardata.process_group._init import init
+from pardata.store._round import exchange
 from pardata.testing._run import run
 
 _TIMES_SMALL, _TIMES_LARGE = 200, 5  # how often a measure is taken
@@ -61,7 +61,9 @@ def _trial(here: World, timeout: float) -> list[Finding]:
         node = f"{socket.gethostname()}, node {here.node_rank}, local rank {here.local_rank}"
         return f"{node}, {here.device}{gpu}, cores: {cpus_per_rank(here)}"
 
-    places: list[str] = consensus(here, "pardata check", own, list)  # what one rank raises, all do
+    places: list[str] = exchange(
+        store_client(), "pardata check", own, list
+    )  # what one rank raises, all do
     found += [Finding(f"rank {rank}", place) for rank, place in enumerate(places)]
     found.append(Finding("all-reduce", "correct"))
     found.append(Finding("shared memory", f"a worker handed over {4 * _SAMPLE / 2**20:.0f} MiB"))

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from pardata._validation import type_with_article
-from pardata.collectives._consensus import consensus
-from pardata.environment._world import require_world
+from pardata.environment._world import require_world, store_client
 from pardata.model._modules import set_versions, versions_of
 from pardata.model._unwrap import Wrapper, layers, unwrap
+from pardata.store._round import exchange
 
 # What wrappers put into the names of parameters.
 _PREFIXES = ("module", "_orig_mod")
@@ -56,7 +56,8 @@ def load_sharded(model: nn.Module, given: object, *, strict: bool, assign: bool)
         return {}
 
     # The ranks load together, so none begins where another cannot.
-    consensus(require_world("load_weights"), "load_weights", check)
+    require_world("load_weights")
+    exchange(store_client(), "load_weights", check)
     ((state, keys),) = found
     whole = not any(hasattr(value, "full_tensor") for value in state.values())
     if whole:

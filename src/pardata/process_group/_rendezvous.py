@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from pardata.collectives._consensus import raise_if_different
 from pardata.environment import _backend, _device
 from pardata.environment._cpu import cpus_of_process
 from pardata.environment._launchers import LaunchInfo
@@ -25,7 +24,7 @@ from pardata.process_group._shutdown import count_out, end
 from pardata.process_group._tcp_store import not_met, open_store
 from pardata.store._client import StoreClient, append
 from pardata.store._rank_format import format_rank_table, format_ranks, group_ranks_by
-from pardata.store._round import exchange
+from pardata.store._round import exchange, raise_if_different
 
 _T = TypeVar("_T")
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from pardata._pytree import KeyPath, keystr, map_with_path
 from pardata._validation import type_with_article
 from pardata.collectives._all_reduce import like, shape_text, split_like
-from pardata.collectives._consensus import consensus, raise_if_different
 from pardata.collectives._fingerprint import Leaf, fingerprint_slots, fingerprints_match, numbers_of
 from pardata.data._batch_parts import tensors_of
 from pardata.data._sample_count import samples_of
 from pardata.environment._device import has_streams, widest_float_dtype
-from pardata.environment._world import world
+from pardata.environment._world import store_client, world
 from pardata.step._count import positive
+from pardata.store._round import exchange, raise_if_different
 
 # The places of a message: what was counted, hashes and their squares, then the first values.
 _HASHES = 3
@@ -197,8 +197,8 @@ class Tally:
             "Call `backward` for each step of one loader, and let `loss_fn` return the same "
             "structure, on every rank."
         )
-        consensus(
-            world(),
+        exchange(
+            store_client(),
             "backward",
             facts,
             lambda of_ranks: raise_if_different("backward", of_ranks, cure),

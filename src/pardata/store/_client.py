@@ -31,7 +31,6 @@ class StoreClient:
         rank: of this process.
         size: number of ranks.
         rounds: number of rounds (see ``_round``) that this rank has begun.
-        last_result: the keys of the last one's result.
         closed: why no round can follow, "" if one can.
     """
 
@@ -40,7 +39,6 @@ class StoreClient:
     rank: int
     size: int
     rounds: int = 0
-    last_result: Sequence[str] = ()
     closed: str = ""
     _is_held: bool = False  # by a thread that was left behind
 

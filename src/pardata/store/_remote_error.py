@@ -5,7 +5,7 @@ import pickle
 import re
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
@@ -44,11 +44,15 @@ class RemoteError:
     is_secondary: bool = False
 
     @classmethod
-    def of(cls, error: BaseException, *, rank: int, call: str) -> "RemoteError":
-        """Describe `error`, raised on `rank` inside `call`, so that other ranks can raise it."""
+    def of(
+        cls, error: BaseException, *, rank: int, call: str, is_raised: bool = True
+    ) -> "RemoteError":
+        """Describe `error`; with traceback and pickle if other ranks raise it, too."""
+        remote = cls(rank, call, type_and_message(error), is_secondary=is_secondary(error))
+        if not is_raised:
+            return remote
         trace = _shortened("".join(traceback.format_exception(error)))
-        text, pickled = type_and_message(error), _pickled(error)
-        return cls(rank, call, text, trace, pickled, is_secondary(error))
+        return replace(remote, traceback=trace, pickled=_pickled(error))
 
     @property
     def summary(self) -> str:

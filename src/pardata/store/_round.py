@@ -2,14 +2,14 @@
 
 The rounds of a group are numbered, and every rank makes the same ones in the same order. In each
 a rank writes its contribution, counts itself in, and waits for one key, the result. The first
-result stands. In `exchange` the last rank to arrive writes it; in `lead` rank 0 does, or the first
-rank of a node, which works for the others. A rank that waits in vain writes who is missing, and one
-that leaves the group writes why: no round can follow then. No request grows with the number of
-ranks, except for the one that reads all contributions.
+result stands. In `exchange` the last rank to arrive writes it; in `lead` the rank that works for
+the others. A rank that waits in vain writes who is missing, and one that leaves the group writes
+why: no round can follow then. Only the request that reads all contributions grows with the ranks.
 """
 
+import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
@@ -21,14 +21,14 @@ from pardata.store._caller import call_site
 from pardata.store._client import StoreClient, set_once, texts_of, wait_for
 from pardata.store._current_op import current_op
 from pardata.store._rank_format import format_rank_table, format_ranks
-from pardata.store._remote_error import RemoteError, is_secondary, mark_secondary, type_and_message
+from pardata.store._remote_error import RemoteError, is_secondary, mark_secondary
 
 Decide: TypeAlias = Callable[[list[Any]], object]  # gets the values of all ranks, in rank order
-Publish: TypeAlias = Callable[[object], None]
+Facts: TypeAlias = Mapping[str, object]
+Result: TypeAlias = dict[str, Any]
 
-_RAISABLE = {error.__name__: error for error in (RuntimeError, ValueError, TypeError)}
+_RAISABLE = {e.__name__: e for e in (RuntimeError, ValueError, TypeError, TimeoutError)}
 _SAME_CALLS = "every rank must make the same calls in the same order, but"
-_LEFT = "-1"  # in place of the number of parts of a result: its rank has left the group
 _MOST = 2**22  # characters of a value: a TCPStore closes a connection that sends over 8 MiB
 
 
@@ -36,16 +36,18 @@ def exchange(
     client: StoreClient,
     call: str,
     contribute: Callable[[], object],
-    decide: Decide,
+    decide: Decide = lambda _: None,
     timeout: timedelta | None = None,
 ) -> Any:
     """Return what `decide` makes of the values that `contribute` returns on all ranks. Collective.
 
+    Values and decision must fit in JSON.
+
     Args:
         client: of the store.
         call: the name of the call in errors.
-        contribute: returns a value that fits in JSON. An exception in it is raised on this rank,
-            and in a text on the others.
+        contribute: returns a value. An exception in it is raised on this rank, and in a text on the
+            others.
         decide: runs on the rank that arrives last. An exception in it is raised on every rank.
         timeout: for how long to wait for the other ranks; that of `client` if not given.
 
@@ -53,9 +55,10 @@ def exchange(
         TimeoutError: ranks did not come, or the store does not answer. The error names them.
         RuntimeError: ranks are in different calls, one has left the group, or the store has ended.
     """
+    if client.size == 1:
+        return decide([json.loads(json.dumps(contribute()))])
     forbid_in_rank_zero_section(call)
-    this = Round(client, call, decide=decide)
-    value, error = None, None
+    this, value, error = _Round(client, call, decide), None, None
     try:
         value = contribute()
         if (length := len(json.dumps(value))) > _MOST:
@@ -66,8 +69,7 @@ def exchange(
     except Exception as raised:  # noqa: BLE001  # raised again once the other ranks know
         value, error = None, raised
     try:
-        result = this.wait(timeout or client.timeout, value, error)
-        return this.value_of(result, error)
+        return this.value_of(this.wait(timeout or client.timeout, value, error), error)
     except Exception as raised:
         if error is None or raised is error:
             raise
@@ -76,42 +78,66 @@ def exchange(
         error = None  # held by this frame it would live until a garbage collection
 
 
-@contextmanager
-def lead(client: StoreClient, call: str, others: timedelta | None = None) -> Iterator[Publish]:
-    """Work for the ranks that `follow`, or `exchange`; yield a function that sends them a result.
+def require_equal(
+    client: StoreClient, call: str, facts_of: Callable[[], Facts], differ: Decide
+) -> None:
+    """Require that `facts_of` returns the same on every rank, of whatever length. Collective.
 
-    An exception in the block is raised on every rank.
+    The ranks compare a digest. Only if it differs, they send their facts to one rank, and all raise
+    what `differ` raises there.
+    """
+    facts: dict[str, object] = {}
+
+    def digest() -> str:
+        facts.update(facts_of())
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+    if exchange(client, call, digest, lambda digests: len(set(digests)) > 1):
+        exchange(client, f"{call} (in detail)", lambda: facts, differ)
+
+
+def raise_if_different(call: str, rows: list[dict[str, object]], cure: str) -> None:
+    """Raise a `RuntimeError` with a table of the facts in which ranks differ, if they do."""
+    known = dict.fromkeys(name for facts in rows for name in facts)
+    rows = [{name: facts.get(name, "(nothing)") for name in known} for facts in rows]
+    names = [name for name in known if len({repr(facts[name]) for facts in rows}) > 1]
+    if names:
+        lines = [", ".join(f"{name}={facts[name]!r}" for name in names) for facts in rows]
+        what = f"{', '.join(f'`{name}`' for name in names)} differ{'s' if len(names) == 1 else ''}"
+        must = f"every rank must pass the same to `{call}`, but {what}"
+        raise RuntimeError(f"{must}:\n{format_rank_table(lines)}\n{cure}")
+
+
+@contextmanager
+def lead(client: StoreClient, call: str, others: timedelta | None = None) -> Iterator[None]:
+    """Work for the ranks that `follow`. An exception in the block is raised on every rank.
 
     Args:
         client: of the store.
         call: the name of the call in errors.
-        others: for how long to wait after the block for other ranks that lead, too.
+        others: for how long to wait after the block for other ranks that lead, too; the ranks that
+            follow are in `exchange` then.
     """
-    this = Round(client, call, decide=None if others is None else _nothing)
+    this = _Round(client, call, None if others is None else lambda _: None)
     if others is None:
-        client.request(lambda store: this.arrive(store, None, None))
+        client.request(this.arrive)
     before, current_op.leads = current_op.leads, call.partition("(")[0]
     try:
-        yield lambda value: this.publish({"value": value})
+        yield
     except BaseException as error:
         remote = RemoteError.of(error, rank=client.rank, call=current_op.leads)
         with suppress(Exception):  # the first error says more
-            this.publish({"errors": [asdict(remote)]})
+            this.give({"errors": [asdict(remote)]})
         raise
     finally:
         current_op.leads = before
-    if others is not None:
-        this.value_of(this.wait(others))
+    this.value_of(this.give({"value": None}) if others is None else this.wait(others))
 
 
-def follow(client: StoreClient, call: str, timeout: timedelta) -> Any:
-    """Return the result of the rank that leads; raise the exception that it raised."""
-    this = Round(client, call)
-    return this.value_of(this.wait(timeout))
-
-
-def _nothing(_values: list[Any]) -> None:
-    """Decide on nothing: it matters only that all ranks are here."""
+def follow(client: StoreClient, call: str, timeout: timedelta) -> None:
+    """Wait for the rank that leads; raise the exception that it raised."""
+    this = _Round(client, call)
+    this.value_of(this.wait(timeout))
 
 
 def forbid_in_rank_zero_section(call: str) -> None:
@@ -126,94 +152,85 @@ def forbid_in_rank_zero_section(call: str) -> None:
 def abort_rounds(client: StoreClient, text: str) -> None:
     """Let each rank that waits for this one, now or later, raise an error with `text`.
 
-    The other ranks may be some rounds ahead, which rank 0 led; they wait in the first round that
-    has no result.
+    The others may be some rounds ahead, which rank 0 led: they wait in the first without a result.
     """
-    result = json.dumps({"rank": client.rank, "call": "", "left": text})
-    head = f"{client.rank} {_LEFT} {result}"
+    client.closed = client.closed or text
+    result = json.dumps({"call": "", "closed": ["RuntimeError", text]})
 
     def abort(store: dist.Store) -> None:
         number = client.rounds + 1
-        # One is enough, whichever rank wrote it.
-        while set_once(store, f"{number}/result", head).split(" ", 2)[1] != _LEFT:
+        while "closed" not in json.loads(set_once(store, f"result/{number}", result)):
             number += 1
 
-    client.closed = client.closed or text
     client.request(abort)
 
 
-class Round:
+class _Round:
     """One rank's part in a round.
 
     Args:
         client: of the store.
         call: the name of the call in errors.
-        decide: makes the result on the rank that arrives last; None if rank 0 leads.
+        decide: makes the result on the rank that arrives last; None if rank 0 gives it.
     """
 
-    def __init__(self, client: StoreClient, call: str, *, decide: Decide | None = None) -> None:
+    def __init__(self, client: StoreClient, call: str, decide: Decide | None = None) -> None:
         if client.closed:
-            raise mark_secondary(
-                RuntimeError(
-                    f"`{call}` must be reached by every rank, but an earlier call has failed, and "
-                    f"no other can follow in this group: {client.closed}"
-                )
-            )
+            must = f"`{call}` must be reached by every rank, but no call can follow in this group"
+            raise mark_secondary(RuntimeError(f"{must}: {client.closed}"))
         client.rounds += 1
         self._client, self._call, self._decide = client, call, decide
         self._number, self._where = client.rounds, call_site()
-        self._key = f"{self._number}/result"
+        self._key = f"result/{client.rounds}"
 
     def wait(
         self, timeout: timedelta, value: object = None, error: Exception | None = None
-    ) -> dict[str, Any]:
+    ) -> Result:
         """Contribute `value` or `error`, and return the result once it is there.
 
         As often as the group's timeout passes, the store must answer.
         """
-        left, is_here = timeout, False
+        before, left, is_here = current_op.push(self._call), timeout, False
 
-        def listen(store: dist.Store) -> dict[str, Any] | None:
+        def listen(store: dist.Store) -> str:
             if not is_here:
                 self.arrive(store, value, error)
-            return self._read(store) if wait_for(store, [self._key], patience) else None
+            if wait_for(store, [self._key], patience):
+                return store.get(self._key).decode()
+            return "" if left > patience else self._give(store, self._late(store, timeout))
 
-        before = current_op.push(self._call)
         try:
-            while left:
+            while True:
                 patience = min(left, self._client.timeout)
-                if (result := self._client.request(listen, patience)) is not None:
+                if text := self._client.request(listen, patience):
+                    result: Result = json.loads(text)
                     return result
                 left, is_here = left - patience, True
-            return self._client.request(
-                lambda store: self._give(store, self._missing(store, timeout))
-            )
         finally:
             current_op.pop(before)
 
-    def arrive(self, store: dist.Store, value: object, error: Exception | None) -> None:
+    def arrive(
+        self, store: dist.Store, value: object = None, error: Exception | None = None
+    ) -> None:
         """Write this rank's contribution, and the result if it is the last one to arrive."""
         client, failed = self._client, None
-        if error is not None:  # the others get its text, and raise a RuntimeError
-            text, secondary = type_and_message(error), is_secondary(error)
-            failed = asdict(RemoteError(client.rank, self._call, text, is_secondary=secondary))
-        entry = [self._number, self._call, self._where, value, failed]
+        if error is not None:
+            remote = RemoteError.of(error, rank=client.rank, call=self._call, is_raised=False)
+            failed = asdict(remote)
+        entry = {"round": self._number, "call": self._call, "value": value, "error": failed}
         store.set(f"at/{client.rank}", json.dumps(entry))
-        count = f"{self._number}/count"
-        if store.add(count, 1) == client.size:
-            store.delete_key(count)
-            for key in client.last_result:  # all are in this round, so all have read it
-                store.delete_key(key)
-            if (result := self._result(_entries(store, client.size))) is not None:
+        if store.add(f"count/{self._number}", 1) == client.size:
+            store.delete_key(f"count/{self._number}")
+            store.delete_key(f"result/{self._number - 1}")  # all are here, so all have read it
+            if (result := self._decided(_entries(store, client.size))) is not None:
                 self._give(store, result)
 
-    def publish(self, result: dict[str, Any]) -> None:
-        """Write the result of the rank that leads; raise another one, if that stands."""
-        stands = self._client.request(lambda store: self._give(store, result))
-        if stands is not result:
-            self.value_of(stands)
+    def give(self, result: Result) -> Result:
+        """Write the result of the rank that leads; return the one that stands."""
+        stands: Result = json.loads(self._client.request(lambda store: self._give(store, result)))
+        return stands
 
-    def value_of(self, result: dict[str, Any], error: Exception | None = None) -> Any:
+    def value_of(self, result: Result, error: Exception | None = None) -> Any:
         """Return the value of a result, or raise what it has instead.
 
         Args:
@@ -221,18 +238,18 @@ class Round:
             error: what this rank contributed.
         """
         client = self._client
+        if "closed" in result:
+            kind, client.closed = result["closed"]
+            must = f"`{self._call}` must be reached by every rank, but {client.closed}"
+            raise mark_secondary(_RAISABLE[kind](f"{must}; this rank waits at {self._where}"))
         if "raises" in result:
             kind, text = result["raises"]
             raise _RAISABLE[kind](text)
-        if result["call"] not in ("", self._call):
+        if result["call"] != self._call:
             raise RuntimeError(
                 f"{_SAME_CALLS} rank {result['rank']} is in {result['call']} and rank "
                 f"{client.rank} in {self._call}: look for a branch that skips one"
             )
-        if "left" in result:
-            raise self._closed(RuntimeError, result["left"])
-        if "missing" in result:
-            raise self._closed(TimeoutError, self._timeout_text(result))
         if "errors" in result:
             errors = [RemoteError(**one) for one in result["errors"]]
             if errors[0].traceback:  # of a rank that led
@@ -244,77 +261,46 @@ class Round:
             raise mark_secondary(RuntimeError("\n".join([*(e.summary for e in errors), seen])))
         return result["value"]
 
-    def _closed(self, kind: type[Exception], text: str) -> Exception:
-        self._client.closed = text
-        must = f"`{self._call}` must be reached by every rank"
-        return mark_secondary(kind(f"{must}, but {text}; this rank waits at {self._where}"))
-
-    def _timeout_text(self, result: dict[str, Any]) -> str:
-        missing, within = result["missing"], result["within"]
-        if self._client.rank in missing:
-            return f"this rank came when rank {result['rank']} had waited for {within}"
-        if self._decide is None:
-            return (
-                f"rank 0 has not finished within {within}: give a larger `timeout` if the work "
-                f"takes that long, else look at its output"
-            )
-        return missing_ranks_text(missing, self._client.size, f" within {within}")
-
-    def _missing(self, store: dist.Store, timeout: timedelta) -> dict[str, Any]:
+    def _late(self, store: dist.Store, timeout: timedelta) -> Result:
+        """Return the result of a rank that has waited in vain."""
         entries = enumerate(_entries(store, self._client.size))
-        late = [rank for rank, entry in entries if entry is None or entry[0] < self._number]
-        return {"missing": late, "within": str(timeout)}
+        late = [rank for rank, entry in entries if entry["round"] < self._number]
+        text = f"rank 0 has not finished within {timeout}: see its output, or give more time"
+        if late:
+            text = missing_ranks_text(late, self._client.size, f" within {timeout}")
+        return {"closed": ["TimeoutError", text]}
 
-    def _result(self, entries: Sequence[Any]) -> dict[str, Any] | None:
+    def _decided(self, entries: list[dict[str, Any]]) -> Result | None:
         """Return the result of the contributions of all ranks; None if rank 0 will give it."""
-        later = [entry[0] > self._number for entry in entries]
-        calls = [
-            e[1] + ", which comes later" * is_later
-            for e, is_later in zip(entries, later, strict=True)
-        ]
-        here = {call for call, is_later in zip(calls, later, strict=True) if not is_later}
+        later = [entry["round"] > self._number for entry in entries]
+        rows = zip(entries, later, strict=True)
+        calls = [entry["call"] + ", which comes later" * is_later for entry, is_later in rows]
         # Only a rank that leads may be in a later round, or one whose wait was interrupted.
+        here = {call for call, is_later in zip(calls, later, strict=True) if not is_later}
         if len(here) > 1 or (self._decide and any(later)):
             return {"raises": ["RuntimeError", f"{_SAME_CALLS} here:\n{format_rank_table(calls)}"]}
         if self._decide is None:
             return None
-        if failed := [entry[4] for entry in entries if entry[4]]:
+        if failed := [entry["error"] for entry in entries if entry["error"]]:
             return {"errors": sorted(failed, key=lambda error: error["is_secondary"])}
         try:
-            return {"value": self._decide([entry[3] for entry in entries])}
+            return {"value": self._decide([entry["value"] for entry in entries])}
         except Exception as error:  # noqa: BLE001  # raised on every rank
             kind, text = type(error).__name__, str(error)
-            raises = [kind, text] if kind in _RAISABLE else ["RuntimeError", f"{kind}: {text}"]
-            return {"raises": raises}
+            return {
+                "raises": [kind, text] if kind in _RAISABLE else ["RuntimeError", f"{kind}: {text}"]
+            }
 
-    def _give(self, store: dist.Store, result: dict[str, Any]) -> dict[str, Any]:
-        """Write a result, in parts if it is long, if none stands; return the one that stands."""
-        rank = self._client.rank
-        text = json.dumps({"rank": rank, "call": self._call, **result})
-        first, *more = [text[start : start + _MOST] for start in range(0, len(text), _MOST)]
-        keys = [f"{self._key}/{rank}/{number}" for number in range(len(more))]
-        for key, part in zip(keys, more, strict=True):
-            store.set(key, part)
-        head = f"{rank} {len(more)} {first}"
-        if set_once(store, self._key, head) != head:
-            return self._read(store)
-        self._client.last_result = [self._key, *keys]
-        return result
-
-    def _read(self, store: dist.Store) -> dict[str, Any]:
-        rank, count, first = store.get(self._key).decode().split(" ", 2)
-        keys = [f"{self._key}/{rank}/{number}" for number in range(int(count))]
-        self._client.last_result = [self._key, *keys]
-        result: dict[str, Any] = json.loads(
-            first + "".join(store.get(key).decode() for key in keys)
-        )
-        return result
+    def _give(self, store: dist.Store, result: Result) -> str:
+        """Write a result if none stands; return the one that stands."""
+        signed = {"rank": self._client.rank, "call": self._call, **result}
+        return set_once(store, self._key, json.dumps(signed))
 
 
-def _entries(store: dist.Store, size: int) -> list[Any]:
-    """Return the last contribution of each rank, None for a rank that was in no round yet."""
+def _entries(store: dist.Store, size: int) -> list[dict[str, Any]]:
+    """Return the last contribution of each rank, of round 0 if there is none yet."""
     texts = texts_of(store, [f"at/{rank}" for rank in range(size)])
-    return [None if text is None else json.loads(text) for text in texts]
+    return [json.loads(text or '{"round": 0}') for text in texts]
 
 
 def missing_ranks_text(missing: list[int], size: int, when: str) -> str:

@@ -14,7 +14,6 @@ from torch.amp import GradScaler
 
 from pardata._pytree import leaves_with_path
 from pardata._validation import check_int
-from pardata.collectives._consensus import Facts
 from pardata.data._uneven_shares import uneven_shares
 from pardata.environment._device import checked_device
 from pardata.environment._logger import get_logger
@@ -28,6 +27,7 @@ from pardata.model._unwrap import ShardedModule, unwrap
 from pardata.step._count import Microbatch
 from pardata.step._guests import Guests, role_of
 from pardata.step._step import SharedStep
+from pardata.store._round import Facts
 from pardata.strategies._blocks import blocks_of, size_of
 from pardata.strategies._old_optimizers import refuse_old_optimizers
 from pardata.strategies._strategy import Settings, Strategy, broadcast_weights

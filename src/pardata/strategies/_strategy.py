@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pardata.collectives._consensus import Facts
 from pardata.environment._world import World
 from pardata.model._buffers import broadcast
 from pardata.model._state_dict import load_whole
 from pardata.model._unwrap import unwrap
 from pardata.step._step import Step
+from pardata.store._round import Facts
 
 
 class Settings(NamedTuple):

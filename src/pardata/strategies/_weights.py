@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from pardata._pytree import sha256_of
 from pardata.collectives._comm_errors import explain_comm_errors
-from pardata.collectives._consensus import raise_if_different, require_equal
-from pardata.environment._world import require_world
+from pardata.environment._world import require_world, store_client
 from pardata.model._state_dict import LoadedKeys
 from pardata.model._unwrap import unwrap
 from pardata.store._rank_format import format_rank_table
+from pardata.store._round import raise_if_different, require_equal
 from pardata.strategies._known import strategy_of
 
 
@@ -92,7 +92,7 @@ def check_in_sync(model: nn.Module) -> None:
             for part, own in _copies(value)
         }
 
-    require_equal(here, "check_in_sync", digests, _compare)
+    require_equal(store_client(), "check_in_sync", digests, _compare)
 
 
 def _compare(told: list[dict[str, Any]]) -> None:

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import nn
 
 from pardata._validation import check_bool, check_module
-from pardata.collectives._consensus import require_equal
 from pardata.environment._backend import check_supported
 from pardata.environment._device import checked_device, parse_device
-from pardata.environment._world import require_world
+from pardata.environment._world import require_world, store_client
 from pardata.model._batch_norm import check_batch_norms
 from pardata.model._unwrap import ShardedModule, is_parallel
 from pardata.store._rank_format import format_rank_table
+from pardata.store._round import require_equal
 from pardata.strategies._known import STRATEGIES, StrategyName, named
 from pardata.strategies._strategy import Settings, Strategy
 
@@ -117,7 +117,7 @@ def wrap_model(
     if any(one.name == name and not one.is_collective for one in STRATEGIES):
         checked()
     else:  # an unknown one too: the other ranks may have it right, and wait
-        require_equal(here, "wrap_model", checked, _check_same_models)
+        require_equal(store_client(), "wrap_model", checked, _check_same_models)
     chosen = named(name)
     if sync_batchnorm and here.size > 1 and chosen.is_collective:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)

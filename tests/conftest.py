@@ -22,8 +22,8 @@ from pardata.environment._launchers import MPICH, OPEN_MPI, SLURM, TORCHRUN
 MARKS = {"programs": "programs", "launchers": "launchers", "gpu": "gpu"}
 MARKS |= dict.fromkeys(
     (
-        *("cache", "checkpoint", "collective", "data", "launch", "messages", "model", "seeds"),
-        *("step", "strategies", "values"),
+        *("cache", "checkpoint", "collectives", "data", "model", "process_group", "rng", "step"),
+        *("store", "strategies"),
     ),
     "oldest",
 )
@@ -32,7 +32,7 @@ ARITHMETIC = {"test_same_batches.py", "test_plan.py", "test_position.py"}
 LONGEST = (
     *("test_kills.py", "test_soak.py", "test_one_rank.py", "test_every_world_size.py"),
     *("test_command.py", "test_started.py", "test_exact_matrix.py", "test_exact_step.py"),
-    *("test_hang.py", "test_explanation.py", "test_leaving.py", "test_watch.py"),
+    *("test_hang.py", "test_comm_errors.py", "test_shutdown.py", "test_watchdog.py"),
     *("test_workers.py", "test_same_batches.py", "test_interpreter_end.py", "test_public_api.py"),
     *("test_elastic.py", "test_examples.py", "test_benchmarks.py"),
 )

@@ -16,10 +16,8 @@ from on_ranks import caught, run, run_caught
 from torch import nn
 
 from pardata import all_reduce_sum, barrier, broadcast, rank_zero_call, rank_zero_first, world
-from pardata.collectives._barrier import _of_node, call_off_everywhere
-from pardata.collectives._consensus import consensus
 from pardata.environment._world import store_client
-from pardata.store._round import Turn
+from pardata.store._round import exchange
 
 SIZES = [1, 2, 4]
 SOON, LONG = timedelta(seconds=1), timedelta(seconds=60)
@@ -101,15 +99,15 @@ def wait_where_rank_0_works(call):
         raised = caught(barrier)
         told.add("have been told", 1)
     elif call.startswith("first"):
-        raised = caught(work_first, call != "first")
+        raised = caught(work_first)
     else:
         raised = caught(rank_zero_call, until_all_are_told)
     barrier("again")
     return raised
 
 
-def work_first(local):
-    with rank_zero_first(local=local):
+def work_first():
+    with rank_zero_first():
         until_all_are_told()
 
 
@@ -119,7 +117,7 @@ def until_all_are_told():
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("call", ["first", "first(local=True)", "call(until_all_are_told)"])
+@pytest.mark.parametrize("call", ["first", "call(until_all_are_told)"])
 def test_a_barrier_is_told_at_once_of_a_rank_0_that_works_elsewhere(call, size):
     for raised in run_caught(wait_where_rank_0_works, call, world_size=size, fresh=True):
         others = "rank 1" if size == 2 else "ranks 1, 2"
@@ -151,16 +149,16 @@ def test_rank_0_goes_first_and_the_others_find_what_it_did(size, local, tmp_path
 
 
 def first_on_each_of_two_nodes(directory):
-    """Return what two nodes of two ranks find in two turns, and what comes of a failure on one."""
+    """Return what two nodes of two ranks find in two blocks, and what comes of a failure on one."""
     here = world()
     # What torchrun would say.
     os.environ.update(LOCAL_RANK=str(here.rank % 2), LOCAL_WORLD_SIZE="2")
     file = Path(directory) / f"node{here.rank // 2}"
     found = []
-    for turn in range(2):
+    for number in range(2):
         with rank_zero_first(local=True):
-            found.append(file.with_suffix(f".{turn}").exists())
-            file.with_suffix(f".{turn}").touch()
+            found.append(file.with_suffix(f".{number}").exists())
+            file.with_suffix(f".{number}").touch()
     raised = caught(fail_on_node, 1)
     return found, raised, all_reduce_sum(1)
 
@@ -168,16 +166,17 @@ def first_on_each_of_two_nodes(directory):
 def fail_on_node(failing):
     here = world()
     with rank_zero_first(local=True):
+        assert here.is_local_main, "ran on a rank that should not"
         if here.node_rank == failing:
-            assert here.is_local_main, "ran on a rank that should not"
             raise ValueError("no disk")
 
 
-def test_the_first_rank_of_each_node_goes_first_where_local_and_fails_for_its_node(tmp_path):
+def test_the_first_rank_of_each_node_goes_first_where_local_and_fails_for_all(tmp_path):
     outcomes = run_caught(first_on_each_of_two_nodes, tmp_path, world_size=4, fresh=True)
     assert [found for found, _, _ in outcomes] == [[False] * 2, [True] * 2] * 2
-    assert [raised and raised.type for _, raised, _ in outcomes] == [None] * 2 + ["ValueError"] * 2
-    assert "raised on rank 2 in `rank_zero_first`" in outcomes[3][1].cause
+    assert [raised.type for _, raised, _ in outcomes] == ["ValueError"] * 4
+    for rank in (0, 1, 3):
+        assert "raised on rank 2 in `rank_zero_first`" in outcomes[rank][1].cause
     assert [total for *_, total in outcomes] == [4] * 4
 
 
@@ -221,7 +220,7 @@ def test_an_exception_on_rank_0_is_raised_on_every_rank_at_once_with_its_origin(
             if rank:
                 assert raised.cause.startswith(f"raised on rank 0 in `{place}`:\n\nTraceback")
                 assert re.search(
-                    r"test_rank_zero\.py.*line \d+, in (fail_in_first|raise_it)", raised.cause
+                    r"test_barrier\.py.*line \d+, in (fail_in_first|raise_it)", raised.cause
                 )
             else:
                 assert raised.cause == "None"
@@ -233,11 +232,11 @@ def test_who_waits_too_long_for_rank_0_is_told_what_to_do(wait, call):
     first, second = run_caught(wait_without, [0], wait, world_size=2, fresh=True)
     assert first is None
     assert str(second).startswith(
-        f"TimeoutError: rank 0 must finish its `rank_zero_{call}` within {SOON}, but has not: give "
-        f"a larger `timeout` if the work takes that long, else look at rank 0's output; "
-        f"this rank waits at "
+        f"TimeoutError: `rank_zero_{call}` must be reached by every rank, but rank 0 of 2 did not "
+        f"come within {SOON}: look at the output of rank 0 for an earlier error, or for a branch "
+        f"that skips this call; this rank waits at "
     )
-    assert re.search(r"test_rank_zero\.py:\d+$", second.text)
+    assert re.search(r"test_barrier\.py:\d+$", second.text)
 
 
 # --- rank_zero_call
@@ -277,10 +276,8 @@ def return_and_raise_what_is_large():
     found = rank_zero_call(lambda: (b"0" * LARGE, [f"{n:012d}" for n in range(100_000)]))
     raised = [caught(rank_zero_call, fail) for fail in (fail_largely, parse_what_is_large)]
     raised.append(caught(fail_in_a_block))
-    raised.append(caught(consensus, world(), "here", fail_largely))
-    raised.append(caught(consensus, world(), "here", lambda: "x" * LARGE))
-    with patch("pardata.collectives._barrier._MOST", LARGE):
-        raised.append(caught(rank_zero_call, lambda: b"0" * LARGE))
+    raised.append(caught(exchange, store_client(), "here", fail_largely))
+    raised.append(caught(exchange, store_client(), "here", lambda: "x" * LARGE))
     barrier("afterwards")
     texts = [(each.type, len(each.text), each.text[:100]) for each in raised]
     return (len(found[0]), len(found[1]), found[1][-1]), texts
@@ -298,16 +295,13 @@ def test_a_large_result_comes_whole_and_a_large_exception_as_its_text():
     for rank, (result, raised) in enumerate(ranks):
         assert result == (LARGE, 100_000, "000000099999")
         kinds, lengths, texts = zip(*raised, strict=True)
-        assert kinds == (*(["RuntimeError"] * 3 if rank else own), *["ValueError"] * 3)
+        assert kinds == (*(["RuntimeError"] * 3 if rank else own), *["ValueError"] * 2)
         assert lengths[3] == LARGE
         assert all(length < 70_000 for length in lengths[: 3 * rank])
         of_rank_0 = [text.removeprefix("rank 0 failed in `rank_zero_call`: ") for text in texts]
         assert of_rank_0[0].startswith("ValueError: ééé" if rank else "ééé")
         assert "Expecting value: line 1 column 9437186" in of_rank_0[1]
         assert texts[4].startswith("what ranks compare in `here` must be at most 4 MiB, but is 9.0")
-        assert texts[5].startswith(
-            "what `rank_zero_call` returns must be at most 9 MiB, but is 9.0"
-        )
 
 
 class TwoArguments:
@@ -340,7 +334,9 @@ def watched_error(section):
 
     def raise_once():
         try:
-            consensus(world(), "here", lose) if section == "agree" else rank_zero_call(lose)
+            exchange(store_client(), "here", lose) if section == "exchange" else rank_zero_call(
+                lose
+            )
         except LostError as error:
             return weakref.ref(error)
 
@@ -352,7 +348,7 @@ def watched_error(section):
         gc.enable()
 
 
-@pytest.mark.parametrize("section", ["agree", "rank_zero_call"])
+@pytest.mark.parametrize("section", ["exchange", "rank_zero_call"])
 def test_an_error_is_gone_when_it_is_caught_and_all_that_its_frames_held_with_it(section):
     assert run(watched_error, section, world_size=2) == [True, True]
 
@@ -423,28 +419,10 @@ def test_one_call_of_rank_0_must_not_stand_in_another():
         )
 
 
-def call_off_for_a_node():
-    """Be told in a node's own turn of a rank elsewhere that failed, when the first one is gone."""
-    here, started = world(), time.monotonic()
-    if here.rank == 0:
-        store_client().store.wait(["at is there"], LONG)
-        call_off_everywhere(here, store_client(), "rank 0 failed first: boom")
-        return None
-    store = store_client().store
-    raised = caught(lambda: wait_in_a_node(store))
-    return raised.type, raised.text, time.monotonic() - started < LONG.total_seconds()
+# --- a barrier's arguments
 
 
-def wait_in_a_node(store):
-    line = _of_node(store_client(), 0, 1, 2)
-    store.set("at is there", "")
-    turn = Turn(line, "rank_zero_first(local=True)")
-    turn.decision(turn.heard(LONG))
-
-
-def test_who_waits_for_the_first_rank_of_its_node_is_told_of_a_failure_anywhere():
-    kind, text, is_soon = run(call_off_for_a_node, world_size=2, fresh=True)[1]
-    assert (kind, is_soon) == ("RuntimeError", True)
-    assert text.startswith(
-        "rank 0 must finish its `rank_zero_first(local=True)`, but rank 0 failed first: boom; this "
-    )
+@pytest.mark.parametrize("name", [30, 2.0, None])
+def test_a_timeout_or_a_group_in_place_of_the_name_is_an_error(name):
+    with pytest.raises(TypeError, match="`name` must be a text, but is "):
+        barrier(name)

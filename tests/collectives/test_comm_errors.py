@@ -1,4 +1,4 @@
-"""A collective that fails: which call and step, who did not come, who failed first, and where."""
+"""A collective that fails names its call and step, and the rank that failed or did not come."""
 
 import os
 import re
@@ -20,7 +20,7 @@ import pardata
 from pardata import all_gather, all_reduce_mean, all_reduce_sum, backward, make_loader, wrap_model
 from pardata.collectives._comm_errors import explain_comm_errors
 from pardata.environment._world import store_client
-from pardata.store._remote_error import consequence, is_consequence
+from pardata.store._remote_error import is_secondary
 
 LONG = timedelta(seconds=30)
 LOST = "[x/gloo/transport/tcp/pair.cc:5] Connection closed by peer [::1]:5. This is typically so"
@@ -51,12 +51,12 @@ CALLS = {
 }
 
 
-def come_late(call, after):
-    pardata.init(timeout=timedelta(seconds=4))
+def come_late(call):
+    pardata.init(timeout=timedelta(seconds=3))
     run = CALLS[call]()
     pardata.barrier("all are there", timeout=LONG)
     late = pardata.world().rank == 1
-    while late and store_client().store.add(after, 0) < 2:
+    while late and store_client().store.add("ended", 0) < 2:
         time.sleep(0.02)
     raised = caught(run)
     store_client().store.add("ended", 1)
@@ -65,19 +65,10 @@ def come_late(call, after):
     return raised
 
 
-def places(call):
-    """Return the name of the call in its errors, and a pattern for this rank's line."""
-    place = "backward (epoch 0, step 1)" if call == "backward" else call
-    return (
-        place,
-        rf"{re.escape(place)} at \S*test_explanation\.py:\d+, (timed out|lost a connection) ",
-    )
-
-
 @pytest.mark.parametrize("call", CALLS)
-def test_a_timeout_names_call_step_lines_and_the_ranks_that_did_not_come(call):
-    outcomes = launched(come_late, call, "ended", size=3)
-    place, line = places(call)
+def test_a_timeout_names_call_step_line_and_the_rank_that_did_not_come(call):
+    outcomes = launched(come_late, call, size=3)
+    place = "backward (epoch 0, step 1)" if call == "backward" else call
     for rank in (0, 2):
         raised = outcomes[rank]
         assert raised.text.startswith(
@@ -85,25 +76,10 @@ def test_a_timeout_names_call_step_lines_and_the_ranks_that_did_not_come(call):
             f"output of rank 1 for an earlier error, or for a branch that skips this call; this "
             f"rank waits at "
         )
-        assert re.search(rf"\n  ranks? [02, ]*{rank}[02, ]*: {line}after \d\.\d s\n", raised.text)
-        assert "\n  rank 1: no word from it\n" in raised.text
+        ended = r"at \S*test_comm_errors\.py:\d+, and (timed out|lost a connection) after \d\.\d s"
+        assert re.search(ended, raised.text)
         assert raised.type == ("TimeoutError" if "Timed out" in raised.cause else "RuntimeError")
     assert "TimeoutError" in {raised.type for raised in outcomes}
-    assert "came last" in outcomes[1].text
-
-
-def test_a_rank_that_comes_too_late_is_named_on_all():
-    outcomes = launched(come_late, "all_gather", "failed", size=3)
-    _, line = places("all_gather")
-    for rank, raised in enumerate(outcomes):
-        assert re.search(rf"\n  ranks? [02, ]*{rank}[02, ]*: {line}after \d\.\d s", raised.text)
-        assert re.search(
-            r"but rank 1 of 3 came last, when ranks? [02, ]+ had given up: see what kept it, or "
-            r"give init a larger `timeout`; this rank waits at ",
-            raised.text,
-        )
-    assert outcomes[1].type == "RuntimeError"
-    assert "Connection closed by peer" in outcomes[1].cause
 
 
 def be_killed(directory):
@@ -124,10 +100,11 @@ def test_of_a_killed_rank_and_one_that_waits_the_killed_one_is_named(tmp_path):
     with pytest.raises(RuntimeError, match="exit code -9"):
         launched(be_killed, str(tmp_path), size=3)
     reduced, waited = ((tmp_path / str(rank)).read_text() for rank in (0, 2))
-    assert "`barrier()` must be reached by every rank, but rank 1 of 3 did not come: " in waited
-    assert "rank 0" not in waited
-    assert "`all_reduce_mean` must be reached by every rank, but rank 1 of 3 did not" in reduced
-    assert re.search(r"\n  ranks? 0: all_reduce_mean at \S*:\d+, lost a connection ", reduced)
+    killed = "must be reached by every rank, but rank 1 of 3 did not come"
+    assert f"`all_reduce_mean` {killed}" in reduced
+    # Who waits in a round hears of it from who was in a collective.
+    assert waited.startswith("`barrier()` must be reached by every rank, but ")
+    assert "rank 1 of 3 did not come" in waited
 
 
 def lose_the_store(directory):
@@ -147,9 +124,9 @@ def test_a_rank_that_takes_the_store_with_it_is_told_so(tmp_path):
     kind, seconds, text = (tmp_path / "outcome").read_text().split(" ", 2)
     assert (kind, float(seconds) < 20) == ("RuntimeError", True)
     assert text.startswith(
-        "`all_reduce_mean` must be reached by every rank, but a connection is lost: the "
-        "process that serves the group's store (rank 0, or torchrun's agent) has ended or does "
-        "not answer; look at its output; this rank waits at "
+        "`all_reduce_mean` must be reached by every rank, but the process that serves the group's "
+        "store (rank 0, or torchrun's agent) has ended or does not answer: look at its output; "
+        "this rank waits at "
     )
 
 
@@ -159,7 +136,7 @@ def lose_in(places):
         with explain_comm_errors("outer"):
             lose(places[pardata.world().rank])
     except RuntimeError as error:
-        return str(error), is_consequence(error), consequence(error)[1]
+        return str(error), is_secondary(error)
     finally:
         dist.destroy_process_group()
 
@@ -194,9 +171,8 @@ def test_a_rank_that_reduces_while_the_others_are_in_backward_is_told_so_on_all(
         assert raised.type in ("TimeoutError", "RuntimeError"), raised
         assert raised.text.startswith(f"`{call}` must be reached by every rank, but the ranks are ")
         assert "in different calls: make the same calls in the same order on each" in raised.text
-        where = r"at \S*test_explanation\.py:\d+, (timed out|lost a connection) after \d+\.\d s"
-        assert re.search(rf"\n  rank {culprit}: all_reduce_sum {where}\n", raised.text)
-        assert re.search(rf"\n  ranks? 0[\d, ]*: backward {where}\n", raised.text)
+        assert f"\n  rank {culprit}: all_reduce_sum\n" in raised.text
+        assert re.search(r"\n  ranks? 0[\d, ]*: backward\n", raised.text)
 
 
 def alone_or_otherwise(case):
@@ -232,21 +208,19 @@ def test_where_all_wait_for_different_things_in_one_call_the_arguments_are_suspe
 
 
 def test_where_one_saves_alone_all_are_told_to_save_on_every_rank():
-    for text, *_ in launched(lose_in, ["Checkpointer.save", "backward"], size=2):
+    for text, _ in launched(lose_in, ["Checkpointer.save", "backward"], size=2):
         assert (
             "but the ranks are in different calls: call `save` on every rank at the same step, not "
-            "under `if world.is_main`; this rank waits at "
+            "under `if world.is_main`\n  rank 0: Checkpointer.save\n  rank 1: backward\n; this rank"
         ) in text
 
 
 def test_where_all_came_the_network_is_suspected_and_the_innermost_explains():
-    for rank, (text, follows, found) in enumerate(launched(lose_in, ["inner"] * 2, size=2)):
+    for text, follows in launched(lose_in, ["inner"] * 2, size=2):
         assert text.startswith("`inner` must")
-        assert "but a connection between them was lost: is the network down?; this" in text
-        assert text.endswith("pair.cc:5] Connection closed by peer [::1]:5)")
+        assert "but a connection between them was lost: is the network down, or did" in text
+        assert "pair.cc:5] Connection closed by peer [::1]:5. This is typically so)" in text
         assert follows
-        assert (found.own.rank, found.own.call, found.first) == (rank, "inner", None)
-        assert not found.store_is_gone
 
 
 # --- what is lost, and what is not

@@ -98,7 +98,7 @@ def test_all_ranks_of_a_launch_agree_where_to_meet_and_differ_in_identity(variab
     assert {(each.master_addr, each.master_port) for each in found} == {
         (found[0].master_addr, 29511)
     }
-    assert len({each.identity for each in found}) == 4
+    assert len({each.launch_id for each in found}) == 4
 
 
 @pytest.mark.parametrize("choice", ["torchrun", "slurm", "mpi"])

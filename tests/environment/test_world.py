@@ -398,7 +398,7 @@ def test_under_a_launcher_world_warns_once_before_init():
     )
     assert re.search(r"test_world\.py:\d+\)$", line)
     joined_by_a_parent = (
-        f"1 {LaunchInfo('torchrun', 0, 2, 0, 2, 0, 1, '127.0.0.1', 29511).identity}"
+        f"1 {LaunchInfo('torchrun', 0, 2, 0, 2, 0, 1, '127.0.0.1', 29511).launch_id}"
     )
     for quiet in (
         {"PARDATA_LAUNCHER": "none"},

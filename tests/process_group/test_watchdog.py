@@ -64,7 +64,9 @@ def test_a_rank_that_was_killed_is_gone(size, tmp_path):
         launched(lose, str(tmp_path), size - 1, signal.SIGKILL, size=size)
     head, first, last, *_ = (tmp_path / "told").read_text().split("\n")
     assert f" for rank {size - 1}, " in head
-    assert re.search(r"  ranks? [0, 12]+waits? in barrier\(\) at \S*test_watch\.py:\d+ \(", first)
+    assert re.search(
+        r"  ranks? [0, 12]+waits? in barrier\(\) at \S*test_watchdog\.py:\d+ \(", first
+    )
     assert re.search(rf"  rank {size - 1} does not answer: its process \d+ on \S+ is gone$", last)
 
 
@@ -79,7 +81,7 @@ def test_a_store_that_does_not_answer_is_told_by_who_waits(tmp_path):
     launched(lose, str(tmp_path), 0, signal.SIGSTOP, size=2, variables=slurm_variables)
     assert re.fullmatch(
         r"\[1/2\] the process that serves the group's store \(rank 0, or torchrun's agent\) does "
-        r"not answer; this rank waits in barrier\(\) at \S*test_watch\.py:\d+",
+        r"not answer; this rank waits in barrier\(\) at \S*test_watchdog\.py:\d+",
         (tmp_path / "told").read_text(),
     )
 

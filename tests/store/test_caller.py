@@ -22,7 +22,7 @@ def test_what_lies_between_in_python_torch_and_pardata_is_passed_over():
     module.register_forward_hook(Noting(seen))
     module(1)
     assert len(seen) >= 3
-    assert all("test_call_site.py:" in place for place in seen)
+    assert all("test_caller.py:" in place for place in seen)
 
 
 class Noting:

@@ -1,10 +1,11 @@
-"""The group's store: it may hang or be gone, and nobody waits for it without an end."""
+"""The client of the group's store, which may hang, or end."""
 
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,12 +15,11 @@ import pytest
 import torch.distributed as dist
 from launched import launched, slurm_variables
 from on_ranks import caught
-from ranks_zoo import seat
+from ranks_zoo import clients
 
 import pardata
 from pardata.store import _client
-from pardata.store._client import StoreClient
-from pardata.store._round import Turn, all_say
+from pardata.store._round import abort_rounds, exchange, follow
 
 LONG = timedelta(seconds=30)
 
@@ -73,7 +73,7 @@ def frozen_store():
             store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False)
             store.set("there", "yes")
             server.send_signal(signal.SIGSTOP)
-            yield StoreClient(store, timedelta(seconds=0.5), 0, 1)
+            yield clients(2, store, timedelta(seconds=0.5))
         finally:
             server.kill()
 
@@ -81,13 +81,27 @@ def frozen_store():
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="stops a process by SIGSTOP")
 def test_a_store_that_does_not_answer_is_an_error_and_no_hang(monkeypatch):
     monkeypatch.setattr(_client, "_MARGIN", 0.5)
-    with frozen_store() as line:
+    with frozen_store() as (first, second):
         for call in (
-            lambda: all_say(seat(line, 0, 2), "somewhere", lambda: "x", list),
-            lambda: Turn(seat(line, 1, 2), "somewhere").heard(timedelta(hours=2)),
-            lambda: Turn(seat(line, 0, 2), "somewhere").come(),
+            lambda: exchange(first, "somewhere", lambda: "x"),
+            lambda: follow(second, "somewhere", timedelta(hours=2)),
+            lambda: abort_rounds(first, "it left"),
         ):
             raised = caught(call)
             assert raised.type == "TimeoutError"
-            says = r".*'s store .* must answer, but has not for 0:00:00\.5.*test_store\.py:\d+"
+            says = r".*'s store .* must answer, but has not for 0:00:00.*test_client\.py:\d+"
             assert re.fullmatch(says, raised.text)
+
+
+def test_an_interrupted_wait_holds_up_no_later_request():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client, _ = clients(2, dist.TCPStore("127.0.0.1", server.port, is_master=False))
+    timer = threading.Timer(0.2, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        exchange(client, "somewhere", lambda: None)
+    timer.join()
+    began = time.monotonic()
+    client.request(lambda store: store.set("later", "yes"))
+    assert time.monotonic() - began < LONG.total_seconds() / 2  # when the wait would end
+    assert server.get("later") == b"yes"

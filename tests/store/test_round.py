@@ -1,5 +1,6 @@
-"""A turn: all say something, one verdict, and who is missing, elsewhere or failed is named."""
+"""A round: all ranks contribute, all get one result, and a rank that does not come is named."""
 
+import json
 import threading
 import time
 from datetime import timedelta
@@ -7,42 +8,33 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 from on_ranks import caught
-from ranks_zoo import seat, together
+from ranks_zoo import LONG, clients, together
 
-from pardata.store import _client, _verdict
-from pardata.store._client import StoreClient
-from pardata.store._round import Turn, all_say, call_off
+from pardata.store._round import abort_rounds, exchange, follow, lead
 
 SOON = timedelta(seconds=0.2)
-LONG = timedelta(seconds=30)
 
 
-@pytest.fixture
-def line():
-    return StoreClient(dist.HashStore(), LONG, 0, 1)
+def give(client, value=None, call="here", decide=list, timeout=None):
+    """Take part in a round with a value."""
+    return exchange(client, call, lambda: value, decide, timeout)
 
 
-def say(line, rank, size, call="here", *, value=None, decide=list, timeout=LONG):
-    """Say something in the next turn of a rank."""
-    return all_say(seat(line, rank, size), call, lambda: value, decide, timeout=timeout)
+def gave_up(client):
+    """Wait in vain in a round."""
+    return give(client, timeout=SOON)
 
 
-def gave_up(line, rank, size):
-    """Wait in vain in the next turn."""
-    return say(line, rank, size, timeout=SOON)
+def led(client, call="rank_zero_first"):
+    """Lead a round as rank 0, else follow."""
+    if client.rank:
+        follow(client, call, LONG)
+        return
+    with lead(client, call):
+        pass
 
 
-def led(line, rank, size, call="rank_zero_first", *, value=None):
-    """Lead the next turn, or wait in it."""
-    turn = Turn(seat(line, rank, size), call)
-    if rank:
-        return turn.decision(turn.heard(LONG))
-    turn.come()
-    turn.tell(decision=value)
-    return value
-
-
-# --- what is said
+# --- what is decided
 
 
 def over_files(path, _options):
@@ -54,134 +46,131 @@ def over_tcp(_path, options):
     return [server] + [dist.TCPStore("127.0.0.1", server.port, **options) for _ in range(2)]
 
 
-@pytest.mark.parametrize("prefixes", [(), ("run",), ("run", "group")])
+@pytest.mark.parametrize("prefixes", [(), ("run", "group")])
 @pytest.mark.parametrize(
     ("stores_of", "options"), [(over_files, {}), (over_tcp, {}), (over_tcp, {"use_libuv": False})]
 )
-def test_turns_run_over_every_kind_of_store(stores_of, options, prefixes, tmp_path):
+def test_rounds_run_over_every_kind_of_store(stores_of, options, prefixes, tmp_path):
     stores = stores_of(tmp_path, options)
     for prefix in prefixes:
         stores = [dist.PrefixStore(prefix, store) for store in stores]
 
-    def values_of(rank):
-        line = StoreClient(stores[rank], LONG, 0, 1)
-        told = [say(line, rank, 3, value=f"{turn}-{rank} …\n") for turn in range(3)]
-        return told, led(line, rank, 3, value=5), say(line, rank, 3)
+    def values_of(client):
+        values = [give(client, f"{number}-{client.rank} …\n") for number in range(3)]
+        led(client)
+        return values, give(client)
 
-    told = [[f"{turn}-{rank} …\n" for rank in range(3)] for turn in range(3)]
+    values = [[f"{number}-{rank} …\n" for rank in range(3)] for number in range(3)]
     began = time.monotonic()
-    assert together(values_of, 3) == [(told, 5, [None] * 3)] * 3
-    assert time.monotonic() - began < LONG.total_seconds() / 2  # a verdict wakes who waits for it
+    assert together(values_of, clients(3, stores)) == [(values, [None] * 3)] * 3
+    assert time.monotonic() - began < LONG.total_seconds() / 2  # a result wakes who waits for it
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_hundred_turns_leave_no_more_in_the_store_than_two(line, size, monkeypatch):
-    for module in (_client, _verdict):  # so that the longer ones go in parts
-        monkeypatch.setattr(module, "PART", 500 if size > 1 else 10**6)
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_hundred_rounds_leave_no_more_in_the_store_than_two(size):
+    store = dist.HashStore()
+    ranks = clients(size, store)
 
-    def many(rank, times):
-        for length in (1, 1200) * (times // 2):
-            assert led(line, rank, size, "rank_zero_call", value="x" * length) == "x" * length
-            told = say(line, rank, size, value="y" * 100, decide=lambda texts: texts * 9)
-            assert told == ["y" * 100] * size * 9
+    def many(client, times):
+        for _ in range(times):
+            led(client)
+            assert give(client, "y" * 100) == ["y" * 100] * size
 
-    together(lambda rank: many(rank, 2), size)
-    after_two = line.store.num_keys()
-    together(lambda rank: many(rank, 100), size)
-    assert line.store.num_keys() == after_two <= 2 * size + 1
+    together(lambda client: many(client, 2), ranks)
+    after_two = store.num_keys()
+    together(lambda client: many(client, 100), ranks)
+    assert store.num_keys() == after_two <= 2 * size + 1
+
+
+def test_where_the_last_to_arrive_ends_before_it_decides_another_does():
+    first, second = clients(2)
+    first.store.add("count/1", 1)
+    entry = {"round": 1, "call": "here", "error": None, "value": "from the grave"}
+    first.store.set("at/1", json.dumps(entry))
+    assert give(first, "x", timeout=SOON) == ["x", "from the grave"]
+    assert second.rounds == 0
 
 
 # --- ranks in different calls
 
 
-def test_a_rank_that_left_its_wait_by_an_interrupt_is_shown_where_it_is(line):
-    line.store.add("turn/1", 1)
-    line.store.add("came/1", 1)
-    line.store.set("at/1", '{"turn": 2, "call": "later()"}')
-    raised = caught(say, line, 0, 2, "barrier()")
+def test_a_rank_whose_wait_was_interrupted_is_shown_in_the_call_in_which_it_is():
+    client, _ = clients(2)
+    client.store.add("count/1", 1)
+    client.store.set("at/1", '{"round": 2, "call": "later()"}')
+    raised = caught(give, client, None, "barrier()")
     assert raised.text.endswith("  rank 0: barrier()\n  rank 1: later(), which comes later")
 
 
-# --- who does not come
+# --- ranks that do not come
 
 
-def test_where_one_gives_up_all_who_wait_hear_the_same_at_once(line):
-    def meet(rank):
-        if rank != 2:
-            say(line, rank, 3, "b", timeout=SOON if rank else LONG)
+def test_where_one_gives_up_all_who_wait_hear_the_same_at_once():
+    def meet(client):
+        if client.rank != 2:
+            give(client, timeout=SOON if client.rank else LONG)
 
-    for raised in together(meet, 3)[:2]:
-        assert raised.seconds < 10
+    for raised in together(meet, clients(3))[:2]:
+        assert (raised.type, raised.seconds < 10) == ("TimeoutError", True)
         assert "but rank 2 of 3 did not come within 0:00:00.200000" in raised.text
 
 
 @pytest.mark.parametrize("late", [0, 1])
-@pytest.mark.parametrize("is_led", [False, True], ids=["all decide", "rank 0 decides"])
-def test_a_rank_that_came_too_late_meets_the_others_in_their_next_call(line, late, is_led):
-    assert caught(gave_up, line, 1 - late, 2).type == "TimeoutError"
-    if is_led:
-        assert together(lambda rank: led(line, rank, 2, value=5), 2) == [5, 5]
-    assert together(lambda rank: say(line, rank, 2, "b", value=rank), 2) == [[0, 1]] * 2
-
-
-def test_rank_0_that_is_given_up_while_it_looks_gives_its_verdict_in_the_next_turn(line):
-    turn = Turn(seat(line, 0, 2), "rank_zero_first")
-    turn.come()
-    line.store.set("verdict/1", '{"rank": 1, "call": "a", "missing": [0], "off": ""}')
-    turn.tell(decision=7)
-    line.store.add("turn/1", 1)
-    assert led(line, 1, 2) == 7
-
-
-def test_a_rank_that_gave_up_before_and_now_does_not_come_is_named(line):
-    assert caught(gave_up, line, 0, 2).type == "TimeoutError"
-    raised = caught(gave_up, line, 1, 2)
-    assert "but rank 0 of 2 did not come" in raised.text
-    assert raised.text.endswith("; rank 0 came before, and gave up waiting for this rank")
+def test_after_a_timeout_every_later_call_says_why_on_all_ranks(late):
+    ranks = clients(2)
+    did_not_come = f"rank {late} of 2 did not come within 0:00:00.200000"
+    assert did_not_come in caught(gave_up, ranks[1 - late]).text
+    assert did_not_come in caught(give, ranks[late]).text
+    for client in ranks:
+        for call in give, led:
+            raised = caught(call, client)
+            assert raised.type == "RuntimeError"
+            assert "no call can follow in this group: " + did_not_come in raised.text
 
 
 def test_what_takes_longer_than_the_groups_timeout_is_waited_for_as_long_as_one_says():
-    line = StoreClient(dist.HashStore(), timedelta(seconds=0.1), 0, 1)
+    def late(client):
+        time.sleep(0 if client.rank else 0.35)
+        led(client)
+        return give(client, timeout=LONG)
 
-    def late(rank):
-        time.sleep(0 if rank else 0.35)
-        return led(line, rank, 2, value="done"), say(line, rank, 2)
-
-    assert together(late, 2) == [("done", [None, None])] * 2
-
-
-# --- who failed
+    ranks = clients(2, timeout=timedelta(seconds=0.1))
+    assert together(late, ranks) == [[None, None]] * 2
 
 
-def test_of_two_that_call_off_the_first_is_read(line):
-    for rank in (1, 2):
-        call_off(seat(line, rank, 3), f"rank {rank} failed")
-    assert "rank 1 failed" in caught(say, line, 0, 3, "f").text
+def test_who_leads_too_long_for_the_others_raises_too():
+    first, second = clients(2)
+    late = "rank 0 has not finished within 0:00:00"
+    with pytest.raises(TimeoutError, match=late), lead(first, "rank_zero_call(f)"):
+        raised = caught(follow, second, "rank_zero_call(f)", SOON)
+    assert late in raised.text
 
 
-def test_who_is_turns_ahead_of_a_rank_that_calls_off_hears_of_it_too(line):
-    # Rank 0 decided twice; then it gave the others up.
+# --- ranks that leave
+
+
+def test_of_two_that_leave_the_first_is_read():
+    ranks = clients(3)
+    for client in ranks[1:]:
+        abort_rounds(client, f"rank {client.rank} failed")
+    assert "`f` must be reached by every rank, but rank 1 failed; this rank waits at " in (
+        caught(give, ranks[0], None, "f").text
+    )
+
+
+def test_a_rank_that_is_rounds_ahead_of_one_that_leaves_hears_of_it_too():
+    ranks, outcome = clients(3), []
     for _ in range(2):
-        led(line, 0, 3)
-    assert caught(gave_up, line, 0, 3).type == "TimeoutError"
-    waits = threading.Thread(target=lambda: outcome.append(caught(say, line, 0, 3, "ahead")))
-    outcome = []
+        led(ranks[0])
+    waits = threading.Thread(target=lambda: outcome.append(caught(give, ranks[0], None, "ahead")))
     waits.start()
-    call_off(seat(line, 1, 3), "rank 1 failed")
+    abort_rounds(ranks[1], "rank 1 failed")
     waits.join()
     assert "`ahead` must be reached by every rank, but rank 1 failed; this" in outcome[0].text
 
 
-def test_who_leads_is_told_of_a_rank_that_called_off_when_its_work_is_done(line):
-    turn = Turn(seat(line, 0, 2), "rank_zero_first")
-    turn.come()
-    call_off(seat(line, 1, 2), "rank 1 failed")
-    raised = caught(lambda: turn.tell(decision=None))
-    assert "rank 0 must finish its `rank_zero_first`, but rank 1 failed; this" in raised.text
-
-
-def test_where_the_last_to_come_dies_before_its_verdict_another_gives_it(line):
-    line.store.add("turn/1", 1)
-    own = '{"turn": 1, "call": "here", "failed": null, "value": "from the grave"}'
-    line.store.set("at/1", own)
-    assert say(line, 0, 2, value="x", timeout=SOON) == ["x", "from the grave"]
+def test_who_leads_is_told_of_a_rank_that_left_when_its_work_is_done():
+    first, second = clients(2)
+    left = "must be reached by every rank, but rank 1 failed;"
+    with pytest.raises(RuntimeError, match=left), lead(first, "rank_zero_first"):
+        abort_rounds(second, "rank 1 failed")

@@ -71,7 +71,7 @@ def rank_zero_first(*, local: bool = False, timeout: timedelta | float = _HOURS)
         yield
         return
     client = store_client()
-    call = f"rank_zero_first({'local=True' * local})"
+    call = "rank_zero_first(local=True)" if local else "rank_zero_first"
     if here.local_rank == 0 if local else here.rank == 0:
         with lead(client, call, others=patience if local else None):
             yield

@@ -69,7 +69,12 @@ def exchange(
     except Exception as raised:  # noqa: BLE001  # raised again once the other ranks know
         value, error = None, raised
     try:
-        return this.value_of(this.wait(timeout or client.timeout, value, error), error)
+        result = this.wait(timeout or client.timeout, value, error)
+        # An error that another rank's caused gives way to it, if that is known.
+        failed = result.get("errors")
+        if error is not None and failed and is_secondary(error) == failed[0]["is_secondary"]:
+            raise error
+        return this.value_of(result)
     except Exception as raised:
         if error is None or raised is error:
             raise
@@ -118,6 +123,8 @@ def lead(client: StoreClient, call: str, others: timedelta | None = None) -> Ite
         others: for how long to wait after the block for other ranks that lead, too; the ranks that
             follow are in `exchange` then.
     """
+    if others is not None:
+        forbid_in_rank_zero_section(call)
     this = _Round(client, call, None if others is None else lambda _: None)
     if others is None:
         client.request(this.arrive)
@@ -230,13 +237,8 @@ class _Round:
         stands: Result = json.loads(self._client.request(lambda store: self._give(store, result)))
         return stands
 
-    def value_of(self, result: Result, error: Exception | None = None) -> Any:
-        """Return the value of a result, or raise what it has instead.
-
-        Args:
-            result: of this round.
-            error: what this rank contributed.
-        """
+    def value_of(self, result: Result) -> Any:
+        """Return the value of a result, or raise what it has instead."""
         client = self._client
         if "closed" in result:
             kind, client.closed = result["closed"]
@@ -254,17 +256,16 @@ class _Round:
             errors = [RemoteError(**one) for one in result["errors"]]
             if errors[0].traceback:  # of a rank that led
                 errors[0].reraise()
-            # An error that another rank's caused gives way to it, if that is known.
-            if error is not None and is_secondary(error) == errors[0].is_secondary:
-                raise error
             seen = f"(seen on rank {client.rank}, which did nothing wrong)"
             raise mark_secondary(RuntimeError("\n".join([*(e.summary for e in errors), seen])))
         return result["value"]
 
     def _late(self, store: dist.Store, timeout: timedelta) -> Result:
         """Return the result of a rank that has waited in vain."""
-        entries = enumerate(_entries(store, self._client.size))
-        late = [rank for rank, entry in entries if entry["round"] < self._number]
+        entries = _entries(store, self._client.size)
+        late = [rank for rank, entry in enumerate(entries) if entry["round"] < self._number]
+        if not late and (decided := self._decided(entries)) is not None:
+            return decided  # the last rank to arrive has ended before it gave it
         text = f"rank 0 has not finished within {timeout}: see its output, or give more time"
         if late:
             text = missing_ranks_text(late, self._client.size, f" within {timeout}")

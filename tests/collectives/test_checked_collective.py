@@ -4,12 +4,12 @@ import pytest
 from on_ranks import caught, run
 
 from pardata import StopSignal, all_gather, all_reduce_sum, barrier, world
-from pardata.collectives._min_max import Vote
+from pardata.collectives._fingerprint import CheckedCollective
 
 CALLS = {
     "all_reduce_sum": lambda: all_reduce_sum({"loss": 1.5}),
     "all_gather": lambda: all_gather([1, 2, 3]),
-    "another vote": lambda: Vote(world(), "another vote", [3]).result(),
+    "another vote": lambda: CheckedCollective("another vote", dict, str).start_min_max([3])(),
 }
 
 

@@ -103,7 +103,9 @@ def test_of_a_killed_rank_and_one_that_waits_the_killed_one_is_named(tmp_path):
     killed = "must be reached by every rank, but rank 1 of 3 did not come"
     assert f"`all_reduce_mean` {killed}" in reduced
     # Who waits in a round hears of it from who was in a collective.
-    assert waited.startswith("`barrier()` must be reached by every rank, but ")
+    assert waited.startswith(
+        "`barrier()` must be reached by every rank, but rank 0 of 3 has failed"
+    )
     assert "rank 1 of 3 did not come" in waited
 
 

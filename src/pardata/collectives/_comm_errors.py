@@ -14,13 +14,13 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from pardata.environment._world import store_client
+from pardata.environment._world import is_alone, store_client
 from pardata.store._caller import call_site
 from pardata.store._client import SERVER, StoreClient, append, set_once
 from pardata.store._current_op import current_op
 from pardata.store._rank_format import format_rank_table
 from pardata.store._remote_error import RemoteError, is_peer_failure, is_timeout, mark_secondary
-from pardata.store._round import forbid_in_rank_zero_section, missing_ranks_text
+from pardata.store._round import forbid_in_rank_zero_section, missing_ranks_text, waiting_ranks
 
 _FAILURE = "failure"
 # For how long to wait for the others. After a lost connection all fail at the same moment; after a
@@ -69,7 +69,7 @@ class explain_comm_errors:  # noqa: N801  # a context manager, as `suppress`
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         current_op.pop(self._before)
-        if error is None or not is_peer_failure(error):
+        if error is None or is_alone() or not is_peer_failure(error):
             return
         better = None
         with suppress(Exception):  # whatever goes wrong here, the first error is not lost
@@ -120,7 +120,7 @@ def _diagnosis(client: StoreClient, call: str, *, has_timed_out: bool) -> str:
 
 
 def _reported(client: StoreClient, call: str, patience: float) -> dict[int, str]:
-    """Report that `call` failed; return the calls of all ranks that report theirs in time."""
+    """Report that `call` failed; return the calls of the ranks that report theirs, or wait."""
 
     def report(store: dist.Store) -> dict[int, str]:
         append(store, "reports", json.dumps([client.rank, call]))
@@ -129,7 +129,7 @@ def _reported(client: StoreClient, call: str, patience: float) -> dict[int, str]
             calls = dict(map(json.loads, store.get("reports").splitlines()))
             has_all = len(calls) == client.size
             if has_all or store.check([_FAILURE]) or time.monotonic() > deadline:
-                return calls
+                return {**waiting_ranks(store, client.size), **calls}
             time.sleep(pause)
             pause *= 2  # all ranks ask
 

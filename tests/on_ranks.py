@@ -138,7 +138,7 @@ class _Team:
             self._tell("go home")
             self.is_well = self._are_back()
         if failed:
-            next((f for f in failed if f.is_cause), failed[0]).reraise()
+            raise next((f for f in failed if not f.is_secondary), failed[0]).to_exception()
         if len(outcomes) < self._size:
             raise TimeoutError(self._stuck(outcomes, timeout))
         return [pickle.loads(outcomes[rank]) for rank in range(self._size)]
@@ -272,6 +272,7 @@ class _Home:
     folder: str = field(default_factory=os.getcwd)
     filters: list[Any] = field(default_factory=lambda: list(warnings.filters))
     threads: set[Any] = field(default_factory=lambda: set(threading.enumerate()))
+    jobs: int = 0
     signals: dict[Any, Any] = field(
         default_factory=lambda: {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR2)}
     )
@@ -280,10 +281,12 @@ class _Home:
         """Put everything back, and return whether the ranks are in step and can go on."""
         if dist.group.WORLD is not self.group:
             return False
-        _leave_group_of_counts()
-        if process.joined is not None:
-            process.joined.on_leaving()
-        process.joined = None
+        _leave_cpu_group()
+        if process.state is not None:
+            process.state.resources.close()
+        # A test may leave ranks in different rounds: the next one begins with fresh ones.
+        self.jobs += 1
+        process.state, process.other, process.others = None, None, 1000 * self.jobs
         logged_once.clear()
         run_seed.seed, run_seed.calls = None, 0
         uneven_shares.batch_size = 0
@@ -334,11 +337,11 @@ def forget_compiled():
         torch._dynamo.config.fail_on_recompile_limit_hit = False  # strategy "exact" sets it
 
 
-def _leave_group_of_counts() -> None:
+def _leave_cpu_group() -> None:
     """Leave what `init` has made beside the group of `run`, or each test would add connections."""
     found = group_state()
-    if found is not None and found.group_of_counts is not None:
-        dist.destroy_process_group(found.group_of_counts)
+    if found is not None and found.cpu_group is not None:
+        dist.destroy_process_group(found.cpu_group)
 
 
 def _in_step() -> bool:

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,14 +13,19 @@ from pardata.environment._cpu import cgroup_cpu_quota, cpus_per_rank
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Pretend to be a machine with so many cores, so many allowed, and a quota."""
+    """Pretend to be a machine with so many cores, so many allowed, and a quota.
 
-    def pretend(cores, allowed, quota=None):
+    If its ranks are bound, each has a set of its own.
+    """
+
+    def pretend(cores, allowed, quota=None, *, bound=False):
+        state = SimpleNamespace(has_own_cpus=bound)
+        monkeypatch.setattr(_cpu, "group_state", lambda: state)
         monkeypatch.setattr(os, "cpu_count", lambda: cores)
         monkeypatch.setattr(
             os, "sched_getaffinity", lambda _pid: set(range(allowed)), raising=False
         )
-        monkeypatch.setattr(_cpu, "cpu_quota", lambda: quota)
+        monkeypatch.setattr(_cpu, "cgroup_cpu_quota", lambda: quota)
         monkeypatch.delenv("SLURM_CPUS_ON_NODE", raising=False)
 
     return pretend
@@ -30,30 +36,31 @@ def rank(local_size=1, launcher="torchrun"):
 
 
 CORES = [
-    ((16, 16, None), 1, "single", 16),
-    ((16, 16, None), 4, "torchrun", 4),
-    ((16, 16, None), 32, "existing", 1),
-    # The launcher bound this task: what is allowed is its own.
-    ((16, 4, None), 4, "slurm", 4),
-    # It did not bind: the tasks share all.
-    ((16, 16, None), 4, "slurm", 4),
+    ((16, 16, None), False, 1, "single", 16),
+    ((16, 16, None), False, 4, "torchrun", 4),
+    ((16, 16, None), False, 32, "existing", 1),
+    # Each rank is bound, by SLURM, torchrun's --numa-binding or numactl.
+    ((16, 4, None), True, 4, "slurm", 4),
+    ((64, 8, None), True, 8, "torchrun", 8),
+    # They are not: they share what they are allowed.
+    ((16, 16, None), False, 4, "slurm", 4),
+    ((16, 8, None), False, 4, "torchrun", 2),
     # A quota is the container's, for all its ranks.
-    ((16, 16, 8.0), 4, "torchrun", 2),
-    ((16, 16, 0.5), 1, "single", 1),
-    ((16, 4, 8.0), 4, "slurm", 2),
+    ((16, 16, 8.0), False, 4, "torchrun", 2),
+    ((16, 16, 0.5), False, 1, "single", 1),
+    ((16, 4, 8.0), True, 4, "slurm", 2),
 ]
 
 
-@pytest.mark.parametrize(("machine_has", "local_size", "launcher", "cores"), CORES)
-def test_the_cores_of_a_rank(machine, machine_has, local_size, launcher, cores):
-    machine(*machine_has)
+@pytest.mark.parametrize(("machine_has", "bound", "local_size", "launcher", "cores"), CORES)
+def test_the_cores_of_a_rank(machine, machine_has, bound, local_size, launcher, cores):
+    machine(*machine_has, bound=bound)
     assert cpus_per_rank(rank(local_size, launcher)) == cores
 
 
 JOBS = [
     (16, 16, 2),  # of 64, and the tasks are not bound: they share the job's
     (64, 16, 2),  # … and nothing confines them to those
-    (2, 16, 2),  # … bound
     (64, 64, 8),  # the whole machine
 ]
 

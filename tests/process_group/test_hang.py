@@ -64,7 +64,7 @@ class Log(logging.Handler):
 
 @contextmanager
 def logged(expected, then):
-    logger, log = logging.getLogger("pardata.collectives"), Log(expected, then)
+    logger, log = logging.getLogger("pardata.process_group"), Log(expected, then)
     logger.addHandler(log)
     yield log
     logger.removeHandler(log)
@@ -224,7 +224,7 @@ SCENES = {
     ),
     "is stopped": (
         Scene(be_stopped),
-        r"does not answer: its process \d+ on \S+ is stopped$",
+        "does not answer: it has ended, is stopped, or C code holds the GIL",
         TRAIN,
     ),
     "reads": (Scene(how="slow"), f"{READS} {AFTER_0}", TRAIN),
@@ -268,8 +268,7 @@ def test_the_table_names_who_keeps_the_others_waiting_and_where(what, size, tmp_
     one = f"{who} for rank {size - 1}"
     whom = "all ranks wait in different calls" if "waits in" in last else one
     assert re.fullmatch(f"{whom}, \\d s so far; nothing is stopped:", head)
-    # And its stack, unless it does not answer.
-    assert (f"rank {size - 1}:" in rows) is (what != "is stopped")
+    assert len(rows) == 2
 
 
 @pytest.mark.parametrize(("what", "size"), at_sizes(LONG_WORK))
@@ -281,7 +280,7 @@ def test_long_work_is_named_and_no_hang(what, size, tmp_path):
     text = told(scene, size, tmp_path, rf"(?m)^(\[.*\] )?{rows[0]}")
     head, *found = text.split("\n")
     assert re.fullmatch(f"no hang, but long work on rank {rank}, \\d s so far:", head)
-    for row, one in zip(rows[:: -1 if rank else 1], found, strict=True):  # and no stacks
+    for row, one in zip(rows[:: -1 if rank else 1], found, strict=True):
         assert re.match(row, one), text
 
 

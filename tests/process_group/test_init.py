@@ -24,7 +24,7 @@ from pardata.environment._world import new_store_client
 from pardata.process_group._rendezvous import select_device
 from pardata.process_group._tcp_store import _opened, not_met
 from pardata.store._client import append
-from pardata.store._round import call_off
+from pardata.store._round import abort_rounds
 
 SOON = timedelta(seconds=4)  # a busy machine takes more than one to connect
 
@@ -285,8 +285,8 @@ def adopt_after_an_attempt_that_failed():
     rank, store = dist.get_rank(), new_store_client(None)
     for _ in range(rank):  # it was a call ahead of rank 0
         caught(barrier, "", 0.1)
-    call_off(store, f"rank {rank} of 2 failed first: ValueError: of the attempt before")
-    append(store.store, "failures", "of the attempt before")
+    abort_rounds(store, f"rank {rank} of 2 failed first: ValueError: of the attempt before")
+    append(store.store, "reports", "of the attempt before")
     dist.barrier()
     with init(timeout=timedelta(seconds=20)) as here:
         barrier("start")

@@ -79,10 +79,9 @@ def test_an_exception_that_does_not_survive_comes_back_as_its_type_and_text(erro
     failure = raised(error)
     assert failure.pickled is None
     with pytest.raises(RuntimeError) as caught:
-        failure.reraise()
+        raise failure.to_exception()
     assert str(caught.value) == f"rank 3 failed in `rank_zero_call`: {type_and_message(error)}"
     assert failure.summary == str(caught.value)
-    assert is_secondary(caught.value)
 
 
 LINES = [

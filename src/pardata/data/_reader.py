@@ -13,6 +13,7 @@ from pardata.data._plan import Fetched, GlobalStep
 from pardata.data._whole_batches import is_read_whole, on_cpu, whole_batch_reader
 from pardata.rng import _rng_state as generators
 from pardata.rng._splitmix64 import mix, mixed
+from pardata.store._remote_error import RemoteError
 
 # The indices of samples, and what each is seeded by: its index, or its position.
 Wanted: TypeAlias = tuple[Sequence[Any], Sequence[int]]
@@ -102,8 +103,16 @@ class Reader(Dataset[Any]):
         collates = self.collation.collate_fn is not None
         self._read_whole = None if collates else whole_batch_reader(self.dataset)
 
-    def __getitem__(self, request: Request) -> Fetched:
-        """Return what is asked for."""
+    def __getitem__(self, request: Request) -> Fetched | RemoteError:
+        """Return what is asked for; in a worker an error, too, for DataLoader changes its text."""
+        try:
+            return self._fetched(request)
+        except Exception as error:
+            if get_worker_info() is None:
+                raise
+            return RemoteError.of(error, rank=self.collation.rank, call="a worker of the loader")
+
+    def _fetched(self, request: Request) -> Fetched:
         step, asked, positions = request
         if step.epoch != self._epoch and hasattr(self.dataset, "set_epoch"):
             # Here too: a worker has a copy of its own.

@@ -15,6 +15,7 @@ from pardata.data._plan import Fetched, GlobalStep, Plan, share
 from pardata.data._reader import Collation
 from pardata.rng._rng_state import kept_generators, seed_generators
 from pardata.rng._splitmix64 import mix
+from pardata.store._remote_error import RemoteError
 
 _END = object()
 _HASHED = (torch.Tensor, str, bytes, int, float, complex, type(None))  # by `content_hash`
@@ -47,13 +48,22 @@ class Stream(IterableDataset[Fetched]):
         self._start[0], self._start[1] = epoch, delivered
         self._state = state
 
-    def __iter__(self) -> Iterator[Fetched]:
+    def __iter__(self) -> Iterator[Any]:
         epoch, delivered = self._start.tolist()
         worker = get_worker_info()
-        number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        if worker is None:
+            yield from self._steps(epoch, delivered, 0, 1)
+            return
+        try:
+            yield from self._steps(epoch, delivered, worker.id, worker.num_workers)
+        except Exception as error:  # noqa: BLE001  # as in `Reader`
+            rank = self.plan.rank
+            yield RemoteError.of(error, rank=rank, call="a worker of the loader")
+
+    def _steps(self, epoch: int, delivered: int, worker: int, workers: int) -> Iterator[Fetched]:
         if self.is_sharded:
-            return self._sharded(epoch, number, workers)
-        return self._shared(epoch, delivered, number, workers)
+            return self._sharded(epoch, worker, workers)
+        return self._shared(epoch, delivered, worker, workers)
 
     def _shared(self, epoch: int, delivered: int, worker: int, workers: int) -> Iterator[Fetched]:
         """Yield a worker's steps of samples that all ranks and workers read."""

@@ -16,6 +16,7 @@ from pardata.data._worker_processes import started
 from pardata.environment._cpu import cpus_per_rank
 from pardata.environment._world import World
 from pardata.rng._splitmix64 import mix
+from pardata.store._remote_error import RemoteError
 
 _LONGEST_SOCKET = 107  # characters: `sun_path` of Linux's unix(7), without its last zero
 
@@ -106,7 +107,14 @@ class Source:
         seed = self.reader.collation.seeds.seed
         self.workers.generator.manual_seed(mix(seed, epoch, self._ranks.rank))
         with on_cpu():  # where DataLoader draws the seed of its workers
-            return started(self.workers, self._options["worker_init_fn"])
+            return map(_or_raise, started(self.workers, self._options["worker_init_fn"]))
+
+
+def _or_raise(fetched: Any) -> Any:
+    """Return what a worker has read, or raise the error that it returned."""
+    if isinstance(fetched, RemoteError):
+        raise fetched.to_exception()
+    return fetched
 
 
 def _as_it_is(fetched: Any) -> Any:

@@ -14,10 +14,6 @@ _MASKS = (
     *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
     *("ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES"),
 )
-# How many collectives PyTorch's flight recorder keeps, and the file of each rank, without its
-# number. The newer name is first.
-_RECORDS = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-_RECORDERS_FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 
 def visible_devices() -> list[torch.device]:
@@ -77,16 +73,6 @@ def widest_float_dtype(device: torch.device) -> torch.dtype:
 def visibility_variables() -> dict[str, str]:
     """Return the variables of this process that restrict which devices it sees."""
     return {name: os.environ[name] for name in _MASKS if name in os.environ}
-
-
-def flight_recorder() -> str:
-    """Say where PyTorch's flight recorder leaves the last collectives of a rank, if it is on."""
-    if {os.environ.get(name, "0") for name in _RECORDS} == {"0"}:
-        return ""
-    files = [os.environ[name] for name in _RECORDERS_FILE if name in os.environ]
-    # By default it goes to a folder that is another one from version to version of torch.
-    where = f"{files[0]}<rank>" if files else "set TORCH_FR_DUMP_TEMP_FILE to say where"
-    return f"at the timeout PyTorch's flight recorder writes its file for each rank: {where}"
 
 
 def undetected_gpus(root: Path = Path("/")) -> tuple[str, str] | None:

@@ -3,19 +3,14 @@
 import multiprocessing
 import os
 import socket
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from pardata._validation import to_timedelta
-from pardata.environment._backend import group_timeout, has_cpu_backend_beside, new_gloo_group
-from pardata.environment._cpu import cpus_of_process
 from pardata.environment._device import parse_device, visible_devices
 from pardata.environment._launchers import LaunchInfo, detect_launch
 from pardata.environment._logger import get_logger
@@ -23,22 +18,14 @@ from pardata.environment._world import (
     GroupState,
     World,
     current_world,
-    existing_world,
     group_state,
     inherits,
     is_child,
-    new_store_client,
 )
 from pardata.process_group._malloc import tune_glibc_malloc
-from pardata.process_group._rendezvous import (
-    create_group,
-    create_on_all_ranks,
-    hosts_with_own_cpus,
-    with_fresh_prefix,
-)
-from pardata.process_group._shutdown import end, remember, report_uncaught
+from pardata.process_group._rendezvous import form_group
+from pardata.process_group._shutdown import remember, report_uncaught
 from pardata.process_group._watchdog import Watchdog
-from pardata.store._round import exchange
 
 _log = get_logger(__name__)
 
@@ -106,17 +93,16 @@ def init(
     if before is not None:
         _check_same_arguments(before, backend, device, patience, hang_after)
         return replace(before.world, _at_the_end=None)
-    if dist.group.WORLD is not None:
-        state = _adopt_group(device, patience)
-    else:
-        launch = detect_launch(os.environ)
+    launch = detect_launch(os.environ) if dist.group.WORLD is None else None
+    if launch is not None:
         _check_not_inherited(launch)
-        state = create_group(launch, backend=backend, timeout=patience, device=device)
+    state = form_group(launch, backend=backend, timeout=patience, device=device)
     with suppress(ValueError):  # who made the group need not have used a launcher's variables
         os.environ["PARDATA_JOINED"] = f"{os.getpid()} {detect_launch(os.environ).launch_id}"
     remember(state)
     report_uncaught(state)
-    state.hang_after = _hang_after(state, hang_after)
+    default = max(state.client.timeout / 10, _LEAST_HANG)
+    state.hang_after = default if hang_after is None else hang_after
     if state.hang_after:
         state.resources.callback(Watchdog(state, state.hang_after.total_seconds()).stop)
     _log.info("%s", _found_text(state.world))
@@ -124,34 +110,6 @@ def init(
     if state.world.device.type == "cpu" and wants and tune_glibc_malloc():
         _log.debug("the allocator keeps freed memory, unless PARDATA_TUNE_CPU=0", once=True)
     return state.world
-
-
-def _hang_after(state: GroupState, given: timedelta | None) -> timedelta:
-    if given is not None:
-        return given
-    return max(state.client.timeout / 10, _LEAST_HANG)
-
-
-def _adopt_group(device: torch.device | str | None, timeout: timedelta | None) -> GroupState:
-    client, cpu_group = with_fresh_prefix(new_store_client(timeout)), None
-
-    def world_of(hosts: Sequence[str] = ()) -> World:
-        return existing_world(None if device is None else parse_device(device), hosts)
-
-    def facts() -> dict[str, Any]:
-        here = world_of()
-        apart = has_cpu_backend_beside(here.backend, here.device)
-        return {"host": socket.gethostname(), "apart": apart, "cpus": cpus_of_process()}
-
-    rows = exchange(client, "init", facts, list)
-    world = replace(world_of([row["host"] for row in rows]), _at_the_end=end)
-    if world.device in visible_devices():
-        torch.accelerator.set_device_index(world.device)
-    if world.size > 1 and not all(row["apart"] for row in rows):
-        patience = timeout or group_timeout(dist.group.WORLD) or client.timeout
-        cpu_group = create_on_all_ranks(client, partial(new_gloo_group, patience))
-    has_own_cpus = socket.gethostname() in hosts_with_own_cpus(rows)
-    return GroupState(world, client, cpu_group=cpu_group, has_own_cpus=has_own_cpus)
 
 
 def _check_not_inherited(launch: LaunchInfo) -> None:

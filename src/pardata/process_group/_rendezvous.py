@@ -16,10 +16,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from pardata.environment import _backend, _device
+from pardata.environment import _device
+from pardata.environment._backend import (
+    backend_for,
+    check_supported,
+    group_timeout,
+    has_accelerator_backend,
+    has_cpu_backend_beside,
+    new_gloo_group,
+)
 from pardata.environment._cpu import cpus_of_process
 from pardata.environment._launchers import LaunchInfo
-from pardata.environment._world import GroupState, World, new_store_client
+from pardata.environment._world import GroupState, World, existing_world, new_store_client
 from pardata.process_group._shutdown import count_out, end
 from pardata.process_group._tcp_store import not_met, open_store
 from pardata.store._client import StoreClient, append
@@ -31,47 +39,60 @@ _T = TypeVar("_T")
 _MARGIN = timedelta(seconds=10)
 
 
-def create_group(
-    launch: LaunchInfo,
+def form_group(
+    launch: LaunchInfo | None,
     *,
     backend: str | None,
     timeout: timedelta | None,
     device: torch.device | str | None,
 ) -> GroupState:
-    """Create the process group that `launch` describes, and one for small numbers if it needs one.
+    """Create the process group that `launch` describes, or adopt the one that exists. Collective.
 
-    Collective. A rank that cannot take part says so over the store before any group exists. So the
-    error is raised on every rank, and no other rank waits.
+    A rank that cannot take part says so over the store before any group exists. So the error is
+    raised on every rank, and no other rank waits. Where gradients would meet small numbers in the
+    group, another one carries these.
     """
-    patience = distributed_c10d.default_pg_timeout if timeout is None else timeout
-    opened, hosts_store = open_store(launch, patience)
-    fresh = with_fresh_prefix(StoreClient(opened, patience, launch.rank, launch.size))
-    client = replace(fresh, store=dist.PrefixStore("pardata/init", fresh.store))
+    patience, hosts_store = timeout or distributed_c10d.default_pg_timeout, False
+    if launch is None:
+        client = with_fresh_prefix(new_store_client(patience))
+    else:
+        store, hosts_store = open_store(launch, patience)
+        client = with_fresh_prefix(StoreClient(store, patience, launch.rank, launch.size))
+    part = client.store
+    client.store = dist.PrefixStore("pardata", part)
     propose = cache(partial(_proposal, launch, backend, device))
     try:
         plan = exchange(client, "init", propose, _checked_proposals)
-        own, hosts = propose(), plan["hosts"]
-        device, backend = torch.device(own["device"]), own["backend"]
-        how: dict[str, Any] = {"rank": launch.rank, "world_size": launch.size, "timeout": timeout}
-        how["store"] = dist.PrefixStore("group", fresh.store)
-        # Lets it connect at once; a group of one has nobody to connect to.
-        how["device_id"] = device if plan["binds"] and launch.size > 1 else None
-        create_on_all_ranks(client, partial(dist.init_process_group, backend, **how))
+        if launch is not None:
+            how = {"backend": propose()["backend"], "rank": client.rank, "world_size": client.size}
+            how |= {"store": dist.PrefixStore("group", part), "timeout": timeout}
+            # Lets it connect at once; a group of one has nobody to connect to.
+            binds = plan["binds"] and client.size > 1
+            how["device_id"] = torch.device(propose()["device"]) if binds else None
+            create_on_all_ranks(client, partial(dist.init_process_group, **how))
         cpu_group = None
         if not plan["is_apart"]:
-            cpu_group = create_on_all_ranks(client, partial(_backend.new_gloo_group, patience))
+            wait = timeout or group_timeout(dist.group.WORLD) or patience
+            cpu_group = create_on_all_ranks(client, partial(new_gloo_group, wait))
     except Exception:  # only to clean up: it is raised again
-        if dist.is_initialized():
+        if launch is not None and dist.is_initialized():
             dist.destroy_process_group()
         with suppress(Exception):  # the store must be there until the others have read the same
             count_out(client, patience, hosts_store=hosts_store)
         raise
-    node = hosts.index(own["host"]) if launch.node_rank is None else launch.node_rank
-    nodes = len(hosts) if launch.num_nodes is None else launch.num_nodes
-    world = World(*launch[1:5], node, nodes, device, backend, launch.launcher, end)
-    has_own_cpus = own["host"] in plan["with_own_cpus"]
-    client = new_store_client(timeout)
+    world = replace(_world_of(launch, propose(), plan["hosts"]), _at_the_end=end)
+    has_own_cpus = propose()["host"] in plan["with_own_cpus"]
     return GroupState(world, client, hosts_store, cpu_group, has_own_cpus=has_own_cpus)
+
+
+def _world_of(launch: LaunchInfo | None, own: dict[str, Any], hosts: list[str]) -> World:
+    device = torch.device(own["device"])
+    if launch is None:
+        return existing_world(device, hosts)
+    names = list(dict.fromkeys(hosts))
+    node = names.index(own["host"]) if launch.node_rank is None else launch.node_rank
+    nodes = len(names) if launch.num_nodes is None else launch.num_nodes
+    return World(*launch[1:5], node, nodes, device, own["backend"], launch.launcher)
 
 
 def create_on_all_ranks(client: StoreClient, create: Callable[[], _T]) -> _T:
@@ -83,42 +104,41 @@ def create_on_all_ranks(client: StoreClient, create: Callable[[], _T]) -> _T:
     """
     created: list[_T] = []
     patience = client.timeout + _MARGIN
-    exchange(client, "init", lambda: created.append(create()), lambda _: None, patience)
+    exchange(client, "init", lambda: created.append(create()), timeout=patience)
     return created[0]
 
 
 def _proposal(
-    launch: LaunchInfo, backend: str | None, wanted: torch.device | str | None
+    launch: LaunchInfo | None, backend: str | None, wanted: torch.device | str | None
 ) -> dict[str, Any]:
     """Return what a rank tells the others before there is a group; make its device current."""
-    device = select_device(launch, None if wanted is None else _device.parse_device(wanted))
-    backend = backend or _backend.backend_for(device)
-    if launch.size > 1:
-        _backend.check_supported(device, backend)
+    device = None if wanted is None else _device.parse_device(wanted)
+    if launch is None:
+        world = existing_world(device)
+        device, backend = world.device, world.backend
+    else:
+        device = select_device(launch, device)
+        backend = backend or backend_for(device)
+        if launch.size > 1:
+            check_supported(device, backend)
     host, gpu, has_one = socket.gethostname(), "", False
     if device in (seen := _device.visible_devices()):
         torch.accelerator.set_device_index(device)
-        if _backend.has_accelerator_backend(backend):  # gloo's ranks can share one
+        if has_accelerator_backend(backend):  # gloo's ranks can share one
             gpu = str(getattr(_device.properties_of(device), "uuid", ""))
-            has_one = len(seen) < 2 * launch.local_size
+            has_one = launch is not None and len(seen) < 2 * launch.local_size
     address = "" if os.environ.get("GLOO_SOCKET_IFNAME") else _address_of(host)
     return {
-        "host": host,
-        "address": address,
-        "cpus": cpus_of_process(),
-        "device": str(device),
-        "gpu": gpu,
-        "has_one": has_one,
-        "backend": backend,
+        **{"host": host, "address": address, "cpus": cpus_of_process(), "gpu": gpu},
+        **{"device": str(device), "has_one": has_one, "backend": backend},
     }
 
 
 def _address_of(host: str) -> str:
     """Return the address at which gloo connects to this host; "" if its name has none."""
-    try:
+    with suppress(OSError):
         return socket.gethostbyname(host)
-    except OSError:
-        return ""
+    return ""
 
 
 def select_device(launch: LaunchInfo, wanted: torch.device | None) -> torch.device:
@@ -196,15 +216,13 @@ def _hand_out_prefix(client: StoreClient) -> StoreClient:
 
 
 def _checked_proposals(proposals: list[dict[str, Any]]) -> dict[str, Any]:
-    """Require that all ranks can make one group; return how to make it.
-
-    Whether it binds GPUs, and whether small numbers travel apart in it by themselves.
-    """
+    """Require that all ranks can form one group; return how."""
     backends: list[dict[str, object]] = [{"backend": one["backend"]} for one in proposals]
     raise_if_different("init", backends, "Is a GPU driver missing on a node? Else pass `backend`.")
-    hosts = list(dict.fromkeys(one["host"] for one in proposals))
-    addresses = [one["address"] for one in proposals]
-    if len(hosts) > 1 and any(address.startswith("127.") for address in addresses):
+    hosts, cpus = [one["host"] for one in proposals], dict[str, set[tuple[int, ...]]]()
+    for one in proposals:
+        cpus.setdefault(one["host"], set()).add(tuple(one["cpus"]))
+    if len(cpus) > 1 and any(one["address"].startswith("127.") for one in proposals):
         rows = format_rank_table([f"{one['host']} is {one['address']}" for one in proposals])
         raise RuntimeError(
             f"the name of each host must have an address that the other hosts reach, but one is "
@@ -222,17 +240,9 @@ def _checked_proposals(proposals: list[dict[str, Any]]) -> dict[str, Any]:
     ways = [(one["backend"], torch.device(one["device"])) for one in proposals]
     return {
         "hosts": hosts,
-        "with_own_cpus": hosts_with_own_cpus(proposals),
+        "with_own_cpus": [host for host, sets in cpus.items() if len(sets) > 1],
         # All ranks or none, for those that are bound connect at once; and none if a process has
         # several, over which a model may be spread: a group that is bound takes no other GPU.
         "binds": all(one["has_one"] for one in proposals),
-        "is_apart": len(ways) == 1 or all(_backend.has_cpu_backend_beside(*way) for way in ways),
+        "is_apart": len(ways) == 1 or all(has_cpu_backend_beside(*way) for way in ways),
     }
-
-
-def hosts_with_own_cpus(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the hosts on which ranks are bound to different cores."""
-    cpus = dict[str, set[tuple[int, ...]]]()
-    for row in rows:
-        cpus.setdefault(row["host"], set()).add(tuple(row["cpus"]))
-    return [host for host, sets in cpus.items() if len(sets) > 1]

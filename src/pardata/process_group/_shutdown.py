@@ -23,6 +23,7 @@ from pardata.collectives._comm_errors import first_failure, report_failure
 from pardata.environment._backend import all_groups
 from pardata.environment._logger import get_logger
 from pardata.environment._world import GroupState, group_state, is_child, process
+from pardata.store._caller import raise_location
 from pardata.store._client import StoreClient, wait_for
 from pardata.store._remote_error import RemoteError, is_secondary, summary_line
 from pardata.store._round import abort_rounds
@@ -142,8 +143,9 @@ def _report(error: BaseException, client: StoreClient) -> str:
         if first is None:
             _log.error("failed: %s", line)
         else:
+            where = raise_location(error)
             _log.error(
-                "failed because rank %d failed first: %s; here: %s", first.rank, first.text, line
+                "failed because rank %d failed first: %s; here: %s", first.rank, first.text, where
             )
     if first is None:
         return f"{who} {'has failed' if is_secondary(error) else 'failed first'}: {line}"

@@ -16,7 +16,7 @@ from threading import Event, Thread
 
 import torch.distributed as dist
 
-from pardata.environment._device import flight_recorder
+from pardata.environment._backend import flight_recorder
 from pardata.environment._logger import get_logger
 from pardata.environment._world import GroupState
 from pardata.process_group._rank_status import RankStatus, rank_status, status_table
@@ -41,7 +41,7 @@ class Watchdog(Thread):
     def __init__(self, state: GroupState, after: float) -> None:
         super().__init__(name="pardata: watchdog", daemon=True)
         self._after, self._tick = after, min(_TICK, max(after / 4, _SHORTEST))
-        self._group, self._stopped = state.group, Event()
+        self._group, self._backend, self._stopped = state.group, state.world.backend, Event()
         client = state.client
         store = dist.PrefixStore("watchdog", client.request(lambda store: store.clone()))
         self._client = StoreClient(store, timedelta(0), client.rank, client.size)
@@ -134,7 +134,8 @@ class Watchdog(Thread):
         self._logs = True
         found = {rank: json.loads(text) for rank, text in enumerate(texts) if text}
         known = {rank: RankStatus(*one[1]) for rank, one in found.items() if one[0] == number}
-        _warn("\n".join(filter(None, [status_table(known, size), flight_recorder()])))
+        recorder = flight_recorder(self._backend)
+        _warn("\n".join(filter(None, [status_table(known, size), recorder])))
 
     def _end_stall(self) -> None:
         key = f"{self._number}/over"

@@ -6,7 +6,7 @@ import re
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -59,18 +59,17 @@ class RemoteError:
         """Which rank failed, in which call, and how."""
         return f"rank {self.rank} failed in `{self.call}`: {self.text}"
 
-    def reraise(self) -> NoReturn:
-        """Raise the exception on this rank, with its traceback as the cause.
+    def to_exception(self) -> BaseException:
+        """Return the exception itself if it can be pickled, else a `RuntimeError` with its text.
 
-        Raises:
-            BaseException: the exception itself if it can be pickled, else a `RuntimeError` with
-                its type and text.
+        Its cause has the traceback.
         """
-        origin = RuntimeError(f"raised on rank {self.rank} in `{self.call}`:\n\n{self.traceback}")
-        if self.pickled is None:
-            raise mark_secondary(RuntimeError(self.summary)) from origin
-        # Not bound to a name, by which this frame would keep it alive.
-        raise mark_secondary(pickle.loads(base64.b64decode(self.pickled))) from origin  # noqa: S301  # of a rank
+        error: BaseException = RuntimeError(self.summary)
+        if self.pickled is not None:
+            error = pickle.loads(base64.b64decode(self.pickled))  # noqa: S301  # of a rank
+        origin = f"raised on rank {self.rank} in `{self.call}`:\n\n{self.traceback}"
+        error.__cause__ = RuntimeError(origin)
+        return error
 
 
 def mark_secondary(error: _E) -> _E:

@@ -255,7 +255,7 @@ class _Round:
         if "errors" in result:
             errors = [RemoteError(**one) for one in result["errors"]]
             if errors[0].traceback:  # of a rank that led
-                errors[0].reraise()
+                raise mark_secondary(errors[0].to_exception())
             seen = f"(seen on rank {client.rank}, which did nothing wrong)"
             raise mark_secondary(RuntimeError("\n".join([*(e.summary for e in errors), seen])))
         return result["value"]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from pardata._validation import check_int, to_timedelta
 from pardata.environment._launchers import LAUNCHERS
-from pardata.store._remote_error import RemoteError
+from pardata.store._remote_error import RemoteError, mark_secondary
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
@@ -79,8 +79,10 @@ def run(
     with tempfile.TemporaryDirectory(prefix="pardata-run-") as directory:
         start_method = multiprocessing.get_start_method(allow_none=True)
         meeting = _Meeting(directory, world_size, timeout, variables, start_method)
-        team = [_Rank(rank, meeting, job) for rank in range(world_size)]
+        team: list[_Rank] = []
         try:
+            for rank in range(world_size):
+                team.append(_Rank(rank, meeting, job))  # noqa: PERF401  # those before one that fails end
             return _results(team, meeting)
         finally:
             for member in team:
@@ -172,7 +174,8 @@ def _results(team: list[_Rank], meeting: _Meeting) -> list[Any]:
                     failures.append(member.outcome)
                     deadline = min(deadline, time.monotonic() + _GRACE)
     if failures:
-        next((failure for failure in failures if not failure.is_secondary), failures[0]).reraise()
+        first = next((each for each in failures if not each.is_secondary), failures[0])
+        raise mark_secondary(first.to_exception())
     return [pickle.loads(member.outcome) for member in team]  # noqa: S301  # our own children's
 
 

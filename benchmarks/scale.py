@@ -41,15 +41,17 @@ from torch.utils.data import TensorDataset
 
 from pardata import Checkpointer, barrier, make_loader, rank_zero_call, wrap_model
 from pardata.checkpoint import _checkpointer
-from pardata.collectives._barrier import call_off_everywhere
+from pardata.collectives import _barrier
+from pardata.collectives._all_gather import serialize
 from pardata.environment import _world
 from pardata.environment._launchers import LaunchInfo
 from pardata.environment._world import GroupState
-from pardata.process_group import _rendezvous, _tcp_store, _watchdog
-from pardata.process_group._rank_status import whereabouts
-from pardata.process_group._shutdown import remember
-from pardata.process_group._watchdog import Hang
+from pardata.process_group import _rendezvous, _shutdown, _tcp_store
+from pardata.process_group._rank_status import rank_status
+from pardata.process_group._watchdog import Watchdog
+from pardata.store._client import StoreClient
 from pardata.store._current_op import CurrentOp, OpRecord, current_op
+from pardata.store._round import abort_rounds
 from pardata.strategies import _wrap_model
 from pardata.strategies._ddp import DdpStrategy
 from pardata.strategies._strategy import Settings
@@ -62,10 +64,10 @@ DATA = TensorDataset(torch.arange(100_000))
 FACTS = _wrap_model._facts_of  # noqa: SLF001  # see `simulation`
 
 HAND = "by hand: add, wait"
-JOIN, TURN, WRAP, LOADER = "init, without the backend's group", "barrier", "wrap_model", "loader"
+JOIN, ROUND, WRAP, LOADER = "init, without the backend's group", "barrier", "wrap_model", "loader"
 CALL, SAVE, FAILURE = "rank_zero_call", "Checkpointer.save", "one rank fails, all know"
-LOOK, HANG = "the watch looks once", "a hang is told"
-OPERATIONS = [HAND, JOIN, TURN, WRAP, LOADER, CALL, SAVE, LOOK, HANG, FAILURE]
+LOOK, HANG = "the watchdog looks once", "a stall is logged"
+OPERATIONS = [HAND, JOIN, ROUND, WRAP, LOADER, CALL, SAVE, LOOK, HANG, FAILURE]
 
 
 class Call(NamedTuple):
@@ -119,25 +121,29 @@ class Counted(dist.Store):
     append, multi_set = map(counted, ("append", "multi_set"))
     delete_key = deleteKey = counted("delete_key")  # noqa: N815  # as a PrefixStore asks for it
 
+    def clone(self) -> "Counted":
+        """Return this one: a second connection would count apart."""
+        return self
 
-class EachThread(_world.Process):
+
+class ProcessOfThread(_world.Process):
     """The state that the library keeps in a process, kept for each thread: a thread is a rank."""
 
     _kept = threading.local()
 
     @property  # type: ignore[override]  # a plain attribute in a process of one rank
-    def joined(self) -> object:
-        """What `init` found on this thread."""
-        return getattr(self._kept, "joined", None)
+    def state(self) -> Any:
+        """That of this thread."""
+        return getattr(self._kept, "state", None)
 
-    @joined.setter
-    def joined(self, found: object) -> None:
+    @state.setter
+    def state(self, found: object) -> None:
         """Keep it for this thread."""
-        self._kept.joined = found
+        self._kept.state = found
 
 
-class DoingEachThread(CurrentOp):
-    """What a rank does: the call in which it works while others wait, kept for each thread."""
+class OpOfThread(CurrentOp):
+    """The call in which a rank works while others wait, kept for each thread."""
 
     _kept = threading.local()
 
@@ -158,55 +164,54 @@ class Simulated:
     def __init__(self, launch: LaunchInfo, directory: str) -> None:
         self.store = Counted(launch.master_port)
         self._launch = launch
-        store = dist.PrefixStore("watch", self.store)
-        self._hang = Hang(
-            _world.Channel(store, timedelta(seconds=1.5), launch.rank, launch.size), 1
-        )
+        client = StoreClient(self.store, PATIENCE, launch.rank, launch.size)
+        with patch.object(Watchdog, "start"):
+            self._watchdog = Watchdog(GroupState(_world.single_world(), client), 60)
         self.operations: dict[str, Callable[[], object]] = {
             HAND: self._meet_by_hand,
             JOIN: self._join,
-            TURN: barrier,
+            ROUND: barrier,
             WRAP: lambda: wrap_model(transformer(), "ddp", device="meta"),
             LOADER: lambda: make_loader(DATA, 4 * launch.size, shuffle=True, seed=0, num_workers=0),
             CALL: lambda: rank_zero_call(len, "four"),
             SAVE: lambda: Checkpointer(directory).save(0, weights=torch.zeros(8), epoch=3),
-            LOOK: self._hang.has_news,
-            HANG: self._tell_of_a_hang,
+            LOOK: lambda: self._watchdog._news(self._status()),  # noqa: SLF001  # see `simulation`
+            HANG: self._stall,
             FAILURE: self._fail,
         }
 
-    def _meet_by_hand(self) -> None:
-        if self.store.add("by hand", 1) == self._launch.size:
-            self.store.set("all are here", "")
-        self.store.wait(["all are here"], PATIENCE)
+    def _meet_by_hand(self, name: str = "by hand") -> None:
+        if self.store.add(name, 1) == self._launch.size:
+            self.store.set(f"{name}: all are here", "")
+        self.store.wait([f"{name}: all are here"], PATIENCE)
 
     def _join(self) -> None:
         launch = self._launch
-        with patch.dict(
-            _tcp_store._opened, {launch.identity: (self.store, launch.rank == 0)}
-        ):  # see `simulation`
-            found = _rendezvous.join(
-                launch, backend="gloo", timeout=PATIENCE, device=torch.device("cpu")
-            )
-        store = dist.PrefixStore("pardata", self.store)
-        line = _world.Channel(store, PATIENCE, launch.rank, launch.size)
-        remember(GroupState(replace(found.world, backend="gloo"), line, found.hosts_store))
+        _tcp_store._opened[launch.launch_id] = self.store, launch.rank == 0  # noqa: SLF001  # as above
+        device = torch.device("cpu")
+        _world.process.state = _rendezvous.form_group(
+            launch, backend="gloo", timeout=PATIENCE, device=device
+        )
 
-    def _tell_of_a_hang(self) -> None:
-        note: OpRecord = ("barrier()", time.monotonic() - 60, None)
-        self._hang.begin()
-        self._hang.tell(whereabouts(1, note, sys._getframe()))  # noqa: SLF001  # its only name
-        require(holds=self._hang.is_one, what="a rank was not told that it is a hang")
+    def _status(self) -> Any:
+        record: OpRecord = ("barrier()", time.monotonic() - 60, None)
+        return rank_status(record, sys._getframe())  # noqa: SLF001  # its only name
+
+    def _stall(self) -> None:
+        # As at the end of a tick, within which all ranks have answered.
+        self._watchdog._answer(self._status(), is_first=True, record=current_op.record)  # noqa: SLF001
+        self._meet_by_hand("answered")
+        self._watchdog._log_once()  # noqa: SLF001
 
     def _fail(self) -> None:
-        found: Any = _world.joined()
+        state: Any = _world.group_state()
         if self._launch.rank == self._launch.size // 2:
             try:
                 Path("photo-17.jpg").read_bytes()
             except FileNotFoundError as error:
                 # As at the end of a process, which does not come here.
-                news = _leaving._report(error, found)  # noqa: SLF001
-                call_off_everywhere(found.world, found.channel, news)
+                news = _shutdown._report(error, state.client)  # noqa: SLF001
+                abort_rounds(state.client, news)
             return
         try:
             barrier()
@@ -243,25 +248,23 @@ def transformer() -> nn.Module:
 def simulation() -> Iterator[None]:
     """Let each thread be a rank, and leave out what needs PyTorch's group or a rank's own time."""
     settings = Settings(_world.world(), None, sync_batchnorm=False, options={})
-    told = FACTS(transformer(), "ddp", settings)
+    told, result = FACTS(transformer(), "ddp", settings), serialize(4)
     with ExitStack() as stack:
         for where, name, what in (
             (dist, "init_process_group", lambda *_, **__: None),
-            (dist, "new_group", lambda *_, **__: None),
-            (_rendezvous, "new_channel", lambda _: None),
-            (_checkpointer, "gathered", lambda here, own, *_: [own] * here.size),
-            (_world, "current_world", lambda: _world.process.joined.world),
+            (_rendezvous, "new_gloo_group", lambda *_: None),
+            (_checkpointer, "gather_to_rank_zero", lambda here, own, *_: [own] * here.size),
+            (_barrier, "broadcast_bytes", lambda *_: result),
+            (_world, "current_world", lambda: _world.process.state.world),
             (_wrap_model, "_facts_of", lambda *_: told),
             (_wrap_model, "_check", lambda *_: None),
-            (_wrap_model, "require_taken", lambda *_: None),  # nothing is sent
+            (_wrap_model, "check_supported", lambda *_: None),  # nothing is sent
             (nn.Module, "to", lambda model, _: model),
             (DdpStrategy, "wrap", lambda _, model, __: model),
-            # So many threads on a few cores come late, and a rank that does not come is silent.
-            (_watchdog, "_GRACE", PATIENCE.total_seconds() / 4),
         ):
             stack.enter_context(patch.object(where, name, what))
-        _world.process.__class__ = EachThread
-        current_op.__class__ = DoingEachThread
+        _world.process.__class__ = ProcessOfThread
+        current_op.__class__ = OpOfThread
         yield
 
 

@@ -85,8 +85,13 @@ def to_timedelta(timeout: Any, name: str = "timeout", *, or_none: bool = False) 
 def local_path(name: str, path: str | os.PathLike[str]) -> Path:
     """Return an absolute path, which stays the same when the program changes its directory.
 
-    Refuse a URL: a file system would take "s3://bucket" for a folder "s3:".
+    Refuse a URL: a file system would take "s3://bucket" for a folder "s3:", and "~" for one, too.
     """
+    if not str(path) or str(path).startswith("~"):
+        raise ValueError(
+            f"`{name}` must be a path, but is {str(path)!r}: pass '.' for the current directory, "
+            f"and os.path.expanduser(path) for one in a home"
+        )
     slashes = "//" if isinstance(path, str) else "/"  # a Path has made one of two
     if re.match(rf"[a-zA-Z][\w+.-]+:{slashes}", str(path)):
         raise ValueError(

@@ -94,22 +94,25 @@ def test_init_again_changes_nothing_and_only_the_first_leaves(size):
 
 
 OTHER_ARGUMENTS = [
-    ({"device": "meta"}, "backend=None and device='meta'"),
-    ({"device": "cpu", "backend": "nccl"}, "backend='nccl' and device='cpu'"),
+    ({"device": "meta"}, "device", "cpu", "meta"),
+    ({"device": "cpu", "backend": "nccl"}, "backend", "gloo", "nccl"),
+    ({"timeout": 5}, "timeout", "0:01:40", "0:00:05"),
+    ({"hang_after": 7}, "hang_after", "0:01:00", "0:00:07"),
 ]
 
 
 def join_then_ask_otherwise():
-    with init():
-        return [caught(lambda: init(**a)) for a, _ in OTHER_ARGUMENTS], all_reduce_sum(1)  # noqa: B023  # called at once
+    with init(timeout=100):
+        init(timeout=100, hang_after=60, device="cpu")  # what it has
+        return [caught(lambda: init(**a)) for a, *_ in OTHER_ARGUMENTS], all_reduce_sum(1)  # noqa: B023  # called at once
 
 
 def test_init_again_with_other_arguments_is_refused():
     for found, total in launched(join_then_ask_otherwise, size=2):
-        for raised, (_, asked) in zip(found, OTHER_ARGUMENTS, strict=True):
+        for raised, (_, name, had, asked) in zip(found, OTHER_ARGUMENTS, strict=True):
             assert str(raised) == (
-                f"RuntimeError: `init` has already joined with backend='gloo' and device='cpu', "
-                f"but is now asked for {asked}: pass them to the first call"
+                f"RuntimeError: `{name}` must be '{had}', with which `init` has joined, but is "
+                f"'{asked}': pass it to the first call"
             )
         assert total == 2
 

@@ -20,7 +20,7 @@ from pretended import accelerators
 
 from pardata import all_reduce_sum, barrier, init, rank_zero_call, world
 from pardata.environment._launchers import LaunchInfo
-from pardata.environment._world import new_store_client
+from pardata.environment._world import group_state, new_store_client
 from pardata.process_group._rendezvous import select_device
 from pardata.process_group._tcp_store import _opened, not_met
 from pardata.store._client import append
@@ -381,7 +381,44 @@ def test_a_rank_that_cannot_make_a_group_is_an_error_on_every_rank(bad, others_s
         assert not initialized
 
 
+# --- cores
+
+
+def join_bound(bound):
+    rank = int(os.environ["RANK"])
+    if bound:
+        os.sched_setaffinity(0, [sorted(os.sched_getaffinity(0))[rank]])
+    with init():
+        return group_state().has_own_cpus
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2,
+    reason="binds two ranks to a core each",
+)
+@pytest.mark.parametrize("bound", [True, False])
+def test_ranks_notice_whether_each_is_bound_to_cores_of_its_own(bound):
+    assert launched(join_bound, bound, size=2) == [bound, bound]
+
+
 # --- nodes
+
+
+def join_from_loopback(hosts):
+    name, address = hosts[int(os.environ["RANK"])], "127.0.1.1"
+    with (
+        patch.object(socket, "gethostname", lambda: name),
+        patch.object(socket, "gethostbyname", lambda _: address),
+    ):
+        return caught(lambda: init(timeout=SOON))
+
+
+def test_a_host_whose_name_is_its_own_loopback_is_an_error_that_names_the_variable():
+    for raised in launched(join_from_loopback, ["a", "b"], size=2):
+        assert raised.type == "RuntimeError"
+        assert "\n  rank 0: a is 127.0.1.1\n  rank 1: b is 127.0.1.1\n" in raised.text
+        assert "Set GLOO_SOCKET_IFNAME" in raised.text
+
 
 
 def join_from(hosts):

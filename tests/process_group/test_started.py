@@ -64,3 +64,21 @@ def test_children_of_a_rank_never_take_its_place(tmp_path, short_tmp):
     assert printed.count("forked (1, 1, 1)") == 2
     # Each rank's worker saw itself alone: rank 0 of 1, and its own 1 as the sum.
     assert printed.count("worker [[0, 0], [1, 1], [True, True], [1, 1]]") == 2
+
+
+UNGUARDED = """
+import torch, pardata
+pardata.init()
+data = torch.utils.data.TensorDataset(torch.arange(4))
+loader = pardata.make_loader(data, 4, num_workers=1, multiprocessing_context="spawn",
+                             collate_fn=torch.utils.data.default_collate)
+next(iter(loader))
+"""
+
+
+def test_a_spawned_worker_that_runs_the_script_again_is_told_to_guard_it(tmp_path, short_tmp):
+    (tmp_path / "train.py").write_text(UNGUARDED)
+    done = torchrun(tmp_path / "train.py", 2, short_tmp)
+    assert done.returncode == 1
+    assert "put the script under `if __name__ == '__main__':`" in done.stderr
+    assert "PARDATA_LAUNCHER" not in done.stderr

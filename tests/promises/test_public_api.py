@@ -108,8 +108,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 from pardata import (
-    all_gather, all_reduce_mean, check_in_sync, init, make_loader, rank_zero_call, seed_everything,
-    wrap_model,
+    Checkpointer, all_gather, all_reduce_mean, check_in_sync, init, make_loader, rank_zero_call,
+    seed_everything, wrap_model,
 )
 
 rank = "1" if os.fork() else "0"  # both need the imports
@@ -137,6 +137,9 @@ with init() as here:
     check_in_sync(model)
     assert torch.cat(all_gather(torch.cat(seen))).sum() == 2 * 66
     assert rank_zero_call(max, 1, 2) == 2
+    checkpointer = Checkpointer(sys.argv[1] + "/checkpoints")
+    checkpointer.save(1, model=model)
+    assert checkpointer.restore(model=model).step == 1
     assert sys.modules["numpy"] is None
     Path(sys.argv[1], f"needs-none-{here.rank}").touch()
 if here.rank == 1:

@@ -19,7 +19,8 @@ from pardata.data._batch_parts import Ragged
 from pardata.data._whole_batches import ReadsBatches
 from pardata.environment._world import require_world, store_client
 from pardata.rng._rng_state import kept_generators
-from pardata.store._round import exchange, raise_if_different
+from pardata.store._consensus import raise_if_different
+from pardata.store._round import exchange
 
 
 def cache_dataset(

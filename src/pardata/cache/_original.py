@@ -26,7 +26,7 @@ from pardata.environment._logger import get_logger
 from pardata.environment._world import World
 from pardata.rng._rng_state import numpy_or_none, seed_generators
 from pardata.rng._splitmix64 import mix
-from pardata.store._round import Facts
+from pardata.store._consensus import Facts
 
 _log = get_logger(__name__)
 
@@ -58,9 +58,10 @@ def facts_of(dataset: Any, directory: Any, num_workers: Any, here: World) -> Fac
     plan: dict[str, Any] | None = None
     if here.is_local_main:
         source = _identity(dataset)
-        default = _default_directory(dataset, source)
-        folder = default if directory is None else local_path("directory", directory)
-        plan = {"node": here.node_rank, "source": source, "place": str(folder.absolute())}
+        if directory is None:
+            directory = _default_directory(dataset, source)
+        folder = local_path("directory", directory)
+        plan = {"node": here.node_rank, "source": source, "place": str(folder)}
         plan["workers"] = workers
     return {"the class": _class_name(dataset), "the length": len(dataset), "plan": plan}
 
@@ -130,7 +131,13 @@ def _default_directory(dataset: Any, source: dict[str, Any]) -> Path:
     """Return where the cache of this source goes if nobody says otherwise."""
     root = os.environ.get("PARDATA_CACHE")
     below = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "pardata")
-    return below.expanduser() / f"{type(dataset).__name__}-{content_hash(source)}"
+    try:
+        return below.expanduser() / f"{type(dataset).__name__}-{content_hash(source)}"
+    except RuntimeError as error:
+        raise RuntimeError(
+            "`directory` must be given where this process has no home, but is None: pass one, or "
+            "set PARDATA_CACHE"
+        ) from error
 
 
 def _unreadable(index: int, error: Exception) -> RuntimeError:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 
-from pardata.environment._logger import get_logger
+from pardata.environment._logger import flush_output, get_logger
 
 _log = get_logger(__name__)
 
@@ -46,6 +46,5 @@ class Background:
         if not self._future.done() or (error := self._future.exception()) is None:
             return
         _log.error("%s failed: %s", self._what, error, ranks="all")
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_output()
         os._exit(1)  # nothing else can change the exit status here

@@ -24,7 +24,8 @@ from pardata.model._unwrap import unwrap
 from pardata.rng._rng_state import restore_generators
 from pardata.store._rank_format import format_ranks
 from pardata.store._remote_error import is_secondary
-from pardata.store._round import Facts, exchange, raise_if_different
+from pardata.store._consensus import Facts, raise_if_different
+from pardata.store._round import exchange
 from pardata.strategies._weights import load_weights
 
 _log = get_logger(__name__)

@@ -1,4 +1,4 @@
-"""What all ranks do together; an error comes on all of them, a hang is told."""
+"""Collectives that compare what ranks pass before they send; barrier, rank-0 sections, stop signal."""
 
 from pardata.collectives._all_gather import all_gather, broadcast
 from pardata.collectives._all_reduce import (

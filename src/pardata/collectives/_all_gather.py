@@ -135,12 +135,23 @@ def broadcast_bytes(call: str, make: Callable[[], bytearray]) -> bytearray:
 
 
 def gather_to_rank_zero(here: World, value: _T, group: Any = None) -> list[_T]:
-    """Return the small `value` of every rank on rank 0, and nothing on the others. Collective."""
+    """Return the small `value` of every rank on rank 0, and nothing on the others. Collective.
+
+    torch's ``gather_object`` needs NumPy.
+    """
     if here.size == 1:
         return [value]
-    values: Any = [None] * here.size if here.is_main else None
-    dist.gather_object(value, values, group=group or cpu_group_and_device(here)[0])
-    return values or []
+    default, device = cpu_group_and_device(here)
+    group, data = group or default, serialize(value)
+    length = torch.tensor([len(data)], device=device)
+    longest = length.clone()
+    dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
+    own = torch.cat([length.view(torch.uint8), torch.frombuffer(data, dtype=torch.uint8).to(device)])
+    sent = pad(own, (0, int(longest) - len(data)))
+    received = [torch.empty_like(sent) for _ in range(here.size)] if here.is_main else None
+    dist.gather(sent, received, group=group)
+    parts = [each[8 : 8 + int(each[:8].clone().view(torch.int64))] for each in received or []]
+    return [deserialize(bytes_of(part)) for part in parts]
 
 
 def serialize(value: object) -> bytearray:

@@ -22,7 +22,8 @@ from pardata.environment._world import (
     store_client,
 )
 from pardata.rng._default_seeds import default_seed, next_number
-from pardata.store._round import exchange, raise_if_different
+from pardata.store._consensus import raise_if_different
+from pardata.store._round import exchange
 
 _log = get_logger(__name__)
 

@@ -15,6 +15,7 @@ from weakref import WeakSet
 
 from torch.utils.data import DataLoader, get_worker_info
 
+from pardata.environment._logger import flush_output
 from pardata.collectives._stop_signal import may_stop
 
 _PR_SET_PDEATHSIG = 1  # see prctl(2)
@@ -78,8 +79,7 @@ def _end() -> None:
     ends threads that are in C++, which says "terminate called without an active exception".
     """
     if sys.exc_info()[0] is None:  # else the error is printed
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_output()
         os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""Which process am I, who are the others, and how do I leave them a message?"""
+"""Rank, world size, launcher, device and logger of this process."""
 
 from pardata.environment._logger import RankLogger, get_logger
 from pardata.environment._world import World, world

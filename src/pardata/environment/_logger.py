@@ -68,6 +68,12 @@ def get_logger(name: str) -> RankLogger:
     return RankLogger(logging.getLogger(name), {})
 
 
+def flush_output() -> None:
+    """Flush what is printed before a process ends without the interpreter."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # a daemon has none
+        stream.flush()
+
+
 def _chosen(rank: int, level: int, ranks: str | Iterable[int] | None) -> bool:
     if ranks is None:
         return rank == 0 or level >= logging.WARNING

@@ -1,4 +1,4 @@
-"""What a person sees of a run while it runs."""
+"""Progress bar and metrics file of rank 0."""
 
 from pardata.output._metric_writer import MetricWriter
 from pardata.output._progress import Progress, progress

@@ -121,12 +121,14 @@ class Progress(Generic[T]):
             self._bar.set_postfix_str(", ".join(shown))
         else:
             line = f"{self._head}{done}{self._of} in {seconds:.1f} s"
-            print(", ".join([line, *shown]), file=sys.stderr, flush=True)
+            if sys.stderr is not None:  # as in a daemon
+                print(", ".join([line, *shown]), file=sys.stderr, flush=True)
 
 
 def _bar(description: str, total: int | None) -> Any:
     """Return a bar of tqdm, or None where that would fill a log file, or there is no tqdm."""
-    if sys.stderr.isatty():
+    is_terminal = getattr(sys.stderr, "isatty", None)  # an object of the user's need not have it
+    if is_terminal is not None and is_terminal():
         with suppress(ImportError):  # the lines say the same
             from tqdm import tqdm  # noqa: PLC0415  # an extra, and only wanted on a terminal
 

@@ -1,4 +1,4 @@
-"""Join the group of whatever launched this process, and leave it well."""
+"""Creates, adopts, watches and destroys the process group."""
 
 from pardata.process_group._init import init as init
 

@@ -93,7 +93,7 @@ def _summary(found: Mapping[int, RankStatus], silent: Sequence[int]) -> str:
     has_reason = all(call.startswith(led or call) for call, _ in places)
     if others and kinds <= {"leads", "compiles"} and has_reason:
         return f"no hang, but long work on {format_ranks(others)}, {seconds}:"
-    who = "a step does not end"
+    who = "a step does not end (after the last one, drop the iterator of the loader)"
     if waits and others:
         who = f"{format_ranks(waits)} wait{'s' * (len(waits) == 1)} for {format_ranks(others)}"
     elif waits:

@@ -32,7 +32,8 @@ from pardata.process_group._shutdown import count_out, end
 from pardata.process_group._tcp_store import not_met, open_store
 from pardata.store._client import StoreClient, append
 from pardata.store._rank_format import format_rank_table, format_ranks, group_ranks_by
-from pardata.store._round import exchange, raise_if_different
+from pardata.store._consensus import raise_if_different
+from pardata.store._round import exchange
 
 _T = TypeVar("_T")
 

@@ -1,4 +1,4 @@
-"""All random numbers: seeded, put back, caught in use."""
+"""Seeds, saves and restores the default random number generators."""
 
 from pardata.rng._seed_everything import seed_everything
 

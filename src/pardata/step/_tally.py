@@ -18,7 +18,8 @@ from pardata.data._sample_count import samples_of
 from pardata.environment._device import has_streams, widest_float_dtype
 from pardata.environment._world import store_client, world
 from pardata.step._count import positive
-from pardata.store._round import exchange, raise_if_different
+from pardata.store._consensus import raise_if_different
+from pardata.store._round import exchange
 
 # The places of a message: what was counted, hashes and their squares, then the first values.
 _HASHES = 3

@@ -1,1 +1,1 @@
-"""How processes leave each other word: a store, a turn, a table, a failure."""
+"""Ranks exchange small values on the host, over the process group's key-value store."""

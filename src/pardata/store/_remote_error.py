@@ -15,10 +15,10 @@ from pardata.store._caller import raise_location
 _E = TypeVar("_E", bound=BaseException)
 
 _MARK = "_pardata_secondary"
-# The texts of gloo, which name a file of its sources or are one of these. NCCL has a type.
-_GLOO = re.compile(r"gloo/|Application timeout caused pair closure|[Tt]imed out waiting \d+ms")
+# The texts of gloo, which name a file of its sources or are one of these. GPUs' have a type.
+_LOST_BY_GLOO = re.compile(r"gloo/|Application timeout caused pair closure|[Tt]imed out waiting \d+ms")
 _TIMED_OUT = re.compile(r"[Tt]imed out waiting|wait timeout|operation timeout|Socket Timeout")
-_NCCL_PEER = re.compile(r"remote|connection|abort|time", re.IGNORECASE)
+_LOST_BY_GPUS = re.compile(r"remote|connection|abort|time", re.IGNORECASE)
 _MOST = 2**16  # characters of a text, and bytes of a pickled exception
 _LINE_LENGTH = 2000
 
@@ -93,8 +93,8 @@ def _is_of_backend(error: BaseException) -> bool:
     if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
         return True
     if isinstance(error, dist.DistBackendError):
-        return _NCCL_PEER.search(str(error)) is not None
-    return isinstance(error, RuntimeError) and _GLOO.search(str(error)) is not None
+        return _LOST_BY_GPUS.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and _LOST_BY_GLOO.search(str(error)) is not None
 
 
 def is_timeout(error: BaseException) -> bool:

@@ -27,7 +27,7 @@ from pardata.model._unwrap import ShardedModule, unwrap
 from pardata.step._count import Microbatch
 from pardata.step._guests import Guests, role_of
 from pardata.step._step import SharedStep
-from pardata.store._round import Facts
+from pardata.store._consensus import Facts
 from pardata.strategies._blocks import blocks_of, size_of
 from pardata.strategies._old_optimizers import refuse_old_optimizers
 from pardata.strategies._strategy import Settings, Strategy, broadcast_weights

@@ -13,7 +13,7 @@ from pardata.model._buffers import broadcast
 from pardata.model._state_dict import load_whole
 from pardata.model._unwrap import unwrap
 from pardata.step._step import Step
-from pardata.store._round import Facts
+from pardata.store._consensus import Facts
 
 
 class Settings(NamedTuple):

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar, TypeVarTuple, Unpack
 import torch
 import torch.distributed as dist
 
+from pardata.environment._logger import flush_output
 from pardata._validation import check_int, to_timedelta
 from pardata.environment._launchers import LAUNCHERS
 from pardata.store._remote_error import RemoteError, mark_secondary
@@ -216,8 +217,7 @@ def _work(rank: int, meeting: _Meeting, job: bytes, pipe: Connection) -> None:
             faulthandler.cancel_dump_traceback_later()
     except BaseException as error:  # noqa: BLE001  # SystemExit too: the parent raises it
         outcome = RemoteError.of(error, rank=rank, call="run")
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     pipe.send(outcome)
 
 

@@ -7,7 +7,6 @@ import shutil
 import signal
 import time
 from collections import Counter
-from datetime import timedelta
 from pathlib import Path
 from statistics import median
 
@@ -17,9 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 import pardata
-from pardata.environment._world import store_client
 
-SHORT = timedelta(seconds=0.3)
 
 
 class Run:
@@ -37,7 +34,7 @@ class Run:
         self.parts = {"model": self.model, "optimizer": self.optimizer, "loader": self.loader}
         self.saver = pardata.Checkpointer(directory / "checkpoints")
         self.background = pardata.Checkpointer(directory / "background", asynchronous=True)
-        self.step = self.given_up = 0
+        self.step = 0
 
     def train(self):
         """Train for an epoch, or what is left of it, and save."""
@@ -58,18 +55,6 @@ class Run:
 
     def cannot_be_saved(self, culprit):
         self.saver.save(self.step + 1, what=print if self.rank == culprit else 1)
-
-    def one_does_not_come(self, culprit):
-        self.given_up += self.size - 1
-        store = store_client().store
-        if self.rank != culprit:
-            try:
-                pardata.barrier(timeout=SHORT)
-            finally:
-                store.add("given up", 1)
-        while store.add("given up", 0) < self.given_up:
-            time.sleep(0.01)  # else it meets their barrier in its next call
-        raise TimeoutError  # as the others say
 
     def disk_is_full(self, _culprit):
         self.background.wait()  # the limit is that of the process

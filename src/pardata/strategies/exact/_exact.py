@@ -19,7 +19,7 @@ from pardata.model._modules import versions_of
 from pardata.model._read_through import ReadThrough
 from pardata.model._unwrap import Wrapper, layers, unwrap
 from pardata.step._guests import role_of
-from pardata.store._round import Facts
+from pardata.store._consensus import Facts
 from pardata.strategies._strategy import Settings, Strategy, broadcast_weights
 from pardata.strategies.exact._exact_step import ExactStep
 from pardata.strategies.exact._exact_sums import Sums

@@ -196,7 +196,7 @@ def test_a_thousand_ranks_are_two_lines():
     ("changes", "size", "head"),
     [
         ([{}, {}], 2, "all ranks wait in the same call, 61 s so far; nothing is stopped:"),
-        ([{"kind": ""}, {"kind": ""}], 2, "a step does not end, 61 s so far; nothing"),
+        ([{"kind": ""}, {"kind": ""}], 2, "a step does not end (after the last one, drop the iterator of the loader), 61 s"),
         ([{"kind": "compiles"}] * 2, 2, "no hang, but long work on ranks 0, 1, 61 s so far:"),
         ([{"kind": "compiles"}, {}], 3, "rank 1 waits for ranks 0, 2, 61 s so far; nothing"),
     ],

@@ -79,7 +79,7 @@ def form_group(
         if launch is not None and dist.is_initialized():
             dist.destroy_process_group()
         with suppress(Exception):  # the store must be there until the others have read the same
-            count_out(client, patience, hosts_store=hosts_store)
+            count_out(client, _MARGIN, hosts_store=hosts_store)
         raise
     world = replace(_world_of(launch, propose(), plan["hosts"]), _at_the_end=end)
     has_own_cpus = propose()["host"] in plan["with_own_cpus"]

@@ -26,7 +26,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import linear_regression

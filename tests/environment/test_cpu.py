@@ -52,8 +52,9 @@ CORES = [
 ]
 
 
-@pytest.mark.parametrize(("machine_has", "bound", "local_size", "launcher", "cores"), CORES)
-def test_the_cores_of_a_rank(machine, machine_has, bound, local_size, launcher, cores):
+@pytest.mark.parametrize("case", CORES, ids=str)
+def test_the_cores_of_a_rank(machine, case):
+    machine_has, bound, local_size, launcher, cores = case
     machine(*machine_has, bound=bound)
     assert cpus_per_rank(rank(local_size, launcher)) == cores
 

@@ -452,7 +452,6 @@ def test_a_host_whose_name_is_its_own_loopback_is_an_error_that_names_the_variab
         assert "Set GLOO_SOCKET_IFNAME" in raised.text
 
 
-
 def join_from(hosts):
     name = hosts[int(os.environ["OMPI_COMM_WORLD_RANK"])]
     with patch.object(socket, "gethostname", lambda: name), init() as here:

@@ -6,7 +6,6 @@ import re
 import signal
 import threading
 import time
-from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
 
@@ -14,7 +13,6 @@ import pytest
 import torch.distributed as dist
 from launched import launched, slurm_variables
 from logged import log_of
-from ranks_zoo import together
 
 import pardata
 from pardata.environment._backend import flight_recorder
@@ -196,7 +194,11 @@ def test_a_thousand_ranks_are_two_lines():
     ("changes", "size", "head"),
     [
         ([{}, {}], 2, "all ranks wait in the same call, 61 s so far; nothing is stopped:"),
-        ([{"kind": ""}, {"kind": ""}], 2, "a step does not end (after the last one, drop the iterator of the loader), 61 s"),
+        (
+            [{"kind": ""}, {"kind": ""}],
+            2,
+            "a step does not end (after the last one, drop the iterator of the loader), 61 s",
+        ),
         ([{"kind": "compiles"}] * 2, 2, "no hang, but long work on ranks 0, 1, 61 s so far:"),
         ([{"kind": "compiles"}, {}], 3, "rank 1 waits for ranks 0, 2, 61 s so far; nothing"),
     ],

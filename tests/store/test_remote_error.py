@@ -15,7 +15,6 @@ from pardata.store._remote_error import (
     RemoteError,
     exception_chain,
     is_peer_failure,
-    is_secondary,
     summary_line,
     type_and_message,
 )

@@ -2,7 +2,6 @@
 
 import atexit
 import os
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 

@@ -22,9 +22,9 @@ from pardata.environment._logger import get_logger
 from pardata.environment._world import World, require_world, store_client
 from pardata.model._unwrap import unwrap
 from pardata.rng._rng_state import restore_generators
+from pardata.store._consensus import Facts, raise_if_different
 from pardata.store._rank_format import format_ranks
 from pardata.store._remote_error import is_secondary
-from pardata.store._consensus import Facts, raise_if_different
 from pardata.store._round import exchange
 from pardata.strategies._weights import load_weights
 

@@ -146,7 +146,9 @@ def gather_to_rank_zero(here: World, value: _T, group: Any = None) -> list[_T]:
     length = torch.tensor([len(data)], device=device)
     longest = length.clone()
     dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
-    own = torch.cat([length.view(torch.uint8), torch.frombuffer(data, dtype=torch.uint8).to(device)])
+    own = torch.cat(
+        [length.view(torch.uint8), torch.frombuffer(data, dtype=torch.uint8).to(device)]
+    )
     sent = pad(own, (0, int(longest) - len(data)))
     received = [torch.empty_like(sent) for _ in range(here.size)] if here.is_main else None
     dist.gather(sent, received, group=group)

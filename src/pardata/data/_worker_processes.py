@@ -15,8 +15,8 @@ from weakref import WeakSet
 
 from torch.utils.data import DataLoader, get_worker_info
 
-from pardata.environment._logger import flush_output
 from pardata.collectives._stop_signal import may_stop
+from pardata.environment._logger import flush_output
 
 _PR_SET_PDEATHSIG = 1  # see prctl(2)
 _LAST = -200  # after finalizers that close the queues and remove the temporary folder

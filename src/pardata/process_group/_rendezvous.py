@@ -31,8 +31,8 @@ from pardata.environment._world import GroupState, World, existing_world, new_st
 from pardata.process_group._shutdown import count_out, end
 from pardata.process_group._tcp_store import not_met, open_store
 from pardata.store._client import StoreClient, append
-from pardata.store._rank_format import format_rank_table, format_ranks, group_ranks_by
 from pardata.store._consensus import raise_if_different
+from pardata.store._rank_format import format_rank_table, format_ranks, group_ranks_by
 from pardata.store._round import exchange
 
 _T = TypeVar("_T")
@@ -130,8 +130,13 @@ def _proposal(
             has_one = launch is not None and len(seen) < 2 * launch.local_size
     address = "" if os.environ.get("GLOO_SOCKET_IFNAME") else _address_of(host)
     return {
-        **{"host": host, "address": address, "cpus": cpus_of_process(), "gpu": gpu},
-        **{"device": str(device), "has_one": has_one, "backend": backend},
+        "host": host,
+        "address": address,
+        "cpus": cpus_of_process(),
+        "gpu": gpu,
+        "device": str(device),
+        "has_one": has_one,
+        "backend": backend,
     }
 
 
@@ -150,7 +155,7 @@ def select_device(launch: LaunchInfo, wanted: torch.device | None) -> torch.devi
     """
     seen = _device.visible_devices()
     kind = torch.device(seen[0].type if seen else "cpu")
-    if wanted is None and launch.size > 1 and _backend.backend_for(kind) == "gloo":
+    if wanted is None and launch.size > 1 and backend_for(kind) == "gloo":
         return torch.device("cpu")  # because ranks could not send from another kind
     if not seen or wanted not in (None, kind):
         _device.require_visible(wanted or kind)

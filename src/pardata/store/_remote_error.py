@@ -16,7 +16,9 @@ _E = TypeVar("_E", bound=BaseException)
 
 _MARK = "_pardata_secondary"
 # The texts of gloo, which name a file of its sources or are one of these. GPUs' have a type.
-_LOST_BY_GLOO = re.compile(r"gloo/|Application timeout caused pair closure|[Tt]imed out waiting \d+ms")
+_LOST_BY_GLOO = re.compile(
+    r"gloo/|Application timeout caused pair closure|[Tt]imed out waiting \d+ms"
+)
 _TIMED_OUT = re.compile(r"[Tt]imed out waiting|wait timeout|operation timeout|Socket Timeout")
 _LOST_BY_GPUS = re.compile(r"remote|connection|abort|time", re.IGNORECASE)
 _MOST = 2**16  # characters of a text, and bytes of a pickled exception

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, TypeVar, TypeVarTuple, Unpack
 import torch
 import torch.distributed as dist
 
-from pardata.environment._logger import flush_output
 from pardata._validation import check_int, to_timedelta
 from pardata.environment._launchers import LAUNCHERS
+from pardata.environment._logger import flush_output
 from pardata.store._remote_error import RemoteError, mark_secondary
 
 T = TypeVar("T")

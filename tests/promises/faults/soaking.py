@@ -18,7 +18,6 @@ from torch.utils.data import TensorDataset
 import pardata
 
 
-
 class Run:
     """A training, of which one rank (the culprit) goes wrong now and then."""
 

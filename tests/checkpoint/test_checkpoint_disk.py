@@ -162,7 +162,7 @@ def waits():
     """
     if world().is_main:
         return "_background.join" in calls_of(threading.main_thread())
-    return any({"_turn._listened", "_store.came"} <= calls_of(t) for t in threading.enumerate())
+    return any({"_round.listen", "_client.wait_for"} <= calls_of(t) for t in threading.enumerate())
 
 
 def until(condition):

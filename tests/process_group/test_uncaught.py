@@ -129,7 +129,7 @@ WAITING = [
     ("barrier", 0, f"RuntimeError: `barrier('epoch 3')` {MUST}"),
     ("barrier", 2, f"RuntimeError: `barrier('epoch 3')` {MUST}"),
     ("rank 0", 1, "`rank_zero_call(str)` must be reached by every rank"),
-    ("rank 0", 2, "(train.py:12)\n"),  # in the user's own collective
+    ("rank 0", 2, "here: train.py:12\n"),  # in the user's own collective
     # Rank 0 takes the store with it.
     ("store", 2, ""),
     # Rank 0 keeps the store until the others know whose fault it was.

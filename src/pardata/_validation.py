@@ -60,8 +60,10 @@ def check_int(name: str, value: object, *, least: int | None = None, why: str = 
     `why` follows the bound in the message, to say where it comes from.
     """
     at_least = "" if least is None else f" of at least {least}{why}"
-    cure = "whole number" if least is None else f"whole number from {least} up"
-    msg = f"`{name}` must be an integer{at_least}, but is {value!r}: pass a {cure}"
+    cure = "a whole number" if least is None else f"a whole number from {least} up"
+    if hasattr(value, "__index__") and not isinstance(value, int):  # np.int64, or a tensor
+        cure = f"int({name})"
+    msg = f"`{name}` must be an integer{at_least}, but is {value!r}: pass {cure}"
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(msg)
     if least is not None and value < least:

@@ -69,10 +69,10 @@ def wait_without(absent, wait):
 def in_barrier():
     # Of two that wait the first is there before the second's short wait begins.
     if world().rank == 2:
-        channel().store.wait(["rank 0 waits"], LONG)
-        while json.loads(channel().store.get("at/0"))["call"] != "barrier('epoch 3')":
+        store_client().store.wait(["rank 0 waits"], LONG)
+        while json.loads(store_client().store.get("at/0"))["call"] != "barrier('epoch 3')":
             time.sleep(0.01)
-    channel().store.set(f"rank {world().rank} waits", "")
+    store_client().store.set(f"rank {world().rank} waits", "")
     barrier("epoch 3", LONG if world().rank == 0 and world().size > 2 else SOON)
 
 

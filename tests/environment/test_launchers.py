@@ -172,6 +172,13 @@ def test_master_variables_set_by_hand_win_over_what_slurm_and_mpi_suggest():
         assert empty == detect_launch(env)
 
 
+@pytest.mark.parametrize("address", ["::1", "[::1]"])
+def test_an_ipv6_address_may_stand_in_brackets_as_in_a_url(address):
+    for variables in (TORCHRUN, OPEN_MPI, SRUN):
+        launch = detect_launch({**variables, "MASTER_ADDR": address, "MASTER_PORT": "1234"})
+        assert (launch.master_addr, launch.endpoint) == ("::1", "[::1]:1234")
+
+
 @pytest.mark.parametrize(
     ("job", "step", "port"),
     [("7", "0", 15007), ("81234", "0", 16234), ("9999", "0", 24999), ("9999", "3", 25002)],

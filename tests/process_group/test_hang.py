@@ -5,6 +5,7 @@ In each scene the last rank keeps the others waiting until rank 0 has told of it
 
 import logging
 import math
+import multiprocessing
 import os
 import re
 import signal
@@ -30,6 +31,7 @@ from pardata import (
     rank_zero_first,
     wrap_model,
 )
+from pardata.store._current_op import FORKED_LOADER, LOADER
 from pardata.store._rank_format import format_ranks
 
 AFTER = 0.7  # seconds
@@ -200,6 +202,7 @@ class Scene:
 
 IN_STEP_1 = r"[(;] ?step 1 of epoch 0, \d s\)"
 TRAIN = f"in backward {at('trains')} {IN_STEP_1}"
+OF_WORKERS = FORKED_LOADER if multiprocessing.get_start_method() == "fork" else LOADER
 READS = f"waits for its loader {at('reads')}"
 MEETS = f"waits in barrier\\('saved'\\) {at('meets')}"
 AFTER_0 = r"\(after step 0 of epoch 0, "
@@ -230,7 +233,7 @@ SCENES = {
     "reads": (Scene(how="slow"), f"{READS} {AFTER_0}", TRAIN),
     "waits for a worker": (
         Scene(how="slow", workers=1),
-        f"waits for its loader {at('loops')}",
+        f"waits for {re.escape(OF_WORKERS)} {at('loops')}",
         TRAIN,
     ),
 }

@@ -2,7 +2,7 @@
 
 import contextlib
 
-from launched import agent, torchrun_variables
+from launched import agent, reserved_port, slurm_variables, torchrun_variables
 
 SCRIPT = """
 import sys, pardata
@@ -83,3 +83,21 @@ def test_an_exception_that_is_caught_outside_of_the_block_is_told_at_once(progra
             assert ("caught RuntimeError" in text) == (rank != 1)
             said = [line for line in text.splitlines() if line.startswith(f"[{rank}/3] failed")]
             assert len(said) == 1, text  # also where another exception ends the script
+
+
+WORKS = """
+import time, pardata
+
+with pardata.init(timeout=200) as here:
+    pardata.barrier("the last call of all")
+    time.sleep(4 * here.rank)
+"""
+
+
+def test_a_rank_that_works_on_after_rank_0_has_finished_is_no_failure(programs, tmp_path):
+    with reserved_port() as port:
+        ranks = []
+        for rank in range(2):
+            env, output = slurm_variables(rank, 2, port), tmp_path / str(rank)
+            ranks.append((programs.start(WORKS, output=output, **env), output))
+        assert [(each.wait(100), output.read_text()) for each, output in ranks] == [(0, "")] * 2

@@ -1,5 +1,6 @@
 """Barriers, and sections that rank 0 runs alone, over the group's store."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -7,7 +8,7 @@ from typing import ParamSpec, TypeVar
 
 from pardata._validation import check_text, to_timedelta
 from pardata.collectives._all_gather import broadcast_bytes, deserialize, serialize
-from pardata.environment._world import require_world, store_client
+from pardata.environment._world import group_state, require_world, store_client
 from pardata.store._current_op import current_op
 from pardata.store._round import exchange, follow, forbid_in_rank_zero_section, lead
 
@@ -60,7 +61,8 @@ def rank_zero_first(*, local: bool = False, timeout: timedelta | float = _HOURS)
 
     Raises:
         TimeoutError: rank 0 took too long; raised on the waiting ranks.
-        RuntimeError: other ranks are in another call.
+        RuntimeError: other ranks are in another call. Or nothing says which ranks are on one node,
+            because the group was made without `init`.
 
     >>> with rank_zero_first(local=True):
     ...     pass  # download, unless the files are there
@@ -72,6 +74,11 @@ def rank_zero_first(*, local: bool = False, timeout: timedelta | float = _HOURS)
         return
     client = store_client()
     call = "rank_zero_first(local=True)" if local else "rank_zero_first"
+    if local and group_state() is None and "LOCAL_WORLD_SIZE" not in os.environ:
+        raise RuntimeError(
+            f"`{call}` must know which ranks are on one node, but this process group was made "
+            f"without `init`: call `pardata.init()` first, which adopts it"
+        )
     if here.local_rank == 0 if local else here.rank == 0:
         with lead(client, call, others=patience if local else None):
             yield

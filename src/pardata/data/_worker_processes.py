@@ -56,7 +56,7 @@ def started(loader: DataLoader[Any], init_fn: Callable[[int], None] | None) -> I
     loader.worker_init_fn = partial(begin, init_fn, numbers, end_with_this_process())
     if not loader.num_workers:
         return iter(loader)
-    method = (loader.multiprocessing_context or multiprocessing).get_start_method()
+    method = start_method(loader)
     if method == "forkserver":
         # It blocks these signals too, and the processes that it starts do not.
         multiprocessing.set_forkserver_preload(["__main__", "pardata.data._fork_server"])
@@ -70,6 +70,11 @@ def started(loader: DataLoader[Any], init_fn: Callable[[int], None] | None) -> I
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         _workers.add({*multiprocessing.active_children()} - others)
+
+
+def start_method(loader: DataLoader[Any]) -> str:
+    """Return how the workers of a loader are started."""
+    return (loader.multiprocessing_context or multiprocessing).get_start_method()
 
 
 def _end() -> None:

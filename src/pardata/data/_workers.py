@@ -12,10 +12,11 @@ from pardata._validation import check_int
 from pardata.data._position import Position
 from pardata.data._settings import WorkerOptions
 from pardata.data._whole_batches import is_read_whole, on_cpu, outline
-from pardata.data._worker_processes import started
+from pardata.data._worker_processes import start_method, started
 from pardata.environment._cpu import cpus_per_rank
 from pardata.environment._world import World
 from pardata.rng._splitmix64 import mix
+from pardata.store._current_op import FORKED_LOADER, LOADER
 from pardata.store._remote_error import RemoteError
 
 _LONGEST_SOCKET = 107  # characters: `sun_path` of Linux's unix(7), without its last zero
@@ -81,6 +82,13 @@ class Source:
                 generator=torch.Generator(),
                 **self._options,
             )
+
+    @property
+    def op(self) -> str:
+        """The operation of a rank that waits for a step."""
+        workers = self.workers
+        forks = workers and workers.num_workers and start_method(workers) == "fork"
+        return FORKED_LOADER if forks else LOADER
 
     def steps(self, start: Position) -> Iterator[Any]:
         """Yield the steps after those delivered. Collective where the order is a sampler's."""

@@ -56,7 +56,7 @@ def _launcher(launch: LaunchInfo, env: Mapping[str, str]) -> Finding:
     chosen = select_launcher(env)
     if chosen is not None:
         processes = f"{launch.size} process{'es' if launch.size > 1 else ''}"
-        address, names = f"{launch.master_addr}:{launch.master_port}", ", ".join(chosen.variables)
+        address, names = launch.endpoint, ", ".join(chosen.variables)
         text = f"{chosen.text}: {processes}, to meet at {address}; from {names}"
         return Finding("launcher", text)
     tasks = env.get("SLURM_NTASKS", "1")

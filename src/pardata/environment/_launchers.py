@@ -35,9 +35,15 @@ class LaunchInfo(NamedTuple):
     master_port: int
 
     @property
+    def endpoint(self) -> str:
+        """Address and port as a URL has them: an IPv6 address in brackets."""
+        address = f"[{self.master_addr}]" if ":" in self.master_addr else self.master_addr
+        return f"{address}:{self.master_port}"
+
+    @property
     def launch_id(self) -> str:
         """Tell this process of this run from every other: a subprocess inherits it unchanged."""
-        return f"{self.launcher}:{self.rank}/{self.size}@{self.master_addr}:{self.master_port}"
+        return f"{self.launcher}:{self.rank}/{self.size}@{self.endpoint}"
 
 
 SINGLE = LaunchInfo("single", 0, 1, 0, 1, 0, 1, "", 0)
@@ -126,8 +132,8 @@ def _torchrun(env: Env) -> LaunchInfo:
     rank, size, local_rank, local_size = _numbers(env, TORCHRUN, "torchrun")
     numbers = read_ints(env, ("GROUP_RANK", "GROUP_WORLD_SIZE"))
     node, nodes = numbers.get("GROUP_RANK"), numbers.get("GROUP_WORLD_SIZE")
-    address, port = env["MASTER_ADDR"], _port(env, 0)  # the address is set
-    return LaunchInfo("torchrun", rank, size, local_rank, local_size, node, nodes, address, port)
+    place = node, nodes, _master_addr(env), _port(env, 0)  # address and port are set
+    return LaunchInfo("torchrun", rank, size, local_rank, local_size, *place)
 
 
 def _mpi(env: Env) -> LaunchInfo:
@@ -139,7 +145,7 @@ def _mpi(env: Env) -> LaunchInfo:
     else:
         names, who, option, port = MPICH, "MPICH", "-genv MASTER_ADDR <host of rank 0>", 29500
     rank, size, local_rank, local_size = _numbers(env, names, who)
-    address = env.get("MASTER_ADDR") or ("127.0.0.1" if local_size == size else "")
+    address = _master_addr(env) or ("127.0.0.1" if local_size == size else "")
     if not address:
         raise ValueError(
             f"`MASTER_ADDR` must be set when MPI spans several hosts ({local_size} of {size} "
@@ -156,7 +162,7 @@ def _slurm(env: Env) -> LaunchInfo:
     # The same rule as Lightning and Ignite, plus the step, so that two steps of a job differ.
     job, step = read_int(env, "SLURM_JOB_ID"), read_int(env, "SLURM_STEP_ID")
     port = _port(env, 15000 + (job % 10000 + step) % (65536 - 15000))
-    address = env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"])
+    address = _master_addr(env) or first_host(env["SLURM_STEP_NODELIST"])
     return LaunchInfo("slurm", rank, size, local_rank, local_size, node, nodes, address, port)
 
 
@@ -219,6 +225,11 @@ def read_int(env: Env, name: str) -> int:
 def read_ints(env: Env, names: Iterable[str]) -> dict[str, int]:
     """Return the numbers of those variables that are set."""
     return {name: read_int(env, name) for name in names if env.get(name)}
+
+
+def _master_addr(env: Env) -> str:
+    """Return the address without the brackets in which URLs have an IPv6 address."""
+    return env.get("MASTER_ADDR", "").removeprefix("[").removesuffix("]")
 
 
 def _port(env: Env, default: int) -> int:

@@ -70,8 +70,9 @@ def init(
             one process. A wide MLP or ResNet-18 takes 0.9, a transformer 0.95 to 1. Peak memory
             grows by up to 15 %. ``PARDATA_TUNE_CPU=0`` switches it off from outside.
         hang_after: seconds or a `timedelta`. If a rank waits so long for others, or for a step
-            of a loader, a table in the log tells where each rank is. The default is a
-            tenth of the group's timeout, at least a minute; 0 turns it off. Nothing is stopped.
+            of a loader, a table in the log tells where each rank is. The default is a tenth of
+            `timeout`, at least a minute, and three minutes without one; 0 turns it off. Nothing is
+            stopped.
 
     Raises:
         ValueError: launcher variables are partial or contradictory.

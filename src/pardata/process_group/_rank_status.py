@@ -6,10 +6,12 @@ from types import FrameType
 from typing import NamedTuple
 
 from pardata.store._caller import Frame, frames_of, location, user_frame
-from pardata.store._current_op import LOADER, OpRecord, current_op
+from pardata.store._current_op import FORKED_LOADER, LOADER, OpRecord, current_op
 from pardata.store._rank_format import format_ranks, group_ranks_by
 
 _PLURAL = {"is": "are", "waits": "wait", "works": "work", "compiles": "compile"}
+
+_LOADERS = (LOADER, FORKED_LOADER)
 
 
 class RankStatus(NamedTuple):
@@ -43,13 +45,13 @@ def rank_status(record: OpRecord, frame: FrameType) -> RankStatus:
     elif current_op.leads:
         kind, call = "leads", current_op.leads
         does = f"works in {call}"
-    elif call == LOADER:
-        does = f"waits for {LOADER}"
+    elif call in _LOADERS:
+        does = f"waits for {call}"
     elif call:
         kind = "waits" if is_inside else ""
         does = f"{kind or 'is'} in {call}"
     text = f"{does} at {frames[own].place if is_inside else location(frames)}"
-    after = "after " * (call == LOADER)
+    after = "after " * (call in _LOADERS)
     when = f"{after}step {step.number} of epoch {step.epoch}" if step else ""
     return RankStatus(kind, text, call, when, monotonic() - since)
 

@@ -34,7 +34,6 @@ def _connected(launch: LaunchInfo, timeout: timedelta) -> tuple[dist.Store, bool
         RuntimeError: the address does not resolve, its port is taken, or nobody listens.
     """
     address = launch.master_addr, launch.master_port
-    where = f"{launch.master_addr}:{launch.master_port}"
     try:
         # torch retries an unknown name for minutes.
         socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
@@ -55,11 +54,11 @@ def _connected(launch: LaunchInfo, timeout: timedelta) -> tuple[dist.Store, bool
     except (RuntimeError, OSError) as error:
         if "EADDRINUSE" in str(error):
             raise RuntimeError(
-                f"the port of `MASTER_PORT` must be free, but {where} is in use: another run "
-                f"is on this host; set MASTER_PORT to a free port"
+                f"the port of `MASTER_PORT` must be free, but {launch.endpoint} is in use: another "
+                f"run is on this host; set MASTER_PORT to a free port"
             ) from error
         raise RuntimeError(
-            f"rank {launch.rank} must reach rank 0 at {where}, but could not within "
+            f"rank {launch.rank} must reach rank 0 at {launch.endpoint}, but could not within "
             f"{timeout}: is rank 0 running, and is the port open between the hosts?"
         ) from error
     return store, hosts
@@ -76,7 +75,7 @@ def _check_run(store: dist.Store, launch: LaunchInfo, timeout: timedelta) -> Non
         raise not_met([0], launch.size, timeout)
     if theirs != ours:
         raise RuntimeError(
-            f"all ranks that meet at {launch.master_addr}:{launch.master_port} must be of one run, "
+            f"all ranks that meet at {launch.endpoint} must be of one run, "
             f"but the store there is that of {theirs}, and this rank is of {ours}: end the other "
             f"run, or give this one a port of its own by MASTER_PORT"
         )

@@ -5,6 +5,10 @@ from time import monotonic
 from typing import Any, TypeAlias
 
 LOADER = "its loader"  # the operation of a rank that waits for a batch
+FORKED_LOADER = (  # where workers may wait for a lock that a thread held at the fork
+    f"{LOADER}, whose workers were forked beside other threads (if one hangs, pass "
+    f'multiprocessing_context="spawn" to make_loader),'
+)
 # The call of pardata ("" in the user's own code), since when, and the step of a loader. A plain
 # tuple takes half a microsecond less than a class.
 OpRecord: TypeAlias = tuple[str, float, Any]

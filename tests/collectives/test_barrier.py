@@ -15,7 +15,15 @@ import torch
 from on_ranks import caught, run, run_caught
 from torch import nn
 
-from pardata import all_reduce_sum, barrier, broadcast, rank_zero_call, rank_zero_first, world
+from pardata import (
+    all_reduce_sum,
+    barrier,
+    broadcast,
+    init,
+    rank_zero_call,
+    rank_zero_first,
+    world,
+)
 from pardata.environment._world import store_client
 from pardata.store._round import exchange
 
@@ -184,6 +192,21 @@ def test_the_first_rank_of_each_node_goes_first_where_local_and_fails_for_all(tm
     for rank in (0, 1, 3):
         assert "raised on rank 2 in `rank_zero_first`" in outcomes[rank][1].cause
     assert [total for *_, total in outcomes] == [4] * 4
+
+
+def go_first_where_nobody_says_what_a_node_is():
+    del os.environ["LOCAL_WORLD_SIZE"]
+    raised = caught(lambda: enter(rank_zero_first(local=True)))
+    with init(), rank_zero_first(local=True):
+        return raised
+
+
+def test_of_a_group_made_without_init_the_nodes_are_not_known():
+    for raised in run_caught(go_first_where_nobody_says_what_a_node_is, world_size=2, fresh=True):
+        assert str(raised).startswith(
+            "RuntimeError: `rank_zero_first(local=True)` must know which ranks are on one node, "
+            "but this process group was made without `init`: call `pardata.init()` first"
+        )
 
 
 def fail_in_first(error):

@@ -315,6 +315,12 @@ def test_after_leaving_the_address_is_free_for_a_group_of_the_users_own():
     assert outcomes == [(2.0, "existing")] * 2
 
 
+@pytest.mark.skipif(not socket.has_ipv6, reason="needs IPv6")
+def test_ranks_meet_at_an_ipv6_address_in_brackets():
+    options = {"size": 2, "variables": slurm_variables, "MASTER_ADDR": "[::1]"}
+    assert launched(work_as_usual, **options) == [(0, 2), (1, 2)]
+
+
 def adopt_after_an_attempt_that_failed():
     rank, store = dist.get_rank(), new_store_client(None)
     for _ in range(rank):  # it was a call ahead of rank 0

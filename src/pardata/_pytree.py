@@ -51,7 +51,7 @@ def leaves_with_path(
             ranks, however it was filled.
         path: stands before all paths.
 
-    >>> leaves({"loss": [1, 2]})
+    >>> leaves_with_path({"loss": [1, 2]})
     [(('loss', 0), 1), (('loss', 1), 2)]
     """
     parts = _parts(tree, is_leaf, by_text=by_text)
@@ -76,7 +76,7 @@ def map_with_path(
     dicts: a copy of one may share its items. Lists and tuples, named ones included, keep their
     type.
 
-    >>> mapped({"a": (1, 2)}, lambda path, leaf: (*path, 10 * leaf))
+    >>> map_with_path({"a": (1, 2)}, lambda path, leaf: (*path, 10 * leaf))
     {'a': (('a', 0, 10), ('a', 1, 20))}
     """
     parts = _parts(tree, is_leaf, by_text=False)
@@ -94,7 +94,7 @@ def map_with_path(
 def keystr(name: str, path: KeyPath) -> str:
     """Write a path as code would: ``value['loss'][2]``.
 
-    >>> in_brackets("value", ("loss", 2))
+    >>> keystr("value", ("loss", 2))
     "value['loss'][2]"
     """
     return name + "".join(f"[{key!r}]" for key in path)

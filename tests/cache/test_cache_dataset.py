@@ -126,7 +126,7 @@ def _reader(_):
 def test_by_default_a_large_data_set_is_decoded_by_all_cores(
     tmp_path, monkeypatch, cores, length, here
 ):
-    monkeypatch.setattr(_original, "usable_cores", lambda world: cores)
+    monkeypatch.setattr(_original, "cpus_per_rank", lambda world: cores)
     cached = cache_dataset(Samples(_reader, length), tmp_path)
     readers = {cached[i] for i in range(length)}
     assert readers == {os.getpid()} if here else len(readers) == cores

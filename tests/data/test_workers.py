@@ -43,7 +43,7 @@ def test_auto_is_the_cores_less_one_and_none_for_whole_batches(
     monkeypatch, cores, dataset, workers
 ):
     # Asked below make_loader, as DataLoader warns of more workers than there are cores.
-    monkeypatch.setattr("pardata.data._workers.usable_cores", lambda here: cores)
+    monkeypatch.setattr("pardata.data._workers.cpus_per_rank", lambda here: cores)
     assert choose_workers("auto", dataset, world()) == workers
 
 

@@ -148,7 +148,7 @@ def test_tensorboard_reads_what_was_written(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("_no_tensorboard")
 def test_without_tensorboard_there_is_json_alone_and_a_log_line(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("pardata.environment._logger.said", set())
+    monkeypatch.setattr("pardata.environment._logger.logged_once", set())
     with caplog.at_level(logging.INFO, logger="pardata"):
         for step in (1, 2):
             with MetricWriter(tmp_path) as writer:

@@ -68,7 +68,7 @@ def init_and_count(arguments, env, works):
     logger.addHandler(keeper)
     logger.setLevel(logging.DEBUG)
     os.environ.update(env)
-    with patch("pardata.process_group._init.keep_freed_memory", tune):
+    with patch("pardata.process_group._init.tune_glibc_malloc", tune):
         init(**arguments)
         init()
     return len(calls), [line for line in keeper.lines if "allocator" in line]

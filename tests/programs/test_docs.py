@@ -37,7 +37,7 @@ from processes import run
 import pardata
 import pardata.testing
 from pardata.environment._logger import logged_once
-from pardata.process_group._shutdown import leave
+from pardata.process_group._shutdown import end
 from pardata.rng._default_seeds import loaders
 from pardata.rng._run_seed import run_seed
 
@@ -149,7 +149,7 @@ def _restored():
     """Undo what the code of a page may do to this process."""
     path, modules = list(sys.path), set(sys.modules)
     yield
-    leave()
+    end(None)
     logged_once.clear()
     run_seed.seed, run_seed.calls = None, 0
     loaders.clear()  # their default seeds count the loaders of a process

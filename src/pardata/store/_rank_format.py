@@ -29,7 +29,7 @@ def group_ranks_by(keys: Iterable[tuple[int, _Key]]) -> dict[_Key, list[int]]:
 def format_rank_table(lines: Sequence[str]) -> str:
     """Return a table of what each rank says, in rank order; the odd one out is easy to see.
 
-    >>> print(table_of(["length=10", "length=9", "length=10"]))
+    >>> print(format_rank_table(["length=10", "length=9", "length=10"]))
       ranks 0, 2: length=10
       rank 1: length=9
     """

@@ -22,8 +22,8 @@ def barrier(name: str = "", timeout: timedelta | float | None = None) -> None:
     """Wait until every rank is here. Collective; returns at once in a single process.
 
     It waits on the group's store and not in a collective of the backend, so it can name the ranks
-    that are missing. It does not wait for work queued on a GPU. After a timeout no call of pardata
-    that needs all ranks can follow in this group.
+    that are missing. It does not wait for work queued on a GPU. After a timeout no call that waits
+    on the store can follow in this group.
 
     Args:
         name: shown in errors. Ranks that wait at barriers of different names get an error.

@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 SERVER = "the process that serves the group's store (rank 0, or torchrun's agent)"
 # Seconds that a request may take beyond its own wait: a loaded server is slow. One that has ended
 # is noticed at once; this is for a process that is stopped, or a network that is down.
-_MARGIN = 30.0
+_MARGIN = 10.0
 _NO_WAIT = timedelta(0)
 
 

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import sys
 import threading
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_zoo import Thing, leftovers, limited, paths, save_steps, sharded, whole_steps
+from ctrl_c import ctrl_c, until
 from on_ranks import caught, run_caught
 from torch import nn
 
@@ -165,30 +165,14 @@ def waits():
     return any({"_round.listen", "_client.wait_for"} <= calls_of(t) for t in threading.enumerate())
 
 
-def until(condition):
-    deadline = time.monotonic() + 20
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.001)
-
-
-def interrupt(*_):
-    """Handle Ctrl-C as Python does, once."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    raise KeyboardInterrupt
-
-
-def interrupt_in_wait(directory, out):
-    """Press Ctrl-C on this rank, and on rank 0 as the last, for that ends the wait of all."""
+def is_last_to_press(directory):
+    """Return whether this rank may press: rank 0 does as the last, for it ends the wait of all."""
     others = world().size - 1 if world().is_main else 0
-    until(lambda: waits() and len([*directory.glob("out-*")]) >= others)
-    while not out.exists():  # Python may go to sleep over a signal that comes right before
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.01)
+    return waits() and len([*directory.glob("out-*")]) >= others
 
 
 def interrupt_and_save(directory):
     """Press Ctrl-C in `wait`, and save as one does then, while the thread still writes."""
-    before = signal.signal(signal.SIGINT, interrupt)
     interrupted, rename = threading.Event(), Path.rename
     again = {"_checkpointer.save", "_checkpointer.wait"}
 
@@ -203,14 +187,9 @@ def interrupt_and_save(directory):
         checkpointer = Checkpointer(directory, asynchronous=True)
         checkpointer.save(1)
         checkpointer.save(2)
-        out = directory / f"out-{world().rank}"
-        presser = threading.Thread(target=interrupt_in_wait, args=[directory, out])
-        presser.start()
-        with pytest.raises(KeyboardInterrupt):
+        with ctrl_c(lambda: is_last_to_press(directory)):
             checkpointer.wait()
-        out.touch()
-        presser.join()
-        signal.signal(signal.SIGINT, before)
+        (directory / f"out-{world().rank}").touch()
         interrupted.set()
         checkpointer.save(3)
         return checkpointer.steps(), checkpointer.restore().step

@@ -390,6 +390,7 @@ ALL_MUST = {
     "all_reduce_sum": lambda: all_reduce_sum(1),
     "broadcast": lambda: broadcast(1),
     "rank_zero_first(local=True)": lambda: enter(rank_zero_first(local=True)),
+    "rank_zero_call": lambda: rank_zero_call(max, 1, 2),
 }
 
 
@@ -434,16 +435,16 @@ def test_one_block_may_stand_in_another_as_where_a_library_has_its_own(size):
     assert run(one_first_in_another, world_size=size) == [[rank] for rank in range(size)]
 
 
-def one_call_in_another():
-    raised = caught(rank_zero_call, lambda: rank_zero_call(max, 1, 2))
+def first_in_a_call():
+    raised = caught(rank_zero_call, lambda: enter(rank_zero_first()))
     barrier("the group is usable")
     return raised
 
 
-def test_one_call_of_rank_0_must_not_stand_in_another():
-    for raised in run(one_call_in_another, world_size=2):
+def test_no_block_of_all_ranks_stands_in_a_call_of_rank_0():
+    for raised in run(first_in_a_call, world_size=2):
         assert str(raised) == (
-            "RuntimeError: `rank_zero_call` must be reached by every rank, but the others wait "
+            "RuntimeError: `rank_zero_first` must be reached by every rank, but the others wait "
             "until this rank has done its `rank_zero_call`: make the call after it, or before"
         )
 

@@ -15,11 +15,11 @@ from pardata.environment._cpu import cgroup_cpu_quota, cpus_per_rank
 def machine(monkeypatch):
     """Pretend to be a machine with so many cores, so many allowed, and a quota.
 
-    If its ranks are bound, each has a set of its own.
+    So many ranks are bound to the same cores; 0: there is no group that knows.
     """
 
-    def pretend(cores, allowed, quota=None, *, bound=False):
-        state = SimpleNamespace(has_own_cpus=bound)
+    def pretend(cores, allowed, quota=None, *, sharers=0):
+        state = SimpleNamespace(cpu_sharers=sharers) if sharers else None
         monkeypatch.setattr(_cpu, "group_state", lambda: state)
         monkeypatch.setattr(os, "cpu_count", lambda: cores)
         monkeypatch.setattr(
@@ -36,26 +36,28 @@ def rank(local_size=1, launcher="torchrun"):
 
 
 CORES = [
-    ((16, 16, None), False, 1, "single", 16),
-    ((16, 16, None), False, 4, "torchrun", 4),
-    ((16, 16, None), False, 32, "existing", 1),
-    # Each rank is bound, by SLURM, torchrun's --numa-binding or numactl.
-    ((16, 4, None), True, 4, "slurm", 4),
-    ((64, 8, None), True, 8, "torchrun", 8),
+    ((16, 16, None), 1, 1, "single", 16),
+    ((16, 16, None), 0, 4, "torchrun", 4),
+    ((16, 16, None), 0, 32, "existing", 1),
+    # Each rank is bound, by SLURM, torchrun's --numa-binding=exclusive or numactl.
+    ((16, 4, None), 1, 4, "slurm", 4),
+    ((64, 8, None), 1, 8, "torchrun", 8),
+    # Those of a socket are bound to its cores, by --numa-binding=node.
+    ((16, 8, None), 4, 8, "torchrun", 2),
     # They are not: they share what they are allowed.
-    ((16, 16, None), False, 4, "slurm", 4),
-    ((16, 8, None), False, 4, "torchrun", 2),
+    ((16, 16, None), 4, 4, "slurm", 4),
+    ((16, 8, None), 4, 4, "torchrun", 2),
     # A quota is the container's, for all its ranks.
-    ((16, 16, 8.0), False, 4, "torchrun", 2),
-    ((16, 16, 0.5), False, 1, "single", 1),
-    ((16, 4, 8.0), True, 4, "slurm", 2),
+    ((16, 16, 8.0), 4, 4, "torchrun", 2),
+    ((16, 16, 0.5), 1, 1, "single", 1),
+    ((16, 4, 8.0), 1, 4, "slurm", 2),
 ]
 
 
 @pytest.mark.parametrize("case", CORES, ids=str)
 def test_the_cores_of_a_rank(machine, case):
-    machine_has, bound, local_size, launcher, cores = case
-    machine(*machine_has, bound=bound)
+    machine_has, sharers, local_size, launcher, cores = case
+    machine(*machine_has, sharers=sharers)
     assert cpus_per_rank(rank(local_size, launcher)) == cores
 
 

@@ -16,11 +16,14 @@ with pardata.init(timeout=200) as here:
         CALL
 """
 # The call of those that wait, which rank has left, and how: at its script's end, or by an exit.
-# Only rank 0 ends the last call, for which the others wait for hours.
+# Only rank 0 ends the third call, for which the others wait for hours. In the last run it serves
+# the store, which stays until they have ended.
+HAS_LEFT = "rank {} of 3 has left the group: see where its script ends"
 RUNS = [
-    ("barrier('end')", 0, "end"),
-    ("barrier('end')", 2, "exit"),
-    ("rank_zero_call(max)", 0, "exit"),
+    ("barrier('end')", 0, "end", torchrun_variables, HAS_LEFT),
+    ("barrier('end')", 2, "exit", torchrun_variables, HAS_LEFT),
+    ("rank_zero_call(max)", 0, "exit", torchrun_variables, HAS_LEFT),
+    ("all_reduce_sum(1)", 0, "exit", slurm_variables, "rank {} of 3 did not come"),
 ]
 
 
@@ -28,10 +31,11 @@ def run_all(programs, folder, runs):
     """Run scripts on three ranks each, all at once; return exit codes and texts for each."""
     with contextlib.ExitStack() as stack:
         ranks = []
-        for number, (code, *arguments) in enumerate(runs):
-            port = stack.enter_context(agent())
+        for number, (code, variables, *arguments) in enumerate(runs):
+            meeting = agent() if variables is torchrun_variables else reserved_port()
+            port = stack.enter_context(meeting)
             for rank in range(3):
-                env, output = torchrun_variables(rank, 3, port), folder / f"{number}-{rank}"
+                env, output = variables(rank, 3, port), folder / f"{number}-{rank}"
                 ranks.append((programs.start(code, *arguments, output=output, **env), output))
         # Half of the groups' timeout.
         ended = [(each.wait(100), output.read_text()) for each, output in ranks]
@@ -40,15 +44,15 @@ def run_all(programs, folder, runs):
 
 def test_who_waits_for_a_rank_that_has_ended_well_is_told_at_once(programs, tmp_path):
     scripts = []
-    for call, bad, how in RUNS:
+    for call, bad, how, variables, _ in RUNS:
         made = f"pardata.{call.replace('(max)', '(max, 1, 2)')}"
-        scripts.append((SCRIPT.replace("CALL", made), how, bad))
+        scripts.append((SCRIPT.replace("CALL", made), variables, how, bad))
     found = run_all(programs, tmp_path, scripts)
-    for (call, bad, _), (codes, texts) in zip(RUNS, found, strict=True):
+    for (call, bad, *_, says), (codes, texts) in zip(RUNS, found, strict=True):
         assert codes == tuple(int(rank != bad) for rank in range(3)), texts
         for rank in {0, 1, 2} - {bad}:
-            assert f"`{call}`" in texts[rank]
-            assert f"rank {bad} of 3 has left the group: see where its script ends" in texts[rank]
+            assert f"`{call.removesuffix('(1)')}`" in texts[rank]
+            assert says.format(bad) in texts[rank]
 
 
 CAUGHT = """
@@ -74,7 +78,7 @@ except BaseException as error:
 
 def test_an_exception_that_is_caught_outside_of_the_block_is_told_at_once(programs, tmp_path):
     hows = ("made", "adopted", "another", "exit")
-    found = run_all(programs, tmp_path, [(CAUGHT, how) for how in hows])
+    found = run_all(programs, tmp_path, [(CAUGHT, torchrun_variables, how) for how in hows])
     first = "failed because rank 1 failed first: ValueError: boom (train.py:12)"
     for how, (codes, texts) in zip(hows, found, strict=True):
         assert codes == (int(how in ("another", "exit")),) * 3, texts

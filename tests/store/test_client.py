@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from ctrl_c import ctrl_c
 from launched import launched, slurm_variables
 from on_ranks import caught
 from ranks_zoo import clients
@@ -96,11 +96,8 @@ def test_a_store_that_does_not_answer_is_an_error_and_no_hang(monkeypatch):
 def test_an_interrupted_wait_holds_up_no_later_request():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client, _ = clients(2, dist.TCPStore("127.0.0.1", server.port, is_master=False))
-    timer = threading.Timer(0.2, signal.raise_signal, [signal.SIGINT])
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
+    with ctrl_c(lambda: server.check(["at/0"])):
         exchange(client, "somewhere", lambda: None)
-    timer.join()
     began = time.monotonic()
     client.request(lambda store: store.set("later", "yes"))
     assert time.monotonic() - began < LONG.total_seconds() / 2  # when the wait would end

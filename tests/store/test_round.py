@@ -12,7 +12,7 @@ from ranks_zoo import LONG, clients, together
 
 from pardata.store._round import abort_rounds, exchange, follow, lead
 
-SOON = timedelta(seconds=0.2)
+SOON, HALF = timedelta(seconds=0.2), LONG.total_seconds() / 2
 
 
 def give(client, value=None, call="here", decide=list, timeout=None):
@@ -63,7 +63,7 @@ def test_rounds_run_over_every_kind_of_store(stores_of, options, prefixes, tmp_p
     values = [[f"{number}-{rank} …\n" for rank in range(3)] for number in range(3)]
     began = time.monotonic()
     assert together(values_of, clients(3, stores)) == [(values, [None] * 3)] * 3
-    assert time.monotonic() - began < LONG.total_seconds() / 2  # a result wakes who waits for it
+    assert time.monotonic() - began < HALF  # a result wakes who waits for it
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -91,6 +91,16 @@ def test_where_the_last_to_arrive_ends_before_it_decides_another_does():
     assert second.rounds == 0
 
 
+def test_a_long_text_of_an_error_is_an_error_on_every_rank_without_its_middle():
+    def refuse(_values):
+        raise ValueError("x" * 10**7)
+
+    stores = over_tcp(None, {})
+    for raised in together(lambda client: give(client, decide=refuse), clients(3, stores)):
+        assert raised.type == "ValueError"
+        assert len(raised.text) < 10**5
+
+
 # --- ranks in different calls
 
 
@@ -100,6 +110,22 @@ def test_a_rank_whose_wait_was_interrupted_is_shown_in_the_call_in_which_it_is()
     client.store.set("at/1", '{"round": 2, "call": "later()"}')
     raised = caught(give, client, None, "barrier()")
     assert raised.text.endswith("  rank 0: barrier()\n  rank 1: later(), which comes later")
+
+
+def test_a_rank_that_is_interrupted_before_it_arrives_is_no_rank_to_wait_for():
+    def interrupted():
+        raise KeyboardInterrupt
+
+    def meet(client):
+        if client.rank:
+            return give(client)
+        with pytest.raises(KeyboardInterrupt):
+            exchange(client, "here", interrupted)
+        return abort_rounds(client, "rank 0 was interrupted")
+
+    _, raised = together(meet, clients(2))
+    assert (raised.type, raised.seconds < HALF) == ("RuntimeError", True)
+    assert "but rank 0 was interrupted; this rank waits at" in raised.text
 
 
 # --- ranks that do not come
@@ -113,7 +139,7 @@ def test_where_one_gives_up_all_who_wait_hear_the_same_at_once():
             give(client, timeout=SOON if client.rank else LONG)
 
     for raised in together(meet, clients(3))[:2]:
-        assert (raised.type, raised.seconds < 10) == ("TimeoutError", True)
+        assert (raised.type, raised.seconds < HALF) == ("TimeoutError", True)
         assert "but rank 2 of 3 did not come within 0:00:00.200000" in raised.text
 
 

@@ -140,9 +140,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             return {"options": {"step": step, **named, **self._options}, "details": snapshot.texts}
 
         require_equal(store_client(), "Checkpointer.save", tell, _raise_of_what_differs)
-        with explain_comm_errors(
-            "Checkpointer.save"
-        ):  # apart: a turn would take them from all to all
+        with explain_comm_errors("Checkpointer.save"):  # a round would send them to all ranks
             generators = gather_to_rank_zero(here, generator_states(here.device))
         contents = {"objects": snapshot.trees, "sharded": list(snapshot.parts)}
         self._start(here, step, snapshot, {**contents, "generators": generators})

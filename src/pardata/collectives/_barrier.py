@@ -9,7 +9,6 @@ from typing import ParamSpec, TypeVar
 from pardata._validation import check_text, to_timedelta
 from pardata.collectives._all_gather import broadcast_bytes, deserialize, serialize
 from pardata.environment._world import group_state, require_world, store_client
-from pardata.store._current_op import current_op
 from pardata.store._round import exchange, follow, forbid_in_rank_zero_section, lead
 
 _T = TypeVar("_T")
@@ -113,8 +112,7 @@ def rank_zero_call(fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs)
     here = require_world("rank_zero_call")
     if here.size == 1:
         return fn(*args, **kwargs)
-    if current_op.leads == "rank_zero_call":  # the others wait for the outer one
-        forbid_in_rank_zero_section("rank_zero_call")
+    forbid_in_rank_zero_section("rank_zero_call")
     name = getattr(fn, "__qualname__", type(fn).__qualname__)
     client, call = store_client(), f"rank_zero_call({name})"
     if not here.is_main:

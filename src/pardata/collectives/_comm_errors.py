@@ -28,9 +28,10 @@ _FAILURE = "failure"
 _LOST, _TIMED_OUT = 1.0, 2.0
 
 
-def report_failure(client: StoreClient, error: RemoteError) -> None:
-    """Leave `error` as the failure of the run, unless another rank has left one."""
-    client.request(lambda store: set_once(store, _FAILURE, json.dumps(asdict(error))))
+def report_failure(client: StoreClient, error: RemoteError) -> RemoteError:
+    """Leave `error` as the failure of the run, unless another rank has left one; return that."""
+    text = json.dumps(asdict(error))
+    return RemoteError(**json.loads(client.request(lambda store: set_once(store, _FAILURE, text))))
 
 
 def first_failure(client: StoreClient, patience: timedelta) -> RemoteError | None:

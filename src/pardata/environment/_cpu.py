@@ -11,13 +11,12 @@ from pardata.environment._world import World, group_state
 def cpus_per_rank(here: World) -> int:
     """Return the number of cores that this rank may use, at least 1.
 
-    The ranks of a host share its cores and the container's quota, unless each is bound to some.
+    The ranks of a host that are bound to the same cores share them, and all the container's quota.
     """
     cpus, state, known = len(cpus_of_process()), group_state(), launcher_by_name(here.launcher)
-    if state is None or not state.has_own_cpus:
-        if known and known.cores:  # its job may have a part of the machine
-            cpus = min(cpus, int(os.environ.get(known.cores, cpus)))
-        cpus //= here.local_size
+    if known and known.cores:  # its job may have a part of the machine
+        cpus = min(cpus, int(os.environ.get(known.cores, cpus)))
+    cpus //= here.local_size if state is None else state.cpu_sharers
     quota = cgroup_cpu_quota()
     return max(1, cpus if quota is None else min(cpus, int(quota / here.local_size)))
 

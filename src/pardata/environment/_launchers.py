@@ -59,8 +59,7 @@ class Launcher(NamedTuple):
         families: beginnings of the names of all variables that it may set.
         started: whether the variables are those of one of its processes.
         read: makes a `LaunchInfo` of them.
-        cores: the variable that says how many cores the job has here, "" if none does. It is None
-            for a launcher that never gives a process cores of its own.
+        cores: the variable that says how many cores the job has on this host, "" if none does.
     """
 
     name: str
@@ -69,7 +68,7 @@ class Launcher(NamedTuple):
     families: tuple[str, ...]
     started: Callable[[Env], bool]
     read: Callable[[Env], LaunchInfo]
-    cores: str | None
+    cores: str
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -281,7 +280,7 @@ def launcher_by_name(name: str) -> Launcher | None:
 _TORCHRUNS = ("TORCHELASTIC_", "GROUP_", "NODE_RANK")
 # In the order in which they are looked for. What else needs to know a launcher asks this table.
 LAUNCHERS = [
-    Launcher("torchrun", "torchrun", TORCHRUN, _TORCHRUNS, _is_torchruns, _torchrun, None),
+    Launcher("torchrun", "torchrun", TORCHRUN, _TORCHRUNS, _is_torchruns, _torchrun, ""),
     Launcher("mpi", "Open MPI", OPEN_MPI, ("OMPI_", "PMIX_"), _is_open_mpis, _mpi, ""),
     Launcher("slurm", "SLURM", SLURM, ("SLURM_",), _is_slurms, _slurm, "SLURM_CPUS_ON_NODE"),
     Launcher("mpi", "MPICH", MPICH, ("PMI_", "MPI_LOCAL"), _is_mpichs, _mpi, ""),

@@ -11,9 +11,8 @@ import torch.distributed as dist
 
 from pardata.environment._launchers import detect_launch
 
-logged_once = set[
-    tuple[str, int, str]
-]()  # what was logged with `once=True`: logger, level and line
+# The lines logged with `once=True`: logger, level and text.
+logged_once = set[tuple[str, int, str]]()
 
 
 class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # none before Python 3.11

@@ -88,7 +88,7 @@ class GroupState:
         group: the default group at that time.
         pid: of this process.
         resources: what `init` opened, in order; closed in the reverse order.
-        has_own_cpus: whether the ranks of this host are bound to different cores.
+        cpu_sharers: how many ranks of this host are bound to the same cores, this one included.
         hang_after: for how long a rank waits until the watchdog logs it; 0: there is none.
         has_failed: whether the other ranks were told that this one failed.
     """
@@ -100,7 +100,7 @@ class GroupState:
     group: object = field(default_factory=lambda: dist.group.WORLD)
     pid: int = field(default_factory=os.getpid)
     resources: ExitStack = field(default_factory=ExitStack)
-    has_own_cpus: bool = False
+    cpu_sharers: int = 1
     hang_after: timedelta = timedelta(0)
     has_failed: bool = False
 
@@ -198,9 +198,12 @@ def store_client() -> StoreClient:
     if (found := group_state()) is not None:
         return found.client
     if process.other is None or process.other[0] is not dist.group.WORLD:
-        # The next such group may have the same store, with the keys of this one.
+        # The next such group may have the same store, with the keys of this one, and so may that of
+        # the next attempt under torchrun.
         process.others += 1
-        process.other = dist.group.WORLD, new_store_client(None, f"pardata/{process.others}")
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        prefix = f"pardata/{attempt}/{process.others}"
+        process.other = dist.group.WORLD, new_store_client(None, prefix)
     return process.other[1]
 
 

@@ -5,6 +5,7 @@ import os
 import socket
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -33,7 +34,8 @@ from pardata.process_group._tcp_store import not_met, open_store
 from pardata.store._client import StoreClient, append
 from pardata.store._consensus import raise_if_different
 from pardata.store._rank_format import format_rank_table, format_ranks, group_ranks_by
-from pardata.store._round import exchange
+from pardata.store._remote_error import summary_line
+from pardata.store._round import abort_rounds, exchange
 
 _T = TypeVar("_T")
 
@@ -75,15 +77,18 @@ def form_group(
         if not plan["is_apart"]:
             wait = timeout or group_timeout(dist.group.WORLD) or patience
             cpu_group = create_on_all_ranks(client, partial(new_gloo_group, wait))
-    except Exception:  # only to clean up: it is raised again
+    except BaseException as error:  # only to clean up: it is raised again
         if launch is not None and dist.is_initialized():
             dist.destroy_process_group()
         with suppress(Exception):  # the store must be there until the others have read the same
+            if not isinstance(error, Exception):  # which they do not know
+                who = f"rank {client.rank} of {client.size} failed first"
+                abort_rounds(client, f"{who}: {summary_line(error)}")
             count_out(client, _MARGIN, hosts_store=hosts_store)
         raise
     world = replace(_world_of(launch, propose(), plan["hosts"]), _at_the_end=end)
-    has_own_cpus = propose()["host"] in plan["with_own_cpus"]
-    return GroupState(world, client, hosts_store, cpu_group, has_own_cpus=has_own_cpus)
+    sharers = plan["cpu_sharers"][client.rank]
+    return GroupState(world, client, hosts_store, cpu_group, cpu_sharers=sharers)
 
 
 def _world_of(launch: LaunchInfo | None, own: dict[str, Any], hosts: list[str]) -> World:
@@ -128,7 +133,8 @@ def _proposal(
         if has_accelerator_backend(backend):  # gloo's ranks can share one
             gpu = str(getattr(_device.properties_of(device), "uuid", ""))
             has_one = launch is not None and len(seen) < 2 * launch.local_size
-    address = "" if os.environ.get("GLOO_SOCKET_IFNAME") else _address_of(host)
+    is_chosen = launch is None or os.environ.get("GLOO_SOCKET_IFNAME")  # or a group is there
+    address = "" if is_chosen else _address_of(host)
     return {
         "host": host,
         "address": address,
@@ -225,10 +231,10 @@ def _checked_proposals(proposals: list[dict[str, Any]]) -> dict[str, Any]:
     """Require that all ranks can form one group; return how."""
     backends: list[dict[str, object]] = [{"backend": one["backend"]} for one in proposals]
     raise_if_different("init", backends, "Is a GPU driver missing on a node? Else pass `backend`.")
-    hosts, cpus = [one["host"] for one in proposals], dict[str, set[tuple[int, ...]]]()
-    for one in proposals:
-        cpus.setdefault(one["host"], set()).add(tuple(one["cpus"]))
-    if len(cpus) > 1 and any(one["address"].startswith("127.") for one in proposals):
+    hosts = [one["host"] for one in proposals]
+    cpus = [(one["host"], *one["cpus"]) for one in proposals]
+    sharers = Counter(cpus)
+    if len({*hosts}) > 1 and any(one["address"].startswith("127.") for one in proposals):
         rows = format_rank_table([f"{one['host']} is {one['address']}" for one in proposals])
         raise RuntimeError(
             f"the name of each host must have an address that the other hosts reach, but one is "
@@ -246,7 +252,8 @@ def _checked_proposals(proposals: list[dict[str, Any]]) -> dict[str, Any]:
     ways = [(one["backend"], torch.device(one["device"])) for one in proposals]
     return {
         "hosts": hosts,
-        "with_own_cpus": [host for host, sets in cpus.items() if len(sets) > 1],
+        # How many ranks of its host are bound to the same cores, for each rank.
+        "cpu_sharers": [sharers[one] for one in cpus],
         # All ranks or none, for those that are bound connect at once; and none if a process has
         # several, over which a model may be spread: a group that is bound takes no other GPU.
         "binds": all(one["has_one"] for one in proposals),

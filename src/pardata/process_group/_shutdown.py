@@ -40,9 +40,9 @@ def remember(state: GroupState) -> None:
         return
     atexit.register(_close_at_exit)
     state.resources.callback(atexit.unregister, _close_at_exit)
-    # Closed in the reverse order.
-    state.resources.callback(dist.destroy_process_group)
+    # Closed in the reverse order. The group before the wait for ranks that may be in a collective.
     state.resources.callback(_count_out, state, state.client.timeout)
+    state.resources.callback(dist.destroy_process_group)
     state.resources.callback(_say_goodbye, state)
     state.resources.callback(os.environ.pop, "PARDATA_JOINED", None)
 
@@ -50,17 +50,19 @@ def remember(state: GroupState) -> None:
 def end(error: BaseException | None) -> None:
     """Leave the group, if `init` made it; if there is an `error`, only tell the other ranks.
 
-    They may then be anywhere: waiting for them would turn an error into a hang.
+    They may then be anywhere: waiting for them would turn an error into a hang. A rank that is
+    alone leaves, so that the next `init`, of a notebook, makes a new group.
     """
     state = group_state()  # none if the user has destroyed the group
     if state is None or state.has_failed or is_child():
         return
     succeeds = isinstance(error, SystemExit) and not error.code
-    if error is None or succeeds or isinstance(error, GeneratorExit):
+    is_alone = state.world.size == 1
+    if error is None or succeeds or is_alone or isinstance(error, GeneratorExit):
         if state.world.launcher != "existing":
             process.state = None
             state.resources.close()
-    elif state.world.size > 1:
+    else:
         with suppress(Exception):  # `error` is raised whatever happens here
             _fail(error, state)
 
@@ -131,16 +133,15 @@ def _fail(error: BaseException, state: GroupState) -> None:
 
 def _report(error: BaseException, client: StoreClient) -> str:
     """Log one line, leave a text for torchrun, and return the text for the other ranks."""
-    line, first, who = summary_line(error), None, f"rank {client.rank} of {client.size}"
-    own = RemoteError(client.rank, "", line)
+    line, first, is_cause = summary_line(error), None, not is_secondary(error)
     try:
-        if not is_secondary(error):
+        if is_cause:
             _write_elastic_error_file("".join(format_exception(error)))
-            report_failure(client, own)
+            first = report_failure(client, RemoteError(client.rank, "", line))
         else:
             first = first_failure(client, _PATIENCE)
     finally:  # the store may have ended
-        if first is None:
+        if is_cause or first is None:
             _log.error("failed: %s", line)
         else:
             where = raise_location(error)
@@ -148,9 +149,10 @@ def _report(error: BaseException, client: StoreClient) -> str:
                 "failed because rank %d failed first: %s; here: %s", first.rank, first.text, where
             )
     if first is None:
-        return f"{who} {'has failed' if is_secondary(error) else 'failed first'}: {line}"
+        return f"rank {client.rank} of {client.size} has failed: {line}"
     text = f"rank {first.rank} of {client.size} failed first: {first.text}"
-    _write_elastic_error_file(text)
+    if not is_cause:
+        _write_elastic_error_file(text)
     return text
 
 

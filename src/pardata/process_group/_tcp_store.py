@@ -20,11 +20,13 @@ _opened = dict[str, tuple[dist.Store, bool]]()
 
 def open_store(launch: LaunchInfo, timeout: timedelta) -> tuple[dist.Store, bool]:
     """Return the store of this run, opened once, and whether this process serves it."""
-    if launch.launch_id not in _opened:
-        opened = _connected(launch, timeout) if launch.master_addr else (dist.HashStore(), True)
-        _check_run(opened[0], launch, timeout)  # before it is kept: a second try looks again
-        _opened[launch.launch_id] = opened
-    return _opened[launch.launch_id]
+    if launch.launch_id in _opened:
+        store, hosts = _opened[launch.launch_id]
+        return store.clone(), hosts  # a request that was left behind may hold its connection
+    opened = _connected(launch, timeout) if launch.master_addr else (dist.HashStore(), True)
+    _check_run(opened[0], launch, timeout)  # before it is kept: a second try looks again
+    _opened[launch.launch_id] = opened
+    return opened
 
 
 def _connected(launch: LaunchInfo, timeout: timedelta) -> tuple[dist.Store, bool]:

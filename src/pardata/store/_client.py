@@ -53,22 +53,23 @@ class StoreClient:
             TimeoutError: the store does not answer.
             RuntimeError: the store has ended.
         """
-        answer = Future[_T]()
+        answer, before, held = Future[tuple[dist.Store, _T]](), self.store, self._is_held
 
         def run() -> None:
             try:
-                if self._is_held:
-                    self.store, self._is_held = self.store.clone(), False
-                answer.set_result(work(self.store))
+                store = before.clone() if held else before
+                answer.set_result((store, work(store)))
             except BaseException as error:  # noqa: BLE001  # raised by the caller
                 answer.set_exception(error)
 
         try:
-            Thread(target=run, daemon=True).start()
-        except RuntimeError:  # from Python 3.12 on an interpreter that ends starts no thread
-            run()
-        try:
-            return answer.result(wait.total_seconds() + _MARGIN)
+            try:
+                Thread(target=run, daemon=True).start()
+            except RuntimeError:  # from Python 3.12 on an interpreter that ends starts no thread
+                run()
+            self.store, found = answer.result(wait.total_seconds() + _MARGIN)
+            held = False
+            return found
         except dist.DistNetworkError as error:
             must = "must stay as long as any rank, but has ended: look at its output for an error"
             text = f"{SERVER} {must}; this rank is at {call_site()}"
@@ -77,7 +78,7 @@ class StoreClient:
             must = f"must answer, but has not for {wait}: is it stopped, or is the network down?"
             raise mark_secondary(TimeoutError(f"{SERVER} {must} {call_site()}")) from None
         finally:
-            self._is_held = not answer.done()
+            self._is_held = held or not answer.done()
 
 
 def wait_for(store: dist.Store, keys: list[str], timeout: timedelta) -> bool:

@@ -20,7 +20,7 @@ _LOST_BY_GLOO = re.compile(
     r"gloo/|Application timeout caused pair closure|[Tt]imed out waiting \d+ms"
 )
 _TIMED_OUT = re.compile(r"[Tt]imed out waiting|wait timeout|operation timeout|Socket Timeout")
-_LOST_BY_GPUS = re.compile(r"remote|connection|abort|time", re.IGNORECASE)
+_LOST_BY_GPUS = re.compile(r"remote|connection|abort|\btime", re.IGNORECASE)  # no "runtime"
 _MOST = 2**16  # characters of a text, and bytes of a pickled exception
 _LINE_LENGTH = 2000
 
@@ -53,7 +53,7 @@ class RemoteError:
         remote = cls(rank, call, type_and_message(error), is_secondary=is_secondary(error))
         if not is_raised:
             return remote
-        trace = _shortened("".join(traceback.format_exception(error)))
+        trace = shortened("".join(traceback.format_exception(error)))
         return replace(remote, traceback=trace, pickled=_pickled(error))
 
     @property
@@ -121,7 +121,7 @@ def type_and_message(error: BaseException) -> str:
     except Exception:  # noqa: BLE001  # user code; the words are those of `traceback`
         text = "<exception str() failed>"
     name = type(error).__qualname__
-    return f"{name}: {_shortened(text)}" if text else name
+    return f"{name}: {shortened(text)}" if text else name
 
 
 def summary_line(error: BaseException) -> str:
@@ -130,7 +130,8 @@ def summary_line(error: BaseException) -> str:
     return f"{first} ({raise_location(error)})"
 
 
-def _shortened(text: str) -> str:
+def shortened(text: str) -> str:
+    """Return `text` without its middle, if it is longer than 64 KiB."""
     left_out = len(text) - _MOST
     if left_out <= 0:
         return text

@@ -20,14 +20,16 @@ from pardata.store._caller import call_site
 from pardata.store._client import StoreClient, set_once, texts_of, wait_for
 from pardata.store._current_op import current_op
 from pardata.store._rank_format import format_rank_table, format_ranks
-from pardata.store._remote_error import RemoteError, is_secondary, mark_secondary
+from pardata.store._remote_error import RemoteError, is_secondary, mark_secondary, shortened
 
 Decide: TypeAlias = Callable[[list[Any]], object]  # gets the values of all ranks, in rank order
 Result: TypeAlias = dict[str, Any]
 
 _RAISABLE = {e.__name__: e for e in (RuntimeError, ValueError, TypeError, TimeoutError)}
 _SAME_CALLS = "every rank must make the same calls in the same order, but"
-_MOST = 2**22  # characters of a value: a TCPStore closes a connection that sends over 8 MiB
+# Characters of a value, and errors of 64 KiB in a result: a TCPStore closes a connection that sends
+# more than 8 MiB.
+_MOST, _MOST_ERRORS = 2**22, 8
 
 
 def exchange(
@@ -91,7 +93,7 @@ def lead(client: StoreClient, call: str, others: timedelta | None = None) -> Ite
         others: for how long to wait after the block for other ranks that lead, too; the ranks that
             follow are in `exchange` then.
     """
-    if others is not None:
+    if others is not None or current_op.leads == "rank_zero_call":
         forbid_in_rank_zero_section(call)
     this = _Round(client, call, None if others is None else lambda _: None)
     if others is None:
@@ -127,13 +129,14 @@ def forbid_in_rank_zero_section(call: str) -> None:
 def abort_rounds(client: StoreClient, text: str) -> None:
     """Let each rank that waits for this one, now or later, raise an error with `text`.
 
-    The others may be some rounds ahead, which rank 0 led: they wait in the first without a result.
+    That is in this rank's last round, if it was interrupted in it, or in a later one: the others may
+    be some rounds ahead, which rank 0 led. They wait in the first without a result.
     """
     client.closed = client.closed or text
     result = json.dumps({"call": "", "closed": ["RuntimeError", text]})
 
     def abort(store: dist.Store) -> None:
-        number = client.rounds + 1
+        number = max(client.rounds, 1)
         while "closed" not in json.loads(set_once(store, f"result/{number}", result)):
             number += 1
 
@@ -251,14 +254,15 @@ class _Round:
         if self._decide is None:
             return None
         if failed := [entry["error"] for entry in entries if entry["error"]]:
-            return {"errors": sorted(failed, key=lambda error: error["is_secondary"])}
+            return {
+                "errors": sorted(failed, key=lambda error: error["is_secondary"])[:_MOST_ERRORS]
+            }
         try:
             return {"value": self._decide([entry["value"] for entry in entries])}
         except Exception as error:  # noqa: BLE001  # raised on every rank
-            kind, text = type(error).__name__, str(error)
-            return {
-                "raises": [kind, text] if kind in _RAISABLE else ["RuntimeError", f"{kind}: {text}"]
-            }
+            kind, text = type(error).__name__, shortened(str(error))
+            is_known = kind in _RAISABLE
+            return {"raises": [kind, text] if is_known else ["RuntimeError", f"{kind}: {text}"]}
 
     def _give(self, store: dist.Store, result: Result) -> str:
         """Write a result if none stands; return the one that stands."""

@@ -135,7 +135,7 @@ class _Rank:
 
     def __init__(self, rank: int, meeting: _Meeting, job: bytes) -> None:
         self.rank = rank
-        self.outcome: Any = None  # a Failure, or its result, pickled
+        self.outcome: Any = None  # a RemoteError, or its result, pickled
         self.pipe, there = multiprocessing.Pipe(duplex=False)
         self._process = _context().Process(target=_work, args=(rank, meeting, job, there))
         self._process.start()

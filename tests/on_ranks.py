@@ -34,8 +34,7 @@ from pardata import barrier, rank_zero_first, testing, world
 from pardata.data._uneven_shares import uneven_shares
 from pardata.environment._logger import logged_once
 from pardata.environment._world import group_state, process
-from pardata.rng._default_seeds import loaders
-from pardata.rng._run_seed import run_seed
+from pardata.rng._seeds import loaders, run_seed
 from pardata.store._remote_error import RemoteError
 from pardata.testing import _run
 

@@ -4,7 +4,6 @@ import os
 import shutil
 import sys
 import threading
-import time
 import traceback
 from pathlib import Path
 

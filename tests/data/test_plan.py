@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pardata.data._plan import share
-from pardata.rng._splitmix64 import mix
+from pardata.rng._seeds import mix
 
 
 @given(st.integers(0, 10_000), st.integers(1, 17))

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from pardata import make_loader
 from pardata.data._shuffle import Shuffle
-from pardata.rng._splitmix64 import mix
+from pardata.rng._seeds import mix
 
 # --- what a state says ---
 

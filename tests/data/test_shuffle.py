@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pardata.data._shuffle import Shuffle
-from pardata.rng._splitmix64 import mix
+from pardata.rng._seeds import mix
 
 DRAWN = 2**16  # up to here the whole order is drawn, above it each number is computed
 BOTH = pytest.mark.parametrize("drawn", [DRAWN, 0], ids=["drawn", "computed"])

@@ -287,10 +287,16 @@ def test_long_work_is_named_and_no_hang(what, size, tmp_path):
         assert re.match(row, one), text
 
 
+def test_a_worker_that_hangs_is_named_in_one_process_too(tmp_path):
+    row = f"  rank 0 waits for {re.escape(OF_WORKERS)} {at('loops')} {AFTER_0}"
+    text = told(Scene(how="slow", workers=1), 1, tmp_path, row)
+    assert text.startswith("a step does not end (after the last one, drop the iterator")
+
+
 def told(scene, size, tmp_path, expected):
     """Return what rank 0 tells in a scene, once it has told what is expected."""
     (texts, seconds), *_ = run(scene, str(tmp_path), expected, world_size=size)
     assert seconds < LATEST, texts
     text = next(text for text in texts if re.search(expected, text))
-    assert re.fullmatch(r"\[0/\d\] the run continues after \d+ s", texts[texts.index(text) + 1])
+    assert re.fullmatch(r"(\[0/\d\] )?the run continues after \d+ s", texts[texts.index(text) + 1])
     return re.sub(r"^\[0/\d\] ", "", text, flags=re.MULTILINE)

@@ -38,8 +38,7 @@ import pardata
 import pardata.testing
 from pardata.environment._logger import logged_once
 from pardata.process_group._shutdown import end
-from pardata.rng._default_seeds import loaders
-from pardata.rng._run_seed import run_seed
+from pardata.rng._seeds import loaders, run_seed
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),

@@ -142,7 +142,7 @@ def test_at_the_top_of_a_file_only_the_required_packages_are_imported():
 
 
 @pytest.mark.parametrize(
-    "name", ["pardata.environment._launchers", "pardata.data._plan", "pardata.rng._splitmix64"]
+    "name", ["pardata.environment._launchers", "pardata.data._plan", "pardata.rng._seeds"]
 )
 def test_arithmetic_and_variables_know_no_other_file_and_nothing_distributed(name):
     text = FILES[name].read_text()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from on_ranks import run_caught
 
 from pardata import seed_everything
-from pardata.rng._splitmix64 import mix
+from pardata.rng._seeds import mix
 
 
 @pytest.fixture(autouse=True)

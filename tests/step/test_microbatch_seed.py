@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from pardata import Microbatches, backward, make_loader, seed_everything, unwrap, world, wrap_model
-from pardata.rng._run_seed import run_seed
+from pardata.rng._seeds import run_seed
 
 STRATEGIES = ["none", "dp", "ddp", "fsdp", "exact"]
 SEEDINGS = {

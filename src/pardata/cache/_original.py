@@ -25,7 +25,7 @@ from pardata.environment._cpu import cpus_per_rank
 from pardata.environment._logger import get_logger
 from pardata.environment._world import World
 from pardata.rng._rng_state import numpy_or_none, seed_generators
-from pardata.rng._splitmix64 import mix
+from pardata.rng._seeds import mix
 from pardata.store._consensus import Facts
 
 _log = get_logger(__name__)

@@ -21,7 +21,7 @@ from pardata.environment._world import (
     single_world,
     store_client,
 )
-from pardata.rng._default_seeds import default_seed, next_number
+from pardata.rng._seeds import default_seed, next_number
 from pardata.store._consensus import raise_if_different
 from pardata.store._round import exchange
 

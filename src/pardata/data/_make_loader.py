@@ -21,7 +21,7 @@ from pardata.data._stream import Stream
 from pardata.data._streamed import Streamed
 from pardata.data._workers import Source
 from pardata.environment._logger import get_logger
-from pardata.rng._default_seeds import default_seed, take_number
+from pardata.rng._seeds import default_seed, take_number
 
 _log = get_logger(__name__)
 

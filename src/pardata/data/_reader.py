@@ -12,7 +12,7 @@ from pardata.data._order import Request, as_list
 from pardata.data._plan import Fetched, GlobalStep
 from pardata.data._whole_batches import is_read_whole, on_cpu, whole_batch_reader
 from pardata.rng import _rng_state as generators
-from pardata.rng._splitmix64 import mix, mixed
+from pardata.rng._seeds import mix, mixed
 from pardata.store._remote_error import RemoteError
 
 # The indices of samples, and what each is seeded by: its index, or its position.

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from pardata.rng._splitmix64 import mix
+from pardata.rng._seeds import mix
 
 # Up to here the whole order is drawn: exactly fair, in a millisecond and half a megabyte. A Feistel
 # network on a few bits reaches only some of the orders.

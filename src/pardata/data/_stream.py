@@ -14,7 +14,7 @@ from pardata._pytree import content_hash, leaves_with_path
 from pardata.data._plan import Fetched, GlobalStep, Plan, share
 from pardata.data._reader import Collation
 from pardata.rng._rng_state import kept_generators, seed_generators
-from pardata.rng._splitmix64 import mix
+from pardata.rng._seeds import mix
 from pardata.store._remote_error import RemoteError
 
 _END = object()

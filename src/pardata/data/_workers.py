@@ -15,7 +15,7 @@ from pardata.data._whole_batches import is_read_whole, on_cpu, outline
 from pardata.data._worker_processes import start_method, started
 from pardata.environment._cpu import cpus_per_rank
 from pardata.environment._world import World
-from pardata.rng._splitmix64 import mix
+from pardata.rng._seeds import mix
 from pardata.store._current_op import FORKED_LOADER, LOADER
 from pardata.store._remote_error import RemoteError
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pardata.rng._run_seed import run_seed
+from pardata.rng._seeds import run_seed
 
 
 class Default(NamedTuple):

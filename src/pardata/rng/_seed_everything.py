@@ -7,10 +7,8 @@ import torch
 
 from pardata._validation import check_bool, check_int
 from pardata.environment._world import require_world
-from pardata.rng._default_seeds import loaders
 from pardata.rng._rng_state import seed_generators
-from pardata.rng._run_seed import run_seed
-from pardata.rng._splitmix64 import mix
+from pardata.rng._seeds import loaders, mix, run_seed
 
 
 def seed_everything(seed: int, *, per_rank: bool = False, deterministic: bool = False) -> int:

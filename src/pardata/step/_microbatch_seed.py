@@ -7,8 +7,7 @@ import torch
 
 from pardata.data._microbatches import Microbatches
 from pardata.environment._world import is_alone, world
-from pardata.rng._run_seed import run_seed
-from pardata.rng._splitmix64 import mix
+from pardata.rng._seeds import mix, run_seed
 
 
 def microbatch_seed(batch: Any, number: int = 0) -> int:

@@ -63,13 +63,9 @@ class StoreClient:
                 answer.set_exception(error)
 
         try:
-            try:
-                Thread(target=run, daemon=True).start()
-            except RuntimeError:  # from Python 3.12 on an interpreter that ends starts no thread
-                run()
+            _in_thread(run)
             self.store, found = answer.result(wait.total_seconds() + _MARGIN)
             held = False
-            return found
         except dist.DistNetworkError as error:
             must = "must stay as long as any rank, but has ended: look at its output for an error"
             text = f"{SERVER} {must}; this rank is at {call_site()}"
@@ -77,8 +73,17 @@ class StoreClient:
         except TimeoutError:
             must = f"must answer, but has not for {wait}: is it stopped, or is the network down?"
             raise mark_secondary(TimeoutError(f"{SERVER} {must} {call_site()}")) from None
+        else:
+            return found
         finally:
             self._is_held = held or not answer.done()
+
+
+def _in_thread(run: Callable[[], None]) -> None:
+    try:
+        Thread(target=run, daemon=True).start()
+    except RuntimeError:  # from Python 3.12 on an interpreter that ends starts no thread
+        run()
 
 
 def wait_for(store: dist.Store, keys: list[str], timeout: timedelta) -> bool:

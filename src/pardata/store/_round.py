@@ -129,8 +129,8 @@ def forbid_in_rank_zero_section(call: str) -> None:
 def abort_rounds(client: StoreClient, text: str) -> None:
     """Let each rank that waits for this one, now or later, raise an error with `text`.
 
-    That is in this rank's last round, if it was interrupted in it, or in a later one: the others may
-    be some rounds ahead, which rank 0 led. They wait in the first without a result.
+    They wait in the first round without a result. That is this rank's last one, if it was
+    interrupted in it, or a later one: the others may be some rounds ahead, which rank 0 led.
     """
     client.closed = client.closed or text
     result = json.dumps({"call": "", "closed": ["RuntimeError", text]})

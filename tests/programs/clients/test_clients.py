@@ -20,7 +20,7 @@ from launched import launched, torchrun_variables
 from PIL import Image
 
 from pardata import make_loader
-from pardata.rng._default_seeds import loaders
+from pardata.rng._seeds import loaders
 
 HERE = Path(__file__).parent
 

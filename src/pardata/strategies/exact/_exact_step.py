@@ -15,8 +15,7 @@ from pardata.environment._world import cpu_group_and_device, world
 from pardata.model._before import GradientsAside
 from pardata.model._modules import parameters_of
 from pardata.rng._rng_state import Kept, default_generators, seed_generators
-from pardata.rng._run_seed import run_seed
-from pardata.rng._splitmix64 import mix
+from pardata.rng._seeds import mix, run_seed
 from pardata.step._count import Microbatch, started
 from pardata.step._guests import Guests
 from pardata.step._microbatch_seed import microbatch_seed

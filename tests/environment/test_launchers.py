@@ -149,20 +149,6 @@ def test_numbers_that_contradict_each_other_are_refused(env, changes, what):
     refused({**env, **changes}, what, f"but {launcher} set it to", "left over", "contradict")
 
 
-@pytest.mark.parametrize("found", [SRUN, OPEN_MPI, MPICH], ids=["slurm", "open-mpi", "mpich"])
-def test_torch_variables_exported_by_hand_must_say_what_the_launcher_says(found):
-    launch = detect_launch(found)
-    assert (
-        detect_launch({**found, "RANK": str(launch.rank), "WORLD_SIZE": str(launch.size)}) == launch
-    )
-    for name, value in (("RANK", launch.rank), ("WORLD_SIZE", launch.size)):
-        refused(
-            {**found, name: "7"},
-            f"`{name}` must be {value}, as {launcher_text(launch)} says, but is 7",
-            "unset it, or choose one launcher with PARDATA_LAUNCHER",
-        )
-
-
 def test_master_variables_set_by_hand_win_over_what_slurm_and_mpi_suggest():
     own = {"MASTER_ADDR": "h7", "MASTER_PORT": "1234"}
     for env in (SRUN, OPEN_MPI, MPICH):

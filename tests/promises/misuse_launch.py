@@ -44,7 +44,6 @@ VARIABLES = {
     PORT_IS_TAKEN: LAUNCHED,
     "`PARDATA_LAUNCHER=srun`": {"PARDATA_LAUNCHER": "srun"},
     "`PARDATA_LAUNCHER=slurm` without `srun`": {"PARDATA_LAUNCHER": "slurm"},
-    "`srun`, and `export WORLD_SIZE=4` for 2 tasks": {**SRUN, "WORLD_SIZE": "4"},
     "a broken `SLURM_STEP_NODELIST`": {**SRUN, "SLURM_STEP_NODELIST": "n[1-"},
     "`mpirun` over several hosts": MPIRUN,
     "a script started by a rank, with its variables": {

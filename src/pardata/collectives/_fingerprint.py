@@ -171,9 +171,8 @@ class CheckedCollective:
     def _raise_mismatch(self) -> None:
         """Raise on every rank, with a table of the calls or of the structures in which they are."""
         cure = "Make the same call with the same structure on every rank."
-        facts = lambda: {"structure": self._facts()}  # noqa: E731  # a name says what it is
-        differ = lambda rows: raise_if_different(self._call, rows, cure)  # noqa: E731  # as above
-        exchange(store_client(), self._call, facts, differ)
+        differ = functools.partial(raise_if_different, self._call, cure=cure)
+        exchange(store_client(), self._call, lambda: {"structure": self._facts()}, differ)
 
     def group(self, tensor: Tensor) -> Any:
         """Return the process group that takes `tensor`, once all ranks are known to agree."""

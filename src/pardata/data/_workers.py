@@ -86,9 +86,8 @@ class Source:
     @property
     def op(self) -> str:
         """The operation of a rank that waits for a step."""
-        workers = self.workers
-        forks = workers and workers.num_workers and start_method(workers) == "fork"
-        return FORKED_LOADER if forks else LOADER
+        has_any = self.workers is not None and self.workers.num_workers
+        return FORKED_LOADER if has_any and start_method(self.workers) == "fork" else LOADER
 
     def steps(self, start: Position) -> Iterator[Any]:
         """Yield the steps after those delivered. Collective where the order is a sampler's."""

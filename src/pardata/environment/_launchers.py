@@ -88,8 +88,6 @@ def detect_launch(env: Env) -> LaunchInfo:
         return SINGLE
     launch = launcher.read(env)
     _check_bounds(launch, launcher)
-    if env.get("PARDATA_LAUNCHER", "auto") == "auto":
-        _check_torchs(launch, env)
     return launch
 
 
@@ -252,17 +250,6 @@ def _check_bounds(launch: LaunchInfo, launcher: Launcher) -> None:
                 f"the {name} must be less than the {of} ({bound}), but {launcher_text(launch)} "
                 f"set it to {value}: the variables ({variables}) contradict "
                 f"each other, or are left over from another run; {_OPT_OUT}"
-            )
-
-
-def _check_torchs(launch: LaunchInfo, env: Env) -> None:
-    """Refuse torch's variables, exported by hand, that contradict the launcher found."""
-    numbers = read_ints(env, TORCHRUN[:4])
-    for name, value in zip(TORCHRUN, launch[1:5], strict=False):  # without the address
-        if numbers.get(name, value) != value:
-            raise ValueError(
-                f"`{name}` must be {value}, as {launcher_text(launch)} says, but is {env[name]}: "
-                f"unset it, or choose one launcher with PARDATA_LAUNCHER"
             )
 
 

@@ -92,7 +92,8 @@ def init(
     if world.backend is None and (is_child() or dist.group.WORLD is not None):
         return world  # there is a group, which a child, or who opted out, does not touch
     if before is not None:
-        _check_same_arguments(before, backend, device, patience, hang_after)
+        given = {"backend": backend, "timeout": patience, "hang_after": hang_after}
+        _check_same_arguments(before, device, given)
         return replace(before.world, _at_the_end=None)
     launch = detect_launch(os.environ) if dist.group.WORLD is None else None
     if launch is not None:
@@ -127,28 +128,18 @@ def _check_not_inherited(launch: LaunchInfo) -> None:
 
 
 def _check_same_arguments(
-    state: GroupState,
-    backend: str | None,
-    device: torch.device | str | None,
-    timeout: timedelta | None,
-    hang_after: timedelta | None,
+    state: GroupState, device: torch.device | str | None, given: dict[str, object]
 ) -> None:
     """Refuse arguments of a second `init` that differ from those of the first."""
     here, wanted = state.world, None if device is None else parse_device(device)
     # A kind without a number asks for this rank's GPU, whichever that is.
-    if wanted in (here.device, torch.device(here.device.type)):
-        wanted = None
-    had = {
-        "backend": (backend, here.backend),
-        "device": (wanted, here.device),
-        "timeout": (timeout, state.client.timeout),
-        "hang_after": (hang_after, state.hang_after),
-    }
-    for name, (given, found) in had.items():
-        if given not in (None, found):
+    given["device"] = None if wanted == torch.device(here.device.type) else wanted
+    had = {"backend": here.backend, "device": here.device, "timeout": state.client.timeout}
+    for name, found in {**had, "hang_after": state.hang_after}.items():
+        if given[name] not in (None, found):
             raise RuntimeError(
                 f"`{name}` must be {str(found)!r}, with which `init` has joined, but is "
-                f"{str(given)!r}: pass it to the first call"
+                f"{str(given[name])!r}: pass it to the first call"
             )
 
 

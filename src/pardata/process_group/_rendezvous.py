@@ -82,8 +82,7 @@ def form_group(
             dist.destroy_process_group()
         with suppress(Exception):  # the store must be there until the others have read the same
             if not isinstance(error, Exception):  # which they do not know
-                who = f"rank {client.rank} of {client.size} failed first"
-                abort_rounds(client, f"{who}: {summary_line(error)}")
+                abort_rounds(client, f"rank {client.rank} failed first: {summary_line(error)}")
             count_out(client, _MARGIN, hosts_store=hosts_store)
         raise
     world = replace(_world_of(launch, propose(), plan["hosts"]), _at_the_end=end)

@@ -41,7 +41,7 @@ def remember(state: GroupState) -> None:
     atexit.register(_close_at_exit)
     state.resources.callback(atexit.unregister, _close_at_exit)
     # Closed in the reverse order. The group before the wait for ranks that may be in a collective.
-    state.resources.callback(_count_out, state, state.client.timeout)
+    state.resources.callback(_wait_for_all, state)
     state.resources.callback(dist.destroy_process_group)
     state.resources.callback(_say_goodbye, state)
     state.resources.callback(os.environ.pop, "PARDATA_JOINED", None)
@@ -80,16 +80,16 @@ def _say_goodbye(state: GroupState) -> None:
         abort_rounds(state.client, f"{who}: {cure}")
 
 
-def _count_out(state: GroupState, patience: timedelta) -> None:
+def _wait_for_all(state: GroupState) -> None:
     with suppress(Exception):  # the store has ended: another rank failed, and its error says why
-        if not count_out(state.client, patience, hosts_store=state.hosts_store):
-            _log.warning("not all ranks have left the group within %s: see their output", patience)
+        if not count_out(state.client, state.client.timeout, hosts_store=state.hosts_store):
+            _log.warning("not all ranks have left the group in time: see their output")
 
 
 def count_out(client: StoreClient, patience: timedelta, *, hosts_store: bool) -> bool:
-    """Say that this rank needs the store no more; if it serves it, wait until no rank does.
+    """Count this rank as one that needs the store no more; if it hosts it, wait for the others.
 
-    Returns whether none does.
+    Returns whether all are counted.
     """
 
     def leave(store: dist.Store) -> bool:

@@ -84,7 +84,8 @@ class Watchdog(Thread):
         call, since, step = record
         waits = now - max(since, self._awake) if call or step is not None else 0.0
         if self._began is not None and record is not self._began:
-            self._set("over", f"{record[1] - self._began[1]:.0f}")
+            over, seconds = f"{self._number}/over", f"{record[1] - self._began[1]:.0f}"
+            self._client.request(lambda store: store.set(over, seconds))
             self._began = None
         news = self._news(rank_status(record, frame))
         if self._answered is None:
@@ -143,10 +144,6 @@ class Watchdog(Thread):
         if self._logs:
             _warn(f"the run continues after {seconds} s")
         self._number, self._answered, self._logs = self._number + 1, None, False
-
-    def _set(self, key: str, text: str) -> None:
-        number = self._number
-        self._client.request(lambda store: store.set(f"{number}/{key}", text))
 
 
 def _warn(text: str, *, once: bool = False) -> None:

@@ -5,7 +5,7 @@ import pickle
 import re
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -46,15 +46,11 @@ class RemoteError:
     is_secondary: bool = False
 
     @classmethod
-    def of(
-        cls, error: BaseException, *, rank: int, call: str, is_raised: bool = True
-    ) -> "RemoteError":
-        """Describe `error`; with traceback and pickle if other ranks raise it, too."""
-        remote = cls(rank, call, type_and_message(error), is_secondary=is_secondary(error))
-        if not is_raised:
-            return remote
+    def of(cls, error: BaseException, *, rank: int, call: str) -> "RemoteError":
+        """Describe `error` so that other ranks can raise it."""
+        text = type_and_message(error)
         trace = shortened("".join(traceback.format_exception(error)))
-        return replace(remote, traceback=trace, pickled=_pickled(error))
+        return cls(rank, call, text, trace, _pickled(error), is_secondary(error))
 
     @property
     def summary(self) -> str:

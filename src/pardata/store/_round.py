@@ -10,7 +10,7 @@ why: no round can follow then. Only the request that reads all contributions gro
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -193,8 +193,8 @@ class _Round:
         """Write this rank's contribution, and the result if it is the last one to arrive."""
         client, failed = self._client, None
         if error is not None:
-            remote = RemoteError.of(error, rank=client.rank, call=self._call, is_raised=False)
-            failed = asdict(remote)
+            remote = RemoteError.of(error, rank=client.rank, call=self._call)
+            failed = asdict(replace(remote, traceback="", pickled=None))  # the others see a text
         entry = {"round": self._number, "call": self._call, "value": value, "error": failed}
         store.set(f"at/{client.rank}", json.dumps(entry))
         if store.add(f"count/{self._number}", 1) == client.size:

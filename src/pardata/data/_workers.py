@@ -86,8 +86,9 @@ class Source:
     @property
     def op(self) -> str:
         """The operation of a rank that waits for a step."""
-        has_any = self.workers is not None and self.workers.num_workers
-        return FORKED_LOADER if has_any and start_method(self.workers) == "fork" else LOADER
+        if (workers := self.workers) is None or not workers.num_workers:
+            return LOADER
+        return FORKED_LOADER if start_method(workers) == "fork" else LOADER
 
     def steps(self, start: Position) -> Iterator[Any]:
         """Yield the steps after those delivered. Collective where the order is a sampler's."""

@@ -57,8 +57,7 @@ def end(error: BaseException | None) -> None:
     if state is None or state.has_failed or is_child():
         return
     succeeds = isinstance(error, SystemExit) and not error.code
-    is_alone = state.world.size == 1
-    if error is None or succeeds or is_alone or isinstance(error, GeneratorExit):
+    if error is None or succeeds or isinstance(error, GeneratorExit) or state.world.size == 1:
         if state.world.launcher != "existing":
             process.state = None
             state.resources.close()

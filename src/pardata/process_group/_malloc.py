@@ -2,6 +2,7 @@
 
 import ctypes
 import sys
+from typing import Any
 
 # Parameter numbers of mallopt(3), from glibc's malloc.h, with the values measured to help.
 # M_MMAP_MAX: large blocks come from the heap, not from a mapping of their own. M_TRIM_THRESHOLD:
@@ -16,10 +17,7 @@ def tune_glibc_malloc() -> bool:
     the kernel and unmapped again, step after step. Lasts for the life of the process. Elsewhere
     than under glibc nothing is done.
     """
-    if not sys.platform.startswith("linux"):
-        return False
-    libc = ctypes.CDLL(None)
+    libc: Any = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
     if not hasattr(libc, "gnu_get_libc_version"):  # musl has no mallopt
         return False
-    accepted = [libc.mallopt(name, value) == 1 for name, value in _SETTINGS.items()]
-    return all(accepted)
+    return all(libc.mallopt(name, value) == 1 for name, value in _SETTINGS.items())

@@ -79,15 +79,12 @@ def run(
     _require_a_script_that_children_find(fn)
     with tempfile.TemporaryDirectory(prefix="pardata-run-") as directory:
         start_method = multiprocessing.get_start_method(allow_none=True)
-        meeting = _Meeting(directory, world_size, timeout, variables, start_method)
-        team: list[_Rank] = []
+        ranks = _Ranks(_Settings(directory, world_size, timeout, variables, start_method))
         try:
-            for rank in range(world_size):
-                team.append(_Rank(rank, meeting, job))  # noqa: PERF401  # those before one that fails end
-            return _results(team, meeting)
+            ranks.start(job)
+            return ranks.results()
         finally:
-            for member in team:
-                member.end()
+            ranks.end()
 
 
 def _environment(added: dict[Any, Any]) -> dict[str, str]:
@@ -101,8 +98,8 @@ def _environment(added: dict[Any, Any]) -> dict[str, str]:
     # server's environment is that of its start; a test may have changed its own since.
     left_out = {*_OWN, *(name for launcher in LAUNCHERS for name in launcher.marks)}
     families = tuple(family for launcher in LAUNCHERS for family in launcher.families)
-    own = {n: text for n, text in os.environ.items() if n not in left_out}
-    return {n: text for n, text in own.items() if not n.startswith(families)} | added
+    own = ((n, text) for n, text in os.environ.items() if not n.startswith(families))
+    return {n: text for n, text in own if n not in left_out} | added
 
 
 def _require_a_script_that_children_find(fn: Callable[..., object]) -> None:
@@ -117,7 +114,7 @@ def _require_a_script_that_children_find(fn: Callable[..., object]) -> None:
         )
 
 
-class _Meeting(NamedTuple):
+class _Settings(NamedTuple):
     """What the processes of one run have in common."""
 
     directory: str
@@ -126,68 +123,72 @@ class _Meeting(NamedTuple):
     env: dict[str, str]
     start_method: str | None
 
-    def stack_file(self, rank: int) -> Path:
-        return Path(self.directory) / f"stack-{rank}"
 
+class _Ranks:
+    """The processes of one run, as the test sees them."""
 
-class _Rank:
-    """One process, as the test sees it."""
+    def __init__(self, settings: _Settings) -> None:
+        self._settings = settings
+        self._processes: list[tuple[Any, Connection]] = []
+        self._outcomes: dict[int, Any] = {}  # a RemoteError, or the result, pickled
 
-    def __init__(self, rank: int, meeting: _Meeting, job: bytes) -> None:
-        self.rank = rank
-        self.outcome: Any = None  # a RemoteError, or its result, pickled
-        self.pipe, there = multiprocessing.Pipe(duplex=False)
-        self._process = _context().Process(target=_work, args=(rank, meeting, job, there))
-        self._process.start()
-        there.close()
+    def start(self, job: bytes) -> None:
+        for rank in range(self._settings.size):
+            pipe, there = multiprocessing.Pipe(duplex=False)
+            process = _context().Process(target=_work, args=(rank, self._settings, job, there))
+            process.start()
+            there.close()
+            self._processes.append((process, pipe))
+
+    def results(self) -> list[Any]:
+        """Return what the ranks return, or raise what the first one to fail raised."""
+        deadline, failures = time.monotonic() + self._settings.timeout, []
+        while waiting := [n for n in range(self._settings.size) if n not in self._outcomes]:
+            pipes = {self._processes[rank][1]: rank for rank in waiting}
+            ready = wait(list(pipes), max(0, deadline - time.monotonic()))
+            if not ready:
+                if failures:  # the others are stuck because of it
+                    break
+                raise TimeoutError(self._stuck_text(waiting))
+            for pipe, rank in pipes.items():
+                if pipe in ready:
+                    self._outcomes[rank] = outcome = self._received(rank)
+                    if isinstance(outcome, RemoteError):
+                        failures.append(outcome)
+                        deadline = min(deadline, time.monotonic() + _GRACE)
+        if failures:
+            first = next((each for each in failures if not each.is_secondary), failures[0])
+            raise mark_secondary(first.to_exception())
+        return [pickle.loads(one) for _, one in sorted(self._outcomes.items())]  # noqa: S301  # our own children's
+
+    def _received(self, rank: int) -> Any:
+        process, pipe = self._processes[rank]
+        try:
+            return pipe.recv()
+        except EOFError:
+            process.join()
+            text = f"the process ended with exit code {process.exitcode}, without a word"
+            return RemoteError(rank, "run", f"ProcessDied: {text}", text)
+
+    def _stuck_text(self, stuck: list[int]) -> str:
+        def stack(rank: int) -> str:
+            file = Path(f"{self._settings.directory}/stack-{rank}")
+            return (file.read_text() if file.exists() else "") or "(not known)"
+
+        table = "\n".join(f"rank {rank} was here:\n{stack(rank)}" for rank in stuck)
+        return (
+            f"all {self._settings.size} ranks must finish within {self._settings.timeout:g} s, "
+            f"but rank {', '.join(map(str, stuck))} did not\n\n{table}"
+        )
 
     def end(self) -> None:
-        """Make sure that the process is gone."""
-        self._process.join(timeout=0 if self.outcome is None else _GRACE)
-        self._process.kill()
-        self._process.join()
-        self.pipe.close()
-        self._process.close()
-
-    def receive(self) -> None:
-        """Take this rank's outcome."""
-        try:
-            self.outcome = self.pipe.recv()
-        except EOFError:
-            self._process.join()
-            text = f"the process ended with exit code {self._process.exitcode}, without a word"
-            self.outcome = RemoteError(self.rank, "run", f"ProcessDied: {text}", text)
-
-
-def _results(team: list[_Rank], meeting: _Meeting) -> list[Any]:
-    deadline = time.monotonic() + meeting.timeout
-    failures: list[RemoteError] = []
-    while waiting := [member for member in team if member.outcome is None]:
-        ready = wait([member.pipe for member in waiting], max(0, deadline - time.monotonic()))
-        if not ready:
-            if failures:
-                break  # the others are stuck because of it
-            raise TimeoutError(_stuck_text(waiting, meeting))
-        for member in waiting:
-            if member.pipe in ready:
-                member.receive()
-                if isinstance(member.outcome, RemoteError):
-                    failures.append(member.outcome)
-                    deadline = min(deadline, time.monotonic() + _GRACE)
-    if failures:
-        first = next((each for each in failures if not each.is_secondary), failures[0])
-        raise mark_secondary(first.to_exception())
-    return [pickle.loads(member.outcome) for member in team]  # noqa: S301  # our own children's
-
-
-def _stuck_text(stuck: list[_Rank], meeting: _Meeting) -> str:
-    files = {member.rank: meeting.stack_file(member.rank) for member in stuck}
-    stacks = {rank: file.read_text() if file.exists() else "" for rank, file in files.items()}
-    table = "\n".join(f"rank {rank} was here:\n{s or '(not known)'}" for rank, s in stacks.items())
-    return (
-        f"all {meeting.size} ranks must finish within {meeting.timeout:g} s, but rank "
-        f"{', '.join(map(str, stacks))} did not\n\n{table}"
-    )
+        """Make sure that the processes are gone."""
+        for rank, (process, pipe) in enumerate(self._processes):
+            process.join(timeout=_GRACE if rank in self._outcomes else 0)
+            process.kill()
+            process.join()
+            pipe.close()
+            process.close()
 
 
 def _context() -> Any:
@@ -200,20 +201,20 @@ def _context() -> Any:
     return context
 
 
-def _work(rank: int, meeting: _Meeting, job: bytes, pipe: Connection) -> None:
+def _work(rank: int, settings: _Settings, job: bytes, pipe: Connection) -> None:
     """Be one rank: join, run, report."""
     gc.freeze()  # a collection would walk all that the server has imported, torch among it
     os.environ.clear()
-    os.environ.update(meeting.env, LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(meeting.size))
+    os.environ.update(settings.env, LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(settings.size))
     # That of the parent, for a rank's own children: a process from a server would ask for another
     # server, and each DataLoader worker would take seconds to import torch.
-    multiprocessing.set_start_method(meeting.start_method, force=True)
+    multiprocessing.set_start_method(settings.start_method, force=True)
     torch.set_num_threads(1)
     try:
-        with meeting.stack_file(rank).open("w") as stack:
+        with Path(f"{settings.directory}/stack-{rank}").open("w") as stack:
             # Just before the parent gives up, write where this rank is.
-            faulthandler.dump_traceback_later(max(0.1, meeting.timeout - 1), file=stack)
-            outcome: bytes | RemoteError = pickle.dumps(_joined_call(rank, meeting, job))
+            faulthandler.dump_traceback_later(max(0.1, settings.timeout - 1), file=stack)
+            outcome: bytes | RemoteError = pickle.dumps(_joined_call(rank, settings, job))
             faulthandler.cancel_dump_traceback_later()
     except BaseException as error:  # noqa: BLE001  # SystemExit too: the parent raises it
         outcome = RemoteError.of(error, rank=rank, call="run")
@@ -221,9 +222,9 @@ def _work(rank: int, meeting: _Meeting, job: bytes, pipe: Connection) -> None:
     pipe.send(outcome)
 
 
-def _joined_call(rank: int, meeting: _Meeting, job: bytes) -> Any:
-    size, limit = meeting.size, timedelta(seconds=meeting.timeout)
-    store = dist.FileStore(f"{meeting.directory}/store", size)
+def _joined_call(rank: int, settings: _Settings, job: bytes) -> Any:
+    size, limit = settings.size, timedelta(seconds=settings.timeout)
+    store = dist.FileStore(f"{settings.directory}/store", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     # torch does not wait: a rank whose `fn` leaves the group at once would close connections that
     # another is still making.

@@ -74,7 +74,7 @@ def started(loader: DataLoader[Any], init_fn: Callable[[int], None] | None) -> I
 
 def start_method(loader: DataLoader[Any]) -> str:
     """Return how the workers of a loader are started."""
-    return (loader.multiprocessing_context or multiprocessing).get_start_method()
+    return str((loader.multiprocessing_context or multiprocessing).get_start_method())
 
 
 def _end() -> None:

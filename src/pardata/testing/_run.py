@@ -142,7 +142,7 @@ class _Ranks:
 
     def results(self) -> list[Any]:
         """Return what the ranks return, or raise what the first one to fail raised."""
-        deadline, failures = time.monotonic() + self._settings.timeout, []
+        deadline, failures = time.monotonic() + self._settings.timeout, list[RemoteError]()
         while waiting := [n for n in range(self._settings.size) if n not in self._outcomes]:
             pipes = {self._processes[rank][1]: rank for rank in waiting}
             ready = wait(list(pipes), max(0, deadline - time.monotonic()))

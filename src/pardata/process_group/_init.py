@@ -92,11 +92,7 @@ def init(
     if world.backend is None and (is_child() or dist.group.WORLD is not None):
         return world  # there is a group, which a child, or who opted out, does not touch
     if before is not None:
-        given: dict[str, object] = {
-            "backend": backend,
-            "timeout": patience,
-            "hang_after": hang_after,
-        }
+        given = dict[str, object](backend=backend, timeout=patience, hang_after=hang_after)
         _check_same_arguments(before, device, given)
         return replace(before.world, _at_the_end=None)
     launch = detect_launch(os.environ) if dist.group.WORLD is None else None

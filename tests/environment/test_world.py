@@ -79,7 +79,7 @@ def test_every_rank_of_a_launcher_joins_and_leaves(size, variables):
 def join_repeatedly():
     first = init()
     with init() as second:
-        third = init(backend="gloo", device="cpu", timeout=timedelta(seconds=1))
+        third = init(backend="gloo", device="cpu", timeout=timedelta(minutes=30))
         with init(), init():
             pass
         inside = all_reduce_sum(1)
@@ -539,7 +539,7 @@ ENDINGS = [
     ("one by one", [0, 0], [None, None]),  # rank 0 keeps the store open until the end
     ("after one that was adopted", [0, 0], ["left True\n"] * 2),
     ("exception", [1, 5], ["ValueError: the reason", ""]),
-    ("killed", [9, 0], ["", "not all ranks left the process group: another rank failed or w"]),
+    ("killed", [9, 0], ["", ""]),  # torch itself warns that the store is gone
 ]
 
 

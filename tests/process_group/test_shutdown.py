@@ -91,10 +91,12 @@ def test_an_exception_that_is_caught_outside_of_the_block_is_told_at_once(progra
 
 WORKS = """
 import time, pardata
+from datetime import timedelta
 
+pardata.process_group._shutdown._LINGER = timedelta(seconds=1)
 with pardata.init(timeout=200) as here:
     pardata.barrier("the last call of all")
-    time.sleep(4 * here.rank)
+    time.sleep(4 * here.rank)  # rank 0 is gone by now, and the store with it
 """
 
 
@@ -104,4 +106,6 @@ def test_a_rank_that_works_on_after_rank_0_has_finished_is_no_failure(programs, 
         for rank in range(2):
             env, output = slurm_variables(rank, 2, port), tmp_path / str(rank)
             ranks.append((programs.start(WORKS, output=output, **env), output))
-        assert [(each.wait(100), output.read_text()) for each, output in ranks] == [(0, "")] * 2
+        for each, output in ranks:
+            assert each.wait(100) == 0
+            assert "/2] " not in output.read_text()  # torch itself warns that the store is gone

@@ -80,15 +80,11 @@ class Attempt:
         newest, text = max(claims.items())
         if text != self._text:
             who = text.partition("\n")[0] or "by another process"  # it has not written its name yet
-            if who.startswith(f"process {os.getpid()} on {socket.gethostname()},"):
-                raise RuntimeError(
-                    f"one Checkpointer at a time must write to {self._directory}, but this process "
-                    f"has made another one since: use one, or give each a directory of its own"
-                )
             raise RuntimeError(
                 f"one run at a time must write to {self._directory}, but this is attempt "
                 f"{self.number} and attempt {newest} has begun ({who}): this run is the "
-                f"older one and must end; give it a directory of its own if both are wanted"
+                f"older one and must end; give it a directory of its own if both are wanted, and "
+                f"make only one Checkpointer of a directory in a process"
             )
 
     def _path(self, number: int) -> Path:

@@ -56,7 +56,7 @@ def agreed(given: Arguments) -> Settings:
         raise_if_different("make_loader", facts_of_ranks, cure)
         return loaders[0]
 
-    initial, number = exchange(store_client(), "make_loader", facts, decide)
+    initial, number = exchange(store_client(ranks), "make_loader", facts, decide)
     (settings,) = made
     _look_at_shares(settings)
     if given.seed is not None:

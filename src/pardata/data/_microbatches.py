@@ -107,7 +107,7 @@ class Microbatches(Sequence[_T]):
                 )
             return [count for one in shares for count in one], facts[0]["seed"]
 
-        counts, seed = exchange(store_client(), "Microbatches.of", state, decide)
+        counts, seed = exchange(store_client(here), "Microbatches.of", state, decide)
         where: dict[str, Any] = {"epoch": epoch, "step": step, "first": here.rank * len(share)}
         return cls(share, **where, counts=counts, seed=seed, size=here.size)
 

@@ -194,7 +194,9 @@ class Requests(Sampler[Request]):
             raise_if_different(f"make_loader({self.name}=…)", facts, cure)
             return facts[0]["the order"]
 
-        return drawn, exchange(store_client(), "iter(loader) with a sampler", draw, decide)
+        return drawn, exchange(
+            store_client(self.ranks), "iter(loader) with a sampler", draw, decide
+        )
 
     def _drawn_once(self, epoch: int) -> list[Any]:
         if hasattr(self.sampler, "set_epoch"):

@@ -87,12 +87,8 @@ class Streamed(Source):
                 return
             is_wrong = last is None and not fewest if stream.is_sharded else fewest != most
             if any_failed or is_wrong:
-                exchange(
-                    store_client(),
-                    _NEXT,
-                    coming.samples,
-                    _none_on if stream.is_sharded else _ended_on,
-                )
+                differ = _none_on if stream.is_sharded else _ended_on
+                exchange(store_client(self._ranks), _NEXT, coming.samples, differ)
             if last is None and coming.fetched:
                 self._compare(coming.fetched, before)
             # It has the shape of this rank's last step, without rows. All have a first step.
@@ -126,7 +122,9 @@ class Streamed(Source):
             return facts[:1]
 
         call = "iter(loader) of an IterableDataset"
-        digests = exchange(store_client(), call, lambda: {"first samples": first.digest}, decide)
+        digests = exchange(
+            store_client(self._ranks), call, lambda: {"first samples": first.digest}, decide
+        )
         self.digest = content_hash(digests)
         if before not in (None, self.digest):
             raise ValueError(

@@ -191,9 +191,9 @@ def require_world(what: str) -> World:
     return found
 
 
-def store_client() -> StoreClient:
-    """Return the client of the current group's store; one of size 1 if this process is alone."""
-    if current_world().size == 1:
+def store_client(here: World | None = None) -> StoreClient:
+    """Return the client of the current group's store; one of size 1 if `here` is a single rank."""
+    if (here or current_world()).size == 1:
         return StoreClient(dist.HashStore(), timedelta(0), 0, 1)
     if (found := group_state()) is not None:
         return found.client

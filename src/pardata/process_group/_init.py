@@ -1,8 +1,8 @@
 """Joining the process group of whatever launched this process. Only `init` joins."""
 
-import multiprocessing
 import os
 import socket
+import sys
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -120,7 +120,8 @@ def _check_not_inherited(launch: LaunchInfo) -> None:
     what = (
         f"this process inherited the variables of rank {launch.rank}, as which process {pid} runs"
     )
-    if multiprocessing.parent_process() is not None:  # a spawned worker imports the script again
+    # A spawned worker runs the script again, as the module `__mp_main__`.
+    if sys.modules.get("__mp_main__") is not sys.modules["__main__"]:
         raise RuntimeError(f"{what}: put the script under `if __name__ == '__main__':`")
     raise RuntimeError(
         f"{what}: start it with PARDATA_LAUNCHER=none to run alone, or with its own launcher"

@@ -129,9 +129,9 @@ def _proposal(
     host, gpu, has_one = socket.gethostname(), "", False
     if device in (seen := _device.visible_devices()):
         torch.accelerator.set_device_index(device)
-        if has_accelerator_backend(backend):  # gloo's ranks can share one
+        if launch is not None and has_accelerator_backend(backend):  # gloo's ranks can share one
             gpu = str(getattr(_device.properties_of(device), "uuid", ""))
-            has_one = launch is not None and len(seen) < 2 * launch.local_size
+            has_one = len(seen) < 2 * launch.local_size
     is_chosen = launch is None or os.environ.get("GLOO_SOCKET_IFNAME")  # or a group is there
     address = "" if is_chosen else _address_of(host)
     return {

@@ -24,13 +24,14 @@ from pardata.environment._backend import all_groups
 from pardata.environment._logger import get_logger
 from pardata.environment._world import GroupState, group_state, is_child, process
 from pardata.store._caller import raise_location
-from pardata.store._client import StoreClient, wait_for
+from pardata.store._client import StoreClient
 from pardata.store._remote_error import RemoteError, is_secondary, summary_line
 from pardata.store._round import abort_rounds
 
 _log = get_logger(__name__)
 
-_PATIENCE = timedelta(seconds=2)  # of a rank that has failed, for the others
+# How long a rank waits for the others: one that has failed, and one that hosts the store.
+_PATIENCE, _LINGER = timedelta(seconds=2), timedelta(seconds=30)
 
 
 def remember(state: GroupState) -> None:
@@ -41,8 +42,8 @@ def remember(state: GroupState) -> None:
     atexit.register(_close_at_exit)
     state.resources.callback(atexit.unregister, _close_at_exit)
     # Closed in the reverse order. The group before the wait for ranks that may be in a collective.
-    state.resources.callback(_wait_for_all, state)
-    state.resources.callback(dist.destroy_process_group)
+    state.resources.callback(_wait_for_others, state)
+    state.resources.callback(_destroy_group, state)
     state.resources.callback(_say_goodbye, state)
     state.resources.callback(os.environ.pop, "PARDATA_JOINED", None)
 
@@ -79,24 +80,29 @@ def _say_goodbye(state: GroupState) -> None:
         abort_rounds(state.client, f"{who}: {cure}")
 
 
-def _wait_for_all(state: GroupState) -> None:
-    with suppress(Exception):  # the store has ended: another rank failed, and its error says why
-        if not count_out(state.client, state.client.timeout, hosts_store=state.hosts_store):
-            _log.warning("not all ranks have left the group in time: see their output")
+def _destroy_group(state: GroupState) -> None:
+    state.group = state.cpu_group = None  # gloo closes its connections with the last reference
+    dist.destroy_process_group()
 
 
-def count_out(client: StoreClient, patience: timedelta, *, hosts_store: bool) -> bool:
-    """Count this rank as one that needs the store no more; if it hosts it, wait for the others.
+def _wait_for_others(state: GroupState) -> None:
+    # The store may have ended: rank 0 has failed, and says why, or has waited long enough.
+    with suppress(Exception):
+        count_out(state.client, _LINGER, hosts_store=state.hosts_store)
 
-    Returns whether all are counted.
-    """
 
-    def leave(store: dist.Store) -> bool:
+def count_out(client: StoreClient, patience: timedelta, *, hosts_store: bool) -> None:
+    """Count this rank as one that needs the store no more; if it hosts it, wait for the others."""
+
+    def leave(store: dist.Store) -> None:
         if store.add("left", 1) == client.size:
             store.set("all-left", "")
-        return not hosts_store or wait_for(store, ["all-left"], patience)
+        deadline = time.monotonic() + patience.total_seconds()
+        # torch logs a `wait` that times out.
+        while hosts_store and not store.check(["all-left"]) and time.monotonic() < deadline:
+            time.sleep(0.05)
 
-    return client.request(leave, patience)
+    client.request(leave, patience)
 
 
 def report_uncaught(state: GroupState) -> None:

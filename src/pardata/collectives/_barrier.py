@@ -1,6 +1,7 @@
 """Barriers, and sections that rank 0 runs alone, over the group's store."""
 
 import os
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,6 +16,7 @@ _T = TypeVar("_T")
 _P = ParamSpec("_P")
 
 _HOURS = timedelta(hours=2)
+_SMALL = 2**20  # bytes of a result that travels over the store
 
 
 def barrier(name: str = "", timeout: timedelta | float | None = None) -> None:
@@ -92,10 +94,11 @@ def rank_zero_first(*, local: bool = False, timeout: timedelta | float = _HOURS)
 def rank_zero_call(fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
     """Run ``fn(*args, **kwargs)`` on rank 0 only and return its result on every rank.
 
-    The result travels by pickle. On the other ranks its tensors come on the CPU, whatever device
-    they were on. An exception on rank 0, ``SystemExit`` and ``KeyboardInterrupt`` included, is
-    raised on every rank, with its origin. Where the exception itself is larger than 64 KiB the
-    others raise a `RuntimeError` with its text. Collective; in a single process it is a plain call.
+    The result travels by pickle, over the store up to 1 MiB, else as `broadcast` sends it. On the
+    other ranks its tensors come on the CPU, whatever device they were on. An exception on rank 0,
+    ``SystemExit`` and ``KeyboardInterrupt`` included, is raised on every rank, with its origin.
+    Where the exception itself is larger than 64 KiB the others raise a `RuntimeError` with its
+    text. Collective; in a single process it is a plain call.
 
     Args:
         fn: what to run.
@@ -116,11 +119,15 @@ def rank_zero_call(fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs)
     name = getattr(fn, "__qualname__", type(fn).__qualname__)
     client, call = store_client(), f"rank_zero_call({name})"
     if not here.is_main:
-        follow(client, call, _HOURS)
-        received: _T = deserialize(broadcast_bytes("rank_zero_call", bytearray))
+        text = follow(client, call, _HOURS)
+        data = b64decode(text) if text else broadcast_bytes("rank_zero_call", bytearray)
+        received: _T = deserialize(data)
         return received
-    with lead(client, call):
+    with lead(client, call) as published:
         result = fn(*args, **kwargs)
         data = serialize(result)
-    broadcast_bytes("rank_zero_call", lambda: data)
+        if len(data) <= _SMALL:
+            published["value"] = b64encode(data).decode()
+    if not published:
+        broadcast_bytes("rank_zero_call", lambda: data)
     return result

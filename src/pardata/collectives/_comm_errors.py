@@ -2,8 +2,8 @@
 
 All of this runs after an error, so a collective that succeeds costs nothing more. A rank that fails
 leaves its exception under one key of the store, where the first one stays. A rank whose collective
-lost a connection or timed out reads it; and it reports in which call it was, so that the ranks
-without a report can be named.
+lost a connection or timed out reads it. It also reports its call, so that the ranks without a
+report can be named.
 """
 
 import json
@@ -23,7 +23,7 @@ from pardata.store._remote_error import RemoteError, is_peer_failure, is_timeout
 from pardata.store._round import forbid_in_rank_zero_section, missing_ranks_text, waiting_ranks
 
 _FAILURE = "failure"
-# For how long to wait for the others. After a lost connection all fail at the same moment; after a
+# Seconds to wait for the others. After a lost connection all fail at the same moment; after a
 # timeout as far apart as they came.
 _LOST, _TIMED_OUT = 1.0, 2.0
 

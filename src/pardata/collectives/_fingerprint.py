@@ -2,7 +2,7 @@
 
 gloo left to itself returns wrong numbers, or ends the process, if sizes differ between ranks; other
 backends hang or continue. So the first collective always has one fixed size, and carries hashes of
-the structure beside the first numbers. Only if all ranks agree, they send more.
+the structure together with the first numbers. Only if all ranks agree, they send more.
 """
 
 import functools

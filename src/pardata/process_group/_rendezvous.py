@@ -81,7 +81,7 @@ def form_group(
         if launch is not None and dist.is_initialized():
             dist.destroy_process_group()
         with suppress(Exception):  # the store must be there until the others have read the same
-            if not isinstance(error, Exception):  # which they do not know
+            if not isinstance(error, Exception):  # the others do not know
                 abort_rounds(client, f"rank {client.rank} failed first: {summary_line(error)}")
             count_out(client, _MARGIN, hosts_store=hosts_store)
         raise

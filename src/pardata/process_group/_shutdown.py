@@ -30,7 +30,7 @@ from pardata.store._round import abort_rounds
 
 _log = get_logger(__name__)
 
-# How long a rank waits for the others: one that has failed, and one that hosts the store.
+# The waits for other ranks of a rank that has failed, and of one that hosts the store.
 _PATIENCE, _LINGER = timedelta(seconds=2), timedelta(seconds=30)
 
 

@@ -46,11 +46,13 @@ class Watchdog(Thread):
         store = dist.PrefixStore("watchdog", client.request(lambda store: store.clone()))
         self._client = StoreClient(store, timedelta(0), client.rank, client.size)
         self._looked, self._awake = time.monotonic(), 0.0
-        self._number = 1  # of the stall that is under way, or will be the next
+        self._number = 1  # the stall that is under way, or will be the next
         self._began: OpRecord | None = None  # the wait by which this rank began it
         self._answered: float | None = None  # when this rank wrote its status
         self._has_asked, self._logs = False, False  # who logs; whether this rank does
-        atexit.register(self.stop)  # for a group that `init` adopted, and after an error
+        atexit.register(
+            self.stop
+        )  # a group that `init` adopted stays, and so does one after an error
         current_op.begin()
         self._watched = current_op.thread
         self.start()

@@ -84,8 +84,12 @@ def exchange(
 
 
 @contextmanager
-def lead(client: StoreClient, call: str, others: timedelta | None = None) -> Iterator[None]:
+def lead(
+    client: StoreClient, call: str, others: timedelta | None = None
+) -> Iterator[dict[str, str]]:
     """Work for the ranks that `follow`. An exception in the block is raised on every rank.
+
+    Yields a dict. Its "value", if the block sets one, is returned by `follow`.
 
     Args:
         client: of the store.
@@ -99,8 +103,9 @@ def lead(client: StoreClient, call: str, others: timedelta | None = None) -> Ite
     if others is None:
         client.request(this.arrive)
     before, current_op.leads = current_op.leads, call.partition("(")[0]
+    result: dict[str, str] = {}
     try:
-        yield
+        yield result
     except BaseException as error:
         remote = RemoteError.of(error, rank=client.rank, call=current_op.leads)
         with suppress(Exception):  # the first error says more
@@ -108,13 +113,13 @@ def lead(client: StoreClient, call: str, others: timedelta | None = None) -> Ite
         raise
     finally:
         current_op.leads = before
-    this.value_of(this.give({"value": None}) if others is None else this.wait(others))
+    this.value_of(this.give({"value": None, **result}) if others is None else this.wait(others))
 
 
-def follow(client: StoreClient, call: str, timeout: timedelta) -> None:
-    """Wait for the rank that leads; raise the exception that it raised."""
+def follow(client: StoreClient, call: str, timeout: timedelta) -> Any:
+    """Wait for the rank that leads; return its value, or raise the exception that it raised."""
     this = _Round(client, call)
-    this.value_of(this.wait(timeout))
+    return this.value_of(this.wait(timeout))
 
 
 def forbid_in_rank_zero_section(call: str) -> None:
@@ -130,7 +135,7 @@ def abort_rounds(client: StoreClient, text: str) -> None:
     """Let each rank that waits for this one, now or later, raise an error with `text`.
 
     They wait in the first round without a result. That is this rank's last one, if it was
-    interrupted in it, or a later one: the others may be some rounds ahead, which rank 0 led.
+    interrupted in it. It is a later one if rank 0 led some, because the others may be ahead.
     """
     client.closed = client.closed or text
     result = json.dumps({"call": "", "closed": ["RuntimeError", text]})
@@ -225,7 +230,7 @@ class _Round:
             )
         if "errors" in result:
             errors = [RemoteError(**one) for one in result["errors"]]
-            if errors[0].traceback:  # of a rank that led
+            if errors[0].traceback:  # a rank that led has failed
                 raise mark_secondary(errors[0].to_exception())
             seen = f"(seen on rank {client.rank}, which did nothing wrong)"
             raise mark_secondary(RuntimeError("\n".join([*(e.summary for e in errors), seen])))

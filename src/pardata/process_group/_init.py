@@ -117,14 +117,13 @@ def init(
 def _check_not_inherited(launch: LaunchInfo) -> None:
     if launch.size == 1 or not (pid := inherits(launch)):
         return
-    what = (
-        f"this process inherited the variables of rank {launch.rank}, as which process {pid} runs"
-    )
+    cure = "start it with PARDATA_LAUNCHER=none to run alone, or with its own launcher"
     # A spawned worker runs the script again, as the module `__mp_main__`.
     if sys.modules.get("__mp_main__") is not sys.modules["__main__"]:
-        raise RuntimeError(f"{what}: put the script under `if __name__ == '__main__':`")
+        cure = "put the script under `if __name__ == '__main__':`"
     raise RuntimeError(
-        f"{what}: start it with PARDATA_LAUNCHER=none to run alone, or with its own launcher"
+        f"this process inherited the variables of rank {launch.rank}, as which process {pid} "
+        f"runs: {cure}"
     )
 
 

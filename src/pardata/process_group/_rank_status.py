@@ -64,9 +64,7 @@ def _compiles(frame: Frame) -> bool:
 def status_table(found: Mapping[int, RankStatus], size: int) -> str:
     """Return who waits for whom, and a line for each set of ranks that are at the same place."""
     silent = [rank for rank in range(size) if rank not in found]
-    lines = (
-        [(silent[0], f"  {format_ranks(silent)} {_NO_ANSWER[len(silent) > 1]}")] if silent else []
-    )
+    lines = [(s[0], f"  {format_ranks(s)} {_NO_ANSWER[len(s) > 1]}") for s in [silent] if s]
     alike = group_ranks_by((rank, (one.text, one.step)) for rank, one in found.items())
     for (text, step), ranks in alike.items():
         verb, _, rest = text.partition(" ")

@@ -132,8 +132,8 @@ def _proposal(
         if launch is not None and has_accelerator_backend(backend):  # gloo's ranks can share one
             gpu = str(getattr(_device.properties_of(device), "uuid", ""))
             has_one = len(seen) < 2 * launch.local_size
-    is_chosen = launch is None or os.environ.get("GLOO_SOCKET_IFNAME")  # or a group is there
-    address = "" if is_chosen else _address_of(host)
+    # Not where a group is there already.
+    address = "" if launch is None or os.environ.get("GLOO_SOCKET_IFNAME") else _address_of(host)
     return {
         "host": host,
         "address": address,

@@ -42,7 +42,7 @@ def remember(state: GroupState) -> None:
     atexit.register(_close_at_exit)
     state.resources.callback(atexit.unregister, _close_at_exit)
     # Closed in the reverse order. The group before the wait for ranks that may be in a collective.
-    state.resources.callback(_wait_for_others, state)
+    state.resources.callback(count_out, state.client, _LINGER, hosts_store=state.hosts_store)
     state.resources.callback(_destroy_group, state)
     state.resources.callback(_say_goodbye, state)
     state.resources.callback(os.environ.pop, "PARDATA_JOINED", None)
@@ -85,24 +85,18 @@ def _destroy_group(state: GroupState) -> None:
     dist.destroy_process_group()
 
 
-def _wait_for_others(state: GroupState) -> None:
-    # The store may have ended: rank 0 has failed, and says why, or has waited long enough.
-    with suppress(Exception):
-        count_out(state.client, _LINGER, hosts_store=state.hosts_store)
-
-
 def count_out(client: StoreClient, patience: timedelta, *, hosts_store: bool) -> None:
     """Count this rank as one that needs the store no more; if it hosts it, wait for the others."""
 
     def leave(store: dist.Store) -> None:
-        if store.add("left", 1) == client.size:
-            store.set("all-left", "")
+        store.add("left", 1)
         deadline = time.monotonic() + patience.total_seconds()
-        # torch logs a `wait` that times out.
-        while hosts_store and not store.check(["all-left"]) and time.monotonic() < deadline:
+        while hosts_store and store.add("left", 0) < client.size and time.monotonic() < deadline:
             time.sleep(0.05)
 
-    client.request(leave, patience)
+    # The store may have ended: rank 0 has failed, and says why, or has waited long enough.
+    with suppress(Exception):
+        client.request(leave, patience)
 
 
 def report_uncaught(state: GroupState) -> None:

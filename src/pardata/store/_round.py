@@ -84,9 +84,7 @@ def exchange(
 
 
 @contextmanager
-def lead(
-    client: StoreClient, call: str, others: timedelta | None = None
-) -> Iterator[dict[str, str]]:
+def lead(client: StoreClient, call: str, others: timedelta | None = None) -> Iterator[Result]:
     """Work for the ranks that `follow`. An exception in the block is raised on every rank.
 
     Yields a dict. Its "value", if the block sets one, is returned by `follow`.
@@ -103,7 +101,7 @@ def lead(
     if others is None:
         client.request(this.arrive)
     before, current_op.leads = current_op.leads, call.partition("(")[0]
-    result: dict[str, str] = {}
+    result: Result = {}
     try:
         yield result
     except BaseException as error:

@@ -10,23 +10,30 @@ import pytest
 
 
 def until(condition):
-    """Wait until a condition holds, or a test has no use for it any more."""
-    deadline = time.monotonic() + 20
-    while not condition() and time.monotonic() < deadline:
+    """Wait until a condition holds, and fail where it does not come."""
+    deadline = time.monotonic() + 50
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
 @contextmanager
 def ctrl_c(when):
     """Press Ctrl-C in the block, which must raise it, as soon as a condition holds."""
-    out = threading.Event()
+    out, came = threading.Event(), threading.Event()
 
     def raise_once(*_):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         raise KeyboardInterrupt
 
     def press():
-        until(when)
+        try:
+            until(when)
+            came.set()
+        finally:  # a moment that never came ends the block, too
+            press_until_seen()
+
+    def press_until_seen():
         while not out.is_set():  # Python may go to sleep over a signal that comes right before
             os.kill(os.getpid(), signal.SIGINT)
             out.wait(0.01)
@@ -40,3 +47,4 @@ def ctrl_c(when):
         out.set()
         presser.join()
         signal.signal(signal.SIGINT, before)
+    assert came.is_set()

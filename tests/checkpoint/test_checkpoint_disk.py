@@ -177,7 +177,7 @@ def interrupt_and_save(directory):
 
     def rename_late(path, target):
         if target.name.endswith("2"):
-            interrupted.wait(20)
+            interrupted.wait(100)
             until(lambda: calls_of(threading.main_thread()) >= again)
         return rename(path, target)
 

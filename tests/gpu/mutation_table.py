@@ -172,7 +172,7 @@ MUTATIONS = {
     ),
     "values are not copied": Mutation(
         "checkpoint/_snapshot.py",
-        "self.trees = mapped(self.trees, _copied, is_leaf=is_special)",
+        "self.trees = map_with_path(self.trees, _copied, is_leaf=is_custom_container)",
         "pass",
         "tests/checkpoint/test_checkpoint_disk.py -k before_it_is_written",
     ),

@@ -48,7 +48,7 @@ def train(device, folder, what):
     """Let the last rank sleep, or skip a backward, in step 1; the others read their losses."""
     file = Path(folder) / "told"
     with init(device=device, hang_after=1) as here:
-        logging.getLogger("pardata.collectives").addHandler(Keeper(file))
+        logging.getLogger("pardata.process_group").addHandler(Keeper(file))
         model = wrap_model(nn.Linear(1, 1))
         loader = make_loader(torch.ones(6 * here.size, 1), 2 * here.size, shuffle=False)
         is_last, skipped = here.rank == here.size - 1, False

@@ -27,6 +27,10 @@ class NoFloat64(TorchDispatchMode):
         return made
 
 
+def widest_without_float64(device):
+    return torch.float64 if device.type == "cpu" else torch.float32
+
+
 @pytest.fixture
 def narrow(gpu, hardware, monkeypatch):
     if hardware != "sim":
@@ -35,9 +39,7 @@ def narrow(gpu, hardware, monkeypatch):
     monkeypatch.setitem(dist.Backend.default_device_backend_map, "sim", "gloo")
     monkeypatch.setitem(dist.Backend.backend_capability, "gloo", ["cpu"])
     for module in (_fingerprint, _tally):
-        monkeypatch.setattr(
-            module, "widest", lambda device: (torch.float32, torch.float64)[device.type == "cpu"]
-        )
+        monkeypatch.setattr(module, "widest_float_dtype", widest_without_float64)
     assert not _device.has_streams(torch.device(gpu))
     return gpu
 

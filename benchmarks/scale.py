@@ -45,7 +45,7 @@ from pardata.collectives._all_gather import serialize
 from pardata.environment import _world
 from pardata.environment._launchers import LaunchInfo
 from pardata.environment._world import GroupState
-from pardata.process_group import _rendezvous, _shutdown, _tcp_store
+from pardata.process_group import _rendezvous, _shutdown, _tcp_store, _watchdog
 from pardata.process_group._rank_status import rank_status
 from pardata.process_group._watchdog import Watchdog
 from pardata.store._client import StoreClient
@@ -164,7 +164,7 @@ class Simulated:
         self.store = Counted(launch.master_port)
         self._launch = launch
         client = StoreClient(self.store, PATIENCE, launch.rank, launch.size)
-        with patch.object(Watchdog, "start"):
+        with patch.object(Watchdog, "start"), patch.object(_watchdog, "atexit"):
             self._watchdog = Watchdog(GroupState(_world.single_world(), client), 60)
         self.operations: dict[str, Callable[[], object]] = {
             HAND: self._meet_by_hand,

@@ -22,7 +22,7 @@ from pardata.environment._world import GroupState
 from pardata.process_group._shutdown import report_uncaught
 
 SCRIPT = """
-import sys, time, torch, pardata
+import logging, signal, sys, time, torch, pardata
 from datetime import timedelta
 from pathlib import Path
 
@@ -51,6 +51,15 @@ def until_told():
     while not Path("go").exists():
         time.sleep(0.02)
 
+def raise_once(*_):
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    raise RuntimeError("a worker was killed")
+
+class Interrupted(logging.StreamHandler):
+    def emit(self, record):
+        signal.raise_signal(signal.SIGUSR1)
+        super().emit(record)
+
 calls, bad = sys.argv[1].split(","), int(sys.argv[2])
 here = pardata.init(timeout=timedelta(seconds=100))
 group = torch.distributed.new_group()  # which pardata does not know
@@ -58,6 +67,9 @@ pardata.barrier("all are there")
 if here.rank == bad:
     if "flight" in sys.argv:
         work = torch.distributed.all_reduce(torch.ones(1), group=group, async_op=True)
+    if "signal" in sys.argv:
+        signal.signal(signal.SIGUSR1, raise_once)
+        logging.getLogger("pardata.process_group").addHandler(Interrupted())
     time.sleep(1)
     if "exit" in sys.argv:
         with here:
@@ -65,7 +77,7 @@ if here.rank == bad:
     raise ValueError("boom\\nand more")
 CALLS[calls[here.rank]]()
 """
-BOOM, EXIT = "ValueError: boom (train.py:42)", "SystemExit: 3 (train.py:41)"
+BOOM, EXIT = "ValueError: boom (train.py:54)", "SystemExit: 3 (train.py:53)"
 
 
 # What the three ranks do (the empty one fails), which one fails, and under which launcher.
@@ -76,6 +88,7 @@ RUNS = {
     "store": (",collective,barrier", 0, slurm_variables),
     "second": ("collective,,second", 1, slurm_variables),
     "flight": ("asleep,,asleep", 1, torchrun_variables, "flight"),
+    "signal": ("barrier,,barrier", 1, torchrun_variables, "signal"),
     "exit": ("stop,,barrier", 1, torchrun_variables, "exit"),
 }
 
@@ -135,6 +148,8 @@ WAITING = [
     # Rank 0 keeps the store until the others know whose fault it was.
     ("second", 0, ""),
     ("second", 2, ""),
+    # The handler of a signal raises while the exception is reported.
+    ("signal", 2, f"`barrier('epoch 3')` {MUST}"),
     # An exit that is no success is told as an exception is.
     ("exit", 0, f"`StopSignal.agreed` {MUST}"),
     ("exit", 2, f"`barrier('epoch 3')` {MUST}"),

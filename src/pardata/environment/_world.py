@@ -90,7 +90,7 @@ class GroupState:
         resources: what `init` opened, in order; closed in the reverse order.
         cpu_sharers: how many ranks of this host are bound to the same cores, this one included.
         hang_after: for how long a rank waits until the watchdog logs it; 0: there is none.
-        has_failed: whether the other ranks were told that this one failed.
+        has_failed: whether this rank has logged that it failed.
     """
 
     world: World

@@ -32,6 +32,7 @@ _log = get_logger(__name__)
 
 # The waits for other ranks of a rank that has failed, and of one that hosts the store.
 _PATIENCE, _LINGER = timedelta(seconds=2), timedelta(seconds=30)
+_ATTEMPTS = 3
 
 
 def remember(state: GroupState) -> None:
@@ -63,8 +64,7 @@ def end(error: BaseException | None) -> None:
             process.state = None
             state.resources.close()
     else:
-        with suppress(Exception):  # `error` is raised whatever happens here
-            _fail(error, state)
+        _fail_in_spite_of_signals(error, state)
 
 
 def _close_at_exit() -> None:
@@ -119,20 +119,36 @@ def report_uncaught(state: GroupState) -> None:
     state.resources.callback(remove)
 
 
+def _fail_in_spite_of_signals(error: BaseException, state: GroupState) -> None:
+    """Log why this rank ends, and tell the others; `error` is raised whatever happens here.
+
+    The handler of a signal may raise here: PyTorch's does, of a worker that was killed, of which a
+    read has just raised.
+    """
+    for _ in range(_ATTEMPTS):
+        try:
+            _fail(error, state)
+        except Exception as raised:  # noqa: BLE001  # raised by any handler
+            if not is_secondary(raised):  # of the store, which has ended or does not answer
+                continue
+        return
+
+
 def _fail(error: BaseException, state: GroupState) -> None:
     """Log why this rank ends, and tell the others, without waiting for those that are stuck."""
-    client, state.has_failed = state.client, True
+    client = state.client
     try:
-        news = _report(error, client)
+        news = _report(error, state)
         abort_rounds(client, news)
     finally:
         Thread(target=_keep, args=[all_groups()], daemon=True).start()
     count_out(client, _PATIENCE, hosts_store=state.hosts_store)
 
 
-def _report(error: BaseException, client: StoreClient) -> str:
+def _report(error: BaseException, state: GroupState) -> str:
     """Log one line, leave a text for torchrun, and return the text for the other ranks."""
     line, first, is_cause = summary_line(error), None, not is_secondary(error)
+    client = state.client
     try:
         if is_cause:
             _write_elastic_error_file("".join(format_exception(error)))
@@ -140,13 +156,13 @@ def _report(error: BaseException, client: StoreClient) -> str:
         else:
             first = first_failure(client, _PATIENCE)
     finally:  # the store may have ended
-        if is_cause or first is None:
-            _log.error("failed: %s", line)
-        else:
-            where = raise_location(error)
-            _log.error(
-                "failed because rank %d failed first: %s; here: %s", first.rank, first.text, where
-            )
+        cause = f": {line}"
+        if not is_cause and first is not None:
+            here = raise_location(error)
+            cause = f" because rank {first.rank} failed first: {first.text}; here: {here}"
+        if not state.has_failed:
+            _log.error("failed%s", cause)
+            state.has_failed = True
     if first is None:
         return f"rank {client.rank} of {client.size} has failed: {line}"
     text = f"rank {first.rank} of {client.size} failed first: {first.text}"

@@ -50,9 +50,7 @@ class Watchdog(Thread):
         self._began: OpRecord | None = None  # the wait by which this rank began it
         self._answered: float | None = None  # when this rank wrote its status
         self._has_asked, self._logs = False, False  # who logs; whether this rank does
-        atexit.register(
-            self.stop
-        )  # a group that `init` adopted stays, and so does one after an error
+        atexit.register(self.stop)  # an adopted group stays, and so does one after an error
         current_op.begin()
         self._watched = current_op.thread
         self.start()

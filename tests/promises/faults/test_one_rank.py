@@ -76,7 +76,8 @@ FAULTS = [
     Fault("stopped", "gets SIGSTOP", IN_TIME, DID_NOT_COME, ends=False),
     Fault("killed", "gets SIGKILL", IN_TIME, DID_NOT_COME),
     Fault("dead worker", "loses a DataLoader worker by SIGKILL", IN_TIME,
-          r"rank <C> of 3 failed first: (RuntimeError: DataLoader worker .* is killed by signal"
+          r"rank <C> of 3 failed first: (RuntimeError: DataLoader worker .* (is killed by signal|"
+          r"exited unexpectedly)"
           r"|ConnectionResetError|EOFError)"),  # the last two while it hands over a batch
     Fault("shorter data", "has a shorter dataset", SOON,
           DIFFER.format("make_loader", "`the length`", "95")),

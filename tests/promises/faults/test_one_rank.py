@@ -21,6 +21,7 @@ NEVER = 100.0  # … that no fault of QUICK waits for, however busy the machine
 LATE = 20.0  # seconds that a busy machine may take to notice and to end
 # Where the fault can be seen at once, and where only the group's timeout shows it.
 SOON, IN_TIME = LATE, TIMEOUT + LATE
+UNANSWERED = 20.0  # seconds of two requests to a store that does not answer
 SIZE = 3
 
 
@@ -92,26 +93,25 @@ FAULTS = [
           DIFFER.format("all_reduce_mean", "`structure`", "top1")),
     Fault("other order", "gathers before it reduces, the others after", SOON,
           r"the same calls in the same order, but here:" + ROW.format("all_gather")),
-    Fault("one more barrier", "waits at a barrier", IN_TIME,
-          ELSEWHERE.format(r"barrier\('data is ready'\)")),
-    Fault("one more save", "saves a checkpoint", IN_TIME,
-          "call `save` on every rank at the same step, not under `if world.is_main`"),
+    Fault("one more barrier", "waits at a barrier", IN_TIME, DID_NOT_COME),
+    Fault("one more save", "saves a checkpoint", IN_TIME, DID_NOT_COME),
     Fault("one more reduce", "reduces once more", IN_TIME,
           ELSEWHERE.format("all_reduce_sum")),
     Fault("one more backward", "calls `backward` once more", IN_TIME,
-          r"`check_in_sync` must be reached by every rank, but rank <C> of 3 (did not come|has)"),
+          r"`(check_in_sync|rank_zero_call\(min\))` must be reached by every rank, "
+          "but rank <C> of 3 (did not come|has)"),
     Fault("one more rank_zero_call", "calls `rank_zero_call` once more", IN_TIME,
           rf"{ELSEWHERE.format(r'rank_zero_call.max.')}|"
           r"rank 0 is in rank_zero_call\(m..\) and rank \d in rank_zero_call\(m..\)"),
     Fault("break", "leaves the loop by `break`", IN_TIME,
-          ELSEWHERE.format(r"(check_in_sync|rank_zero_call\(min\))")),
+          DID_NOT_COME + "|" + ELSEWHERE.format(r"(check_in_sync|rank_zero_call\(min\))")),
     *[
-        Fault(name, f"{done}, and serves the store", IN_TIME, says, name != "stopped", True, (0,))
-        for name, done, says in [
-            ("raises", "raises an `OSError`", f"{FAILED_FIRST}|{STORE_IS_GONE}"),
-            ("exits", "calls `sys.exit(3)`", f"{EXITED}|{STORE_IS_GONE}"),
-            ("stopped", "gets SIGSTOP", STORE_IS_GONE),
-            ("killed", "gets SIGKILL", STORE_IS_GONE),
+        Fault(name, f"{done}, and serves the store", bound, says, name != "stopped", True, (0,))
+        for name, done, bound, says in [
+            ("raises", "raises an `OSError`", IN_TIME, f"{FAILED_FIRST}|{STORE_IS_GONE}"),
+            ("exits", "calls `sys.exit(3)`", IN_TIME, f"{EXITED}|{STORE_IS_GONE}"),
+            ("stopped", "gets SIGSTOP", IN_TIME + UNANSWERED, STORE_IS_GONE),
+            ("killed", "gets SIGKILL", IN_TIME, STORE_IS_GONE),
         ]
     ],
 ]  # fmt: skip

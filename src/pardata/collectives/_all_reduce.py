@@ -66,8 +66,7 @@ def all_reduce_mean(value: Any, weight: float | Tensor = 1) -> Any:
         raise ValueError(
             "`weight` must be positive on at least one rank, but is 0 on all: nothing was counted"
         )
-    means = [part / total for part in sums]
-    return matching.rebuilt(value, map(like, matching.leaves, means))
+    return matching.rebuilt(value, map(like, matching.leaves, [part / total for part in sums]))
 
 
 def all_reduce_sum(value: _T) -> _T:

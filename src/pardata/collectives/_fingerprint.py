@@ -112,8 +112,7 @@ class CheckedCollective:
 
         That raises as `all_reduce` does. It must be called once, on every rank.
         """
-        fingerprint = self._fingerprint()
-        wait = self._reduced([*fingerprint, *numbers], dist.ReduceOp.SUM, later=later)
+        wait = self._reduced([*self._fingerprint(), *numbers], dist.ReduceOp.SUM, later=later)
 
         def sums() -> list[float]:
             back = wait()
@@ -126,8 +125,7 @@ class CheckedCollective:
 
     def start_min_max(self, numbers: Sequence[int]) -> LeastAndMost:
         """Begin to compare integers below 2**53; return what waits for the least and the most."""
-        hashed = self._fingerprint()[:_HASHES]
-        signed = [*hashed, *numbers]
+        signed = [*self._fingerprint()[:_HASHES], *numbers]
         # The least of a number is the most of its negative.
         both = [sign * number for number in signed for sign in (1, -1)]
         wait = self._reduced(both, _MAX, later=True)

@@ -271,8 +271,8 @@ class Loader:
         (batch,), missing = batches, sum(fetched.missing)
         if step.rows == 0 or step.samples < self._plan.size:
             # On every rank, so that a batch that cannot be emptied is an error on all of them.
-            default_collates = self._source.reader.collation.collate_fn is None
-            empty = emptied(batch, lists_are_columns=default_collates)
+            collate_fn = self._source.reader.collation.collate_fn
+            empty = emptied(batch, lists_are_columns=collate_fn is None)
             batch = batch if step.rows else empty
         if missing:
             step = step._replace(rows=max(0, step.rows - missing))

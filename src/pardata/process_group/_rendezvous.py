@@ -212,8 +212,7 @@ def _hand_out_prefix(client: StoreClient) -> StoreClient:
     missing, answered = set(range(1, client.size)), set[str]()
     deadline = time.monotonic() + client.timeout.total_seconds()
     while missing and time.monotonic() < deadline:
-        asked = set(store.get("asked").decode().split()) - answered
-        if asked:
+        if asked := set(store.get("asked").decode().split()) - answered:
             answers = [f"answer/{word}" for word in asked]
             store.multi_set(answers, [name] * len(asked))  # type: ignore[attr-defined]  # as in `append`
         answered |= asked

@@ -32,7 +32,6 @@ _log = get_logger(__name__)
 
 # The waits for other ranks of a rank that has failed, and of one that hosts the store.
 _PATIENCE, _LINGER = timedelta(seconds=2), timedelta(seconds=30)
-_ATTEMPTS = 3
 
 
 def remember(state: GroupState) -> None:
@@ -125,24 +124,22 @@ def _fail_in_spite_of_signals(error: BaseException, state: GroupState) -> None:
     The handler of a signal may raise here: PyTorch's does, of a worker that was killed, of which a
     read has just raised.
     """
-    for _ in range(_ATTEMPTS):
+    for _ in range(3):
         try:
             _fail(error, state)
-        except Exception as raised:  # noqa: BLE001  # raised by any handler
-            if not is_secondary(raised):  # of the store, which has ended or does not answer
+        except Exception as raised:  # noqa: BLE001  # a handler may raise anything
+            if not is_secondary(raised):  # else the store has ended, or does not answer
                 continue
         return
 
 
 def _fail(error: BaseException, state: GroupState) -> None:
     """Log why this rank ends, and tell the others, without waiting for those that are stuck."""
-    client = state.client
     try:
-        news = _report(error, state)
-        abort_rounds(client, news)
+        abort_rounds(state.client, _report(error, state))
     finally:
         Thread(target=_keep, args=[all_groups()], daemon=True).start()
-    count_out(client, _PATIENCE, hosts_store=state.hosts_store)
+    count_out(state.client, _PATIENCE, hosts_store=state.hosts_store)
 
 
 def _report(error: BaseException, state: GroupState) -> str:

@@ -14,19 +14,28 @@ import torch.distributed as dist
 from launched import launched, slurm_variables
 from on_ranks import caught
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.utils.data import TensorDataset
 
 import pardata
 from pardata import all_gather, all_reduce_mean, all_reduce_sum, backward, make_loader, wrap_model
 from pardata.collective._explanation import explained
 from pardata.messages._failure import consequence, is_consequence
-from pardata.ranks._world import channel
+from pardata.ranks._world import channel, joined
 
 LONG = timedelta(seconds=30)
 LOST = "[x/gloo/transport/tcp/pair.cc:5] Connection closed by peer [::1]:5. This is typically so"
 
 
 # --- real groups
+
+
+def wait_no_longer_than(seconds):
+    """Let the collectives of this group time out so soon, now that all ranks have joined."""
+    pardata.barrier("all have joined", timeout=LONG)
+    set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+    for group in (None, joined().group_of_counts):
+        set_timeout(timedelta(seconds=seconds), group)
 
 
 class Batches:
@@ -52,8 +61,9 @@ CALLS = {
 
 
 def come_late(call, after):
-    pardata.init(timeout=timedelta(seconds=4))
+    pardata.init(timeout=LONG)
     run = CALLS[call]()
+    wait_no_longer_than(4)
     pardata.barrier("all are there", timeout=LONG)
     late = pardata.world().rank == 1
     while late and channel().store.add(after, 0) < 2:
@@ -170,7 +180,7 @@ def lose(place):
 
 
 def reduce_once_more(culprit):
-    here = pardata.init(timeout=timedelta(seconds=3))
+    here = pardata.init(timeout=LONG)
     model = wrap_model(nn.Linear(2, 1), "ddp")
 
     def step():
@@ -178,6 +188,7 @@ def reduce_once_more(culprit):
 
     for _ in range(3):  # in the second one DDP agrees on its buckets
         step()
+    wait_no_longer_than(3)
     raised = caught((lambda: all_reduce_sum(1)) if here.rank == culprit else step)
     channel().store.add("raised", 1)
     pardata.barrier("all have raised", timeout=LONG)
@@ -200,15 +211,17 @@ def test_a_rank_that_reduces_while_the_others_are_in_backward_is_told_so_on_all(
 
 
 def alone_or_otherwise(case):
-    here = pardata.init(timeout=timedelta(seconds=3))
+    here = pardata.init(timeout=LONG)
     try:
         if case == "fingerprint":
             model = wrap_model(nn.Linear(2, 1), "fsdp")
+            wait_no_longer_than(3)
             return None if here.rank else caught(pardata.fingerprint, model)
         model = wrap_model(nn.Linear(2, 1), "ddp")
         numbers = TensorDataset(torch.ones(2 * here.size, 2))
         (batch,) = make_loader(numbers, 2 * here.size, microbatch_size=1)
         options = {} if here.rank else {"count": lambda batch: len(batch[0])}
+        wait_no_longer_than(3)
         return caught(lambda: backward(model, lambda m, x: m(x[0]).mean(), batch, **options))
     finally:
         channel().store.add("raised", 1)

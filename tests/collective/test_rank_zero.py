@@ -83,7 +83,7 @@ def in_first():
 
 
 @pytest.mark.parametrize(
-    ("size", "absent", "names"), [(2, [0], "rank 0 of 2"), (4, [1, 3], "ranks 1, 3 of 4")]
+    ("size", "absent", "names"), [(2, [0], "rank 0 of 2"), (4, [1, 2, 3], "ranks 1, 2, 3 of 4")]
 )
 def test_a_barrier_names_the_ranks_that_did_not_come(size, absent, names):
     outcomes = run_caught(wait_without, absent, in_barrier, world_size=size, fresh=True)

@@ -107,6 +107,8 @@ def test_a_rank_that_left_its_wait_by_an_interrupt_is_shown_where_it_is(line):
 
 def test_where_one_gives_up_all_who_wait_hear_the_same_at_once(line):
     def meet(rank):
+        if rank == 1:
+            line.store.wait(["at/0"], LONG)
         if rank != 2:
             say(line, rank, 3, "b", timeout=SOON if rank else LONG)
 

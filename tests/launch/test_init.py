@@ -236,6 +236,7 @@ def join_where_rank_0_is_late(patience):
 def test_a_rank_0_that_never_comes_is_named():
     _, raised = launched(join_where_rank_0_is_late, SOON, size=2)
     assert raised.type == "TimeoutError"
+    assert raised.seconds < LONG.total_seconds() / 2
     assert raised.text == str(not_met([0], 2, SOON))
 
 
@@ -257,6 +258,7 @@ def join_unless(absent):
 
 def test_ranks_that_never_come_are_named_on_every_rank_that_did():
     outcomes = launched(join_unless, [1, 3], size=4, variables=slurm_variables)
+    assert outcomes[1] is outcomes[3] is None
     for raised in (outcomes[0], outcomes[2]):
         assert raised.type == "TimeoutError"
         assert raised.text == str(not_met([1, 3], 4, LONG))

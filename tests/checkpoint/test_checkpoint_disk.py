@@ -146,11 +146,23 @@ def test_nothing_that_changes_before_it_is_written_is_written(tmp_path, monkeypa
     assert values["names"] == {"a"}
 
 
-def calls_of_main():
-    """Return the names of the methods of the checkpointer in which the main thread is."""
-    frame = sys._current_frames()[threading.main_thread().ident]
-    lines = traceback.extract_stack(frame)
-    return {line.name for line in lines if line.filename.endswith("_checkpointer.py")}
+def calls_of(thread):
+    """Return in which calls a thread is, as "file.function"."""
+    frames = sys._current_frames()
+    if thread.ident not in frames:  # it has just ended
+        return set()
+    stack = traceback.extract_stack(frames[thread.ident])
+    return {f"{Path(line.filename).stem}.{line.name}" for line in stack}
+
+
+def waits():
+    """Return whether this rank is in `wait`, and the others know it.
+
+    Rank 0 waits for its thread then, and another rank for the store's answer.
+    """
+    if world().is_main:
+        return "_background.join" in calls_of(threading.main_thread())
+    return any({"_turn._listened", "_store.came"} <= calls_of(t) for t in threading.enumerate())
 
 
 def until(condition):
@@ -159,22 +171,31 @@ def until(condition):
         time.sleep(0.001)
 
 
-def interrupt_in_wait(directory):
-    """Interrupt this rank, and rank 0 as the last, for its Ctrl-C ends the wait of all."""
+def interrupt(*_):
+    """Handle Ctrl-C as Python does, once."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def interrupt_in_wait(directory, out):
+    """Press Ctrl-C on this rank, and on rank 0 as the last, for that ends the wait of all."""
     others = world().size - 1 if world().is_main else 0
-    until(lambda: "wait" in calls_of_main() and len([*directory.glob("out-*")]) >= others)
-    os.kill(os.getpid(), signal.SIGINT)
+    until(lambda: waits() and len([*directory.glob("out-*")]) >= others)
+    while not out.exists():  # Python may go to sleep over a signal that comes right before
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
 
 
 def interrupt_and_save(directory):
     """Press Ctrl-C in `wait`, and save as one does then, while the thread still writes."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = signal.signal(signal.SIGINT, interrupt)
     interrupted, rename = threading.Event(), Path.rename
+    again = {"_checkpointer.save", "_checkpointer.wait"}
 
     def rename_late(path, target):
         if target.name.endswith("2"):
             interrupted.wait(20)
-            until(lambda: {"save", "wait"} <= calls_of_main())
+            until(lambda: calls_of(threading.main_thread()) >= again)
         return rename(path, target)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -182,12 +203,14 @@ def interrupt_and_save(directory):
         checkpointer = Checkpointer(directory, asynchronous=True)
         checkpointer.save(1)
         checkpointer.save(2)
-        presser = threading.Thread(target=interrupt_in_wait, args=[directory])
+        out = directory / f"out-{world().rank}"
+        presser = threading.Thread(target=interrupt_in_wait, args=[directory, out])
         presser.start()
         with pytest.raises(KeyboardInterrupt):
             checkpointer.wait()
-        (directory / f"out-{world().rank}").touch()
+        out.touch()
         presser.join()
+        signal.signal(signal.SIGINT, before)
         interrupted.set()
         checkpointer.save(3)
         return checkpointer.steps(), checkpointer.restore().step

@@ -166,8 +166,9 @@ def waits():
 
 
 def until(condition):
-    deadline = time.monotonic() + 20
-    while not condition() and time.monotonic() < deadline:
+    deadline = time.monotonic() + 50
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
@@ -194,7 +195,7 @@ def interrupt_and_save(directory):
 
     def rename_late(path, target):
         if target.name.endswith("2"):
-            interrupted.wait(20)
+            interrupted.wait(100)
             until(lambda: calls_of(threading.main_thread()) >= again)
         return rename(path, target)
 
@@ -206,12 +207,14 @@ def interrupt_and_save(directory):
         out = directory / f"out-{world().rank}"
         presser = threading.Thread(target=interrupt_in_wait, args=[directory, out])
         presser.start()
-        with pytest.raises(KeyboardInterrupt):
-            checkpointer.wait()
-        out.touch()
-        presser.join()
-        signal.signal(signal.SIGINT, before)
-        interrupted.set()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                checkpointer.wait()
+        finally:
+            out.touch()
+            presser.join()
+            signal.signal(signal.SIGINT, before)
+            interrupted.set()
         checkpointer.save(3)
         return checkpointer.steps(), checkpointer.restore().step
 

@@ -15,6 +15,7 @@ that ranks can do to meet at a store, without the library: as that grows, the si
 results/scale-before.json.
 """
 
+import atexit
 import functools
 import json
 import logging
@@ -45,7 +46,7 @@ from pardata.collectives._all_gather import serialize
 from pardata.environment import _world
 from pardata.environment._launchers import LaunchInfo
 from pardata.environment._world import GroupState
-from pardata.process_group import _rendezvous, _shutdown, _tcp_store, _watchdog
+from pardata.process_group import _rendezvous, _shutdown, _tcp_store
 from pardata.process_group._rank_status import rank_status
 from pardata.process_group._watchdog import Watchdog
 from pardata.store._client import StoreClient
@@ -164,8 +165,9 @@ class Simulated:
         self.store = Counted(launch.master_port)
         self._launch = launch
         client = StoreClient(self.store, PATIENCE, launch.rank, launch.size)
-        with patch.object(Watchdog, "start"), patch.object(_watchdog, "atexit"):
+        with patch.object(Watchdog, "start"):
             self._watchdog = Watchdog(GroupState(_world.single_world(), client), 60)
+        atexit.unregister(self._watchdog.stop)  # it does not run
         self.operations: dict[str, Callable[[], object]] = {
             HAND: self._meet_by_hand,
             JOIN: self._join,
@@ -209,7 +211,7 @@ class Simulated:
                 Path("photo-17.jpg").read_bytes()
             except FileNotFoundError as error:
                 # As at the end of a process, which does not come here.
-                news = _shutdown._report(error, state.client)  # noqa: SLF001
+                news = _shutdown._report(error, state)  # noqa: SLF001
                 abort_rounds(state.client, news)
             return
         try:

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from datetime import timedelta
@@ -102,3 +103,21 @@ def test_an_interrupted_wait_holds_up_no_later_request():
     client.request(lambda store: store.set("later", "yes"))
     assert time.monotonic() - began < LONG.total_seconds() / 2  # when the wait would end
     assert server.get("later") == b"yes"
+
+
+def test_a_signal_that_raises_while_a_request_begins_makes_it_no_second_time(monkeypatch):
+    # PyTorch's handler of SIGCHLD raises a RuntimeError when a worker is killed.
+    start, begun = threading.Thread.start, []
+
+    def interrupted(thread):
+        start(thread)
+        thread.join()
+        raise RuntimeError("a worker is killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        client, _ = clients(2, dist.HashStore())
+        with pytest.raises(RuntimeError, match="a worker is killed"):
+            client.request(lambda _: begun.append(1))
+    client.request(lambda _: begun.append(2))
+    assert begun == [1, 2]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from threading import Thread
+from threading import Thread, main_thread
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -63,7 +63,10 @@ class StoreClient:
                 answer.set_exception(error)
 
         try:
-            _in_thread(run)
+            if main_thread().is_alive():
+                Thread(target=run, daemon=True).start()
+            else:  # an interpreter that ends may start no thread, from Python 3.12 on
+                run()
             self.store, found = answer.result(wait.total_seconds() + _MARGIN)
             held = False
         except dist.DistNetworkError as error:
@@ -77,13 +80,6 @@ class StoreClient:
             return found
         finally:
             self._is_held = held or not answer.done()
-
-
-def _in_thread(run: Callable[[], None]) -> None:
-    try:
-        Thread(target=run, daemon=True).start()
-    except RuntimeError:  # from Python 3.12 on an interpreter that ends starts no thread
-        run()
 
 
 def wait_for(store: dist.Store, keys: list[str], timeout: timedelta) -> bool:

@@ -1,4 +1,4 @@
-"""What the tests of joining share: scripts on ranks, and the variables of other launchers."""
+"""What the tests of this room share: scripts on ranks, by torchrun or by its variables."""
 
 import json
 import os
@@ -55,12 +55,3 @@ def torchrun(script, size, folder, *arguments, options=(), **env):
         timeout=120,
         check=False,
     )
-
-
-def open_mpi_variables(rank, size, port, local_size=None):
-    """Return Open MPI's variables, which say nothing about the number of nodes."""
-    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-    local_size = local_size or size
-    values = map(str, (rank, size, rank % local_size, local_size))
-    env = {f"OMPI_COMM_WORLD_{name}": value for name, value in zip(names, values, strict=True)}
-    return env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -3,28 +3,23 @@
 import os
 import re
 import socket
-import sys
 import time
 from datetime import timedelta
-from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from launch_zoo import open_mpi_variables
-from launched import agent, launched, reserved_port, slurm_variables, torchrun_variables
+from launched import agent, launched, reserved_port, slurm_variables
 from on_ranks import caught, run
 from pretended import accelerators
 
 from pardata import all_reduce_sum, barrier, init, rank_zero_call, world
 from pardata.environment._launchers import LaunchInfo
 from pardata.environment._world import group_state, new_store_client
-from pardata.process_group import _rendezvous as rendezvous
 from pardata.process_group import _tcp_store as tcp_store
 from pardata.process_group._rendezvous import select_device
-from pardata.process_group._tcp_store import not_met
 from pardata.store._client import append
 from pardata.store._round import abort_rounds
 
@@ -206,29 +201,18 @@ def use_the_address_after_leaving():
     with init() as here:
         pass
     # The user's own group, at the address that we served.
-    os.environ.update(RANK=str(here.rank), WORLD_SIZE=str(here.size))
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    launcher = world().launcher
-    dist.barrier()
-    dist.destroy_process_group()
-    for name in ("RANK", "WORLD_SIZE"):
-        del os.environ[name]
-    return total.item(), launcher
+    address = f"tcp://localhost:{os.environ['MASTER_PORT']}"
+    dist.init_process_group("gloo", address, rank=here.rank, world_size=here.size)
+    return all_reduce_sum(1), world().launcher
 
 
 def test_after_leaving_the_address_is_free_for_a_group_of_the_users_own():
-    outcomes = launched(
-        use_the_address_after_leaving, size=2, variables=slurm_variables, MASTER_ADDR="localhost"
-    )
-    assert outcomes == [(2.0, "existing")] * 2
+    outcomes = launched(use_the_address_after_leaving, size=2, variables=slurm_variables)
+    assert outcomes == [(2, "existing")] * 2
 
 
 def adopt_after_an_attempt_that_failed():
     rank, store = dist.get_rank(), new_store_client(None)
-    for _ in range(rank):  # it was a call ahead of rank 0
-        caught(barrier, "", 0.1)
     abort_rounds(store, f"rank {rank} of 2 failed first: ValueError: of the attempt before")
     append(store.store, "reports", "of the attempt before")
     dist.barrier()
@@ -246,8 +230,7 @@ def test_a_group_that_is_adopted_after_a_restart_hears_nothing_of_the_attempt_be
 
 
 def join_slowly(maker, folder):
-    """Join, or adopt; the connections of rank 1 take a moment more."""
-    rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
+    """Join; the connections of rank 1 take a moment more."""
     make = getattr(dist, maker)
 
     def make_slowly(*args, **kwargs):
@@ -256,22 +239,15 @@ def join_slowly(maker, folder):
         (folder / "made").touch()
         return made
 
-    made_here = make_slowly if rank == 1 else make
+    made_here = make_slowly if os.environ["RANK"] == "1" else make
     with patch.object(dist, maker, made_here), init(timeout=timedelta(seconds=20)):
         return (folder / "made").exists()
 
 
-LAUNCH_TWO = partial(launched, size=2)
-
-
-# The second one is that of small numbers, which who adopts a group makes too.
-@pytest.mark.parametrize(
-    ("start", "maker"),
-    [(LAUNCH_TWO, "init_process_group"), (LAUNCH_TWO, "new_group"), (run, "new_group")],
-)
-def test_init_returns_when_every_rank_has_made_its_groups(start, maker, tmp_path):
+@pytest.mark.parametrize("maker", ["init_process_group", "new_group"])  # that of small numbers
+def test_init_returns_when_every_rank_has_made_its_groups(maker, tmp_path):
     # Else a rank that leaves at once closes connections that another is still making.
-    assert start(join_slowly, maker, tmp_path) == [True, True]
+    assert launched(join_slowly, maker, tmp_path, size=2) == [True, True]
 
 
 CLOSED = "[gloo/transport/tcp/pair.cc:1] Connection closed by peer"
@@ -346,6 +322,14 @@ def test_a_host_whose_name_is_its_own_loopback_is_an_error_that_names_the_variab
         assert "Set GLOO_SOCKET_IFNAME" in raised.text
 
 
+def two_on_each_host(rank, size, port):
+    """Return Open MPI's variables, which say nothing about the number of nodes."""
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    numbers = zip(names, (rank, size, rank % 2, 2), strict=True)
+    env = {f"OMPI_COMM_WORLD_{name}": str(number) for name, number in numbers}
+    return env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
 def join_from(hosts):
     name = hosts[int(os.environ["OMPI_COMM_WORLD_RANK"])]
     with patch.object(socket, "gethostname", lambda: name), init() as here:
@@ -353,9 +337,7 @@ def join_from(hosts):
 
 
 def test_under_mpi_the_nodes_are_counted_by_the_names_of_the_hosts():
-    hosts = ["b", "b", "a", "a"]
-    variables = partial(open_mpi_variables, local_size=2)
-    outcomes = launched(join_from, hosts, size=4, variables=variables)
+    outcomes = launched(join_from, ["b", "b", "a", "a"], size=4, variables=two_on_each_host)
     assert outcomes == [(rank // 2, 2, rank % 2, "mpi") for rank in range(4)]
 
 

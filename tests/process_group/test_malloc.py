@@ -57,20 +57,14 @@ def test_elsewhere_than_under_glibc_nothing_is_done(platform, monkeypatch):
 
 
 def init_and_count(arguments, env, works):
-    calls = []
-
-    def tune():
-        calls.append(1)
-        return works
-
     os.environ.update(env)
     with (
-        patch("pardata.process_group._init.tune_glibc_malloc", tune),
+        patch("pardata.process_group._init.tune_glibc_malloc", return_value=works) as tune,
         log_of(level=logging.DEBUG) as log,
     ):
         init(**arguments)
         init()
-    return len(calls), [line for line in log.lines if "allocator" in line]
+    return tune.call_count, [line for line in log.lines if "allocator" in line]
 
 
 SAID = "[0/2] the allocator keeps freed memory, unless PARDATA_TUNE_CPU=0"
@@ -83,9 +77,7 @@ TUNED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("arguments", "env", "works", "expected"), TUNED.values(), ids=TUNED
-)
+@pytest.mark.parametrize(("arguments", "env", "works", "expected"), TUNED.values(), ids=TUNED)
 def test_init_tunes_on_a_cpu_unless_told_otherwise_and_says_so_once(
     arguments, env, works, expected
 ):

@@ -2,7 +2,6 @@
 
 import re
 import sys
-import threading
 from datetime import timedelta
 from functools import partial
 
@@ -14,7 +13,7 @@ from launched import launched, slurm_variables, torchrun_variables
 from logged import kept
 from torch import nn
 
-from pardata import all_gather, backward, init, make_loader, rank_zero_call, world, wrap_model
+from pardata import backward, init, make_loader, rank_zero_call, world, wrap_model
 
 SCRIPT = """
 import logging, signal, sys, time, torch, pardata
@@ -166,10 +165,6 @@ def interrupt():
     raise KeyboardInterrupt
 
 
-def gather_a_lock():
-    all_gather("a" if world().rank else threading.Lock())
-
-
 def step(strategy, where):
     """Fail within `backward` on rank 0."""
 
@@ -186,11 +181,9 @@ def step(strategy, where):
         backward(model, fails, batch)
 
 
-LOCK = r"TypeError: cannot pickle '_thread\.lock' object"
 FAILING = {
     "an exception": (partial(rank_zero_call, boom), "ValueError: boom"),
     "Ctrl-C": (partial(rank_zero_call, interrupt), "KeyboardInterrupt"),
-    "a value that cannot be sent": (gather_a_lock, LOCK),
     "a loss": (partial(step, "exact", "loss_fn"), "ValueError: boom"),
     "a count": (partial(step, "ddp", "count"), "ValueError: boom"),
 }

@@ -12,13 +12,13 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 from launched import launched, slurm_variables
-from logged import log_of
 
 import pardata
 from pardata.environment._backend import flight_recorder
 from pardata.process_group._rank_status import RankStatus, status_table
 from pardata.process_group._watchdog import Watchdog
 from pardata.store._current_op import current_op
+
 
 def watchdogs():
     return [thread.name for thread in threading.enumerate()].count("pardata: watchdog")
@@ -88,38 +88,31 @@ class Raising(logging.Handler):
 
 def hang_twice(folder):
     """Wait twice, in a file whose path is no text, for a rank that comes when it was told."""
-    here = pardata.init(hang_after=0.3)
+    here, answer, errors = pardata.init(hang_after=0.3), Watchdog._answer, [OSError("of a look")]
+
+    def fail_once(*args, **kwargs):
+        if errors:
+            raise errors.pop()
+        answer(*args, **kwargs)
+
     handler = Raising(folder)
     logging.getLogger("pardata.process_group").addHandler(handler)
     wait = compile("barrier()", "/path\udce9/train.py", "exec")
-    for number in (1, 2):
-        while here.rank == 1 and not (folder / str(number)).exists():
-            time.sleep(0.05)
-        exec(wait, {"barrier": pardata.barrier})
+    with patch.object(Watchdog, "_answer", fail_once):
+        for number in (1, 2):
+            while here.rank == 1 and not (folder / str(number)).exists():
+                time.sleep(0.05)
+            exec(wait, {"barrier": pardata.barrier})
     return handler.told
 
 
-def test_neither_a_path_that_is_no_text_nor_an_error_of_a_handler_ends_it(tmp_path):
+def test_neither_an_error_of_its_own_nor_of_a_handler_nor_a_path_that_is_no_text_ends_it(tmp_path):
     told, _ = launched(hang_twice, tmp_path, size=2, patience=60)
+    assert told[0] == "[0/2] a look for stalls failed: OSError: of a look"
     tables = [text for text in told if text.startswith("[0/2] rank 0 waits for rank 1, ")]
     assert len(tables) == 2
     for text in tables:
         assert "rank 0 waits in barrier() at /path\udce9/train.py:1" in text
-
-
-def look_badly():
-    pardata.init(hang_after=0.3)
-    with patch.object(Watchdog, "_answer", side_effect=OSError("of a look")), log_of() as log:
-        if pardata.world().rank:
-            time.sleep(1.5)
-        pardata.barrier()
-        return log.lines, watchdogs()
-
-
-def test_an_error_of_its_own_is_logged_once_and_does_not_end_it():
-    first, other = launched(look_badly, size=2)
-    assert first == (["[0/2] a look for stalls failed: OSError: of a look"], 1)
-    assert other == ([], 1)  # it does not wait
 
 
 # --- as long as its group

@@ -349,9 +349,9 @@ def of_two_runs(rank, size, port, **changes):
     return slurm_variables(rank, size, port, SLURM_JOB_ID=str(123456 + 10000 * rank), **changes)
 
 
-def join_in_two_seconds():
+def join_as_one_of_two_runs():
     # The other one raises as soon as it has read whose store it is.
-    patience = timedelta(seconds=2) if os.environ["SLURM_PROCID"] == "0" else LONG
+    patience = SOON if os.environ["SLURM_PROCID"] == "0" else LONG
     try:
         with init(timeout=patience):
             pass
@@ -361,7 +361,7 @@ def join_in_two_seconds():
 
 
 def test_a_rank_of_another_run_is_told_whose_store_it_met_and_is_no_part_of_it():
-    first, second = launched(join_in_two_seconds, size=2, variables=of_two_runs)
+    first, second = launched(join_as_one_of_two_runs, size=2, variables=of_two_runs)
     assert str(first).startswith(
         "TimeoutError: `init` must be reached by every rank, but rank 1 of 2 did not"
     )

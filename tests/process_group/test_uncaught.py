@@ -140,19 +140,15 @@ def test_under_torchrun_the_line_stands_before_the_traceback_which_is_its_root_c
 
 
 @pytest.mark.parametrize("with_a_later_one", [False, True])
-def test_the_hook_that_was_there_is_called_and_is_back_at_the_end_unless_another_came(
+def test_the_hook_that_was_there_is_called_and_ours_goes_at_the_end_unless_another_came(
     with_a_later_one, monkeypatch
 ):
     seen = []
-
-    def before(*facts):
-        seen.append(facts)
-
-    monkeypatch.setattr(sys, "excepthook", before)
+    monkeypatch.setattr(sys, "excepthook", lambda *facts: seen.append(facts))
     with init(tune_cpu=False):
         ours = sys.excepthook
         later = sys.excepthook = partial(ours) if with_a_later_one else ours
-    assert sys.excepthook is (later if with_a_later_one else before)
+    assert (sys.excepthook is later) == with_a_later_one
     later(KeyError, KeyError(), None)
     assert len(seen) == 1
 

@@ -1,9 +1,47 @@
-"""What the tests of joining share: torchrun itself, and the variables of other launchers."""
+"""What the tests of this room share: scripts on ranks, by torchrun or by its variables."""
 
+import json
 import os
 import subprocess
+from contextlib import ExitStack
+from typing import NamedTuple
 
 from forked import python
+from launched import agent, reserved_port, torchrun_variables
+
+
+class Ended(NamedTuple):
+    """How one rank ended: its exit code, what it printed, and what it left for torchrun."""
+
+    code: int
+    text: str
+    cause: str
+
+
+def run_all(programs, folder, runs, size=3):
+    """Run scripts on ranks, all at once; return for each name how its ranks ended.
+
+    Each run is its code, the variables of its launcher, and its arguments. In a run's folder there
+    is a file for each rank that has ended.
+    """
+    with ExitStack() as stack:
+        ranks, found = [], {name: [] for name in runs}
+        for name, (code, variables, *arguments) in runs.items():
+            meeting = agent() if variables is torchrun_variables else reserved_port()
+            port = stack.enter_context(meeting)
+            (where := folder / name).mkdir()
+            for rank in range(size):
+                env = variables(rank, size, port, TORCHELASTIC_ERROR_FILE=f"{rank}.json")
+                to = {"folder": where, "output": where / f"{rank}.txt"}
+                ranks.append((name, rank, programs.start(code, *arguments, **to, **env)))
+        for name, rank, program in ranks:
+            # Far below the groups' timeout, far above what a slow machine takes.
+            code = program.wait(90)
+            (folder / name / f"{rank} has ended").touch()
+            text, file = (folder / name / f"{rank}.{kind}" for kind in ("txt", "json"))
+            cause = json.loads(file.read_text())["message"]["message"] if file.exists() else ""
+            found[name].append(Ended(code, text.read_text(), cause))
+    return found
 
 
 def torchrun(script, size, folder, *arguments, options=(), **env):
@@ -17,12 +55,3 @@ def torchrun(script, size, folder, *arguments, options=(), **env):
         timeout=120,
         check=False,
     )
-
-
-def open_mpi_variables(rank, size, port, local_size=None):
-    """Return Open MPI's variables, which say nothing about the number of nodes."""
-    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-    local_size = local_size or size
-    values = map(str, (rank, size, rank % local_size, local_size))
-    env = {f"OMPI_COMM_WORLD_{name}": value for name, value in zip(names, values, strict=True)}
-    return env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -3,145 +3,97 @@
 import os
 import re
 import socket
-import sys
 import time
 from datetime import timedelta
-from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from launch_zoo import open_mpi_variables
-from launched import agent, launched, reserved_port, slurm_variables, torchrun_variables
+from launched import agent, launched, reserved_port, slurm_variables
 from on_ranks import caught, run
 from pretended import accelerators
 
 from pardata import all_reduce_sum, barrier, init, rank_zero_call, world
 from pardata.environment._launchers import LaunchInfo
 from pardata.environment._world import group_state, new_store_client
-from pardata.process_group import _rendezvous as rendezvous
 from pardata.process_group import _tcp_store as tcp_store
 from pardata.process_group._rendezvous import select_device
-from pardata.process_group._tcp_store import not_met
 from pardata.store._client import append
 from pardata.store._round import abort_rounds
 
-SOON, LONG = timedelta(seconds=2), timedelta(seconds=60)
-
-
-def launch(local_rank, local_size):
-    """Return a launch on one host."""
-    numbers = (local_rank, local_size) * 2
-    return LaunchInfo("torchrun", *numbers, 0, 1, "127.0.0.1", 1)
+SOON, LONG = timedelta(seconds=4), timedelta(seconds=60)
 
 
 # --- which device
 
 
-def pretend_gpus(count, uuid=None, kind="cuda"):
-    """Make this process see GPUs for a block, without touching a driver."""
+# The kind of accelerator, how many are seen, and the variable that hides others; the local rank and
+# the world size; what this rank gets, None for an error.
+CHOSEN = [
+    (("cuda", 0, ""), 1, 4, "cpu"),
+    (("cuda", 3, ""), 2, 4, "cuda:2"),
+    (("cuda", 2, "CUDA_VISIBLE_DEVICES"), 1, 4, "cuda:1"),
+    (("cuda", 1, "CUDA_VISIBLE_DEVICES"), 2, 4, "cuda:0"),  # it is shown its own one
+    (("cuda", 1, "HIP_VISIBLE_DEVICES"), 2, 4, "cuda:0"),
+    (("cuda", 1, "ROCR_VISIBLE_DEVICES"), 2, 4, "cuda:0"),
+    (("cuda", 1, ""), 1, 4, None),
+    (("cuda", 2, "CUDA_VISIBLE_DEVICES"), 2, 4, None),
+    (("xpu", 1, ""), 0, 1, "xpu:0"),
+    (("mps", 1, ""), 0, 1, "mps:0"),
+    (("mps", 1, ""), 0, 2, "cpu"),  # its ranks could not send from there
+]
+
+
+@pytest.mark.parametrize(("machine", "local_rank", "ranks", "device"), CHOSEN)
+def test_a_rank_gets_the_gpu_of_its_number_or_the_only_one_it_is_shown_or_an_error(
+    machine, local_rank, ranks, device, monkeypatch
+):
+    kind, seen, mask = machine
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    if mask:
+        monkeypatch.setenv(mask, "5")
+    with accelerators(seen, kind=kind):
+        numbers = (local_rank, ranks) * 2
+        launch = LaunchInfo("torchrun", *numbers, 0, 1, "127.0.0.1", 1)
+        found = caught(select_device, launch, None)
+    if device is not None:
+        assert str(found) == device
+    else:
+        says = f"the number of visible GPUs, {seen}, but is {local_rank} of {ranks} on"
+        assert says in found.text
+        assert f"start {seen} process{'es' if seen > 1 else ''} per node" in found.text
+
+
+def join_with_gpus(counts, uuid=None, kind="cuda"):
+    """Join where this process sees GPUs, without touching a driver."""
 
     def told(device):
         return SimpleNamespace(uuid=uuid or f"GPU-{device.index}", total_memory=0)
 
-    return accelerators(count, kind=kind, get_device_properties=told)
-
-
-MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-
-
-@pytest.mark.parametrize("mask", [None, *MASKS])
-@pytest.mark.parametrize("visible", [0, 1, 2, 3])
-@pytest.mark.parametrize("local_rank", [0, 1, 2])
-def test_a_local_rank_gets_the_gpu_of_its_number_or_the_only_one_it_is_shown_or_an_error(
-    mask, visible, local_rank, monkeypatch
-):
-    for name in MASKS:
-        monkeypatch.delenv(name, raising=False)
-    if mask is not None:
-        monkeypatch.setenv(mask, "5")
-    with pretend_gpus(visible):
-        found = caught(select_device, launch(local_rank, 4), None)
-    if visible == 0:
-        assert found == torch.device("cpu")
-    elif local_rank < visible or (visible == 1 and mask is not None):
-        assert found == torch.device("cuda", min(local_rank, visible - 1))
-    else:
-        processes = f"{visible} process{'es' if visible > 1 else ''}"
-        assert found.text == (
-            f"the local rank must be less than the number of visible GPUs, {visible}, but is "
-            f"{local_rank} of 4 on {socket.gethostname()}: start {processes} per node (torchrun "
-            f"--nproc-per-node={visible}, srun --ntasks-per-node={visible}), or pass "
-            f'`init(device="cpu")`'
-        )
-
-
-OF_KINDS = [
-    ("cuda", 1, None, "cuda:0"),
-    ("xpu", 1, None, "xpu:0"),
-    ("mps", 1, None, "mps:0"),
-    ("mps", 2, None, "cpu"),  # its ranks could not send from there
-    ("mps", 2, "mps", "mps:0"),  # refused by the backend's name
-]
-
-
-@pytest.mark.parametrize(("kind", "size", "wanted", "device"), OF_KINDS)
-def test_any_accelerator_that_torch_has_is_taken_where_ranks_can_send_from_it(
-    kind, size, wanted, device
-):
-    with accelerators(1, kind=kind):
-        found = select_device(launch(0, size), None if wanted is None else torch.device(wanted))
-    assert str(found) == device
-
-
-def join_over_nccl():
-    return caught(lambda: init(backend="nccl", device="cpu", timeout=timedelta(seconds=20)))
-
-
-def test_a_backend_that_takes_no_cpu_is_an_error_with_the_cure_on_every_rank():
-    text = (
-        "`device` must be one from which ranks can send over 'nccl', but is 'cpu': leave out "
-        "`backend`"
-    )
-    raised = [(each.type, each.text) for each in launched(join_over_nccl, size=2)]
-    assert raised == [("RuntimeError", text)] * 2
-
-
-def join_with_gpus(counts, uuid=None, kind="cuda", **arguments):
-    with pretend_gpus(counts[int(os.environ["RANK"])], uuid, kind):
-        raised = caught(lambda: init(timeout=timedelta(seconds=20), **arguments))
+    seen = counts[int(os.environ["RANK"])]
+    with accelerators(seen, kind=kind, get_device_properties=told):
+        raised = caught(lambda: init(timeout=timedelta(seconds=20)))
     return raised, dist.is_initialized()
 
 
-ON_ONE = (
-    f"every rank must have a GPU of its own, but ranks 0, 1, 2 on {socket.gethostname()} share "
-    f'one: start one process per GPU, or pass `init(backend="gloo")`, which can share (slowly)'
-)
-KINDS = "every rank must pass the same to `init`, but `backend` differs:"
-TABLE = "rank 0: backend='cuda:nccl,cpu:gloo'\n  rank 1: backend='gloo'"
+NO_GROUPS = {
+    "the same": ([3, 3, 3], "GPU-7", "must have a GPU of its own, but ranks 0, 1, 2 on "),
+    "of other kinds": ([2, 0], None, "every rank must pass the same to `init`, but `backend` diff"),
+}
 
 
-NO_GROUPS = [
-    ([3, 3, 3], "GPU-7", ON_ONE, ON_ONE),
-    ([2, 0], None, f"{KINDS}\n  {TABLE}", KINDS),
-]
-
-
-@pytest.mark.parametrize(
-    ("counts", "uuid", "says", "own"), NO_GROUPS, ids=["the same", "of other kinds"]
-)
-def test_gpus_that_make_no_group_are_an_error_on_every_rank_at_once(counts, uuid, says, own):
-    outcomes = launched(join_with_gpus, counts, uuid, size=len(counts))
-    for rank, (raised, initialized) in enumerate(outcomes):
-        assert raised.type == "RuntimeError"
-        assert raised.text.startswith(own if rank == len(counts) - 1 else says)
+@pytest.mark.parametrize(("counts", "uuid", "says"), NO_GROUPS.values(), ids=NO_GROUPS)
+def test_gpus_that_make_no_group_are_an_error_on_every_rank_at_once(counts, uuid, says):
+    for raised, initialized in launched(join_with_gpus, counts, uuid, size=len(counts)):
+        assert (raised.type, initialized) == ("RuntimeError", False)
+        assert says in raised.text
         assert raised.seconds < 10
-        assert not initialized
 
 
-def join_and_note_the_bound(counts, kind="cuda"):
+def join_and_note_the_bound(counts, kind):
     """Join, where the group of GPUs is made as one of gloo, and say to which GPU it was bound."""
     make, asked = dist.init_process_group, []
 
@@ -150,30 +102,24 @@ def join_and_note_the_bound(counts, kind="cuda"):
         make("gloo", **kwargs)
 
     with patch.object(dist, "init_process_group", init_process_group):
-        raised, _ = join_with_gpus(counts, kind=kind)
-    assert raised.size == len(counts)
+        join_with_gpus(counts, kind=kind)
     return asked
 
 
 BOUND = [
-    ([2, 2], ["cuda:0", "cuda:1"]),
+    ("cuda", [2, 2], "cuda:nccl,cpu:gloo", ["cuda:0", "cuda:1"]),
     # A model may be spread over the GPUs of a process.
-    ([4, 4], ["None", "None"]),
+    ("cuda", [4, 4], "cuda:nccl,cpu:gloo", ["None", "None"]),
     # All ranks or none: who is bound waits for the others to connect.
-    ([2, 4], ["None", "None"]),
+    ("cuda", [2, 4], "cuda:nccl,cpu:gloo", ["None", "None"]),
+    ("xpu", [2, 2], "xpu:xccl,cpu:gloo", ["xpu:0", "xpu:1"]),
 ]
 
 
-@pytest.mark.parametrize(("counts", "bound"), BOUND, ids=str)
-def test_a_group_is_bound_to_one_gpu_only_where_a_process_has_one(counts, bound):
-    found = launched(join_and_note_the_bound, counts, size=2)
-    assert found == [[("cuda:nccl,cpu:gloo", device)] for device in bound]
-
-
-@pytest.mark.oldest
-def test_another_accelerator_has_its_own_backend_and_is_bound_too():
-    found = launched(join_and_note_the_bound, [2, 2], "xpu", size=2)
-    assert found == [[("xpu:xccl,cpu:gloo", f"xpu:{rank}")] for rank in range(2)]
+@pytest.mark.parametrize(("kind", "counts", "backend", "bound"), BOUND)
+def test_a_group_is_bound_to_one_gpu_only_where_a_process_has_one(kind, counts, backend, bound):
+    found = launched(join_and_note_the_bound, counts, kind, size=2)
+    assert found == [[(backend, device)] for device in bound]
 
 
 def join_on_bad_device(bad):
@@ -185,17 +131,16 @@ def join_on_bad_device(bad):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-@pytest.mark.parametrize("bad", [[1], [0, 1]], ids=str)
-def test_a_device_that_is_not_there_is_an_error_on_every_rank_and_a_second_try_works(bad):
-    for rank, (raised, total, size) in enumerate(launched(join_on_bad_device, bad, size=2)):
-        text = "`device` must be one that is here, but is 'cuda': PyTorch sees the CPU"
+def test_a_device_that_is_not_there_is_an_error_on_every_rank_and_a_second_try_works():
+    text = "`device` must be one that is here, but is 'cuda': PyTorch sees the CPU"
+    outcomes = launched(join_on_bad_device, [1, 2], size=3)
+    for rank, (raised, total, size) in enumerate(outcomes):
         assert raised.type == "RuntimeError"
-        if rank in bad:
-            assert raised.text == text
-        else:
-            assert f"rank {bad[0]} failed in `init`: RuntimeError: {text}" in raised.text
+        lines = [f"rank {bad} failed in `init`: RuntimeError: {text}" for bad in (1, 2)]
+        told = "\n".join([*lines, "(seen on rank 0, which did nothing wrong)"])
+        assert raised.text == (text if rank else told)
         assert raised.seconds < 10
-        assert total == size == 2
+        assert total == size == 3
 
 
 # --- where to meet
@@ -206,63 +151,23 @@ def test_a_rank_0_that_is_not_there_is_named_with_its_address_in_time(monkeypatc
         for name, value in slurm_variables(1, 2, port).items():
             monkeypatch.setenv(name, value)
         raised = caught(lambda: init(timeout=timedelta(seconds=3)))
-    assert str(raised) == (
-        f"RuntimeError: rank 1 must reach rank 0 at localhost:{port}, but could not within "
-        f"0:00:03: is rank 0 running, and is the port open between the hosts?"
-    )
+    says = f"rank 1 must reach rank 0 at localhost:{port}, but could not within 0:00:03: is rank 0"
+    assert str(raised).startswith(f"RuntimeError: {says}")
     assert raised.seconds >= 3
 
 
-class Clock:
-    """Stands still until rank 0 has read that all have come that will, and is far ahead then."""
-
-    def __init__(self, store, ranks):
-        self.store, self.ranks, self.sleep = store, ranks, time.sleep
-        self.looks = 0  # while all are there; between two of them rank 0 reads who is
-
-    def monotonic(self):
-        self.looks += len(self.store.get("came").decode().split()) == self.ranks
-        return 1e9 if self.looks > 2 else 0.0
-
-
-def join_where_rank_0_is_late(patience):
-    if os.environ["RANK"] == "0":
-        return None
-    connect = tcp_store._connected  # to the agent, which is there: however long that takes
-    with patch.object(tcp_store, "_connected", lambda launch, _: connect(launch, LONG)):
-        return caught(lambda: init(timeout=patience))
-
-
-def test_a_rank_0_that_never_comes_is_named():
-    _, raised = launched(join_where_rank_0_is_late, SOON, size=2)
-    assert raised.type == "TimeoutError"
-    assert raised.seconds < LONG.total_seconds() / 2
-    assert raised.text == str(not_met([0], 2, SOON))
-
-
 def join_unless(absent):
-    rank, size = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_STEP_NUM_TASKS"])
-    if rank in absent:
-        return None
-    part_of = dist.PrefixStore
-
-    def part(name, store):
-        made = part_of(name, store)
-        if rank == 0:
-            rendezvous.time = Clock(made, size - len(absent) - 1)
-        return made
-
-    with patch.object(rendezvous, "time", time), patch.object(dist, "PrefixStore", part):
-        return caught(lambda: init(timeout=LONG))
+    return None if int(os.environ["RANK"]) in absent else caught(lambda: init(timeout=SOON))
 
 
-def test_ranks_that_never_come_are_named_on_every_rank_that_did():
-    outcomes = launched(join_unless, [1, 3], size=4, variables=slurm_variables)
-    assert outcomes[1] is outcomes[3] is None
-    for raised in (outcomes[0], outcomes[2]):
-        assert raised.type == "TimeoutError"
-        assert raised.text == str(not_met([1, 3], 4, LONG))
-        assert raised.seconds < LONG.total_seconds() / 2
+@pytest.mark.parametrize(
+    ("absent", "size", "names"), [([0], 2, "rank 0 of 2"), ([1, 3], 4, "ranks 1, 3 of 4")]
+)
+def test_ranks_that_never_come_are_named_on_every_rank_that_did(absent, size, names):
+    says = f"`init` must be reached by every rank, but {names} did not come within {SOON}"
+    for rank, raised in enumerate(launched(join_unless, absent, size=size)):
+        if rank not in absent:
+            assert (raised.type, raised.text[: len(says)]) == ("TimeoutError", says)
 
 
 # --- coming back
@@ -296,35 +201,18 @@ def use_the_address_after_leaving():
     with init() as here:
         pass
     # The user's own group, at the address that we served.
-    os.environ.update(RANK=str(here.rank), WORLD_SIZE=str(here.size))
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    launcher = world().launcher
-    dist.barrier()
-    dist.destroy_process_group()
-    for name in ("RANK", "WORLD_SIZE"):
-        del os.environ[name]
-    return total.item(), launcher
+    address = f"tcp://localhost:{os.environ['MASTER_PORT']}"
+    dist.init_process_group("gloo", address, rank=here.rank, world_size=here.size)
+    return all_reduce_sum(1), world().launcher
 
 
 def test_after_leaving_the_address_is_free_for_a_group_of_the_users_own():
-    outcomes = launched(
-        use_the_address_after_leaving, size=2, variables=slurm_variables, MASTER_ADDR="localhost"
-    )
-    assert outcomes == [(2.0, "existing")] * 2
-
-
-@pytest.mark.skipif(not socket.has_ipv6, reason="needs IPv6")
-def test_ranks_meet_at_an_ipv6_address_in_brackets():
-    options = {"size": 2, "variables": slurm_variables, "MASTER_ADDR": "[::1]"}
-    assert launched(work_as_usual, **options) == [(0, 2), (1, 2)]
+    outcomes = launched(use_the_address_after_leaving, size=2, variables=slurm_variables)
+    assert outcomes == [(2, "existing")] * 2
 
 
 def adopt_after_an_attempt_that_failed():
     rank, store = dist.get_rank(), new_store_client(None)
-    for _ in range(rank):  # it was a call ahead of rank 0
-        caught(barrier, "", 0.1)
     abort_rounds(store, f"rank {rank} of 2 failed first: ValueError: of the attempt before")
     append(store.store, "reports", "of the attempt before")
     dist.barrier()
@@ -341,12 +229,8 @@ def test_a_group_that_is_adopted_after_a_restart_hears_nothing_of_the_attempt_be
 # --- nobody is on the way alone
 
 
-BOTH = ["init_process_group", "new_group"]  # that of small numbers
-
-
-def join_slowly(slow, maker, folder):
-    """Join, or adopt; the slow rank's connections take a moment more."""
-    is_slow = slow == (dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"]))
+def join_slowly(maker, folder):
+    """Join; the connections of rank 1 take a moment more."""
     make = getattr(dist, maker)
 
     def make_slowly(*args, **kwargs):
@@ -355,20 +239,15 @@ def join_slowly(slow, maker, folder):
         (folder / "made").touch()
         return made
 
-    made_here = make_slowly if is_slow else make
+    made_here = make_slowly if os.environ["RANK"] == "1" else make
     with patch.object(dist, maker, made_here), init(timeout=timedelta(seconds=20)):
         return (folder / "made").exists()
 
 
-@pytest.mark.parametrize("slow", [0, 1])
-@pytest.mark.parametrize("maker", BOTH)
-def test_init_returns_when_every_rank_has_made_its_groups(slow, maker, tmp_path):
+@pytest.mark.parametrize("maker", ["init_process_group", "new_group"])  # that of small numbers
+def test_init_returns_when_every_rank_has_made_its_groups(maker, tmp_path):
     # Else a rank that leaves at once closes connections that another is still making.
-    assert launched(join_slowly, slow, maker, tmp_path, size=2) == [True, True]
-
-
-def test_who_adopts_a_group_waits_too_until_every_rank_has_made_the_one_beside_it(tmp_path):
-    assert run(join_slowly, 1, "new_group", tmp_path, world_size=2) == [True, True]
+    assert launched(join_slowly, maker, tmp_path, size=2) == [True, True]
 
 
 CLOSED = "[gloo/transport/tcp/pair.cc:1] Connection closed by peer"
@@ -385,40 +264,23 @@ def join_without_a_link(bad, others_see_it, maker):
         # Raised in C++, as gloo does.
         torch.ops.aten._assert_scalar(False, "no route to host" if rank == bad else CLOSED)
 
-    causes = []
-
-    def join():
-        try:
-            init(timeout=timedelta(seconds=20))
-        except RuntimeError as error:
-            causes.append(str(error.__cause__))
-            raise
-
     fails = rank == bad or others_see_it
     with patch.object(dist, maker, fail_after_all if fails else make):
-        raised = caught(join)
-    return raised, causes, dist.is_initialized()
+        raised = caught(lambda: init(timeout=timedelta(seconds=20)))
+    return raised, dist.is_initialized()
 
 
-# Each two of the three choices meet once.
 @pytest.mark.parametrize(
-    ("bad", "others_see_it", "maker"),
-    [(0, False, BOTH[0]), (2, True, BOTH[0]), (2, False, BOTH[1]), (0, True, BOTH[1])],
+    ("bad", "others_see_it", "maker"), [(0, False, "init_process_group"), (2, True, "new_group")]
 )
 def test_a_rank_that_cannot_make_a_group_is_an_error_on_every_rank(bad, others_see_it, maker):
     outcomes = launched(join_without_a_link, bad, others_see_it, maker, size=3)
-    for rank, (raised, causes, initialized) in enumerate(outcomes):
-        assert raised.type == "RuntimeError"
-        own_is_kept = others_see_it and rank != bad
-        assert causes == [CLOSED if own_is_kept else "None"]
-        if rank == bad:
-            assert raised.text == "no route to host"
-        else:
-            first, *later, seen = raised.text.splitlines()
-            assert first == f"rank {bad} failed in `init`: RuntimeError: no route to host"
-            assert len(later) == (2 if others_see_it else 0)
-            assert seen == f"(seen on rank {rank}, which did nothing wrong)"
-        assert not initialized
+    for rank, (raised, initialized) in enumerate(outcomes):
+        assert (raised.type, initialized) == ("RuntimeError", False)
+        first, *_ = raised.text.splitlines()
+        told = "" if rank == bad else f"rank {bad} failed in `init`: RuntimeError: "
+        assert first == f"{told}no route to host"
+        assert raised.cause == (CLOSED if others_see_it and rank != bad else "None")
 
 
 # --- cores
@@ -460,6 +322,14 @@ def test_a_host_whose_name_is_its_own_loopback_is_an_error_that_names_the_variab
         assert "Set GLOO_SOCKET_IFNAME" in raised.text
 
 
+def two_on_each_host(rank, size, port):
+    """Return Open MPI's variables, which say nothing about the number of nodes."""
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    numbers = zip(names, (rank, size, rank % 2, 2), strict=True)
+    env = {f"OMPI_COMM_WORLD_{name}": str(number) for name, number in numbers}
+    return env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
 def join_from(hosts):
     name = hosts[int(os.environ["OMPI_COMM_WORLD_RANK"])]
     with patch.object(socket, "gethostname", lambda: name), init() as here:
@@ -467,31 +337,11 @@ def join_from(hosts):
 
 
 def test_under_mpi_the_nodes_are_counted_by_the_names_of_the_hosts():
-    hosts = ["b", "b", "a", "a"]
-    variables = partial(open_mpi_variables, local_size=2)
-    outcomes = launched(join_from, hosts, size=4, variables=variables)
+    outcomes = launched(join_from, ["b", "b", "a", "a"], size=4, variables=two_on_each_host)
     assert outcomes == [(rank // 2, 2, rank % 2, "mpi") for rank in range(4)]
 
 
 # --- whose run it is
-
-
-def by_hand(rank, size, port, **changes):
-    gone = dict.fromkeys(("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"))
-    return torchrun_variables(rank, size, port, **gone, **changes)
-
-
-def spawned(rank, port):
-    os.environ.update(by_hand(rank, 2, port))
-    with init(timeout=timedelta(seconds=30)) as here:
-        assert here.size == 2
-
-
-@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.soak), "fork"])
-def test_children_of_a_script_are_one_group_with_it(method, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "0.1"])
-    with reserved_port() as port:
-        torch.multiprocessing.start_processes(spawned, (port,), 2, start_method=method)
 
 
 def of_two_runs(rank, size, port, **changes):
@@ -499,9 +349,9 @@ def of_two_runs(rank, size, port, **changes):
     return slurm_variables(rank, size, port, SLURM_JOB_ID=str(123456 + 10000 * rank), **changes)
 
 
-def join_in_two_seconds():
+def join_as_one_of_two_runs():
     # The other one raises as soon as it has read whose store it is.
-    patience = timedelta(seconds=2) if os.environ["SLURM_PROCID"] == "0" else LONG
+    patience = SOON if os.environ["SLURM_PROCID"] == "0" else LONG
     try:
         with init(timeout=patience):
             pass
@@ -511,7 +361,7 @@ def join_in_two_seconds():
 
 
 def test_a_rank_of_another_run_is_told_whose_store_it_met_and_is_no_part_of_it():
-    first, second = launched(join_in_two_seconds, size=2, variables=of_two_runs)
+    first, second = launched(join_as_one_of_two_runs, size=2, variables=of_two_runs)
     assert str(first).startswith(
         "TimeoutError: `init` must be reached by every rank, but rank 1 of 2 did not"
     )
@@ -519,7 +369,6 @@ def test_a_rank_of_another_run_is_told_whose_store_it_met_and_is_no_part_of_it()
     assert second.seconds < 30
     assert re.fullmatch(
         r"all ranks that meet at localhost:\d+ must be of one run, but the store there is that of "
-        r"SLURM job 123456, step 0, start 0, and this rank is of SLURM job 133456, step 0, "
-        r"start 0: end the other run, or give this one a port of its own by MASTER_PORT",
+        r"SLURM job 123456, step 0, .* this rank is of SLURM job 133456, step 0, .* by MASTER_PORT",
         second.text,
     )

@@ -7,9 +7,9 @@ from launched import agent, torchrun_variables
 
 # What is open when the script ends: in a global, and in the frame of an exception.
 SCRIPT = """
-import sys, time, torch, pardata
+import sys, torch, pardata
 
-what, ending, folder = sys.argv[1:]
+ending, folder = sys.argv[1:]
 
 class Data:
     def __len__(self):
@@ -36,57 +36,35 @@ def writing():
     writer.write(1, {"loss": 1})
     return writer
 
-def watching():
-    here = pardata.init(hang_after=30)
-    pardata.barrier()
-    return here
-
-OPEN = {
-    "epoch": lambda: begun(loader(0)),
-    "epochs": lambda: begun(loader(0).epochs(3)),
-    "workers": lambda: begun(loader(2)),
-    "save": saving,
-    "bar": lambda: begun(pardata.progress(range(10))),
-    "writer": writing,
-    "stop": lambda: pardata.StopSignal().__enter__(),
-    "watch": watching,
-}
-
 def main():
-    held = [OPEN[name]() for name in what.split("+")]
-    held.append(held)
+    held = [begun(loader(0)), begun(loader(0).epochs(3)), begun(loader(2)), saving(), writing()]
+    held += [begun(pardata.progress(range(10))), pardata.StopSignal().__enter__(), held]
     if ending == "exit":
         sys.exit(0)
     if ending == "raise":
         raise ValueError("boom")
     return held
 
+if "ranks" in ending:
+    pardata.init(hang_after=30)  # so there is a watchdog
+    pardata.barrier()
 held = main()
 """
-ALONE = ["epoch+epochs+bar", "workers", "save+writer+stop"]
-TOGETHER = ["watch", "watch+epoch+workers+save+bar+writer+stop"]
 OWN = r"Traceback \(most recent call last\):\n(  .*\n)+ValueError: boom\n"
 
 
 @pytest.mark.parametrize("ending", ["end", "exit", "raise"])
-@pytest.mark.parametrize("what", ALONE)
-def test_a_process_says_nothing_of_what_is_open(what, ending, programs, tmp_path):
+def test_a_process_says_nothing_of_what_is_open(ending, programs, tmp_path):
     to = {"output": tmp_path / "out", "errors": tmp_path / "err"}
-    assert programs.start(SCRIPT, what, ending, tmp_path, **to).wait(60) == (ending == "raise")
+    assert programs.start(SCRIPT, ending, tmp_path, **to).wait(60) == (ending == "raise")
     text = (tmp_path / "err").read_text()
     assert re.fullmatch(OWN, text) if ending == "raise" else text == "", text
 
 
-@pytest.mark.parametrize("ending", ["end", "exit"])
-@pytest.mark.parametrize("what", TOGETHER)
-def test_nor_do_ranks(what, ending, programs, tmp_path):
+def test_nor_do_ranks(programs, tmp_path):
+    to = {"output": tmp_path / "out", "errors": tmp_path / "err"}
     with agent() as port:
-        ranks = [
-            programs.start(
-                SCRIPT, what, ending, tmp_path, output=tmp_path / "out",
-                errors=tmp_path / "err", **torchrun_variables(rank, 2, port),
-            )
-            for rank in range(2)
-        ]  # fmt: skip
-        codes = [each.wait(60) for each in ranks]
+        each = [torchrun_variables(rank, 2, port) for rank in range(2)]
+        ranks = [programs.start(SCRIPT, "end of ranks", tmp_path, **to, **env) for env in each]
+        codes = [one.wait(60) for one in ranks]
     assert (codes, (tmp_path / "err").read_text()) == ([0, 0], "")

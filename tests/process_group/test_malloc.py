@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from logged import Keeper
+from logged import log_of
 from on_ranks import run_caught
 
 from pardata import init
@@ -57,40 +57,27 @@ def test_elsewhere_than_under_glibc_nothing_is_done(platform, monkeypatch):
 
 
 def init_and_count(arguments, env, works):
-    calls = []
-
-    def tune():
-        calls.append(1)
-        return works
-
-    keeper = Keeper()
-    logger = logging.getLogger("pardata")
-    logger.addHandler(keeper)
-    logger.setLevel(logging.DEBUG)
     os.environ.update(env)
-    with patch("pardata.process_group._init.tune_glibc_malloc", tune):
+    with (
+        patch("pardata.process_group._init.tune_glibc_malloc", return_value=works) as tune,
+        log_of(level=logging.DEBUG) as log,
+    ):
         init(**arguments)
         init()
-    return len(calls), [line for line in keeper.lines if "allocator" in line]
+    return tune.call_count, [line for line in log.lines if "allocator" in line]
 
 
 SAID = "[0/2] the allocator keeps freed memory, unless PARDATA_TUNE_CPU=0"
+TUNED = {
+    "default": ({}, {}, True, [(1, [SAID]), (1, [])]),
+    "elsewhere": ({}, {}, False, [(1, []), (1, [])]),
+    "argument": ({"tune_cpu": False}, {}, True, [(0, []), (0, [])]),
+    "variable": ({}, {"PARDATA_TUNE_CPU": "0"}, True, [(0, []), (0, [])]),
+    "no-cpu": ({"device": "meta"}, {}, True, [(0, []), (0, [])]),
+}
 
 
-TUNED = [
-    ({}, {}, True, [(1, [SAID]), (1, [])]),
-    ({}, {}, False, [(1, []), (1, [])]),
-    ({"tune_cpu": False}, {}, True, [(0, []), (0, [])]),
-    ({}, {"PARDATA_TUNE_CPU": "0"}, True, [(0, []), (0, [])]),
-    ({"device": "meta"}, {}, True, [(0, []), (0, [])]),
-]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "env", "works", "expected"),
-    TUNED,
-    ids=["default", "elsewhere", "argument", "variable", "no-cpu"],
-)
+@pytest.mark.parametrize(("arguments", "env", "works", "expected"), TUNED.values(), ids=TUNED)
 def test_init_tunes_on_a_cpu_unless_told_otherwise_and_says_so_once(
     arguments, env, works, expected
 ):

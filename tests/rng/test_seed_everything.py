@@ -14,13 +14,6 @@ from pardata import seed_everything
 from pardata.rng._seeds import mix
 
 
-@pytest.fixture(autouse=True)
-def _numpy_as_before():
-    state = np.random.get_state()  # noqa: NPY002  # the generator that is seeded
-    yield
-    np.random.set_state(state)  # noqa: NPY002  # as above
-
-
 def draw():
     """Draw from every generator that is seeded."""
     return random.random(), np.random.rand(), torch.rand(1).item()  # noqa: NPY002  # as above

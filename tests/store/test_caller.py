@@ -1,9 +1,6 @@
 """Where in the user's code: the innermost line that is neither pardata's, torch's nor Python's."""
 
 import functools
-import inspect
-import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -33,13 +30,6 @@ class Noting:
 
     def __call__(self, *_):
         self.seen.append(call_site())
-
-
-def test_an_error_came_up_where_the_user_called_what_raised_it():
-    with pytest.raises(ValueError, match="Expecting") as caught:
-        json.loads("{")
-    line = inspect.currentframe().f_lineno - 1
-    assert raise_location(caught.value).endswith(f"{Path(__file__).name}:{line}")
 
 
 @pytest.mark.parametrize("inside", [True, False])

@@ -3,11 +3,8 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,6 +13,7 @@ import torch.distributed as dist
 from ctrl_c import ctrl_c
 from launched import launched, slurm_variables
 from on_ranks import caught
+from processes import wait_for
 from ranks_zoo import clients
 
 import pardata
@@ -25,28 +23,20 @@ from pardata.store._round import abort_rounds, exchange, follow
 LONG = timedelta(seconds=30)
 
 
-def lose_rank_0(call, directory):
+def lose_rank_0(directory):
     # The store lives in rank 0's process, as under SLURM and MPI.
     pardata.init(timeout=LONG)
     pardata.barrier()
     if pardata.world().rank == 0:
         time.sleep(0.2)  # the other is waiting by now
         os._exit(3)
-    raised = caught(CALLS[call])
+    raised = caught(pardata.barrier)
     (Path(directory) / "outcome").write_text(f"{raised.type} {raised.seconds:.1f} {raised.text}")
 
 
-def nothing():
-    """Run on rank 0."""
-
-
-CALLS = {"barrier": pardata.barrier, "rank_zero_call": lambda: pardata.rank_zero_call(nothing)}
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_a_rank_that_dies_with_the_store_is_an_error_at_once_and_no_timeout(call, tmp_path):
+def test_a_rank_that_dies_with_the_store_is_an_error_at_once_and_no_timeout(tmp_path):
     with pytest.raises(RuntimeError, match="the process ended with exit code 3"):
-        launched(lose_rank_0, call, str(tmp_path), size=2, variables=slurm_variables)
+        launched(lose_rank_0, str(tmp_path), size=2, variables=slurm_variables)
     kind, seconds, text = (tmp_path / "outcome").read_text().split(" ", 2)
     assert kind == "RuntimeError"
     assert float(seconds) < LONG.total_seconds() - 5
@@ -57,41 +47,32 @@ def test_a_rank_that_dies_with_the_store_is_an_error_at_once_and_no_timeout(call
 
 
 FROZEN = """
-import sys, time
-import torch.distributed as dist
+import time, torch.distributed as dist
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 print(store.port, flush=True)
 time.sleep(600)
 """
 
 
-@contextmanager
-def frozen_store():
-    """Yield a store whose process is stopped as soon as it has answered once."""
-    command = [sys.executable, "-c", FROZEN]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False)
-            store.set("there", "yes")
-            server.send_signal(signal.SIGSTOP)
-            yield clients(2, store, timedelta(seconds=0.5))
-        finally:
-            server.kill()
-
-
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="stops a process by SIGSTOP")
-def test_a_store_that_does_not_answer_is_an_error_and_no_hang(monkeypatch):
+def test_a_store_that_does_not_answer_is_an_error_and_no_hang(monkeypatch, programs, tmp_path):
     monkeypatch.setattr(_client, "_MARGIN", 0.5)
-    with frozen_store() as (first, second):
-        for call in (
-            lambda: exchange(first, "somewhere", lambda: "x"),
-            lambda: follow(second, "somewhere", timedelta(hours=2)),
-            lambda: abort_rounds(first, "it left"),
-        ):
-            raised = caught(call)
-            assert raised.type == "TimeoutError"
-            says = r".*'s store .* must answer, but has not for 0:00:00.*test_client\.py:\d+"
-            assert re.fullmatch(says, raised.text)
+    server, port = programs.start(FROZEN, output=tmp_path / "port"), tmp_path / "port"
+    wait_for(lambda: port.read_text().endswith("\n"), often=0.02)
+    store = dist.TCPStore("127.0.0.1", int(port.read_text()), is_master=False)
+    store.set("there", "yes")
+    os.kill(server.pid, signal.SIGSTOP)
+    first, second = clients(2, store, timedelta(seconds=0.5))
+    for call in (
+        lambda: exchange(first, "somewhere", lambda: "x"),
+        lambda: follow(second, "somewhere", timedelta(hours=2)),
+        lambda: abort_rounds(first, "it left"),
+    ):
+        raised = caught(call)
+        assert raised.type == "TimeoutError"
+        says = r".*'s store .* must answer, but has not for 0:00:00.*test_client\.py:\d+"
+        assert re.fullmatch(says, raised.text)
+    server.kill()
 
 
 def test_an_interrupted_wait_holds_up_no_later_request():

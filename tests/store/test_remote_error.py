@@ -1,38 +1,28 @@
 """An exception that travels: whole where it can, else as text, never lost."""
 
 import json
+import re
+import threading
 from dataclasses import asdict
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from on_ranks import run
 
-from pardata.store._remote_error import (
-    RemoteError,
-    exception_chain,
-    is_peer_failure,
-    summary_line,
-    type_and_message,
-)
+from pardata.store._remote_error import RemoteError, is_peer_failure, is_secondary, summary_line
 
 
-class Odd(Exception):  # noqa: N818  # named for what it does
-    """Its pickle is what it is told to be: comes back as that, or fails."""
+class Odd(Exception):  # noqa: N818  # named for what it is
+    """Comes back from its pickle without its text, or as another type."""
 
-    def __init__(self, text, pickled):
+    def __init__(self, text, kind=None):
         super().__init__(text)
-        self.pickled = pickled
+        self.kind = kind
 
     def __reduce__(self):
-        return self.pickled()
-
-
-def explode():
-    raise ZeroDivisionError
+        return (self.kind, self.args) if self.kind else (Odd, ("",))
 
 
 class Speechless(Exception):  # noqa: N818  # as above
@@ -42,52 +32,28 @@ class Speechless(Exception):  # noqa: N818  # as above
         raise ZeroDivisionError
 
 
-def travelled(failure):
-    return RemoteError(**json.loads(json.dumps(asdict(failure))))
-
-
 # Plain ones, interrupts, and one that takes two arguments: tests/collectives/test_barrier.py.
-def raised(error):
-    """Raise `error` and return its `RemoteError`, after a journey as JSON."""
-    try:
-        raise error
-    except BaseException as caught:  # noqa: BLE001  # SystemExit too
-        failure = RemoteError.of(caught, rank=3, call="rank_zero_call")
-    return travelled(failure)
-
-
-class Local(Exception):  # noqa: N818  # as above
-    """Stands for a class that other processes cannot import."""
-
-
-Local.__qualname__ = "function.<locals>.Local"
-
-
 NOT_SURVIVING = [
-    Odd("comes back without its text", lambda: (Odd, ("", explode))),
-    Odd("comes back as another type", lambda: (ValueError, ("comes back as another type",))),
-    Odd("fails in pickle", explode),
-    ValueError(lambda: "cannot be pickled"),
-    Local("x"),
-    Speechless(),
+    (Odd("comes back without its text"), "Odd: comes back without its text"),
+    (Odd("comes back as another", ValueError), "Odd: comes back as another"),
+    (ValueError(threading.Lock()), "ValueError: <unlocked _thread.lock object at .*"),
+    (Speechless(), "Speechless: <exception str\\(\\) failed>"),
 ]
 
 
-@pytest.mark.parametrize("error", NOT_SURVIVING, ids=lambda error: type_and_message(error)[:20])
-def test_an_exception_that_does_not_survive_comes_back_as_its_type_and_text(error):
-    failure = raised(error)
-    assert failure.pickled is None
+@pytest.mark.parametrize(("error", "text"), NOT_SURVIVING)
+def test_an_exception_that_does_not_survive_comes_back_as_its_type_and_text(error, text):
+    failure = RemoteError.of(error, rank=3, call="rank_zero_call")
+    travelled = RemoteError(**json.loads(json.dumps(asdict(failure))))
     with pytest.raises(RuntimeError) as caught:
-        raise failure.to_exception()
-    assert str(caught.value) == f"rank 3 failed in `rank_zero_call`: {type_and_message(error)}"
-    assert failure.summary == str(caught.value)
+        raise travelled.to_exception()
+    assert re.fullmatch(rf"rank 3 failed in `rank_zero_call`: {text}", str(caught.value))
 
 
 LINES = [
     (ValueError("a table:\n  row"), "ValueError: a table"),
     (ValueError("x" * 10**6), f"ValueError: {'x' * 1988}"),
     (KeyboardInterrupt(), "KeyboardInterrupt"),
-    (Speechless(), "Speechless: <exception str() failed>"),
 ]
 
 
@@ -96,23 +62,14 @@ def test_any_error_fits_on_one_line_with_its_place(error, text):
     assert summary_line(error) == f"{text} (an unknown line)"
 
 
-@given(st.text(), st.integers(0, 10**6), st.text(max_size=5))
-def test_any_text_survives_the_journey(text, rank, call):
-    failure = RemoteError.of(ValueError(text), rank=rank, call=call)
-    assert travelled(failure) == failure
-    assert failure.text.removeprefix("ValueError: ") == (text.strip() or "ValueError")
-
-
 # --- whose fault it is
 
 
 LOST_OR_NOT = [
     (RuntimeError("[x/gloo/transport/tcp/pair.cc:5] Connection closed by peer"), True),
     (RuntimeError("Application timeout caused pair closure"), True),
-    (RuntimeError("Got an error: RuntimeError: [a/gloo/x.cc:9] Connection reset by peer"), True),
     (RuntimeError("tracker: Connection reset by peer"), False),
     (RuntimeError("Timed out waiting for the licence server"), False),
-    (RuntimeError("database: operation timeout"), False),
     (RuntimeError("Timed out waiting 5ms for recv operation to complete"), True),
     (dist.DistStoreError("wait timeout after 5ms, keys: /0"), True),
     (dist.DistBackendError("NCCL error: remote process exited\nncclRemoteError"), True),
@@ -124,20 +81,7 @@ LOST_OR_NOT = [
 
 @pytest.mark.parametrize(("error", "lost"), LOST_OR_NOT)
 def test_only_what_a_backend_says_of_its_peers_is_a_lost_collective(error, lost):
-    assert is_peer_failure(error) == lost
-    assert RemoteError.of(error, rank=0, call="").is_secondary == lost
-
-
-def raised_by_torch(text):
-    """Raise in C++, as a backend does."""
-    torch.ops.aten._assert_scalar(False, text)  # torch's own
-
-
-def raised_while_another_is_handled(text):
-    try:
-        raised_by_torch(text)
-    except RuntimeError:
-        raise KeyError("x")  # noqa: B904  # that is what is tested
+    assert is_peer_failure(error) == is_secondary(error) == lost
 
 
 def wait_in_vain():
@@ -158,17 +102,10 @@ def test_a_collective_that_the_user_waits_for_is_lost_too():
     assert [lost for lost, _ in found] == [True] * 2, found
 
 
-SAID = "[x/gloo/transport/tcp/pair.cc:5] Connection closed by peer"
-
-
-@pytest.mark.parametrize("raise_it", [raised_by_torch, raised_while_another_is_handled])
-def test_what_comes_of_a_lost_collective_is_no_cause(raise_it):
-    with pytest.raises((RuntimeError, KeyError)) as caught:
-        raise_it(SAID)
-    assert RemoteError.of(caught.value, rank=0, call="").is_secondary
-
-
-def test_a_chain_of_errors_that_bites_its_tail_ends():
-    first, second = ValueError(), KeyError()
-    first.__cause__, second.__cause__ = second, first
-    assert list(exception_chain(first)) == [first, second]
+def test_what_comes_of_a_lost_collective_is_no_cause_even_in_a_chain_that_bites_its_tail():
+    lost = RuntimeError("[x/gloo/transport/tcp/pair.cc:5] Connection closed by peer")
+    first, second = KeyError(), ValueError()
+    first.__cause__, second.__context__ = second, first
+    assert not is_secondary(first)
+    second.__context__ = lost
+    assert is_secondary(first)

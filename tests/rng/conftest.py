@@ -1,0 +1,14 @@
+"""What the tests of random numbers leave: NumPy's generator as it was."""
+
+import numpy as np
+import pytest
+
+# ruff: noqa: NPY002  # NumPy's default generator is the one that users draw from
+
+
+@pytest.fixture(autouse=True)
+def _numpy_as_before():
+    bits, state = np.random.get_bit_generator(), np.random.get_state()
+    yield
+    np.random.set_bit_generator(bits)
+    np.random.set_state(state)

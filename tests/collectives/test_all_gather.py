@@ -42,20 +42,19 @@ class Towers(nn.Module):
         return self.left(left), self.right(right)
 
 
-def made(dtype):
+def made():
     torch.manual_seed(0)
-    model, size = Towers().to(dtype), world().size
+    model, size = Towers().double(), world().size
     rows = sum(ROWS[:size])
-    data = torch.randn(rows, 5, dtype=dtype), torch.randn(rows, 4, dtype=dtype)
+    data = [torch.randn(rows, width, dtype=torch.float64) for width in (5, 4)]
     own = [torch.arange(rows), *data]
     return model, data, [x.split(ROWS[:size])[world().rank] for x in own]
 
 
-def gradients_of(how, dtype):
+def gradients_of(how):
     """Return whether the gradients are those of one process that has all rows."""
-    alone, data, _ = made(dtype)
-    (each, left, right), size = made(dtype)[2], world().size
-    model = wrap_model(made(dtype)[0], device="cpu")
+    alone, data, (each, left, right) = made()
+    model = wrap_model(made()[0], device="cpu")
     loss_of = lambda model, batch: clip(model, *batch, own=each)  # noqa: E731
     if how == "backward":
         backward(model, loss_of, (left, right))
@@ -66,17 +65,16 @@ def gradients_of(how, dtype):
         losses = cross_entropy(
             alone.scale * scores[0] @ scores[1].T, torch.arange(len(data[0])), reduction="none"
         )
-        torch.stack([part.mean() for part in losses.split(ROWS[:size])]).mean().backward()
-    tolerance = 1e-12 if dtype == torch.float64 else 1e-6
+        parts = losses.split(ROWS[: world().size])
+        torch.stack([part.mean() for part in parts]).mean().backward()
     pairs = zip(model.parameters(), alone.parameters(), strict=True)
-    return [torch.allclose(a.grad, b.grad, rtol=tolerance, atol=tolerance) for a, b in pairs]
+    return [torch.allclose(a.grad, b.grad, rtol=1e-12, atol=1e-12) for a, b in pairs]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("how", ["backward", "loss.backward"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_gradient_of_a_loss_over_all_rows_is_that_of_one_process(size, how, dtype):
-    assert run_caught(gradients_of, how, dtype, world_size=size) == [[True] * 5] * size
+def test_the_gradient_of_a_loss_over_all_rows_is_that_of_one_process(size, how):
+    assert run_caught(gradients_of, how, world_size=size) == [[True] * 5] * size
 
 
 def sums_of_gradients():
@@ -111,33 +109,20 @@ def test_each_tensor_gets_the_sum_of_the_gradients_of_all_ranks_losses(size):
         assert found == ({"rows", "number"}, False, [3.0 * ranks], number, size)
 
 
-def with_gradient(*shape, really=True):
-    return torch.ones(*shape, requires_grad=really)
-
-
-WRONG = {
-    "gradient": (
-        lambda r: all_gather(with_gradient(2, really=r > 0), differentiable=True),
-        "rank 0: structure='value: rows of torch.float32'\n",
-    ),
-    "flag": (
-        lambda r: all_gather(with_gradient(2), differentiable=r > 0),
-        "structure='value: rows of torch.float32, differentiable'",
-    ),
-}
-
-
-def what_is_wrong(name):
-    error = caught(WRONG[name][0], world().rank)
+def gather_otherwise(changed):
+    """Gather what carries a gradient, and do otherwise on rank 0 in one thing."""
+    is_usual = world().rank > 0
+    usual = torch.ones(2, requires_grad=is_usual or changed != "requires_grad")
+    error = caught(lambda: all_gather(usual, differentiable=is_usual or changed != "flag"))
     return error, all_gather(world().rank)
 
 
-@pytest.mark.parametrize("name", WRONG)
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_that_differ_get_an_error_on_every_rank_and_the_group_goes_on(size, name):
-    for error, after in run_caught(what_is_wrong, name, world_size=size):
-        assert WRONG[name][1] in error.text
-        assert after == list(range(size))
+@pytest.mark.parametrize("changed", ["requires_grad", "flag"])
+def test_ranks_that_differ_get_an_error_on_every_rank_and_the_group_goes_on(changed):
+    for error, after in run_caught(gather_otherwise, changed, world_size=3):
+        structure = "structure='value: rows of torch.float32"
+        assert f"rank 0: {structure}'\n  ranks 1, 2: {structure}, differentiable'" in error.text
+        assert after == [0, 1, 2]
 
 
 def gather_on_another_default_device():

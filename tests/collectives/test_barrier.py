@@ -28,9 +28,9 @@ class Unpicklable(Exception):  # noqa: N818  # named for what it is
         super().__init__(f"{code}: {text}")
 
 
-def enter(block):
-    with block:
-        pass
+def in_first(call=int, **options):
+    with rank_zero_first(**options):
+        call()
 
 
 # --- barrier
@@ -57,7 +57,7 @@ def call_with_little_patience():
 
 WAITS = {
     "barrier('epoch 3')": lambda: barrier("epoch 3", SOON),
-    "rank_zero_first": lambda: enter(rank_zero_first(timeout=SOON)),
+    "rank_zero_first": lambda: in_first(timeout=SOON),
     "rank_zero_call(str)": call_with_little_patience,
 }
 
@@ -87,35 +87,26 @@ def test_who_waits_too_long_is_told_who_did_not_come_and_what_to_do(call, absent
     assert re.search(r"this rank waits at \S*test_barrier\.py:\d+$", raised.text)
 
 
-def wait_where_rank_0_works(call):
-    if world().rank:
-        raised = caught(barrier)
-        store_client().store.add("have been told", 1)
-    elif call == "rank_zero_first":
-        raised = caught(work_first)
-    else:
-        raised = caught(rank_zero_call, until_all_are_told)
+def wait_where_rank_0_works():
+    told = store_client().store
+
+    def work():
+        with rank_zero_first():
+            while told.add("have been told", 0) < world().size - 1:
+                time.sleep(0.01)
+
+    raised = caught(barrier if world().rank else work)
+    told.add("have been told", 1)
     barrier("again")
     return raised
 
 
-def work_first():
-    with rank_zero_first():
-        until_all_are_told()
-
-
-def until_all_are_told():
-    while store_client().store.add("have been told", 0) < world().size - 1:
-        time.sleep(0.01)
-
-
-@pytest.mark.parametrize("call", ["rank_zero_first", "rank_zero_call(until_all_are_told)"])
-def test_a_barrier_is_told_at_once_of_a_rank_0_that_works_elsewhere(call):
-    for raised in run_caught(wait_where_rank_0_works, call, world_size=3, fresh=True):
+def test_a_barrier_is_told_at_once_of_a_rank_0_that_works_elsewhere():
+    for raised in run_caught(wait_where_rank_0_works, world_size=3, fresh=True):
         assert (raised.type, raised.seconds < 10) == ("RuntimeError", True)
         assert raised.text == (
-            f"every rank must make the same calls in the same order, but here:\n"
-            f"  rank 0: {call}\n  ranks 1, 2: barrier()"
+            "every rank must make the same calls in the same order, but here:\n"
+            "  rank 0: rank_zero_first\n  ranks 1, 2: barrier()"
         )
 
 
@@ -170,7 +161,7 @@ def test_the_first_rank_of_each_node_goes_first_where_local_and_fails_for_all(tm
 
 def go_first_where_nobody_says_what_a_node_is():
     del os.environ["LOCAL_WORLD_SIZE"]
-    raised = caught(lambda: enter(rank_zero_first(local=True)))
+    raised = caught(lambda: in_first(local=True))
     with init(), rank_zero_first(local=True):
         return raised
 
@@ -186,48 +177,42 @@ def test_of_a_group_made_without_init_the_nodes_are_not_known():
 def fail_in_first(error):
     with rank_zero_first():
         assert world().is_main, "ran on a rank that should not"
-        raise_it(error)
+        fail_with(error)
 
 
-def fail_in_call(error):
-    rank_zero_call(raise_it, error)
+def fail_with(error):
+    raise error
 
 
-def raise_it(error):
-    raise (
-        KeyboardInterrupt("no disk") if error == "KeyboardInterrupt" else Unpicklable(5, "no disk")
-    )
-
-
+# Of what pickles, and of SystemExit: docs/errors.md.
 FAILING = [
-    (fn, place, error)
-    for fn, place in ((fail_in_first, "rank_zero_first"), (fail_in_call, "rank_zero_call"))
-    for error in ("KeyboardInterrupt", "Unpicklable")
+    (fail_in_first, "rank_zero_first", KeyboardInterrupt("no disk")),
+    (fail_in_first, "rank_zero_first", Unpicklable("no", "disk")),
+    (lambda error: rank_zero_call(fail_with, error), "rank_zero_call", Unpicklable("no", "disk")),
 ]
 
 
 def fail_and_go_on():
     raised = []
-    for fn, _, error in FAILING:
-        raised.append(caught(fn, error))
+    for fail, _, error in FAILING:
+        raised.append(caught(fail, error))
         barrier("afterwards")
     return raised, all_reduce_sum(world().rank), rank_zero_call(str, 7)
 
 
-# Of an exception that pickles and of SystemExit: docs/errors.md.
 @pytest.mark.parametrize("size", [1, 3])
 def test_an_exception_on_rank_0_is_raised_on_every_rank_at_once_with_its_origin(size):
     for rank, (found, total, result) in enumerate(run_caught(fail_and_go_on, world_size=size)):
         for raised, (_, place, error) in zip(found, FAILING, strict=True):
-            is_whole = rank == 0 or error != "Unpicklable"
-            assert raised.type == (error if is_whole else "RuntimeError")
-            text = "no disk" if error == "KeyboardInterrupt" else "5: no disk"
-            told = f"rank 0 failed in `{place}`: Unpicklable: {text}"
-            assert raised.text == (text if is_whole else told)
             assert raised.seconds < 30
-            if rank:
-                assert raised.cause.startswith(f"raised on rank 0 in `{place}`:\n\nTraceback")
-                assert re.search(r"test_barrier\.py.*line \d+, in raise_it", raised.cause)
+            kind = type(error).__name__
+            if rank == 0:
+                assert str(raised) == f"{kind}: {error}"
+                continue
+            told = f"RuntimeError: rank 0 failed in `{place}`: {kind}: {error}"
+            assert str(raised) == (told if kind == "Unpicklable" else f"{kind}: {error}")
+            assert raised.cause.startswith(f"raised on rank 0 in `{place}`:\n\nTraceback")
+            assert re.search(r"test_barrier\.py.*line \d+, in fail_with", raised.cause)
         assert (total, result) == (sum(range(size)), "7")
 
 
@@ -322,43 +307,28 @@ def test_an_error_is_gone_when_it_is_caught_and_all_that_its_frames_held_with_it
 # --- what all must reach, where only one is
 
 
-ALL_MUST = {
-    "all_reduce_sum": lambda: all_reduce_sum(1),
-    "broadcast": lambda: broadcast(1),
-    "rank_zero_first(local=True)": lambda: enter(rank_zero_first(local=True)),
-    "rank_zero_call": lambda: rank_zero_call(max, 1, 2),
-}
-OUTER = {
-    "rank_zero_first": rank_zero_first,
-    "rank_zero_first(local=True)": lambda: rank_zero_first(local=True),
-}
-NESTED = [(outer, call) for outer in (*OUTER, "rank_zero_call") for call in ALL_MUST]
-NESTED.append(("rank_zero_call", "rank_zero_first"))
-
-
-def within(outer, call):
-    """Make a call of all ranks where rank 0 works for the others."""
-    inner = ALL_MUST.get(call, lambda: enter(rank_zero_first()))
-    if outer == "rank_zero_call":
-        rank_zero_call(inner)
-        return
-    with OUTER[outer]():
-        inner()
+# What must be reached by every rank, and within what; of `barrier`: docs/errors.md.
+NESTED = [
+    ("all_reduce_sum", "rank_zero_first", lambda: in_first(lambda: all_reduce_sum(1))),
+    ("broadcast", "rank_zero_first", lambda: in_first(lambda: broadcast(1), local=True)),
+    ("rank_zero_call", "rank_zero_first", lambda: in_first(lambda: rank_zero_call(max, 1, 2))),
+    ("barrier()", "rank_zero_call", lambda: rank_zero_call(barrier)),
+    ("rank_zero_first", "rank_zero_call", lambda: rank_zero_call(in_first)),
+    ("rank_zero_first(local=True)", "rank_zero_call", lambda: rank_zero_call(in_first, local=True)),
+]
 
 
 def nest():
     raised = []
-    for outer, call in NESTED:
-        raised.append(caught(within, outer, call))
+    for *_, work in NESTED:
+        raised.append(caught(work))
         barrier("the group is usable")
     return raised
 
 
-# Of `barrier`: docs/errors.md.
 def test_a_call_of_all_ranks_while_they_wait_for_one_is_an_error_on_every_rank():
     for found in run(nest, world_size=2):
-        for raised, (outer, call) in zip(found, NESTED, strict=True):
-            place = outer.removesuffix("(local=True)")
+        for raised, (call, place, _) in zip(found, NESTED, strict=True):
             assert str(raised) == (
                 f"RuntimeError: `{call}` must be reached by every rank, but the others wait until "
                 f"this rank has done its `{place}`: make the call after it, or before"

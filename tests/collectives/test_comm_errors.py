@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -85,31 +84,6 @@ def test_a_timeout_names_call_step_line_and_the_rank_that_did_not_come():
         assert re.search(ended, raised.text)
         assert raised.type == ("TimeoutError" if "Timed out" in raised.cause else "RuntimeError")
     assert "TimeoutError" in {first.type, last.type}
-
-
-def be_killed(directory):
-    pardata.init(timeout=LONG)
-    pardata.barrier()
-    rank = pardata.world().rank
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        pardata.barrier() if rank == 2 else all_reduce_mean(1.0)
-    except RuntimeError as error:
-        (Path(directory) / str(rank)).write_text(str(error))
-        sys.excepthook(type(error), error, error.__traceback__)  # nobody catches it
-
-
-def test_of_a_killed_rank_and_one_that_waits_the_killed_one_is_named(tmp_path):
-    # Within seconds, and without one that waits: tests/promises/faults/test_one_rank.py.
-    with pytest.raises(RuntimeError, match="exit code -9"):
-        launched(be_killed, str(tmp_path), size=3)
-    reduced, waited = ((tmp_path / str(rank)).read_text() for rank in (0, 2))
-    must, killed = "must be reached by every rank, but rank", "1 of 3 did not come"
-    assert f"`all_reduce_mean` {must} {killed}" in reduced
-    # Who waits in a round hears of it from who was in a collective.
-    assert waited.startswith(f"`barrier()` {must} 0 of 3 has failed")
-    assert killed in waited
 
 
 def lose_the_store(directory):

@@ -272,9 +272,9 @@ def test_small_numbers_travel_over_gloo_also_beside_a_group_of_nccl_alone():
     assert run_caught(vote_beside_nccl, world_size=2) == [([False, True], [("cpu", "gloo")])] * 2
 
 
-@pytest.mark.parametrize("kind", ["cuda", "xpu", "mps"])
-def test_a_process_that_is_alone_computes_on_the_accelerator_that_is_current(kind):
-    for current, number in ((None, 0), (2, 2 if kind != "mps" else 0)):
+@pytest.mark.parametrize(("kind", "chosen"), [("cuda", 2), ("xpu", 2), ("mps", 0)])
+def test_a_process_that_is_alone_computes_on_the_accelerator_that_is_current(kind, chosen):
+    for current, number in ((None, 0), (2, chosen)):
         with accelerators(3, current=current, kind=kind):
             assert world().device == torch.device(kind, number)
 
@@ -375,14 +375,12 @@ def test_under_a_launcher_world_warns_once_before_init():
         "PARDATA_LAUNCHER=none to run as a single process ("
     )
     assert re.search(r"test_world\.py:\d+\)$", line)
-    joined_by_a_parent = (
-        f"1 {LaunchInfo('torchrun', 0, 2, 0, 2, 0, 1, '127.0.0.1', 29511).launch_id}"
-    )
+    launch = LaunchInfo("torchrun", 0, 2, 0, 2, 0, 1, "127.0.0.1", 29511)
     for quiet in (
         {"PARDATA_LAUNCHER": "none"},
         {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
         {"RANK": "none"},  # for which `init` raises
-        {"PARDATA_JOINED": joined_by_a_parent},
+        {"PARDATA_JOINED": f"1 {launch.launch_id}"},  # by a parent
         {"RANK": "1"},  # rank 0 says it
     ):
         assert asked(**quiet) == []
@@ -434,7 +432,7 @@ def test_a_data_loader_worker_that_was_spawned_is_alone_too(launched_without_ini
 
 # A rank falls through to the end of the script, so that it ends as any script does.
 EXITING = """
-import atexit, os, sys, time
+import atexit, sys, time
 import torch.distributed as dist
 import pardata
 
@@ -451,28 +449,20 @@ pardata.barrier()
 time.sleep(0.3)  # all have left the barrier
 if ending == "one by one":
     time.sleep(4 * here.rank)  # longer than a process takes to end, beside all others
-elif ending == "killed" and here.rank == 0:
-    os._exit(9)
-elif ending == "killed":
-    time.sleep(1.5)  # rank 0 is gone by now
 """
-# With exit codes, and what each rank says; torch itself warns that the store is gone.
 ENDINGS = [
-    ("alike", [0] * 4, ""),
-    ("one by one", [0, 0], ""),  # rank 0 keeps the store open until the end
-    ("adopted before", [0, 0], "left True\n"),
-    ("killed", [9, 0], None),
+    ("one by one", ""),  # rank 0 keeps the store open until the end
+    ("adopted before", "left True\n"),
 ]
 
 
-# Of an exception: tests/process_group/test_uncaught.py.
-@pytest.mark.parametrize(("ending", "codes", "says"), ENDINGS)
-def test_ranks_leave_at_exit_without_a_word(ending, codes, says, programs, tmp_path):
-    ranks = []
+# Where it is gone: tests/process_group/test_shutdown.py; of an exception: test_uncaught.py there.
+@pytest.mark.parametrize(("ending", "says"), ENDINGS)
+def test_ranks_leave_at_exit_without_a_word(ending, says, programs, tmp_path):
+    outputs, ranks = [tmp_path / str(rank) for rank in range(2)], []
     with reserved_port() as port:
-        for rank in range(len(codes)):
-            variables = slurm_variables(rank, len(codes), port)
-            ranks.append(programs.start(EXITING, ending, output=tmp_path / str(rank), **variables))
-        assert [rank.wait() for rank in ranks] == codes
-    said = [(tmp_path / str(rank)).read_text() for rank in range(len(codes))]
-    assert says is None or said == [says] * len(codes)
+        for rank, output in enumerate(outputs):
+            variables = slurm_variables(rank, 2, port)
+            ranks.append(programs.start(EXITING, ending, output=output, **variables))
+        assert [rank.wait() for rank in ranks] == [0, 0]
+    assert [output.read_text() for output in outputs] == [says] * 2

@@ -46,7 +46,8 @@ def travelled(failure):
     return RemoteError(**json.loads(json.dumps(asdict(failure))))
 
 
-# Plain ones, interrupts, and one that takes two arguments: tests/collectives/test_barrier.py.
+# Plain ones: docs/errors.md. Interrupts, and one that takes two arguments:
+# tests/collectives/test_barrier.py.
 def raised(error):
     """Raise `error` and return its `RemoteError`, after a journey as JSON."""
     try:

@@ -6,16 +6,8 @@ from on_ranks import caught, run_caught
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
-from pardata import (
-    all_gather,
-    all_reduce_max,
-    all_reduce_mean,
-    all_reduce_sum,
-    backward,
-    broadcast,
-    world,
-    wrap_model,
-)
+import pardata
+from pardata import all_gather, backward, broadcast, world, wrap_model
 
 ROWS = [3, 1, 4]
 
@@ -42,20 +34,19 @@ class Towers(nn.Module):
         return self.left(left), self.right(right)
 
 
-def made(dtype):
+def made():
     torch.manual_seed(0)
-    model, size = Towers().to(dtype), world().size
+    model, size = Towers().double(), world().size
     rows = sum(ROWS[:size])
-    data = torch.randn(rows, 5, dtype=dtype), torch.randn(rows, 4, dtype=dtype)
+    data = [torch.randn(rows, width, dtype=torch.float64) for width in (5, 4)]
     own = [torch.arange(rows), *data]
     return model, data, [x.split(ROWS[:size])[world().rank] for x in own]
 
 
-def gradients_of(how, dtype):
+def gradients_of(how):
     """Return whether the gradients are those of one process that has all rows."""
-    alone, data, _ = made(dtype)
-    (each, left, right), size = made(dtype)[2], world().size
-    model = wrap_model(made(dtype)[0], device="cpu")
+    alone, data, (each, left, right) = made()
+    model = wrap_model(made()[0], device="cpu")
     loss_of = lambda model, batch: clip(model, *batch, own=each)  # noqa: E731
     if how == "backward":
         backward(model, loss_of, (left, right))
@@ -66,41 +57,38 @@ def gradients_of(how, dtype):
         losses = cross_entropy(
             alone.scale * scores[0] @ scores[1].T, torch.arange(len(data[0])), reduction="none"
         )
-        torch.stack([part.mean() for part in losses.split(ROWS[:size])]).mean().backward()
-    tolerance = 1e-12 if dtype == torch.float64 else 1e-6
+        parts = losses.split(ROWS[: world().size])
+        torch.stack([part.mean() for part in parts]).mean().backward()
     pairs = zip(model.parameters(), alone.parameters(), strict=True)
-    return [torch.allclose(a.grad, b.grad, rtol=tolerance, atol=tolerance) for a, b in pairs]
+    return [torch.allclose(a.grad, b.grad, rtol=1e-12, atol=1e-12) for a, b in pairs]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("how", ["backward", "loss.backward"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_gradient_of_a_loss_over_all_rows_is_that_of_one_process(size, how, dtype):
-    assert run_caught(gradients_of, how, dtype, world_size=size) == [[True] * 5] * size
+def test_the_gradient_of_a_loss_over_all_rows_is_that_of_one_process(size, how):
+    assert run_caught(gradients_of, how, world_size=size) == [[True] * 5] * size
 
 
 def sums_of_gradients():
-    rank, size = world().rank, world().size
+    rank = world().rank
     tree = {
         "rows": torch.ones(1 + rank, 2, 3, dtype=torch.bfloat16, requires_grad=True),
         "number": torch.tensor(2.0, requires_grad=True),
         "unused": torch.ones(1, 1, requires_grad=True),
         "plain": torch.ones(1, 1),
         "whole": 3,
-        "text": "x",
     }
     found = all_gather(tree, differentiable=True)
-    plain = all_gather(tree)
     with torch.no_grad():
         silent = all_gather(tree, differentiable=True)
+    nothing = [each["rows"].requires_grad for each in (*all_gather(tree), *silent)]
     total = sum(each["rows"].float().sum() * (1 + each["number"]) for each in found) * (rank + 1)
     total.backward()
     carried = {name for name in ("rows", "number", "plain") if found[0][name].requires_grad}
-    nothing = [each["rows"].requires_grad for each in (*plain, *silent)]
     own = tree["rows"].grad
     assert own.dtype == torch.bfloat16
     assert tree["unused"].grad is None
-    return carried, any(nothing), own.unique().tolist(), tree["number"].grad.item(), size
+    return carried, any(nothing), own.unique().tolist(), tree["number"].grad.item()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -108,36 +96,23 @@ def test_each_tensor_gets_the_sum_of_the_gradients_of_all_ranks_losses(size):
     ranks = size * (size + 1) // 2
     for rank, found in enumerate(run_caught(sums_of_gradients, world_size=size)):
         number = 6.0 * (1 + rank) * ranks
-        assert found == ({"rows", "number"}, False, [3.0 * ranks], number, size)
+        assert found == ({"rows", "number"}, False, [3.0 * ranks], number)
 
 
-def with_gradient(*shape, really=True):
-    return torch.ones(*shape, requires_grad=really)
-
-
-WRONG = {
-    "gradient": (
-        lambda r: all_gather(with_gradient(2, really=r > 0), differentiable=True),
-        "rank 0: structure='value: rows of torch.float32'\n",
-    ),
-    "flag": (
-        lambda r: all_gather(with_gradient(2), differentiable=r > 0),
-        "structure='value: rows of torch.float32, differentiable'",
-    ),
-}
-
-
-def what_is_wrong(name):
-    error = caught(WRONG[name][0], world().rank)
+def gather_otherwise(changed):
+    """Gather what carries a gradient, and do otherwise on rank 0 in one thing."""
+    is_usual = world().rank > 0
+    usual = torch.ones(2, requires_grad=is_usual or changed != "requires_grad")
+    error = caught(lambda: all_gather(usual, differentiable=is_usual or changed != "flag"))
     return error, all_gather(world().rank)
 
 
-@pytest.mark.parametrize("name", WRONG)
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_that_differ_get_an_error_on_every_rank_and_the_group_goes_on(size, name):
-    for error, after in run_caught(what_is_wrong, name, world_size=size):
-        assert WRONG[name][1] in error.text
-        assert after == list(range(size))
+@pytest.mark.parametrize("changed", ["requires_grad", "flag"])
+def test_ranks_that_differ_get_an_error_on_every_rank_and_the_group_goes_on(changed):
+    for error, after in run_caught(gather_otherwise, changed, world_size=3):
+        structure = "structure='value: rows of torch.float32"
+        assert f"rank 0: {structure}'\n  ranks 1, 2: {structure}, differentiable'" in error.text
+        assert after == [0, 1, 2]
 
 
 def gather_on_another_default_device():
@@ -147,9 +122,9 @@ def gather_on_another_default_device():
         own = torch.tensor([1.0], device="cpu", requires_grad=True)
         (*_, last) = all_gather({"a": own, "n": 3, "x": 0.5, "t": "x"}, differentiable=True)
         last["a"].sum().backward()
-        reduced = all_reduce_mean([1.0] * 100), all_reduce_max([2] * 100), all_reduce_sum(own)
+        mean, most = pardata.all_reduce_mean([1.0] * 100), pardata.all_reduce_max([2] * 100)
         told = broadcast({"t": own.detach()})["t"].item(), last["n"], last["x"], last["t"]
-        return told, own.grad.item(), reduced[0][9], reduced[1][9], reduced[2].item()
+        return told, own.grad.item(), mean[9], most[9], pardata.all_reduce_sum(own).item()
     finally:
         torch.set_default_device(None)
 

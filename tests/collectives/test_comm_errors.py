@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch.distributed import distributed_c10d
 from torch.utils.data import TensorDataset
 
 import pardata
-from pardata import all_gather, all_reduce_mean, all_reduce_sum, backward, make_loader, wrap_model
+from pardata import all_reduce_mean, all_reduce_sum, backward, make_loader, wrap_model
 from pardata.collectives._comm_errors import explain_comm_errors
 from pardata.environment._world import group_state, store_client
 from pardata.store._remote_error import is_secondary
@@ -38,85 +37,53 @@ def wait_no_longer_than(seconds):
         set_timeout(timedelta(seconds=seconds), group)
 
 
-class Batches:
-    """A model and the second step of an epoch, made while all are there."""
-
-    def __init__(self):
-        self.model = wrap_model(nn.Linear(1, 1))
-        loader = make_loader(torch.ones(6, 1), 3, microbatch_size=1, num_workers=0)
-        self.batch = list(loader)[1]
-
-    def __call__(self):
-        backward(self.model, lambda model, x: model(x).mean(), self.batch)
-
-
-def mean():
-    all_reduce_mean(1.0)
-
-
-CALLS = {
-    "all_gather": lambda: lambda: all_gather(torch.ones(2)),
-    "backward": Batches,
-}
-
-
-def come_late(call):
-    pardata.init(timeout=LONG)
-    run = CALLS[call]()
+def raised_by(make):
+    """Return what this rank raises in the work that `make` prepares while all are there."""
+    here = pardata.init(timeout=LONG)
+    work = make(here)
     wait_no_longer_than(3)
-    pardata.barrier("all are there", timeout=LONG)
-    late = pardata.world().rank == 1
-    while late and store_client().store.add("ended", 0) < 2:
-        time.sleep(0.02)
-    raised = caught(run)
+    raised = caught(work)
     store_client().store.add("ended", 1)
-    pardata.barrier("all have raised", timeout=LONG)
+    wait_for_ended(here.size)  # a lost connection would say more
     dist.destroy_process_group()
     return raised
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_a_timeout_names_call_step_line_and_the_rank_that_did_not_come(call):
-    outcomes = launched(come_late, call, size=3)
-    place = "backward (epoch 0, step 1)" if call == "backward" else call
-    for rank in (0, 2):
-        raised = outcomes[rank]
+def wait_for_ended(ranks):
+    while store_client().store.add("ended", 0) < ranks:
+        time.sleep(0.02)
+
+
+def a_step(here, *, samples, step=0, **options):
+    """Return a step of `backward` with microbatches."""
+    model = wrap_model(nn.Linear(1, 1), "ddp")
+    data = TensorDataset(torch.ones(samples * here.size, 1))
+    batch = list(make_loader(data, here.size, microbatch_size=1, num_workers=0))[step]
+    return lambda: backward(model, lambda model, x: model(x[0]).mean(), batch, **options)
+
+
+def late_on_rank_1(here):
+    step = a_step(here, samples=2, step=1)
+
+    def work():
+        wait_for_ended(2 if here.rank == 1 else 0)
+        step()
+
+    return work
+
+
+def test_a_timeout_names_call_step_line_and_the_rank_that_did_not_come():
+    first, _, last = launched(raised_by, late_on_rank_1, size=3)
+    for raised in (first, last):
         assert raised.text.startswith(
-            f"`{place}` must be reached by every rank, but rank 1 of 3 did not come: look at the "
-            f"output of rank 1 for an earlier error, or for a branch that skips this call; this "
-            f"rank waits at "
+            "`backward (epoch 0, step 1)` must be reached by every rank, but rank 1 of 3 did not "
+            "come: look at the output of rank 1 for an earlier error, or for a branch that skips "
+            "this call; this rank waits at "
         )
         ended = r"at \S*test_comm_errors\.py:\d+, and (timed out|lost a connection) after \d\.\d s"
         assert re.search(ended, raised.text)
         assert raised.type == ("TimeoutError" if "Timed out" in raised.cause else "RuntimeError")
-    assert "TimeoutError" in {raised.type for raised in outcomes}
-
-
-def be_killed(directory):
-    pardata.init(timeout=LONG)
-    pardata.barrier()
-    rank = pardata.world().rank
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        (pardata.barrier if rank == 2 else mean)()
-    except RuntimeError as error:
-        (Path(directory) / str(rank)).write_text(str(error))
-        sys.excepthook(type(error), error, error.__traceback__)  # nobody catches it
-
-
-def test_of_a_killed_rank_and_one_that_waits_the_killed_one_is_named(tmp_path):
-    # Within seconds, and without one that waits: tests/promises/faults/test_one_rank.py.
-    with pytest.raises(RuntimeError, match="exit code -9"):
-        launched(be_killed, str(tmp_path), size=3)
-    reduced, waited = ((tmp_path / str(rank)).read_text() for rank in (0, 2))
-    killed = "must be reached by every rank, but rank 1 of 3 did not come"
-    assert f"`all_reduce_mean` {killed}" in reduced
-    # Who waits in a round hears of it from who was in a collective.
-    assert waited.startswith(
-        "`barrier()` must be reached by every rank, but rank 0 of 3 has failed"
-    )
-    assert "rank 1 of 3 did not come" in waited
+    assert "TimeoutError" in {first.type, last.type}
 
 
 def lose_the_store(directory):
@@ -126,7 +93,7 @@ def lose_the_store(directory):
         store_client().store.wait(["past the barrier"], LONG)
         os.kill(os.getpid(), signal.SIGKILL)
     store_client().store.set("past the barrier", "")
-    raised = caught(mean)
+    raised = caught(all_reduce_mean, 1.0)
     (Path(directory) / "outcome").write_text(f"{raised.type} {raised.seconds} {raised.text}")
 
 
@@ -142,6 +109,58 @@ def test_a_rank_that_takes_the_store_with_it_is_told_so(tmp_path):
     )
 
 
+def reduce_on_the_last_rank(here):
+    model = wrap_model(nn.Linear(2, 1), "ddp")
+
+    def step():
+        backward(model, lambda model, x: model(x).mean(), torch.ones(here.rank + 1, 2))
+
+    for _ in range(3):  # in the second one DDP agrees on its buckets
+        step()
+    return (lambda: all_reduce_sum(1)) if here.rank == here.size - 1 else step
+
+
+def test_a_rank_that_reduces_while_the_others_are_in_backward_is_told_so_on_all():
+    # On one connection gloo would end a process, which is sent more than it expects.
+    for rank, raised in enumerate(launched(raised_by, reduce_on_the_last_rank, size=3)):
+        call = "all_reduce_sum" if rank == 2 else "backward"
+        assert raised.type in ("TimeoutError", "RuntimeError"), raised
+        assert raised.text.startswith(f"`{call}` must be reached by every rank, but the ranks are ")
+        assert "in different calls: make the same calls in the same order on each" in raised.text
+        assert "\n  rank 2: all_reduce_sum\n" in raised.text
+        assert re.search(r"\n  ranks? 0[\d, ]*: backward\n", raised.text)
+
+
+def fingerprint_on_rank_0(here):
+    model = wrap_model(nn.Linear(2, 1), "fsdp")
+    return (lambda: None) if here.rank else (lambda: pardata.fingerprint(model))
+
+
+def test_a_fingerprint_of_shards_on_rank_0_alone_is_told_by_its_name():
+    raised, *_ = launched(raised_by, fingerprint_on_rank_0, size=3)
+    assert raised.type == "TimeoutError"
+    assert raised.text.startswith("`fingerprint` must be reached by every rank, but rank")
+
+
+def count_on_rank_0(here):
+    options = {} if here.rank else {"count": lambda batch: len(batch[0])}
+    return a_step(here, samples=1, **options)
+
+
+def test_where_all_wait_for_different_things_in_one_call_the_arguments_are_suspected():
+    for raised in launched(raised_by, count_on_rank_0, size=3):
+        assert raised.text.startswith("`backward (epoch 0, step 0)` must be reached by every rank")
+        assert "give the call the same arguments (`count`), and the model the same" in raised.text
+
+
+# --- what a backend says
+
+
+def lose(place):
+    with explain_comm_errors(place):
+        torch.ops.aten._assert_scalar(False, LOST)  # raised in C++, as gloo does
+
+
 def lose_in(places):
     pardata.init(timeout=LONG)
     try:
@@ -153,92 +172,22 @@ def lose_in(places):
         dist.destroy_process_group()
 
 
-def lose(place):
-    with explain_comm_errors(place):
-        torch.ops.aten._assert_scalar(False, LOST)  # raised in C++, as gloo does
+SAVED = (
+    "but the ranks are in different calls: call `save` on every rank at the same step, not under "
+    "`if world.is_main`\n  rank 0: Checkpointer.save\n  rank 1: backward\n; this rank"
+)
+# All came: it is the network, and the innermost explains.
+CAME = "`inner` must be reached by every rank, but a connection between them was lost"
 
 
-def reduce_once_more(culprit):
-    here = pardata.init(timeout=LONG)
-    model = wrap_model(nn.Linear(2, 1), "ddp")
-
-    def step():
-        backward(model, lambda model, x: model(x).mean(), torch.ones(here.rank + 1, 2))
-
-    for _ in range(3):  # in the second one DDP agrees on its buckets
-        step()
-    wait_no_longer_than(3)
-    raised = caught((lambda: all_reduce_sum(1)) if here.rank == culprit else step)
-    store_client().store.add("raised", 1)
-    pardata.barrier("all have raised", timeout=LONG)
-    dist.destroy_process_group()
-    return raised
-
-
-@pytest.mark.parametrize("size", [3])
-def test_a_rank_that_reduces_while_the_others_are_in_backward_is_told_so_on_all(size):
-    # On one connection gloo would end a process, which is sent more than it expects.
-    culprit = size - 1
-    for rank, raised in enumerate(launched(reduce_once_more, culprit, size=size)):
-        call = "all_reduce_sum" if rank == culprit else "backward"
-        assert raised.type in ("TimeoutError", "RuntimeError"), raised
-        assert raised.text.startswith(f"`{call}` must be reached by every rank, but the ranks are ")
-        assert "in different calls: make the same calls in the same order on each" in raised.text
-        assert f"\n  rank {culprit}: all_reduce_sum\n" in raised.text
-        assert re.search(r"\n  ranks? 0[\d, ]*: backward\n", raised.text)
-
-
-def alone_or_otherwise(case):
-    here = pardata.init(timeout=LONG)
-    try:
-        if case == "fingerprint":
-            model = wrap_model(nn.Linear(2, 1), "fsdp")
-            wait_no_longer_than(3)
-            return None if here.rank else caught(pardata.fingerprint, model)
-        model = wrap_model(nn.Linear(2, 1), "ddp")
-        numbers = TensorDataset(torch.ones(2 * here.size, 2))
-        (batch,) = make_loader(numbers, 2 * here.size, microbatch_size=1)
-        options = {} if here.rank else {"count": lambda batch: len(batch[0])}
-        wait_no_longer_than(3)
-        return caught(lambda: backward(model, lambda m, x: m(x[0]).mean(), batch, **options))
-    finally:
-        store_client().store.add("raised", 1)
-        while store_client().store.add("raised", 0) < here.size:  # a lost connection would say more
-            time.sleep(0.1)
-        dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("size", [3])
-def test_a_fingerprint_of_shards_on_rank_0_alone_is_told_by_its_name(size):
-    raised, *_ = launched(alone_or_otherwise, "fingerprint", size=size)
-    assert raised.type == "TimeoutError"
-    assert raised.text.startswith("`fingerprint` must be reached by every rank, but rank")
-
-
-@pytest.mark.parametrize("size", [3])
-def test_where_all_wait_for_different_things_in_one_call_the_arguments_are_suspected(size):
-    for raised in launched(alone_or_otherwise, "count", size=size):
-        assert raised.text.startswith("`backward (epoch 0, step 0)` must be reached by every rank")
-        assert "give the call the same arguments (`count`), and the model the same" in raised.text
-
-
-def test_where_one_saves_alone_all_are_told_to_save_on_every_rank():
-    for text, _ in launched(lose_in, ["Checkpointer.save", "backward"], size=2):
-        assert (
-            "but the ranks are in different calls: call `save` on every rank at the same step, not "
-            "under `if world.is_main`\n  rank 0: Checkpointer.save\n  rank 1: backward\n; this rank"
-        ) in text
-
-
-def test_where_all_came_the_network_is_suspected_and_the_innermost_explains():
-    for text, follows in launched(lose_in, ["inner"] * 2, size=2):
-        assert text.startswith("`inner` must")
-        assert "but a connection between them was lost: is the network down, or did" in text
+@pytest.mark.parametrize(
+    ("places", "says"), [(["Checkpointer.save", "backward"], SAVED), (["inner"] * 2, CAME)]
+)
+def test_where_all_fail_the_calls_are_compared_and_else_the_network_is_suspected(places, says):
+    for text, follows in launched(lose_in, places, size=2):
+        assert says in text
         assert "pair.cc:5] Connection closed by peer [::1]:5. This is typically so)" in text
         assert follows
-
-
-# --- what is lost, and what is not
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), RuntimeError("x"), KeyboardInterrupt()])

@@ -15,10 +15,11 @@ from pardata.environment._cpu import cgroup_cpu_quota, cpus_per_rank
 def machine(monkeypatch):
     """Pretend to be a machine with so many cores, so many allowed, and a quota.
 
-    So many ranks are bound to the same cores; 0: there is no group that knows.
+    So many ranks are bound to the same cores; 0: there is no group that knows. A job of SLURM has
+    so many cores; None: there is no such job.
     """
 
-    def pretend(cores, allowed, quota=None, *, sharers=0):
+    def pretend(cores, allowed, quota=None, *, sharers=0, of_the_job=None):
         state = SimpleNamespace(cpu_sharers=sharers) if sharers else None
         monkeypatch.setattr(_cpu, "group_state", lambda: state)
         monkeypatch.setattr(os, "cpu_count", lambda: cores)
@@ -27,64 +28,49 @@ def machine(monkeypatch):
         )
         monkeypatch.setattr(_cpu, "cgroup_cpu_quota", lambda: quota)
         monkeypatch.delenv("SLURM_CPUS_ON_NODE", raising=False)
+        if of_the_job is not None:
+            monkeypatch.setenv("SLURM_CPUS_ON_NODE", str(of_the_job))
 
     return pretend
 
 
-def rank(local_size=1, launcher="torchrun"):
-    return replace(world(), local_size=local_size, launcher=launcher)
+def cores_of(local_size=1, launcher="torchrun"):
+    return cpus_per_rank(replace(world(), local_size=local_size, launcher=launcher))
 
 
 CORES = [
-    ((16, 16, None), 1, 1, "single", 16),
-    ((16, 16, None), 0, 4, "torchrun", 4),
-    ((16, 16, None), 0, 32, "existing", 1),
+    ((16, 16), {"sharers": 1}, 1, "single", 16),
+    ((16, 16), {}, 32, "existing", 1),
     # Each rank is bound, by SLURM, torchrun's --numa-binding=exclusive or numactl.
-    ((16, 4, None), 1, 4, "slurm", 4),
-    ((64, 8, None), 1, 8, "torchrun", 8),
+    ((16, 4), {"sharers": 1}, 4, "slurm", 4),
     # Those of a socket are bound to its cores, by --numa-binding=node.
-    ((16, 8, None), 4, 8, "torchrun", 2),
+    ((16, 8), {"sharers": 4}, 8, "torchrun", 2),
     # They are not: they share what they are allowed.
-    ((16, 16, None), 4, 4, "slurm", 4),
-    ((16, 8, None), 4, 4, "torchrun", 2),
+    ((16, 8), {"sharers": 4}, 4, "torchrun", 2),
     # A quota is the container's, for all its ranks.
-    ((16, 16, 8.0), 4, 4, "torchrun", 2),
-    ((16, 16, 0.5), 1, 1, "single", 1),
-    ((16, 4, 8.0), 1, 4, "slurm", 2),
+    ((16, 16, 8.0), {"sharers": 4}, 4, "torchrun", 2),
+    ((16, 16, 0.5), {"sharers": 1}, 1, "single", 1),
+    ((16, 4, 8.0), {"sharers": 1}, 4, "slurm", 2),
+    # Of 64 cores the tasks of SLURM share the job's, and nothing confines them to those.
+    ((64, 64), {"of_the_job": 16}, 8, "slurm", 2),
+    # An allocation in which somebody else started the ranks says nothing of them.
+    ((64, 64), {"of_the_job": 16}, 8, "torchrun", 8),
 ]
 
 
 @pytest.mark.parametrize("case", CORES, ids=str)
 def test_the_cores_of_a_rank(machine, case):
-    machine_has, sharers, local_size, launcher, cores = case
-    machine(*machine_has, sharers=sharers)
-    assert cpus_per_rank(rank(local_size, launcher)) == cores
-
-
-JOBS = [
-    (16, 16, 2),  # of 64, and the tasks are not bound: they share the job's
-    (64, 16, 2),  # … and nothing confines them to those
-    (64, 64, 8),  # the whole machine
-]
-
-
-@pytest.mark.parametrize(("allowed", "of_the_job", "cores"), JOBS)
-def test_tasks_of_slurm_share_the_cores_of_their_job(
-    allowed, of_the_job, cores, machine, monkeypatch
-):
-    machine(64, allowed)
-    monkeypatch.setenv("SLURM_CPUS_ON_NODE", str(of_the_job))
-    assert cpus_per_rank(rank(8, "slurm")) == cores
-    # An allocation in which somebody else started the ranks says nothing of them.
-    assert cpus_per_rank(rank(8, "torchrun")) == max(1, allowed // 8)
+    machine_has, more, local_size, launcher, cores = case
+    machine(*machine_has, **more)
+    assert cores_of(local_size, launcher) == cores
 
 
 def test_without_affinity_all_cores_count(machine, monkeypatch):
     machine(6, 6)
     monkeypatch.delattr(os, "sched_getaffinity")
-    assert cpus_per_rank(rank(2)) == 3
+    assert cores_of(2) == 3
     monkeypatch.setattr(os, "cpu_count", lambda: None)
-    assert cpus_per_rank(rank(1)) == 1
+    assert cores_of(1) == 1
 
 
 QUOTAS = [

@@ -4,7 +4,6 @@ import itertools
 import re
 
 import pytest
-from launched import slurm_variables, torchrun_variables
 from variables import (
     AS_MPICH,
     AS_SLURM,
@@ -42,6 +41,8 @@ def refused(env, *fragments):
 
 AS_OPEN_MPI = LaunchInfo("mpi", 1, 2, 1, 2, None, None, "127.0.0.1", 19738)
 PMI2 = {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "5"}  # of srun --mpi=pmi2, beside its own
+UNEVEN = SRUN | {"SLURM_STEP_TASKS_PER_NODE": "3,1"}
+BY_HAND = {"MASTER_ADDR": "h7", "MASTER_PORT": "1234"}
 CHOICE = "PARDATA_LAUNCHER"
 
 
@@ -77,6 +78,23 @@ RECOGNISED = [
         TORCHRUN | {"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3"},
         AS_TORCHRUN._replace(local_size=4, local_rank=3),
     ),
+    # Master variables set by hand win over what SLURM and MPI suggest, unless they are empty.
+    *(
+        (env | BY_HAND, seen._replace(master_addr="h7", master_port=1234))
+        for env, seen in ((SRUN, AS_SLURM), (OPEN_MPI, AS_OPEN_MPI), (MPICH, AS_MPICH))
+    ),
+    (SRUN | {"MASTER_PORT": ""}, AS_SLURM),
+    # The port of a SLURM step follows from job and step.
+    *(
+        (SRUN | {"SLURM_JOB_ID": job, "SLURM_STEP_ID": step}, AS_SLURM._replace(master_port=port))
+        for job, step, port in (("7", "0", 15007), ("9999", "0", 24999), ("9999", "3", 25002))
+    ),
+    # Ranks per node may be uneven.
+    (UNEVEN | {"SLURM_LOCALID": "0"}, AS_SLURM._replace(local_rank=0, local_size=1)),
+    (
+        UNEVEN | {"SLURM_NODEID": "0", "SLURM_LOCALID": "2", "SLURM_PROCID": "2"},
+        AS_SLURM._replace(rank=2, local_rank=2, local_size=3, node_rank=0),
+    ),
 ]
 
 
@@ -92,21 +110,9 @@ def test_the_port_of_open_mpi_differs_between_runs():
     assert other.master_port != AS_OPEN_MPI.master_port
 
 
-@pytest.mark.parametrize("variables", [torchrun_variables, slurm_variables])
-def test_all_ranks_of_a_launch_agree_where_to_meet_and_differ_in_identity(variables):
-    found = [detect_launch(variables(rank, 4, 29511)) for rank in range(4)]
-    assert {(each.master_addr, each.master_port) for each in found} == {
-        (found[0].master_addr, 29511)
-    }
-    assert len({each.launch_id for each in found}) == 4
-
-
-@pytest.mark.parametrize("choice", ["torchrun", "slurm", "mpi"])
-def test_a_launcher_that_was_chosen_and_is_not_there_is_refused(choice):
-    refused({CHOICE: choice}, "must be set together", "must still be set: start")
-    if choice == "slurm":
-        refused(SBATCH | {CHOICE: choice}, "`SLURM_STEP_ID`", "a SLURM step")
-        refused({"SLURM_STEP_ID": "0"}, "`SLURM_STEP_NUM_TASKS` must be a whole number, but is ''")
+def test_each_rank_of_each_run_has_an_identity_of_its_own():
+    others = AS_TORCHRUN._replace(rank=2), AS_TORCHRUN._replace(master_port=1)
+    assert AS_TORCHRUN.launch_id not in {other.launch_id for other in others}
 
 
 REQUIRED = [
@@ -134,12 +140,13 @@ def test_a_partial_set_names_what_is_missing_and_what_is_there(env, name, launch
     )
 
 
+SLURM_TASKS = "SLURM_STEP_TASKS_PER_NODE"
 CONTRADICTIONS = [
     (TORCHRUN, {"RANK": "4"}, "the rank must be less than the world size (4)"),
     (TORCHRUN, {"LOCAL_WORLD_SIZE": "5"}, "the local world size must be less than"),
     (MPICH, {"MPI_LOCALRANKID": "2"}, "the local rank must be less"),
-    (SRUN, {"SLURM_PROCID": "4"}, "the rank must be less"),
-    (SRUN, {"SLURM_STEP_TASKS_PER_NODE": "5(x2)"}, "the local world size must be less"),
+    (SRUN, {SLURM_TASKS: "5(x2)"}, "the local world size must be less"),
+    (SRUN, {"SLURM_NODEID": "2"}, "the rank of the node must be less than the number of nodes (2)"),
 ]
 
 
@@ -149,60 +156,32 @@ def test_numbers_that_contradict_each_other_are_refused(env, changes, what):
     refused({**env, **changes}, what, f"but {launcher} set it to", "left over", "contradict")
 
 
-def test_master_variables_set_by_hand_win_over_what_slurm_and_mpi_suggest():
-    own = {"MASTER_ADDR": "h7", "MASTER_PORT": "1234"}
-    for env in (SRUN, OPEN_MPI, MPICH):
-        found = detect_launch({**env, **own})
-        assert (found.master_addr, found.master_port) == ("h7", 1234)
-        empty = detect_launch({**env, "MASTER_PORT": ""})
-        assert empty == detect_launch(env)
+NO_NUMBERS = [
+    *((SRUN | {SLURM_TASKS: text}, SLURM_TASKS, text) for text in ("2(x2", "2,,1", "2 ")),
+    ({"SLURM_STEP_ID": "0"}, "SLURM_STEP_NUM_TASKS", ""),
+]
+
+
+@pytest.mark.parametrize(("env", "name", "text"), NO_NUMBERS)
+def test_what_is_no_number_or_no_list_of_them_is_shown(env, name, text):
+    refused(env, f"`{name}` must ", f", but is {text!r}")
 
 
 @pytest.mark.parametrize("address", ["::1", "[::1]"])
 def test_an_ipv6_address_may_stand_in_brackets_as_in_a_url(address):
-    for variables in (TORCHRUN, OPEN_MPI, SRUN):
-        launch = detect_launch({**variables, "MASTER_ADDR": address, "MASTER_PORT": "1234"})
-        assert (launch.master_addr, launch.endpoint) == ("::1", "[::1]:1234")
-
-
-@pytest.mark.parametrize(
-    ("job", "step", "port"),
-    [("7", "0", 15007), ("81234", "0", 16234), ("9999", "0", 24999), ("9999", "3", 25002)],
-)
-def test_the_port_of_a_slurm_step_follows_from_job_and_step(job, step, port):
-    assert detect_launch({**SRUN, "SLURM_JOB_ID": job, "SLURM_STEP_ID": step}).master_port == port
-
-
-def test_ranks_per_node_may_be_uneven():
-    uneven = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_LOCALID": "0"}
-    assert detect_launch(uneven).local_size == 1
-    first = detect_launch(
-        {**uneven, "SLURM_NODEID": "0", "SLURM_LOCALID": "2", "SLURM_PROCID": "2"}
-    )
-    assert (first.local_size, first.num_nodes, first.node_rank) == (3, 2, 0)
-
-
-@pytest.mark.parametrize("text", ["2(x2", "2,,1", "2 "])
-def test_a_list_of_tasks_per_node_must_be_one_and_have_this_node(text):
-    name = "SLURM_STEP_TASKS_PER_NODE"
-    refused(SRUN | {name: text}, f"`{name}` must look like '2(x3),1', but is {text!r}")
-    says = "the rank of the node must be less than the number of nodes (2), but SLURM set it to 2"
-    refused(SRUN | {"SLURM_NODEID": "2"}, says)
+    launch = detect_launch(TORCHRUN | {"MASTER_ADDR": address, "MASTER_PORT": "1234"})
+    assert (launch.master_addr, launch.endpoint) == ("::1", "[::1]:1234")
 
 
 # --- a launcher that nobody knows yet, added as docs/architecture.md says
 
 
-FLUX = {
-    "FLUX_TASK_RANK": "1",
-    "FLUX_JOB_SIZE": "3",
-    "FLUX_TASK_LOCAL_ID": "1",
-    "FLUX_JOB_NNODES": "1",
-}
+FLUX = dict.fromkeys(("FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_NNODES"), "1")
+FLUX["FLUX_JOB_SIZE"] = "3"
 
 
 def read_flux(env):
-    rank, size, local_rank, nodes = (int(env[name]) for name in FLUX)
+    rank, local_rank, nodes, size = (int(env[name]) for name in FLUX)
     return LaunchInfo("flux", rank, size, local_rank, size // nodes, None, nodes, "h1", 5)
 
 

@@ -49,10 +49,11 @@ def test_numbers_of_every_kind_are_written(tmp_path):
 @pytest.mark.parametrize("value", ["0.5", None, torch.tensor(1j), np.ones(2)], ids=str)
 @pytest.mark.usefixtures("_no_tensorboard")
 def test_what_is_no_number_is_named_and_nothing_is_written(tmp_path, value):
-    text = f"`values['acc']` must be one number, but is {value!r} ({type(value).__name__})"
-    with MetricWriter(tmp_path) as writer, pytest.raises(TypeError) as raised:
+    with (
+        MetricWriter(tmp_path) as writer,
+        pytest.raises(TypeError, match=r"`values\['acc'\]` must"),
+    ):
         writer.write(1, {"loss": 0.5, "acc": value})
-    assert str(raised.value) == text
     assert lines(tmp_path) == []
 
 
@@ -79,33 +80,22 @@ def test_lines_of_later_steps_are_moved_to_another_file(after, left, moved, tmp_
             writer.write(step, {"x": step})
     with (directory / "metrics.jsonl").open("a") as file:
         file.write(HALF)
-    with (
-        caplog.at_level(logging.INFO, logger="pardata.output"),
-        MetricWriter(str(directory), after=after) as writer,
-    ):
-        writer.write(3, {"x": 7})
-    assert [line["step"] for line in lines(directory)] == [*left, 3]
-    assert lines(directory)[-1] == {"step": 3, "x": 7}
+    caplog.set_level(logging.INFO, logger="pardata.output")
+    MetricWriter(str(directory), after=after).close()
+    assert [line["step"] for line in lines(directory)] == left
     *later, half = (directory / "metrics.removed.jsonl").read_text().splitlines()
     assert ([json.loads(line)["step"] for line in later], half) == (moved, HALF)
-    said = [(each.levelname, each.getMessage()) for each in caplog.records[-2:]]
-    why = "cut off" if after is None else f"of steps after {after}, or cut off"
-    text = (
-        f"moved {len(moved) + 1} of 5 lines of {directory}/metrics.jsonl to metrics.removed.jsonl: "
-        f"they are {why}"
-    )
-    assert ("INFO" if left else "WARNING", text) in said
-    assert MetricWriter(directory, after=5).close() is None  # nothing to move any more
-    assert len((directory / "metrics.removed.jsonl").read_text().splitlines()) == len(moved) + 1
+    (said,) = (each for each in caplog.records if "moved" in each.getMessage())
+    assert said.levelname == ("INFO" if left else "WARNING")
+    assert f"moved {len(moved) + 1} of 5 lines of {directory}/metrics.jsonl" in said.getMessage()
 
 
 OTHERS = ['{"epoch": 1}', "[1]", '"text"', '{"step": "x"}', "null"]
 
 
-@pytest.mark.parametrize("after", [None, 0])
-def test_lines_of_other_programs_stay_and_a_last_line_gets_its_end(after, tmp_path):
+def test_lines_of_other_programs_stay_and_a_last_line_gets_its_end(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("\n".join(OTHERS))
-    with MetricWriter(tmp_path, after=after) as writer:
+    with MetricWriter(tmp_path, after=0) as writer:
         writer.write(1, {})
     written = (tmp_path / "metrics.jsonl").read_text()
     assert written == "\n".join([*OTHERS, '{"step": 1}\n'])
@@ -127,23 +117,22 @@ def test_it_does_not_write_through_a_link(tmp_path):
 
 def test_tensorboard_reads_what_was_written(tmp_path, monkeypatch):
     processing = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+    def scalars(name):
+        events = processing.EventAccumulator(str(tmp_path)).Reload()
+        return [(event.step, str(event.value)) for event in events.Scalars(name)]
+
     with MetricWriter(tmp_path) as writer:
         writer.write(1, {"train/loss": 0.5, "acc": torch.tensor(0.25)})
         writer.write(2, {"train/loss": float("nan")})
-    events = processing.EventAccumulator(str(tmp_path)).Reload()
-    assert sorted(events.Tags()["scalars"]) == ["acc", "train/loss"]
-    losses = [(event.step, str(event.value)) for event in events.Scalars("train/loss")]
-    assert losses == [(1, "0.5"), (2, "nan")]
-    assert [(event.step, event.value) for event in events.Scalars("acc")] == [(1, 0.25)]
-    assert len(lines(tmp_path)) == 2
+    assert scalars("train/loss") == [(1, "0.5"), (2, "nan")]
+    assert scalars("acc") == [(1, "0.25")]
     now = time.time
     # TensorBoard reads files in the order of their names: the second, and then "10" before "9".
     monkeypatch.setattr("time.time", lambda: now() + 1)
     with MetricWriter(tmp_path, after=1) as writer:
         writer.write(2, {"train/loss": 0.75})
-    events = processing.EventAccumulator(str(tmp_path)).Reload()
-    losses = [(event.step, event.value) for event in events.Scalars("train/loss")]
-    assert losses == [(1, 0.5), (2, 0.75)]
+    assert scalars("train/loss") == [(1, "0.5"), (2, "0.75")]
 
 
 @pytest.mark.usefixtures("_no_tensorboard")
@@ -154,8 +143,7 @@ def test_without_tensorboard_there_is_json_alone_and_a_log_line(tmp_path, caplog
             with MetricWriter(tmp_path) as writer:
                 writer.write(step, {"x": 1})
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-    (record,) = caplog.records
-    assert record.getMessage() == "TensorBoard is not installed: metrics go to metrics.jsonl only"
+    assert caplog.text.count("TensorBoard is not installed: metrics go to metrics.jsonl only") == 1
 
 
 # --- ranks ---

@@ -32,7 +32,8 @@ class Speechless(Exception):  # noqa: N818  # as above
         raise ZeroDivisionError
 
 
-# Plain ones, interrupts, and one that takes two arguments: tests/collectives/test_barrier.py.
+# Plain ones: docs/errors.md. Interrupts, and one that takes two arguments:
+# tests/collectives/test_barrier.py.
 NOT_SURVIVING = [
     (Odd("comes back without its text"), "Odd: comes back without its text"),
     (Odd("comes back as another", ValueError), "Odd: comes back as another"),

@@ -164,7 +164,7 @@ def test_a_thousand_ranks_are_two_lines():
 @pytest.mark.parametrize(
     ("kinds", "size", "head"),
     [
-        (["waits", "waits"], 2, "all ranks wait in the same call, 61 s so far; nothing is stopp"),
+        (["waits", "waits"], 2, "all ranks wait in the same call, 61 s so far; nothing"),
         (["", ""], 2, "a step does not end (after the last one, drop the iterator of the loader)"),
         (["compiles", "compiles"], 2, "no hang, but long work on ranks 0, 1, 61 s so far:"),
         (["compiles", "waits"], 3, "rank 1 waits for ranks 0, 2, 61 s so far; nothing"),

@@ -1,9 +1,11 @@
 """At the end of an interpreter pardata says nothing, however a script ends and whatever is open."""
 
 import re
+import signal
+import sys
 
 import pytest
-from launched import agent, torchrun_variables
+from launched import agent, reserved_port, slurm_variables, torchrun_variables
 
 # What is open when the script ends: in a global, and in the frame of an exception.
 SCRIPT = """
@@ -68,3 +70,28 @@ def test_nor_do_ranks(programs, tmp_path):
         ranks = [programs.start(SCRIPT, "end of ranks", tmp_path, **to, **env) for env in each]
         codes = [one.wait(60) for one in ranks]
     assert (codes, (tmp_path / "err").read_text()) == ([0, 0], "")
+
+
+STOPPED = """
+import os, signal, time, pardata
+from datetime import timedelta
+
+pardata.store._client._MARGIN = 0.5
+pardata.process_group._shutdown._LINGER = timedelta(seconds=0.5)
+here = pardata.init(timeout=600)
+pardata.barrier()
+if here.rank == 0:
+    os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(1)
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="stops a process by SIGSTOP")
+@pytest.mark.skipif(sys.version_info[:2] == (3, 12), reason="starts no thread at its end")
+def test_a_rank_ends_though_the_process_of_the_store_is_stopped(programs, tmp_path):
+    with reserved_port() as port:
+        _stopped, other = (
+            programs.start(STOPPED, output=tmp_path / str(rank), **slurm_variables(rank, 2, port))
+            for rank in range(2)
+        )
+        assert other.wait(60) == 0

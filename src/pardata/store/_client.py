@@ -63,10 +63,7 @@ class StoreClient:
                 answer.set_exception(error)
 
         try:
-            if main_thread().is_alive():
-                Thread(target=run, daemon=True).start()
-            else:  # an interpreter that ends may start no thread, from Python 3.12 on
-                run()
+            _start(run)
             self.store, found = answer.result(wait.total_seconds() + _MARGIN)
             held = False
         except dist.DistNetworkError as error:
@@ -80,6 +77,15 @@ class StoreClient:
             return found
         finally:
             self._is_held = held or not answer.done()
+
+
+def _start(run: Callable[[], None]) -> None:
+    try:
+        Thread(target=run, daemon=True).start()
+    except RuntimeError:
+        if main_thread().is_alive():
+            raise  # of a signal's handler: the thread may have begun
+        run()  # from Python 3.12 on an interpreter that ends may start no thread
 
 
 def wait_for(store: dist.Store, keys: list[str], timeout: timedelta) -> bool:

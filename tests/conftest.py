@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, settings
 from pardata import __version__
 from pardata.environment._launchers import MPICH, OPEN_MPI, SLURM, TORCHRUN
 
-# The mark of a folder's tests, but for those of the long run. The rooms that depend on the versions
-# of torch and Python also run on the oldest ones.
+# The mark of a folder's tests, but for those of the long run. The packages that depend on the
+# versions of torch and Python also run on the oldest ones.
 MARKS = {"programs": "programs", "launchers": "launchers", "gpu": "gpu"}
 MARKS |= dict.fromkeys(
     (
@@ -105,7 +105,7 @@ def pytest_itemcollected(item):
 
 
 def _is_of_many_ranks(item):
-    """Return whether a test of a room runs on 3 ranks or more: versions show themselves on 2."""
+    """Return whether a test of a package runs on 3 ranks or more: versions show themselves on 2."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     is_of_room = MARKS.get(item.path.relative_to(HERE).parts[0]) == "oldest"
     return is_of_room and isinstance(size := parameters.get("size"), int) and size > 2

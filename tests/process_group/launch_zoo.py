@@ -1,4 +1,4 @@
-"""What the tests of this room share: scripts on ranks, by torchrun or by its variables."""
+"""Shared by the tests of this package: scripts on ranks, by torchrun or by its variables."""
 
 import json
 import os

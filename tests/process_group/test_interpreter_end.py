@@ -79,10 +79,10 @@ from datetime import timedelta
 pardata.store._client._MARGIN = 0.5
 pardata.process_group._shutdown._LINGER = timedelta(seconds=0.5)
 here = pardata.init(timeout=600)
-pardata.barrier()
+host = pardata.broadcast(os.getpid())
 if here.rank == 0:
-    os.kill(os.getpid(), signal.SIGSTOP)
-time.sleep(1)
+    time.sleep(600)
+os.kill(host, signal.SIGSTOP)
 """
 
 

@@ -14,7 +14,7 @@ import pardata
 
 SOURCE = Path(pardata.__file__).parent
 
-# From the ground up: a room imports only rooms that stand before it.
+# From the ground up: a package imports only packages that stand before it.
 ORDER = (
     *("store", "environment", "rng", "output", "collectives", "process_group", "data", "cache"),
     *("model", "step", "strategies", "checkpoint", "testing", "doctor"),
@@ -51,7 +51,7 @@ def imported(name):
 KNOWS = {name: imported(name) for name in FILES}
 
 
-def room(name):
+def package(name):
     parts = name.split(".")
     return parts[1] if len(parts) > 1 and parts[1] in ORDER else None
 
@@ -62,16 +62,16 @@ def test_the_rooms_are_these():
     assert {path.stem for path in SOURCE.glob("*.py")} == {"__init__", "__main__", *TOP}
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if room(name)])
+@pytest.mark.parametrize("name", [name for name in FILES if package(name)])
 def test_a_file_knows_only_its_own_room_and_rooms_before_it(name):
     for other in KNOWS[name]:
         assert other != FACE, f"{name} imports the face of the package"
-        own, known = room(name), room(other)
+        own, known = package(name), package(other)
         if known is None:
             assert other.removeprefix("pardata.") in TOP, (name, other)
             continue
         assert known == own or ORDER.index(known) < ORDER.index(own), (name, other)
-        # By path: a door opens the whole room, and may be half open when its own files are read.
+        # By path: a door opens the whole package, and may be half open when its own files are read.
         assert other.count(".") > 1, f"{name} imports the door {other}"
 
 
@@ -83,12 +83,12 @@ def test_no_two_files_know_each_other():
     assert set(files) <= set(order)
 
 
-def test_there_are_few_arrows_between_rooms():
+def test_there_are_few_arrows_between_packages():
     arrows = {
-        (room(name), room(other))
+        (package(name), package(other))
         for name, known in KNOWS.items()
         for other in known
-        if room(name) and room(other) not in {None, room(name), *EVERYBODYS}
+        if package(name) and package(other) not in {None, package(name), *EVERYBODYS}
     }
     assert len(arrows) <= MOST_ARROWS
 
@@ -108,7 +108,7 @@ def test_a_door_is_one_sentence_its_public_names_and_nothing_else(name):
     assert sorted(names) == sorted(public)
     for node in rest:
         if isinstance(node, ast.ImportFrom):
-            assert room(node.module) == name
+            assert package(node.module) == name
 
 
 def test_the_face_takes_its_names_from_the_doors():

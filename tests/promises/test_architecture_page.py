@@ -5,7 +5,7 @@ import re
 
 import pytest
 from places import DOCS, ROOT
-from test_architecture import FILES, KNOWS, ORDER, SOURCE, TREES, room
+from test_architecture import FILES, KNOWS, ORDER, SOURCE, TREES, package
 
 PAGE = (DOCS / "architecture.md").read_text(encoding="utf-8")
 PICTURE = (DOCS / "images" / "packages.svg").read_text(encoding="utf-8")
@@ -39,7 +39,7 @@ def test_a_package_is_as_its_init_says(row):
 @pytest.mark.parametrize("row", ROWS, ids=ORDER)
 def test_a_package_imports_what_the_table_says(row):
     (name,) = names(row[0])
-    known = {room(other) for file in FILES if room(file) == name for other in KNOWS[file]}
+    known = {package(other) for file in FILES if package(file) == name for other in KNOWS[file]}
     assert names(row[3]) == [other for other in ORDER if other in known - {name, None}]
 
 

@@ -19,8 +19,8 @@ def python(code):
 
 
 def test_nothing_else_is_public():
-    rooms = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
-    public = {name for name in vars(pardata) if not name.startswith("_")} - rooms
+    packages = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    public = {name for name in vars(pardata) if not name.startswith("_")} - packages
     assert public == set(pardata.__all__)
 
 

@@ -42,7 +42,7 @@ def test_a_rank_that_dies_with_the_store_is_an_error_at_once_and_no_timeout(tmp_
     assert float(seconds) < LONG.total_seconds() - 5
     assert text.startswith(
         "the process that serves the group's store (rank 0, or torchrun's agent) must stay as "
-        "long as any rank, but has ended: look at its output for an error; this rank is at "
+        "long as any rank, but has ended: see its output; this rank is at "
     )
 
 

@@ -106,8 +106,7 @@ def report_uncaught(state: GroupState) -> None:
     following = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if group_state() is state:
-            end(error)
+        end(error)
         following(kind, error, trace)
 
     def remove() -> None:

@@ -67,9 +67,8 @@ class StoreClient:
             self.store, found = answer.result(wait.total_seconds() + _MARGIN)
             held = False
         except dist.DistNetworkError as error:
-            must = "must stay as long as any rank, but has ended: look at its output for an error"
-            text = f"{SERVER} {must}; this rank is at {call_site()}"
-            raise mark_secondary(RuntimeError(text)) from error
+            must = "must stay as long as any rank, but has ended: see its output; this rank is at"
+            raise mark_secondary(RuntimeError(f"{SERVER} {must} {call_site()}")) from error
         except TimeoutError:
             must = f"must answer, but has not for {wait}: is it stopped, or is the network down?"
             raise mark_secondary(TimeoutError(f"{SERVER} {must} {call_site()}")) from None
@@ -84,7 +83,7 @@ def _start(run: Callable[[], None]) -> None:
         Thread(target=run, daemon=True).start()
     except RuntimeError:
         if main_thread().is_alive():
-            raise  # of a signal's handler: the thread may have begun
+            raise  # a signal's handler raises it: the thread may have begun
         run()  # from Python 3.12 on an interpreter that ends may start no thread
 
 
